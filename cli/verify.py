@@ -2,7 +2,7 @@
 
 `run_job` runs a `zeroaccel launch` as a child process and reads the JSON lines it prints; `doctor` uses it as well.
 `test` trains the model of `smoke` at every stage; `verify` runs the user's script twice, at stage 0 and as configured,
-with `zeroaccel.telemetry.verification` recording losses and norms inside the ranks.
+with `zeroaccel.setup.orders` recording losses and norms inside the ranks.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _told(result: dict, *, on_cpu: bool) -> tuple[str, str, bool]:  # type: igno
     return name, f"FAILED: other losses than stage 0 ({seconds})", True
 
 
-_VARIABLE = "ZEROACCEL_VERIFY"  # as `zeroaccel.telemetry.verification` has it, which imports torch
+_VARIABLE = "ZEROACCEL_VERIFY"  # as `zeroaccel.setup.orders` has it, which imports torch
 
 
 # What the plainest run that promises the same numbers has in place of the config's keys; the stage is added.

@@ -22,8 +22,7 @@ import zeroaccel
 from zeroaccel.cli.main import SUB_COMMANDS
 from zeroaccel.cli.main import main as main_command
 from zeroaccel.compat.deepspeed_engine import DeepSpeedEngine
-from zeroaccel.compat.engine_questions import ABSENT_MEMBERS, QUESTIONS
-from zeroaccel.compat.surface import ABSENT, SURFACE
+from zeroaccel.compat.surface import ABSENT, ABSENT_MEMBERS, QUESTIONS, SURFACE
 from zeroaccel.config.launch.launch_settings import LaunchSettings, file_path
 from zeroaccel.config.launch.launch_sources import OTHER_VARIABLES, variables_of
 from zeroaccel.config.launch.setting_table import SETTINGS

@@ -14,8 +14,7 @@ from tests.multi.environment import ROOT
 from tests.multi.job import run_command
 from zeroaccel import errors
 from zeroaccel.cli.main import SUB_COMMANDS
-from zeroaccel.compat.engine_questions import ABSENT_MEMBERS, QUESTIONS
-from zeroaccel.compat.surface import ABSENT, SURFACE
+from zeroaccel.compat.surface import ABSENT, ABSENT_MEMBERS, QUESTIONS, SURFACE
 from zeroaccel.config.schema import Config
 from zeroaccel.config.section import field_paths
 

@@ -95,7 +95,7 @@ def test_an_engine_answers_about_ranks_and_config(ranks: Ranks) -> None:
 
 
 def _every_question() -> None:
-    from zeroaccel.compat.engine_questions import ABSENT_MEMBERS, QUESTIONS
+    from zeroaccel.compat.surface import ABSENT_MEMBERS, QUESTIONS
 
     engine = _engine(3, zero_optimization={"stage": 3, "offload_optimizer": {"device": "cpu"}})
     for name in QUESTIONS:

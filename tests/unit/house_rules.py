@@ -117,7 +117,6 @@ SMALL_MODULE_LINES = 60
 # Modules with one importer and under 60 code lines that are not merged into it, and why.
 SMALL_MODULES = {
     "zeroaccel/parallel/axes.py": "the table to which a new axis is added",
-    "zeroaccel/telemetry/verification.py": "what `zeroaccel verify` records; set-up knows orders only",
     "zeroaccel/accelerate/beside_accelerate.py": "the one file that touches another library's modules, and undoes it",
     "zeroaccel/compat/transformers_calls.py": "patches another library's classes, and `uninstall` finds it by its name",
     "zeroaccel/offload/device_lane.py": "streams and copies, of which the tables that import it and `ops` know nothing",

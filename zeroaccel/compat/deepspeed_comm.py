@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from zeroaccel.comm.topology import device_mesh, init_process_group, meet
-from zeroaccel.compat.stubs import NO_LOG
 from zeroaccel.errors import UsageError
 from zeroaccel.logs import log_once
 
@@ -120,6 +119,8 @@ _PROFILED = (
     "batch_isend_irecv broadcast broadcast_object_list gather irecv isend monitored_barrier recv reduce reduce_scatter "
     "reduce_scatter_tensor scatter send"
 )
+
+NO_LOG = "deepspeed.comm: no collective is logged here; torch.profiler measures them (prof, log_name, configure)"
 
 # Later versions of torch call these otherwise, and warn of the names that DeepSpeed has.
 _RENAMED = {"all_gather_into_tensor": "all_gather_single", "reduce_scatter_tensor": "reduce_scatter_single"}

@@ -30,10 +30,10 @@ from zeroaccel.compat.deepspeed_calls import MonitorMaster, StepThroughput
 from zeroaccel.compat.deepspeed_comm import get_local_rank, require_process_group
 from zeroaccel.compat.deepspeed_init import from_library
 from zeroaccel.compat.deepspeed_pipe import PipelineModule
-from zeroaccel.compat.engine_questions import ABSENT_MEMBERS, QUESTIONS
 from zeroaccel.compat.finder import VERSION
 from zeroaccel.compat.leaf_modules import mark_configured, mark_parameters, marked_names
 from zeroaccel.compat.parameters import ParameterOffload, attach
+from zeroaccel.compat.surface import ABSENT_MEMBERS, QUESTIONS
 from zeroaccel.config import Config, load_config
 from zeroaccel.config.document import read_document
 from zeroaccel.config.parallel import ParallelConfig, with_config_axes

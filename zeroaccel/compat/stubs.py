@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeroaccel.compat.deepspeed_comm import NO_LOG
 from zeroaccel.errors import UsageError
 from zeroaccel.logs import log_once
-
-NO_LOG = "deepspeed.comm: no collective is logged here; torch.profiler measures them (prof, log_name, configure)"
 
 
 def configure(

@@ -1,14 +1,83 @@
 """What commands of this library order a script to do that they run: `zeroaccel trace` and `zeroaccel verify`.
 
-An order is an environment variable that only its command sets; without one nothing here does anything.
+An order is an environment variable that only its command sets; without one nothing here does anything. A run of
+`zeroaccel verify` takes the first steps of a script, with every number recorded bit for bit.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from zeroaccel.comm.environment import command_order
 from zeroaccel.config import Config
-from zeroaccel.telemetry.verification import Verification
+from zeroaccel.telemetry.step_report import ReportedEngine, StepReport
 from zeroaccel.zero.engine_base import EngineBase
 from zeroaccel.zero.step_trace import record_if_asked
+
+VARIABLE = "ZEROACCEL_VERIFY"
+"""JSON: folder for the records, steps to take, keys of `zero_optimization` to replace."""
+
+_engines = itertools.count()
+
+
+@dataclass(frozen=True)
+class Verification:
+    """One run of a verified script.
+
+    Attributes:
+        zero: keys of the config's `zero_optimization` section -> what this run has in their place.
+    """
+
+    folder: Path
+    steps: int
+    zero: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def ordered(cls) -> Verification | None:
+        """The order in the environment, or None.
+
+        Raises:
+            ConfigError: `zeroaccel verify` did not write it.
+        """
+
+        def read(order: Any) -> Verification:
+            return cls(Path(order["folder"]), int(order["steps"]), dict(order["zero"]))
+
+        return command_order(VARIABLE, "verify", read)
+
+    def record(self, engine: ReportedEngine, report: StepReport, rank: int, **facts: int) -> None:
+        """Writes losses and gradient norm of each step of an engine to a file, and exits after the last step.
+
+        Args:
+            rank: writes to a file of its own.
+            facts: go into every record.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        file = open(self.folder / f"engine{next(_engines)}-rank{rank}.jsonl", "w")  # noqa: SIM115 - lives as long
+        losses: list[str] = []
+        left = self.steps
+
+        def on_loss(loss: Tensor) -> None:
+            losses.append(float(loss.detach()).hex())
+
+        def on_step() -> None:
+            nonlocal left
+            norm = engine.get_global_grad_norm()
+            record = {**facts, "losses": losses, "norm": None if norm is None else float(norm).hex()}
+            print(json.dumps(record), file=file, flush=True)
+            losses.clear()
+            left -= 1
+            if not left:
+                raise SystemExit(0)
+
+        report.loss_listener, report.step_listener = on_loss, on_step
 
 
 def ordered_config(config: Config) -> Config:
