@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -52,17 +53,21 @@ def _batches(batch: dict[str, Tensor], seed: int) -> list[dict[str, Tensor]]:
     return [zoo.varied(batch, seed + 100 * rank + step) for step in range(STEPS)]
 
 
+def _cast(batch: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in batch.items()}
+
+
 def _states(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in [*model.named_parameters(), *model.named_buffers()]}
 
 
-def _plain(model: nn.Module, batch: dict[str, Tensor], seed: int, optimizer: dict[str, Any]) -> Run:
+def _plain(model: nn.Module, batches: list[dict[str, Tensor]], draws: int, optimizer: dict[str, Any]) -> Run:
     """Data-parallel training in torch alone."""
     trainable = [param for param in model.parameters() if param.requires_grad]
     own = {"SGD": torch.optim.SGD, "Adam": torch.optim.Adam}[optimizer["type"]](trainable, **optimizer["params"])
     run = Run()
-    zoo.seed_all(seed + torch.distributed.get_rank())
-    for each in _batches(batch, seed):
+    zoo.seed_all(draws)
+    for each in batches:
         loss = zoo.loss_of(model(**each))
         loss.backward()
         for param in trainable:  # as in the engine, a parameter without a gradient has a gradient of zero
@@ -76,13 +81,13 @@ def _plain(model: nn.Module, batch: dict[str, Tensor], seed: int, optimizer: dic
     return run
 
 
-def _engine(model: nn.Module, batch: dict[str, Tensor], seed: int, settings: dict[str, Any]) -> Run:
+def _engine(model: nn.Module, batches: list[dict[str, Tensor]], draws: int, settings: dict[str, Any]) -> Run:
     engine, *_ = zeroaccel.initialize(model, config=settings)
     dtype = torch.bfloat16 if "bf16" in settings else torch.float32
     run = Run()
-    zoo.seed_all(seed + torch.distributed.get_rank())
-    for each in _batches(batch, seed):
-        loss = zoo.loss_of(engine(**{k: v.to(dtype) if v.is_floating_point() else v for k, v in each.items()}))
+    zoo.seed_all(draws)
+    for each in batches:
+        loss = zoo.loss_of(engine(**_cast(each, dtype)))
         engine.backward(loss)
         engine.step()
         run.losses.append(loss.item())
@@ -117,8 +122,11 @@ def _nudged(model: nn.Module) -> nn.Module:
     return model
 
 
-def _train(kind: str, name: str, seed: int, optimizer: dict[str, Any], planted: bool = False) -> tuple[str, str]:
-    """(outcome, detail) of one class on this rank."""
+def _train(
+    kind: str, name: str, seed: int, optimizer: dict[str, Any], planted: bool = False, alike: bool = False
+) -> tuple[str, str]:
+    """(outcome, detail) of a class on this rank; with `planted` stage 3 is wrong, with `alike` ranks drop out alike."""
+    draws = seed + (0 if alike else torch.distributed.get_rank())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         transformers.logging.set_verbosity_error()
@@ -128,14 +136,16 @@ def _train(kind: str, name: str, seed: int, optimizer: dict[str, Any], planted: 
             return "not built", str(error)
         for tensor in [*model.parameters(), *model.buffers()]:  # some classes leave memory as they find it
             torch.distributed.broadcast(tensor.data, 0)
+        batches = _batches(batch, seed)
+        alone = zoo.failure(copy.deepcopy(model).to(torch.bfloat16), _cast(batch, torch.bfloat16))
         wrong: list[str] = []
-        for precision in ("fp32", "bf16"):
-            runs = [] if precision == "bf16" else [_plain(copy.deepcopy(model), batch, seed, optimizer)]
+        for precision in ("fp32",) if alone else ("fp32", "bf16"):
+            runs = [] if precision == "bf16" else [_plain(copy.deepcopy(model), batches, draws, optimizer)]
             for stage in (0, 3):
                 settings = config(stage, precision, optimizer=optimizer, **(SHARDED if stage else {}))
                 try:
                     with wrong_sums() if planted and stage == 3 else nullcontext():
-                        runs.append(_engine(copy.deepcopy(model), batch, seed, settings))
+                        runs.append(_engine(copy.deepcopy(model), batches, draws, settings))
                 except ZeroAccelError as error:
                     if isinstance(error, CollectiveError):
                         raise
@@ -143,17 +153,30 @@ def _train(kind: str, name: str, seed: int, optimizer: dict[str, Any], planted: 
             *plain, whole, sharded = runs
             wrong += [f"{precision}: {each}" for each in differences(whole, sharded)]
             if plain and _far(plain[0], whole, model):  # rounding may grow: as much as that of a weight's last bit does
-                plain.append(_plain(_nudged(model), batch, seed, optimizer))
+                plain.append(_plain(_nudged(model), batches, draws, optimizer))
             wrong += [f"plain: {each}" for each in (_far(plain[0], whole, model, *plain[1:]) if plain else [])]
-    return ("different" if wrong else "equal"), f"{list(batch)}: {len(wrong)}: {wrong[:6]}"
+    if wrong:
+        return "different", f"{list(batch)}: {len(wrong)}: {wrong[:6]}"
+    return ("equal in fp32" if alone else "equal"), f"{list(batch)}{': plain torch in bf16: ' * bool(alone)}{alone}"
 
 
 def _look(pool: Pool, head: str, kind: str, name: str, seed: int, **how: Any) -> Case:
+    """What comes of a class; where ranks part, as by layers dropped at random, again with one random state on all."""
+    case = _case(pool, head, kind, name, seed, how)
+    if case.outcome == "failed" and "CollectiveError" in case.detail:
+        again = _case(pool, head, kind, name, seed, {**how, "alike": True})
+        if again.outcome.startswith("equal"):
+            case.outcome = f"{again.outcome} with one random state"
+    return case
+
+
+def _case(pool: Pool, head: str, kind: str, name: str, seed: int, how: dict[str, Any]) -> Case:
     try:
         answers = pool.run(_train, kind, name, seed, timeout=SECONDS, **{"optimizer": SGD, **how})
     except RankFailure as failure:  # the pool has ended its ranks; the next class gets new ones
-        return Case("zoo", name, head, "failed", str(failure)[-3000:])
-    order = ["failed", "different", "refused", "not built", "equal"]
+        said = re.findall(r"^(?:[\w.]+Error|---|RankTimeout).*", str(failure), re.MULTILINE)
+        return Case("zoo", name, head, "failed", f"{said}: {str(failure)[-2000:]}")
+    order = ["different", "refused", "not built", "equal in fp32", "equal"]
     outcome, detail = min(answers, key=lambda answer: order.index(answer[0]))
     if outcome == "refused":
         pool.close()

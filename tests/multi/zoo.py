@@ -20,7 +20,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.models.auto import configuration_auto, modeling_auto
 
-__all__ = ["HEADS", "NotBuilt", "build", "classes", "inputs", "loss_of", "seed_all", "varied"]
+__all__ = ["HEADS", "NotBuilt", "build", "classes", "failure", "inputs", "loss_of", "seed_all", "varied"]
 
 VOCABULARY, WIDTH, LENGTH, IMAGE = 128, 32, 12, 32
 LARGEST = 5_000_000  # parameters
@@ -68,7 +68,7 @@ SIZES: list[tuple[str, Any]] = [
     (r"experts?$|expert_num", _at_most(4)),
     (r"(key_value|kv|query_group).*(heads|num)$|num_kv|n_head_kv|multi_query_group_num", _at_most(2)),
     (r"mamba.*heads|ssm.*heads|linear_num.*heads", _at_most(4)),
-    (r"(n|num)_?(attention_)?heads?$|heads$|n_head$", _at_most(4)),
+    (r"(n|num)_?(attention_)?heads?$|heads$|n_head$", lambda value, index: 4 if value >= 4 else 2),
     (r"head_(dim|size)$|kv_channels|^d_kv$|rope_dim|rotary_dim|rope_head|nope_head|attention_dim", _at_most(8)),
     (r"layers?$|layer_num$|^depth$|depths$|num_blocks|blocks$|layer_count|encoder_depth|num_stages", _at_most(2)),
     (r"rank", _at_most(8)),
@@ -76,7 +76,8 @@ SIZES: list[tuple[str, Any]] = [
     (r"patch_size$|tubelet", _at_most(8)),
     (r"num_channels|in_chans|in_channels|input_channels|frames|mel_bins|temporal", lambda value, index: value),
     (r"intermediate|ffn|mlp.*(dim|size)|inner|d_ff|feed_?forward|linear_units", _at_most(2 * WIDTH)),
-    (r"window|chunk|block_size|local_attn|num_query|num_latents|state_size|d_state", _at_most(8)),
+    (r"window", _at_most(4)),
+    (r"chunk|block_size|local_attn|num_query|num_latents|state_size|d_state", _at_most(8)),
     (r"(hidden|embed|embedding|d_|proj|projection|output|model|out|n_|z_|word|text|vision)_?(size|dim|embd)s?$", None),
     (r"hidden|d_model|n_embd|^dim$|_dim$|^dims?$|_dims$|channels$|width|planes|embed|n_state|d_", None),
     (r"max_.*(position|length|len|size)|n_positions|n_ctx|seq_len", lambda value, index: min(value, 128)),
@@ -110,8 +111,12 @@ class _Shrinking:
     def _field(self, name: str, value: Any, layers: set[int]) -> Any:
         if isinstance(value, bool) or value is None or name in ("id2label", "label2id", "dtype", "torch_dtype"):
             return value
+        if name == "per_layer_config":
+            return {index: each for index, each in value.items() if int(index) < 2}
         if isinstance(value, dict):
-            return value if name.startswith("rope") else self.config(value)
+            if name.startswith("rope"):
+                return {**value, **({"mrope_section": [1, 1, 2]} if "mrope_section" in value else {})}
+            return self.config(value)
         if isinstance(value, (list, tuple)):
             if len(value) in layers and len(value) > 2:
                 first = value[0]
@@ -127,7 +132,7 @@ class _Shrinking:
 
     def _number(self, name: str, value: int, index: int) -> int:
         if re.search(r"(token|_id|_index|_idx|_ids)$|token_id|token_index", name):
-            return value if value < 100 else self._ids.setdefault(value, VOCABULARY - 1 - len(self._ids))
+            return value if value < 10 else self._ids.setdefault(value, VOCABULARY - 1 - len(self._ids))
         return _size(name, value, index)
 
 
@@ -149,6 +154,10 @@ OPEN: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "rope_theta": 10000.0,
     "vision_feature_select_strategy": "full",
+    "vocab_size": VOCABULARY,
+    "moe_intermediate_size": WIDTH,
+    "n_routed_experts": 4,
+    "layer_types": ["conv", "full_attention"],
 }
 
 
@@ -162,11 +171,10 @@ def shrink(cls: type[Any]) -> Iterator[Any]:
     small = _Shrinking().config(fields)
     error: Exception | None = None
     for repair in REPAIRS:
-        change = {key: value for key, value in repair.items() if small.get(key, value) != value}
-        if repair and not change:
+        if repair and _changed(small, repair) == small:
             continue
         try:
-            config = cls.from_dict({**small, **change})
+            config = cls.from_dict(_changed(small, repair))
             _fill(config)
             yield config
         except Exception as refused:
@@ -175,7 +183,15 @@ def shrink(cls: type[Any]) -> Iterator[Any]:
         raise NotBuilt(f"config: {_first_line(error)}") from error
 
 
+def _changed(fields: dict[str, Any], repair: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: _changed(value, repair) if isinstance(value, dict) else repair.get(name, value)
+        for name, value in fields.items()
+    }
+
+
 def _fill(config: Any) -> None:
+    config.use_cache = False
     for name, value in OPEN.items():
         if getattr(config, name, None) is None:
             setattr(config, name, value)
@@ -222,13 +238,13 @@ def build(kind: str, name: str, seed: int) -> tuple[nn.Module, dict[str, Tensor]
                     param.clamp_(-4, 4).add_(0.02 * torch.randn_like(param))
         model.float().train()
         for batch in inputs(model, seed):
-            found = _failure(model, batch)
+            found = failure(model, batch)
             if not found:
                 return model, batch
             for filled in _with_places(batch, config, found):
-                if not _failure(model, filled):
+                if not failure(model, filled):
                     return model, filled
-            reason = f"forward: {found}"
+            reason = reason or f"forward: {found}"
     raise NotBuilt(reason)
 
 
@@ -239,7 +255,7 @@ def inputs(model: nn.Module, seed: int) -> Iterator[dict[str, Tensor]]:
     """Batches that the forward may take, the fullest first: images, sound and text together, then less."""
     taken = inspect.signature(model.forward).parameters
     generator = torch.Generator().manual_seed(seed)
-    for kinds in (("text", "image", "sound"), ("image", "text"), ("sound", "text"), ("text",), ("image",), ("sound",)):
+    for kinds in (("image", "sound", "text"), ("image", "text"), ("sound", "text"), ("text",), ("image",), ("sound",)):
         if not all(any(name in taken for name in SOURCES[kind]) for kind in kinds):
             continue
         batches = [{}]
@@ -275,7 +291,7 @@ def _text(config: Any, taken: Any, generator: torch.Generator) -> Iterator[dict[
     if "input_ids" not in taken:
         yield {}
         return
-    batch = {"input_ids": torch.randint(10, 90, (2, LENGTH), generator=generator)}
+    batch = {"input_ids": torch.randint(10, 60, (2, LENGTH), generator=generator)}
     batch["input_ids"][:, -1] = (
         min(_field(config, "eos_token_id", otherwise=2), VOCABULARY - 1)
         if isinstance(_field(config, "eos_token_id", otherwise=2), int)
@@ -347,7 +363,10 @@ def _sound(config: Any, taken: Any, generator: torch.Generator) -> Iterator[dict
         bins = _field(config, "num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim", otherwise=80)
         frames = 2 * _field(config, "max_source_positions", otherwise=32)
         for shape in ((2, bins, frames), (2, 64, bins)):
-            yield {"input_features": torch.rand(*shape, generator=generator)}
+            features = {"input_features": torch.rand(*shape, generator=generator)}
+            yield features
+            if "attention_mask" in taken and "input_ids" not in taken:
+                yield {**features, "attention_mask": torch.ones(shape[0], shape[1], dtype=torch.long)}
     else:
         yield {}
 
@@ -356,7 +375,7 @@ _SENSES = {"text": _text, "image": _image, "sound": _sound}
 
 
 def _labels(model: nn.Module, batch: dict[str, Tensor], generator: torch.Generator) -> list[Tensor]:
-    words = torch.randint(10, 90, (2, LENGTH), generator=generator)
+    words = torch.randint(10, 60, (2, LENGTH), generator=generator)
     kinds = torch.randint(0, 2, (2,), generator=generator)
     if "Classification" in type(model).__name__:
         return [kinds]
@@ -365,7 +384,7 @@ def _labels(model: nn.Module, batch: dict[str, Tensor], generator: torch.Generat
     return [words] if "input_ids" in batch else [words, kinds]
 
 
-def _failure(model: nn.Module, batch: dict[str, Tensor]) -> str:
+def failure(model: nn.Module, batch: dict[str, Tensor]) -> str:
     """Why a forward and a backward in plain torch fail, or nothing."""
     try:
         loss = loss_of(model(**batch))
@@ -385,8 +404,8 @@ def varied(batch: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
         if value.is_floating_point():
             value = torch.rand(value.shape, generator=generator)
         elif name == "input_ids" or (name == "labels" and value.dim() > 1):
-            words = torch.randint(10, 90, value.shape, generator=generator)
-            value = words.where((value >= 10) & (value < 90), value)
+            words = torch.randint(10, 60, value.shape, generator=generator)
+            value = words.where((value >= 10) & (value < 60), value)
         elif name == "labels":
             value = torch.randint(0, 2, value.shape, generator=generator)
         other[name] = value
