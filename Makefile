@@ -39,7 +39,7 @@ lint: $(INSTALLED)  ## Check style, format, types and the English of the pages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python .ci/prose.py $$(cat .ci/prose_args)
+	$(BIN)/python .ci/prose.py
 
 docs: $(INSTALLED)  ## Build the site into build/site; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet --config-file .mkdocs.yml

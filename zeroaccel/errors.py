@@ -67,7 +67,7 @@ class ZeroAccelError(Exception):
 
     Args:
         where: the address, or a whole sentence when nothing else is given.
-        expected: what would have been right, as a noun phrase.
+        expected: the correct value, as a noun phrase.
         got: the value that was found; shown with ``repr``, cut at 200 characters.
         fix: what to do, in the imperative.
     """
@@ -98,15 +98,15 @@ class EngineStateError(ZeroAccelError, RuntimeError):
 
 
 class ShardStateError(ZeroAccelError, RuntimeError):
-    """A unit was asked to move between states in a way its lifecycle does not allow."""
+    """A call moves a unit between states in a way that its life cycle does not allow."""
 
 
 class CheckpointError(ZeroAccelError, RuntimeError):
-    """A checkpoint cannot be written, or must not be loaded."""
+    """The engine cannot write a checkpoint, or must not load one."""
 
 
 class OffloadError(ZeroAccelError, RuntimeError):
-    """Data that was moved out of memory cannot be written, or does not come back as it was."""
+    """A tier cannot write offloaded data, or reads back other data than it wrote."""
 
     exit_code: ClassVar[int] = 74
 

@@ -73,9 +73,9 @@ def initialize(
             argument alone.
         cast_inputs: cast floating inputs of forward to the precision; without it that happens under fp16 with
             `auto_cast` only.
-        optimizer_kind: "elementwise", "per_tensor" or "coupled", what the update of an element depends on, instead of
-            what its class says. Takes precedence over `optimizer.kind` of the config.
-        unknown_keys: how unknown keys of the config are treated, see `load_config`.
+        optimizer_kind: "elementwise", "per_tensor" or "coupled": the inputs of an element's update. Overrides the kind
+            of the class and `optimizer.kind` of the config.
+        unknown_keys: treatment of unknown keys in the config, see `load_config`.
 
     Returns:
         (engine, optimizer, dataloader, lr_scheduler). Items that were not created are None.

@@ -63,7 +63,7 @@ def synchronize_rng_states(
 
     Args:
         rng_types: some of "python", "numpy", "torch", "cuda" (this rank's device), "generator".
-        generator: what "generator" means.
+        generator: the generator that "generator" stands for.
 
     Raises:
         UsageError: another type, or "generator" without one.

@@ -17,13 +17,7 @@ def test_a_document_mentions_what_exists(document: Document) -> None:
     assert list(dict.fromkeys(absent(document))) == []
 
 
-# Pages whose figures have no source yet: those that .ci/prose.py leaves out, too.
-PENDING = (ROOT / ".ci" / "prose_args").read_text().split()
-
-
-@pytest.mark.parametrize(
-    "document", [one for one in documents() if one.path not in PENDING], ids=lambda document: document.path
-)
+@pytest.mark.parametrize("document", documents(), ids=lambda document: document.path)
 def test_measured_figures_have_a_results_file(document: Document) -> None:
     assert list(unsourced(document)) == []
 

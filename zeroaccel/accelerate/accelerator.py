@@ -69,13 +69,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 class Accelerator(ControlFlow):
     """Prepares models, optimizers, schedulers and loaders for ZeRO training, and serves the training loop.
 
-    Plugins and handlers may be of accelerate's own classes: what they say counts, or a note tells what changes nothing.
+    Accepts plugins and handlers of accelerate's own classes; a note names each field that has no effect.
 
     Args:
         device_placement: loaders put batches on the device.
         split_batches: the same of `dataloader_config`, by its older place.
-        mixed_precision: "no", "fp16" or "bf16"; by default what the launcher or the config says.
-        gradient_accumulation_steps: micro-steps per optimizer step; by default what the launcher or the config says,
+        mixed_precision: "no", "fp16" or "bf16"; by default that of the launcher or the config.
+        gradient_accumulation_steps: micro-steps per optimizer step; by default that of the launcher or the config,
             else 1.
         cpu: compute on the CPU also where there are accelerators.
         dataloader_config: how loaders are sharded over the ranks.
@@ -84,17 +84,17 @@ class Accelerator(ControlFlow):
         fsdp_plugin: accelerate's; its strategy becomes the stage that shards the same.
         torch_tp_plugin, megatron_lm_plugin: refused, unless they split nothing.
         parallelism_config: the mesh of the processes, a `ParallelConfig` or accelerate's `ParallelismConfig`; by
-            default what the launcher says.
+            default the launcher's.
         rng_types: generators that are made rank 0's at the start of each epoch: "torch", "cuda", "numpy", "python". The
             order of samples is common to the ranks in any case.
         log_with: trackers: "tensorboard", "wandb", "all", instances of `GeneralTracker`, or a list of these.
-        project_dir: folder of states and of what trackers write.
+        project_dir: folder for states and for files of trackers.
         project_config: the same, with more settings.
         gradient_accumulation_plugin: instead of the number.
         step_scheduler_with_optimizer: False makes every call of a scheduler's `step` count.
         kwargs_handlers: `AutocastKwargs`, `DistributedDataParallelKwargs`, `GradScalerKwargs`, `InitProcessGroupKwargs`
             and `ProfileKwargs`.
-        dynamo_backend: compile models with this backend of `torch.compile`; by default what the launcher says.
+        dynamo_backend: compile models with this backend of `torch.compile`; by default the launcher's.
         dynamo_plugin: the same, with more settings.
         deepspeed_plugins: several by name.
         zero_plugin: another name for `deepspeed_plugin`.
@@ -385,7 +385,7 @@ class Accelerator(ControlFlow):
 
         Raises:
             ConfigError: config, plugin, launcher and code contradict each other, or say too little; on every rank.
-            UsageError: an optimizer without its model, and the like; on every rank.
+            UsageError: the objects do not fit together, such as an optimizer without its model; on every rank.
 
         Example:
             >>> import torch
@@ -426,7 +426,7 @@ class Accelerator(ControlFlow):
         """Returns an optimizer that is prepared already.
 
         Raises:
-            UsageError: it is not: an optimizer is prepared together with its model, whose flat buffers are made for it.
+            UsageError: `prepare` has not prepared it together with its model.
         """
         return self.prepare(optimizer)
 
@@ -550,7 +550,7 @@ class Accelerator(ControlFlow):
 
         Raises:
             EngineStateError: no model was prepared for training.
-            UsageError: the loss is no scalar with a gradient, depends on none of the prepared models, or under fp16 on
+            UsageError: the loss is not a scalar with a gradient, depends on no prepared model, or under fp16 on
                 several; or there is another keyword.
 
         Example:
@@ -695,7 +695,7 @@ class Accelerator(ControlFlow):
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As `gather`, without the samples that were repeated to fill the last batches of an epoch. (all ranks)
 
-        To be called in a loop over a prepared loader. What is not all tensors is gathered as objects.
+        Call it in a loop over a prepared loader. It gathers data with other values than tensors as objects.
 
         Args:
             input_data: tensors of shape (batch, ...) in any nested container; or a list of anything, one per sample.

@@ -23,8 +23,8 @@ class DummyOptim:
     Args:
         params: parameters or param groups, as for a torch optimizer.
         lr: fills `optimizer.params.lr` where that is "auto"; 0.001 by default.
-        weight_decay: likewise; 0 by default.
-        kwargs: `betas` and `eps`, likewise.
+        weight_decay: fills the same key of `params`; 0 by default.
+        kwargs: `betas` and `eps`, for the keys of these names.
 
     Raises:
         UsageError: another keyword.

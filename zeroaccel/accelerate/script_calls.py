@@ -52,8 +52,8 @@ def find_executable_batch_size(
 ) -> Callable[..., Any]:
     """Decorator: calls a function with a batch size, its first parameter, and with a smaller one while memory is short.
 
-    Make the accelerator, or call its `free_memory`, inside the function, so that nothing of the last try is left. On
-    several ranks all have to run out of memory alike.
+    Make the accelerator, or call its `free_memory`, inside the function, so that nothing of the last try is left. With
+    several ranks, all must run out of memory at the same size.
 
     Args:
         starting_batch_size: of the first call.

@@ -187,7 +187,7 @@ class ZeroPlugin:
 
     @property
     def zero3_save_16bit_model(self) -> bool:
-        """Whether the weights are gathered when a checkpoint is saved."""
+        """Whether saving a checkpoint also gathers the weights."""
         return bool(self._known("zero3_save_16bit_model", False))
 
     @property

@@ -90,7 +90,7 @@ class Problem:
     Attributes:
         path: the key, in the schema's names unless `as_written`.
         text: what is wrong, unless `expected` says it.
-        expected: what would have been right, as a noun phrase.
+        expected: the correct value, as a noun phrase.
         got: the value found, or NOTHING.
         fix: what to do, in the imperative.
         as_written: the path is as written: the key is unknown, or one of two for the same setting.

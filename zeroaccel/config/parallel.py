@@ -43,10 +43,9 @@ class ParallelConfig:
         dp_shard: -1 takes the ranks that the other axes leave.
         sp: ranks that share a sequence.
         tp: ranks that share each layer.
-        tp_plan: which modules the ranks of `tp` share, and how: the end of a module's name, where * is one part of it
-            between dots, -> "colwise", "rowwise" and the like (docs/tensor_parallel.md). By default what a model of
-            transformers says of itself; "auto" is the same, and for other models goes by the names of their layers.
-            With tp of 1 nothing is split.
+        tp_plan: the end of a module's name, where * is one part of it between dots, -> "colwise", "rowwise" or another
+            style (docs/tensor_parallel.md). By default the plan of a transformers model; "auto" is the same, and for
+            other models uses the names of their layers. With tp of 1 nothing is split.
         verify_cut: compare the model that `sp` and `tp` cut with the whole one at the start, on a short batch.
 
     Raises:
@@ -164,7 +163,7 @@ class ParallelConfig:
         return mesh
 
     def misfit(self, world_size: int) -> str:
-        """What is wrong with the sizes on so many ranks, for a message."""
+        """Why the sizes do not fit this number of ranks, for a message; "" where they fit."""
         return f"{self._product}, where {self._expected(world_size)} are needed"
 
     @property
@@ -295,14 +294,14 @@ class PipelineConfig:
             (pp - 1) / (v m + pp - 1). "zero_bubble" (ZB-H1, Qi et al., 2024, arXiv:2401.10241) is that, and fills the
             idle part with gradients of weights, which no rank waits for; not at stage 3.
         stages_per_rank: of the last two schedules; None is 2 there, and 1 for the others.
-        split: what the stages share evenly: "compute", matrix elements that each token meets; "parameters"; or
-            "uniform", the number of blocks. Or the number of blocks of each stage, in the order of the stages.
+        split: the quantity to balance: "compute", matrix elements that each token meets; "parameters"; or "uniform",
+            the number of blocks. Or the number of blocks of each stage, in order.
         loss: of (output, targets), for an nn.Sequential, whose batches are pairs (inputs, targets). A model of
             transformers computes its own from `labels`.
-        costs: of the children of an nn.Sequential, to divide evenly instead of what `split` counts.
+        costs: one per child of an nn.Sequential, to balance instead of `split`.
 
     Raises:
-        UsageError: a schedule or split that there is not.
+        UsageError: an unknown schedule or split.
 
     Example:
         >>> PipelineConfig(split=(3, 5)).split
@@ -341,7 +340,7 @@ class PipelineConfig:
             )
 
     def stages_on(self, ranks: int) -> int:
-        """Stages of each rank of a pipeline of so many ranks; of one rank alone nothing is interleaved."""
+        """Stages per rank in a pipeline with this number of ranks; one rank interleaves nothing."""
         if ranks == 1 or self.schedule not in INTERLEAVED:
             return 1
         return 2 if self.stages_per_rank is None else self.stages_per_rank

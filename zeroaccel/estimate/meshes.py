@@ -43,7 +43,7 @@ class MeshRow:
     Attributes:
         workload: with the mesh, and its micro-steps.
         plan: the recommended one, else the first; None where the model cannot be cut that way.
-        links: what a rank sends in a step.
+        links: bytes that a rank sends in a step.
         idle: part of a step that the ranks of a pipeline wait for others, (pp - 1) / (m + pp - 1).
         refused: why the model cannot be cut that way; "" where it can.
         recommended: of the meshes that fit, the one to take; see `mesh_table`.
@@ -68,7 +68,7 @@ class MeshRow:
 
 
 def link_bytes(row: PlanRow, workload: Workload) -> tuple[LinkBytes, ...]:
-    """What a rank sends in a step under a plan, by axis."""
+    """Bytes that a rank sends in a step under a plan, by axis."""
     links = []
     for axis, nbytes in row.estimate.sent.items():
         across = round(nbytes * crossing_share(workload, axis))
@@ -179,10 +179,10 @@ def _order(row: MeshRow) -> tuple[float, ...]:
 
 
 def needless_crossing(what: Subject, row: MeshRow, capacity: Capacity) -> str:
-    """What ranks that share layers or sequences send between machines, and what they would on a mesh where they do not.
+    """A message on layers or sequences split across machines: bytes sent, and those of a mesh that avoids it.
 
     Returns:
-        "" where none of it crosses machines.
+        "" if no such traffic crosses machines.
     """
     crossing = [link for link in row.links if link.axis in ("tp", "sp") and link.across]
     if not crossing:

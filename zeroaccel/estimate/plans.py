@@ -248,7 +248,7 @@ class TrafficRow:
     """Bytes that one rank sends per step.
 
     Attributes:
-        name: "stage 3", or what is added to it.
+        name: "stage 3", or the addition to it.
         inside, across: to ranks on its own machine, and on others.
     """
 

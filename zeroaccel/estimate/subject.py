@@ -47,7 +47,7 @@ class Subject:
 
     Attributes:
         name: for reports.
-        note: what represents the model; empty for the model itself.
+        note: names the substitute for the model; empty for the model itself.
         build: makes the model and its step.
         layers: number of equal blocks in a row, with nothing else that grows with them; 0 where that is unknown.
         build_short: makes the same model with another number of these blocks.
@@ -74,7 +74,7 @@ def subject(text: str | nn.Module | Callable[[], Any]) -> Subject:
         text: see `_EXPECTED`; a function that returns a model, or a model and a `Step`, may be given itself.
 
     Raises:
-        ConfigError: it is none of these, or it cannot be read.
+        ConfigError: `text` names no model, or the model cannot be read.
     """
     if callable(text) and not isinstance(text, (str, nn.Module)):
         return _of_function(getattr(text, "__qualname__", "function"), text)

@@ -119,13 +119,13 @@ class Workload:
 
 @dataclass(frozen=True)
 class MemoryByKind:
-    """Bytes at the moment of the peak, by what they are for.
+    """Bytes at the moment of the peak, by use.
 
     Attributes:
         params: weights: shards, and units while they are unsharded.
         optimizer: fp32 masters and optimizer states.
         gradients: in flight, and accumulated.
-        activations: all the rest: what backward needs, temporaries, the model's buffers.
+        activations: the rest: tensors for backward, temporaries, the model's buffers.
     """
 
     params: int = 0
@@ -150,7 +150,7 @@ class Estimate:
         host: in host memory, by offload; where the device is the CPU, this comes on top of `device`.
         disk: in files.
         peak: in which part of the step the device's peak lies: "forward", "backward" or "step".
-        pipeline_stage: of a pipeline, the stage that takes the most; its memory is what is said here.
+        pipeline_stage: the pipeline stage with the largest peak, to which the other fields belong.
         sent: axis of the mesh -> bytes that one rank sends along it in a step: "dp" for ZeRO's own.
     """
 
@@ -178,7 +178,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Capacity:
-    """What a machine has, in bytes; None is unknown, and then nothing is said of it.
+    """Memory of a machine, in bytes; None for unknown, which the estimate then ignores.
 
     Attributes:
         device: memory of one accelerator. None for a CPU, whose tensors live in `host`.

@@ -10,9 +10,9 @@ each micro-batch; the first adds it to its own before anything else is added: th
 are in one graph. That takes M + 1 messages of its size per step of M micro-batches, where a sum at the end would take
 two, in another order.
 
-[Note: several stages on a rank] Each has its own backward of a micro-batch, which reaches its own parameters only. To
-`GradReducer.expect` it is said which, so that a buffer is reduced with the backward that fills it, as often as without
-stages, and its gradients are complete with its stage's last micro-batch.
+[Note: several stages on a rank] Each has its own backward of a micro-batch, which reaches its own parameters only. The
+engine passes these parameters to `GradReducer.expect`. A buffer is then reduced with the backward that fills it, as
+often as without stages, and its gradients are complete with its stage's last micro-batch.
 
 [Note: a backward in two halves] The zero-bubble schedule computes gradients of inputs first, and those of weights
 later, by `torch.autograd.grad`, which tells no hook of a parameter. So each half is a backward of the engine: the first
@@ -137,15 +137,15 @@ class PipelineEngine(EngineBase):
 
         Args:
             data_iter: of micro-batches: for a causal model mappings of its arguments with `labels`, for an
-                nn.Sequential pairs (inputs, targets). All micro-batches of a step have equal shapes. Absent, it goes
-                round the loader of `training_data`.
+                nn.Sequential pairs (inputs, targets). All micro-batches of a step have equal shapes. Absent, the engine
+                cycles through the loader of `training_data`.
 
         Returns:
             The mean loss over micro-batches and data-parallel ranks, float32, the same on every rank.
 
         Raises:
             UsageError: on every rank: it ran out, a shape differs, or the stages of a pipeline got other batches.
-            CollectiveError: a rank of the pipeline is gone; the message says which stage waits for what.
+            CollectiveError: a rank of the pipeline is gone; the message names the waiting stages and their messages.
         """
         self._require_optimizer("train_batch")
         self._check_usable()
@@ -179,7 +179,7 @@ class PipelineEngine(EngineBase):
         return super().load_checkpoint(*args, **kwargs)
 
     def reset(self) -> None:
-        """As `Engine.reset`, after an exception on every rank; what stages had sent each other is gone. (all ranks)"""
+        """As `Engine.reset`, after an exception on every rank; drops messages between stages. (all ranks)"""
         super().reset()
         self._activity("")
         for shared in self.stage.shared if hasattr(self, "_schedules") else ():

@@ -39,7 +39,7 @@ def tiled_cross_entropy(
     num_items: Tensor | int | None = None,
     ignored: int = IGNORED_LABEL,
 ) -> Tensor:
-    """The cross entropy of `head(hidden)`, without ever holding all of its logits.
+    """The cross entropy of `head(hidden)`, without all of its logits in memory at once.
 
     Args:
         hidden: (..., H).
@@ -47,7 +47,7 @@ def tiled_cross_entropy(
         params: of the head, those that get gradients.
         labels: (...), of the same tokens: shifted already.
         tiles: how many parts the tokens are computed in.
-        num_items: what the sum is divided by; by default the labels that count.
+        num_items: divisor of the sum; by default the number of labels that count.
         ignored: the label that does not count.
 
     Raises:
@@ -115,10 +115,10 @@ class _TiledSum(torch.autograd.Function):
 
 
 class DeferredLogits:
-    """What a model with `TiledLoss` has in place of its logits, in a forward whose gradients are wanted.
+    """Replaces the logits in the output of a model with `TiledLoss`, in a forward with gradients.
 
     Attributes:
-        hidden: (..., H), what the head was called with.
+        hidden: (..., H), the head's input.
     """
 
     def __init__(self, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> None:
@@ -222,7 +222,7 @@ class TiledLoss:
 class TiledModules:
     """Modules that treat every token by itself, as MLPs do, compute tile by tile, until `undo`.
 
-    A tile's inner activations live in its part of forward and backward only; it is computed once more in the backward.
+    A tile's inner activations live in its part of forward and backward only; backward computes it again.
 
     Args:
         modules: each takes one tensor, (B, S, H), and returns one, (B, S, ...).

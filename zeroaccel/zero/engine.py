@@ -65,7 +65,7 @@ class Engine(EngineBase):
         Raises:
             EngineStateError: no backward came before.
             CollectiveError: the ranks went through different collectives since the last step.
-            UsageError: the ranks' param groups have different settings; nothing was updated, the gradients are dropped.
+            UsageError: the ranks' param groups differ; no weight has changed, and the engine drops the gradients.
             CheckpointError: a save in the background failed; on every rank.
         """
         self.run_step()

@@ -304,7 +304,7 @@ def _is_building() -> bool:
 
 
 class Init:
-    """Modules that are built inside are sharded as they are built. (all ranks)
+    """Shards each module at the end of its constructor, inside the block. (all ranks)
 
     After the block, hand the model to `initialize()`, which gives the same as for a model built without it; until then
     its values are read and written inside `GatheredParameters`, and calling it raises EngineStateError. May be nested:
@@ -313,12 +313,12 @@ class Init:
 
     Args:
         module: an existing model, sharded at once, before the block.
-        config_dict_or_path: a config, for what no argument says: the dtype of its precision, and its `offload_param`
-            for `remote_device`.
+        config_dict_or_path: a config, which gives defaults: its precision for `dtype`, its `offload_param` for
+            `remote_device`.
         dtype: of floating-point parameters.
         remote_device: "cpu" keeps shards in host memory, "nvme" in files, which are gone when the process is.
         nvme_path: a folder for those; by default the config's `offload_param.nvme_path`.
-        pin_memory: accepted; shards are copied once, when the engine is made.
+        pin_memory: has no effect; the engine copies shards once, at the start.
         enabled: False makes it do nothing.
         collectives: the communication backend.
 

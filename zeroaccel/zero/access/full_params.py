@@ -49,7 +49,7 @@ class GatheredParameters:
         enabled: False makes it do nothing.
 
     Raises:
-        UsageError: on every rank, on leaving: a parameter was written without a `modifier_rank`, or was given other
+        UsageError: on every rank, on leaving: the block wrote a parameter without a `modifier_rank`, or replaced its
             storage. On entering: there is no rank `modifier_rank`, or it has only a part of a parameter.
     """
 

@@ -99,10 +99,10 @@ def load_safetensors(
 
     Args:
         path: a file, a folder of them, or an index.
-        dtype: what floating-point parameters on the meta device become; None for the model's. Others keep theirs.
+        dtype: for floating-point parameters on the meta device; None for the model's. Others keep theirs.
         remote_device: as of `zero.Init`.
-        strict: every parameter and persistent buffer must be in the files, and nothing else; False only warns of what
-            is not, and leaves parameters on the meta device there.
+        strict: every parameter and persistent buffer must be in the files, and nothing else. False warns instead, and
+            leaves missing parameters on the meta device.
         initialize_missing: called with each module that has parameters or buffers of its own which are not in the
             files; it gives them values, as on rank 0.
         rename: from a name of the model to that in the files.

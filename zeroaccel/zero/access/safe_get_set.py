@@ -114,8 +114,8 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     """The mean gradient over ranks, without loss scale, not clipped; None if there is none. (all ranks)
 
-    Between a backward and the step. With accumulation it is what has come so far; where gradients are not sharded, this
-    call reduces the whole buffer of the parameter, as the boundary will once more.
+    Call it between a backward and the step. With accumulation it returns the gradient so far; at stages that do not
+    shard gradients, it reduces the parameter's whole buffer, and the boundary reduces it again.
     """
     handle = handle_of(param)
     values = None if handle is None else _gradients_so_far(handle) or _gradients(handle, "safe_get_full_grad")
