@@ -26,13 +26,13 @@ _Row = NDArray[np.float64]
 
 
 class ClosedForms:
-    """Takes the place of `simulate` for workloads that are known beforehand.
+    """Replaces `simulate` for a set of workloads that the caller knows beforehand.
 
     Args:
-        workloads: that will be asked for: of one model, alike but for ranks, batch, sequence and checkpointing.
+        workloads: of one model; they differ in ranks, batch, sequence and checkpointing only.
 
     Attributes:
-        simulated: those of them that no closed form answered.
+        simulated: the workloads that no closed form covered.
     """
 
     def __init__(self, workloads: Sequence[Workload]) -> None:
