@@ -105,9 +105,10 @@ def _model(kind: str) -> nn.Module:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
 
 
-def _refused(model: nn.Module, precision: str, stage: int, parallel: ParallelConfig) -> str:
+def _refused(model: nn.Module, precision: str, stage: int, parallel: ParallelConfig, *, accumulation: int = 1) -> str:
+    settings = config(stage, precision, optimizer=SGD) | {"gradient_accumulation_steps": accumulation}
     try:
-        engine, *_ = zeroaccel.initialize(model, config=config(stage, precision, optimizer=SGD), parallel=parallel)
+        engine, *_ = zeroaccel.initialize(model, config=settings, parallel=parallel)
     except UsageError as error:
         # What was made for it is gone: the model computes whole sequences again.
         assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
@@ -291,22 +292,74 @@ class _TwoInputs(nn.Module):
         return out
 
 
-def _unchecked() -> str:
+class _Random(nn.Module):
+    """Computes something else in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(torch.relu(self.up(x))) + torch.randn(())
+        return out
+
+
+def _unchecked(kind: type[nn.Module]) -> str:
     logged: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("zeroaccel.setup.cut_check.log_once", lambda level, message: logged.append(message))
         parallel = ParallelConfig(tp=2, tp_plan={"up": "colwise", "down": "rowwise"})
-        engine, *_ = zeroaccel.initialize(_TwoInputs(), config=config(1, optimizer=SGD), parallel=parallel)
+        engine, *_ = zeroaccel.initialize(kind(), config=config(1, optimizer=SGD), parallel=parallel)
     engine.destroy()
     return "\n".join(logged)
 
 
-def test_a_model_that_cannot_be_tried_is_named_in_the_log(ranks: Ranks) -> None:
-    for logged in ranks(2).run(_unchecked):
-        assert logged == (
-            "initialize: nothing checks that tensor parallelism (tp=2) keeps the numbers of _TwoInputs: "
-            "its forward takes x, scale"
-        )
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [(_TwoInputs, "its forward takes x, scale"), (_Random, "its forward draws random numbers in eval mode, too")],
+)
+def test_a_model_that_cannot_be_tried_is_named_in_the_log(ranks: Ranks, kind: type[nn.Module], reason: str) -> None:
+    for logged in ranks(2).run(_unchecked, kind):
+        model = f"tensor parallelism (tp=2) keeps the numbers of {kind.__name__}"
+        assert logged == f"initialize: nothing checks that {model}: {reason}"
+
+
+def _built_in_shards(kind: str, precision: str) -> str:
+    parallel = ParallelConfig(sp=2)
+    settings = config(3, precision, optimizer=SGD)
+    with zeroaccel.zero.Init(config_dict_or_path=settings):
+        model = _model(kind)
+    return _refused(model, precision, 3, parallel)
+
+
+def test_a_model_that_was_built_in_shards_is_checked(ranks: Ranks) -> None:
+    for message in ranks(2).run(_built_in_shards, "token shift", "bf16"):
+        assert message.startswith("sequence parallelism (sp=2): model.layers.1.self_attn.layer (TokenShift)")
+    assert set(ranks(2).run(_built_in_shards, "llama", "bf16")) == {""}
+
+
+@pytest.mark.parametrize(
+    ("kind", "axes", "says"),
+    [
+        ("token shift", {"sp": 2}, "sequence parallelism (sp=2): model.layers.1.self_attn.layer (TokenShift)"),
+        ("qwen3", {"tp": 2, "tp_plan": PLAN}, "tensor parallelism (tp=2): model.layers.0.self_attn.q_norm"),
+        ("llama", {"sp": 2}, ""),
+        ("llama", {"tp": 2}, ""),
+    ],
+)
+def test_stages_of_a_pipeline_are_checked(ranks: Ranks, kind: str, axes: dict[str, Any], says: str) -> None:
+    for message, logged in ranks(4).run(_cut_stages, kind, axes):
+        assert message.startswith(says)
+        assert bool(message) == bool(says)
+        assert logged == ""
+
+
+def _cut_stages(kind: str, axes: dict[str, Any]) -> tuple[str, str]:
+    logged: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zeroaccel.setup.cut_check.log_once", lambda level, message: logged.append(message))
+        message = _refused(_model(kind), "fp32", 1, ParallelConfig(pp=2, **axes), accumulation=2)
+    return message, "\n".join(logged)
 
 
 def test_a_switch_that_is_none_is_refused() -> None:

@@ -34,6 +34,7 @@ from zeroaccel.zero.layout import Split
 _CAUSAL = "a causal model of transformers or an nn.Sequential"
 _HIDDEN = "hidden_states"
 _PROBE_LENGTH = 3
+_TRIAL_ROWS = 64
 _LOSS_KEYS = ("labels", "shift_labels", "num_items_in_batch")
 
 
@@ -195,6 +196,10 @@ class Stage(ABC):
             forward: of the model.
             received: what the previous stage returned; None on the first.
         """
+
+    def run_trial(self, batch: Mapping[str, Any]) -> Any:
+        """A forward of this rank's stages by themselves, for the check at the start."""
+        return self.model(**batch)
 
     def needs_batch(self) -> bool:
         """Whether it computes anything from the batch."""
@@ -528,7 +533,16 @@ class _BlockStage(Stage):
     def __init__(self, model: nn.Module, whole: WholeModel, index: int, count: int, config: PipelineConfig) -> None:
         super().__init__(model, whole, index, count, config.stages_on(count))
         self.carry = Carry()
+        self.width = 0  # of hidden states
         self._loss = config.loss
+
+    def run_trial(self, batch: Mapping[str, Any]) -> Any:
+        # What a stage receives is made of the tokens, one by one, so that parts of sequences have parts of it.
+        ids = batch["input_ids"]
+        dtype = next(param.dtype for param in self.model.parameters() if param.is_floating_point())
+        rows = torch.randn(_TRIAL_ROWS, self.width, generator=torch.Generator().manual_seed(0))
+        received = rows.to(ids.device, dtype)[ids % _TRIAL_ROWS]
+        return [self.outputs(part, self.model, batch, None if part.is_first else received) for part in self.parts]
 
     def run(self, part: StagePart, forward: Callable[..., Any], batch: Any, received: Tensor | None) -> Tensor:
         output = self.outputs(part, forward, batch, received)
@@ -669,6 +683,7 @@ class _BlockCut:
         costs[0] += sum(_own_cost(self.others[name], self.config) for name in before)
         costs[-1] += sum(_own_cost(self.others[name], self.config) for name in after)
         stage = _BlockStage(self.model, whole, index, count, self.config)
+        stage.width = self.trace.inputs[0].shape[-1]
         firsts = [*_firsts(costs, stage.num_parts, self.config, self.model), len(self.blocks)]
         stage.shared = self._shared(firsts, before, after, stage)
         copies = {id(shared.copy.module): shared.copy for shared in stage.shared if shared.copy is not None}

@@ -132,6 +132,10 @@ class PipelineEngine(EngineBase):
             raise AttributeError(self._not_alone(f"engine.{name}()"), name=name, obj=self)
         return super().__getattr__(name)
 
+    def run_trial(self, batch: Mapping[str, Any]) -> Any:
+        """As `EngineBase.run_trial`, of each of this rank's stages by itself."""
+        return self.stage.run_trial(batch)
+
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """One step over `gradient_accumulation_steps` micro-batches. (all ranks)
 

@@ -151,11 +151,12 @@ def _first_input(model: nn.Module, tokens: int, generator: torch.Generator) -> T
 
 
 def _vocabulary(model: nn.Module) -> int:
-    embedding = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
+    """How many token ids there are: by the embedding, or by the config where another rank has it."""
     find: Any = getattr(model, "get_input_embeddings", None)
-    if find is not None:
-        embedding = find()
-    size = getattr(embedding, "num_embeddings", None)
-    if not isinstance(size, int):
+    embedding = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
+    embedding = embedding if find is None else find()
+    sizes = getattr(embedding, "num_embeddings", None), getattr(getattr(model, "config", None), "vocab_size", None)
+    size = next((size for size in sizes if isinstance(size, int)), None)
+    if size is None:
         raise NoBatch("it has no nn.Embedding, which would say how many tokens there are")
     return size

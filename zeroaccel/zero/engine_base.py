@@ -269,6 +269,10 @@ class EngineBase(nn.Module):
         finally:
             self._report.end("forward")
 
+    def run_trial(self, batch: Mapping[str, Any]) -> Any:
+        """A forward at the start, to see what the model computes: it is no step of a training."""
+        return self.module(**batch)
+
     def run_step(self) -> None:
         """At the boundary: unscale, clip, update, gather, step the scheduler. Elsewhere only counts.
 

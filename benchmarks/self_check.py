@@ -1,0 +1,110 @@
+"""How long `initialize` takes to compare a model of 1.1B parameters, cut by sp or tp, with the whole one.
+
+    python benchmarks/self_check.py [--ranks 4] [--precision bf16] [--markdown FILE]
+
+Each row is a job of its own: a Llama in the shape of TinyLlama-1.1B with random weights, made by `initialize` on CPU
+ranks of one machine. The time is that of the check alone, of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+SIZES: dict[str, Any] = {
+    **{"vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22},
+    **{"num_attention_heads": 32, "num_key_value_heads": 4, "max_position_embeddings": 2048},
+}
+BAR = 3.0
+
+
+def time_of_a_rank(axis: str, stage: int, precision: str) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import zeroaccel
+    from zeroaccel.setup import build
+
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**SIZES)).to({"bf16": torch.bfloat16, "fp32": torch.float32}[precision])
+    model.to_empty(device="cpu")
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # its buffer has a value of its own
+    numbers = torch.randn((1 << 20) + 7, generator=torch.Generator().manual_seed(0)) * 0.02
+    for name, param in model.named_parameters():
+        values = numbers.to(param.dtype).repeat(-(-param.numel() // len(numbers)))[: param.numel()].view(param.shape)
+        param.data.copy_(values if "norm" not in name else torch.ones(()))
+    seconds = []
+    verify: Callable[..., None] = build.verify_cuts
+
+    def timed(*args: Any, **kwargs: Any) -> None:
+        start = time.perf_counter()
+        verify(*args, **kwargs)
+        seconds.append(time.perf_counter() - start)
+
+    vars(build)["verify_cuts"] = timed
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage},
+        "bf16": {"enabled": precision == "bf16"},
+    }
+    parallel = zeroaccel.ParallelConfig(**{axis: int(os.environ["WORLD_SIZE"])})
+    engine, *_ = zeroaccel.initialize(model, config=config, parallel=parallel)
+    slowest = max(engine.collectives.job.gather_objects(seconds[0], "seconds"))
+    count = sum(param.numel() for param in model.parameters())
+    if torch.distributed.get_rank() == 0:
+        print(json.dumps({"seconds": slowest, "params": count}), flush=True)
+    engine.destroy()
+
+
+def _measured(ranks: int, axis: str, stage: int, precision: str) -> dict[str, Any]:
+    launch = [sys.executable, "-m", "zeroaccel.cli", "launch", "--cpu", "--num_processes", str(ranks), __file__]
+    words = [*launch, "--rank", "--axis", axis, "--stage", str(stage), "--precision", precision]
+    result = subprocess.run(words, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise SystemExit(result.stderr[-4000:])
+    measured: dict[str, Any] = json.loads(next(line for line in result.stdout.splitlines() if line.startswith("{")))
+    return measured
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
+    parser.add_argument("--markdown", type=Path)
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--axis", choices=["sp", "tp"], help=argparse.SUPPRESS)
+    parser.add_argument("--stage", type=int, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.rank:
+        return time_of_a_rank(asked.axis, asked.stage, asked.precision)
+    load = os.getloadavg()[0]
+    lines = [
+        f"# The check of a cut model of 1.1B parameters, {date.today()}",
+        "",
+        f"Llama in the shape of TinyLlama-1.1B, {asked.precision}, {asked.ranks} CPU ranks on {os.cpu_count()} cores; "
+        f"load {load:.1f} before. Seconds of the check in `initialize`, of the slowest rank; bar {BAR} s.",
+        "",
+        "| cut | stage | s |",
+        "| --- | --- | --- |",
+    ]
+    for axis, stage in (("sp", 1), ("sp", 3), ("tp", 1), ("tp", 3)):
+        row = _measured(asked.ranks, axis, stage, asked.precision)
+        lines.append(f"| {axis} {asked.ranks} | {stage} | {row['seconds']:.2f} |")
+        print(lines[-1], flush=True)
+    text = "\n".join(lines) + "\n"
+    print(text)
+    if asked.markdown:
+        asked.markdown.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
