@@ -36,6 +36,7 @@ class Axis:
     connect    tells the engine's collectives about the ranks of the axis
     install    changes the model's forward, before the engine's hooks are on it
     attach     completes the engine
+    cut        says how to compute without the axis, so that set-up can compare
     undo       gives the model back as it was; also after a failure
     ```
 
