@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 
 import zeroaccel
+from tests.multi import zoo
 from tests.multi.awkward_models import BATCH_NORMS, MODELS, WIDTH
 from tests.multi.pool import Pool
-from tests.multi.training import config
+from tests.multi.training import SGD, config
 from zeroaccel import zero
+from zeroaccel.errors import EngineStateError
 
 Ranks = Callable[[int], Pool]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -313,3 +315,42 @@ def test_models_of_transformers(ranks: Ranks, name: str, precision: str) -> None
         assert same or name == "Llama"
         assert losses == runs[0][2]
     assert all(0 < loss < 10 for loss in runs[0][2])
+
+
+def _own_lists() -> dict[str, Any]:
+    """Losses of a model with both lists of modules in fp32, by stage; and the error of a router that casts itself."""
+    found: dict[str, Any] = {}
+
+    def losses(kind: str, name: str, stage: int, **data_types: Any) -> list[float]:
+        model, batch = zoo.build(kind, name, 3)
+        settings = config(stage, "bf16", optimizer=SGD, **({"data_types": data_types} if data_types else {}))
+        engine, *_ = zeroaccel.initialize(model, config=settings)
+        try:
+            values = []
+            for _ in range(3):
+                loss = engine(**batch).loss
+                engine.backward(loss)
+                engine.step()
+                values.append(loss.item())
+            return values
+        finally:
+            engine.reset()
+            engine.destroy()
+
+    switch = "switch_transformers", "SwitchTransformersForConditionalGeneration"
+    for stage in (0, 3):
+        found[f"DeepSeek, {stage}"] = losses("deepseek_v4", "DeepseekV4ForCausalLM", stage)
+        found[f"Switch, {stage}"] = losses(*switch, stage, keep_in_fp32_modules=["classifier"])
+    with pytest.raises(EngineStateError) as caught:  # at stage 3 the next gather undoes the cast
+        losses(*switch, 0)
+    found["said"] = str(caught.value)
+    return found
+
+
+def test_modules_in_fp32_by_the_models_own_lists(ranks: Ranks) -> None:
+    for found in ranks(2).run(_own_lists):
+        for name in ("DeepSeek", "Switch"):
+            assert found[f"{name}, 0"] == found[f"{name}, 3"]
+            assert all(0 < loss < 100 for loss in found[f"{name}, 0"])
+        assert "router.classifier.weight: expected torch.bfloat16 on cpu" in found["said"]
+        assert 'data_types.keep_in_fp32_modules to ["classifier"]' in found["said"]

@@ -116,15 +116,34 @@ def test_misuse_is_named(ranks: Ranks, stage: int) -> None:
 def _unfit(kind: str) -> str:
     if kind == "lazy":
         model: nn.Module = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 1))
+    elif kind in ("one memory", "overlap", "columns"):
+        model, memory = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)), torch.randn(6, 8)
+        first, second = {
+            "one memory": (memory[:4, :4], memory[:4, :4]),
+            "overlap": (memory.view(-1)[:16].view(4, 4), memory.view(-1)[15:31].view(4, 4)),
+            "columns": (memory[:4, :4], memory[:4, 4:]),  # beside each other
+        }[kind]
+        model[0].weight.data, model[1].weight.data = first, second  # type: ignore[index]
     else:
         with torch.inference_mode():
             model = nn.Linear(4, 1)
-    with pytest.raises(ZeroAccelError) as caught:
-        zeroaccel.initialize(model, config=config(3))
-    return str(caught.value)
+    try:
+        zeroaccel.initialize(model, config=config(3))[0].destroy()
+    except ZeroAccelError as error:
+        return str(error)
+    return "nothing"
 
 
-@pytest.mark.parametrize(("kind", "says"), [("lazy", "0.weight: expected a shape"), ("inference", "inference_mode()")])
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("lazy", "0.weight: expected a shape"),
+        ("inference", "inference_mode()"),
+        ("one memory", "parameters 0.weight and 1.weight: expected memory of their own, or one nn.Parameter"),
+        ("overlap", "parameters 0.weight and 1.weight: expected memory of their own, or one nn.Parameter"),
+        ("columns", "nothing"),
+    ],
+)
 def test_parameters_that_cannot_be_trained_are_named(ranks: Ranks, kind: str, says: str) -> None:
     assert all(says in message for message in ranks(2).run(_unfit, kind))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -82,11 +83,11 @@ class Model(nn.Module):
 
 
 def test_names_kept_in_fp32() -> None:
-    auto = {
-        "norm.weight", "norm.bias", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked",
-        "inner.router.weight",
-    }  # fmt: skip
-    assert kept_in_fp32(Model(), "auto") == auto
-    assert kept_in_fp32(Model(), ("inner",)) == {"inner.router.weight"}
-    assert kept_in_fp32(Model(), ("inner.router",)) == {"inner.router.weight"}
-    assert kept_in_fp32(Model(), ()) == kept_in_fp32(nn.Linear(2, 2), "auto") == set()
+    norm = {"norm.weight", "norm.bias", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+    router = {"inner.router.weight"}
+    model = Model()
+    assert kept_in_fp32(model, "auto", torch.float16) == norm | router
+    assert kept_in_fp32(model, "auto", torch.bfloat16) == router  # as transformers does: only the strict list
+    assert kept_in_fp32(model, ("inner",), torch.bfloat16) == router
+    assert kept_in_fp32(model, ("inner.router",), torch.bfloat16) == router
+    assert kept_in_fp32(model, (), torch.float16) == kept_in_fp32(nn.Linear(2, 2), "auto", torch.float16) == set()

@@ -130,7 +130,41 @@ def check_model(model: object, device: torch.device) -> None:
                 got=str(param.dtype),
                 fix="keep it as torch.view_as_real(...), or freeze it",
             )
+    _refuse_shared_memory(model)
     check_model_device(model, device)
+
+
+def _refuse_shared_memory(model: nn.Module) -> None:
+    """Raises UsageError where two parameters share elements, which shards of their own would silently separate."""
+    spans: dict[int, list[tuple[int, int, str, nn.Parameter]]] = {}
+    for fqn, param in model.named_parameters():
+        if type(param) is nn.Parameter and handle_of(param) is None and param.layout is torch.strided and param.numel():
+            start = int(param.storage_offset())
+            reach = sum(int((size - 1) * stride) for size, stride in zip(param.shape, param.stride(), strict=True))
+            spans.setdefault(param.untyped_storage()._cdata, []).append((start, start + reach + 1, fqn, param))
+    for of_one in spans.values():
+        of_one.sort(key=lambda span: span[:2])
+        for index, (_, end, fqn, param) in enumerate(of_one):
+            for start, _, other_fqn, other in of_one[index + 1 :]:
+                if start >= end:
+                    break
+                if _share_elements(param, other):
+                    raise UsageError(
+                        f"parameters {fqn} and {other_fqn}",
+                        expected="memory of their own, or one nn.Parameter under both names",
+                        got="two parameters that share elements of one storage",
+                        fix="assign the parameter itself, as in head.weight = embed.weight, or clone() one",
+                    )
+
+
+def _share_elements(one: Tensor, other: Tensor) -> bool:
+    """Of two tensors of one storage; columns of one matrix lie between each other and share nothing."""
+    if one.dtype is not other.dtype:
+        return True
+    numel = one.untyped_storage().nbytes() // one.itemsize
+    used = torch.zeros(numel, dtype=torch.bool)
+    used.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
+    return bool(used.as_strided(other.shape, other.stride(), other.storage_offset()).any())
 
 
 def group_index(optimizer: Optimizer, names: Mapping[int, str]) -> dict[int, int]:

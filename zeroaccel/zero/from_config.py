@@ -144,8 +144,8 @@ def placement_of(
         kinds: of each param group; none without an optimizer.
         splits: id of a parameter -> how tensor parallelism cuts it.
     """
-    fp32 = kept_in_fp32(model, settings.data_types.keep_in_fp32_modules)
     dtype, autocast = DTYPES[settings.precision], autocast_of(settings)
+    fp32 = kept_in_fp32(model, settings.data_types.keep_in_fp32_modules, autocast or dtype)
     if autocast is not None and settings.precision == "fp32":
         dtype = autocast
         where = settings.where("torch_autocast.lower_precision_safe_modules")
@@ -168,8 +168,9 @@ def placement_of(
 
 def buffer_dtypes_of(model: nn.Module, settings: Config) -> dict[str, torch.dtype]:
     """Name -> dtype of the model's floating-point buffers; call it before parameters are cast."""
-    fp32 = frozenset(kept_in_fp32(model, settings.data_types.keep_in_fp32_modules))
-    return BufferDtypes(DTYPES[settings.precision], dtype_of(settings.data_types.buffer_dtype), fp32).of(model)
+    precision = DTYPES[settings.precision]
+    fp32 = frozenset(kept_in_fp32(model, settings.data_types.keep_in_fp32_modules, precision))
+    return BufferDtypes(precision, dtype_of(settings.data_types.buffer_dtype), fp32).of(model)
 
 
 def engine_settings_of(

@@ -254,12 +254,18 @@ class ParamIntegrityCheck:
 def _check_kind(buffer: FlatBuffer, index: int) -> None:
     param, slot = buffer.params[index], buffer.layout.slots[index]
     if param.dtype is not buffer.dtype or param.device != buffer.full.device:
+        fix = (
+            'call model.half(), .float() or .to() before initialize() or prepare(); "fp16" and "bf16" in'
+            " the config choose the dtype"
+        )
+        if param.dtype is torch.float32:
+            *_, module, _ = ("the model", *slot.fqn.split("."))
+            fix += f'; if the module casts itself in its forward, set data_types.keep_in_fp32_modules to ["{module}"]'
         raise EngineStateError(
             f"parameter {slot.fqn}",
             expected=f"{buffer.dtype} on {buffer.full.device}, where the engine keeps it",
             got=f"{param.dtype} on {param.device}",
-            fix='call model.half(), .float() or .to() before initialize() or prepare(); "fp16" and "bf16" in'
-            " the config choose the dtype",
+            fix=fix,
         )
     if local(param).shape != slot.shape:
         raise EngineStateError(

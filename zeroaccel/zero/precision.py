@@ -136,19 +136,19 @@ class DynamicLossScale(LossScale):
         }
 
 
-def kept_in_fp32(model: nn.Module, setting: str | Iterable[str] | None) -> set[str]:
+def kept_in_fp32(model: nn.Module, setting: str | Iterable[str] | None, dtype: torch.dtype) -> set[str]:
     """Names of parameters and buffers that stay fp32 whatever the training dtype.
 
     Args:
-        setting: parts of module names; "auto" takes the model's own `_keep_in_fp32_modules[_strict]`.
+        setting: parts of module names; "auto" takes the model's own `_keep_in_fp32_modules` and
+            `_keep_in_fp32_modules_strict`.
+        dtype: that the others are trained in.
     """
     if setting == "auto":
-        # transformers lists them per model class: T5's `wo`, for instance, overflows in fp16.
-        parts = {
-            name
-            for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
-            for name in (getattr(model, attribute, None) or ())
-        }
+        # transformers lists them per model class. What overflows in fp16, as T5's `wo`, is in the first list, which
+        # does not count in bf16: modules of it compute in the dtype of their inputs.
+        lists = ["_keep_in_fp32_modules_strict"] + (["_keep_in_fp32_modules"] if dtype is torch.float16 else [])
+        parts = {name for attribute in lists for name in (getattr(model, attribute, None) or ())}
     else:
         parts = {setting} if isinstance(setting, str) else set(setting or ())
     if not parts:
