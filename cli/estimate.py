@@ -278,10 +278,27 @@ def _show(model: str, workload: Workload, capacity: Capacity, rows: list[PlanRow
     console.print(table)
     if workload.pp == workload.sp == workload.tp == 1:
         _show_traffic(rows[0].estimate.numel, workload)
+    if words := _parameters_in_host_memory(rows, workload):
+        click.echo(words, err=True)
     if all(row.fits is None for row in rows):
         click.echo("zeroaccel: --device_memory 80GB (or --cpu) says what fits", err=True)
     elif not any(row.fits for row in rows):
         click.echo("zeroaccel: no plan fits; use more ranks, a smaller batch, or --checkpointing", err=True)
+
+
+def _parameters_in_host_memory(rows: list[PlanRow], workload: Workload) -> str:
+    """Why parameters on NVMe take host memory; "" without such a plan."""
+    from zeroaccel.config.schema_zero import OffloadParam
+
+    one = next((row.estimate for row in rows if row.estimate.offload_param == "nvme"), None)
+    if one is None:
+        return ""
+    settings, nbytes = OffloadParam(), one.host.params * workload.local_ranks
+    return (
+        f"zeroaccel: parameters on nvme: {_gb(nbytes)} GB of them are in host memory: the first {settings.max_in_cpu:,} "
+        "elements of each rank's shards stay there (offload_param.max_in_cpu), and of more, "
+        f"{settings.buffer_count} buffers of {settings.buffer_size:,} elements read the rest"
+    )
 
 
 def _show_traffic(numel: int, workload: Workload) -> None:

@@ -56,6 +56,7 @@ def test_a_table_in_a_pipe_is_plain_text(capsys: pytest.CaptureFixture[str]) -> 
     assert re.match(r" stage 1 +0\.000 +0\.000 .* recommended", lines[2])
     assert len(lines) == 13
     assert shown.out.isascii()
+    assert "first 1,000,000,000 elements of each rank's shards stay there (offload_param.max_in_cpu)" in shown.err
 
 
 def test_when_nothing_fits_it_says_what_would_help(capsys: pytest.CaptureFixture[str]) -> None:

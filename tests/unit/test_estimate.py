@@ -19,6 +19,7 @@ from zeroaccel.errors import ConfigError, UsageError, ZeroAccelError
 from zeroaccel.estimate import PLANS, Capacity, ClosedForms, Estimate, Workload, estimate, plan_table, subject
 from zeroaccel.estimate.decoder import Decoder, Shape, known_shape, shape_of
 from zeroaccel.estimate.extrapolate import MemoryTrace, Moment, extrapolate_depth
+from zeroaccel.estimate.known_models import CONFIGS
 from zeroaccel.estimate.shapes_only import RULES, ShapesOnly
 from zeroaccel.estimate.simulate import simulate
 from zeroaccel.estimate.subject import Step, Subject, predict_tokens
@@ -238,10 +239,13 @@ def test_a_model_that_looks_at_values_is_refused() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("seven", "MODEL: expected a parameter count such as 7b"),
-        ("meta-llama/nothing", "give the path of a downloaded folder"),
+        ("seven", "MODEL: the Hugging Face hub was not asked.*: expected a parameter count such as 7b"),
+        ("meta-llama/nothing", "the path of a config.json, or of its folder, works"),
+        ("mixtral-9x7b", r"did you mean mixtral-8x7b or mixtral-8x22b\?"),
+        ("mistral-9b", r"did you mean mistral-7b"),
+        ("gpt-os-20b", r"did you mean gpt-oss-20b"),
         ("llama-3.1-9b", r"did you mean llama-3\.1-8b"),
-        ("Qwen/Qwen2.5-8B", r"did you mean qwen2\.5-.*; give the path of a downloaded folder"),
+        ("Qwen/Qwen2.5-8B", r"did you mean qwen2\.5-.*; the path of a config.json"),
         ("12", "expected between 1000 and 10 trillion parameters, got '12'"),
         ("no_such_module_here:f", "there is no module 'no_such_module_here'"),
         ("tests.unit.test_estimate:nothing", "has no function 'nothing'; it has"),
@@ -378,6 +382,22 @@ def test_growth_in_two_runs_over_the_blocks_is_followed() -> None:
         ("Qwen/Qwen2.5-0.5B", 494_032_768),
         ("qwen2.5-7b", 7_615_616_512),
         ("TinyLlama-1.1B-Chat-v1.0", 1_100_048_384),
+        ("meta-llama/Meta-Llama-3-8B", 8_030_261_248),
+        ("Llama-3.3-70B-Instruct", 70_553_706_496),
+        ("Mistral-Nemo-Instruct-2407", 12_247_782_400),
+        ("Mistral-Small-24B-Instruct-2501", 23_572_403_200),
+        ("deepseek-llm-7b-base", 6_910_365_696),
+        ("Falcon3-7B-Base", 7_455_550_464),
+        ("microsoft/Phi-3-mini-4k-instruct", 3_821_079_552),
+        ("Phi-3-medium-128k-instruct", 13_960_238_080),
+        ("phi-4", 14_659_507_200),
+        ("SmolLM2-135M", 134_515_008),
+        ("SmolLM2-360M-Instruct", 361_821_120),
+        ("SmolLM2-1.7B", 1_711_376_384),
+        ("Yi-6B", 6_061_035_520),
+        ("01-ai/Yi-34B-Chat", 34_388_917_248),
+        ("Qwen2.5-3B", 3_085_938_688),
+        ("Qwen2.5-14B", 14_770_033_664),
     ],
 )
 def test_known_models_have_their_published_numbers_of_parameters(name: str, numel: int) -> None:
@@ -387,6 +407,26 @@ def test_known_models_have_their_published_numbers_of_parameters(name: str, nume
         made = sum(param.numel() for param in Decoder(replace(shape, layers=2)).parameters())
     assert (shape.numel, made) == (numel, replace(shape, layers=2).numel)
     assert subject(name).layer_numel == shape.block_numel
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_known_configs_have_their_published_numbers_of_parameters(name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    known = CONFIGS[name]
+    if known.model_type not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {known.model_type}")
+    with torch.device("meta"):
+        model, _ = subject(name).build()
+    assert sum(param.numel() for param in model.parameters()) == known.numel
+
+
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "mistralai/Mixtral-8x7B-Instruct-v0.1"])
+def test_a_mixture_takes_memory_for_all_its_experts(name: str) -> None:
+    pytest.importorskip("transformers", minversion="5")
+    (one,) = estimate(name, Workload(ranks=8, sequence=128), PLAIN[1:2])
+    assert one.numel == 46_702_792_704
+    assert one.device.params == pytest.approx(2 * one.numel, rel=0.001)
+    assert one.device.optimizer == pytest.approx(12 * one.numel / 8, rel=0.001)
 
 
 class _Hub(http.server.BaseHTTPRequestHandler):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -84,16 +84,32 @@ MODELS: Mapping[str, Shape] = {
     "llama-3.1-405b": _LLAMA_3(126, 16384, 53248),
     "llama-3.2-1b": _LLAMA_3(16, 2048, 8192, heads=32, head_dim=64, tied=True),
     "llama-3.2-3b": _LLAMA_3(28, 3072, 8192, tied=True),
+    "llama-3-8b": _LLAMA_3(32, 4096, 14336),
+    "llama-3-70b": _LLAMA_3(80, 8192, 28672),
+    "llama-3.3-70b": _LLAMA_3(80, 8192, 28672),
     "mistral-7b": Shape(32, 4096, 14336, 32_000, key_heads=8),
+    "mistral-nemo": Shape(40, 5120, 14336, 131_072, 32, 128, 8),
+    "mistral-small-24b": Shape(40, 5120, 32768, 131_072, 32, 128, 8),
+    "deepseek-llm-7b": Shape(30, 4096, 11008, 102_400),
+    "falcon3-7b": Shape(28, 3072, 23040, 131_072, 12, 256, 4),
+    "phi-3-mini": Shape(32, 3072, 8192, 32_064, 32, 96),
+    "phi-3-medium": Shape(40, 5120, 17920, 32_064, 40, 128, 10),
+    "phi-4": Shape(40, 5120, 17920, 100_352, 40, 128, 10),
+    "smollm2-135m": Shape(30, 576, 1536, 49_152, 9, 64, 3, tied=True),
+    "smollm2-360m": Shape(32, 960, 2560, 49_152, 15, 64, 5, tied=True),
+    "smollm2-1.7b": Shape(24, 2048, 8192, 49_152, 32, 64, tied=True),
+    "yi-6b": Shape(32, 4096, 11008, 64_000, 32, 128, 4),
+    "yi-34b": Shape(60, 7168, 20480, 64_000, 56, 128, 8),
     "qwen2.5-0.5b": Shape(24, 896, 4864, 151_936, 14, 64, 2, tied=True, biased=True),
     "qwen2.5-1.5b": Shape(28, 1536, 8960, 151_936, 12, 128, 2, tied=True, biased=True),
+    "qwen2.5-3b": Shape(36, 2048, 11008, 151_936, 16, 128, 2, tied=True, biased=True),
     "qwen2.5-7b": Shape(28, 3584, 18944, 152_064, 28, 128, 4, biased=True),
+    "qwen2.5-14b": Shape(48, 5120, 13824, 152_064, 40, 128, 8, biased=True),
     "qwen2.5-32b": Shape(64, 5120, 27648, 152_064, 40, 128, 8, biased=True),
     "qwen2.5-72b": Shape(80, 8192, 29568, 152_064, 64, 128, 8, biased=True),
     "tinyllama-1.1b": Shape(22, 2048, 5632, 32_000, 32, 64, 4),
 }
 """Common models by name: dense decoders with gated MLPs and RMS norms."""
-_NAME_ENDINGS = re.compile(r"(-(instruct|chat|base|hf|v\d[\d.]*))+$")
 
 
 def known_shape(text: str) -> Shape | None:
@@ -103,8 +119,26 @@ def known_shape(text: str) -> Shape | None:
         >>> known_shape("meta-llama/Llama-3.1-8B-Instruct").numel
         8030261248
     """
-    name = _NAME_ENDINGS.sub("", text.strip().rsplit("/", 1)[-1].lower()).removeprefix("meta-")
-    return MODELS.get(name)
+    return next((MODELS[name] for name in plain_names(text) if name in MODELS), None)
+
+
+def plain_names(text: str) -> Iterator[str]:
+    """What a model may be called in a table of names: each ending that says what it was tuned for is taken off in turn.
+
+    Example:
+        >>> list(plain_names("mistralai/Mixtral-8x7B-Instruct-v0.1"))
+        ['mixtral-8x7b-instruct-v0.1', 'mixtral-8x7b-instruct', 'mixtral-8x7b']
+    """
+    name = text.strip().rsplit("/", 1)[-1].lower().removeprefix("meta-")
+    while name:
+        yield name
+        shorter = _NAME_ENDING.sub("", name)
+        if shorter == name:
+            return
+        name = shorter
+
+
+_NAME_ENDING = re.compile(r"-(instruct|chat|base|hf|it|pt|preview|v\d[\d.]*|\d{4}|\d+k|17b-\d+e)$")
 
 
 def shape_of(numel: int) -> Shape:

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from zeroaccel.config.bounds import parse_plain_json, read_at_most
 from zeroaccel.config.diagnostics import near_names
 from zeroaccel.errors import ConfigError, UsageError
-from zeroaccel.estimate.decoder import MODELS, Decoder, Shape, known_shape, shape_of
+from zeroaccel.estimate.decoder import MODELS, Decoder, Shape, known_shape, plain_names, shape_of
+from zeroaccel.estimate.known_models import CONFIGS, ModelConfig
 
 _MOST_NBYTES = 4 << 20
 
@@ -87,20 +88,45 @@ def subject(text: str | nn.Module | Callable[[], Any]) -> Subject:
         return _of_count(text, round(float(match[1]) * _UNITS[match[2].lower()]))
     if shape := known_shape(text):
         return _of_shape(text, f"{shape.numel:,} parameters in {shape.layers} layers of width {shape.width}", shape)
+    if known := next((CONFIGS[name] for name in plain_names(text) if name in CONFIGS), None):
+        return _of_known_config(text, known)
     if ":" in text and "/" not in text:
         return _of_function(text, _imported(text))
-    problem = ""
+    problem = "the Hugging Face hub was not asked, where a name is OWNER/NAME"
     if _HUB_NAME.fullmatch(text):
         file, problem = _from_hub(text)
         if file is not None:
             return replace(_of_folder(file), name=text)
-    near = near_names(text.rsplit("/", 1)[-1], MODELS, 3, cutoff=0.5)
+    near = _near_models(text)
     fixes = [f"did you mean {' or '.join(near)}?"] if near else []
-    fixes += ["give the path of a downloaded folder"] if "/" in text else []
-    fix = "; ".join(fixes) or f"names that are known: {', '.join(MODELS)}"
-    if problem:
+    fixes += ["the path of a config.json, or of its folder, works without the hub"]
+    if not near:
+        fixes += [f"names of these families are known: {', '.join(_families())}"]
+    fix = "; ".join(fixes)
+    if "/" in text:
         raise ConfigError(f"MODEL {text}: {problem}", fix=fix)
-    raise ConfigError("MODEL", expected=_EXPECTED, got=text, fix=fix)
+    raise ConfigError(f"MODEL: {problem}", expected=_EXPECTED, got=text, fix=fix)
+
+
+def _families() -> dict[str, list[str]]:
+    """Known names by the letters that they begin with."""
+    families: dict[str, list[str]] = {}
+    for name in sorted({**MODELS, **CONFIGS}):
+        families.setdefault(_letters(name), []).append(name)
+    return families
+
+
+def _letters(name: str) -> str:
+    match = re.match(r"[a-z]+", name)
+    return match[0] if match else ""
+
+
+def _near_models(text: str) -> list[str]:
+    """Names of the family that is nearest, the nearest names first."""
+    name = text.rsplit("/", 1)[-1].lower().removeprefix("meta-")
+    families = _families()
+    family = near_names(_letters(name), families, 1, cutoff=0.7)
+    return near_names(name, families[family[0]], 3, cutoff=0.3) if family else []
 
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -113,11 +139,12 @@ def _from_hub(name: str) -> tuple[Path | None, str]:
         from huggingface_hub import constants, hf_hub_download, hf_hub_url, try_to_load_from_cache
         from huggingface_hub.utils._headers import build_hf_headers
     except ImportError:
-        return None, "names of the Hugging Face hub need huggingface_hub (pip install 'zeroaccel[hf]')"
+        needs = "names there need huggingface_hub (pip install 'zeroaccel[hf]')"
+        return None, f"the Hugging Face hub was not asked: {needs}"
     if isinstance(cached := try_to_load_from_cache(name, "config.json"), str):
         return Path(cached), ""
     if constants.HF_HUB_OFFLINE:
-        return None, "the Hugging Face hub is not asked (HF_HUB_OFFLINE)"
+        return None, "the Hugging Face hub was not asked (HF_HUB_OFFLINE)"
     # Asked by hand first: the download itself would try for half a minute to reach a hub that is not there.
     url = hf_hub_url(name, "config.json")
     request = urllib.request.Request(url, headers=dict(build_hf_headers()), method="HEAD")
@@ -187,14 +214,18 @@ def _of_folder(path: Path) -> Subject:
         raise ConfigError(f"{file}: {error.strerror}") from None
     if not isinstance(data, dict) or "model_type" not in data:
         raise ConfigError(str(file), expected='a config of a Hugging Face model, with a "model_type"', got=_kind(data))
-    if importlib.util.find_spec("transformers") is None:
-        raise ConfigError(
-            f"{file}: needs transformers to build the model",
-            fix="pip install 'zeroaccel[hf]', or give the number of parameters instead, such as 7b",
-        )
+    _check_transformers(str(file))
     architectures = data.get("architectures") or []
     name = path.name if path.is_dir() else path.parent.name
     return Subject(name, "", lambda: _transformers_model(file, architectures))
+
+
+def _check_transformers(place: str) -> None:
+    if importlib.util.find_spec("transformers") is None:
+        raise ConfigError(
+            f"{place}: needs transformers to build the model",
+            fix="pip install 'zeroaccel[hf]', or give the number of parameters instead, such as 7b",
+        )
 
 
 def _kind(data: Any) -> str:
@@ -212,6 +243,26 @@ def _transformers_model(file: Path, architectures: list[str]) -> tuple[nn.Module
     except (ValueError, KeyError, ImportError) as error:
         raise ConfigError(f"{file}: transformers cannot build this model: {error}") from error
     return model, _transformers_step
+
+
+def _of_known_config(name: str, known: ModelConfig) -> Subject:
+    _check_transformers(f"MODEL {name}")
+    periods = known.fields["num_hidden_layers"] // known.period
+
+    def build(count: int = periods) -> tuple[nn.Module, Step]:
+        import transformers
+
+        fields = {**known.fields, "num_hidden_layers": count * known.period}
+        try:
+            config = transformers.AutoConfig.for_model(known.model_type, **fields)
+            make: Any = transformers.AutoModelForCausalLM.from_config
+            model: nn.Module = make(config)
+        except (ValueError, KeyError, ImportError) as error:
+            raise ConfigError(f"MODEL {name}: transformers cannot build this model: {error}") from error
+        return model, _transformers_step
+
+    note = f"{known.numel:,} parameters in {periods * known.period} layers of {known.model_type}"
+    return Subject(name, note, build, periods, build, known.numel // periods)
 
 
 def _transformers_step(model: nn.Module, batch: int, sequence: int) -> tuple[Tensor, Any]:

@@ -1,0 +1,101 @@
+"""Common models that are no plain `Decoder`, by name: the fields of their config.json that differ from transformers'.
+
+Mixtures of experts, and dense models with norms, biases or layers of their own. Only sizes are here; transformers
+builds the model. `decoder.MODELS` has those that need no transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A model of transformers.
+
+    Attributes:
+        model_type: of its config.
+        numel: its parameters, all experts included; of one that also reads pictures, those of the text model.
+        fields: of its config that differ from the defaults of the type.
+        period: layers after which their kinds repeat.
+    """
+
+    model_type: str
+    numel: int
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    period: int = 1
+
+
+def _config(
+    model_type: str,
+    numel: int,
+    width: int,
+    inner: int,
+    layers: int,
+    heads: int,
+    key_heads: int = 0,
+    *,
+    period: int = 1,
+    **fields: Any,
+) -> ModelConfig:
+    keys = {"num_key_value_heads": key_heads} if key_heads else {}
+    sizes = {
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+    }
+    return ModelConfig(model_type, numel, {**sizes, **keys, **fields}, period)
+
+
+_QWEN3 = {"vocab_size": 151_936, "head_dim": 128}
+_QWEN3_MOE = {**_QWEN3, "num_experts": 128, "num_experts_per_tok": 8}
+_GEMMA3 = {"vocab_size": 262_208, "head_dim": 256}
+_SCOUT = {"num_local_experts": 16}
+_MAVERICK = {"num_local_experts": 128, "interleave_moe_layer_step": 2}
+
+CONFIGS: Mapping[str, ModelConfig] = {
+    "deepseek-v3": _config("deepseek_v3", 671_026_404_352, 7168, 18432, 61, 128, 128),
+    "deepseek-r1": _config("deepseek_v3", 671_026_404_352, 7168, 18432, 61, 128, 128),
+    "falcon-7b": ModelConfig("falcon", 6_921_720_704, {"num_hidden_layers": 32}),
+    "gemma-2b": _config("gemma", 2_506_172_416, 2048, 16384, 18, 8, 1, head_dim=256),
+    "gemma-7b": _config("gemma", 8_537_680_896, 3072, 24576, 28, 16, 16, head_dim=256),
+    "gemma-2-2b": _config("gemma2", 2_614_341_888, 2304, 9216, 26, 8, 4, head_dim=256),
+    "gemma-2-9b": _config("gemma2", 9_241_705_984, 3584, 14336, 42, 16, 8, head_dim=256),
+    "gemma-2-27b": _config("gemma2", 27_227_128_320, 4608, 36864, 46, 32, 16, head_dim=128),
+    "gemma-3-1b": _config("gemma3_text", 999_885_952, 1152, 6912, 26, 4, 1, head_dim=256, vocab_size=262_144),
+    "gemma-3-4b": _config("gemma3_text", 3_880_263_168, 2560, 10240, 34, 8, 4, **_GEMMA3),
+    "gemma-3-12b": _config("gemma3_text", 11_766_034_176, 3840, 15360, 48, 16, 8, **_GEMMA3),
+    "gemma-3-27b": _config("gemma3_text", 27_009_346_304, 5376, 21504, 62, 32, 16, vocab_size=262_208, head_dim=128),
+    "gpt-neox-20b": _config("gpt_neox", 20_554_567_680, 6144, 24576, 44, 64, vocab_size=50_432),
+    "gpt-oss-20b": _config("gpt_oss", 20_914_757_184, 2880, 2880, 24, 64, 8, num_local_experts=32),
+    "gpt-oss-120b": _config("gpt_oss", 116_829_156_672, 2880, 2880, 36, 64, 8, num_local_experts=128),
+    "granite-3.1-8b": _config(
+        "granite", 8_170_848_256, 4096, 12800, 40, 32, 8, vocab_size=49_155, tie_word_embeddings=True
+    ),
+    "llama-4-scout": _config("llama4_text", 107_769_861_120, 5120, 8192, 48, 40, 8, **_SCOUT),
+    "llama-4-maverick": _config("llama4_text", 400_711_848_960, 5120, 8192, 48, 40, 8, period=2, **_MAVERICK),
+    "mixtral-8x7b": _config("mixtral", 46_702_792_704, 4096, 14336, 32, 32, 8, num_local_experts=8),
+    "mixtral-8x22b": _config("mixtral", 140_630_071_296, 6144, 16384, 56, 48, 8, vocab_size=32_768),
+    "olmo-2-1124-7b": _config("olmo2", 7_298_617_344, 4096, 11008, 32, 32, 32, vocab_size=100_352),
+    "olmo-2-1124-13b": _config("olmo2", 13_716_198_400, 5120, 13824, 40, 40, 40, vocab_size=100_352),
+    "phi-2": _config("phi", 2_779_683_840, 2560, 10240, 32, 32, 32, vocab_size=51_200),
+    "pythia-6.9b": _config("gpt_neox", 6_857_302_016, 4096, 16384, 32, 32, vocab_size=50_432),
+    "pythia-12b": _config("gpt_neox", 11_846_072_320, 5120, 20480, 36, 40, vocab_size=50_688),
+    "qwen3-0.6b": _config("qwen3", 596_049_920, 1024, 3072, 28, 16, 8, tie_word_embeddings=True, **_QWEN3),
+    "qwen3-1.7b": _config("qwen3", 1_720_574_976, 2048, 6144, 28, 16, 8, tie_word_embeddings=True, **_QWEN3),
+    "qwen3-4b": _config("qwen3", 4_022_468_096, 2560, 9728, 36, 32, 8, tie_word_embeddings=True, **_QWEN3),
+    "qwen3-8b": _config("qwen3", 8_190_735_360, 4096, 12288, 36, 32, 8, **_QWEN3),
+    "qwen3-14b": _config("qwen3", 14_768_307_200, 5120, 17408, 40, 40, 8, **_QWEN3),
+    "qwen3-32b": _config("qwen3", 32_762_123_264, 5120, 25600, 64, 64, 8, **_QWEN3),
+    "qwen3-30b-a3b": _config(
+        "qwen3_moe", 30_532_122_624, 2048, 6144, 48, 32, 4, moe_intermediate_size=768, **_QWEN3_MOE
+    ),
+    "qwen3-235b-a22b": _config(
+        "qwen3_moe", 235_093_634_560, 4096, 12288, 94, 64, 4, moe_intermediate_size=1536, **_QWEN3_MOE
+    ),
+    "smollm3-3b": _config("smollm3", 3_075_098_624, 2048, 11008, 36, 16, 4),
+}
+"""From the config.json that each was published with."""
