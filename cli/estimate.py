@@ -295,8 +295,8 @@ def _parameters_in_host_memory(rows: list[PlanRow], workload: Workload) -> str:
         return ""
     settings, nbytes = OffloadParam(), one.host.params * workload.local_ranks
     return (
-        f"zeroaccel: parameters on nvme: {_gb(nbytes)} GB of them are in host memory: the first {settings.max_in_cpu:,} "
-        "elements of each rank's shards stay there (offload_param.max_in_cpu), and of more, "
+        f"zeroaccel: parameters on nvme: {_gb(nbytes)} GB of them are in host memory: the first {settings.max_in_cpu:,}"
+        " elements of each rank's shards stay there (offload_param.max_in_cpu), and of more, "
         f"{settings.buffer_count} buffers of {settings.buffer_size:,} elements read the rest"
     )
 
