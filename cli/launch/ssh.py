@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from zeroaccel.config.launch.launch_settings import LaunchSettings, launch_settings
 from zeroaccel.config.launch.launch_sources import ExplicitSettings
@@ -74,6 +74,7 @@ class _SshSession:
 
     job: NodeJob
     process: subprocess.Popen[bytes]
+    stdin: IO[bytes]
     ready: bool = False
     ends: list[RankEnd] = field(default_factory=list)
     error: tuple[str, int] | None = None
@@ -82,16 +83,14 @@ class _SshSession:
     cut_off: bool = False
 
     def write(self, line: str) -> None:
-        assert self.process.stdin is not None, "stdin is a pipe"
         with contextlib.suppress(OSError):  # ssh has ended, which `_reap` reports
-            self.process.stdin.write(f"{line}\n".encode())
-            self.process.stdin.flush()
+            self.stdin.write(f"{line}\n".encode())
+            self.stdin.flush()
 
     def close_stdin(self) -> None:
         """Ends the input of the node, which stops its job then."""
-        assert self.process.stdin is not None, "stdin is a pipe"
         with contextlib.suppress(OSError):
-            self.process.stdin.close()
+            self.stdin.close()
 
 
 def remote_command(ssh: Sequence[str], host: str, python_path: str | None) -> list[str]:
@@ -170,8 +169,8 @@ class _MultiNodeJob:
         except OSError as error:
             fix = "install it, or name another command in ZEROACCEL_SSH"
             raise ConfigError(f"{ssh[0]}: {(error.strerror or 'cannot be run').lower()}", fix=fix) from None
-        session = _SshSession(job, process)
-        assert process.stdout is not None and process.stderr is not None, "both are pipes"
+        assert process.stdin and process.stdout and process.stderr, "all are pipes"
+        session = _SshSession(job, process, process.stdin)
         readers = [
             threading.Thread(target=self._read, args=(session, process.stdout, sys.stdout), daemon=True),
             threading.Thread(target=self._read, args=(session, process.stderr, sys.stderr), daemon=True),

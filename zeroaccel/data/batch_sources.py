@@ -206,7 +206,9 @@ class IndexedSource:
         self._batches: Iterator[RankBatch[Any]] = iter(())
         indices = _Indices(self._next_indices)
         sampling = {"batch_size": None, "sampler": indices} if self._single else {"batch_sampler": indices}
-        self._reader: DataLoader[Any] = DataLoader(loader.dataset, **sampling, **_settings_of(loader))
+        settings = _settings_of(loader)
+        self._generator: torch.Generator = settings["generator"]
+        self._reader: DataLoader[Any] = DataLoader(loader.dataset, **sampling, **settings)
 
     def epoch(self, number: int, skip: int) -> Iterator[LoadedBatch]:
         """As `BatchSource.epoch`; skipped batches are not read."""
@@ -216,8 +218,7 @@ class IndexedSource:
         batches = ([index] for index in epoch.batches) if self._single else epoch.batches
         self._batches = _of_rank(islice(shard_batches(batches, self._rules), skip, None), self._rank)
         self._fields.clear()
-        assert self._reader.generator is not None, "_settings_of makes one"
-        self._reader.generator.manual_seed(epoch.worker_seed)
+        self._generator.manual_seed(epoch.worker_seed)
         for batch in self._reader:
             yield LoadedBatch(batch, *self._fields.popleft())
 
@@ -254,14 +255,14 @@ class StreamSource:
         assert isinstance(loader.dataset, IterableDataset), "a stream"
         stream = _BatchStream(loader.dataset, rules, rank)
         settings = _settings_of(loader)
+        self._generator: torch.Generator = settings["generator"]
         settings["collate_fn"] = _CollateBatches(loader.collate_fn, single=single)
         self._reader: DataLoader[Any] = DataLoader(stream, batch_size=None, **settings)
 
     def epoch(self, number: int, skip: int) -> Iterator[LoadedBatch]:
         """As `BatchSource.epoch`."""
         self._order.begin(number)
-        assert self._reader.generator is not None, "_settings_of makes one"
-        self._reader.generator.manual_seed(self._seed + number)
+        self._generator.manual_seed(self._seed + number)
         rounds: Iterator[list[LoadedBatch]] = iter(self._reader)
         # Random numbers that the dataset draws for skipped rounds were drawn before the state was saved already.
         with _preserved_rng() if skip and self._reader.num_workers == 0 else nullcontext():

@@ -252,7 +252,7 @@ class ShardOptimizer(NativeOptimizer):
         elif self.hybrid is None:
             self._update_on_cpu(flats, flat_grad, scalars)
         else:
-            self._update_hybrid(flats, flat_grad, scalars)
+            self._update_hybrid(self.hybrid, flats, flat_grad, scalars)
         for tensor, flat in zip(written, flats, strict=True):
             if tensor is None or flat is None:
                 continue
@@ -299,13 +299,13 @@ class ShardOptimizer(NativeOptimizer):
         states = [flat for flat in state if flat is not None]
         launch("update", numel, bind, reads=[*states, grad], writes=states if out is None else [*states, out])
 
-    def _update_hybrid(self, written: Sequence[Tensor | None], grad: Tensor, scalars: Sequence[np.generic]) -> None:
-        assert self.hybrid is not None, "there is no device to split the update with"
-
+    def _update_hybrid(
+        self, hybrid: HybridUpdate, written: Sequence[Tensor | None], grad: Tensor, scalars: Sequence[np.generic]
+    ) -> None:
         def on_host(parts: Sequence[Tensor], part: Tensor) -> None:
             self._update_on_cpu([*parts, *[None] * (len(written) - len(parts))], part, scalars)
 
-        self.hybrid.run([flat for flat in written if flat is not None], grad, scalars, on_host)
+        hybrid.run([flat for flat in written if flat is not None], grad, scalars, on_host)
 
     def _update_on_device(
         self, written: Sequence[Tensor | None], grad: Tensor, scalars: Sequence[np.generic], control: Tensor | None
