@@ -14,7 +14,7 @@ be pending at a time (two forwards before one backward, a layer applied twice); 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -55,12 +55,20 @@ class ParamCoordinator:
             post_backward(use)          reshard
         end_backward                    reshard everything
 
+    Args:
+        on_over: called with a unit's name when the last of its uses is over in a backward; not where modules of other
+            units read its parameters, whose gradients may come later.
+
     Attributes:
         in_backward: between `begin_backward` and `end_backward`.
         on_demand: unshards units while ranks run different numbers of forwards; None while they run the same.
     """
 
-    def __init__(self, units: Sequence[ParamUnit], trace: PrefetchTrace) -> None:
+    def __init__(
+        self, units: Sequence[ParamUnit], trace: PrefetchTrace, on_over: Callable[[str], None] = lambda name: None
+    ) -> None:
+        self._on_over = on_over
+        self._ahead: dict[str, set[ForwardUse]] = {unit.name: set() for unit in units}  # a backward has not reached
         self._units = {unit.name: unit for unit in units}
         self._trace = trace
         self._running: list[ForwardUse] = []
@@ -124,6 +132,8 @@ class ParamCoordinator:
         assert self._running and self._running[-1] is use, f"{use.unit.name} left forward out of order"
         self._running.pop()
         use.ended = self._tick()
+        if torch.is_grad_enabled() and not self.in_backward:
+            self._ahead[use.unit.name].add(use)
         if opaque or self.in_backward:  # in recomputation its backward follows at once
             return
         for candidate in self._needed_by(use.unit):
@@ -165,6 +175,7 @@ class ParamCoordinator:
         if use.backward == self._num_backwards:  # a use has one pre_backward, though each of its outputs has a hook
             return
         use.backward, use.task = self._num_backwards, task
+        self._ahead[use.unit.name].discard(use)
         self._end_nested_backwards(task)
         # See [Note: forward uses]: everything that ran after this use is over now, so its memory can be freed before
         # this unit is gathered. Uses of an outer task are only interrupted by this one.
@@ -184,6 +195,8 @@ class ParamCoordinator:
                 uses.remove(use)
                 if not uses and not self.is_running(unit):
                     self._reshard(unit)
+        if not (self._pending[use.unit.name] or self._ahead[use.unit.name] or self._is_external(use.unit)):
+            self._on_over(use.unit.name)
 
     def keep_for_second_order(self) -> None:
         """The running backward builds a graph of itself (create_graph=True), whose reads of weights no hook reports.
@@ -204,6 +217,7 @@ class ParamCoordinator:
 
     def end_step(self) -> None:
         """Before the weights change: units that a forward without a backward left unsharded would be stale."""
+        self._forget_ahead()
         self._second_order = 0
         self._reshard_all()
         self.drop_recent()
@@ -212,6 +226,7 @@ class ParamCoordinator:
     def reset(self) -> None:
         """After an exception anywhere: everything is resharded, and the trace dropped."""
         self._running.clear()
+        self._forget_ahead()
         self._second_order = 0
         self.drop_recent()
         self.end_backward()
@@ -271,6 +286,13 @@ class ParamCoordinator:
 
     def _needed_by(self, unit: ParamUnit) -> tuple[ParamUnit, ...]:
         return (unit, *self._external.get(unit.name, ()))
+
+    def _is_external(self, unit: ParamUnit) -> bool:
+        return any(unit in others for others in self._external.values())
+
+    def _forget_ahead(self) -> None:
+        for uses in self._ahead.values():
+            uses.clear()
 
     def _end_nested_backwards(self, task: int) -> None:
         """Ends the uses of nested backwards, which are over when an outer one goes on."""

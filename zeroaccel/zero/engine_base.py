@@ -200,7 +200,7 @@ class EngineBase(nn.Module):
         sharded_units = [unit for unit in units if not unit.persistent]
         self._peers_are_job = collectives.peers is collectives.job
         self.trace = PrefetchTrace({unit.name: unit.numel for unit in units}, settings.limits)
-        self._coordinator = ParamCoordinator(sharded_units, self.trace)
+        self._coordinator = ParamCoordinator(sharded_units, self.trace, self.grad_reducer.on_unit_over)
         optimized = [param for _, buffer in trained for param in buffer.params] if optimizer else []
         self._hooks = Hooks(
             model, sharded_units, self._coordinator, self, optimized=optimized, unoptimized=parts.unoptimized

@@ -7,7 +7,9 @@ reduces and the shards are summed over the micro-steps; otherwise the flat gradi
 the accumulation boundary.
 
 [Note: order of reductions] Collectives must start in one order on all ranks, yet a parameter may be unused on one
-rank only. So buffers are launched in a fixed order, each waiting for its predecessors, as DDP's buckets are.
+rank only. So buffers are launched in a fixed order, each waiting for its predecessors, as DDP's buckets are. A rank
+that waits for room in the bucket does not gather the next unit, which another rank may wait for before it launches. So
+where units are sharded a buffer is launched when its unit's backward is over, with zeros for what was not used.
 
 [Note: gradients in host memory] For a step on the host a reduced gradient is copied as soon as its reduction has been
 launched: the stream of the copies waits for the reduction, the host and the computation do not. `end` waits for all
@@ -70,6 +72,7 @@ class GradientBuffer:
         full: (N,) the same for all elements, only where the optimizer is replicated.
         ready: indices of the parameters whose gradient arrived in this backward.
         written: and in any backward since the flat gradient was allocated.
+        over: no more arrive in this backward.
         launched: the reduction of this backward has started.
     """
 
@@ -80,6 +83,7 @@ class GradientBuffer:
     full: Tensor | None = None
     ready: set[int] = field(default_factory=set)
     written: set[int] = field(default_factory=set)
+    over: bool = False
     launched: bool = False
 
     @property
@@ -220,11 +224,19 @@ class GradReducer:
             self._largest = torch.zeros(1, dtype=torch.int32, device=self.device)
         for gradients in self.gradients:
             gradients.ready.clear()
-            gradients.launched = False
+            gradients.launched = gradients.over = False
 
     def _is_reached(self, gradients: GradientBuffer) -> bool:
         expected = self._expected
         return expected is None or any(id(param) in expected for param in gradients.buffer.params)
+
+    def on_unit_over(self, name: str) -> None:
+        """No more gradients of this unit come in this backward: what it did not use counts as zero."""
+        if not self._reducing:
+            return
+        for gradients in self.gradients:
+            gradients.over = gradients.over or gradients.name == name
+        self._launch_ready()
 
     def on_grad_ready(self, param: nn.Parameter) -> None:
         """Copies the gradient that autograd has just accumulated in `param.grad`, and frees it there."""
@@ -340,7 +352,7 @@ class GradReducer:
         while self._next < len(self.gradients):
             gradients = self.gradients[self._next]
             if self._is_reached(gradients):
-                if not (force or gradients.complete):
+                if not (force or gradients.complete or gradients.over):
                     return
                 self._launch(gradients)
             self._next += 1
