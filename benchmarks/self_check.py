@@ -1,6 +1,6 @@
 """How long `initialize` takes to compare a model of 1.1B parameters, cut by sp or tp, with the whole one.
 
-    python benchmarks/self_check.py [--ranks 4] [--precision bf16] [--markdown FILE]
+    python benchmarks/self_check.py [--ranks 4] [--precision bf16] [--axes sp tp] [--stages 1 3] [--markdown FILE]
 
 Each row is a job of its own: a Llama in the shape of TinyLlama-1.1B with random weights, made by `initialize` on CPU
 ranks of one machine. The time is that of the check alone, of the slowest rank.
@@ -9,6 +9,7 @@ ranks of one machine. The time is that of the check alone, of the slowest rank.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -41,13 +42,14 @@ def time_of_a_rank(axis: str, stage: int, precision: str) -> None:
     for name, param in model.named_parameters():
         values = numbers.to(param.dtype).repeat(-(-param.numel() // len(numbers)))[: param.numel()].view(param.shape)
         param.data.copy_(values if "norm" not in name else torch.ones(()))
-    seconds = []
+    seconds, computing = [], []
     verify: Callable[..., None] = build.verify_cuts
 
     def timed(*args: Any, **kwargs: Any) -> None:
-        start = time.perf_counter()
+        start, busy = time.perf_counter(), time.process_time()
         verify(*args, **kwargs)
         seconds.append(time.perf_counter() - start)
+        computing.append(time.process_time() - busy)
 
     vars(build)["verify_cuts"] = timed
     config = {
@@ -58,10 +60,10 @@ def time_of_a_rank(axis: str, stage: int, precision: str) -> None:
     }
     parallel = zeroaccel.ParallelConfig(**{axis: int(os.environ["WORLD_SIZE"])})
     engine, *_ = zeroaccel.initialize(model, config=config, parallel=parallel)
-    slowest = max(engine.collectives.job.gather_objects(seconds[0], "seconds"))
-    count = sum(param.numel() for param in model.parameters())
+    of_ranks = engine.collectives.job.gather_objects((seconds[0], computing[0]), "seconds")
     if torch.distributed.get_rank() == 0:
-        print(json.dumps({"seconds": slowest, "params": count}), flush=True)
+        slowest, total = max(own for own, _ in of_ranks), sum(busy for _, busy in of_ranks)
+        print(json.dumps({"seconds": slowest, "cpu": total}), flush=True)
     engine.destroy()
 
 
@@ -79,6 +81,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
+    parser.add_argument("--axes", nargs="+", choices=["sp", "tp"], default=["sp", "tp"])
+    parser.add_argument("--stages", type=int, nargs="+", default=[1, 3])
     parser.add_argument("--markdown", type=Path)
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--axis", choices=["sp", "tp"], help=argparse.SUPPRESS)
@@ -86,19 +90,20 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.rank:
         return time_of_a_rank(asked.axis, asked.stage, asked.precision)
-    load = os.getloadavg()[0]
     lines = [
         f"# The check of a cut model of 1.1B parameters, {date.today()}",
         "",
-        f"Llama in the shape of TinyLlama-1.1B, {asked.precision}, {asked.ranks} CPU ranks on {os.cpu_count()} cores; "
-        f"load {load:.1f} before. Seconds of the check in `initialize`, of the slowest rank; bar {BAR} s.",
+        f"Llama in the shape of TinyLlama-1.1B, {asked.precision}, {asked.ranks} CPU ranks on {os.cpu_count()} cores. "
+        f"Seconds of the check in `initialize`, of the slowest rank; bar {BAR} s.",
+        "CPU s are of all ranks together. The load is that of the machine before the job: above 0, other programs ran.",
         "",
-        "| cut | stage | s |",
-        "| --- | --- | --- |",
+        "| cut | stage | s | CPU s | load |",
+        "| --- | --- | --- | --- | --- |",
     ]
-    for axis, stage in (("sp", 1), ("sp", 3), ("tp", 1), ("tp", 3)):
+    for axis, stage in itertools.product(asked.axes, asked.stages):
+        load = os.getloadavg()[0]
         row = _measured(asked.ranks, axis, stage, asked.precision)
-        lines.append(f"| {axis} {asked.ranks} | {stage} | {row['seconds']:.2f} |")
+        lines.append(f"| {axis} {asked.ranks} | {stage} | {row['seconds']:.2f} | {row['cpu']:.2f} | {load:.1f} |")
         print(lines[-1], flush=True)
     text = "\n".join(lines) + "\n"
     print(text)
