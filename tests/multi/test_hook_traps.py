@@ -5,6 +5,7 @@ Each compares stage 3 with stage 0, where nothing is hooked: the same bits, or t
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import zeroaccel
 from tests.multi.pool import Pool
-from tests.multi.training import WIDTH, Block, Run, Toy, config, differences, train
+from tests.multi.training import SGD, WIDTH, Block, Run, Toy, batches, config, differences, train
+from zeroaccel.errors import EngineStateError, UsageError
+from zeroaccel.zero.engine import Engine
 
 Ranks = Callable[[int], Pool]
 
@@ -343,3 +347,108 @@ def test_stage_3_gives_the_bits_of_stage_0(ranks: Ranks, trap: str) -> None:
     for changes in ({}, {"stage3_max_reuse_distance": 0, "reduce_bucket_size": 300}):
         sharded = ranks(2).run(_train, config(3, "bf16", **changes), trap)
         assert [differences(a, b) for a, b in zip(expected, sharded, strict=True)] == [[], []], changes
+
+
+# -- what goes wrong inside a hook stays with its engine
+
+PLACES = (
+    ("_coordinator", "root_pre_forward"),
+    ("_coordinator", "pre_forward"),
+    ("_coordinator", "post_forward"),
+    ("_coordinator", "root_post_forward"),
+    ("_coordinator", "begin_backward"),
+    ("_coordinator", "pre_backward"),
+    ("_coordinator", "post_backward"),
+    ("_coordinator", "end_backward"),
+    ("grad_reducer", "on_grad_ready"),
+    ("grad_reducer", "end"),
+)
+OF_UNITS = ("pre_forward", "post_forward", "pre_backward", "post_backward")  # which stage 0 does not hook
+TRANSFORMS: dict[str, Callable[[Engine, Tensor], Any]] = {
+    "grad": lambda engine, x: torch.func.grad(lambda y: _called(engine, x, y))(torch.ones(())),
+    "vmap": lambda engine, x: torch.func.vmap(lambda y: _called(engine, x, y))(torch.ones(2)),
+}
+
+
+def _called(engine: Engine, batch: Tensor, scale: Tensor) -> Tensor:
+    loss: Tensor = engine(batch) * scale
+    return loss
+
+
+def _step(engine: Engine, batch: Tensor) -> float:
+    loss = engine(batch)
+    engine.backward(loss)
+    engine.step()
+    return float(loss.item())
+
+
+def _another(stage: int) -> list[float]:
+    torch.manual_seed(7)
+    engine, *_ = zeroaccel.initialize(Toy(), config=config(stage, optimizer=SGD))
+    losses = [_step(engine, batch) for batch in batches(engine.collectives.rank, 2)]
+    engine.destroy()
+    return losses
+
+
+def _raise(*args: Any, **kwargs: Any) -> None:
+    raise LookupError("in a hook")
+
+
+def _after_errors(stage: int) -> list[str]:
+    """Places and transforms after which another engine of the process trains otherwise, or the engine after reset()."""
+    plain, wrong = _another(stage), []
+    for place in (*PLACES, *TRANSFORMS):
+        engine, *_ = zeroaccel.initialize(Toy(), config=config(stage, optimizer=SGD))
+        first, second = batches(engine.collectives.rank, 2)
+        _step(engine, first)
+        if isinstance(place, str):
+            with pytest.raises(EngineStateError, match=f"torch.func.{place} of Toy: expected a call outside"):
+                TRANSFORMS[place](engine, first)
+        else:
+            with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch's own, of a hook that raises again for the modules around
+                patch.setattr(getattr(engine, place[0]), place[1], _raise)
+                if stage == 3 or place[1] not in OF_UNITS:
+                    with pytest.raises(LookupError):
+                        _step(engine, second)
+        if _another(stage) != plain:  # while the engine that failed is still there
+            wrong.append(f"another, after {place}")
+        engine.reset()
+        if not math.isfinite(_step(engine, second)):
+            wrong.append(f"itself, after {place}")
+        engine.destroy()
+    return wrong
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_error_in_a_hook_leaves_other_engines_alone(ranks: Ranks, stage: int) -> None:
+    assert ranks(2).run(_after_errors, stage) == [[], []]
+
+
+def _torchs_own() -> list[str]:
+    said = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated by torch, which still has it
+        scripted = nn.Sequential(nn.Linear(2, 2), torch.jit.trace(nn.Linear(2, 1), torch.ones(1, 2)))
+    with pytest.raises(UsageError) as refused:
+        zeroaccel.initialize(scripted, config=config(3))
+    said.append(str(refused.value))
+    engine, *_ = zeroaccel.initialize(Toy(), config=config(3))
+    engine.backward(engine(batches(engine.collectives.rank, 1)[0]))
+    with pytest.raises(EngineStateError) as clipped:
+        nn.utils.clip_grad_value_(engine.module.parameters(), 1.0)
+    said.append(str(clipped.value))
+    engine.clip_grad_value_(1e-6)
+    engine.step()
+    norm = engine.get_global_grad_norm()
+    assert norm is not None
+    assert norm < 1e-3
+    engine.destroy()
+    return said
+
+
+def test_what_torch_offers_and_an_engine_cannot_do_is_named(ranks: Ranks) -> None:
+    for scripted, clipped in ranks(2).run(_torchs_own):
+        assert "initialize(model): module 1: expected modules of Python" in scripted
+        assert "a TorchScript module (Linear)" in scripted
+        assert "call engine.clip_grad_value_(value) between backward and step" in clipped

@@ -84,11 +84,20 @@ def check_model(model: object, device: torch.device) -> None:
         device: where the engine computes.
 
     Raises:
-        UsageError: the model is no module, or not on `device`; a parameter is on the meta device, or complex, or in
-            another engine, or a copy of a sharded one, or has no shape yet, or was made in inference mode.
+        UsageError: the model is no module, has TorchScript modules, or is not on `device`; a parameter is on the meta
+            device, or complex, or in another engine, or a copy of a sharded one, or shares memory with another, or has
+            no shape yet, or was made in inference mode.
     """
     if not isinstance(model, nn.Module):
         raise UsageError("initialize(model)", expected="a torch.nn.Module", got=type(model).__name__)
+    for fqn, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UsageError(
+                f"initialize(model): module {fqn or 'itself'}",
+                expected="modules of Python, whose forwards can have hooks",
+                got=f"a TorchScript module ({module.original_name})",
+                fix="train the module that was scripted or traced, and script or trace the result",
+            )
     # Each of these would fail later, inside a collective or with an error that names no parameter.
     for fqn, param in model.named_parameters():
         if isinstance(param, nn.UninitializedParameter):

@@ -166,6 +166,7 @@ class Hooks:
     # -- forward
 
     def _root_pre_forward(self, module: nn.Module, args: Any) -> None:
+        _refuse_transforms(module, is_sharded=bool(self._units))
         self._version = self._listener.weights_version
         self._coordinator.root_pre_forward(training=torch.is_grad_enabled())
 
@@ -189,6 +190,7 @@ class Hooks:
 
         def before(module: nn.Module, args: tuple[Any, ...]) -> None:
             _refuse_tracing()
+            _refuse_transforms(module, is_sharded=True)
             if not (inner and coordinator.is_running(unit)):
                 self._uses.append((module, coordinator.pre_forward(unit, torch._C._current_graph_task_id())))
 
@@ -512,6 +514,22 @@ def _refuse_tracing() -> None:
         raise EngineStateError(
             "torch.jit.trace of a sharded model", fix="destroy() the engine, or trace a model that was loaded elsewhere"
         )
+
+
+def _refuse_transforms(module: nn.Module, *, is_sharded: bool) -> None:
+    """Before anything is gathered: a collective that failed inside a transform would take the process group along."""
+    transform: Any = torch._C._functorch.peek_interpreter_stack()
+    if transform is None:
+        return
+    kind = transform.key().name.lower()
+    # Without a gradient, vmap of a model that is not sharded is a forward like any other.
+    if kind == "vmap" and not is_sharded and not torch.is_grad_enabled():
+        return
+    raise EngineStateError(
+        f"torch.func.{kind} of {type(module).__name__}",
+        expected="a call outside of torch.func's transforms: the engine gathers and reduces what they would trace",
+        fix="transform a copy of the model: copy.deepcopy(engine.module) inside engine.gathered()",
+    )
 
 
 def _discard(param: nn.Parameter) -> None:

@@ -19,13 +19,17 @@ would be a list of torch's versions.
 
 from __future__ import annotations
 
+import inspect
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_value_
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zeroaccel.errors import EngineStateError, UsageError
@@ -118,6 +122,7 @@ _CASTS = frozenset({"to", "type", "cpu", "cuda", "float", "double", "half", "bfl
 _NO_WRITES = frozenset({"requires_grad_", "detach_", "rename_", "share_memory_", "retain_grad_"})
 _ARITHMETIC = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift"
 _OPERATORS = frozenset(f"__i{name}__" for name in _ARITHMETIC.split()) | {"__setitem__"}
+_CLIP_VALUE = inspect.unwrap(clip_grad_value_).__code__
 _OVERWRITES = frozenset({"copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_", "normal_", "uniform_", "data"})
 
 
@@ -214,6 +219,8 @@ def _gather_nothing() -> None:
 def _call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     with torch._C.DisableTorchFunctionSubclass():  # else the calls below would come back here
         call = function_name(func)
+        if call == "grad":
+            _refuse_to_clip(sys._getframe(2))
         _check_targets(func, call, args, kwargs)
         if _is_metadata(func, call):
             return _checked(func(*args, **kwargs), call, args)
@@ -226,6 +233,18 @@ def _call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
                 raise _no_values(absent, call)
             return _checked(func(*args, **kwargs), call, args)
     return func(*args, **kwargs)
+
+
+def _refuse_to_clip(caller: FrameType) -> None:
+    """torch's own function finds no gradients, and says so in words that name nothing."""
+    around = None if caller.f_back is None else caller.f_back.f_code  # a comprehension may be a frame of its own
+    if _CLIP_VALUE in (caller.f_code, around):
+        raise EngineStateError(
+            "torch.nn.utils.clip_grad_value_",
+            expected="gradients in param.grad",
+            got="none: the engine keeps them, reduced and in shards",
+            fix="call engine.clip_grad_value_(value) between backward and step, or set gradient_clipping in the config",
+        )
 
 
 def _is_metadata(func: Callable[..., Any], call: str) -> bool:
