@@ -26,7 +26,8 @@ from zeroaccel.config.parallel import ParallelConfig
 Ranks = Callable[[int], Pool]
 pytestmark = [NEEDS_SPLIT_LAYERS, NEEDS_STAGES, pytest.mark.usefixtures("one_thread")]
 
-TOLERANCE = 1e-6  # of weights of about 1, after three steps in fp32
+# Of weights of about 1, after three steps in fp32; Adam divides a rounding error by a gradient that may be small.
+TOLERANCE = {"SGD": 1e-6, "AdamW": 3e-6}
 LARGEST = 8  # ranks
 
 
@@ -81,7 +82,8 @@ def _compare(ranks: Ranks, seed: int, planted: bool) -> Case:
     loss = (losses / torch.tensor(plain.losses) - 1).abs().max().item()
     norm = max(abs(one / other - 1) for run in runs for one, other in zip(run.norms, plain.norms, strict=True))
     case.detail = f"weights {weights:.0e}, losses {loss:.0e}, norms {norm:.0e}: {case.detail}"
-    if not (weights <= TOLERANCE and loss <= TOLERANCE and norm <= 2 * TOLERANCE):
+    limit = TOLERANCE[drawn["optimizer"]["type"]]
+    if not (weights <= limit and loss <= limit and norm <= 2 * limit):
         case.outcome = "different"
     return case
 
