@@ -35,7 +35,7 @@ _TAG = click.option("-t", "--tag", help="One checkpoint of the folder.")
 
 @click.group()
 def checkpoint() -> None:
-    """Look into checkpoints, check them, write them for other numbers of ranks or other programs.
+    """Inspect, verify, reshard and convert checkpoints.
 
     \b
     Examples:
@@ -50,7 +50,7 @@ def checkpoint() -> None:
 @click.option("--html", "html_path", type=click.Path(dir_okay=False), metavar="FILE", help="A page of one checkpoint.")
 @click.option("--json", "as_json", is_flag=True, help="Every interval of every tensor, for programs.")
 def inspect(folder: Path, tag: str | None, html_path: str | None, as_json: bool) -> None:
-    """Show what is in the checkpoints of DIR, per rank, and whether each is complete. Reads no weights.
+    """Show the checkpoints in DIR: contents per rank, and completeness. Reads no weights.
 
     Of a checkpoint that DeepSpeed wrote, its files and what they are of. --html and --json are of one checkpoint, that
     of --tag or else the one that `latest` names, and say which rank's file has which interval of which tensor.
@@ -241,7 +241,7 @@ def _described(folder: Path, manifest: Manifest) -> list[str]:
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def zero_to_fp32(ctx: click.Context, arguments: tuple[str, ...]) -> None:
-    """Make full weights of a sharded checkpoint, on one machine without a GPU."""
+    """Convert a sharded checkpoint to full weights, on one machine without a GPU."""
     try:
         program.run(arguments, ctx.command_path, open_source)
     except program.ArgumentsError as error:

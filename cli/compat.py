@@ -51,7 +51,7 @@ _MARK = "This package is zeroaccel's.\n"
 
 @click.group()
 def compat() -> None:
-    """What DeepSpeed's users call by name.
+    """Install commands and modules under DeepSpeed's names.
 
     \b
     Examples:

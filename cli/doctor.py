@@ -269,7 +269,7 @@ _COLOURS = {"works": "green", "falls back": "yellow", "missing": "yellow", "BROK
 @click.option("--quick", is_flag=True, help="Measure nothing: no copies, no disks, no processes.")
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
 def doctor(quick: bool, as_json: bool) -> int:
-    """Try what zeroaccel uses on this machine, measure it, and say what would mend the rest.
+    """Try each feature that zeroaccel uses on this machine, measure it, and print remedies.
 
     Exits with 1 if something is BROKEN: needed, and not working. What is missing or replaced is no failure.
 
@@ -306,7 +306,7 @@ _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 @click.command(short_help="Versions, machine and settings, for reports of problems.")
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
 def env(as_json: bool) -> None:
-    """Print the versions of what zeroaccel works with, what this machine has, and the settings that are in force.
+    """Print versions of dependencies, the machine's hardware and the settings in force.
 
     \b
     Examples:

@@ -62,29 +62,42 @@ _GROUPS = {
     cls=GroupedOptions,
     groups=_GROUPS,
     context_settings={"token_normalize_func": lambda name: name.replace("-", "_"), "max_content_width": 120},
-    short_help="How much memory training a model takes, for every plan.",
+    short_help="Estimate training memory for every plan.",
 )
 @click.argument("model")
 @_option("--ranks", "--num_processes", type=COUNT, metavar="N", help="Processes. [default: one per accelerator, or 1]")
-@_option("--ranks_per_machine", type=COUNT, metavar="N", help="Of these on one machine. [default: all]")
+@_option("--ranks_per_machine", type=COUNT, metavar="N", help="Ranks on one machine. [default: all]")
 @_option("--precision", type=click.Choice(["bf16", "fp16", "fp32"]), default="bf16", show_default=True)
 @_option("--batch", type=COUNT, default=1, show_default=True, help="Samples per rank and micro-step.")
 @_option("--sequence", "--seq", type=COUNT, default=2048, show_default=True, help="Tokens per sample.")
 @_option("--accumulation", type=COUNT, default=1, show_default=True, help="Micro-steps per step.")
 @_option("--checkpointing", is_flag=True, help="Recompute each block's activations in backward.")
-@_option("--optimizer", type=click.Choice(OPTIMIZERS), default="adam", show_default=True, help="Whose states are kept.")
+@_option(
+    "--optimizer",
+    type=click.Choice(OPTIMIZERS),
+    default="adam",
+    show_default=True,
+    help="Decides the optimizer states.",
+)
 @_option("--residual_masters", is_flag=True, help='As data_types.master_weights "residual": 2 bytes instead of 4.')
-@_option("--device_memory", type=Size(), metavar="SIZE", help="Of one accelerator, as 80GB. [default: as here, if any]")
-@_option("--host_memory", type=Size(), metavar="SIZE", help="Of one machine. [default: as here, beside accelerators]")
+@_option(
+    "--device_memory",
+    type=Size(),
+    metavar="SIZE",
+    help="Memory of one accelerator, as 80GB. [default: as here, if any]",
+)
+@_option(
+    "--host_memory", type=Size(), metavar="SIZE", help="Memory of one machine. [default: as here, beside accelerators]"
+)
 @_option("--disk", type=Size(), metavar="SIZE", help="Free for offload on one machine.")
 @_option("--pp_size", "pp", type=COUNT, default=1, metavar="N", help="Stages of a pipeline. [default: 1]")
 @_option("--sp_size", "sp", type=COUNT, default=1, metavar="N", help="Ranks that share each sequence. [default: 1]")
 @_option("--tp_size", "tp", type=COUNT, default=1, metavar="N", help="Ranks that share each layer. [default: 1]")
 @_option("--meshes", is_flag=True, help="A row per mesh of the ranks, for the same samples per step.")
 @_option("--cpu", is_flag=True, help="The ranks compute on the CPU of this machine.")
-@_option("--json", "as_json", is_flag=True, help="Bytes, for programs.")
-@_option("--html", "html_path", type=click.Path(dir_okay=False), metavar="FILE", help="A page with sliders.")
-@_option("--plot", type=click.Path(dir_okay=False), metavar="FILE", help="A chart, as .html or .png.")
+@_option("--json", "as_json", is_flag=True, help="Print bytes as JSON.")
+@_option("--html", "html_path", type=click.Path(dir_okay=False), metavar="FILE", help="Write a page with sliders.")
+@_option("--plot", type=click.Path(dir_okay=False), metavar="FILE", help="Write a chart, as .html or .png.")
 def estimate(
     model: str,
     ranks: int | None,
@@ -98,13 +111,13 @@ def estimate(
     plot: str | None,
     **workload: Any,
 ) -> None:
-    """Memory that each rank needs to train MODEL, on device, host and disk, under every stage and offload.
+    """Estimate the memory of each rank to train MODEL: device, host and disk, for every stage and offload.
 
     MODEL is a number of parameters (7b), the name of a common model (llama-3.1-8b), the folder or config.json of a
     Hugging Face model, or module:function, a function that returns a model, or a model and a function (model, batch,
     sequence) -> loss.
 
-    A step is taken by the engine itself on tensors without data: no weights are read, no process is started.
+    The engine takes a step on tensors without data; it reads no weights and starts no process.
 
     \b
     Examples:

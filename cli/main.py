@@ -113,31 +113,31 @@ SUB_COMMANDS: Mapping[str, LazyCommand] = {
     for name, (module, about) in {
         "checkpoint": (
             "checkpoint",
-            "Look into checkpoints, check them, write them for other numbers of ranks or other programs.",
+            "Inspect, verify, reshard and convert checkpoints.",
         ),
-        "compat": ("compat", "Commands and modules of DeepSpeed's names, for scripts that call them."),
-        "config": ("config", "Make, check and explain launch files, by questions or by flags."),
-        "doctor": ("doctor", "What works on this machine, what does not, and how to mend it."),
-        "env": ("doctor", "Versions, machine and settings, for reports of problems."),
-        "estimate": ("estimate", "How much memory training a model takes, for every stage and offload."),
-        "launch": ("launch.launch_command", "Run a script as several processes, on this machine or on several."),
-        "report": ("report", "Draw the metrics of a run, or of two, as one HTML page."),
+        "compat": ("compat", "Install commands named `deepspeed`, for scripts that call them."),
+        "config": ("config", "Create, validate and explain launch files."),
+        "doctor": ("doctor", "Check this machine: features, speed, remedies."),
+        "env": ("doctor", "Print versions, machine and settings for a bug report."),
+        "estimate": ("estimate", "Estimate training memory for every stage and offload."),
+        "launch": ("launch.launch_command", "Run a script in several processes, on one or several machines."),
+        "report": ("report", "Draw the metrics of one or two runs as an HTML page."),
         "test": ("verify", "Train a small model at every stage on this machine."),
-        "trace": ("trace", "Record a script's steps: where their time goes, and what waits for what."),
+        "trace": ("trace", "Record a script's steps and show their time and waits."),
         "verify": ("verify", "Compare a script's first steps at stage 0 and as configured."),
-        "zero-to-fp32": ("checkpoint", "Make full weights of a sharded checkpoint."),
+        "zero-to-fp32": ("checkpoint", "Convert a sharded checkpoint to full weights."),
     }.items()
 }
 
 
 _OTHER_NAMES: Mapping[str, str] = {
     "merge-weights": "zeroaccel zero-to-fp32 CHECKPOINT OUT makes full weights of a sharded checkpoint",
-    "estimate-memory": "zeroaccel estimate MODEL says how much memory training takes",
-    "tpu-config": "there is no support for TPUs",
+    "estimate-memory": "zeroaccel estimate MODEL estimates training memory",
+    "tpu-config": "zeroaccel does not support TPUs",
     "to-fsdp2": "FSDP's settings are read as they are: zeroaccel config convert FILE",
     "default-config": "zeroaccel config asks, and zeroaccel launch needs no file",
-    "ds-report": "zeroaccel doctor says what works on this machine",
-    "ds_report": "zeroaccel doctor says what works on this machine",
+    "ds-report": "zeroaccel doctor checks this machine",
+    "ds_report": "zeroaccel doctor checks this machine",
     "report-env": "zeroaccel env",
     "migrate": "zeroaccel config convert FILE",
 }

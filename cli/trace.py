@@ -51,7 +51,7 @@ _FILE, _PAGE = "trace.json", "trace.html"
 )
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, required=True)
 def trace(steps: int, warmup: int, out: Path, arguments: tuple[str, ...]) -> int:
-    """Run a script for a few steps as ARGUMENTS say, record them, and draw each rank's time.
+    """Run a script for a few steps, record them, and draw each rank's time.
 
     ARGUMENTS are those of `zeroaccel launch`: its flags, the script, and the script's arguments. The first engine that
     the script makes to train is recorded. After the steps the script is ended, at the end of engine.step(), with

@@ -145,7 +145,7 @@ class Record:
 @click.option("--steps", type=click.IntRange(1), default=5, show_default=True, help="Optimizer steps to compare.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, required=True)
 def verify(steps: int, arguments: tuple[str, ...]) -> int:
-    """Run a script for a few steps as ARGUMENTS say, and once more at stage 0 without offload; report the difference.
+    """Run a script's first steps as configured and at stage 0 without offload, and report the difference.
 
     ARGUMENTS are those of `zeroaccel launch`: its flags, the script, and the script's arguments. The difference should
     be 0: where tensors live does not change what is computed. The script must set its seeds. After the steps it is

@@ -97,8 +97,8 @@ _OPTIONS: Mapping[str, dict[str, Any]] = {
     "node_rank": {"metavar": "N", "help": "The same as --machine_rank."},
     "master_addr": {"metavar": "HOST", "help": "The same as --main_process_ip."},
     "master_port": {"metavar": "PORT", "help": "The same as --main_process_port."},
-    "no_ssh": {"is_flag": True, "help": "The command is run on each machine; the hostfile says how many they are."},
-    "launcher": {"metavar": "pdsh|ssh", "help": "How the machines of a hostfile are reached; both are ssh."},
+    "no_ssh": {"is_flag": True, "help": "Run the command on each machine; the hostfile gives their number."},
+    "launcher": {"metavar": "pdsh|ssh", "help": "Transport to the machines of a hostfile; both are ssh."},
     "bind_cores_to_rank": {"is_flag": True, "help": "The same as --enable_cpu_affinity."},
     "enable_each_rank_log": {"metavar": "FOLDER", "help": "The same as --log_dir FOLDER --redirects 3."},
 }

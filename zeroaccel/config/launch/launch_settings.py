@@ -140,7 +140,7 @@ class ProcessSettings(ConfigSection):
     num_processes: PositiveCount | None = None
     """Processes of the whole job, over all machines. [default: one per accelerator; without any, 1 per machine]"""
     num_machines: PositiveCount = 1
-    """Machines that take part; the command runs on each, with its --machine_rank. MIN:MAX with c10d. [default: 1]"""
+    """Machines of the job; run the command on each, with its --machine_rank. MIN:MAX with c10d. [default: 1]"""
     min_machines: PositiveCount | None = None
     """With c10d, machines that are enough to begin, and to go on with when others are lost. [default: all of them]"""
     machine_rank: Count | None = None
@@ -156,7 +156,7 @@ class ProcessSettings(ConfigSection):
     rdzv_conf: RendezvousConf = Field(default_factory=dict)
     """Settings of the meeting, as KEY=VALUE,...: timeout (static), join_timeout, ... (c10d), in seconds."""
     max_restarts: Count = 0
-    """How often all processes are started again after a failure. [default: 0]"""
+    """Restarts of all processes after a failure. [default: 0]"""
     monitor_interval: PositiveNumber = 0.1
     """Seconds between two looks at the processes. [default: 0.1]"""
     shutdown_timeout: NonNegativeNumber = 30.0
@@ -170,9 +170,9 @@ class ProcessSettings(ConfigSection):
     enable_cpu_affinity: Flag = False
     """Give each process cores of its own: a run of neighbouring ones."""
     mixed_precision: Precision | None = None
-    """Precision of the model: no (fp32), fp16 or bf16. [default: what the JSON config says, else no]"""
+    """Precision of the model: no (fp32), fp16 or bf16. [default: that of the JSON config, else no]"""
     role: Name = "rank"
-    """What the processes are called in output and logs. [default: rank]"""
+    """Name of the processes in output and logs. [default: rank]"""
     log_dir: PathText | None = None
     """Folder that keeps the output and the error reports of every process."""
     tee: Streams = 0
@@ -203,9 +203,9 @@ class ZeroSettings(ConfigSection):
     offload_param_nvme_path: PathText | None = None
     """Folder for parameters on nvme. [default: the writable local disk with the most room]"""
     gradient_accumulation_steps: PositiveCount | None = None
-    """Micro-steps per optimizer step. [default: what the script says]"""
+    """Micro-steps per optimizer step. [default: the script's]"""
     gradient_clipping: NonNegativeNumber | None = None
-    """Largest global norm of the gradients; 0 does not clip. [default: what the script says]"""
+    """Largest global norm of the gradients; 0 does not clip. [default: the script's]"""
     zero3_init_flag: Flag | None = None
     """Shard the model while it is being built, at stage 3. [default: false]"""
     zero3_save_16bit_model: Flag | None = None
@@ -224,13 +224,13 @@ class HostSettings(ConfigSection):
     """The other machines, where one of them starts the job on all; in `deepspeed_config` of the file."""
 
     hostfile: Annotated[PathText | None, AlsoSpelled("deepspeed_hostfile")] = None
-    """File with a line per machine, as in: node1 slots=8. The job is started on all of them from here."""
+    """File with a line per machine, as in: node1 slots=8. This launcher starts the job on all of them."""
     inclusion_filter: Annotated[Name | None, AlsoSpelled("include"), AlsoSpelled("deepspeed_inclusion_filter")] = None
     """Machines and devices of the hostfile to use, as in node1@node2:0,2."""
     exclusion_filter: Annotated[Name | None, AlsoSpelled("exclude"), AlsoSpelled("deepspeed_exclusion_filter")] = None
     """Machines and devices of the hostfile to leave out, as in node1:3."""
     multinode_launcher: Annotated[Launcher | None, AlsoSpelled("deepspeed_multinode_launcher")] = None
-    """How the other machines are reached: ssh, or standard: the command is run on each. [default: ssh]"""
+    """Transport to the other machines: ssh, or standard: you run the command on each. [default: ssh]"""
 
 
 class DynamoSettings(ConfigSection):
