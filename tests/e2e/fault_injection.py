@@ -24,6 +24,7 @@ import psutil
 
 from tests import time_limits
 from tests.multi.environment import ROOT, free_port, outside_any_job, rank_environment
+from tests.support.processes import Process, start
 
 __all__ = ["Aftermath", "Job", "Network", "Starter", "namespaces_missing", "network", "starting"]
 
@@ -85,7 +86,7 @@ class Job:
     """
 
     folder: Path
-    started: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    started: dict[str, Process] = field(default_factory=dict)
     ranks: dict[int, psutil.Process] = field(default_factory=dict)
 
     def stop(self, rank: int) -> None:
@@ -112,7 +113,9 @@ class Job:
         return Aftermath(ended | dict.fromkeys(alive, float("inf")), said, codes)
 
     def kill(self) -> None:
-        for process in [*self.ranks.values(), *(popen for popen in self.started.values() if popen.poll() is None)]:
+        running = (process for process in self.started.values() if process.poll() is None)
+        processes: list[Process | psutil.Process] = [*self.ranks.values(), *running]
+        for process in processes:
             with suppress(psutil.NoSuchProcess, ProcessLookupError):
                 process.kill()
 
@@ -153,15 +156,8 @@ def starting(
     try:
         for name, prefix, words, variables in _commands(starter, ranks, port, net, [str(SCRIPT), str(pids)], flags):
             with open(folder / f"{name}.txt", "wb") as output:
-                job.started[name] = subprocess.Popen(
-                    [*prefix, sys.executable, *words],
-                    env=variables | own,
-                    cwd=ROOT,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
+                command = [*prefix, sys.executable, *words]
+                job.started[name] = start(command, variables | own, ROOT, stdout=output, stderr=output)
         wait = time_limits.Limit(patience)
         while len(files := [file for file in pids.iterdir() if file.name.isdigit()]) < ranks:
             if wait.is_over() or any(popen.poll() is not None for popen in job.started.values()):

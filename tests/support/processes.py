@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Protocol
@@ -67,9 +68,10 @@ def start(
             start_new_session=True,
         )
     global _server
-    if _server is None or not _server.is_alive():
-        _server = _Server()
-        atexit.register(_server.end)
+    with _starting:
+        if _server is None or not _server.is_alive():
+            _server = _Server()
+            atexit.register(_server.end)
     with open(os.devnull, "rb") as nothing:
         files = {0: nothing.fileno(), 1: _descriptor(stdout, 1), 2: _descriptor(stderr, 2)}
         files |= {file: file for file in passed}
@@ -143,6 +145,7 @@ class _Server:
 
 
 _server: _Server | None = None
+_starting = threading.Lock()
 
 
 def _server_environment() -> dict[str, str]:
