@@ -4,8 +4,8 @@
 
 `processes.start` is the other end. A request names what a command line would: words, environment, folder, files. The
 fork becomes what a new interpreter would be with these: signals, streams, `sys.path`, `__main__`, an orderly end of the
-interpreter. Its own `subprocess` forks too, so the ranks of a launcher start as cheaply. What a fork cannot show is in
-`needs_interpreter`, and a fork differs from an interpreter in this:
+interpreter. Its own `subprocess` forks too, except in ranks, so the ranks of a launcher start as cheaply. What a fork
+cannot show is in `needs_interpreter`, and a fork differs from an interpreter in this:
 
 - all forks have the same hash seed;
 - /proc shows the command line and the first environment of this process;
@@ -362,7 +362,8 @@ def _fork_in_subprocess(origin: _Origin) -> None:
         environment = dict(os.environ) if variables is None else dict(map(_variable, variables))
         folder = os.getcwd() if folder is None else os.fsdecode(folder)
         words = [os.fsdecode(word) for word in words]
-        is_plain = is_plain and os.fsdecode(executables[0]) == sys.executable
+        # The threads of gloo and of an engine would not be in a fork of a rank, whose end waits for them.
+        is_plain = is_plain and os.fsdecode(executables[0]) == sys.executable and "RANK" not in os.environ
         if not is_plain or needs_interpreter(words, environment, folder, origin.environment):
             return int(execute(*arguments))
         files = {file: file for file in passed if file != error_pipe}
