@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import ClassVar
 
 _PATIENCE_SECONDS = 0.3
 _INTERVAL_SECONDS = 0.1
@@ -23,7 +24,10 @@ class ProgressLine:
 
     Attributes:
         doing: the words; may be replaced while it is shown.
+        ended: how many have ended in this program.
     """
+
+    ended: ClassVar[int] = 0
 
     def __init__(self, doing: str) -> None:
         self.doing = doing
@@ -48,6 +52,7 @@ class ProgressLine:
 
     def end(self) -> None:
         """Lets the line go."""
+        ProgressLine.ended += 1
         self._ended.set()
 
 

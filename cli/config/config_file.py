@@ -201,6 +201,25 @@ def start_lines(answers: Mapping[str, Any], command: str) -> list[str]:
     return [f"with {answers.get('main_process_ip')} as machine 0, and this file on each:", *lines]
 
 
+def last_lines(answers: Mapping[str, Any]) -> list[str]:
+    """What the file trains with, after a caution about layers that reach across machines."""
+    machines, processes, tp = (answers.get(key) or 1 for key in ("num_machines", "num_processes", "tp_size"))
+    lines = []
+    if machines > 1 and tp > processes // machines:
+        lines.append(
+            f"caution: tp_size {tp} shares layers across machines of {processes // machines} processes, which wait for "
+            "the network in every layer; `zeroaccel estimate --meshes` compares"
+        )
+    stage = answers.get("zero_stage")
+    if not answers.get("use_deepspeed"):
+        sharding = "without ZeRO"
+    elif stage is None:
+        sharding = f"with ZeRO as {answers.get('deepspeed_config_file') or 'its defaults'} says"
+    else:
+        sharding = f"with ZeRO stage {stage}"
+    return [*lines, f"trains:  {sharding}, {processes} process{'es' * (processes > 1)}"]
+
+
 def _type(answers: Mapping[str, Any]) -> str:
     if answers.get("use_deepspeed"):
         return "DEEPSPEED"
@@ -354,6 +373,8 @@ def _finish(request: ConfigRequest, answers: Mapping[str, Any], text: str) -> No
     for line in start_lines(answers, launch_line(request.path, Path.cwd())):
         log(f"start:   {line}")
     log(f"again:   {command_line(answers, request.extras, request.path)}")
+    for line in last_lines(answers):
+        log(line)
 
 
 def show_machine(machine: Machine) -> None:

@@ -6,7 +6,10 @@ asked before by `making`; here it is taken for granted.
 
 from __future__ import annotations
 
+import shutil
 import sys
+import termios
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +17,13 @@ from typing import Any
 import click
 import questionary
 from prompt_toolkit.completion import PathCompleter
+from prompt_toolkit.input.typeahead import clear_typeahead
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import Output, create_output
 
 from zeroaccel.config.section import as_text
 
+from ..progress import ProgressLine
 from .answers import BACK, InvalidAnswer, Quit, accept, parse
 from .questions import Question, WizardState
 
@@ -51,6 +56,7 @@ class Prompts:
 
     def __init__(self) -> None:
         self._output: Output = create_output(stdout=sys.stderr)
+        self._computed = 0
 
     def value(self, question: Question, proposal: Any, state: WizardState, *, back: bool) -> Any:
         if question.kind == "yes_no":
@@ -67,8 +73,19 @@ class Prompts:
         return self.choose(words, [Option("yes", True), Option("no", False)], proposal, back=back)
 
     def remark(self, words: str) -> None:
-        """Says something that is no question."""
-        click.echo(words, err=True)
+        """Says something that is no question, in lines of the terminal's width."""
+        width = shutil.get_terminal_size().columns - 1
+        for line in words.split("\n"):
+            is_long = len(line) > width and not line.startswith((" ", "?"))
+            click.echo(textwrap.fill(line, width, break_long_words=False) if is_long else line, err=True)
+
+    def _ask(self, question: questionary.Question) -> Any:
+        """The answer; what was typed while something was computed before the question is none."""
+        if ProgressLine.ended != self._computed and sys.stdin.isatty():
+            clear_typeahead(question.application.input)
+            termios.tcflush(sys.stdin, termios.TCIFLUSH)
+        self._computed = ProgressLine.ended
+        return question.unsafe_ask()
 
     def choose(
         self, words: str, options: Sequence[Option], proposal: Any, *, back: bool, heading: str = "", footing: str = ""
@@ -92,14 +109,15 @@ class Prompts:
             choices.append(questionary.Choice("back", value=BACK))
         choices.append(questionary.Choice("quit, write nothing", value=_QUIT))
         is_table = any(one.chosen for one in options)
-        reply = questionary.select(
+        question = questionary.select(
             words,
             choices,
             default=start,
             instruction="(arrow keys)",
             output=self._output,
             erase_when_done=is_table,
-        ).unsafe_ask()
+        )
+        reply = self._ask(question)
         if reply is _QUIT:
             raise Quit
         if reply is BACK:
@@ -154,7 +172,7 @@ class Prompts:
             placeholder=[("class:instruction", proposal)],
             completer=PathCompleter(expanduser=True) if is_path else None,
         )
-        text: str = question.unsafe_ask().strip()
+        text: str = self._ask(question).strip()
         if text == _QUIT_TEXT:
             raise Quit
         return BACK if text == _BACK_TEXT else text

@@ -7,6 +7,8 @@ here asks, prints, or imports torch or pydantic.
 
 from __future__ import annotations
 
+import ipaddress
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -160,6 +162,25 @@ def _json_check(path: Any, state: WizardState) -> tuple[str, str]:
     return "", ""
 
 
+_HOST = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)(\.(?!-)[a-z0-9_-]{1,63}(?<!-))*\.?", re.IGNORECASE)
+
+
+def _address(text: Any, _: WizardState) -> tuple[str, str]:
+    """Only how it is written: the machine itself may not know the name that the others use."""
+    word, fix = str(text).strip(), "a host name, or an address such as 10.0.0.1"
+    if re.fullmatch(r"[\d.]+", word) or ":" in word:
+        try:
+            ipaddress.ip_address(word)
+        except ValueError:
+            return f"{word} is no IP address", fix
+        return "", ""
+    return ("", "") if _HOST.fullmatch(word) and len(word) < 254 else (f"{word!r} is no host name", fix)
+
+
+def _port(port: Any, _: WizardState) -> tuple[str, str]:
+    return ("", "") if port < 2**16 else (f"{port} is no port", "at most 65535")
+
+
 def _disk(state: WizardState) -> str | None:
     roomy = sorted(state.machine.disks, key=lambda disk: disk.free_nbytes)
     return roomy[-1].folder if roomy else None
@@ -305,13 +326,20 @@ QUESTIONS: tuple[Question, ...] = (
         default=lambda _: 0,
         check=_rank_exists,
     ),
-    Question("main_process_ip", "What address do the others reach machine 0 by?", "text", (_SEVERAL,)),
+    Question(
+        "main_process_ip",
+        "What address do the others reach machine 0 by?",
+        "text",
+        (_SEVERAL,),
+        check=_address,
+    ),
     Question(
         "main_process_port",
         "On which port of machine 0 do the processes meet?",
         "count",
         (_SEVERAL,),
         default=lambda _: 29500,
+        check=_port,
         least=1,
     ),
     Question(

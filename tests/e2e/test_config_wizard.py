@@ -120,6 +120,7 @@ def test_without_a_json_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "  zero_stage: 1\n" in text
     assert "  gradient_accumulation_steps: 4\n  gradient_clipping: 0.5\n" in text
     assert "written: zeroaccel.yaml\r\nstart:   zeroaccel launch train.py\r\n" in said
+    assert re.fullmatch(r"trains:  with ZeRO stage 1, \d+ process(es)?", said.splitlines()[-1])
     assert _by_flags(tmp_path, said, monkeypatch) == text
 
 
@@ -232,6 +233,39 @@ def test_control_c_while_it_computes(words: str, tmp_path: Path) -> None:
     process.close()
     assert process.exitstatus == 130
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_typed_while_it_computes_answers_no_question(tmp_path: Path) -> None:
+    with _terminal(tmp_path, "--use_cpu", "yes") as person:
+        person.process.send(ENTER * 3)  # it looks at the machine now
+        person.process.expect_exact("How many machines")
+        with pytest.raises(pexpect.TIMEOUT):
+            person.process.expect_exact("How many processes", timeout=2)
+        person.process.send(CTRL_C)
+        code, _ = person.ends()
+    assert code == 130
+
+
+def test_addresses_and_ports_are_checked_and_shared_layers_across_machines_cautioned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["config", "--yes", "--num_machines", "2", "--num_processes", "4", "--use_cpu", "yes", "--zero_stage", "1"]
+    for flag, value, message in (
+        ("--main_process_ip", "10.0.0.256", "10.0.0.256 is no IP address"),
+        ("--main_process_ip", "http://node", "is no IP address"),
+        ("--main_process_ip", "no de", "'no de' is no host name"),
+        ("--main_process_port", "70000", "70000 is no port"),
+    ):
+        rest = ["--main_process_ip", "node0"] if flag != "--main_process_ip" else []
+        result = CliRunner().invoke(main, [*words, *rest, flag, value])
+        assert result.exit_code == 2
+        assert message in result.stderr
+    shared = ["--main_process_ip", "fe80::1", "--use_parallelism_config", "yes", "--tp_size", "4"]
+    result = CliRunner().invoke(main, [*words, *shared])
+    assert result.exit_code == 0, result.stderr
+    assert "caution: tp_size 4 shares layers across machines of 2 processes" in result.stderr
+    assert result.stderr.splitlines()[-1] == "trains:  with ZeRO stage 1, 4 processes"
 
 
 def test_quitting_writes_nothing(tmp_path: Path) -> None:
