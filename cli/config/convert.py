@@ -244,10 +244,13 @@ def _structured(path: Path, text: str, unknown_keys: UnknownKeys) -> tuple[str, 
 
 def _json(path: Path, unknown_keys: UnknownKeys) -> tuple[str, ...]:
     """The notes of a JSON config, of which all is checked that a run would."""
-    from zeroaccel.zero.from_config import check_training  # imports torch, which other files do not need
+    # Both import torch, which other files do not need.
+    from zeroaccel.setup.compilation import compilation_of
+    from zeroaccel.zero.from_config import check_training
 
     config = load_config(path, unknown_keys=unknown_keys)
     check_training(config)
+    compilation_of(config)
     return config.notes
 
 

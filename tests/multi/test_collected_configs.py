@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,8 @@ def _filled(settings: dict[str, Any], folder: str) -> dict[str, Any]:
         config.setdefault("train_micro_batch_size_per_gpu", 2)
     if isinstance(config.get("bf16"), dict) and config["bf16"].get("enabled") and isinstance(config.get("fp16"), dict):
         config["fp16"]["enabled"] = False  # "auto" both: Trainer's --bf16
+    if "compile" in config:
+        config["compile"]["backend"] = "eager"  # others need a compiler on the machine
     zero = config.get("zero_optimization")
     if isinstance(zero, dict):
         for name in ("offload_optimizer", "offload_param"):
@@ -159,6 +162,7 @@ def _differences(entry: dict[str, Any], folder: str) -> str:
 
 def _train(entries: list[dict[str, Any]], folder: str) -> list[str]:
     outcomes = []
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")  # torch's tracer asks for it itself
     for entry in entries:
         try:
             outcomes.append(_differences(entry, folder))

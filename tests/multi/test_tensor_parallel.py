@@ -20,7 +20,7 @@ from zeroaccel.checkpoint.consolidate import get_fp32_state_dict_from_zero_check
 from zeroaccel.checkpoint.reshard import reshard
 from zeroaccel.comm.topology import init_process_group
 from zeroaccel.config.parallel import ParallelConfig
-from zeroaccel.errors import EngineStateError, UsageError, ZeroAccelError
+from zeroaccel.errors import ConfigError, EngineStateError, UsageError, ZeroAccelError
 from zeroaccel.parallel.tensor import _check_torch
 from zeroaccel.zero import (
     GatheredParameters,
@@ -580,10 +580,12 @@ def _compiled(when: str) -> tuple[str, bool]:
     try:
         if when == "before":
             model.compile(backend="eager")
+        if when == "section":
+            settings["compile"] = {"enabled": True, "backend": "eager"}
         engine, *_ = zeroaccel.initialize(model, config=settings, parallel=ParallelConfig(tp=2))
         model.compile(backend="eager")
         engine(**_batch(0, 0))
-    except UsageError as error:
+    except (ConfigError, UsageError) as error:
         is_whole = all(torch.equal(param, before[name]) for name, param in model.named_parameters())
         if when == "after":
             engine.destroy()
@@ -592,11 +594,12 @@ def _compiled(when: str) -> tuple[str, bool]:
 
 
 @NEEDS_SPLIT_LAYERS
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", ["before", "after", "section"])
 def test_compiled_models_are_refused(ranks: Ranks, when: str) -> None:
+    expected = "torch.compile: expected a model that is not compiled: a graph cannot contain"
     for message, is_whole in ranks(2).run(_compiled, when):
-        assert "torch.compile: expected a model that is not compiled: a graph cannot contain" in message
-        assert is_whole == (when == "before")  # a model that no engine has taken is as it was
+        assert ("compile.enabled: a graph cannot contain" if when == "section" else expected) in message
+        assert is_whole == (when != "after")  # a model that no engine has taken is as it was
 
 
 def test_a_torch_that_cannot_leave_weights_where_they_are_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

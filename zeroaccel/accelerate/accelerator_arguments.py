@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import torch
-
 from zeroaccel.accelerate.kwargs_handlers import HandlerSettings, KwargsHandler, note, own, value_of
 from zeroaccel.accelerate.zero_plugin import ZeroPlugin, gather_facts
 from zeroaccel.config import Fact, Facts
@@ -21,7 +19,7 @@ from zeroaccel.config.launch.launch_sources import LaunchedSettings
 from zeroaccel.config.parallel import ParallelConfig
 from zeroaccel.data import DataLoaderConfiguration
 from zeroaccel.errors import ConfigError, UsageError
-from zeroaccel.setup.compilation import Compilation
+from zeroaccel.setup.compilation import Compilation, backend_named
 
 _SHARED_GENERATORS = ("torch", "cuda", "numpy", "python")
 _COMPILE_OPTIONS = ("dynamo_mode", "dynamo_use_fullgraph", "dynamo_use_dynamic", "dynamo_use_regional_compilation")
@@ -351,13 +349,10 @@ def compilation_of(
         return None
     if name.lower() == "no" or code.disable:
         return None
-    if name.lower() not in torch.compiler.list_backends(exclude_tags=()):
-        source = argument if code.backend is not None else sources.get("dynamo_backend", "the launcher")
-        usual = ", ".join(["no", "eager", "aot_eager", *torch.compiler.list_backends()])
-        raise ConfigError(source, expected=f"a backend of torch.compile ({usual})", got=name)
+    source = argument if code.backend is not None else sources.get("dynamo_backend", "the launcher")
     regional = code.use_regional_compilation
     return Compilation(
-        name.lower(),
+        backend_named(name, source),
         # "default" is torch's word for none, beside which options may be given.
         settings.dynamo_mode if code.mode is None else None if code.mode == "default" else code.mode,
         bool(settings.dynamo_use_fullgraph if code.fullgraph is None else code.fullgraph),

@@ -53,11 +53,9 @@ class DeepSpeedMembers(EngineBase):
 
     Attributes:
         training_dataloader: the loader of `training_data`; None without.
-        is_compiled: whether `compile` was called.
     """
 
     training_dataloader: DataLoader[Any] | None = None
-    is_compiled = False
     _gathered_state: tuple[int, Callable[[], dict[str, Tensor] | None]] = (0, lambda: None)
     _loss_is_scaled = False
 
@@ -188,8 +186,12 @@ class DeepSpeedMembers(EngineBase):
         for name, value in (("schedule", schedule), ("compiled_autograd_enabled", compiled_autograd_enabled)):
             if value:
                 raise UsageError(f"engine.compile({name})", expected="to be left out", got=value)
-        self.module.compile(backend=backend, **(compile_kwargs or {}))
-        self.is_compiled = True
+        super().compile(backend=backend, **(compile_kwargs or {}))
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the model is compiled as a whole, by `compile` or by the config's section."""
+        return self.module._compiled_call_impl is not None
 
     def is_deepcompile_enabled(self) -> bool:
         """False: `compile` is torch's."""

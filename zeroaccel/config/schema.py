@@ -241,7 +241,7 @@ class Config(ConfigSection):
     autotuning: Autotuning = Autotuning()
     """A search for fast settings."""
     compile: Compile = Compile()
-    """Compiler passes for communication."""
+    """The model compiled by torch.compile."""
     data_efficiency: DataEfficiency = DataEfficiency()
     """Choice of samples and tokens."""
     expert_parallel: ExpertParallel = ExpertParallel()

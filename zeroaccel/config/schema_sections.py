@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
 from zeroaccel.config.section import (
     AUTO,
     AlsoSpelled,
+    Arguments,
     ConfigSection,
     Count,
     Dtype,
@@ -304,17 +305,47 @@ class ExpertParallel(UnreadSection):
     """Use it."""
 
 
-class Compile(UnreadSection):
-    """Compiler passes that schedule communication within the model's graph."""
+class CompileArguments(ConfigSection):
+    """Arguments of `torch.compile`."""
 
+    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = None
+    """What the backend aims for."""
+    fullgraph: Flag = False
+    """Make a graph break an error."""
+    dynamic: Flag | None = None
+    """Compile for changing shapes; absent, where shapes change."""
+    options: Arguments = Field(default_factory=dict)
+    """Options of the backend; not beside a mode."""
+    disable: Flag = False
+    """Compile nothing."""
+
+
+class Compile(UnreadSection):
+    """The model compiled by `torch.compile`."""
+
+    is_read = True
     unread = (
         "free_activation free_activation_threshold offload_activation offload_opt_states double_buffer "
         "symmetric_memory debug_log offload_parameters sync_before_reduce sync_after_reduce sync_before_allgather "
         "sync_after_allgather keep_int_input_tensors keep_all_input_tensors passes"
     )
 
+    enabled: Flag | None = None
+    """Compile the model at its first forward."""
+    disable: Flag | None = None
+    """Older form: false stands for enabled, where that is absent; true compiles nothing."""
+    backend: Name | None = None
+    """Backend of torch.compile, or module.function of one's own; absent, inductor."""
+    kwargs: CompileArguments = CompileArguments()
+    """More arguments of torch.compile."""
     deepcompile: Flag = False
-    """Use them."""
+    """Compiler passes that schedule communication within the model's graph."""
+
+    @property
+    def compiles(self) -> bool:
+        """Whether the model is to be compiled."""
+        wanted = self.disable is False if self.enabled is None else self.enabled
+        return wanted and not self.disable and not self.kwargs.disable
 
 
 class WeightQuantization(UnreadSection):

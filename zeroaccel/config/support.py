@@ -113,6 +113,18 @@ def _buffer_has_no_size(config: Config) -> str:
     )
 
 
+def _compilation_is_disabled(config: Config) -> str:
+    return "" if config.compile.compiles else "nothing is compiled, as disable is true"
+
+
+def _nothing_is_compiled(config: Config) -> str:
+    section = config.compile
+    if section.compiles:
+        return ""
+    off = section.enabled is False or section.disable or section.kwargs.disable
+    return "nothing is compiled" + ("" if off else '; add "enabled": true beside it')
+
+
 _STAGE = ("zero_optimization", "zero_optimization.stage")
 _AT_STAGE_3 = SupportStatus(Kind.WORKS, idle=_works_at_stage_3, depends=_STAGE)
 _OF_APEX = _ignored("a key of Apex, which is not used; fp16 and bf16 say the precision")
@@ -337,8 +349,17 @@ KEYS: Mapping[str, SupportStatus] = {
         "generation uses the engine that trains; engine.gathered() keeps its weights whole meanwhile", switch="enabled"
     ),
     "compile": _unsupported(
-        "no compiler passes for communication run; torch.compile of the model's blocks works", switch="deepcompile"
+        "no compiler passes for communication run; enabled compiles the model with torch.compile", switch="deepcompile"
     ),
+    "compile.enabled": SupportStatus(Kind.WORKS, idle=_compilation_is_disabled),
+    "compile.disable": _WORKS,
+    "compile.backend": SupportStatus(Kind.WORKS, idle=_nothing_is_compiled, depends=("compile.enabled",)),
+    "compile.kwargs": SupportStatus(Kind.WORKS, idle=_nothing_is_compiled, depends=("compile.enabled",)),
+    "compile.kwargs.mode": _WORKS,
+    "compile.kwargs.fullgraph": _WORKS,
+    "compile.kwargs.dynamic": _WORKS,
+    "compile.kwargs.options": _WORKS,
+    "compile.kwargs.disable": _WORKS,
     "weight_quantization": _refused("quantised weights are not available yet", switch="enabled"),
     "autotuning": _unsupported("no search is made; the run trains with the settings that are given", switch="enabled"),
     "data_efficiency": SupportStatus(

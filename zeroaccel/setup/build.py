@@ -16,11 +16,13 @@ from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.hierarchical import arrange
 from zeroaccel.config import Config
+from zeroaccel.errors import ConfigError
 from zeroaccel.logs import log_always, logger
 from zeroaccel.offload.host_buffers import empty_on_host
 from zeroaccel.ops.coupled import CoupledOptimizer, Reductions
 from zeroaccel.ops.shard_step import ShardOptimizer
 from zeroaccel.optim.optimizer_kinds import OptimizerKind
+from zeroaccel.setup.compilation import compilation_of
 from zeroaccel.setup.cut_check import verify_cuts
 from zeroaccel.setup.plan import TrainPlan
 from zeroaccel.telemetry.step_report import EventSink, StepReport
@@ -124,14 +126,17 @@ def _engine_type(plan: TrainPlan) -> type[EngineBase]:
 
 
 def _compile(plan: TrainPlan) -> str:
-    """Compiles the model where the job says so; returns why an axis refuses compiled models, or "".
+    """Compiles the model where the job or the config says so; returns why an axis refuses compiled models, or "".
 
     Before hooks are on the model: they stay out of graphs only where they find a module compiled.
     """
     model, on_cuda = plan.job.model, plan.ranks.topology.device.type == "cuda"
-    if plan.job.compilation is not None:
-        plan.job.compilation.apply(model, parameters_move=on_cuda and plan.shards.params)
     refusal = next((axis.refuses_compiled for axis in plan.ranks.axes if axis.refuses_compiled), "")
+    compilation = plan.job.compilation or compilation_of(plan.config)
+    if compilation is not None:
+        if refusal:
+            raise ConfigError(f"{compilation.setting}: {refusal}", fix="leave it out")
+        compilation.apply(model, parameters_move=on_cuda and plan.shards.params)
     check_not_compiled(model, refusal)
     return refusal
 

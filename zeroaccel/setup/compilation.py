@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from zeroaccel.activations import repeated_blocks
+from zeroaccel.config import Config
+from zeroaccel.errors import ConfigError
 from zeroaccel.logs import log_once
+
+Backend = str | Callable[..., Any]
 
 _MODES_WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 
@@ -22,14 +28,18 @@ class Compilation:
     Attributes:
         regional: compile each repeated block by itself, where there are any, rather than the model.
         options: of the backend; not together with a mode.
+        mode_setting: what the mode was set by, for a warning.
+        setting: what asks for the compilation, for an error.
     """
 
-    backend: str
+    backend: Backend
     mode: str | None = None
     fullgraph: bool = False
     dynamic: bool | None = None
     regional: bool = False
     options: Mapping[str, Any] | None = None
+    mode_setting: str = "dynamo_mode"
+    setting: str = "dynamo_backend"
 
     def apply(self, model: nn.Module, *, parameters_move: bool = False) -> None:
         """Marks the model, or its blocks, to be compiled at the first forward.
@@ -42,9 +52,10 @@ class Compilation:
         if parameters_move and self.mode in _MODES_WITH_CUDA_GRAPHS:
             log_once(
                 logging.WARNING,
-                f'dynamo_mode "{self.mode}" records CUDA graphs, which are bound to the addresses of parameters, and'
-                " sharded parameters are gathered to other addresses in each pass: graphs are recorded over and over;"
-                ' set dynamo_mode to "default", or shard no parameters (stage 2)',
+                f'{self.mode_setting} "{self.mode}" records CUDA graphs, which are bound to the addresses of'
+                " parameters, and sharded parameters are gathered to other addresses in each pass: graphs are recorded"
+                " over and over;"
+                ' set it to "default", or shard no parameters (stage 2)',
             )
         blocks = [block for _, block in repeated_blocks(model)] if self.regional else []
         for module in blocks or [model]:
@@ -55,3 +66,53 @@ class Compilation:
                 dynamic=self.dynamic,
                 options=None if self.options is None else dict(self.options),
             )
+
+
+def compilation_of(config: Config) -> Compilation | None:
+    """What the `compile` section asks for; None for nothing.
+
+    Raises:
+        ConfigError: there is no such backend, or a mode stands beside options.
+    """
+    section = config.compile
+    if not section.compiles:
+        return None
+    arguments = section.kwargs
+    mode = None if arguments.mode == "default" else arguments.mode  # torch's word for none, beside which options may be
+    if mode is not None and arguments.options:
+        raise ConfigError(f"{config.where('compile.kwargs.mode')}: given beside options", fix="keep one of the two")
+    return Compilation(
+        backend_named(section.backend or "inductor", config.where("compile.backend")),
+        mode,
+        arguments.fullgraph,
+        arguments.dynamic,
+        options=arguments.options or None,
+        mode_setting=config.where("compile.kwargs.mode"),
+        setting=config.where("compile.enabled"),
+    )
+
+
+def backend_named(name: str, where: str) -> Backend:
+    """The backend of `torch.compile` with this name in any case of its letters, or the function that a path names.
+
+    Args:
+        where: address of the name, for the error.
+
+    Raises:
+        ConfigError: there is none.
+
+    Example:
+        >>> backend_named("Eager", "compile.backend")
+        'eager'
+    """
+    if name.lower() in torch.compiler.list_backends(exclude_tags=()):
+        return name.lower()
+    module, _, function = name.rpartition(".")
+    if module:
+        try:
+            found: Backend = getattr(importlib.import_module(module), function)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(f"{where}: {error}", expected="module.function of a backend", got=name) from error
+        return found
+    usual = ", ".join(["eager", "aot_eager", *torch.compiler.list_backends()])
+    raise ConfigError(where, expected=f"a backend of torch.compile ({usual}), or module.function", got=name)

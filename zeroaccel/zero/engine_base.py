@@ -273,6 +273,25 @@ class EngineBase(nn.Module):
         """A forward at the start, to see what the model computes: it is no step of a training."""
         return self.module(**batch)
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compiles the model's forward by `torch.compile`, with its arguments. The hooks stay out of the graphs.
+
+        Example:
+            >>> import torch
+            >>> import zeroaccel
+            >>> engine, *_ = zeroaccel.initialize(torch.nn.Linear(4, 2), config={"train_micro_batch_size_per_gpu": 8})
+            >>> engine.compile(backend="eager")
+            >>> engine(torch.ones(8, 4)).shape
+            torch.Size([8, 2])
+
+        Raises:
+            UsageError: ranks share the layers of the model.
+        """
+        if self._refuses_compiled:
+            raise UsageError(f"engine.compile(): {self._refuses_compiled}", fix="leave the model as it is")
+        self.module.compile(*args, **kwargs)
+        self._hooks.attach_anew()
+
     def run_step(self) -> None:
         """At the boundary: unscale, clip, update, gather, step the scheduler. Elsewhere only counts.
 

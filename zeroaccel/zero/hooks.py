@@ -106,9 +106,13 @@ class Hooks:
         if not self._compile_checked:
             if _is_compiled_within(self._root):
                 check_not_compiled(self._root, refusal)
-                self._detach_from_model()
-                self._attach()
+                self.attach_anew()
             self._compile_checked = True
+
+    def attach_anew(self) -> None:
+        """Between passes: takes the hooks off the model and attaches them for what is compiled in it now."""
+        self._detach_from_model()
+        self._attach()
 
     def _attach(self) -> None:
         root, units = self._root, self._units
