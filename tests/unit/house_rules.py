@@ -11,7 +11,7 @@ import graphlib
 import io
 import re
 import tokenize
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import PurePosixPath
@@ -28,6 +28,7 @@ __all__ = [
     "every_environment_reader_in_the_table_is_one",
     "few_modules_are_loose",
     "files_stay_short",
+    "folders_keep_their_size",
     "functions_stay_short",
     "hooks_are_registered_in_one_file",
     "imports_have_no_circle",
@@ -83,6 +84,27 @@ ENVIRONMENT_READERS = {
     "zeroaccel/logs.py": "RANK, known before there is a process group, and the log level",
 }
 
+# Folder -> its most code lines. A commit that raises one says what the lines are worth.
+MAX_CODE_LINES: Mapping[str, int] = {
+    "": 820,
+    "accelerate": 3320,
+    "checkpoint": 5990,
+    "cli": 6940,
+    "comm": 3310,
+    "compat": 2870,
+    "config": 4330,
+    "data": 800,
+    "estimate": 1950,
+    "offload": 980,
+    "ops": 2010,
+    "optim": 1300,
+    "parallel": 2430,
+    "setup": 1340,
+    "telemetry": 1050,
+    "utils": 60,
+    "zero": 7260,
+}
+LOOSE_LINES = 100
 MAX_FUNCTION_LINES, LONG_FUNCTION_LINES, MAX_LONG_FUNCTIONS = 100, 60, 8
 MAX_LINES = 900
 # Which files may be longer, and why.
@@ -486,6 +508,19 @@ def functions_stay_short(package: Mapping[str, Source]) -> Iterator[str]:
         yield f"{places}: at most {MAX_LONG_FUNCTIONS} functions may have more than {LONG_FUNCTION_LINES} lines"
 
 
+def folders_keep_their_size(package: Mapping[str, Source]) -> Iterator[str]:
+    """No folder has more code lines than `MAX_CODE_LINES` says, nor so few that the limit holds nothing."""
+    lines: Counter[str] = Counter()
+    for source in package.values():
+        lines[source.folder] += source.code_lines
+    for folder, count in lines.items():
+        most = MAX_CODE_LINES.get(folder, 0)
+        if folder != "templates" and count > most:
+            yield f"{folder or 'zeroaccel'}: {count} code lines, more than the {most} of MAX_CODE_LINES"
+        if folder != "templates" and count < most - LOOSE_LINES:
+            yield f"{folder or 'zeroaccel'}: {count} code lines: lower its {most} in MAX_CODE_LINES"
+
+
 def files_stay_short(files: Mapping[str, Source]) -> Iterator[str]:
     for source in files.values():
         if (length := len(source.text.splitlines())) > MAX_LINES and str(source.path) not in LONG_FILES:
@@ -588,5 +623,6 @@ PACKAGE_RULES: tuple[Rule, ...] = (
     old_words_are_gone,
     variables_say_what_they_are,
     functions_stay_short,
+    folders_keep_their_size,
 )
 TREE_RULES: tuple[Rule, ...] = (files_stay_short, names_say_something, nothing_is_left_open)
