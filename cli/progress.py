@@ -84,22 +84,13 @@ def import_estimates() -> None:
     Cycles are not looked for among what is imported, now or later: nearly all of it lives until the program ends, and
     looking through it again and again took a quarter of the CPU time of an estimate.
     """
-    try:
-        with _without_collections(), ending_at_once():
-            import zeroaccel.estimate  # noqa: F401
-    finally:
-        gc.freeze()
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Python's collector of cycles is off while the block runs: what an estimate makes is small, and there is much of
-    it."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        yield
+        with ending_at_once():
+            import zeroaccel.estimate  # noqa: F401
     finally:
+        gc.freeze()
         if was_enabled:
             gc.enable()
 
@@ -127,8 +118,7 @@ def progress(doing: str) -> Iterator[ProgressLine]:
 
 @contextmanager
 def estimating(model: str) -> Iterator[ProgressLine]:
-    """`progress` of an estimate of this model, which Ctrl-C ends at once. Cycles are not looked for."""
+    """`progress` of an estimate of this model, which Ctrl-C ends at once."""
     with progress(f"estimating {model}") as line, ending_at_once():
         import_estimates()
-        with _without_collections():
-            yield line
+        yield line

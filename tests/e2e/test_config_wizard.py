@@ -188,7 +188,7 @@ def test_a_plan_answers_mesh_and_stage_and_is_kept(tmp_path: Path, monkeypatch: 
         person.at("Do you have a JSON config")
         person.at("Which precision?")
         person.at("What will you train", "llama-3.1-8" + ENTER)
-        person.process.expect_exact("did you mean llama-3.1-8b")
+        person.process.expect(r"did\s+you\s+mean\s+llama-3\.1-8b")
         person.at("What will you train", "1m" + ENTER)
         person.at("How many tokens per sample?", f"64{ENTER}")
         person.at("How many samples per process")
