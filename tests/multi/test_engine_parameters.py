@@ -22,7 +22,7 @@ Ranks = Callable[[int], Pool]
 class Mixed(Toy):
     """Buffers of several dtypes and a part that wants to stay in fp32."""
 
-    _keep_in_fp32_modules = ("final",)
+    _keep_in_fp32_modules_strict = ("final",)
 
     def __init__(self) -> None:
         super().__init__()
