@@ -141,7 +141,7 @@ def _random_answer(question: Question, situation: WizardState, chance: random.Ra
         return str(folder)
     if question.kind == "file":
         return str(folder / ("ds.json" if question.key == "deepspeed_config_file" else "hostfile"))
-    return chance.choice(["node1", "Block,Layer", "10.0.0.1"])
+    return chance.choice(["node1", "10.0.0.1"] if question.key == "main_process_ip" else ["node1", "Block,Layer"])
 
 
 @pytest.mark.parametrize("seed", range(60))
