@@ -60,8 +60,8 @@ SLOW = (
     "tests/multi/test_promise.py::test_stages_give_the_same_bits[4-fp32",
     "tests/multi/test_zeropp.py::test_codes_keep_their_bounds[6-",
     "tests/multi/test_zeropp.py::test_where_shards_are_changes_nothing[fp16-2-optimizer2",
-    "tests/unit/test_estimate.py::test_a_few_of_many_blocks_tell_of_all",
-    "tests/unit/test_estimate.py::test_the_recommended_plan_comes_first_and_fits",
+    "tests/unit/estimate/test_estimate.py::test_a_few_of_many_blocks_tell_of_all",
+    "tests/unit/estimate/test_estimate.py::test_the_recommended_plan_comes_first_and_fits",
 )
 
 

@@ -1,7 +1,7 @@
 """Copies functions of the tree into pages that quote them: `python docs/site/quoted_code.py` writes the pages anew.
 
 A page has a marker `<!-- code: path/of/file.py:Name.of.function -->` and a block after it, which is the function as it
-is in the file, with its docstring cut to the first paragraph. tests/unit/test_documents.py compares the two.
+is in the file, with its docstring cut to the first paragraph. tests/unit/house/test_documents.py compares the two.
 """
 
 from __future__ import annotations

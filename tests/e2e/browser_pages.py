@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.unit.checkpoint_by_hand import Entry, make_checkpoint
+from tests.unit.checkpoint.checkpoint_by_hand import Entry, make_checkpoint
 from zeroaccel.cli.main import main as command_line
 from zeroaccel.telemetry.trace_file import RankSpans, Span, StepTraceFile, TraceFacts, write_trace
 from zeroaccel.telemetry.trackers import JsonlTracker
@@ -43,7 +43,7 @@ def axe_source() -> str | None:
     return Path(path).read_text(encoding="utf-8") if path else None
 
 
-def make_pages(folder: Path, model: str = "tests.unit.test_cli_estimate:tiny") -> dict[str, Path]:
+def make_pages(folder: Path, model: str = "tests.unit.cli.test_cli_estimate:tiny") -> dict[str, Path]:
     """Name -> file of each kind of page.
 
     Args:

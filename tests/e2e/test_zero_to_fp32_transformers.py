@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.unit.checkpoint_by_hand import Entry, make_checkpoint
+from tests.unit.checkpoint.checkpoint_by_hand import Entry, make_checkpoint
 from zeroaccel.checkpoint.consolidate import convert_zero_checkpoint_to_fp32_state_dict
 
 

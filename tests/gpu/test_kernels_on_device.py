@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.test_device_kernels import DTYPES, OPTIMIZERS, OUTS, assert_same, patterns, spread
+from tests.unit.ops.test_device_kernels import DTYPES, OPTIMIZERS, OUTS, assert_same, patterns, spread
 from zeroaccel.ops import reductions, shard_step, step_control
 from zeroaccel.ops.device_kernels import DeviceKernels, kernels_for
 from zeroaccel.ops.reductions import max_abs, max_abs_into, norm_exponent, square_sums, square_sums_into

@@ -1,7 +1,8 @@
 """The readers of files from outside, each as a function of bytes, with valid files to start from and edits of them.
 
-`tests/unit/test_hostile_files.py` lets hypothesis edit, `benchmarks/fuzz_readers.py` a generator of random numbers. A
-reader takes a file as its user would, through to the values in it, and may raise what `ALLOWED` lists and nothing else.
+`tests/unit/checkpoint/test_hostile_files.py` lets hypothesis edit, `benchmarks/fuzz_readers.py` a generator of random
+numbers. A reader takes a file as its user would, through to the values in it, and may raise what `ALLOWED` lists and
+nothing else.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.unit.checkpoint_by_hand import Entry, make_checkpoint, seal
+from tests.unit.checkpoint.checkpoint_by_hand import Entry, make_checkpoint, seal
 from zeroaccel.checkpoint import zero_to_fp32
 from zeroaccel.checkpoint.find import find_checkpoint
 from zeroaccel.checkpoint.formats.dcp_import import open_dcp

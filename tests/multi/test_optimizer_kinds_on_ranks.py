@@ -13,7 +13,7 @@ from torch import nn
 import zeroaccel
 from tests.multi.pool import Pool
 from tests.multi.training import Run, Toy, batches, config, differences, offloaded, train
-from tests.unit.written_optimizers import MakesStates
+from tests.unit.optim.written_optimizers import MakesStates
 from zeroaccel.optim.optimizer_kinds import classify
 
 

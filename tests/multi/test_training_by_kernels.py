@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.cuda_model.replacements import Replacements
 from tests.multi.pool import Pool
 from tests.multi.training import ADAMW, Run, config, differences, train
-from tests.unit.kernels_on_host import HostRunner, host_kernels
+from tests.unit.ops.kernels_on_host import HostRunner, host_kernels
 from zeroaccel.ops.device_kernels import DeviceKernels, kernels_for
 from zeroaccel.ops.reductions import max_abs_into, square_sums_into
 from zeroaccel.ops.shard_step import Hyperparameters, ShardOptimizer

@@ -1,0 +1,300 @@
+"""The pages of `estimate`, `checkpoint inspect` and `report`: their tables against what they were made from."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+import threading
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.unit.checkpoint.checkpoint_by_hand import Entry, make_checkpoint
+from zeroaccel.cli.main import main
+from zeroaccel.cli.pages.frame import MOST_NBYTES, page
+from zeroaccel.cli.progress import progress
+from zeroaccel.telemetry.trackers import CsvTracker, JsonlTracker
+
+MODEL = "tests.unit.cli.test_cli_estimate:tiny"
+
+
+class _Page(HTMLParser):
+    """Tables by caption: rows of texts. Ids, and what was fetched from elsewhere."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tables: dict[str, list[list[str]]] = {}
+        self.ids: set[str] = set()
+        self.fetched: list[str] = []
+        self.open: list[str] = []
+        self._caption, self._rows = "", list[list[str]]()
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        if identity := found.get("id"):
+            assert identity not in self.ids
+            self.ids.add(identity)
+        self.fetched += [str(found[name]) for name in ("src", "href") if name in found]
+        if tag == "table":
+            self._rows = []
+        if tag == "tr":
+            self._rows.append([])
+        self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        while self.open and self.open.pop() != tag:
+            pass
+        if tag == "table":
+            self.tables[self._caption] = self._rows
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] in ("th", "td"):
+            self._rows[-1].append(data)
+        elif self.open and self.open[-1] == "caption":
+            self._caption = data
+
+
+def _run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as exit_:
+        main(list(arguments), prog_name="zeroaccel")
+    return int(exit_.value.code or 0)
+
+
+def _read(path: Path) -> _Page:
+    text = path.read_text(encoding="utf-8")
+    assert len(text.encode()) <= MOST_NBYTES
+    found = _Page(text)
+    assert found.fetched == []
+    assert "http" not in text
+    return found
+
+
+_WORKLOAD = ("--ranks", "2", "--seq", "8", "--device_memory", "1MB")
+
+
+@pytest.fixture(scope="module")
+def estimated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("estimate") / "memory.html"
+    assert _run("estimate", MODEL, *_WORKLOAD, "--html", str(path)) == 0
+    return path
+
+
+def test_the_page_of_an_estimate_says_what_its_json_does(estimated: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = estimated
+    assert _run("estimate", MODEL, *_WORKLOAD, "--json") == 0
+    plans = json.loads(capsys.readouterr().out)["plans"]
+    found = _read(path)
+    (rows,) = found.tables.values()
+    assert [row[0] for row in rows[1:]] == [plan["device"] and _name(plan) for plan in plans]
+    for row, plan in zip(rows[1:], plans, strict=True):
+        assert row[5] == f"{plan['device']['total'] / 1e9:.3f}"
+        assert row[8] == ("recommended" if plan["recommended"] else "yes")
+    # What is copied estimates the same, of the same memory.
+    words = re.search(r'<code id="command">zeroaccel (.*?)</code>', path.read_text())
+    assert words is not None
+    assert _run(*words[1].split(), "--json") == 0
+    assert json.loads(capsys.readouterr().out)["plans"] == plans
+    # Every position of the sliders has its own figures: of one more rank than was asked for, those of its own estimate.
+    texts = re.search(r'id="data">(.*?)</script>', path.read_text())
+    assert texts is not None
+    tables = json.loads(texts[1])["tables"]
+    assert _run("estimate", MODEL, "--ranks", "4", "--seq", "16", "--batch", "4", "--checkpointing", "--json") == 0
+    other = {_name(plan): plan for plan in json.loads(capsys.readouterr().out)["plans"]}
+    for name, numbers in tables["4/4/16/1"].items():
+        device = other[name]["device"]
+        assert numbers[:4] == [device[kind] for kind in ("params", "optimizer", "gradients", "activations")]
+
+
+def _name(plan: dict[str, object]) -> str:
+    optimizer, param = plan["offload_optimizer"], plan["offload_param"]
+    if optimizer != "none" and optimizer == param:
+        return f"stage {plan['stage']}, all on {param}"
+    words = [f"stage {plan['stage']}"]
+    words += [f"optimizer on {optimizer}"] if optimizer != "none" else []
+    words += [f"parameters on {param}"] if param != "none" else []
+    return ", ".join(words)
+
+
+def test_the_page_of_a_checkpoint_covers_every_tensor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    entries = {
+        "a.weight": Entry("F32", np.arange(30, dtype=np.float32).reshape(5, 6)),
+        "b<b>": Entry("F32", np.zeros(7, np.float32)),
+    }
+    make_checkpoint(tmp_path / "out", entries, world_size=3)
+    path = tmp_path / "checkpoint.html"
+    assert _run("checkpoint", "inspect", str(tmp_path / "out"), "--json", "--html", str(path)) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["world_size"], facts["stage"]) == (3, 3)
+    found = _read(path)
+    rows = found.tables["Elements [from, to) of each tensor"][1:]
+    for key, tensor in facts["tensors"].items():
+        numel, stop = int(np.prod(tensor["shape"])), 0
+        for one in sorted(tensor["intervals"], key=lambda one: int(one["start"])):
+            assert one["start"] == stop
+            stop = one["stop"]
+            assert [key, str(one["rank"])] in [[row[0], row[3]] for row in rows]
+        assert stop == numel
+    assert len(rows) == sum(len(tensor["intervals"]) for tensor in facts["tensors"].values())
+    sizes = {row[0]: int(row[2]) for row in found.tables["Files"][1:]}
+    assert sizes == {file.name: file.stat().st_size for file in (tmp_path / "out" / "global_step1").glob("rank*")}
+
+
+def test_a_report_shows_every_metric_of_two_runs(tmp_path: Path) -> None:
+    for name, first in (("one", 4.0), ("two", 8.0)):
+        tracker = CsvTracker(name, tmp_path / name)
+        for step in range(1, 101):
+            tracker.log({"Train/loss": first / step, **({"Train/lr": 0.1} if name == "one" else {})}, step=step)
+        tracker.finish()
+    path = tmp_path / "report.html"
+    assert _run("report", str(tmp_path / "one"), str(tmp_path / "two"), "-o", str(path)) == 0
+    found = _read(path)
+    rows = {row[0].rsplit("/", 1)[-1]: row[1:] for row in found.tables["Every metric of the run"][1:]}
+    assert rows["Train_lr, one"] == ["100", "1", "100", "0.1", "0.1", "0.1", "0.1"]
+    assert rows["Train_loss, two"] == ["100", "1", "100", "0.08", "0.41499", "8", "0.08"]
+    assert path.read_text().count("<polyline") == 2
+    assert "<h2>Train_lr</h2><p>0.1 at every step.</p>" in path.read_text().replace("\n", "")
+    values = next(table for caption, table in found.tables.items() if "Train_loss: 40 of 100 steps" in caption)
+    assert (values[1], values[-1]) == (["1", "4", "8"], ["100", "0.04", "0.08"])
+    assert _run("report", str(tmp_path / "one")) == 0
+    assert (tmp_path / "one" / "report.html").exists()
+
+
+def _timed_run(folder: Path, slower: float) -> None:
+    tracker = JsonlTracker("run", folder)
+    tracker.store_init_configuration({"lr": 0.1})
+    for step in range(1, 5):
+        times = {"Time/forward_seconds": 0.002, "Time/backward_seconds": 0.004, "Time/reduce_seconds": 0.001}
+        times |= {"Time/update_seconds": 0.001} | ({"Time/step_seconds": 0.010 * slower} if step > 1 else {})
+        sizes = {
+            "Memory/peak_bytes": 3e6,
+            "Sent/across_bytes": 2e6,
+            "Offload/optimizer_nvme_read_bytes_per_second": 4e9,
+        }
+        tracker.log({"Train/loss": 1.0 / step, "note": "text", **times, **sizes}, step=8 * step)
+    tracker.finish()
+
+
+def test_a_report_splits_the_time_of_a_step(tmp_path: Path) -> None:
+    for name, slower in (("one", 1.0), ("two", 1.5)):
+        _timed_run(tmp_path / name, slower)
+    path = tmp_path / "report.html"
+    assert _run("report", str(tmp_path / "one"), str(tmp_path / "two"), "-o", str(path)) == 0
+    found = _read(path)
+    assert found.tables["Means over the steps, all but the first"][1:] == [
+        ["forward", "2.000", "20.0 %", "2.000", "13.3 %", "1.000"],
+        ["backward", "4.000", "40.0 %", "4.000", "26.7 %", "1.000"],
+        ["update", "1.000", "10.0 %", "1.000", "6.7 %", "1.000"],
+        ["other", "3.000", "30.0 %", "8.000", "53.3 %", "2.667"],
+        ["step", "10.000", "100.0 %", "15.000", "100.0 %", "1.500"],
+        ["reductions, a part of backward", "1.000", "10.0 %", "1.000", "6.7 %", "1.000"],
+    ]
+    last = {row[0]: row[-1] for row in found.tables["Every metric of the run"][1:]}
+    assert last["Memory_peak (MB), one"] == "3"
+    assert last["Sent_across (MB), two"] == "2"
+    assert last["Offload_optimizer_nvme_read (GB/s), one"] == "4"
+    assert next(iter(last)) == "Train_loss, one"
+    damaged = tmp_path / "one" / "run" / "metrics.jsonl"
+    damaged.write_text(damaged.read_text() + '{"step": 4')
+    path.unlink()
+    assert _run("report", str(tmp_path / "one"), "-o", str(path)) == 2
+    assert not path.exists()
+
+
+def test_a_report_of_many_metrics_stays_small(tmp_path: Path) -> None:
+    tracker = JsonlTracker("run", tmp_path)
+    for step in range(500):
+        tracker.log({f"metric{number}": step * number / 7 for number in range(80)}, step=step)
+    tracker.finish()
+    assert _run("report", str(tmp_path), "-o", str(tmp_path / "a.html")) == 0
+    assert "more metrics are in the summary only" in (tmp_path / "a.html").read_text()
+    assert len(_read(tmp_path / "a.html").tables["Every metric of the run"]) == 81
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["report", "{empty}"], "expected CSV or JSONL files of a tracker, got 'none with numbers in it'"),
+        (["report", "{empty}/none"], "expected the folder of a run"),
+        (["report", "{empty}", "{empty}"], "expected two different runs"),
+        (["estimate", "7b", "--html", "{empty}/a.txt"], "expected a file that ends in .html"),
+        (["estimate", "7b", "--html", "{empty}/none/a.html"], "make it, or name another"),
+        (["checkpoint", "inspect", "{empty}", "--html", "a.html"], "latest"),
+    ],
+)
+def test_mistakes_write_nothing(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _run(*(word.format(empty=tmp_path) for word in arguments)) in (1, 2)
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_names_cannot_leave_their_place() -> None:
+    hostile = "</script><script>alert(1)</script>"
+    text = page(hostile, [], data={"name": hostile})
+    assert hostile not in text
+    assert text.count("<script") == 2
+
+
+def test_pages_work_in_a_browser_in_both_themes(estimated: Path) -> None:
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    browser = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "google-chrome"))), None)
+    if browser is None:
+        pytest.skip("no Chromium is installed")
+    with sync_api.sync_playwright() as playwright:
+        launched = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"])
+        papers = []
+        for theme in ("light", "dark"):
+            shown = launched.new_page(color_scheme=theme)
+            errors: list[str] = []
+            shown.on("pageerror", lambda error, errors=errors: errors.append(str(error)))
+            shown.goto(estimated.as_uri())
+            papers.append(shown.evaluate("getComputedStyle(document.body).backgroundColor"))
+            drawn = shown.locator("#bars rect").nth(3)
+            before = float(drawn.get_attribute("width"))
+            shown.locator("#batch").focus()
+            shown.keyboard.press("ArrowRight")
+            assert abs(float(drawn.get_attribute("width")) - before) > 1
+            assert "--batch 4" in shown.locator("#command").inner_text()
+            shown.keyboard.press("ArrowLeft")
+            assert float(drawn.get_attribute("width")) == pytest.approx(before, abs=0.1)
+            assert errors == []
+        launched.close()
+    assert papers[0] != papers[1]
+
+
+def test_an_interrupted_page_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("zeroaccel.cli.estimate.estimate_page", interrupted)
+    assert _run("estimate", MODEL, *_WORKLOAD, "--html", str(tmp_path / "a.html")) == 130
+    assert list(tmp_path.iterdir()) == []
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_line_says_what_takes_long_and_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = _Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    shown = threading.Event()
+    monkeypatch.setattr(terminal, "flush", shown.set)
+    with progress("counting"):
+        assert shown.wait(60)
+    assert re.match(r"\r\S zeroaccel: counting \(\d+\.\d s\)", terminal.getvalue())
+    assert terminal.getvalue().endswith(" \r")
+    monkeypatch.setattr("zeroaccel.cli.progress._PATIENCE_SECONDS", 60)
+    quick = _Terminal()
+    monkeypatch.setattr("sys.stderr", quick)
+    with progress("counting"):
+        pass
+    assert quick.getvalue() == ""

@@ -1,0 +1,102 @@
+"""Documents mention files, symbols, flags and figures that exist; docstrings deny nothing that a table has."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.unit.house.documents import ROOT, Document, absent, denials, documents, unsourced
+
+
+@pytest.mark.parametrize("document", documents(), ids=lambda document: document.path)
+def test_a_document_mentions_what_exists(document: Document) -> None:
+    assert list(dict.fromkeys(absent(document))) == []
+
+
+@pytest.mark.parametrize("document", documents(), ids=lambda document: document.path)
+def test_measured_figures_have_a_results_file(document: Document) -> None:
+    assert list(unsourced(document)) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("See `zero/engine_bass.py`.", "zero/engine_bass.py: no such file"),
+        ("See `zero/engine.py:Motor`.", "zero/engine.py: has no Motor"),
+        ("Folders `tests/{unit,unity}`.", "{unit,unity}: no such file"),
+        ("Read [this](docs/nowhere.md).", "docs/nowhere.md: no such file"),
+        ("Call `zeroaccel.initialise`.", "zeroaccel.initialise: cannot be imported"),
+        ("Call `zero.GatheredParams`.", "zeroaccel.zero.GatheredParams: cannot be imported"),
+        ("The `ShardSplendour` shards.", "nothing is called ShardSplendour"),
+        ("Call `engine.save_everything()`.", "nothing is called save_everything"),
+        ("Pass `--no_such_flag`.", "--no_such_flag: no such flag"),
+        ("```sh\nzeroaccel lunch train.py\n```", "zeroaccel lunch: no such command"),
+        ("```sh\nzeroaccel launch --num_prozesses 2 train.py --lr 1\n```", "--num_prozesses: no such flag"),
+        ("Set `ZEROACCEL_NO_SUCH_NAME`.", "ZEROACCEL_NO_SUCH_NAME: no such variable"),
+    ],
+)
+def test_a_false_mention_is_found(text: str, complaint: str) -> None:
+    (found,) = absent(Document("page.md", text))
+    assert complaint in found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "See `zero/engine.py:Engine`, `tests/{unit,multi}` and [this](docs/design.md).",
+        "Call `zeroaccel.initialize(model)`, `zero.Init`, `engine.save_checkpoint()` or `torch.optim.Anything`.",
+        "```sh\nZEROACCEL_NUM_PROCESSES=2 zeroaccel launch --num_processes 2 train.py --lr 1\n```",
+        "Set `ZEROACCEL_NUM_PROCESSES` and `zero_optimization.stage`.",
+    ],
+)
+def test_a_true_mention_passes(text: str) -> None:
+    assert list(absent(Document("page.md", text))) == []
+
+
+def test_a_figure_is_in_a_results_file_of_its_section() -> None:
+    results = "`benchmarks/results/pipeline_link-2026-11-23.md`"
+    figure = next(word for word in (ROOT / results.strip("`")).read_text().split() if word.isdigit())
+    assert not list(unsourced(Document("page.md", f"# Speed\n\nIt takes {figure} ms ({results}).")))
+    assert list(unsourced(Document("page.md", f"# Speed\n\nIt takes 987654 ms ({results}).")))
+    assert list(unsourced(Document("page.md", f"# Speed\n\nIt takes {figure} ms.\n\n# Files\n\n{results}")))
+    assert not list(unsourced(Document("page.md", 'Set `"limit": "30 s"`.')))
+
+
+def test_no_docstring_denies_an_axis_of_the_mesh() -> None:
+    found = []
+    for path in sorted((ROOT / "zeroaccel").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                found += [f"{_place(path, node)}: {denial}" for denial in denials(ast.get_docstring(node) or "")]
+    assert found == []
+    assert list(denials("The loader as it is: sequences are not\nsplit over processes."))
+    assert list(denials("0: every process has all layers."))
+    assert not list(denials("Layers are split among the ranks of the tensor-parallel group."))
+
+
+def test_quoted_code_is_as_in_the_tree() -> None:
+    quoted = _quoted_code()
+    pages = [document for document in documents() if "<!-- code: " in document.text]
+    assert pages
+    assert [page.path for page in pages if quoted.with_quotations(page.text) != page.text] == [], (
+        "run python docs/site/quoted_code.py"
+    )
+    assert quoted.quotation("zeroaccel/initialization.py", "start").startswith("@names_ranks\ndef start(")
+    assert "Raises:" not in quoted.quotation("zeroaccel/initialization.py", "start")
+
+
+def _quoted_code() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("quoted_code", ROOT / "docs" / "site" / "quoted_code.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _place(path: Path, node: ast.AST) -> str:
+    return f"{path.relative_to(ROOT)}:{getattr(node, 'name', 'module')}"

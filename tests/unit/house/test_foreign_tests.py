@@ -1,0 +1,74 @@
+"""`tests/interop/suites`: what becomes of other projects' tests in its tables; their processes have the facade."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+_FOLDER = Path(__file__).resolve().parents[2] / "interop" / "suites"
+
+_FOREIGN = """
+import subprocess
+import sys
+import unittest
+
+
+class Told(unittest.TestCase):
+    def test_a_child_has_the_facade(self):
+        code = "import deepspeed; print(deepspeed.__version__)"
+        version = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+        assert "zeroaccel" in version
+
+    def test_of_another_opinion(self):
+        assert 1 == 2, "one is not two"
+
+    def test_that_fails(self):
+        raise RuntimeError("something else")
+
+    @unittest.skip("no such device")
+    def test_that_asks_for_a_device(self):
+        pass
+"""
+
+
+@pytest.fixture
+def harness(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(_FOLDER))
+    monkeypatch.delitem(sys.modules, "harness", raising=False)
+    import harness as module
+
+    return module
+
+
+def test_outcomes_are_counted_by_file_and_told_with_their_reason(harness: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "test_told.py").write_text(_FOREIGN)
+    environment = harness.facade_environment({})
+    found = harness.run_files(["test_told.py"], source=tmp_path, environment=environment, limit_seconds=120)
+    causes = [harness.Cause("we hold that they are", test="opinion", report="one is not two", status=harness.DIFFERS)]
+    outcomes = harness.explained(found, causes)
+    assert {outcome.test: (outcome.status, outcome.reason) for outcome in outcomes} == {
+        "Told::test_a_child_has_the_facade": ("passed", ""),
+        "Told::test_of_another_opinion": ("differs by decision", "we hold that they are"),
+        "Told::test_that_fails": ("failed", "RuntimeError: something else"),
+        "Told::test_that_asks_for_a_device": ("skipped by itself", "no such device"),
+    }
+    text = harness.markdown("Told", "a command", outcomes)
+    assert "| test_told.py | 1 | 1 | 1 | 1 | 0 |" in text
+    assert "| `Told::test_that_fails` | failed | RuntimeError: something else |" in text
+    assert "a_child_has_the_facade" not in text
+
+
+def test_a_file_that_cannot_be_read_counts_as_failed(harness: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "test_broken.py").write_text("def test(:\n")
+    environment = harness.facade_environment({})
+    (outcome,) = harness.run_files(["test_broken.py"], source=tmp_path, environment=environment, limit_seconds=120)
+    assert outcome.status == harness.FAILED
+    assert "SyntaxError" in outcome.text
+
+
+def test_a_cause_never_excuses_what_passed(harness: ModuleType) -> None:
+    passed = harness.Outcome("a.py", "test", harness.PASSED)
+    assert harness.explained([passed], [harness.Cause("it cannot")]) == [passed]

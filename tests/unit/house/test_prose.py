@@ -1,0 +1,73 @@
+"""The prose linter finds each habit in a planted sentence, and accepts its rewrite."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def prose() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("prose", ROOT / ".ci" / "prose.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("habit", "rule", "rewrite"),
+    [
+        ("What was not created is None.", "`what`", "Items that were not created are None."),
+        ("The log says so, and what follows is lost.", "`what`", "The log says so and loses the rest."),
+        ("It stays at the value of what was set.", "`what`", "It keeps its value. What do I set?"),
+        (
+            "Plans are compared and errors are raised.",
+            "two passives",
+            "Plans are compared by every rank; set-up raises the errors.",
+        ),
+        ("The size of the part of the shard of a rank.", "a chain of `of`", "The size of a rank's part of the shard."),
+        ("Both are refused alike.", "'alike'", "Both raise an error."),
+        ("It runs on any system\nbut for NVMe.", "'but for'", "It runs on any system\nexcept for NVMe."),
+        ("| key | as ever |", "'as ever'", "| key | unchanged |"),
+        ("## What differs", "`what`", "## Differences"),
+    ],
+)
+def test_a_habit_is_found_and_its_rewrite_passes(prose: ModuleType, habit: str, rule: str, rewrite: str) -> None:
+    (finding,) = prose.sentence_findings(habit, "page.md")
+    assert rule in str(finding)
+    assert "page.md" in str(finding)
+    assert not list(prose.sentence_findings(rewrite, "page.md"))
+
+
+def test_long_lines_are_found_outside_of_code_and_tables(prose: ModuleType) -> None:
+    long = "word " * 27
+    page = f"```text\n{long}\n```\n\n| {long} |\n\n{long}\n"
+    (finding,) = prose.page_findings(page, "page.md")
+    assert finding.place == "page.md:7"
+
+
+def test_a_page_of_passives_is_found(prose: ModuleType) -> None:
+    passive, active = "The tensor is gathered here.\n\n", "The engine gathers the tensor.\n\n"
+    assert "3 of 6" in str(next(prose.page_findings(passive * 3 + active * 3, "page.md")))
+    assert not list(prose.page_findings(passive * 3 + active * 20, "page.md"))
+
+
+def test_code_markup_and_link_targets_are_not_prose(prose: ModuleType) -> None:
+    text = (
+        "Call `what is alike` and [read](but-for.md).\n\n```python\nx = 'as ever'\n```\n\nExample:\n    >>> 'as ever'\n"
+    )
+    assert not list(prose.sentence_findings(text, "page.md"))
+
+
+def test_every_public_docstring_is_read(prose: ModuleType) -> None:
+    names = dict(prose.docstrings())
+    assert {"zeroaccel.Accelerator.prepare", "zeroaccel.initialize", "zeroaccel.zero.Init"} <= set(names)
+    assert prose.ROOT / "docs" / "design.md" in prose.pages()

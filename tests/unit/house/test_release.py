@@ -1,0 +1,158 @@
+"""A release is of one version everywhere, is made of what is tracked, and says what is wrong with it."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import zeroaccel
+from tests.multi.job import run_command
+
+ROOT = Path(__file__).resolve().parents[3]
+CITATION = 'cff-version: 1.2.0\nversion: 1.2.3\ndate-released: "2026-01-31"\n'
+
+
+def _script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"_{name}_script", ROOT / ".ci" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look their annotations up
+    spec.loader.exec_module(module)
+    return module
+
+
+release, versions = _script("release"), _script("versions")
+
+
+def test_one_version() -> None:
+    assert release.version_of(ROOT) == zeroaccel.__version__
+    assert f"\nversion: {zeroaccel.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    headings = [line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("## ")]
+    numbered = [heading for heading in headings if heading != "## Unreleased"]
+    assert re.fullmatch(rf"## {re.escape(zeroaccel.__version__)} \(\d{{4}}-\d\d-\d\d\)", numbered[0])
+
+
+@pytest.mark.parametrize(
+    ("changelog", "citation", "message"),
+    [
+        ("# Changelog\n\n## Unreleased\n", CITATION, r"CHANGELOG.md:3: expected '## 1.2.3 \(YYYY-MM-DD\)'.*Unreleased"),
+        ("# Changelog\n## 1.2.2 (2026-01-31)\n", CITATION, r"CHANGELOG.md:2: .*got '## 1.2.2"),
+        ("# Changelog\n", CITATION, "no heading"),
+        (
+            "## 1.2.3 (2026-02-01)\n",
+            CITATION,
+            r'CITATION.cff: expected .date-released: "2026-02-01"., as in CHANGELOG.md:1',
+        ),
+        ("## 1.2.3 (2026-01-31)\n", CITATION.replace("1.2.3", "1.2"), "CITATION.cff: expected 'version: 1.2.3'"),
+    ],
+)
+def test_words_of_another_version_are_refused(tmp_path: Path, changelog: str, citation: str, message: str) -> None:
+    (tmp_path / "CHANGELOG.md").write_text(changelog)
+    (tmp_path / "CITATION.cff").write_text(citation)
+    with pytest.raises(release.ReleaseError, match=message):
+        release.check_words(tmp_path, "1.2.3")
+
+
+def test_words_of_this_version_pass(tmp_path: Path) -> None:
+    (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## 1.2.3 (2026-01-31)\n\n## 1.2.2 (2025-01-31)\n")
+    (tmp_path / "CITATION.cff").write_text(CITATION)
+    release.check_words(tmp_path, "1.2.3")
+
+
+@pytest.mark.parametrize("repository", ["", "https://example.org/it"])
+def test_no_link_of_the_staged_readme_needs_the_tree(tmp_path: Path, repository: str) -> None:
+    if subprocess.run(["git", "rev-parse"], cwd=ROOT, capture_output=True, check=False).returncode != 0:
+        pytest.skip("a release is made of a git checkout")
+    release.stage(ROOT, tmp_path, repository)
+    targets = re.findall(r"\]\(([^)\s]+)\)", (tmp_path / "README.md").read_text())
+    assert all(target.startswith("https://") for target in targets)
+    assert (f"{repository}/blob/main/docs/design.md" in targets) == bool(repository)
+    assert (f"    Changelog = {repository}/blob/main/CHANGELOG.md\n" in (tmp_path / "setup.cfg").read_text()) == bool(
+        repository
+    )
+    assert (tmp_path / "tests/conftest.py").is_file()
+    assert not (tmp_path / ".venv").exists()
+
+
+def _archives(folder: Path, in_wheel: list[str], in_sdist: list[str]) -> tuple[Path, Path]:
+    wheel, sdist = folder / "it.whl", folder / "it.tar.gz"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name in in_wheel:
+            archive.writestr(name, "")
+    (folder / "empty").touch()
+    with tarfile.open(sdist, "w:gz") as tar:
+        for name in in_sdist:
+            tar.add(folder / "empty", f"it-1.2.3/{name}")
+    return wheel, sdist
+
+
+def test_what_is_missing_or_too_much_in_an_archive_is_named(tmp_path: Path) -> None:
+    wheel, sdist = list(release._IN_WHEEL), list(release._IN_SDIST)
+    release.check_contents(*_archives(tmp_path, wheel, sdist))
+    with pytest.raises(release.ReleaseError, match=r"it.tar.gz: constraints.txt not in it; see MANIFEST.in"):
+        release.check_contents(*_archives(tmp_path, wheel, [name for name in sdist if name != "constraints.txt"]))
+    with pytest.raises(release.ReleaseError, match=r"it.whl: zeroaccel/py.typed not in it"):
+        release.check_contents(*_archives(tmp_path, [name for name in wheel if name != "zeroaccel/py.typed"], sdist))
+    with pytest.raises(
+        release.ReleaseError, match=r"expected the package zeroaccel alone, got \['tests', 'zeroaccel'\]"
+    ):
+        release.check_contents(*_archives(tmp_path, [*wheel, "tests/x.py"], sdist))
+
+
+def test_a_module_for_a_newer_python_is_found(tmp_path: Path) -> None:
+    pytest.importorskip("vermin")
+    for name in ("zeroaccel", "cli", "templates"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "setup.cfg").write_text("[options]\npython_requires = >=3.10\n")
+    (tmp_path / "cli" / "settings.py").write_text("import json\n")
+    release.check_python(tmp_path)
+    (tmp_path / "cli" / "settings.py").write_text("import tomllib\n")
+    with pytest.raises(release.ReleaseError, match=r"(?s)settings.py.*tomllib"):
+        release.check_python(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_release_is_built_and_installed(tmp_path: Path) -> None:
+    pytest.importorskip("build")
+    pytest.importorskip("twine")
+    words = [sys.executable, ROOT / ".ci" / "release.py", "--allow-dirty", "--borrow", "--out", tmp_path]
+    result = run_command(words, timeout=500, cwd=ROOT)
+    if release.version_of(ROOT) not in (ROOT / "CHANGELOG.md").read_text().partition("\n## ")[2].partition("\n")[0]:
+        assert "CHANGELOG.md" in result.stderr  # between releases nothing can be released
+        return
+    assert result.returncode == 0, result.stderr
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_rows_are_the_edges_of_what_is_allowed() -> None:
+    """The lower bounds that setup.cfg promises are what the oldest row has, and the pinned row is `make test`'s."""
+    settings = (ROOT / "setup.cfg").read_text()
+    rows = {row.name: row for row in versions.rows()}
+    assert f"torch>={rows['oldest'].torch.removesuffix('.0')}\n" in settings
+    assert f"python_requires = >={rows['oldest'].python}\n" in settings
+    for library in ("transformers", "accelerate"):
+        bound = re.search(rf"{library}>=([\d.]+)", settings)
+        assert bound is not None
+        assert f"{library}=={bound[1]}" in rows["oldest"].libraries
+    pythons = {row.python for row in rows.values()}
+    assert pythons == set(re.findall(r"Python :: (3\.\d+)", settings))
+    assert {(row.torch, row.libraries) for row in rows.values()} == {
+        (torch, libraries)
+        for torch in {row.torch for row in rows.values()}
+        for libraries in (versions.OLDEST, versions.NEWEST)
+    }
+
+
+def test_a_row_that_cannot_be_tested_says_why() -> None:
+    with pytest.raises(versions.RowError, match=r"no Python 3\.99 on this machine"):
+        versions.interpreter("3.99")

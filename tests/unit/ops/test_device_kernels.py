@@ -1,0 +1,440 @@
+"""The CUDA kernels, compiled for the host: the bits of the host's own loops, for every format and special value."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.unit.ops.kernels_on_host import HostRunner, host_kernels
+from zeroaccel.comm import quantized
+from zeroaccel.comm.quantized import INT4, INT8, Codec, RowOrder
+from zeroaccel.ops import SGD, Adagrad, Adam, Lion, reductions, shard_step, step_control
+from zeroaccel.ops.device_kernels import SOURCE, Argument, DeviceKernels, kernel_names
+from zeroaccel.ops.reductions import max_abs, norm_exponent, square_sums
+from zeroaccel.ops.shard_step import ShardOptimizer
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+OUTS = [None, *DTYPES]
+OPTIMIZERS: dict[str, Callable[[Tensor], ShardOptimizer]] = {
+    "adamw": lambda x: Adam([x], lr=0.01, weight_decay=0.1),
+    "adam": lambda x: Adam([x], lr=0.01, weight_decay=0.1, adamw_mode=False, bias_correction=False),
+    "adamw-bf16": lambda x: Adam([x], lr=0.01, weight_decay=0.1, moments_dtype="bf16"),
+    "adamw-int8": lambda x: Adam([x], lr=0.01, weight_decay=0.1, moments_dtype="int8"),
+    "lion": lambda x: Lion([x], lr=0.01, weight_decay=0.1),
+    "lion-bf16": lambda x: Lion([x], lr=0.01, moments_dtype="bf16"),
+    "adagrad": lambda x: Adagrad([x], lr=0.01, weight_decay=0.1),
+    "adagrad-bf16": lambda x: Adagrad([x], lr=0.01, moments_dtype="bf16"),
+    "sgd": lambda x: SGD([x], lr=0.01, weight_decay=0.1),
+    "momentum": lambda x: SGD([x], lr=0.01, momentum=0.9, dampening=0.3),
+    "nesterov": lambda x: SGD([x], lr=0.01, momentum=0.9, nesterov=True, weight_decay=0.1),
+}
+SPECIAL = [0.0, 1.0, 1.5, 3e38, 1e38, 65504.0, 65519.9, 65520.0, 2.0**-126, 2.0**-140, 2.0**-149, 2.0**-24, 2.0**-25]
+SPECIALS = [sign * value for value in (*SPECIAL, math.inf, math.nan) for sign in (1.0, -1.0)]
+
+
+def random(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def spread(numel: int, seed: int) -> Tensor:
+    """Normal values over many powers of two."""
+    exponents = torch.randint(-30, 4, (numel,), generator=random(seed))
+    return torch.ldexp(torch.randn(numel, generator=random(seed + 1)), exponents)
+
+
+def patterns(dtype: torch.dtype) -> Tensor:
+    """Every number of a 16-bit format."""
+    return torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """Bits, with one pattern for every NaN: the sign and the payload of those are not promised."""
+    if not tensor.is_floating_point():
+        return tensor
+    integer = torch.int32 if tensor.element_size() == 4 else torch.int16
+    return torch.where(tensor.isnan(), torch.nan, tensor).view(integer)
+
+
+def assert_same(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
+    for place, (one, other) in enumerate(zip(found, wanted, strict=True)):
+        off = (bits(one) != bits(other)).nonzero().flatten()
+        assert off.numel() == 0, f"tensor {place}: {off.numel()} differ, at {off[:5]}: {one[off[:5]]}, {other[off[:5]]}"
+
+
+# -- updates
+
+
+def fill(tensor: Tensor, name: str, seed: int) -> None:
+    """Random contents of a state's tensor; codes of any kind."""
+    if tensor.dtype is torch.uint8:
+        # Exponents of blocks that are not finite are rare, so that all else is seen.
+        low, high = (100, 140) if name.endswith("exponents") else (0, 256)
+        tensor.copy_(torch.randint(low, high, tensor.shape, generator=random(seed)))
+        return
+    values = spread(tensor.numel(), seed)
+    tensor.copy_(values.abs() if name in ("exp_avg_sq", "sum") else values)
+
+
+def both_updates(
+    name: str,
+    master: Tensor,
+    grad: Tensor,
+    out_dtype: torch.dtype | None,
+    kernels: DeviceKernels,
+    change: Callable[[str, Tensor], None] = lambda name, tensor: None,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Master, state and rounded copy after an update by the kernel, and by the host's loop."""
+    results = []
+    for by_kernel in (True, False):
+        param = master.clone()
+        optimizer = OPTIMIZERS[name](param)
+        out = None if out_dtype is None else torch.full((param.numel(),), 3.0, dtype=out_dtype)
+        buffers, _ = optimizer._advance(optimizer.param_groups[0], param)
+        entries = {key: value for key, value in optimizer.state[param].items() if isinstance(value, Tensor)}
+        for place, (entry, tensor) in enumerate(entries.items()):
+            fill(tensor, entry, place)
+            change(entry, tensor)
+        buffers, coefficients = optimizer._advance(optimizer.param_groups[0], param)
+        scalars = [v if isinstance(v, np.uint32) else np.float32(v) for v in (0.37, *coefficients)]
+        if by_kernel:
+            kernels.update(optimizer.kernel_name(), [param, *buffers], grad, out, None, scalars)
+        else:
+            optimizer._update_on_cpu([param, *buffers, out], grad, scalars)
+        results.append([param, *entries.values(), *([] if out is None else [out])])
+    return results[0], results[1]
+
+
+# A kernel reads a gradient and writes a copy by functions of its own: each dtype of both, not each pair, which the
+# host's loops would all be compiled for.
+@pytest.mark.parametrize(
+    ("grad_dtype", "out_dtype"),
+    [
+        (torch.float32, None),
+        (torch.float32, torch.float32),
+        (torch.float32, torch.float16),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float16),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_update_has_the_bits_of_the_host(name: str, grad_dtype: torch.dtype, out_dtype: torch.dtype | None) -> None:
+    kernels = host_kernels()
+    for numel in (1, 31, 1024, 3001):
+        master, grad = spread(numel, 10), spread(numel, 20).to(grad_dtype)
+        assert_same(*both_updates(name, master, grad, out_dtype, kernels))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_update_of_a_million_has_the_bits_of_the_host(name: str) -> None:
+    numel = 1_000_000
+    master, grad = torch.randn(numel, generator=random(1)), spread(numel, 2).bfloat16()
+    assert_same(*both_updates(name, master, grad, torch.bfloat16, host_kernels()))
+
+
+@pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_16_bit_gradient_has_the_bits_of_the_host(name: str, grad_dtype: torch.dtype) -> None:
+    grad = patterns(grad_dtype)
+    assert_same(*both_updates(name, spread(grad.numel(), 5), grad, grad_dtype, host_kernels()))
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_special_values_have_the_bits_of_the_host(name: str, out_dtype: torch.dtype) -> None:
+    pairs = torch.tensor(list(itertools.product(SPECIALS, SPECIALS)))
+    master, grad = (column.contiguous() for column in pairs.unbind(1))
+
+    def special(entry: str, tensor: Tensor) -> None:
+        if tensor.dtype is torch.uint8:
+            return
+        values = torch.tensor(SPECIALS)[torch.arange(tensor.numel()) * 7 % len(SPECIALS)]
+        tensor.copy_(values.abs() if entry in ("exp_avg_sq", "sum") else values)
+
+    assert_same(*both_updates(name, master, grad, out_dtype, host_kernels(), special))
+    assert_same(*both_updates(name, master, grad, out_dtype, host_kernels()))
+
+
+@pytest.mark.parametrize("architecture", [700, 800])
+def test_every_8_bit_code_has_the_bits_of_the_host(architecture: int) -> None:
+    """All pairs of exponent and code, 255 (not finite) and 0 included; by shuffles, and by sm_80's reductions."""
+    numel = 256 * 256 + 17
+
+    def exhaustive(entry: str, tensor: Tensor) -> None:
+        place = torch.arange(tensor.numel())
+        tensor.copy_(place // 8 % 256 if entry.endswith("exponents") else (place * 37 + place // 256) % 256)
+
+    master, grad = torch.randn(numel, generator=random(3)), torch.zeros(numel)
+    grad[::3] = spread(grad[::3].numel(), 9)
+    found, wanted = both_updates("adamw-int8", master, grad, torch.bfloat16, host_kernels(architecture), exhaustive)
+    assert_same(found, wanted)
+    assert (wanted[2] == 255).any()
+    assert ((wanted[2] > 40) & (wanted[2] < 254)).any()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_control_replaces_the_factor_and_can_stop_an_update(name: str) -> None:
+    kernels, numel = host_kernels(), 1500
+    results = []
+    for control, factor in ((None, 0.25), (torch.tensor([0.25, 1.0]), 9.0), (torch.tensor([0.25, 0.0]), 9.0)):
+        param, out = spread(numel, 1), torch.full((numel,), 3.0, dtype=torch.bfloat16)
+        optimizer = OPTIMIZERS[name](param)
+        buffers, coefficients = optimizer._advance(optimizer.param_groups[0], param)
+        before = [tensor.clone() for tensor in (param, *buffers, out) if tensor is not None]
+        scalars = [v if isinstance(v, np.uint32) else np.float32(v) for v in (factor, *coefficients)]
+        kernels.update(optimizer.kernel_name(), [param, *buffers], spread(numel, 2), out, control, scalars)
+        results.append([tensor for tensor in (param, *buffers, out) if tensor is not None])
+    assert_same(results[1], results[0])
+    assert_same(results[2], before)
+    assert not torch.equal(results[0][0], before[0])
+
+
+# -- the norm
+
+
+def norm_values(dtype: torch.dtype) -> Iterator[Tensor]:
+    for numel in (1, 255, 1024, 100_003):
+        yield spread(numel, 3).to(dtype)
+    yield torch.zeros(5000, dtype=dtype)
+    if dtype is torch.float32:
+        finite = torch.tensor([value for value in SPECIALS if math.isfinite(value)])
+        yield finite
+        for exponent in range(-149, 128, 9):
+            yield torch.ldexp(spread(300, exponent + 200).clamp(-1, 1), torch.tensor(exponent))
+    else:
+        every = patterns(dtype)
+        yield every[every.isfinite()]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_norm_has_the_integers_of_the_host(dtype: torch.dtype) -> None:
+    kernels = host_kernels()
+    for values in norm_values(dtype):
+        largest, sums = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
+        half = values.numel() // 2
+        for part in (values[:half].contiguous(), values[half:].contiguous()):
+            kernels.max_abs_into(part, largest)
+        assert largest.view(torch.float32).item() == max_abs(values)
+        for part in (values[:half].contiguous(), values[half:].contiguous()):
+            kernels.square_sums_into(part, largest, sums)
+        assert tuple(sums.tolist()) == square_sums(values, norm_exponent(max_abs(values)))
+
+
+def test_the_norm_of_a_million_has_the_integers_of_the_host() -> None:
+    values, kernels = spread(1_000_000, 1), host_kernels()
+    largest, sums = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
+    kernels.max_abs_into(values, largest)
+    kernels.square_sums_into(values, largest, sums)
+    assert tuple(sums.tolist()) == square_sums(values, norm_exponent(max_abs(values)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_is_above_every_number(dtype: torch.dtype, bad: float) -> None:
+    values = spread(3000, 1).to(dtype)
+    values[2999] = bad
+    largest, sums = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
+    host_kernels().max_abs_into(values, largest)
+    assert int(largest) >= 0x7F800000
+    host_kernels().square_sums_into(values, largest, sums)
+    assert sums.tolist() == [0, 0]
+
+
+# -- codes
+
+
+@pytest.fixture
+def by_kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """A call from which on codes of host memory go by the kernels."""
+    kernels = host_kernels()
+    return lambda: monkeypatch.setattr(quantized, "kernels_for", lambda device: kernels)
+
+
+CODECS = [INT8, INT4, Codec(8, 32), Codec(4, 34)]
+
+
+def code_values(numel: int, dtype: torch.dtype) -> Tensor:
+    values = spread(numel, numel).to(dtype)
+    for place, special in enumerate((math.inf, math.nan, 3e38, 2.0**-140)):
+        if numel > 700 * place + 1000:
+            values[700 * place + 300] = torch.tensor(special, dtype=torch.float64).to(dtype)  # inf, beyond the range
+    return values
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_codes_have_the_bits_of_the_host(codec: Codec, dtype: torch.dtype, by_kernels: Callable[[], None]) -> None:
+    longest = 100 * codec.block_numel + 77
+    cases = [code_values(numel, dtype) for numel in (0, 1, 2, 3, 255, 256, 257, 511, 512, 513, 5000, longest)]
+    if dtype is not torch.float32:
+        cases += patterns(dtype)[torch.randperm(1 << 16, generator=random(4))].split(max(1 << 12, 8 * longest))[:8]
+
+    def found() -> list[list[Tensor]]:
+        results = []
+        for values in cases:
+            code = torch.full((codec.nbytes(values.numel()),), 77, dtype=torch.uint8)
+            quantized.quantize(values, codec, code)
+            # float16 has no room for what others decode to: what the host's loop writes there is not defined.
+            formats = DTYPES if dtype is torch.float16 else DTYPES[:2]
+            outs = [torch.full((values.numel(),), 7.0, dtype=out) for out in formats]
+            for out in outs:
+                quantized.dequantize(code, codec, out)
+            total = spread(values.numel(), 8)
+            total[::5] = -0.0
+            quantized.dequantize_add(code, codec, total)
+            results.append([code, *outs, total])
+        return results
+
+    wanted = found()
+    by_kernels()
+    for one, other in zip(found(), wanted, strict=True):
+        assert_same(one, other)
+
+
+@pytest.mark.parametrize("codec", [INT8, INT4], ids=str)
+def test_codes_of_a_million_have_the_bits_of_the_host(codec: Codec, by_kernels: Callable[[], None]) -> None:
+    values = spread(1_000_000, 1)
+    codes = torch.zeros(2, codec.nbytes(values.numel()), dtype=torch.uint8)
+    quantized.quantize(values, codec, codes[0])
+    by_kernels()
+    quantized.quantize(values, codec, codes[1])
+    assert torch.equal(codes[0], codes[1])
+
+
+@pytest.mark.parametrize("codec", [INT8, INT4], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_are_coded_and_summed_together(codec: Codec, dtype: torch.dtype, by_kernels: Callable[[], None]) -> None:
+    ranks, runs, numel, own = 3, 2, 1237, 1
+    values = torch.stack([spread(numel, row) for row in range(6)]).to(dtype)
+    values[4, 3] = math.nan
+    skip = (own * runs, (own + 1) * runs)
+
+    def found() -> list[Tensor]:
+        results = []
+        for order in (None, RowOrder([5, 0, 4, 1, 3, 2])):
+            codes = torch.full((ranks * runs, codec.nbytes(numel)), 77, dtype=torch.uint8)
+            quantized.quantize_rows(values, codec, codes, order, skip)
+            totals, out = torch.full((runs, numel), 9.0), torch.zeros(2, numel, dtype=torch.bfloat16)
+            quantized.sum_rows(codes.view(ranks, runs, -1), codec, values, own, totals, order)
+            quantized.dequantize_rows(codes[:2], codec, out)
+            results += [codes, totals, out]
+        return results
+
+    wanted = found()
+    assert (wanted[0][skip[0] : skip[1]] == 77).all()
+    by_kernels()
+    assert_same(found(), wanted)
+
+
+def test_rows_take_one_launch_each(by_kernels: Callable[[], None]) -> None:
+    by_kernels()
+    kernels = quantized.kernels_for(torch.device("cpu"))
+    assert kernels is not None
+    runner = kernels._runner
+    assert isinstance(runner, HostRunner)
+    values, codes = torch.zeros(8, 1000), torch.zeros(8, INT4.nbytes(1000), dtype=torch.uint8)
+    quantized.quantize_rows(values, INT4, codes, None, (2, 4))
+    quantized.sum_rows(codes.view(4, 2, -1), INT4, values, 1, torch.zeros(2, 1000))
+    quantized.dequantize_rows(codes, INT4, torch.zeros(8, 1000))
+    assert runner.launched == ["encode", "sum_codes", "decode"]
+
+
+# -- launches
+
+
+class Counted(DeviceKernels):
+    """Counts the bytes that launches read and write, and runs nothing."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self.names: list[str] = []
+
+    def launch(
+        self,
+        name: str,
+        arguments: Sequence[Argument],
+        *,
+        reads: Sequence[Tensor | None],
+        writes: Sequence[Tensor | None],
+        blocks: int,
+        rows: int = 1,
+    ) -> None:
+        self.names.append(name)
+        self.nbytes += sum(tensor.nbytes for tensor in (*reads, *writes) if tensor is not None)
+        passed = {id(argument) for argument in arguments if isinstance(argument, Tensor)}
+        named = {id(tensor) for tensor in (*reads, *writes) if tensor is not None}
+        assert named == passed, f"{name} reads and writes other tensors than it is passed"
+
+
+@pytest.mark.parametrize(
+    ("name", "grad_dtype", "most"),
+    [
+        ("adamw", torch.float32, 40),
+        ("adamw", torch.bfloat16, 34),
+        ("adamw-bf16", torch.bfloat16, 26),
+        ("adamw-int8", torch.bfloat16, 22),
+        ("lion", torch.bfloat16, 26),
+        ("momentum", torch.bfloat16, 26),
+    ],
+)
+def test_a_boundary_moves_few_bytes(name: str, grad_dtype: torch.dtype, most: int) -> None:
+    """Norm, update and the rounded copy of one flat buffer, as the launches name what they read and write."""
+    numel, kernels = 1 << 16, Counted()
+    master, grad, out = torch.zeros(numel), torch.zeros(numel, dtype=grad_dtype), torch.zeros(numel).bfloat16()
+    optimizer = OPTIMIZERS[name](master)
+    buffers, coefficients = optimizer._advance(optimizer.param_groups[0], master)
+    largest, sums = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
+    kernels.max_abs_into(grad, largest)
+    kernels.square_sums_into(grad, largest, sums)
+    scalars = [v if isinstance(v, np.uint32) else np.float32(v) for v in (1.0, *coefficients)]
+    kernels.update(optimizer.kernel_name(), [master, *buffers], grad, out, torch.ones(2), scalars)
+    assert len(kernels.names) == 3
+    assert kernels.nbytes / numel <= most
+
+
+def test_every_kernel_is_one_of_the_source() -> None:
+    kernels = Counted()
+    row, code = torch.zeros(1, 100), torch.zeros(1, INT8.nbytes(100), dtype=torch.uint8)
+    largest, sums, facts = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int64), torch.zeros(5)
+    kernels.max_abs_into(row, largest)
+    kernels.square_sums_into(row, largest, sums)
+    kernels.write_facts(largest, 1, 2, facts)
+    kernels.largest_of_facts(facts, largest)
+    kernels.finalize(facts, sums, torch.zeros(2), torch.zeros(4), (1.0, 1.0, 1.0), skip_overflow=True)
+    kernels.encode(row, code, INT8.format)
+    kernels.decode(code, row, INT8.format)
+    kernels.sum_codes(code.view(1, 1, -1), row, 0, torch.zeros(1, 100), INT8.format)
+    updates = {OPTIMIZERS[name](torch.zeros(1)).kernel_name() for name in OPTIMIZERS}
+    assert sorted({*kernels.names, *updates}) == sorted(kernel_names(SOURCE.read_text()))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_what_lies_on_a_device_goes_by_its_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On tensors without memory: the calls of the package end in launches, and none of them reads a value."""
+    kernels = Counted()
+    for module in (reductions, step_control, quantized, shard_step):
+        monkeypatch.setattr(module, "kernels_for", lambda device: kernels if device.type == "meta" else None)
+    with torch.device("meta"):
+        master, grad, out = torch.zeros(100), torch.zeros(100), torch.zeros(100).bfloat16()
+        largest, sums = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
+        facts, control, summary = torch.zeros(5), torch.zeros(2), torch.zeros(4)
+        codes = torch.zeros(1, INT8.nbytes(100), dtype=torch.uint8)
+    reductions.max_abs_into(grad, largest)
+    step_control.write_facts(largest, 1, 2, facts)
+    step_control.largest_of_facts(facts, largest)
+    reductions.square_sums_into(grad, largest, sums)
+    factors = {"scale": 2.0, "clipping": 1.0, "grad_factor": 1.0}
+    step_control.finalize(facts, sums, skip_overflow=True, control=control, summary=summary, **factors)
+    optimizer = OPTIMIZERS[name](master)
+    optimizer.step_shard(optimizer.param_groups[0], master, grad, grad_scale=control, out=out)
+    quantized.quantize(grad, INT8, codes[0])
+    quantized.dequantize(codes[0], INT8, grad)
+    quantized.dequantize_add(codes[0], INT8, grad)
+    boundary = ["max_abs", "write_facts", "largest_of_facts", "square_sums", "finalize", optimizer.kernel_name()]
+    assert kernels.names == [*boundary, "encode", "decode", "decode"]
