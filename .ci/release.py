@@ -37,7 +37,7 @@ _IN_SDIST = (
     "examples/train_gpt.py",
     "templates/slurm.sbatch",
     "tests/conftest.py",
-    "tests/multi/test_promise.py",
+    "tests/multi/zero/test_promise.py",
     "zeroaccel/__init__.py",
 )
 _IN_WHEEL = (

@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.multi.mesh_training import train_micro_step
+from tests.support.mesh_training import train_micro_step
 
 VOCABULARY, BATCH, LENGTH, MICRO_BATCHES, STEPS, CLIPPING = 64, 2, 8, 3, 3, 0.5
 SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}

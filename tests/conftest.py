@@ -11,8 +11,8 @@ import pytest
 import pytest_timeout
 
 from tests import time_limits
-from tests.multi.pool import Pool
-from tests.multi.sweeps import Sweep
+from tests.support.pool import Pool
+from tests.support.sweeps import Sweep
 
 # Beginnings of the ids of tests that take more than about ten seconds on two cores, beside a quicker one of the same
 # kind, which stays in `make test`. What is slow for a reason of its own is marked where it stands.
@@ -36,30 +36,30 @@ SLOW = (
     "tests/e2e/test_templates.py::test_every_json_config_trains_and_residency_changes_no_loss",
     "tests/e2e/test_train_gpt.py::test_stage_0_learns_and_writes_the_same",
     "tests/e2e/test_train_gpt.py::test_with_everything_in_files_it_writes_the_same",
-    "tests/multi/test_accelerator_compilation.py::test_compiled_models_train_alike",
-    "tests/multi/test_accelerator_training.py::test_every_combination_follows_a_plain_loop[3-SGD",
-    "tests/multi/test_checkpoint_background.py::test_a_killed_rank_ends_the_save_at_once",
-    "tests/multi/test_checkpoint_background.py::test_the_end_of_the_program_waits_for_the_save",
-    "tests/multi/test_checkpoint_kill.py::test_a_killed_save_leaves_the_checkpoint_before_it",
-    "tests/multi/test_checkpoint_matrix.py::test_any_ranks_and_stage_to_any_other[1-4",
-    "tests/multi/test_checkpoint_matrix.py::test_any_ranks_and_stage_to_any_other[3-",
-    "tests/multi/test_checkpoint_matrix.py::test_any_ranks_and_stage_to_any_other[4-1",
-    "tests/multi/test_checkpoint_matrix.py::test_any_ranks_and_stage_to_any_other[4-3",
-    "tests/multi/test_comm_hangs.py::test_ranks_in_different_branches[branches",
-    "tests/multi/test_comm_hangs.py::test_ranks_in_different_reductions_of_two_hops[two_hops",
-    "tests/multi/test_compat_engine.py::test_a_job_is_joined_by_its_address",
-    "tests/multi/test_device_boundary.py::test_bits_on_several_ranks[1-3",
-    "tests/multi/test_engine_hangs.py::test_an_evaluation_on_rank_0_only",
-    "tests/multi/test_engine_hangs.py::test_ranks_that_take_different_branches",
-    "tests/multi/test_estimate_peak.py::test_the_peak_is_as_estimated[0-bf16-2",
-    "tests/multi/test_examples.py::test_the_text_classifier_learns_under_the_launcher",
-    "tests/multi/test_offload_memory.py::test_states_of_four_times_the_memory_limit[True",
-    "tests/multi/test_offload_residual.py::test_every_tier_has_the_bits_of_fp32_masters[optimizer1-4",
-    "tests/multi/test_promise.py::test_stages_give_the_same_bits[4-bf16-2",
-    "tests/multi/test_promise.py::test_stages_give_the_same_bits[4-fp16",
-    "tests/multi/test_promise.py::test_stages_give_the_same_bits[4-fp32",
-    "tests/multi/test_zeropp.py::test_codes_keep_their_bounds[6-",
-    "tests/multi/test_zeropp.py::test_where_shards_are_changes_nothing[fp16-2-optimizer2",
+    "tests/multi/accelerate/test_accelerator_compilation.py::test_compiled_models_train_alike",
+    "tests/multi/accelerate/test_accelerator_training.py::test_every_combination_follows_a_plain_loop[3-SGD",
+    "tests/multi/checkpoint/test_checkpoint_background.py::test_a_killed_rank_ends_the_save_at_once",
+    "tests/multi/checkpoint/test_checkpoint_background.py::test_the_end_of_the_program_waits_for_the_save",
+    "tests/multi/checkpoint/test_checkpoint_kill.py::test_a_killed_save_leaves_the_checkpoint_before_it",
+    "tests/multi/checkpoint/test_checkpoint_matrix.py::test_any_ranks_and_stage_to_any_other[1-4",
+    "tests/multi/checkpoint/test_checkpoint_matrix.py::test_any_ranks_and_stage_to_any_other[3-",
+    "tests/multi/checkpoint/test_checkpoint_matrix.py::test_any_ranks_and_stage_to_any_other[4-1",
+    "tests/multi/checkpoint/test_checkpoint_matrix.py::test_any_ranks_and_stage_to_any_other[4-3",
+    "tests/multi/comm/test_comm_hangs.py::test_ranks_in_different_branches[branches",
+    "tests/multi/comm/test_comm_hangs.py::test_ranks_in_different_reductions_of_two_hops[two_hops",
+    "tests/multi/compat/test_compat_engine.py::test_a_job_is_joined_by_its_address",
+    "tests/multi/zero/test_device_boundary.py::test_bits_on_several_ranks[1-3",
+    "tests/multi/zero/test_engine_hangs.py::test_an_evaluation_on_rank_0_only",
+    "tests/multi/zero/test_engine_hangs.py::test_ranks_that_take_different_branches",
+    "tests/multi/estimate/test_estimate_peak.py::test_the_peak_is_as_estimated[0-bf16-2",
+    "tests/e2e/test_examples.py::test_the_text_classifier_learns_under_the_launcher",
+    "tests/multi/offload/test_offload_memory.py::test_states_of_four_times_the_memory_limit[True",
+    "tests/multi/offload/test_offload_residual.py::test_every_tier_has_the_bits_of_fp32_masters[optimizer1-4",
+    "tests/multi/zero/test_promise.py::test_stages_give_the_same_bits[4-bf16-2",
+    "tests/multi/zero/test_promise.py::test_stages_give_the_same_bits[4-fp16",
+    "tests/multi/zero/test_promise.py::test_stages_give_the_same_bits[4-fp32",
+    "tests/multi/comm/test_zeropp.py::test_codes_keep_their_bounds[6-",
+    "tests/multi/comm/test_zeropp.py::test_where_shards_are_changes_nothing[fp16-2-optimizer2",
     "tests/unit/estimate/test_estimate.py::test_a_few_of_many_blocks_tell_of_all",
     "tests/unit/estimate/test_estimate.py::test_the_recommended_plan_comes_first_and_fits",
 )

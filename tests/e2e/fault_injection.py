@@ -23,7 +23,7 @@ from typing import Literal
 import psutil
 
 from tests import time_limits
-from tests.multi.environment import ROOT, free_port, outside_any_job, rank_environment
+from tests.support.environment import ROOT, free_port, outside_any_job, rank_environment
 from tests.support.processes import Process, start
 
 __all__ = ["Aftermath", "Job", "Network", "Starter", "namespaces_missing", "network", "starting"]

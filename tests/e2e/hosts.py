@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 
 from tests import time_limits
-from tests.multi.environment import free_port, outside_any_job
-from tests.multi.job import JobResult, run_command
+from tests.support.environment import free_port, outside_any_job
+from tests.support.job import JobResult, run_command
 
 __all__ = ["HOSTS", "alive", "files_of", "hostfile_flags", "launch", "launching", "write_script"]
 

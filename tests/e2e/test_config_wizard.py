@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests import time_limits
-from tests.multi.environment import outside_any_job
+from tests.support.environment import outside_any_job
 from zeroaccel.cli.main import main
 
 CONFIG = ["-m", "zeroaccel.cli", "config"]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.multi.environment import outside_any_job
-from tests.multi.job import JobResult, run_command
+from tests.support.environment import outside_any_job
+from tests.support.job import JobResult, run_command
 
 CLI = (sys.executable, "-m", "zeroaccel.cli")
 SCRIPT = """\

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.multi.job import run_command
+from tests.support.job import run_command
 from zeroaccel.compat import VERSION
 from zeroaccel.compat.finder import real_location
 

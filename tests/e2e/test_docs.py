@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.multi.environment import ROOT
-from tests.multi.job import run_job
+from tests.support.environment import ROOT
+from tests.support.job import run_job
 
 PAGES = sorted(page for page in (ROOT / "docs").glob("*.md") if "```python" in page.read_text())
 

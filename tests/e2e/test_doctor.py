@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from tests.multi.environment import outside_any_job
+from tests.support.environment import outside_any_job
 from zeroaccel.cli import doctor
 from zeroaccel.cli.machine import Device, Machine
 from zeroaccel.cli.main import main

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.multi.job import run_command
+from tests.support.job import run_command
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")

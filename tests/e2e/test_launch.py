@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from tests import time_limits
-from tests.multi.environment import free_port, outside_any_job
-from tests.multi.job import JobResult, run_command
+from tests.support.environment import free_port, outside_any_job
+from tests.support.job import JobResult, run_command
 
 LAUNCH = (sys.executable, "-m", "zeroaccel.cli", "launch", "--num_processes", "2", "--cpu")
 

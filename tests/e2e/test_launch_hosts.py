@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 
 from tests import time_limits
 from tests.e2e.hosts import HOSTS, alive, files_of, hostfile_flags, launch, launching, write_script
-from tests.multi.environment import free_port, outside_any_job
+from tests.support.environment import free_port, outside_any_job
 from zeroaccel.cli.main import main
 
 # Rank 1 dies once, a death that no traceback explains; the rest is what the ranks were given.

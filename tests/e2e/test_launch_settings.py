@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.multi.environment import ROOT
-from tests.multi.job import JobResult, run_command
+from tests.support.environment import ROOT
+from tests.support.job import JobResult, run_command
 
 SCRIPT = """\
 import json

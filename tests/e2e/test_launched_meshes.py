@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.multi.job import JobResult, run_command
-from tests.multi.mesh_training import NEEDS_SPLIT_LAYERS, NEEDS_STAGES
+from tests.support.job import JobResult, run_command
+from tests.support.mesh_training import NEEDS_SPLIT_LAYERS, NEEDS_STAGES
 
 pytest.importorskip("transformers")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tests.multi.job import JobResult, run_command
+from tests.support.job import JobResult, run_command
 
 SCRIPT = """
 import os, time

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.multi.environment import ROOT
-from tests.multi.job import run_job
+from tests.support.environment import ROOT
+from tests.support.job import run_job
 
 
 def _block(language: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.multi.job import run_command
+from tests.support.job import run_command
 
 pytest.importorskip("transformers")
 

@@ -10,8 +10,8 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from tests.multi.environment import ROOT
-from tests.multi.job import run_command
+from tests.support.environment import ROOT
+from tests.support.job import run_command
 from zeroaccel import errors
 from zeroaccel.cli.main import SUB_COMMANDS
 from zeroaccel.compat.surface import ABSENT, ABSENT_MEMBERS, QUESTIONS, SURFACE

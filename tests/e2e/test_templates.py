@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.multi.environment import ROOT, free_port, outside_any_job
-from tests.multi.job import JobResult, run_command
+from tests.support.environment import ROOT, free_port, outside_any_job
+from tests.support.job import JobResult, run_command
 from zeroaccel.cli.config.convert import validate_file
 from zeroaccel.templates import ABOUT
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.multi.job import run_command
-from tests.multi.mesh_training import NEEDS_SPLIT_LAYERS
+from tests.support.job import run_command
+from tests.support.mesh_training import NEEDS_SPLIT_LAYERS
 from zeroaccel.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
 
 pytest.importorskip("transformers")

@@ -13,8 +13,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from tests.multi.environment import ROOT
-from tests.multi.job import JobResult, run_command, run_job
+from tests.support.environment import ROOT
+from tests.support.job import JobResult, run_command, run_job
 
 SCRIPT = ROOT / "examples" / "train_gpt.py"
 SEQ = 32

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.multi.job import run_command
+from tests.support.job import run_command
 
 SCRIPT = """
 import json, sys

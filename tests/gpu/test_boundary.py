@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import zeroaccel
-from tests.multi.training import ADAMW, SGD, Toy, batches, config
+from tests.support.training import ADAMW, SGD, Toy, batches, config
 from zeroaccel.ops.reductions import l2_norm
 from zeroaccel.zero.grad_norm import DeviceStats, FactorRule, max_abs_into, square_sums_into, write_facts
 from zeroaccel.zero.grad_norm import GradStats as Stats

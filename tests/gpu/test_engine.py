@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.multi.training import Toy, config, differences, train
+from tests.support.training import Toy, config, differences, train
 
 pytestmark = pytest.mark.gpu
 

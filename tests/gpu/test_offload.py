@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.multi.training import Toy, config, differences, train
+from tests.support.training import Toy, config, differences, train
 from zeroaccel.activations import Activations
 from zeroaccel.config.schema_sections import ActivationCheckpointing
 from zeroaccel.offload import page_locked

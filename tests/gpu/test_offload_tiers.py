@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import zeroaccel
-from tests.multi.training import ADAMW, SGD, Toy, batches, config, differences, offloaded, train
+from tests.support.training import ADAMW, SGD, Toy, batches, config, differences, offloaded, train
 
 pytestmark = pytest.mark.gpu
 

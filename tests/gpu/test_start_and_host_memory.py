@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import zeroaccel
-from tests.multi.training import Toy, batches, config
+from tests.support.training import Toy, batches, config
 from zeroaccel.comm.topology import destroy, init_process_group
 from zeroaccel.errors import UsageError
 

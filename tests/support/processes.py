@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Protocol
 
-from tests.multi.environment import ROOT, outside_any_job
+from tests.support.environment import ROOT, outside_any_job
 from tests.support.fork_server import Request, needs_interpreter
 
 __all__ = ["Process", "start"]

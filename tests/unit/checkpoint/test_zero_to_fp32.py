@@ -23,7 +23,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from tests.multi.environment import outside_any_job
+from tests.support.environment import outside_any_job
 from tests.unit.checkpoint.checkpoint_by_hand import Entry, make_checkpoint, rewrite_manifest
 from zeroaccel.checkpoint import zero_to_fp32
 from zeroaccel.checkpoint.consolidate import (

@@ -13,8 +13,8 @@ import pytest
 from click.testing import CliRunner
 
 import zeroaccel
-from tests.multi.environment import ROOT, outside_any_job
-from tests.multi.mesh_training import NEEDS_STAGES
+from tests.support.environment import ROOT, outside_any_job
+from tests.support.mesh_training import NEEDS_STAGES
 from zeroaccel.cli.main import SUB_COMMANDS, main
 
 SCRIPT = "train.py"

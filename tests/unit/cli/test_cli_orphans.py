@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import psutil
 
-from tests.multi.environment import outside_any_job
+from tests.support.environment import outside_any_job
 from zeroaccel.cli.launch.orphans import LAUNCH_ID, end_orphans
 
 # Starts a marked child in a session of its own, which ignores SIGTERM. The parent has no mark and waits for a signal:

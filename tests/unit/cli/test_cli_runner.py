@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests import time_limits
-from tests.multi.environment import outside_any_job
+from tests.support.environment import outside_any_job
 from zeroaccel.cli.launch import runner
 
 FACTS = """

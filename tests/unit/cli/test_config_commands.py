@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.multi.environment import ROOT
+from tests.support.environment import ROOT
 from zeroaccel.cli.config import config_command as command_module
 from zeroaccel.cli.config.config_command import SUB_COMMANDS
 from zeroaccel.cli.main import main

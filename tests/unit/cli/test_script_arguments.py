@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.multi.environment import outside_any_job
+from tests.support.environment import outside_any_job
 from zeroaccel.cli.launch import runner
 from zeroaccel.cli.launch.launch_plan import local_rank_option
 

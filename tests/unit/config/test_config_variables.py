@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 import zeroaccel
-from tests.multi.environment import ROOT
+from tests.support.environment import ROOT
 from zeroaccel.cli.main import main
 from zeroaccel.config.launch.launch_sources import check_variables, known_variables
 from zeroaccel.errors import ConfigError

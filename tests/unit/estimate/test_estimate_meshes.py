@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.multi.mesh_training import NEEDS_SPLIT_LAYERS, NEEDS_STAGES
+from tests.support.mesh_training import NEEDS_SPLIT_LAYERS, NEEDS_STAGES
 from zeroaccel.cli.main import main
 from zeroaccel.config.parallel import ParallelConfig
 from zeroaccel.errors import UsageError

@@ -185,7 +185,17 @@ def words_of(path: Path) -> frozenset[str]:
 @cache
 def known_words() -> frozenset[str]:
     """Identifiers of the tree, of torch and of Python."""
-    folders = ("zeroaccel", "cli", "benchmarks", "examples", ".ci", "docs/site", "tests/cuda_model", "tests/multi")
+    folders = (
+        "zeroaccel",
+        "cli",
+        "benchmarks",
+        "examples",
+        ".ci",
+        "docs/site",
+        "tests/cuda_model",
+        "tests/multi",
+        "tests/support",
+    )
     words = {word for folder in folders for path in (ROOT / folder).rglob("*.py") for word in words_of(path)}
     for text in [*(ROOT / "templates").iterdir(), ROOT / "setup.cfg", ROOT / "Makefile", ROOT / "pyproject.toml"]:
         words.update(re.findall(r"\w+", text.read_text()) if text.is_file() else [])

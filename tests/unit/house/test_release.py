@@ -14,7 +14,7 @@ from types import ModuleType
 import pytest
 
 import zeroaccel
-from tests.multi.job import run_command
+from tests.support.job import run_command
 
 ROOT = Path(__file__).resolve().parents[3]
 CITATION = 'cff-version: 1.2.0\nversion: 1.2.3\ndate-released: "2026-01-31"\n'

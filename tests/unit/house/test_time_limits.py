@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import time_limits
-from tests.multi.environment import ROOT
+from tests.support.environment import ROOT
 from tests.time_limits import CAP, VARIABLE, Limit
 
 

@@ -1,0 +1,193 @@
+"""Every file of examples/ runs on two processes, and prints what it claims to show."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib.util
+import io
+import json
+import logging
+import math
+import os
+import re
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.support.environment import ROOT
+from tests.support.job import run_command
+from tests.support.pool import Pool
+from zeroaccel.accelerate.accelerator_state import PartialState
+
+Runner = Callable[..., list[Any]]
+
+
+def _call(path: str, argv: list[str], stage: int | None, config: str | None) -> tuple[Any, str]:
+    """(what `main` returns, what it prints), under what the launcher would say."""
+    said = {"ACCELERATE_USE_DEEPSPEED": "true"} if stage is not None or config is not None else {}
+    said |= {"ACCELERATE_DEEPSPEED_ZERO_STAGE": str(stage)} if stage is not None else {}
+    said |= {"ACCELERATE_DEEPSPEED_CONFIG_FILE": config} if config is not None else {}
+    os.environ.update(said)
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    printed = io.StringIO()
+    try:
+        spec = importlib.util.spec_from_file_location("example", ROOT / "examples" / path)
+        assert spec is not None
+        assert spec.loader is not None
+        # The pool's process group, and what is built on it, outlives an example.
+        stays = patch.object(PartialState, "destroy_process_group", lambda state: None)
+        with warnings.catch_warnings(), contextlib.redirect_stdout(printed), stays:
+            warnings.filterwarnings("ignore", category=DeprecationWarning)  # of packages that examples import
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            result = module.main(argv)
+        gc.collect()  # engines of an example that is over
+        return result, printed.getvalue()
+    finally:
+        for name in said:
+            del os.environ[name]
+
+
+@pytest.fixture
+def run(ranks: Callable[[int], Pool]) -> Runner:
+    def runner(path: str, *argv: object, stage: int | None = None, config: Path | None = None) -> list[Any]:
+        config_file = None if config is None else str(config)
+        return ranks(2).run(_call, path, [*map(str, argv)], stage, config_file, timeout=90.0)
+
+    return runner
+
+
+def test_the_text_classifier_learns_under_the_launcher() -> None:
+    launch = (sys.executable, "-m", "zeroaccel.cli", "launch", "--cpu", "--num_processes", 2, "--zero_stage", 2)
+    script = ROOT / "examples" / "nlp_example.py"
+    result = run_command([*launch, script, "--lines", 600, "--num_epochs", 2, "--batch_size", 8], timeout=100.0)
+    assert result.returncode == 0, result.stderr
+    first, second = result.stdout.splitlines()
+    assert first.startswith("epoch 0: accuracy 0.")
+    assert first.endswith("over 120 lines")
+    assert float(second.split()[3]) > 0.75
+
+
+def test_the_image_classifier_learns(run: Runner) -> None:
+    arguments = ("--images", 480, "--num_epochs", 3, "--batch_size", 12)
+    (accuracies, printed), (others, silence) = run("cv_example.py", *arguments, stage=3)
+    assert accuracies == others
+    assert accuracies[-1] > 0.4 > 1 / 4
+    assert "over 120 images" in printed
+    assert silence == ""
+
+
+def test_losses_are_the_same_at_every_stage(run: Runner) -> None:
+    example = "by_feature/gradient_accumulation.py"
+    curves = [run(example, "--num_epochs", 2, stage=stage)[0][0] for stage in range(4)]
+    assert len(curves[0]) == 2 * 16
+    assert curves[0] == curves[1] == curves[2] == curves[3]
+    summed = [run(example, "--gradient_accumulation_steps", 3, stage=stage)[0][0] for stage in range(4)]
+    assert len(summed[0]) == 3 * 6  # 16 micro-batches: the last one of an epoch is an update of its own
+    assert summed[0] == summed[1]
+    assert summed[2] == summed[3]
+    torch.testing.assert_close(summed[0], summed[2], rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_an_interrupted_run_goes_on_as_if_it_had_not_been(run: Runner, tmp_path: Path, stage: int) -> None:
+    example = "by_feature/checkpointing.py"
+    whole = [losses for losses, _ in run(example, "--project_dir", tmp_path / "whole", stage=stage)]
+    folder = tmp_path / "project"
+    run(example, "--project_dir", folder, "--max_train_steps", 12, stage=stage)
+    resumed = run(example, "--project_dir", folder, "--resume_from_checkpoint", "latest", stage=stage)
+    assert [losses for losses, _ in resumed] == whole
+    assert whole[0] != whole[1]  # each process has its own samples
+    assert f"resumed from {folder}/checkpoints/checkpoint_1, after 10 updates" in resumed[0][1]
+    states = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert states == ["checkpoint_2", "checkpoint_3"] or states == ["checkpoint_1", "checkpoint_2", "checkpoint_3"]
+
+
+def test_trackers_get_the_numbers(run: Runner, tmp_path: Path) -> None:
+    example, arguments = "by_feature/tracking.py", ("--with_tracking", "--num_epochs", 2, "--project_dir", tmp_path)
+    run(example, *arguments, "--report_to", "tensorboard", stage=1)
+    run(example, *arguments, "--report_to", "jsonl", stage=1)
+    found = EventAccumulator(str(tmp_path / "disc"))
+    found.Reload()
+    losses = [(event.step, event.value) for event in found.Scalars("train_loss")]
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert lines[0]["num_epochs"] == 2
+    written = [(line["step"], line["train_loss"]) for line in lines[1:] if "train_loss" in line]
+    assert [step for step, _ in losses] == [step for step, _ in written] == [16, 32]
+    assert [loss for _, loss in losses] == pytest.approx([loss for _, loss in written])
+    assert len(found.Scalars("lr")) == 32
+
+
+def test_a_student_learns_from_a_frozen_teacher(run: Runner) -> None:
+    (curve, _), (other, _) = run("by_feature/multiple_models.py")
+    assert curve == other
+    assert curve[-1] < curve[0]
+
+
+def test_all_processes_stop_when_one_has_seen_enough(run: Runner) -> None:
+    results = run("by_feature/early_stopping.py", "--target_loss", 0.5)
+    ((steps, stopped, zero), _), ((others, also, one), _) = results
+    assert steps == others < 320
+    assert stopped
+    assert also
+    assert [zero, one].count(True) == 1
+
+
+TEXT = "".join(f"{number} squared is {number**2}\n" for number in range(400))
+AUTO = {
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {
+            "warmup_min_lr": "auto",
+            "warmup_max_lr": "auto",
+            "warmup_num_steps": "auto",
+            "total_num_steps": "auto",
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("sections", [(), ("optimizer",), ("optimizer", "scheduler")], ids=lambda names: len(names))
+def test_what_the_config_file_has_is_used(run: Runner, tmp_path: Path, sections: tuple[str, ...]) -> None:
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    LlamaConfig(
+        vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+    ).save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text(TEXT[:-1600])
+    (tmp_path / "held_out.txt").write_text(TEXT[-1600:])
+    config = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"},
+    } | {name: AUTO[name] for name in sections}
+    (tmp_path / "zero3.json").write_text(json.dumps(config))
+    files = ("--train_file", tmp_path / "text.txt", "--validation_file", tmp_path / "held_out.txt")
+    sizes = ("--block_size", 32, "--per_device_train_batch_size", 4, "--gradient_accumulation_steps", 2)
+    rest = ("--config_name", tmp_path / "model", "--output_dir", tmp_path / "out", "--learning_rate", 0.01)
+    track = ("--with_tracking", "--report_to", "tensorboard", "--checkpointing_steps", 6, "--num_train_epochs", 1)
+    arguments = (*files, *sizes, *rest, *track, "--num_warmup_steps", 2)
+    (best, printed), (other, _) = run("by_feature/config_support.py", *arguments, config=tmp_path / "zero3.json")
+    assert best == other < 100 < 256
+    assert re.search(r"reduce_bucket_size +1024 .*hidden_size", printed), printed
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    ids = torch.tensor(list(TEXT[-1600:].encode())).view(-1, 32)
+    with torch.no_grad():
+        assert math.exp(model(input_ids=ids, labels=ids).loss.item()) == pytest.approx(best, rel=1e-4)
+    found = EventAccumulator(str(tmp_path / "out" / "clm"))
+    found.Reload()
+    rates = [event.value for event in found.Scalars("lr")]
+    assert max(rates) == pytest.approx(0.01, rel=0.6 if sections == ("optimizer", "scheduler") else 1e-3)
+    assert rates[-1] == pytest.approx(0.0, abs=1e-3)
+    assert (tmp_path / "out" / "step_6" / "run_state.json").exists()

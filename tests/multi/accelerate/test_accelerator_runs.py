@@ -1,0 +1,178 @@
+"""`Accelerator` on states, metrics and trackers: what `examples/` do not show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from tests.support.pool import Pool
+from zeroaccel import Accelerator, DataLoaderConfiguration, GeneralTracker, ProjectConfiguration, ZeroPlugin
+from zeroaccel.errors import ZeroAccelError
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(range(7))
+
+
+def _metrics(dispatch: bool | None, split: bool) -> dict[str, list[Any]]:
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch, split_batches=split))
+    found: dict[str, list[Any]] = {"items": [], "objects": [], "scalars": [], "nested": []}
+    for data in (Stream(), list(range(7))):
+        for batch in accelerator.prepare(DataLoader(data, batch_size=2)):  # type: ignore[arg-type]
+            found["items"] += accelerator.gather_for_metrics(batch).tolist()
+            found["objects"] += accelerator.gather_for_metrics([f"item {item}" for item in batch.tolist()])
+            found["nested"] += accelerator.gather_for_metrics({"x": (batch, batch[:, None])})["x"][1].flatten().tolist()
+            found["scalars"].append(len(accelerator.gather_for_metrics(batch.sum())))
+    return found
+
+
+@pytest.mark.parametrize(("dispatch", "split"), [(None, False), (False, False), (True, True)])
+def test_metrics_count_every_sample_once(ranks: Callable[[int], Pool], dispatch: bool | None, split: bool) -> None:
+    for found in ranks(2).run(_metrics, dispatch, split):
+        assert found["items"] == found["nested"] == [*range(7), *range(7)]
+        assert found["objects"] == [f"item {item}" for item in (*range(7), *range(7))]
+        assert set(found["scalars"]) == {2}
+
+
+class Count:
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value = state["value"]
+
+
+def _said(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except ZeroAccelError as error:
+        return str(error)
+    return "nothing"
+
+
+def _project(folder: str) -> tuple[list[str], list[Any], dict[str, str]]:
+    project = ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=2)
+    accelerator = Accelerator(
+        project_config=project,
+        gradient_accumulation_steps=2,
+        deepspeed_plugins={"one": ZeroPlugin(zero_stage=3), "two": ZeroPlugin(zero_stage=1)},
+    )
+    model, other = nn.Linear(3, 3), nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    loader = DataLoader(torch.ones(8, 3), batch_size=1)  # type: ignore[arg-type]
+    model, optimizer, schedule, loader = accelerator.prepare(model, optimizer, schedule, loader)
+    accelerator.state.select_deepspeed_plugin("two")
+    accelerator.prepare(other)
+    count = Count(accelerator.process_index)
+    accelerator.register_for_checkpointing(count)
+    told: list[Any] = []
+    hook = accelerator.register_save_state_pre_hook(lambda models, weights, path: told.append((len(models), weights)))
+    accelerator.register_load_state_pre_hook(lambda models, path: told.append(Path(path).name))
+    said = {}
+    for number, x in enumerate(loader):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).square().mean())
+            if number == 0:
+                said["in between"] = _said(accelerator.save_state)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        if number == 1:
+            accelerator.save_state()
+            hook.remove()
+            accelerator.save_state()
+            count.value += 10
+            accelerator.save_state()
+            rates = schedule.get_last_lr()
+            weights = accelerator.get_state_dict(model)
+    count.value = -1
+    accelerator.load_state()
+    assert count.value == accelerator.process_index + 10
+    assert (loader.epoch, loader.batches_given, accelerator.step) == (0, 2, 2)
+    assert schedule.get_last_lr() == rates
+    again = accelerator.get_state_dict(model)
+    if weights is not None:
+        assert all(torch.equal(weights[name], again[name]) for name in weights)
+    said["number"] = str(accelerator.save_iteration)
+    said["twice"] = _said(lambda: accelerator.register_for_checkpointing(count))
+    said["engine"] = _said(lambda: accelerator.register_for_checkpointing(model))
+    said["stateless"] = _said(lambda: accelerator.register_for_checkpointing(object()))
+    said["pickled"] = _said(lambda: accelerator.save_state(safe_serialization=False))
+    accelerator.register_for_checkpointing(Count(0))
+    said["another"] = _said(accelerator.load_state)
+    names = sorted(path.name for path in Path(folder, "checkpoints").iterdir())
+    parts = sorted(path.name for path in Path(folder, "checkpoints", names[-1]).iterdir() if path.is_dir())
+    accelerator.free_memory()
+    return names + parts, told, said
+
+
+def test_states_of_a_project(ranks: Callable[[int], Pool], tmp_path: Path) -> None:
+    for names, told, said in ranks(2).run(_project, str(tmp_path)):
+        assert names == ["checkpoint_1", "checkpoint_2", "pytorch_model", "pytorch_model_1"]
+        assert told == [(2, []), (2, []), "checkpoint_2", "checkpoint_2"]  # also where saving was refused
+        assert "no gradients that wait for the end of their accumulation" in said["in between"]
+        assert said["number"] == "3"
+        assert "each object once" in said["twice"]
+        assert "an object that prepare() does not know" in said["engine"]
+        assert "object without state_dict and load_state_dict" in said["stateless"]
+        assert "never pickled" in said["pickled"]
+        assert "number of objects registered for checkpointing: expected 2" in said["another"]
+
+
+class Notes(GeneralTracker):
+    name = "notes"
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def log(self, values: Any, step: int | None = None, **kwargs: Any) -> None:
+        self.calls.append((dict(values), step))
+
+    def finish(self) -> None:
+        self.calls.append("finish")
+        raise OSError("the disk is gone")
+
+
+def _tracked(folder: str) -> tuple[list[Any], str, list[str]]:
+    notes = Notes()
+    accelerator = Accelerator(log_with=notes, project_dir=folder)
+    accelerator.init_trackers("run")
+    accelerator.log({"loss": 1.0}, step=1)
+    assert accelerator.logging_dir == accelerator.project_dir == folder
+    try:
+        accelerator._end_tracking()
+    except OSError as error:
+        ended = str(error)
+    refused = [
+        _said(lambda: Accelerator(log_with="comet_ml")),
+        _said(lambda: Accelerator(log_with="tensorboard")),
+        _said(lambda: Accelerator().save_state()),
+        _said(lambda: Accelerator().load_state()),
+        _said(lambda: Accelerator(project_dir="a", project_config=ProjectConfiguration("b"))),
+    ]
+    return notes.calls, ended, refused
+
+
+def test_trackers_log_on_one_rank_and_fail_on_all(ranks: Callable[[int], Pool], tmp_path: Path) -> None:
+    zero, one = ranks(2).run(_tracked, str(tmp_path))
+    assert zero[0] == [({"loss": 1.0}, 1), "finish"]
+    assert one[0] == []
+    assert "the disk is gone" in zero[1]
+    assert "the disk is gone" in one[1]
+    for _, _, (unknown, folderless, unnamed, nowhere, two) in (zero, one):
+        assert "got 'comet_ml'" in unknown
+        assert "a folder to write to" in folderless
+        assert "automatic_checkpoint_naming=True" in unnamed
+        assert "project_dir=" in nowhere
+        assert "one project folder" in two

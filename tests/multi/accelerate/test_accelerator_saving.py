@@ -1,0 +1,234 @@
+"""Exported models at every stage: state dicts, safetensors shards with an index, files that transformers loads."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from tests.support.pool import Pool
+from tests.support.training import Toy, batches
+from zeroaccel import Accelerator, ZeroPlugin
+from zeroaccel.checkpoint import weights, weights_on_demand
+from zeroaccel.errors import CheckpointError, EngineStateError, UsageError
+from zeroaccel.zero.param_unit import ShardState
+
+Ranks = Callable[[int], Pool]
+
+
+def _trained(stage: int, precision: str = "bf16") -> tuple[Accelerator, Any]:
+    tree = {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
+    accelerator = Accelerator(zero_plugin=ZeroPlugin(tree), mixed_precision=precision)
+    torch.manual_seed(7)
+    model: Any = Toy()
+    optimizer: Any = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.backward(model(batches(accelerator.process_index, 1)[0]))
+    optimizer.step()
+    return accelerator, model
+
+
+def _save(stage: int, folder: Path, pickled: bool) -> tuple[list[str], dict[str, Tensor], dict[str, Tensor]]:
+    """The names of the files, this rank's state dict, and the model's own once the engine is off."""
+    accelerator, model = _trained(stage)
+    names = accelerator.save_model(model, folder, max_shard_size="3KB", safe_serialization=not pickled)
+    state = accelerator.get_state_dict(model)
+    inner = accelerator.unwrap_model(model)
+    accelerator.free_memory()
+    return names, state, {name: value.detach().clone() for name, value in inner.state_dict().items()}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_state_dict_and_shards_are_the_model(ranks: Ranks, tmp_path: Path, stage: int) -> None:
+    (tmp_path / "model-00001-of-00099.safetensors").write_bytes(b"of an earlier save")
+    (names, state, whole), (_, other, _) = ranks(2).run(_save, stage, tmp_path, False)
+    assert other == {}
+    assert list(state) == list(whole)
+    assert all(torch.equal(state[name], value) for name, value in whole.items())
+    assert state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()  # tied
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    found: dict[str, Tensor] = {}
+    for file in names[:-1]:
+        tensors = load_file(tmp_path / file)
+        assert tensors
+        assert sum(value.nbytes for value in tensors.values()) <= 3000 or len(tensors) == 1
+        assert all(index["weight_map"][name] == file for name in tensors)
+        found |= tensors
+    assert set(index["weight_map"]) == set(found) == set(whole) - {"head.weight"}
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in found.values())
+    assert all(torch.equal(found[name], value) for name, value in whole.items() if name in found)
+    assert [name for name, value in found.items() if not value.numel()] == ["nothing"]  # it has no element
+
+
+def test_pickled_files_hold_every_name(ranks: Ranks, tmp_path: Path) -> None:
+    names, _, whole = ranks(2).run(_save, 3, tmp_path, True)[0]
+    found: dict[str, Tensor] = {}
+    for file in names[:-1]:
+        found |= torch.load(tmp_path / file, weights_only=True)
+    weight_map = json.loads((tmp_path / "pytorch_model.bin.index.json").read_text())["weight_map"]
+    assert set(found) == set(whole) == set(weight_map)
+    assert all(torch.equal(found[name], value) for name, value in whole.items())
+
+
+def _alone(folder: Path) -> list[str]:
+    accelerator, model = _trained(3)
+    names = accelerator.save_model(model, folder)
+    inner = accelerator.unwrap_model(model)
+    accelerator.save({"a": torch.ones(2)}, folder / "extra.safetensors", safe_serialization=True)
+    accelerator.save([1, 2], folder / "extra.pt")
+    with pytest.raises(UsageError, match="expected a model of transformers"):
+        accelerator.save_pretrained(model, folder)
+    with pytest.raises(UsageError, match="max_shard_size: expected a size such as 5GB or 500MiB, got 'big'"):
+        accelerator.save_model(model, folder, max_shard_size="big")
+    with pytest.raises(UsageError, match=r"save_model\(Linear\): expected a model that prepare"):
+        accelerator.save_model(nn.Linear(2, 2), folder)
+    accelerator.wait_for_everyone()
+    with pytest.raises(CheckpointError, match=r"extra.pt/below: cannot be written \(Not a directory\)"):
+        accelerator.save_model(model, folder / "extra.pt" / "below")
+    if accelerator.is_main_process:
+        for safe in (False, True):
+            with pytest.raises(CheckpointError, match=r"extra.pt/below: cannot be written"):
+                accelerator.save({"a": torch.ones(2)}, folder / "extra.pt" / "below", safe_serialization=safe)
+    assert accelerator.unwrap_model(model) is inner
+    accelerator.free_memory()
+    return names
+
+
+def test_a_small_model_is_one_file(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2).run(_alone, tmp_path) == [["model.safetensors"]] * 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["extra.pt", "extra.safetensors", "model.safetensors"]
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt", "head.weight": "embed.weight"}
+
+
+def _peak(folder: Path) -> tuple[int, int]:
+    """The most unsharded elements at a time while saving, and the elements of the largest unit."""
+    accelerator, model = _trained(3)
+    seen = []
+    original = weights.StreamedWeights.add
+
+    def watch(self: Any, name: str, value: Tensor) -> None:
+        seen.append(sum(b.full.untyped_storage().nbytes() // b.dtype.itemsize for u in model.units for b in u.buffers))
+        original(self, name, value)
+
+    weights.StreamedWeights.add = watch  # type: ignore[method-assign]
+    try:
+        accelerator.save_model(model, folder)
+    finally:
+        weights.StreamedWeights.add = original  # type: ignore[method-assign]
+    largest = max(unit.numel for unit in model.units)
+    accelerator.free_memory()
+    return max(seen, default=0), largest
+
+
+def test_one_unit_at_a_time_is_unsharded(ranks: Ranks, tmp_path: Path) -> None:
+    (most, largest), (elsewhere, _) = ranks(2).run(_peak, tmp_path)
+    assert 0 < most <= largest
+    assert elsewhere == 0  # rank 0 writes
+
+
+def _hugging_face(folder: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    settings = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    torch.manual_seed(3)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings, **heads))
+    tree = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+    accelerator = Accelerator(zero_plugin=ZeroPlugin(tree), mixed_precision="bf16")
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    tokens = torch.randint(0, 64, (2, 8))
+    accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+    optimizer.step()
+    assert model.config.hidden_size == 16
+    accelerator.save_pretrained(model, folder / "streamed", max_shard_size="4KB")
+    state = accelerator.get_state_dict(model)
+    accelerator.unwrap_model(model).save_pretrained(
+        folder / "own", is_main_process=accelerator.is_main_process, save_function=accelerator.save, state_dict=state
+    )
+    inner = accelerator.unwrap_model(model)
+    accelerator.free_memory()
+    if accelerator.is_main_process:
+        for way in ("streamed", "own"):
+            loaded = transformers.LlamaForCausalLM.from_pretrained(folder / way, dtype=torch.bfloat16)
+            for (name, weight), other in zip(inner.named_parameters(), loaded.parameters(), strict=True):
+                assert torch.equal(weight, other), (way, name)
+            assert loaded.generation_config is not None
+
+
+def _no_state_dict(folder: Path) -> dict[str, Any]:
+    """Saves with a state dict and without, and measures what values of the latter are in host memory at a time."""
+    transformers = pytest.importorskip("transformers")
+    settings = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 6}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    torch.manual_seed(3)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings, **heads))
+    tree = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+    accelerator = Accelerator(zero_plugin=ZeroPlugin(tree), mixed_precision="bf16")
+    engine = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))[0]
+    main = accelerator.is_main_process
+    arguments = {"is_main_process": main, "max_shard_size": "8KB"}
+    model.save_pretrained(folder / "with", state_dict=accelerator.get_state_dict(engine), **arguments)
+    alive, most, gathers = [0], [0], [0]
+    original, unshard = weights_on_demand._Requests.ask, type(engine.units[0]).unshard
+
+    def ask(self: Any, name: str) -> Tensor:
+        value = original(self, name)
+        memory = np.empty(value.nbytes, np.uint8)  # whose end can be watched, unlike that of a storage of torch
+        watched = torch.from_numpy(memory).view(value.dtype).view(value.shape)
+        watched.copy_(value)
+        alive[0] += value.nbytes
+        most[0] = max(most[0], alive[0])
+        weakref.finalize(memory, freed, value.nbytes)
+        return watched
+
+    def freed(nbytes: int) -> None:
+        alive[0] -= nbytes
+
+    def count(self: Any) -> None:
+        gathers[0] += 1
+        unshard(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weights_on_demand._Requests, "ask", ask)
+        patch.setattr(type(engine.units[0]), "unshard", count)
+        model.save_pretrained(folder / "without", **arguments)
+    with pytest.raises(Exception, match="unwritable") as refused:
+        model.save_pretrained(folder / "with" / "config.json" / "unwritable", **arguments)
+    assert "unwritable" in str(refused.value)  # on both ranks, and none waits
+    with pytest.raises(EngineStateError, match=r"pass state_dict=accelerator\.get_state_dict"):
+        model.save_pretrained(folder / "alone")
+    still_sharded = all(unit.state is ShardState.SHARDED for unit in engine.units)
+    accelerator.free_memory()
+    total = sum(param.nbytes for param in model.parameters())
+    return {"most": most[0], "left": alive[0], "gathers": gathers[0], "total": total, "sharded": still_sharded}
+
+
+def test_a_sharded_model_is_saved_file_by_file(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks(2).run(_no_state_dict, tmp_path, timeout=120)
+    assert first["sharded"]
+    assert second["sharded"]
+    names = sorted(path.name for path in (tmp_path / "with").iterdir())
+    assert sum(name.endswith(".safetensors") for name in names) > 4
+    assert sorted(path.name for path in (tmp_path / "without").iterdir()) == names
+    for name in names:
+        assert (tmp_path / "with" / name).read_bytes() == (tmp_path / "without" / name).read_bytes(), name
+    assert 0 < first["most"] <= 2 * 8000 < first["total"] / 2  # the file that is written, and the one before it
+    assert first["left"] == 0
+    assert second["most"] == 0
+    assert first["gathers"] == second["gathers"] <= 8 + 3  # units of six layers, embedding and norm; few come twice
+
+
+def test_transformers_loads_what_was_saved(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2).run(_hugging_face, tmp_path, timeout=120)
+    assert (tmp_path / "streamed" / "model.safetensors.index.json").exists()
+    assert json.loads((tmp_path / "streamed" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]

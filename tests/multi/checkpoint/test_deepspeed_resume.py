@@ -1,0 +1,107 @@
+"""Training goes on where DeepSpeed left off, on any number of ranks and at any stage."""
+
+from __future__ import annotations
+
+import shutil
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.multi.checkpoint.deepspeed_runs import MAKE, Resumed, resume_deepspeed
+from tests.support.environment import ROOT
+from tests.support.pool import Pool
+from zeroaccel.checkpoint.formats.deepspeed_checkpoint import open_deepspeed_checkpoint
+from zeroaccel.checkpoint.formats.deepspeed_resume import manifest_of
+from zeroaccel.checkpoint.tensor_store import TorchStore
+
+DATA = ROOT / "tests" / "data" / "deepspeed"
+GROUPS = (
+    ("embed.weight", "up.weight", "down.weight"),
+    ("scale", "norm.weight", "norm.bias", "up.bias", "down.bias"),
+)
+
+
+def assembled(ranks: list[Resumed], key: str) -> Tensor:
+    parts = sorted((rank.pieces[key] for rank in ranks if key in rank.pieces), key=lambda part: part[0])
+    assert [start for start, _ in parts] == [sum(p.numel() for _, p in parts[:i]) for i in range(len(parts))], key
+    return torch.cat([part.flatten() for _, part in parts])
+
+
+def plain_losses() -> list[float]:
+    model, optimizer = MAKE.build(empty=False)
+    for group in optimizer.param_groups:
+        group["params"] = [param for param in group["params"] if param.requires_grad]
+    losses = []
+    for step in range(MAKE.STEPS + 2):
+        loss = model(MAKE.batch(step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses[MAKE.STEPS :]
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "stage", "precision"),
+    [
+        ("stage0_fp32_w1", 2, 3, "fp32"),
+        ("stage1_fp32_w2", 1, 2, "fp32"),
+        ("stage3_fp32_w3", 2, 1, "fp32"),
+        ("stage1_fp32_w2_universal", 2, 3, "fp32"),
+        ("stage2_round_robin_w2", 2, 3, "bf16"),
+        ("stage1_bf16_optimizer_w3", 2, 0, "bf16"),
+        ("stage3_sub_groups_w3", 2, 2, "bf16"),
+        ("stage1_elastic_w2", 1, 3, "bf16"),
+        ("stage2_fp16_w3", 2, 2, "bf16"),
+    ],
+)
+def test_training_goes_on(
+    name: str, world_size: int, stage: int, precision: str, ranks: Callable[[int], Pool], tmp_path: Path
+) -> None:
+    with tarfile.open(DATA / f"{name}.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    root = tmp_path / name
+    checkpoint = open_deepspeed_checkpoint(root)
+    checkpoint.name_positions(GROUPS)
+    store = TorchStore(checkpoint.folder, manifest_of(checkpoint), checkpoint.files)
+    found = ranks(world_size).run(resume_deepspeed, root, stage, precision, "stage3" not in name)
+
+    keys = {key for rank in found for key in rank.pieces}
+    for fqn in (*GROUPS[0], *GROUPS[1]):
+        (weight,) = keys & {f"master/{fqn}", f"value/{fqn}"}
+        expected = store.fetch(checkpoint.weight_key(fqn) or "").float()
+        assert torch.equal(assembled(found, weight), expected.flatten()), fqn
+        for kind in ("exp_avg", "exp_avg_sq"):
+            expected = store.fetch(f"state/{kind}/{fqn}").float()
+            assert torch.equal(assembled(found, f"state/{kind}/{fqn}"), expected.flatten()), (kind, fqn)
+    frozen = assembled(found, "value/held.weight")
+    assert torch.equal(frozen, store.fetch("value/held.weight").flatten().to(frozen.dtype))
+    for rank in found:
+        assert rank.global_steps == 3
+        assert rank.rates == [0.01, 0.02]
+        assert rank.scheduler == {"last_batch_iteration": 2}
+        assert rank.client_state["epoch"] == 7
+        assert rank.client_state["history"][1].tolist() == [0, 1, 2]
+        assert rank.buffers["seen"].item() == 41
+        assert rank.losses == pytest.approx(plain_losses(), rel=1e-6 if precision == "fp32" else 5e-3)
+
+
+def test_auto_takes_the_newest_complete_one_of_any_format(ranks: Callable[[int], Pool], tmp_path: Path) -> None:
+    with tarfile.open(DATA / "stage3_fp32_w3.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    root = tmp_path / "stage3_fp32_w3"
+    (root / "latest").unlink()
+    (whole,) = (path for path in root.iterdir() if path.is_dir())
+    broken = Path(shutil.copytree(whole, root / "newer"))
+    next(broken.glob("*optim_states.pt")).unlink()
+    for path in broken.iterdir():
+        path.touch()
+    (root / "ours").mkdir()
+    (root / "ours" / "manifest.json").write_text("{}")
+    (found,) = ranks(1).run(resume_deepspeed, root, 1, "fp32", False, "auto")
+    assert found.global_steps == 3
+    assert found.losses == pytest.approx(plain_losses(), rel=1e-6)

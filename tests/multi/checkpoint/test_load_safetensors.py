@@ -1,0 +1,197 @@
+"""Weights from files into shards: only the needed bytes are read, on the meta device, in zero.Init, and unsharded."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import zeroaccel
+from tests.multi.zero.test_zero_init import train
+from tests.support.pool import Pool
+from tests.support.training import SGD, WIDTH, Run, Toy, config, differences
+from zeroaccel import zero
+from zeroaccel.errors import ZeroAccelError
+from zeroaccel.zero.access.param_registry import handle_of
+
+Ranks = Callable[[int], Pool]
+SIDE = 3072  # tensors that malloc gives back to the system when they are freed
+
+
+class Seen(Toy):
+    """A buffer that is not saved, as of rotary embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("inverse", torch.arange(4.0), persistent=False)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A Seen in two files with an index, the tied weight once."""
+    torch.manual_seed(11)
+    model = Seen()
+    with torch.no_grad():
+        model.offset.fill_(0.5)
+    state = {name: value for name, value in model.state_dict().items() if name != "head.weight"}
+    names = sorted(state)
+    files = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, held in files.items():
+        save_file({name: state[name].contiguous() for name in held}, tmp_path / file)
+    index = {"weight_map": {name: file for file, held in files.items() for name in held}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    return tmp_path
+
+
+def _initialise(module: nn.Module) -> None:
+    if isinstance(module, Seen):
+        module.inverse = torch.arange(4.0)
+
+
+def _loaded(how: str, folder: str, settings: dict[str, Any]) -> tuple[Run, int]:
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(100 + rank)
+    if how == "meta":
+        with torch.device("meta"):
+            model = Seen()
+    elif how == "init":
+        with zero.Init():
+            model = Seen()
+    else:
+        model = Seen()
+    read = zero.load_safetensors(model, folder, initialize_missing=_initialise if how == "meta" else None)
+    assert model.head.weight is model.embed.weight
+    assert float(model.offset[0]) == 0.5
+    assert how != "meta" or model.inverse.tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert (handle_of(model.layers[0].up.weight) is None) == (how == "whole")
+    engine, *_ = zeroaccel.initialize(model, config=settings)
+    return train(engine), read
+
+
+@pytest.mark.parametrize("stage", [3, 2])
+def test_loaded_meta_and_init_give_the_same(ranks: Ranks, saved: Path, stage: int) -> None:
+    settings = config(stage, "bf16", optimizer=SGD)
+    whole = ranks(2).run(_loaded, "whole", str(saved), settings)
+    nbytes = whole[0][1]
+    assert nbytes > 4 * sum(param.numel() for param in Seen().parameters())
+    for how in ("meta", "init"):
+        found = ranks(2).run(_loaded, how, str(saved), settings)
+        assert [differences(a[0], b[0]) for a, b in zip(whole, found, strict=True)] == [[], []]
+        buffers = 2 * 4 * WIDTH
+        assert sum(read for _, read in found) <= nbytes + buffers  # each byte by one rank
+        assert max(read for _, read in found) < 0.75 * nbytes
+
+
+def _mistakes(folder: str) -> list[str]:
+    found = []
+
+    def attempt(action: Callable[[], object]) -> None:
+        with pytest.raises(ZeroAccelError) as raised:
+            action()
+        found.append(str(raised.value))
+
+    with torch.device("meta"):
+        model = Seen()
+    attempt(lambda: zero.load_safetensors(model, folder))  # the buffer that is never set
+    attempt(lambda: zeroaccel.initialize(model, config=config(3)))
+    half = Path(folder, "half.safetensors")
+    attempt(lambda: zero.load_safetensors(model, half))
+    assert model.layers[0].up.weight.is_meta  # nothing was touched
+    attempt(lambda: zero.load_safetensors(nn.Linear(3, 3), folder))
+    wide = Toy(width=WIDTH + 1)
+    attempt(lambda: zero.load_safetensors(wide, folder, strict=False))
+    attempt(lambda: zero.load_safetensors(model, Path(folder, "nowhere")))
+    attempt(lambda: zero.load_safetensors(model, Path(folder, "cut.safetensors")))
+    attempt(lambda: zero.load_safetensors(model, Path(folder, "outside.index.json")))
+    attempt(lambda: zero.load_safetensors(model, Path(folder, "gone.index.json")))
+    return found
+
+
+def test_what_does_not_fit_is_listed_on_every_rank(ranks: Ranks, saved: Path) -> None:
+    whole = (saved / "a.safetensors").read_bytes()
+    (saved / "cut.safetensors").write_bytes(whole[: len(whole) // 2])
+    half = {name: value for name, value in Seen().state_dict().items() if name.startswith("layers.0")}
+    save_file(half, saved / "half.safetensors")
+    (saved / "outside.index.json").write_text(json.dumps({"weight_map": {"x": "../a.safetensors"}}))
+    (saved / "gone.index.json").write_text(json.dumps({"weight_map": {"x": "c.safetensors"}}))
+    for found in ranks(2).run(_mistakes, str(saved)):
+        unset, meta, half_there, other, wide, nowhere, cut, outside, gone = found
+        assert "buffers that are never saved, on the meta device: inverse" in unset
+        assert "the meta device'; load it with zero.load_safetensors" in meta
+        assert "not initialised" in half_there
+        assert "layers.1.up.weight" in half_there
+        assert "layers.0" not in half_there
+        assert "not in the files, and not initialised: weight, bias" in other
+        assert "not in the model: embed.weight" in other
+        assert wide.count("in the file, ") == len(Seen().state_dict()) - 4  # not unused, nothing, temperature; head
+        assert "no such file or folder" in nowhere
+        assert "not a whole safetensors file" in cut
+        assert "'../a.safetensors'" in outside
+        assert "c.safetensors: missing" in gone
+
+
+def _partly(folder: str) -> list[Tensor]:
+    """A head that no file has is initialised; other names are translated; dtypes are cast on the way."""
+    with torch.device("meta"):
+        model = nn.ModuleDict({"body": nn.Linear(6, 6), "head": nn.Linear(6, 2)})
+
+    def fill(module: nn.Module) -> None:
+        nn.init.constant_(module.weight, 3.0)  # type: ignore[arg-type]
+        nn.init.constant_(module.bias, 4.0)  # type: ignore[arg-type]
+
+    zero.load_safetensors(
+        model,
+        Path(folder, "body.safetensors"),
+        dtype=torch.bfloat16,
+        rename=lambda name: name.replace("body", "encoder"),
+        initialize_missing=fill,
+    )
+    return [zero.safe_get_full_fp32_param(param) if handle_of(param) else param.float() for param in model.parameters()]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_missing_modules_are_initialised(ranks: Ranks, tmp_path: Path, world_size: int) -> None:
+    state = {"encoder.weight": torch.randn(6, 6), "encoder.bias": torch.randn(6)}
+    save_file(state, tmp_path / "body.safetensors")
+    for weight, bias, head, head_bias in ranks(world_size).run(_partly, str(tmp_path)):
+        assert torch.equal(weight, state["encoder.weight"].bfloat16().float())
+        assert torch.equal(bias, state["encoder.bias"].bfloat16().float())
+        assert head.unique().tolist() == [3.0]
+        assert head_bias.unique().tolist() == [4.0]
+
+
+def _peak(how: str, folder: str) -> float:
+    """Bytes that building and loading took at most, beyond what was there before."""
+    with torch.device("meta") if how == "load" else zero.Init():
+        model = nn.Sequential(*(nn.Linear(SIDE, SIDE, bias=False) for _ in range(4)))
+    process = psutil.Process()
+    if how == "init":
+        del model
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    before = process.memory_info().rss
+    if how == "load":
+        zero.load_safetensors(model, Path(folder, "model.safetensors"))
+    else:
+        with zero.Init():
+            model = nn.Sequential(*(nn.Linear(SIDE, SIDE, bias=False) for _ in range(4)))
+    peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    assert handle_of(model[3].weight) is not None
+    return int(peak.split()[1]) * 1024 - before
+
+
+@pytest.mark.parametrize("how", ["init", "load"])
+def test_a_rank_never_has_more_than_its_part_and_a_tensor(ranks: Ranks, tmp_path: Path, how: str) -> None:
+    tensor = 4 * SIDE * SIDE
+    if how == "load":
+        save_file({f"{n}.weight": torch.zeros(SIDE, SIDE) for n in range(4)}, tmp_path / "model.safetensors")
+    for peak in ranks(2).run(_peak, how, str(tmp_path)):
+        assert peak < 4 * tensor / 2 + (3.5 * tensor if how == "init" else 24e6)

@@ -1,0 +1,215 @@
+"""Groups of ranks of a device mesh: replicated shards, and ZeRO on one axis with tensor parallelism on another."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import zeroaccel
+from tests.support.pool import Pool
+from tests.support.training import SGD, Run, config, differences, train
+from zeroaccel.comm.hierarchical import HierarchicalCollectives
+from zeroaccel.comm.topology import init_process_group
+from zeroaccel.errors import UsageError
+from zeroaccel.logs import logger
+
+Ranks = Callable[[int], Pool]
+
+WIDTH = 24
+
+
+class Layer(nn.Module):
+    """Two linear layers that tensor parallelism cuts by columns and by rows, and a norm that it leaves alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).square().mean()
+
+
+def _mesh(*sizes: int) -> DeviceMesh:
+    init_process_group()
+    return init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp")[: len(sizes)])
+
+
+def _cut(model: Network, mesh: DeviceMesh) -> None:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    for layer in model.layers:
+        parallelize_module(layer, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def _run(settings: Mapping[str, Any], dp: int, tp: int, dtype: torch.dtype) -> Run:
+    """Six steps; with tp of 1 the full model on each rank. Data parallel rank d sees batch d."""
+    mesh = _mesh(dp, tp)
+    torch.manual_seed(7)
+    model = Network().to(dtype)
+    if tp > 1:
+        _cut(model, mesh["tp"])
+    engine, *_ = zeroaccel.initialize(model, config=dict(settings), mesh=mesh["dp"])
+    assert engine.collectives.world_size == dp
+    run = Run()
+    for step in range(6):
+        generator = torch.Generator().manual_seed(100 * step + engine.collectives.rank)
+        loss = engine(torch.randn(4, WIDTH, generator=generator).to(dtype))
+        engine.backward(loss)
+        engine.step()
+        run.losses.append(loss.item())
+        run.norms.append(engine.get_global_grad_norm())
+    engine.destroy()
+    for name, param in model.named_parameters():
+        whole = param.full_tensor() if hasattr(param, "full_tensor") else param
+        run.weights[name] = whole.detach().clone()
+    return run
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_zero_with_tensor_parallelism(ranks: Ranks, precision: str, dtype: torch.dtype) -> None:
+    """The same bits at every stage, and the same training as without tensor parallelism."""
+    clipped = {"gradient_clipping": 0.05, "optimizer": SGD}
+    settings = [config(stage, precision, **clipped) for stage in (0, 2, 3)]
+    settings.append(config(3, precision, **clipped, zero_hpz_partition_size=2, stage3_max_reuse_distance=0))
+    whole = ranks(2).run(_run, config(3, precision, **clipped), 2, 1, dtype)
+    runs = [ranks(4).run(_run, setting, 2, 2, dtype) for setting in settings]
+    for other in runs[1:]:
+        assert [differences(a, b) for a, b in zip(runs[0], other, strict=True)] == [[]] * 4
+    tolerance = 1e-4 if dtype is torch.float32 else 3e-2
+    for rank, run in enumerate(runs[2]):
+        plain = whole[rank // 2]
+        assert run.losses == pytest.approx(plain.losses, rel=tolerance)
+        # Each element counts once, whether tensor parallelism splits it or has it on both ranks.
+        assert run.norms == pytest.approx(plain.norms, rel=tolerance)
+        assert plain.norms[0] is not None
+        assert plain.norms[0] > 0.1
+        for name, weight in plain.weights.items():
+            assert torch.allclose(run.weights[name].float(), weight.float(), atol=tolerance), name
+
+
+def _replicated(sizes: tuple[int, ...]) -> tuple[Run, int]:
+    shard_size = 0
+
+    def look(engine: Any) -> None:
+        nonlocal shard_size
+        assert isinstance(engine.collectives, HierarchicalCollectives)
+        shard_size = engine.collectives.shard_world_size
+
+    return train(config(3, "bf16"), steps=5, before=look, mesh=_mesh(*sizes)), shard_size
+
+
+def _plain() -> Run:
+    return train(config(3, "bf16"), steps=5)
+
+
+def test_two_axes_are_replicas_and_shards(ranks: Ranks) -> None:
+    plain = ranks(4).run(_plain)
+    for sizes in ((2, 2), (4, 1), (1, 4), (4,)):
+        for rank, (run, shard_size) in enumerate(ranks(4).run(_replicated, sizes)):
+            assert differences(plain[rank], run) == []
+            assert shard_size == sizes[-1]
+
+
+def _saved(folder: str) -> list[str]:
+    mesh = _mesh(2, 2)
+    model = Network()
+    _cut(model, mesh["tp"])
+    said: list[str] = []
+    listener = logging.Handler()
+    listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(listener)
+    engine, *_ = zeroaccel.initialize(model, config=config(3, "fp32"), mesh=mesh["dp"])
+    logger.removeHandler(listener)
+    told = [line for line in said if "save_checkpoint() and the other calls" in line]
+    for call in (engine.save_checkpoint, engine.load_checkpoint, engine.save_16bit_model):
+        try:
+            call(folder)
+        except zeroaccel.errors.EngineStateError as error:
+            told.append(str(error))
+    engine.destroy()
+    return told
+
+
+def test_checkpoints_of_a_divided_model_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    for early, *told in ranks(4).run(_saved, str(tmp_path)):
+        assert "iter_named_full_params" in early  # before anything is trained
+        assert [line.partition("(")[0] for line in told] == [
+            "engine.save_checkpoint",
+            "engine.load_checkpoint",
+            "engine.save_16bit_model",
+        ]
+        assert all("divided on another axis of the mesh (2 of the job's 4 ranks" in line for line in told)
+
+
+def _mistaken(what: str) -> str:
+    mesh = _mesh(2, 2)
+    model: nn.Module = Network()
+    settings = config(3, "fp32")
+    if what == "half":
+        mesh = DeviceMesh("cpu", [0, 1], _init_backend=False)  # two ranks are left out
+    elif what == "key":
+        settings = config(3, "fp32", mics_shard_size=4)
+    elif what == "dtype":
+        _cut(model, mesh["tp"])  # type: ignore[arg-type]
+        mesh, settings = mesh["dp"], config(3, "bf16")
+    elif what == "divisor":
+        mesh, settings = mesh["dp"], config(3, "fp32", mics_shard_size=4)
+    try:
+        zeroaccel.initialize(model, config=settings, mesh=mesh)
+    except zeroaccel.errors.ZeroAccelError as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("it was taken")
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("half", "UsageError: initialize(mesh): expected one or two axes that have each of the 4 ranks in one group"),
+        ("key", "zero_optimization.mics_shard_size: expected 2, the size of the mesh's second axis, got 4"),
+        ("dtype", "layers.0.up.weight, a DTensor: expected torch.bfloat16, as the config's precision says"),
+        ("divisor", "zero_optimization.mics_shard_size: expected a divisor of the 2 ranks: 1, 2, got 4"),
+    ],
+)
+def test_meshes_that_do_not_fit_are_named(ranks: Ranks, what: str, says: str) -> None:
+    for message in ranks(4).run(_mistaken, what):
+        assert says in message
+
+
+def _another_rate(sizes: tuple[int, ...]) -> str:
+    """The last of four ranks has another; with a second axis it is in another group than rank 0."""
+    mesh = _mesh(*sizes)
+    engine, *_ = zeroaccel.initialize(Network(), config=config(3), mesh=mesh["dp"])
+    if torch.distributed.get_rank() == 3:
+        engine.optimizer.param_groups[0]["lr"] = 7
+    engine.backward(engine(torch.ones(4, WIDTH)))
+    with pytest.raises(UsageError) as caught:
+        engine.step()
+    engine.destroy()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("sizes", [(4,), (2, 2)])
+def test_param_groups_are_compared_over_all_ranks_of_the_job(ranks: Ranks, sizes: tuple[int, ...]) -> None:
+    for said in ranks(4).run(_another_rate, sizes):
+        assert said.startswith("step 0: optimizer.param_groups[0]['lr'] is 0.01 on ranks 0-2 and 7 on rank 3: ")

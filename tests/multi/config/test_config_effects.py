@@ -1,0 +1,51 @@
+"""Keys of the config that are little more than a wire: each value arrives where it takes effect."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import zeroaccel
+from tests.support.pool import Pool
+from tests.support.training import Toy, config
+from zeroaccel.config import load_config
+from zeroaccel.offload.file_io import IoSettings
+from zeroaccel.zero.storage.placement import OffloadRules
+
+Ranks = Callable[[int], Pool]
+
+
+def test_files_are_read_as_the_aio_section_says() -> None:
+    aio = {"block_size": 8192, "queue_depth": 3, "intra_op_parallelism": 2, "overlap_events": False, "checksum": True}
+    settings = load_config({"aio": aio})
+    assert OffloadRules.of(settings, "device", "nvme").io == IoSettings(8192, 6, overlap=False, checksum=True)
+    assert OffloadRules.of(load_config({}), "device", "nvme").io.overlap
+
+
+def _batch_sizes(drop: bool) -> list[int]:
+    settings = {**config(1), "dataloader_drop_last": drop}
+    data = [torch.zeros(8, dtype=torch.long)] * 10
+    engine, _, loader, _ = zeroaccel.initialize(Toy(), config=settings, training_data=data)
+    assert loader is not None
+    engine.destroy()
+    return [len(batch) for batch in loader]
+
+
+@pytest.mark.parametrize(("drop", "sizes"), [(False, [2, 2, 1]), (True, [2, 2])])
+def test_the_last_batch_of_a_loader_may_be_dropped(ranks: Ranks, drop: bool, sizes: list[int]) -> None:
+    assert ranks(2).run(_batch_sizes, drop) == [sizes, sizes]
+
+
+def _collecting() -> list[bool]:
+    states = [gc.isenabled()]
+    engine, *_ = zeroaccel.initialize(Toy(), config={**config(1), "disable_python_gc": True})
+    states.append(gc.isenabled())
+    engine.destroy()
+    return [*states, gc.isenabled()]
+
+
+def test_the_garbage_collector_is_off_while_training(ranks: Ranks) -> None:
+    assert ranks(2).run(_collecting) == [[True, False, True]] * 2

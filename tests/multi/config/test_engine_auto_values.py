@@ -1,0 +1,78 @@
+"""A config in which everything is "auto", on real ranks: the engine uses the values that the model implies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import zeroaccel
+from tests.support.pool import Pool
+from tests.support.training import ADAMW, WIDTH, Run, Toy, differences, train
+from zeroaccel.errors import ConfigError
+
+Ranks = Callable[[int], Pool]
+
+SIZES = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+AUTO: dict[str, Any] = {
+    "train_batch_size": 4,
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "bf16": {"enabled": "auto"},
+    "zero_optimization": {"stage": 3, **dict.fromkeys(SIZES, "auto")},
+    "optimizer": {**ADAMW, "params": {**ADAMW["params"], "betas": "auto", "eps": "auto"}},
+}
+WRITTEN: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "zero_optimization": {
+        "stage": 3,
+        "reduce_bucket_size": WIDTH**2,
+        "stage3_prefetch_bucket_size": int(0.9 * WIDTH**2),
+        "stage3_param_persistence_threshold": 10 * WIDTH,
+    },
+    "optimizer": ADAMW,
+}
+
+
+def _settings(tree: dict[str, Any]) -> tuple[str, int, int, list[bool]]:
+    """The engine's settings as text, and what of it follows from the model's width."""
+    engine, *_ = zeroaccel.initialize(Toy(), config=tree)
+    settings = engine.settings
+    resident = [buffer.persistent for unit in engine.units for buffer in unit.buffers]
+    engine.destroy()
+    return str(settings), settings.rules.bucket_numel, settings.limits.prefetch_bucket_size, resident
+
+
+def _train(tree: dict[str, Any]) -> Run:
+    return train(tree, 3)
+
+
+def _refusal(tree: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        zeroaccel.initialize(torch.nn.Linear(3, 3), config=tree)
+    return str(caught.value)
+
+
+def test_autos_become_the_numbers_one_would_have_written(ranks: Ranks) -> None:
+    filled = ranks(2).run(_settings, AUTO)
+    assert filled == ranks(2).run(_settings, WRITTEN)
+    _, bucket, prefetch, resident = filled[0]
+    assert (bucket, prefetch) == (WIDTH**2, int(0.9 * WIDTH**2))
+    assert set(resident) == {True, False}  # the default threshold would make all of the toy persistent
+    pairs = zip(ranks(2).run(_train, AUTO), ranks(2).run(_train, WRITTEN), strict=True)
+    assert [differences(one, other) for one, other in pairs] == [[], []]
+
+
+def test_what_nothing_fills_is_reported_on_every_rank(ranks: Ranks) -> None:
+    tree = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 0, "total_num_steps": "auto"}},
+    }
+    for message in ranks(2).run(_refusal, tree):
+        assert message.startswith("config: 3 settings are wrong")
+        for key in ("train_micro_batch_size_per_gpu", "optimizer.params.lr", "scheduler.params.total_num_steps"):
+            assert f'{key}: "auto", and nothing says what it is; write a number' in message

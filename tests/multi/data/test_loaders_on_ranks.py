@@ -1,0 +1,147 @@
+"""Loaders on real ranks: rank 0's order, and rank 0 reading for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from tests.support.pool import Pool
+from zeroaccel.comm.collectives import Collectives
+from zeroaccel.comm.topology import init_process_group
+from zeroaccel.data import DataLoaderConfiguration, prepare_data_loader
+
+
+class Numbers(Dataset[int]):
+    """Only for `readers`; -1 stands for an item that cannot be read."""
+
+    def __init__(self, length: int, readers: tuple[int, ...] = (0, 1), broken: int = -1) -> None:
+        self.length, self.readers, self.broken = length, readers, broken
+
+    def __getitem__(self, index: int) -> int:
+        assert torch.distributed.get_rank() in self.readers, "read by a rank that should not"
+        if index == self.broken:
+            raise KeyError(f"no item {index}")
+        return index
+
+    def __len__(self) -> int:
+        return self.length
+
+
+class RandomStream(IterableDataset[Any]):
+    """Another order on every rank and in every epoch; items of several kinds and sizes."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        generator = torch.Generator().manual_seed(10 * self.epoch + torch.distributed.get_rank())
+        for index in torch.randperm(self.length, generator=generator).tolist():
+            yield {"x": torch.full((1 + index % 3,), float(index)), "name": f"item {index}"}
+
+
+def _padded(items: list[Any]) -> dict[str, Any]:
+    rows = [torch.nn.functional.pad(item["x"], (0, 3 - len(item["x"]))) for item in items]
+    width = max(len(item["x"]) for item in items)  # so that the ranks' batches have different shapes
+    return {"x": torch.stack(rows)[:, :width], "name": [item["name"] for item in items]}
+
+
+def _collectives() -> Collectives:
+    return Collectives(init_process_group())
+
+
+def _epochs(make: Callable[[], DataLoader[Any]], options: dict[str, Any], skip: tuple[int, int] | None) -> Any:
+    """Per batch of two epochs: values, end and remainder. `skip` loads a position first."""
+    torch.manual_seed(torch.distributed.get_rank())  # ranks that would not agree by themselves
+    loader = prepare_data_loader(make(), DataLoaderConfiguration(**options), collectives=_collectives())
+    if skip is not None:
+        loader.load_state_dict(loader.state_dict() | {"epoch": skip[0], "batches": skip[1]})
+    found = []
+    while loader.epoch < 2:
+        for batch in loader:
+            values = batch["name"] if isinstance(batch, dict) else batch.tolist()
+            found.append((values, loader.end_of_dataloader, loader.remainder))
+    return len(found), found
+
+
+def _shuffled() -> DataLoader[Any]:
+    return DataLoader(Numbers(11), 2, shuffle=True)
+
+
+def _read_by_rank_0() -> DataLoader[Any]:
+    return DataLoader(Numbers(11, readers=(0,)), 2, shuffle=True)
+
+
+def _stream() -> DataLoader[Any]:
+    return DataLoader(RandomStream(11), 2, collate_fn=_padded)
+
+
+def _broken() -> DataLoader[Any]:
+    return DataLoader(Numbers(11, broken=6), 2)
+
+
+def _merged(results: list[Any]) -> list[list[Any]]:
+    """The epochs that the ranks saw together, without what was repeated."""
+    epochs: list[list[Any]] = [[]]
+    for turns in zip(*(found for _, found in results), strict=True):
+        assert len({(end, remainder) for _, end, remainder in turns}) == 1
+        items = [item for values, _, _ in turns for item in values]
+        _, end, remainder = turns[0]
+        epochs[-1] += items[:remainder] if remainder >= 0 else items
+        if end:
+            epochs.append([])
+    return epochs[:-1]
+
+
+def test_all_ranks_follow_rank_0s_order_and_dispatching_changes_nothing(ranks: Callable[[int], Pool]) -> None:
+    pool = ranks(2)
+    sharded = pool.run(_epochs, _shuffled, {}, None)
+    first, second = _merged(sharded)
+    assert sorted(first) == sorted(second) == list(range(11))
+    assert first != second
+    assert pool.run(_epochs, _read_by_rank_0, {"dispatch_batches": True}, None) == sharded
+    split = pool.run(_epochs, _read_by_rank_0, {"dispatch_batches": True, "split_batches": True}, None)
+    assert _merged(split) == [first, second]
+    assert split[0][1][0][0] == first[:1]
+
+
+def test_a_stream_is_read_by_rank_0_and_resumed(ranks: Callable[[int], Pool]) -> None:
+    pool = ranks(2)
+    whole = pool.run(_epochs, _stream, {}, None)
+    orders = _merged(whole)
+    for epoch, order in enumerate(orders):
+        generator = torch.Generator().manual_seed(10 * epoch)
+        assert order == [f"item {index}" for index in torch.randperm(11, generator=generator).tolist()]
+    resumed = pool.run(_epochs, _stream, {}, (1, 2))
+    assert [found for _, found in resumed] == [found[5:] for _, found in whole]
+
+
+def test_uneven_rounds_are_dispatched_as_they_are(ranks: Callable[[int], Pool]) -> None:
+    (zero, _), (one, found) = ranks(2).run(_epochs, _stream, {"even_batches": False}, None)
+    assert (zero, one) == (6, 6)
+    (zero, _), (one, found) = ranks(2).run(
+        _epochs, _read_by_rank_0, {"dispatch_batches": True, "even_batches": False, "split_batches": True}, None
+    )
+    assert (zero, one) == (12, 10)
+    assert found[4][1]
+
+
+def _failure() -> str:
+    try:
+        _epochs(_broken, {"dispatch_batches": True}, None)
+    except KeyError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_what_fails_on_rank_0_fails_on_all(ranks: Callable[[int], Pool]) -> None:
+    zero, one = ranks(2).run(_failure, timeout=20.0)
+    assert "no item 6" in zero
+    assert "no item 6" in one
+    assert "[rank 0]" in one

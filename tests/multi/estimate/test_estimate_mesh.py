@@ -1,0 +1,33 @@
+"""The estimate of one rank of a mesh against the bytes of a real run: at the peak, and sent along each axis."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.support.environment import ROOT
+from tests.support.job import run_job
+
+pytest.importorskip("transformers")
+
+
+# Measured over estimated, at least and at most. The upper bounds are wide: on a busy machine gloo's threads and torch's
+# DTensors let go of sums and messages late, in every step of a run.
+@pytest.mark.parametrize(
+    ("arguments", "bounds"),
+    [
+        (["--tp", 2], (0.98, 1.2)),
+        (["--pp", 2, "--accumulation", 4], (0.95, 1.15)),
+        pytest.param(["--sp", 2, "--stage", 3], (0.98, 1.1), marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_of_a_mesh_is_as_estimated(arguments: list[object], bounds: tuple[float, float]) -> None:
+    result = run_job(2, ROOT / "benchmarks" / "estimate_mesh.py", arguments)
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    estimated, measured = found["estimated"], found["measured"]
+    least, most = bounds
+    assert least * estimated["peak"] <= measured["peak"] <= most * estimated["peak"], found
+    # Exact, but for the positions that ranks of one sequence bring together.
+    assert estimated["sent"] == pytest.approx(measured["sent"], rel=0.002 if "--sp" in arguments else 0)

@@ -1,0 +1,164 @@
+"""Faults of offload: raised on every rank, before training where they can be known, else at once."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import zeroaccel
+from tests.support.pool import Pool
+from tests.support.training import Toy, batches, config, offloaded
+from zeroaccel.errors import EngineStateError, OffloadError, ZeroAccelError
+from zeroaccel.offload import file_io
+from zeroaccel.zero.engine import Engine
+
+Ranks = Callable[[int], Pool]
+
+
+def _engine(settings: dict[str, Any], seed: int = 7) -> Engine:
+    torch.manual_seed(seed)
+    return zeroaccel.initialize(Toy(), config=settings)[0]
+
+
+def _step(engine: Engine, batch: Tensor) -> float:
+    loss = engine(batch)
+    engine.backward(loss)
+    engine.step()
+    return float(loss.item())
+
+
+def _fails(call: str, bad_rank: int, error: OSError, settings: dict[str, Any], root: Path) -> tuple[str, str, bool]:
+    """(what the step said, what the next said, whether training went on from the checkpoint as it would have)."""
+    engine = _engine(settings)
+    tokens = batches(engine.collectives.rank, 4)
+    _step(engine, tokens[0])
+    engine.save_checkpoint(root, tag="one")
+    expected = [_step(engine, batch) for batch in tokens[1:3]]
+    real = getattr(os, call)
+
+    def failing(*arguments: Any) -> int:
+        raise error
+
+    told, refused = "", ""
+    if engine.collectives.rank == bad_rank:
+        setattr(file_io.os, call, failing)
+    try:
+        _step(engine, tokens[3])
+    except OffloadError as raised:
+        told = str(raised)
+    finally:
+        setattr(file_io.os, call, real)
+    try:
+        _step(engine, tokens[3])
+    except EngineStateError as raised:
+        refused = str(raised)
+    engine.load_checkpoint(root, tag="one")
+    again = [_step(engine, batch) for batch in tokens[1:3]]
+    engine.destroy()
+    return told, refused, again == expected
+
+
+@pytest.mark.parametrize("pipelined", [True, False])
+@pytest.mark.parametrize("call", ["pwritev", "preadv"])
+def test_a_disk_that_fails_in_a_step_is_reported_on_every_rank(
+    ranks: Ranks, tmp_path: Path, call: str, pipelined: bool
+) -> None:
+    files = offloaded(tmp_path, "nvme", pipeline_read=pipelined, pipeline_write=pipelined)
+    error = OSError(errno.ENOSPC, "No space left on device")
+    found = ranks(2).run(_fails, call, 1, error, config(2, "bf16", **files), tmp_path / "saved")
+    for told, refused, went_on in found:
+        assert "No space left on device" in told
+        assert "[rank 1]" in told
+        assert "weights are a mixture" in refused
+        assert "resume from the last checkpoint" in refused
+        assert went_on
+
+
+def test_a_shard_that_cannot_be_read_is_reported_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
+    files = offloaded(tmp_path, "none", "nvme")
+    error = OSError(errno.EIO, "Input/output error")
+    found = ranks(2).run(_fails, "preadv", 0, error, config(3, "bf16", **files), tmp_path / "saved")
+    for told, _, went_on in found:
+        assert "cannot read (Input/output error)" in told
+        assert "[rank 0]" in told
+        assert went_on
+
+
+class _DeviceOnly(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        raise RuntimeError("device kernels only")
+
+
+def _mistakes(cases: list[dict[str, Any]], missing_on: int) -> list[str]:
+    """The messages of `initialize`; a case with "client" has an optimizer that needs a device."""
+    told = []
+    for case in cases:
+        case = dict(case)
+        client = case.pop("client", False)
+        if case.pop("apart", False) and torch.distributed.get_rank() != missing_on:
+            for section in ("offload_optimizer", "offload_param"):
+                if section in case["zero_optimization"]:
+                    case["zero_optimization"][section]["nvme_path"] = "/tmp"
+        optimizer = (lambda params: _DeviceOnly(params, lr=0.1)) if client else None
+        if client:
+            case.pop("optimizer")
+        try:
+            zeroaccel.initialize(Toy(), optimizer, config=case)[0].destroy()
+            told.append("")
+        except ZeroAccelError as raised:
+            told.append(str(raised))
+    return told
+
+
+def test_mistakes_are_reported_on_every_rank_before_training(ranks: Ranks, tmp_path: Path) -> None:
+    def case(states: str = "none", params: str = "none", stage: int = 3, **keys: Any) -> dict[str, Any]:
+        folder = keys.pop("folder", tmp_path)
+        return config(stage, "bf16", **offloaded(folder, states, params, **keys))
+
+    expected = [
+        (case("nvme", folder=tmp_path / "missing"), "does not exist"),
+        ({**case("nvme", folder=tmp_path / "missing"), "apart": True}, "[rank 1]"),
+        (case("none", "nvme", folder=Path("/dev/shm")), "which is a tmpfs"),
+        (case("cpu", ratio=1.5), "offload_optimizer.ratio: expected a number of at most 1, got 1.5"),
+        (case("cpu", ratio=-0.1), "offload_optimizer.ratio: expected a number of at least 0, got -0.1"),
+        (case("nvme", buffer_count=2), "buffer_count: expected at least 3: one for the masters"),
+        (
+            {**case("nvme"), "client": True},
+            "_DeviceOnly cannot step in host memory (RuntimeError: device kernels only)",
+        ),
+        ({**case("cpu"), "client": True}, "_DeviceOnly cannot step in host memory (RuntimeError: device kernels only)"),
+        ({**case("nvme"), "aio": {"block_size": 1000}}, "aio.block_size: expected a multiple of 4096"),
+    ]
+    for told in ranks(2).run(_mistakes, [case for case, _ in expected], missing_on=1):
+        for (_, text), message in zip(expected, told, strict=True):
+            assert text in message, (text, message)
+
+
+def _too_large(settings: dict[str, Any], free: int) -> str:
+    from zeroaccel.offload import offload_folder
+
+    real = offload_folder.shutil.disk_usage
+    offload_folder.shutil.disk_usage = lambda path: type(real(path))(1 << 40, 1 << 40, free)  # type: ignore[assignment]
+    try:
+        zeroaccel.initialize(Toy(), config=settings)[0].destroy()
+    except ZeroAccelError as error:
+        return str(error)
+    finally:
+        offload_folder.shutil.disk_usage = real
+    return ""
+
+
+def test_ranks_that_share_a_disk_need_room_together(ranks: Ranks, tmp_path: Path) -> None:
+    settings = config(2, "bf16", **offloaded(tmp_path, "nvme"))
+    roomy = ranks(2).run(_too_large, settings, 1 << 30)
+    assert roomy == ["", ""]
+    for told in ranks(2).run(_too_large, settings, 100_000):  # enough for one rank's, not for two
+        assert "bytes of free space for 2 files of the ranks on" in told
+        assert "got 100000" not in told or "100000 bytes free" in told

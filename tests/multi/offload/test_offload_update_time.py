@@ -1,0 +1,335 @@
+"""Updates on the host that do not wait for `step()`: during backward with the same bits, or one step late."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import zeroaccel
+import zeroaccel.zero
+from tests.support.pool import Pool
+from tests.support.training import ADAMW, SGD, Run, Toy, batches, config, differences, offloaded
+from zeroaccel.errors import EngineStateError, ZeroAccelError
+from zeroaccel.ops.elementwise import Adam
+from zeroaccel.zero.engine import Engine
+
+Ranks = Callable[[int], Pool]
+
+PRECISIONS = {"fp32": {}, "bf16": {"bf16": {"enabled": True, "check_grad_overflow": False}}}
+
+
+def _settings(
+    folder: Path, during: str, stage: int, states: str, params: str = "none", precision: str = "bf16", **changes: Any
+) -> dict[str, Any]:
+    keys = offloaded(folder, states, params, update_during=during, pipeline_read=True)
+    return config(stage, accumulation=changes.pop("accumulation", 1), **{**PRECISIONS[precision], **keys, **changes})
+
+
+def _make(settings: dict[str, Any], make: Callable[[], nn.Module] = Toy, seed: int = 7) -> Engine:
+    torch.manual_seed(seed)
+    return zeroaccel.initialize(make(), config=settings)[0]
+
+
+def _backward(engine: Engine, batch: Tensor) -> Tensor:
+    loss: Tensor = engine(batch)
+    engine.backward(loss)
+    return loss
+
+
+def _step(engine: Engine, batch: Tensor) -> float:
+    loss = _backward(engine, batch)
+    engine.step()
+    return float(loss.item())
+
+
+def _train(settings: dict[str, Any], steps: int, make: Callable[[], nn.Module] = Toy) -> tuple[Run, list[bool]]:
+    """A run, and of each micro-batch whether updates had begun before `step()`."""
+    engine = _make(settings, make)
+    run, early = Run(), []
+    for batch in batches(engine.collectives.rank, steps * engine.gradient_accumulation_steps()):
+        run.losses.append(_backward(engine, batch).item())
+        assert engine.weight_update is not None
+        early.append(engine.weight_update.is_early)
+        engine.step()
+        run.norms.append(engine.get_global_grad_norm())
+    run.skipped = engine.skipped_steps
+    assert any(map(engine.grad_reducer.accumulates_twice, engine.grad_reducer.gradients)) == (make is _Recomputed)
+    engine.destroy()
+    run.weights = {name: param.detach().clone() for name, param in engine.module.named_parameters()}
+    return run, early
+
+
+class _Recomputed(nn.Module):
+    """One block that two re-entrant checkpoints recompute: its gradients come twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.toy = Toy()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.toy.embed(tokens[:, :-1])
+        for layer in (*self.toy.layers, self.toy.layers[1], self.toy.layers[0]):
+            x = checkpoint(layer, x, use_reentrant=True)
+        logits = self.toy.head(self.toy.norm(x)) * self.toy.temperature
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def _train_all(settings: list[dict[str, Any]], make: Callable[[], nn.Module]) -> list[tuple[Run, list[bool]]]:
+    return [_train(each, 4, make) for each in settings]
+
+
+@pytest.mark.parametrize("optimizer", [ADAMW, SGD])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_updates_in_backward_give_the_same_bits(
+    ranks: Ranks, tmp_path: Path, precision: str, optimizer: dict[str, Any]
+) -> None:
+    accumulation = 2 if optimizer is SGD else 1
+    tiers = [(1, "cpu", "none"), (2, "cpu", "none"), (2, "nvme", "none"), (3, "cpu", "cpu"), (3, "nvme", "nvme")]
+    settings = [
+        _settings(tmp_path, during, *where, precision=precision, accumulation=accumulation, optimizer=optimizer)
+        for where in tiers
+        for during in ("step", "backward")
+    ]
+    for runs in ranks(2).run(_train_all, settings, Toy):
+        for index, where in enumerate(tiers):
+            (expected, never), (got, early) = runs[2 * index : 2 * index + 2]
+            assert differences(expected, got) == [], where
+            assert not any(never)
+            boundaries = early[accumulation - 1 :: accumulation]
+            assert boundaries == [False, True, True, True], where  # the first step only looks
+            assert sum(early) == 3
+
+
+def test_gradients_that_come_twice_are_updated_in_the_step(ranks: Ranks, tmp_path: Path) -> None:
+    settings = [_settings(tmp_path, during, 3, "cpu", "cpu") for during in ("step", "backward")]
+    for runs in ranks(2).run(_train_all, settings, _Recomputed):
+        (expected, _), (got, early) = runs
+        assert differences(expected, got) == []
+        assert any(early)
+
+
+def _contradicted(folder: Path, root: Path) -> dict[str, str]:
+    """What is said to who changes gradients or settings after their update has begun."""
+    said: dict[str, str] = {}
+    engine = _make(_settings(folder, "backward", 2, "cpu"))
+    tokens = batches(engine.collectives.rank, 8)
+    _step(engine, tokens[0])
+    engine.save_checkpoint(root, tag="one")
+    expected = [_step(engine, batch) for batch in tokens[1:3]]
+    _backward(engine, tokens[3])
+    calls: dict[str, Callable[[], Any]] = {
+        "scale": lambda: engine.scale_gradients(0.5),
+        "cut": lambda: engine.clip_grad_value_(0.1),
+        "zero": engine.zero_grad,
+        "backward": lambda: _backward(engine, tokens[3]),
+        "master": lambda: zeroaccel.zero.safe_get_full_fp32_param(engine.module.norm.weight),
+        "gradient": lambda: zeroaccel.zero.safe_set_full_grad(engine.module.norm.weight, torch.zeros(23)),
+    }
+    for name, call in calls.items():
+        try:
+            call()
+        except EngineStateError as error:
+            said[name] = str(error)
+    engine.scale_gradients(1.0)  # changes nothing
+    assert engine.gradient_norm() > 0
+    assert zeroaccel.zero.safe_get_full_grad(engine.module.norm.weight) is not None
+    if engine.collectives.rank == 1:
+        engine.optimizer.param_groups[0]["lr"] = 0.5
+    for name in ("settings", "afterwards"):
+        try:
+            engine.step() if name == "settings" else engine(tokens[0])
+        except EngineStateError as error:
+            said[name] = str(error)
+    engine.load_checkpoint(root, tag="one")
+    said["goes on"] = str([_step(engine, batch) for batch in tokens[1:3]] == expected)
+    _backward(engine, tokens[3])
+    engine.reset()
+    try:
+        engine(tokens[0])
+    except EngineStateError as error:
+        said["reset"] = str(error)
+    engine.load_checkpoint(root, tag="one")
+    said["goes on after reset"] = str([_step(engine, batch) for batch in tokens[1:3]] == expected)
+    engine.destroy()
+    return said
+
+
+def test_changing_gradients_or_settings_too_late_raises(ranks: Ranks, tmp_path: Path) -> None:
+    for said in ranks(2).run(_contradicted, tmp_path, tmp_path / "saved"):
+        for name in ("scale", "cut", "zero", "backward", "master", "gradient"):
+            assert (
+                'the update with these gradients has begun (zero_optimization.offload_optimizer.update_during is "ba'
+                in (said[name])
+            ), name
+        assert "lr of param group 0 from 0.01 to 0.5 after the update had begun" in said["settings"]
+        assert "[rank 1]" in said["settings"]
+        assert "resume from the last checkpoint" in said["afterwards"]
+        assert "an update was dropped half way" in said["reset"]
+        assert said["goes on"] == said["goes on after reset"] == "True"
+
+
+def _refused(cases: list[dict[str, Any]]) -> list[str]:
+    told = []
+    for case in cases:
+        client = case.pop("client", False)
+        if client:
+            case.pop("optimizer")
+        try:
+            zeroaccel.initialize(Toy(), (lambda params: torch.optim.AdamW(params)) if client else None, config=case)[
+                0
+            ].destroy()
+            told.append("")
+        except ZeroAccelError as error:
+            told.append(str(error))
+    return told
+
+
+def test_what_an_update_in_backward_cannot_know_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    fp16 = {"enabled": True, "initial_scale_power": 8}
+    cases = [
+        (_settings(tmp_path, "backward", 2, "cpu", gradient_clipping=1.0), "gradient_clipping is 1.0"),
+        (_settings(tmp_path, "backward", 2, "cpu", bf16={"enabled": True}), "set bf16.check_grad_overflow to false"),
+        (_settings(tmp_path, "backward", 2, "cpu", precision="fp32", fp16=fp16), "use bf16"),
+        ({**_settings(tmp_path, "backward", 2, "cpu"), "managed_gradient_accumulation": False}, "any backward may be"),
+        (
+            _settings(tmp_path, "next_step", 2, "none", offload_optimizer={"update_during": "next_step"}),
+            "updates on the host",
+        ),
+        (_settings(tmp_path, "now", 2, "cpu"), "expected 'step', 'backward' or 'next_step', got 'now'"),
+        ({**_settings(tmp_path, "next_step", 2, "cpu"), "client": True}, '"next_step": AdamW updates in step() only'),
+    ]
+    for told in ranks(2).run(_refused, [case for case, _ in cases]):
+        for (_, text), message in zip(cases, told, strict=True):
+            assert text in message, (text, message)
+            assert "update_during" in message
+
+
+# -- one step late
+
+
+def _late_by_hand(steps: int, dtype: torch.dtype, lrs: list[float]) -> tuple[list[float], dict[str, Tensor]]:
+    """A plain loop in which each gradient is taken at weights that lack the update before."""
+    torch.manual_seed(7)
+    model = Toy()
+    masters = {name: nn.Parameter(p.detach().clone()) for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = Adam(masters.values(), lr=1e-2, weight_decay=0.1)
+    model.to(dtype)
+    losses, waiting = [], None
+    for batch, lr in zip(batches(0, steps), lrs, strict=True):
+        loss = model(batch)
+        loss.backward()
+        losses.append(loss.item())
+        if waiting is not None:
+            _put(model, waiting)
+        optimizer.param_groups[0]["lr"] = lr
+        for name, param in model.named_parameters():
+            if name in masters:
+                masters[name].grad = torch.zeros_like(masters[name]) if param.grad is None else param.grad.float()
+            param.grad = None
+        optimizer.step()
+        waiting = {name: master.detach().clone() for name, master in masters.items()}
+    assert waiting is not None
+    _put(model, waiting)
+    return losses, {name: param.detach() for name, param in model.named_parameters()}
+
+
+def _put(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if name in weights:
+                param.copy_(weights[name])
+
+
+def _late(settings: dict[str, Any], lrs: list[float]) -> tuple[list[float], dict[str, Tensor]]:
+    engine = _make(settings)
+    losses = []
+    for batch, lr in zip(batches(0, len(lrs)), lrs, strict=True):
+        loss = _backward(engine, batch)
+        engine.optimizer.param_groups[0]["lr"] = lr
+        engine.step()
+        engine.optimizer.param_groups[0]["lr"] = 99.0  # the update under way goes by what it was at the step
+        losses.append(loss.item())
+    engine.destroy()
+    return losses, {name: param.detach().clone() for name, param in engine.module.named_parameters()}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_one_step_late_is_what_a_plain_loop_does(ranks: Ranks, tmp_path: Path, precision: str) -> None:
+    lrs = [1e-2, 2e-2, 3e-2, 1e-2, 5e-3]
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    losses, weights = ranks(1).run(_late_by_hand, len(lrs), dtype, lrs)[0]
+    for stage, states in ((1, "cpu"), (3, "nvme")):
+        got = ranks(1).run(_late, _settings(tmp_path, "next_step", stage, states, precision=precision), lrs)[0]
+        assert got[0] == losses
+        assert [name for name in weights if not torch.equal(weights[name], got[1][name])] == []
+
+
+def _late_all(settings: list[dict[str, Any]]) -> list[Run]:
+    runs = []
+    for each in settings:
+        run, early = _train(each, 6)
+        assert not any(early)
+        runs.append(run)
+    return runs
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_one_step_late_is_the_same_on_every_tier(ranks: Ranks, tmp_path: Path, precision: str) -> None:
+    """With clipping; fp16 with steps that overflow, which finish the update before and start none."""
+    changes: dict[str, Any] = {"gradient_clipping": 0.5}
+    if precision == "fp16":
+        changes |= {
+            "precision": "fp32",
+            "fp16": {"enabled": True, "initial_scale_power": 11, "loss_scale_window": 1, "hysteresis": 1},
+        }
+    tiers = [(1, "cpu", "none"), (2, "nvme", "none"), (3, "cpu", "none"), (3, "cpu", "nvme"), (3, "nvme", "cpu")]
+    settings = [_settings(tmp_path, "next_step", *where, **copy.deepcopy(changes)) for where in tiers]
+    settings.append(_settings(tmp_path, "step", 2, "cpu", **copy.deepcopy(changes)))
+    for runs in ranks(2).run(_late_all, settings):
+        for run in runs[1:-1]:
+            assert differences(runs[0], run) == []
+        assert runs[0].losses[0] == runs[-1].losses[0]
+        assert differences(runs[0], runs[-1]) != []
+        assert (0 < runs[0].skipped < 4) == (precision == "fp16")
+
+
+def _resumed(settings: dict[str, Any], root: Path) -> tuple[list[float], list[float], bool]:
+    engine = _make(settings)
+    tokens = batches(engine.collectives.rank, 8)
+    for batch in tokens[:3]:
+        _step(engine, batch)
+    engine.save_checkpoint(root, tag="three")
+    assert engine.weight_update is not None
+    engine.weight_update.require_settled("a save")
+    losses = [_step(engine, batch) for batch in tokens[3:6]]
+    try:
+        zeroaccel.zero.safe_get_full_fp32_param(engine.module.norm.weight)
+        told = False
+    except EngineStateError as error:
+        told = "call engine.finish_update() on every rank first" in str(error)
+    engine.finish_update()
+    assert zeroaccel.zero.safe_get_full_fp32_param(engine.module.norm.weight) is not None
+    engine.destroy()
+    other = _make(settings, seed=9)
+    _step(other, tokens[7])
+    other.load_checkpoint(root, tag="three")
+    again = [_step(other, batch) for batch in tokens[3:6]]
+    other.destroy()
+    return losses, again, told
+
+
+@pytest.mark.parametrize(("stage", "states"), [(2, "cpu"), (3, "nvme")])
+def test_a_checkpoint_finishes_the_update_and_resumes_with_the_same_bits(
+    ranks: Ranks, tmp_path: Path, stage: int, states: str
+) -> None:
+    settings = _settings(tmp_path, "next_step", stage, states, gradient_clipping=0.5)
+    for losses, again, told in ranks(2).run(_resumed, settings, tmp_path / "saved"):
+        assert losses == again
+        assert told

@@ -1,0 +1,121 @@
+"""Whole trainings by the CUDA kernels, compiled for the host: updates, norm, decisions, codes have the host's bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.cuda_model.replacements import Replacements
+from tests.support.pool import Pool
+from tests.support.training import ADAMW, Run, config, differences, train
+from tests.unit.ops.kernels_on_host import HostRunner, host_kernels
+from zeroaccel.ops.device_kernels import DeviceKernels, kernels_for
+from zeroaccel.ops.reductions import max_abs_into, square_sums_into
+from zeroaccel.ops.shard_step import Hyperparameters, ShardOptimizer
+from zeroaccel.zero.engine import Engine
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "AdamW": ADAMW,
+    "SGD": {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9, "nesterov": True}},
+    "Lion": {"type": "Lion", "params": {"lr": 1e-3, "weight_decay": 0.1}},
+    "Adagrad": {"type": "Adagrad", "params": {"lr": 1e-2}},
+    "bf16 moments": {"type": "AdamW", "params": {"lr": 1e-2, "moments_dtype": "bf16"}},
+    "int8 moments": {"type": "AdamW", "params": {"lr": 1e-2, "moments_dtype": "int8"}},
+}
+
+
+@contextmanager
+def by_kernels() -> Iterator[list[str]]:
+    """Inside, what runs on an accelerator's kernels runs on these; yields the names of those launched."""
+    kernels, replacements = host_kernels(), Replacements()
+
+    def step_shard(
+        self: ShardOptimizer, group: Hyperparameters, param: Tensor, grad: Tensor, *, grad_scale: Any, out: Any
+    ) -> None:
+        control = grad_scale if isinstance(grad_scale, Tensor) else None
+        self._note_state(param)
+        buffers, coefficients = self._advance(group, param)
+        factor = 1.0 if control is not None else grad_scale
+        scalars = [v if isinstance(v, np.uint32) else np.float32(v) for v in (factor, *coefficients)]
+        with torch.no_grad():
+            kernels.update(self.kernel_name(), [param, *buffers], grad.contiguous(), out, control, scalars)
+
+    replacements.everywhere(kernels_for, lambda device: kernels)
+    replacements.everywhere(max_abs_into, kernels.max_abs_into)
+    replacements.everywhere(square_sums_into, kernels.square_sums_into)
+    replacements.set(ShardOptimizer, "step_shard", step_shard)
+    try:
+        yield _launched(kernels)
+    finally:
+        replacements.undo()
+
+
+def _launched(kernels: DeviceKernels) -> list[str]:
+    assert isinstance(kernels._runner, HostRunner)
+    return kernels._runner.launched
+
+
+def _on_device(engine: Engine) -> None:
+    assert engine._boundary is not None
+    engine._boundary._checks_on_device = True
+
+
+def _both(settings: Mapping[str, Any], steps: int = 6) -> tuple[list[str], Run, set[str]]:
+    """Differences of a training by the host's loops and one by the kernels, the latter, and what was launched."""
+    wanted = train(settings, steps)
+    with by_kernels() as launched:
+        found = train(settings, steps, before=_on_device)
+    return differences(found, wanted), found, set(launched)
+
+
+BOUNDARY = {"max_abs", "write_facts", "largest_of_facts", "square_sums", "finalize"}
+
+
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_training_has_the_bits_of_the_host(own_job: None, precision: str, optimizer: str) -> None:
+    settings = config(2, precision, optimizer=OPTIMIZERS[optimizer], gradient_clipping=0.5)
+    found, _, launched = _both(settings)
+    assert found == []
+    assert launched >= BOUNDARY
+    assert len(launched) == len(BOUNDARY) + 1
+
+
+def test_overflows_are_skipped_by_the_kernels(own_job: None) -> None:
+    settings = config(1, "fp16", fp16={"enabled": True, "initial_scale_power": 20, "hysteresis": 1})
+    found, run, _ = _both(settings, 12)
+    assert found == []
+    assert 0 < run.skipped < 12
+
+
+def _sharded(stage: int) -> tuple[list[str], set[str]]:
+    found, _, launched = _both(config(stage, "bf16", gradient_clipping=0.5))
+    return found, launched
+
+
+def test_ranks_have_the_bits_of_the_host(ranks: Callable[[int], Pool]) -> None:
+    for found, launched in ranks(2).run(_sharded, 3):
+        assert found == []
+        assert launched >= BOUNDARY | {"adam"}
+
+
+def _in_codes(settings: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Differences of two trainings that communicate in codes, and what a step of the second launched."""
+    wanted = train(settings, 4)
+    with by_kernels() as launched:
+        found = train(settings, 4)
+    return differences(found, wanted), launched
+
+
+def test_codes_between_ranks_have_the_bits_of_the_host(ranks: Callable[[int], Pool]) -> None:
+    """Four ranks as two nodes of two: gradients in 4 bits over two hops, weights in 8 bits."""
+    changes = {"zero_quantized_gradients": True, "zero_quantized_weights": True, "zeropp": {"node_size": 2}}
+    for found, launched in ranks(4).run(_in_codes, config(3, "bf16", **changes)):
+        assert found == []
+        assert {"encode", "decode", "sum_codes"} <= set(launched)

@@ -1,0 +1,241 @@
+"""Optimizers whose rules couple parameters: at stage 0 as in torch, on shards by sums over all of them, or refused.
+
+And those that train and evaluate with different weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zeroaccel
+from tests.support.pool import Pool
+from tests.support.training import Run, Toy, batches, config, differences, offloaded, train
+from zeroaccel.errors import ConfigError
+from zeroaccel.ops.coupled import Reductions
+from zeroaccel.zero.access.safe_get_set import safe_get_full_grad
+
+
+class ClipsAll(torch.optim.Optimizer):
+    """SGD with momentum that clips by the norm over all its parameters, in their order."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in params]).norm()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    momentum = self.state[param].setdefault("momentum", torch.zeros_like(param))
+                    momentum.mul_(0.9).add_(param.grad / (norm + 1e-6).clamp(min=0.1))
+                    param.sub_(group["lr"] * momentum)
+
+
+class EstimatesStepSize(torch.optim.Optimizer):
+    """A step size from all parameters, in the manner of D-Adaptation (Defazio, Mishchenko 2023, arXiv:2301.07733)."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 1.0) -> None:
+        super().__init__(params, {"lr": lr, "d": 1e-3, "k": 0})
+        self.use_reductions(Reductions())
+
+    def use_reductions(self, reductions: Reductions) -> None:
+        self.reductions = reductions
+
+    def _sums(self, values: Sequence[Tensor]) -> float:
+        return self.reductions.sum(values)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        held = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for group, param in held:
+            state = self.state[param]
+            state.setdefault("start", param.clone())
+            state.setdefault("sum", torch.zeros_like(param)).add_(param.grad * group["d"])
+        numerator = self._sums([p.grad * (self.state[p]["start"] - p) for _, p in held])
+        size = self._sums([self.state[p]["sum"].abs() for _, p in held])
+        for group in self.param_groups:
+            group["d"], group["k"] = max(group["d"], group["d"] * numerator / (size + 1e-12)), group["k"] + 1
+        for group, param in held:
+            param.sub_(group["lr"] * group["d"] * param.grad.sign())
+
+
+class WithoutProtocol(EstimatesStepSize):
+    """The same, but for the name of the method that the engine looks for."""
+
+    use_reductions = None  # type: ignore[assignment]
+
+    def __init__(self, params: Iterable[Any], lr: float = 1.0) -> None:
+        torch.optim.Optimizer.__init__(self, params, {"lr": lr, "d": 1e-3, "k": 0})
+
+    def _sums(self, values: Sequence[Tensor]) -> float:
+        return float(sum(value.double().sum() for value in values))
+
+
+RULES = {rule.__name__: rule for rule in (ClipsAll, EstimatesStepSize, WithoutProtocol)}
+
+
+def _settings(stage: int, precision: str, **changes: Any) -> dict[str, Any]:
+    settings = config(stage, precision, **changes)
+    del settings["optimizer"]
+    return settings
+
+
+def _against_torch(rule: str, stage: int) -> tuple[Run, Run]:
+    """A run of the engine, and the optimizer itself on the unsharded model with the gradients of that run."""
+    torch.manual_seed(7)
+    masters = {name: nn.Parameter(param.detach().clone()) for name, param in Toy().named_parameters()}
+    reference = RULES[rule]([master for name, master in masters.items() if name != "frozen"])
+    torch.manual_seed(7)
+    model = Toy()
+    engine, *_ = zeroaccel.initialize(model, optimizer=RULES[rule], config=_settings(stage, "bf16"))
+    for batch in batches(engine.collectives.rank, 6):
+        engine.backward(engine(batch))
+        for name, param in model.named_parameters():
+            grad = safe_get_full_grad(param) if name != "frozen" else None
+            masters[name].grad = None if grad is None else grad.float()
+        engine.step()
+        reference.step()
+    engine.destroy()
+    ours = Run(weights={name: param.detach().clone() for name, param in model.named_parameters()})
+    return ours, Run(weights={name: masters[name].detach().to(w.dtype) for name, w in ours.weights.items()})
+
+
+@pytest.mark.parametrize("rule", sorted(RULES))
+def test_stage_0_gives_the_bits_of_torch(ranks: Callable[[int], Pool], rule: str) -> None:
+    for ours, theirs in ranks(2).run(_against_torch, rule, 0):
+        assert differences(ours, theirs) == []
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_sums_over_the_shards_give_the_bits_of_one_process(ranks: Callable[[int], Pool], stage: int) -> None:
+    for ours, theirs in ranks(3).run(_against_torch, "EstimatesStepSize", stage):
+        assert differences(ours, theirs) == []
+
+
+def _run(stage: int, changes: dict[str, Any]) -> Run:
+    return train(_settings(stage, "bf16", **changes), 6, optimizer=EstimatesStepSize)
+
+
+def test_replicas_add_each_shard_once(ranks: Callable[[int], Pool]) -> None:
+    plain = ranks(4).run(_run, 3, {})
+    for ours, theirs in zip(ranks(4).run(_run, 3, {"mics_shard_size": 2}), plain, strict=True):
+        assert differences(ours, theirs) == []
+
+
+def _refused(rule: str, settings: dict[str, Any]) -> str:
+    try:
+        zeroaccel.initialize(Toy(), optimizer=RULES[rule], config=settings)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_without_the_protocol_shards_are_refused(ranks: Callable[[int], Pool]) -> None:
+    for stage in (1, 2, 3):
+        one, other = ranks(2).run(_refused, "WithoutProtocol", _settings(stage, "bf16"))
+        assert one == other
+        for words in ("WithoutProtocol", f"stage {stage}", "use stage 0", "use_reductions()"):
+            assert words in one
+
+
+def test_states_in_files_are_refused(ranks: Callable[[int], Pool], tmp_path: Path) -> None:
+    settings = _settings(2, "bf16", **offloaded(tmp_path, "nvme"))
+    for message in ranks(2).run(_refused, "EstimatesStepSize", settings):
+        assert "zero_optimization.offload_optimizer.device" in message
+        assert "EstimatesStepSize" in message
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """Evaluates at an average of where it trains (in the manner of Defazio et al. 2024, arXiv:2405.15682)."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr, "k": 0, "trains": True})
+
+    def _mode(self, *, trains: bool, weight: float) -> None:
+        for group in self.param_groups:
+            if group["trains"] != trains:
+                for param in group["params"]:
+                    if "z" in self.state[param]:
+                        param.data.lerp_(self.state[param]["z"], weight)
+            group["trains"] = trains
+
+    def train(self) -> None:
+        self._mode(trains=True, weight=0.1)
+
+    def eval(self) -> None:
+        self._mode(trains=False, weight=1 - 1 / 0.9)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            assert group["trains"], "stepped while it evaluates"
+            for param in group["params"]:
+                if param.grad is not None:
+                    z = self.state[param].setdefault("z", param.clone())
+                    param.lerp_(z, 1 / (group["k"] + 1))
+                    param.sub_(param.grad * (group["lr"] * 0.5))
+                    z.sub_(param.grad * group["lr"])
+            group["k"] += 1
+
+
+def _evaluated(stage: int, precision: str, changes: dict[str, Any]) -> tuple[list[float], list[float]]:
+    """(losses of training, losses of evaluation) in turn, by way of `train()` and `eval()`."""
+    torch.manual_seed(7)
+    settings = _settings(stage, precision, **changes)
+    engine, optimizer, *_ = zeroaccel.initialize(Toy(), optimizer=ScheduleFree, config=settings)
+    trained, evaluated = [], []
+    for batch in batches(engine.collectives.rank, 5):
+        optimizer.train()
+        engine.train()
+        loss = engine(batch)
+        engine.backward(loss)
+        engine.step()
+        trained.append(loss.item())
+        optimizer.eval()
+        engine.eval()
+        with torch.no_grad():
+            evaluated.append(engine(batch).item())
+    engine.destroy()
+    assert "eval" not in vars(optimizer)
+    return trained, evaluated
+
+
+def _evaluated_plainly() -> tuple[list[float], list[float]]:
+    torch.manual_seed(7)
+    model = Toy()
+    optimizer = ScheduleFree([p for name, p in model.named_parameters() if name not in ("frozen", "unused")])
+    trained, evaluated = [], []
+    for batch in batches(0, 5):
+        optimizer.train()
+        loss = model(batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        trained.append(loss.item())
+        optimizer.eval()
+        with torch.no_grad():
+            evaluated.append(model(batch).item())
+    return trained, evaluated
+
+
+def test_weights_to_evaluate_with_are_those_of_torch(ranks: Callable[[int], Pool]) -> None:
+    assert ranks(1).run(_evaluated, 1, "fp32", {}) == ranks(1).run(_evaluated_plainly)
+
+
+def test_weights_to_evaluate_with_are_the_same_at_every_stage_and_tier(
+    ranks: Callable[[int], Pool], tmp_path: Path
+) -> None:
+    plain = ranks(2).run(_evaluated, 0, "bf16", {})
+    assert plain[0][0] != plain[0][1]
+    for stage in (1, 2, 3):
+        assert ranks(2).run(_evaluated, stage, "bf16", {}) == plain
+    assert ranks(2).run(_evaluated, 2, "bf16", offloaded(tmp_path, "nvme")) == plain
+    assert ranks(2).run(_evaluated, 3, "bf16", offloaded(tmp_path, "nvme", "nvme")) == plain

@@ -1,0 +1,78 @@
+"""Ranks of a mesh that part: sums of shared layers and messages of pipelines are watched; errors say who is where.
+
+The jobs spend their time starting and waiting, so they run side by side.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests import time_limits
+from tests.support.environment import WAIT_LIMIT
+from tests.support.job import JobResult, run_job
+
+LIMIT = round(time_limits.seconds(2.0), 1)
+PROMISE = 15.0  # seconds after the limit in which every rank has ended
+JOBS = {"layer_sleeps": (2, LIMIT), "layer_fails": (2, 500.0), "stage_sleeps": (4, LIMIT)}  # ranks, limit
+
+Ended = Callable[[str], JobResult]
+
+
+def _run(scenario: str) -> tuple[JobResult, float]:
+    ranks, limit = JOBS[scenario]
+    environment = {WAIT_LIMIT: f"{limit:g}"}
+    result = run_job(ranks, "tests/multi/parallel/diverging_meshes.py", [scenario], timeout=90, env=environment)
+    began = min(float(moment) for moment in re.findall(r"begins (\S+)", result.stdout))
+    return result, time.time() - began
+
+
+@pytest.fixture(scope="module")
+def ended() -> Iterator[Ended]:
+    """``ended(scenario)``: the job's result, once it is known to have ended in time, with one message."""
+    with ThreadPoolExecutor(2) as executor:
+        jobs = {scenario: executor.submit(_run, scenario) for scenario in JOBS}
+
+        def result_of(scenario: str) -> JobResult:
+            result, seconds = jobs[scenario].result()
+            assert seconds < LIMIT + time_limits.seconds(PROMISE), result.stderr
+            assert result.stderr.count("[zeroaccel E]") == 1, result.stderr
+            return result
+
+        yield result_of
+
+
+def test_a_rank_that_sleeps_before_the_sum_of_a_layer(ended: Ended) -> None:
+    result = ended("layer_sleeps")
+    assert result.returncodes == (75, 75)
+    call = r'for reduce #\d+ all_reduce "sum 2" \(16 x float32, forward\)'
+    assert re.search(rf"rank 0 \(tp 0\) has waited [\d.]+ s \(the limit is {LIMIT:g} s\) {call}", result.stderr)
+    assert re.search(r"rank 1 \(tp 1\): in no collective, in step 1; .*meshes.py:\d+ in sleep", result.stderr)
+    assert "What keeps rank 1 (tp 1) must be done by every rank" in result.stderr
+
+
+def test_a_rank_that_fails_before_the_sum_of_a_layer(ended: Ended) -> None:
+    result = ended("layer_fails")
+    assert result.returncodes == (75, 1)
+    # Long before the limit: the others of a layer are needed for its sums.
+    assert re.search(
+        r"rank 1 \(tp 1\) left the job while rank 0 \(tp 0\) waits for reduce #\d+ all_reduce", result.stderr
+    )
+    assert "rank 1 (tp 1): left with ValueError: a layer that cannot be, in step 1" in result.stderr
+    assert "The cause is the exception on rank 1 (tp 1)." in result.stderr
+    assert result.stderr.count("Traceback") == 1  # its own
+
+
+def test_a_rank_that_sleeps_in_a_stage(ended: Ended) -> None:
+    result = ended("stage_sleeps")
+    # The connections are closed while messages of the schedule are under way, and no process may die of that.
+    assert result.returncodes == (75, 75, 75, 75)
+    asleep = r"in no collective, in step 1, in the forward of micro-batch 1 on stage 1; .* in sleep"
+    assert re.search(rf"rank 3 \(pp 1, dp_shard 1\): {asleep}", result.stderr)
+    awaited = r'waiting for control #\d+ receive "gradient of micro-batch 1 from stage 1, after'
+    assert re.search(rf"rank 1 \(pp 0, dp_shard 1\): {awaited}", result.stderr)
+    assert "What keeps rank 3 (pp 1, dp_shard 1) must be done by every rank" in result.stderr

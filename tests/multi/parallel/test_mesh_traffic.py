@@ -1,0 +1,222 @@
+"""Bytes along each axis of a mesh, counted message by message on a small Llama, are those of the closed forms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import zeroaccel
+from tests.support.mesh_training import NEEDS_SPLIT_LAYERS, NEEDS_STAGES, small_llama
+from tests.support.pool import Pool
+from tests.support.training import SGD, config, recording
+from zeroaccel.comm import topology
+from zeroaccel.comm.recording import BytesSent, RecordingCollectives
+from zeroaccel.config.comm_plan import StepTraffic
+from zeroaccel.config.parallel import ParallelConfig
+from zeroaccel.parallel.traffic import (
+    SplitLayerShape,
+    pipeline_traffic,
+    sequence_traffic,
+    shard_traffic,
+    tensor_traffic,
+)
+
+transformers = pytest.importorskip("transformers")
+
+Ranks = Callable[[int], Pool]
+
+VOCAB, HIDDEN, INNER, LAYERS, HEADS, KEY_HEADS = 64, 32, 48, 2, 4, 2
+BATCH, TOKENS, MICRO_BATCHES = 2, 8, 2
+ITEMSIZE = 4
+
+
+def _split(key_heads: int) -> list[SplitLayerShape]:
+    """What transformers' plan of a Llama says: the embedding, block by block, and the head."""
+    keys = HIDDEN // HEADS * key_heads
+    block = [
+        *(SplitLayerShape("colwise", HIDDEN, width) for width in (HIDDEN, keys, keys, INNER, INNER)),
+        *(SplitLayerShape("rowwise", width, HIDDEN) for width in (HIDDEN, INNER)),
+    ]
+    embedding, head = (VOCAB, HIDDEN), (HIDDEN, VOCAB)
+    return [
+        SplitLayerShape("embedding_rowwise", *embedding),
+        *block * LAYERS,
+        SplitLayerShape("colwise_gather_output", *head),
+    ]
+
+
+def _batch(place: int) -> dict[str, Tensor]:
+    ids = torch.randint(VOCAB, (BATCH, TOKENS), generator=torch.Generator().manual_seed(place))
+    return {"input_ids": ids, "labels": ids}
+
+
+def _loss(engine: Any, place: int) -> Tensor:
+    batch, sequences = _batch(place), engine.sequence_group
+    if sequences.size == 1:
+        return engine(**batch).loss
+    cut = sequences.shard(batch | {"attention_mask": torch.ones(BATCH, TOKENS, dtype=torch.long)})
+    return sequences.mean_loss(engine(**cut, labels=cut["shift_labels"]).loss, cut["shift_labels"])
+
+
+def _step(axes: dict[str, Any], node_size: int, stage: int, **model: Any) -> tuple[list[BytesSent], list[int]]:
+    """What the second step sends, and the elements of this rank's units."""
+    mesh = ParallelConfig(**axes).resolve(torch.distributed.get_world_size())
+    micro_batches = _micro_batches(mesh)
+    settings = config(stage, accumulation=micro_batches, optimizer=SGD, stage3_max_reuse_distance=0)
+    nodes = [range(first, first + node_size) for first in range(0, 4, node_size)]
+    recorder = RecordingCollectives(recording().inner, nodes)
+    engine, *_ = zeroaccel.initialize(small_llama(**model), config=settings, collectives=recorder, parallel=mesh)
+    recorder = engine.collectives
+    place = recorder.rank // mesh.sp
+    for _ in range(2):
+        recorder.reset()
+        if mesh.pp > 1:
+            engine.train_batch(iter([_batch(place)] * micro_batches))
+            continue
+        for _ in range(micro_batches):
+            engine.backward(_loss(engine, place))
+            engine.step()
+    traffic, by_axis = recorder.traffic(), recorder.nbytes_by_axis()
+    engine.destroy()
+    assert {axis: sum(links.values()) for axis, links in by_axis.items()} == {
+        axis: sum(one.nbytes for one in traffic if one.axis == axis) for axis in by_axis
+    }
+    return traffic, [unit.numel for unit in engine.units]
+
+
+def _micro_batches(mesh: ParallelConfig) -> int:
+    return max(MICRO_BATCHES, mesh.pp)  # as many as a pipeline's schedule needs
+
+
+def _counted(sent: list[list[BytesSent]], axis: str) -> StepTraffic:
+    """The mean over the ranks."""
+    inside, across = (
+        sum(one.nbytes for of_rank in sent for one in of_rank if (one.axis, one.link) == (axis, link)) / len(sent)
+        for link in ("inside", "across")
+    )
+    return StepTraffic(inside, across)
+
+
+@pytest.mark.parametrize(
+    ("axes", "node_size"),
+    [
+        pytest.param({"tp": 2}, 1, marks=NEEDS_SPLIT_LAYERS),
+        pytest.param({"tp": 4}, 2, marks=NEEDS_SPLIT_LAYERS),
+        ({"sp": 2}, 2),
+        ({"sp": 4}, 2),
+        pytest.param({"tp": 2, "dp_replicate": 2}, 2, marks=NEEDS_SPLIT_LAYERS),
+        ({"dp_replicate": 4}, 2),
+    ],
+)
+def test_layers_and_sequences_that_ranks_share(ranks: Ranks, axes: dict[str, int], node_size: int) -> None:
+    mesh = ParallelConfig(**axes).resolve(4)
+    key_heads = max(KEY_HEADS, mesh.tp)
+    of_ranks = ranks(4).run(_step, axes, node_size, 3, num_key_value_heads=key_heads)
+    sent = [traffic for traffic, _ in of_ranks]
+    counts = {"gathers": 2 * MICRO_BATCHES, "reductions": MICRO_BATCHES}  # units are given up between the passes
+    forms = shard_traffic(mesh, of_ranks[0][1], node_size, itemsize=ITEMSIZE, **counts)
+    split = _split(key_heads)
+    shape = {"itemsize": ITEMSIZE, "accumulation": MICRO_BATCHES}
+    forms["tp"] = tensor_traffic(mesh, split, BATCH * TOKENS, node_size, **shape)
+    forms["sp"] = sequence_traffic(
+        mesh,
+        layers=LAYERS,
+        batch=BATCH,
+        tokens=TOKENS,
+        heads=HEADS,
+        key_heads=key_heads,
+        head_width=HIDDEN // HEADS,
+        ranks_per_node=node_size,
+        padded=True,
+        **shape,
+    )
+    assert {axis: _counted(sent, axis) for axis in forms} == forms
+    used = {axis for axis, form in forms.items() if form != StepTraffic(0, 0)}
+    assert {one.axis for of_rank in sent for one in of_rank} == used
+    # Two messages to each other rank per sum: one for the embedding, and one per layer after it. The head is gathered.
+    messages = {op: sum(one.messages for one in sent[0] if (one.axis, one.op) == ("tp", op)) for op in TP_OPS}
+    others = (mesh.tp - 1) * MICRO_BATCHES
+    assert messages == {"all_reduce": 2 * len(split) * others, "all_gather": others}
+
+
+TP_OPS = ("all_reduce", "all_gather")
+
+
+EVERY_STYLE = {
+    "embed_tokens": "embedding_colwise",
+    **{f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
+    **{f"layers.*.self_attn.{name}_norm": "replicated_with_grad_allreduce" for name in "qk"},
+    "layers.*.self_attn.o_proj": "rowwise",
+    "layers.*.mlp.gate_proj": "colwise_rep",
+    "layers.*.mlp.up_proj": "colwise_gather_output",
+    "layers.*.mlp.down_proj": "rowwise_split_input",
+}
+
+
+@NEEDS_SPLIT_LAYERS
+def test_styles_of_other_plans(ranks: Ranks) -> None:
+    width, keys = HIDDEN // HEADS, HIDDEN // HEADS * KEY_HEADS
+    block = [
+        *(SplitLayerShape("colwise", HIDDEN, out) for out in (HIDDEN, keys, keys)),
+        *[SplitLayerShape("replicated_with_grad_allreduce", width, width)] * 2,
+        SplitLayerShape("rowwise", HIDDEN, HIDDEN),
+        *[SplitLayerShape("colwise_rep", HIDDEN, INNER), SplitLayerShape("colwise_gather_output", HIDDEN, INNER)],
+        SplitLayerShape("rowwise_split_input", INNER, HIDDEN),
+    ]
+    layers = [SplitLayerShape("embedding_colwise", VOCAB, HIDDEN), *block * LAYERS]
+    of_ranks = ranks(2).run(_step, {"tp": 2, "tp_plan": EVERY_STYLE}, 2, 3, kind="Qwen3", head_dim=width)
+    form = tensor_traffic(
+        ParallelConfig(tp=2, dp_shard=1), layers, BATCH * TOKENS, 2, itemsize=ITEMSIZE, accumulation=MICRO_BATCHES
+    )
+    assert _counted([traffic for traffic, _ in of_ranks], "tp") == form
+
+
+def _twice() -> list[list[BytesSent]]:
+    axes = {"tp": 2, "tp_plan": {"layers.*.mlp.up_proj": "colwise_rep"}}
+    first, _ = _step(axes, 2, 3)
+    topology._made_default_group = False  # as where the program has made it: its number of groups goes on
+    topology.destroy()  # what torch remembers of the mesh names groups that are gone
+    try:
+        second, _ = _step(axes, 2, 3)
+    finally:
+        topology._made_default_group = True
+    return [first, second]
+
+
+@NEEDS_SPLIT_LAYERS
+def test_groups_that_are_made_anew(ranks: Ranks) -> None:
+    for first, second in ranks(2).run(_twice):
+        assert first == second
+        assert {one.op: one.messages for one in second if one.axis == "tp"} == {
+            "all_reduce": 2 * LAYERS * MICRO_BATCHES,
+            "all_gather": LAYERS * MICRO_BATCHES,
+        }
+
+
+@NEEDS_STAGES
+@pytest.mark.parametrize(("pp", "node_size", "tied"), [(2, 2, False), (2, 1, True), (4, 2, True)])
+def test_stages(ranks: Ranks, pp: int, node_size: int, tied: bool) -> None:
+    mesh = ParallelConfig(pp=pp).resolve(4)
+    of_ranks = ranks(4).run(_step, {"pp": pp}, node_size, 1, num_hidden_layers=4, tie_word_embeddings=tied)
+    sent = [traffic for traffic, _ in of_ranks]
+    form = pipeline_traffic(
+        mesh,
+        BATCH * TOKENS * HIDDEN,
+        node_size,
+        itemsize=ITEMSIZE,
+        accumulation=pp,
+        tied_numel=VOCAB * HIDDEN if tied else 0,
+    )
+    assert _counted(sent, "pp") == form
+    first = {one.purpose: one.messages for one in sent[0] if one.axis == "pp"}
+    assert first == {"activations": pp} | ({"values": 1} if tied else {})
+    # Within a stage ZeRO gathers and reduces once in a step.
+    for stage in range(pp):
+        own = slice(stage * mesh.dp_shard, (stage + 1) * mesh.dp_shard)
+        alone = ParallelConfig(dp_shard=mesh.dp_shard)
+        forms = shard_traffic(alone, of_ranks[own][0][1], node_size, itemsize=ITEMSIZE, gathers=1, reductions=1)
+        assert _counted(sent[own], "dp_shard") == forms["dp_shard"]

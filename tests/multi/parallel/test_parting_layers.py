@@ -1,0 +1,42 @@
+"""Ranks whose sums are of different layers of a shared model are named long before the limit, and add nothing up.
+
+The jobs spend their time starting and waiting, so they run side by side.
+"""
+
+from __future__ import annotations
+
+import re
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from tests.support.job import JobResult, run_job
+from tests.support.mesh_training import NEEDS_SPLIT_LAYERS
+
+pytestmark = NEEDS_SPLIT_LAYERS
+
+OF_LAYERS = r'waiting for reduce #\d+ all_reduce "sum (first|second).2" \((8|12) x float32, forward\), in step 1'
+SAYS = {
+    # Gloo would add up what is of one size, and end the processes where it is not.
+    "other_sizes": r"ranks 0-1 have gone through different collectives by reduce #\d+\.",
+    "no_sums": r'rank [01] \(tp [01]\) waits for .*"(sum first.2|gradient overflow check)" .* while rank [01] ',
+}
+
+
+@pytest.fixture(scope="module")
+def jobs() -> dict[str, Future[JobResult]]:
+    with ThreadPoolExecutor(2) as executor:
+        return {
+            scenario: executor.submit(run_job, 2, "tests/multi/parallel/parting_layers.py", [scenario], timeout=100)
+            for scenario in SAYS
+        }
+
+
+@pytest.mark.parametrize("scenario", SAYS)
+def test_other_sums_are_named_before_the_limit(jobs: dict[str, Future[JobResult]], scenario: str) -> None:
+    result = jobs[scenario].result()
+    assert result.returncodes == (75, 75), result.stderr
+    assert result.stderr.count("[zeroaccel E]") == 1, result.stderr
+    assert re.search(SAYS[scenario], result.stderr), result.stderr
+    assert len(re.findall(OF_LAYERS, result.stderr)) == (2 if scenario == "other_sizes" else 1), result.stderr
+    assert "The ranks went different ways" in result.stderr

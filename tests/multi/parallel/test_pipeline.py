@@ -1,0 +1,452 @@
+"""Pipelines: the number of stages changes no bit of losses, norms and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import zeroaccel
+from tests.support.job import run_job
+from tests.support.mesh_training import NEEDS_STAGES
+from tests.support.pool import Pool
+from tests.support.training import ADAMW, SGD, Run, config, differences
+from zeroaccel.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
+from zeroaccel.compat.deepspeed_engine import initialize
+from zeroaccel.compat.deepspeed_pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from zeroaccel.config.parallel import ParallelConfig, PipelineConfig
+from zeroaccel.errors import ZeroAccelError
+
+transformers = pytest.importorskip("transformers")
+pytestmark = NEEDS_STAGES
+
+Ranks = Callable[[int], Pool]
+
+VOCABULARY, BATCH, LENGTH, MICRO_BATCHES, STEPS = 61, 2, 8, 4, 3
+
+
+def causal(kind: str, tied: bool = False) -> nn.Module:
+    """A model of four blocks, the same on every rank."""
+    torch.manual_seed(3)
+    if kind == "gpt2":  # its head is its embedding
+        settings = transformers.GPT2Config(
+            vocab_size=VOCABULARY,
+            n_embd=32,
+            n_layer=4,
+            n_head=4,
+            n_positions=32,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        )
+        return transformers.GPT2LMHeadModel(settings)
+    settings = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+    )
+    return transformers.LlamaForCausalLM(settings)
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(3)
+    blocks = [nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(4)]
+    return nn.Sequential(nn.Linear(7, 12), *blocks, nn.LayerNorm(12), nn.Linear(12, 5))
+
+
+def batches(kind: str, place: int, count: int = STEPS * MICRO_BATCHES) -> Iterator[Any]:
+    """Those of data-parallel rank `place`."""
+    generator = torch.Generator().manual_seed(100 + place)
+    for _ in range(count):
+        if kind == "layers":
+            yield torch.randn(BATCH, 7, generator=generator), torch.randn(BATCH, 5, generator=generator)
+        else:
+            ids = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator)
+            mask = torch.ones_like(ids)
+            mask[0, 6:] = 0
+            yield {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def build(kind: str) -> nn.Module:
+    return layers() if kind == "layers" else causal(kind.removesuffix("-tied"), kind.endswith("-tied"))
+
+
+def plain(settings: Mapping[str, Any], kind: str) -> Run:
+    """Without stages: an ordinary loop over an ordinary engine."""
+    model = build(kind)
+    engine, *_ = zeroaccel.initialize(model, config=dict(settings))
+    run, losses = Run(), []
+    for batch in batches(kind, engine.collectives.rank):
+        if kind == "layers":
+            loss = nn.functional.mse_loss(engine(batch[0]), batch[1])
+        else:
+            loss = engine(**batch, use_cache=False).loss
+        engine.backward(loss)
+        at_boundary = engine.is_gradient_accumulation_boundary()
+        engine.step()
+        losses.append(loss.item())
+        if at_boundary:
+            total = torch.tensor([torch.tensor(losses, dtype=torch.float64).mean()]) / engine.collectives.world_size
+            engine.collectives.all_reduce(total, "sum", "loss of the test")
+            run.losses.append(total.float().item())
+            run.norms.append(engine.get_global_grad_norm())
+            losses.clear()
+    run.skipped = engine.skipped_steps
+    engine.destroy()
+    run.weights = {name: param.detach().clone() for name, param in model.named_parameters()}
+    return run
+
+
+def staged(settings: Mapping[str, Any], kind: str, pp: int, **cutting: Any) -> Run:
+    model = build(kind)
+    if kind == "layers":
+        cutting["loss"] = nn.functional.mse_loss
+    pipeline = PipelineConfig(**cutting)
+    engine, *_ = zeroaccel.initialize(model, config=dict(settings), parallel=ParallelConfig(pp=pp), pipeline=pipeline)
+    run, data = Run(), batches(kind, engine.collectives.rank)
+    for _ in range(STEPS):
+        run.losses.append(engine.train_batch(data).item())
+        run.norms.append(engine.get_global_grad_norm())
+    run.skipped = engine.skipped_steps
+    engine.destroy()
+    run.weights = {name: param.detach().clone() for name, param in model.named_parameters()}
+    return run
+
+
+def require_same(runs: list[Run], whole: Run) -> None:
+    """All stages together are the whole run."""
+    weights: dict[str, Tensor] = {}
+    for run in runs:
+        assert (run.losses, run.norms, run.skipped) == (whole.losses, whole.norms, whole.skipped)
+        for name, weight in run.weights.items():
+            assert torch.equal(weights.setdefault(name, weight), weight), name
+    together = Run(whole.losses, whole.norms, weights, whole.skipped)
+    assert weights.keys() == whole.weights.keys()
+    assert differences(whole, together) == []
+
+
+CASES = [
+    # model, pp, dp, stage, precision, optimizer, cutting
+    ("llama", 2, 1, 0, "fp32", SGD, {}),
+    pytest.param(*("llama", 3, 1, 1, "bf16", ADAMW, {"schedule": "gpipe"}), marks=pytest.mark.slow),
+    ("llama", 2, 2, 2, "bf16", SGD, {}),
+    ("gpt2", 2, 1, 1, "fp32", ADAMW, {}),
+    ("gpt2", 2, 2, 2, "bf16", SGD, {"schedule": "gpipe"}),
+    ("gpt2", 3, 1, 0, "fp16", SGD, {"split": (1, 1, 2)}),
+    pytest.param(*("llama-tied", 4, 1, 1, "bf16", SGD, {"split": "uniform"}), marks=pytest.mark.slow),
+    ("layers", 3, 1, 2, "fp32", SGD, {"split": "parameters"}),
+    pytest.param(*("layers", 2, 2, 1, "fp32", ADAMW, {}), marks=pytest.mark.slow),
+    ("gpt2", 2, 2, 3, "fp32", SGD, {}),
+    pytest.param(*("llama", 2, 2, 3, "bf16", ADAMW, {"schedule": "gpipe"}), marks=pytest.mark.slow),
+    # Several stages per rank: three of one block and one of two.
+    ("gpt2", 2, 1, 1, "fp32", SGD, {"schedule": "interleaved_1f1b"}),
+    ("gpt2", 2, 2, 3, "fp16", SGD, {"schedule": "interleaved_1f1b"}),
+    pytest.param(*("llama", 2, 2, 2, "bf16", SGD, {"schedule": "interleaved_1f1b"}), marks=pytest.mark.slow),
+    ("gpt2", 2, 1, 2, "fp32", SGD, {"schedule": "zero_bubble"}),
+    ("llama", 2, 1, 1, "bf16", ADAMW, {"schedule": "zero_bubble", "stages_per_rank": 1}),
+    pytest.param(*("layers", 2, 2, 2, "fp32", SGD, {"schedule": "zero_bubble"}), marks=pytest.mark.slow),
+    pytest.param(*("layers", 3, 1, 2, "fp32", SGD, {"schedule": "interleaved_1f1b"}), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("kind", "pp", "dp", "stage", "precision", "optimizer", "cutting"), CASES)
+def test_stages_change_no_bit(
+    ranks: Ranks,
+    kind: str,
+    pp: int,
+    dp: int,
+    stage: int,
+    precision: str,
+    optimizer: dict[str, Any],
+    cutting: dict[str, Any],
+) -> None:
+    settings = config(stage, precision, MICRO_BATCHES, optimizer=optimizer, gradient_clipping=0.5)
+    whole = ranks(dp).run(plain, settings, kind)[0]
+    require_same(ranks(pp * dp).run(staged, settings, kind, pp, **cutting), whole)
+
+
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+
+
+def recomputed(settings: Mapping[str, Any], kind: str, pp: int) -> Run:
+    model = build(kind)
+    # The name before transformers 5.20.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable()  # type: ignore[operator]
+    engine, *_ = zeroaccel.initialize(model, config=dict(settings), parallel=ParallelConfig(pp=pp))
+    run, data = Run(), batches(kind, engine.collectives.rank)
+    for _ in range(STEPS):
+        run.losses.append(engine.train_batch(data).item())
+        run.norms.append(engine.get_global_grad_norm())
+    engine.destroy()
+    run.weights = {name: param.detach().clone() for name, param in model.named_parameters()}
+    return run
+
+
+def test_offload_and_recomputation_in_a_stage(ranks: Ranks) -> None:
+    settings = config(2, "bf16", MICRO_BATCHES, gradient_clipping=0.5)
+    whole = ranks(2).run(plain, settings, "llama")[0]
+    offloaded = config(2, "bf16", MICRO_BATCHES, gradient_clipping=0.5, **OFFLOAD)
+    require_same(ranks(4).run(recomputed, offloaded, "llama", 2), whole)
+
+
+def test_an_overflow_on_one_stage_skips_the_step_of_all(ranks: Ranks) -> None:
+    settings = config(1, "fp16", MICRO_BATCHES, optimizer=SGD)
+    settings["fp16"] = {"enabled": True, "initial_scale_power": 24, "loss_scale_window": 5, "hysteresis": 1}
+    whole = ranks(1).run(plain, settings, "gpt2")[0]
+    assert whole.skipped > 0
+    require_same(ranks(2).run(staged, settings, "gpt2", 2), whole)
+
+
+def scheduled(pp: int) -> tuple[list[float], list[float]]:
+    """Rates and losses under a schedule, with an optimizer that the program made for the whole model."""
+    model = causal("gpt2")
+    decayed = [param for param in model.parameters() if param.dim() > 1]
+    rest = [param for param in model.parameters() if param.dim() < 2]
+    optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}])
+    schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 5}}
+    settings = {**config(1, "fp32", MICRO_BATCHES), "scheduler": schedule}
+    del settings["optimizer"]
+    engine, *_ = zeroaccel.initialize(
+        model, optimizer, config=settings, parallel=ParallelConfig(pp=pp), pipeline=PipelineConfig()
+    )
+    data = batches("gpt2", engine.collectives.rank)
+    losses = [engine.train_batch(data).item() for _ in range(STEPS)]
+    losses.append(engine.eval_batch(batches("gpt2", 5)).item())
+    assert (engine.is_first_stage(), engine.is_last_stage()) == (
+        engine.pipeline.rank == 0,
+        engine.pipeline.rank == pp - 1,
+    )
+    assert engine.train_batch_size() == BATCH * MICRO_BATCHES
+    rates = engine.get_lr()
+    engine.destroy()
+    return rates, losses
+
+
+def test_param_groups_rates_and_evaluation(ranks: Ranks) -> None:
+    whole = ranks(1).run(scheduled, 1)[0]
+    assert ranks(2).run(scheduled, 2) == [whole, whole]
+    assert whole[1][-1] != whole[1][-2]
+
+
+# -- deepspeed.pipe
+
+
+def facade(settings: Mapping[str, Any], stages: int, partition: str) -> Run:
+    """A PipelineModule with a table that is read at both ends."""
+    torch.manual_seed(3)
+
+    def logits(table: nn.Module, hidden: Tensor) -> Tensor:
+        return hidden @ table.weight.t()
+
+    def loss(output: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output.flatten(0, 1), labels.flatten())
+
+    layers = [
+        TiedLayerSpec("table", nn.Embedding, VOCABULARY, 12),
+        *(LayerSpec(nn.Linear, 12, 12) for _ in range(3)),
+        torch.tanh,
+        nn.LayerNorm(12),
+        TiedLayerSpec("table", nn.Embedding, VOCABULARY, 12, forward_fn=logits),
+    ]
+    model = PipelineModule(layers, num_stages=stages, loss_fn=loss, partition_method=partition)
+    engine, *_ = initialize(model=model, config=dict(settings))
+    assert engine.is_pipe_parallel()
+    run = Run()
+    data = ((batch["input_ids"], batch["input_ids"]) for batch in batches("llama", engine.collectives.rank))
+    for _ in range(STEPS):
+        run.losses.append(engine.train_batch(data).item())
+        run.norms.append(engine.get_global_grad_norm())
+    engine.destroy()
+    run.weights = {name: param.detach().clone() for name, param in model.named_parameters()}
+    return run
+
+
+@pytest.mark.parametrize(("partition", "stages"), [("parameters", 2), ("type:linear", 3)])
+def test_a_pipeline_module_of_deepspeed(ranks: Ranks, partition: str, stages: int) -> None:
+    settings = config(1, "fp32", MICRO_BATCHES, optimizer=SGD, gradient_clipping=0.5)
+    whole = ranks(1).run(facade, settings, 1, partition)[0]
+    require_same(ranks(stages).run(facade, settings, stages, partition), whole)
+
+
+# -- checkpoints
+
+
+def resumed(settings: Mapping[str, Any], pp: int, load: str, save: str, steps: int) -> Run:
+    """Goes on from a checkpoint for some steps; then saves."""
+    model = causal("gpt2")
+    engine, *_ = zeroaccel.initialize(
+        model, config=dict(settings), parallel=ParallelConfig(pp=pp), pipeline=PipelineConfig()
+    )
+    if load:
+        engine.load_checkpoint(load)
+    data = batches("gpt2", engine.collectives.rank)
+    for _ in range(engine.global_steps * MICRO_BATCHES):
+        next(data)
+    run = Run()
+    for _ in range(steps):
+        run.losses.append(engine.train_batch(data).item())
+        run.norms.append(engine.get_global_grad_norm())
+    if save:
+        engine.save_checkpoint(save)
+    run.weights = engine.consolidated_state_dict() or {}
+    if save:
+        engine.save_model(f"{save}/model", max_nbytes=40_000)
+    engine.destroy()
+    return run
+
+
+def test_checkpoints_are_of_the_whole_model(ranks: Ranks, tmp_path: Path) -> None:
+    settings = config(2, "bf16", MICRO_BATCHES)
+    whole = ranks(2).run(resumed, settings, 1, "", "", STEPS)[0]
+    before = ranks(4).run(resumed, settings, 2, "", f"{tmp_path}/staged", 1)[0]
+    assert before.losses == whole.losses[:1]
+    # Two stages to one, with as many data-parallel ranks: the same training; and back.
+    after = ranks(2).run(resumed, settings, 1, f"{tmp_path}/staged", f"{tmp_path}/whole", 1)[0]
+    assert after.losses == whole.losses[1:2]
+    last = ranks(4).run(resumed, settings, 2, f"{tmp_path}/whole", "", 1)[0]
+    assert (last.losses, last.norms) == (whole.losses[2:], whole.norms[2:])
+    assert last.weights.keys() == whole.weights.keys() == causal("gpt2").state_dict().keys()
+    assert differences(Run(weights=whole.weights), Run(weights=last.weights)) == []
+    # Three stages on one data-parallel rank have the same weights, and so has what is consolidated without ranks.
+    loaded = ranks(3).run(resumed, settings, 3, f"{tmp_path}/staged", "", 0)[0]
+    assert differences(Run(weights=before.weights), Run(weights=loaded.weights)) == []
+    for folder in ("staged", "whole"):
+        exact = get_fp32_state_dict_from_zero_checkpoint(f"{tmp_path}/{folder}")
+        expected = before.weights if folder == "staged" else after.weights
+        assert exact.keys() == expected.keys()
+        for name, weight in expected.items():
+            assert torch.equal(exact[name].to(weight.dtype), weight), name
+        saved = transformers.GPT2LMHeadModel.from_pretrained(
+            None, config=causal("gpt2").config, state_dict=_files(tmp_path / folder / "model")
+        )
+        for name, weight in saved.state_dict().items():
+            assert torch.equal(weight.bfloat16(), expected[name].bfloat16()), name
+
+
+def _files(folder: Path) -> dict[str, Tensor]:
+    return {name: value for path in sorted(folder.glob("*.safetensors")) for name, value in load_file(path).items()}
+
+
+# -- what is refused
+
+
+def mistaken(what: str) -> str:
+    model = nn.Linear(4, 4) if what == "model" else layers() if what == "loss" else causal("llama")
+    keys: dict[str, Any] = OFFLOAD if what == "early" else {}
+    accumulation = {"few": 1, "rounds": 5}.get(what, 2)
+    settings = config(3 if what == "sharded" else 1, "fp32", accumulation, optimizer=SGD, **keys)
+    if what == "early":
+        settings["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "update_during": "backward"}
+    try:
+        arguments: dict[str, Any] = {}
+        if what == "schedule":
+            arguments["schedule"] = "looped_bfs"
+        if what == "sharded":
+            arguments["schedule"] = "zero_bubble"
+        if what == "per rank":
+            arguments["stages_per_rank"] = 2
+        if what in ("rounds", "blocks"):
+            arguments |= {"schedule": "interleaved_1f1b", "stages_per_rank": 3 if what == "blocks" else 2}
+        if what in ("numbers", "many"):
+            arguments["split"] = (1, 2) if what == "numbers" else (1, 0)
+        if what == "weights" and int(torch.distributed.get_rank() if torch.distributed.is_initialized() else 0):
+            next(model.parameters()).data.add_(1)
+        if what == "between":
+            _couple(model)
+        parallel = ParallelConfig(pp=5 if what == "deep" else 2)
+        if what == "plan":
+            parallel = ParallelConfig(tp=2, tp_plan={"layers.*.mlp.middle": "colwise"})
+        engine, *_ = zeroaccel.initialize(
+            model, config=settings, parallel=parallel, pipeline=PipelineConfig(**arguments)
+        )
+        _use_wrongly(engine, what)
+    except (ZeroAccelError, AttributeError) as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("it was taken")
+
+
+def _couple(model: Any) -> None:
+    """Something between two blocks, as a model with skip connections has."""
+    inner = model.model.layers[1].forward
+    model.model.layers[1].forward = lambda hidden, *args, **kwargs: inner(hidden, *args, **kwargs)
+    model.model.layers[2] = model.model.layers[1]
+
+
+def _use_wrongly(engine: Any, what: str) -> None:
+    data = list(batches("llama", 0, 4))
+    if what == "forward":
+        engine(**data[0])
+    elif what == "backward":
+        engine.backward(torch.ones((), requires_grad=True))
+    elif what == "step":
+        engine.step()
+    elif what == "short":
+        engine.train_batch(iter(data[:1]))
+    elif what == "uneven":
+        shorter = {name: value[:, :5] for name, value in data[1].items()}
+        engine.train_batch(iter([data[0], shorter]))
+    elif what == "others":
+        engine.train_batch(iter(data[engine.pipeline.rank :]))
+    elif what == "none":
+        engine.train_batch()
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("model", "pipeline: Linear cannot be cut: expected a causal model of transformers or an nn.Sequential"),
+        ("between", "LlamaForCausalLM cannot be cut"),
+        ("loss", "PipelineConfig(loss): expected a function of (output, targets)"),
+        ("few", "gradient_accumulation_steps: expected at least 2 micro-batches per step"),
+        ("early", 'zero_optimization.offload_optimizer.update_during: expected "step" with a pipeline'),
+        ("schedule", 'PipelineConfig(schedule): expected "1f1b" or "gpipe" or "interleaved_1f1b" or "zero_bubble"'),
+        (
+            "sharded",
+            'zero_optimization.stage: expected 0, 1 or 2 with schedule "zero_bubble", which computes gradients',
+        ),
+        ("per rank", 'PipelineConfig(stages_per_rank): expected 1 with schedule "1f1b", got 2'),
+        ("rounds", "gradient_accumulation_steps: expected a multiple of its 2 rounds over 2 ranks"),
+        ("blocks", "LlamaForCausalLM: expected at least as many blocks as the 6 stages, got '4 blocks'"),
+        ("numbers", "PipelineConfig(split): expected 2 numbers that add up to the 4 blocks of the model, got (1, 2)"),
+        ("many", "PipelineConfig(split): expected one of"),
+        ("deep", "ParallelConfig: expected sizes that divide the job's 2 ranks, got 'pp 5"),
+        ("plan", "tp_plan): layers.*.mlp.middle: expected the end of a module's name"),
+        ("weights", "the ranks have different settings: expected axes.pp.weights="),
+        ("forward", "engine(batch) on stage"),
+        ("backward", "engine.backward() on stage"),
+        ("step", "engine.step() on stage"),
+        (
+            "short",
+            "engine.train_batch(data_iter): expected 2 micro-batches (gradient_accumulation_steps), got '1 more'",
+        ),
+        ("uneven", "micro-batch 1: expected the shapes of micro-batch 0, ['input_ids'] (2, 8)"),
+        ("others", "batches of stage 1, rank 1 (pp 1): expected those of stage 0, rank 0 (pp 0)"),
+        ("none", "engine.train_batch(data_iter): expected an iterator of micro-batches on stage 0"),
+    ],
+)
+def test_what_cannot_be_is_named_on_every_rank(ranks: Ranks, what: str, says: str) -> None:
+    for message in ranks(2).run(mistaken, what):
+        assert says in message
+
+
+# -- a rank that leaves
+
+
+def test_a_rank_that_leaves_a_pipeline_is_named_with_its_stage() -> None:
+    result = run_job(2, "tests/multi/parallel/leaving_stage.py", [], timeout=90)
+    assert result.returncodes[0] == 75
+    assert "rank 1 (pp 1): left with RuntimeError: as the disk is full, in step 1" in result.stderr
+    assert "in step 1, in the forward of micro-batch 2 on stage 1" in result.stderr
+    assert "rank 0 (pp 0): waiting for control" in result.stderr
+    assert 'receive "gradient of micro-batch ' in result.stderr
+    assert "The cause is the exception on rank 1 (pp 1)." in result.stderr

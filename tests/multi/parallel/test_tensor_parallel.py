@@ -1,0 +1,609 @@
+"""Layers that ranks share: the training of one process, up to the order of sums, and the same bits at every stage."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import zeroaccel
+from tests.support.environment import ROOT
+from tests.support.mesh_training import NEEDS_SPLIT_LAYERS, small_llama
+from tests.support.pool import Pool
+from tests.support.training import ADAMW, Run, config, differences, offloaded
+from zeroaccel.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
+from zeroaccel.checkpoint.reshard import reshard
+from zeroaccel.comm.topology import init_process_group
+from zeroaccel.config.parallel import ParallelConfig
+from zeroaccel.errors import ConfigError, EngineStateError, UsageError, ZeroAccelError
+from zeroaccel.parallel.tensor import _check_torch
+from zeroaccel.zero import (
+    GatheredParameters,
+    Init,
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+)
+
+transformers = pytest.importorskip("transformers")
+
+Ranks = Callable[[int], Pool]
+
+VOCAB, STEPS = 64, 3
+SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
+ATTENTION = {f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"} | {
+    "layers.*.self_attn.o_proj": "rowwise",
+}
+
+
+class Biased(nn.Module):
+    """Linear layers with biases, of which one is added once and not by each rank, under a plan of names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.embed = nn.Embedding(VOCAB, 16)
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"norm": nn.LayerNorm(16), "up": nn.Linear(16, 24), "down": nn.Linear(24, 16)})
+            for _ in range(2)
+        )
+        self.head = nn.Linear(16, VOCAB)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = x + layer["down"](torch.relu(layer["up"](layer["norm"](x))))  # type: ignore[index]
+        loss = nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+        return transformers.modeling_outputs.CausalLMOutput(loss=loss)
+
+
+def _batch(step: int, place: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + place)
+    ids = torch.randint(VOCAB, (2, 12), generator=generator)
+    return {"input_ids": ids, "labels": ids}
+
+
+def _plain(make: Callable[[], nn.Module], adam: bool, places: int, clipping: float) -> Run:
+    """One process, no engine: the mean over the data-parallel ranks of their batches' losses."""
+    model = make()
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if adam:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    run = Run()
+    for step in range(STEPS):
+        loss = sum(model(**_batch(step, place)).loss for place in range(places)) / places
+        loss.backward()
+        run.norms.append(nn.utils.clip_grad_norm_(model.parameters(), clipping or 1e9).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        run.losses.append(loss.item())
+    run.weights = {name: param.detach() for name, param in model.named_parameters()}
+    return run
+
+
+def _train(model: nn.Module, settings: Mapping[str, Any], parallel: ParallelConfig) -> Run:
+    """Each data-parallel rank sees its own batches, its ranks of `tp` the same."""
+    engine, *_ = zeroaccel.initialize(model, config=dict(settings), parallel=parallel)
+    place = torch.distributed.get_rank() // parallel.tp
+    assert engine.train_batch_size() == 2 * torch.distributed.get_world_size() // parallel.tp
+    run = Run()
+    for step in range(STEPS):
+        loss = engine(**_batch(step, place)).loss
+        engine.backward(loss)
+        engine.step()
+        run.losses.append(loss.item())
+        run.norms.append(engine.get_global_grad_norm())
+    engine.destroy()
+    run.weights = {name: param.detach().clone() for name, param in model.named_parameters()}
+    return run
+
+
+def _split(
+    make: Callable[[], nn.Module], settings: list[dict[str, Any]], parallel: ParallelConfig, precision: str = "fp32"
+) -> list[Run]:
+    init_process_group()
+    return [_train(make(), each, parallel) for each in settings]
+
+
+def _close(runs: list[Run], plain: Run) -> None:
+    losses = torch.tensor([run.losses for run in runs]).mean(0).tolist()
+    assert losses == pytest.approx(plain.losses, rel=2e-6)
+    for run in runs:
+        # Each element counts once, whether the ranks share it or all have it.
+        assert run.norms == pytest.approx(plain.norms, rel=2e-6)
+        for name, weight in plain.weights.items():
+            assert run.weights[name].shape == weight.shape, name
+            assert torch.allclose(run.weights[name], weight, rtol=1e-4, atol=3e-6), name
+
+
+def _tied() -> nn.Module:
+    return small_llama(tie_word_embeddings=True, attention_bias=True)
+
+
+def _qwen3() -> nn.Module:
+    """Its queries and keys have norms between the layers that are cut."""
+    torch.manual_seed(3)
+    sizes: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    return transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(num_attention_heads=4, num_key_value_heads=2, head_dim=8, use_cache=False, **sizes)
+    )
+
+
+CASES = [
+    # model, plan, ranks, optimizer, clipping
+    (small_llama, None, 2, "adamw", 0.05),
+    (small_llama, ATTENTION, 4, "sgd", 0.0),
+    (_tied, None, 4, "adamw", 0.0),
+    (_qwen3, None, 2, "sgd", 0.05),
+    (Biased, {"up": "colwise", "down": "rowwise", "embed": "embedding_colwise"}, 2, "sgd", 0.05),
+]
+
+
+@NEEDS_SPLIT_LAYERS
+@pytest.mark.parametrize(("make", "plan", "world", "optimizer", "clipping"), CASES)
+def test_training_is_that_of_one_process(
+    ranks: Ranks, make: Callable[[], nn.Module], plan: Any, world: int, optimizer: str, clipping: float
+) -> None:
+    adam = optimizer == "adamw"
+    keys = {"optimizer": ADAMW if adam else SGD, "gradient_clipping": clipping}
+    settings = [config(stage, "fp32", **keys) for stage in (0, 1, 2, 3)]
+    of_ranks = ranks(world).run(_split, make, settings, ParallelConfig(tp=2, tp_plan=plan))
+    for first, *others in of_ranks:
+        assert [differences(first, other) for other in others] == [[]] * 3
+    _close([runs[0] for runs in of_ranks], _plain(make, adam, world // 2, clipping))
+    for rank in range(0, world, 2):  # what both ranks have, they have to the last bit, and so has each data rank
+        assert differences(of_ranks[rank][0], of_ranks[rank + 1][0]) == []
+        assert of_ranks[rank][0].norms == of_ranks[0][0].norms
+
+
+@NEEDS_SPLIT_LAYERS
+def test_tiers_keep_the_bits(ranks: Ranks, tmp_path: Path) -> None:
+    plain = config(3, "fp32", optimizer=ADAMW, gradient_clipping=0.05)
+    tiers = [offloaded(tmp_path, "cpu", "cpu"), offloaded(tmp_path, "nvme", "nvme")]
+    settings = [plain, *(config(3, "fp32", optimizer=ADAMW, gradient_clipping=0.05, **tier) for tier in tiers)]
+    for first, *others in ranks(4).run(_split, small_llama, settings, ParallelConfig(tp=2)):
+        assert [differences(first, other) for other in others] == [[]] * 2
+
+
+@NEEDS_SPLIT_LAYERS
+def test_bf16_has_the_same_bits_at_every_stage(ranks: Ranks) -> None:
+    settings = [config(stage, "bf16", optimizer=ADAMW) for stage in (0, 2, 3)]
+    for first, *others in ranks(4).run(_split, small_llama, settings, ParallelConfig(dp_replicate=2, tp=2)):
+        assert [differences(first, other) for other in others] == [[]] * 2
+
+
+def _constructed(built: bool, parallel: ParallelConfig) -> Run:
+    """Of a model that `zero.Init` shards while it is built; without it, ranks that drew other values."""
+    init_process_group()
+    settings = config(3, "fp32", optimizer=SGD)
+    if built:
+        with Init(config_dict_or_path=settings):
+            return _train(small_llama(), settings, parallel)
+    model = small_llama()
+    if torch.distributed.get_rank():
+        for param in model.parameters():
+            param.data.normal_()
+    return _train(model, settings, parallel)
+
+
+@NEEDS_SPLIT_LAYERS
+def test_weights_are_those_of_rank_0_however_the_model_was_built(ranks: Ranks) -> None:
+    plain = _plain(small_llama, False, 2, 0.0)
+    for built in (True, False):
+        _close(ranks(4).run(_constructed, built, ParallelConfig(tp=2)), plain)
+
+
+def _held() -> tuple[bool, bool, list[int]]:
+    """Parameters and an optimizer that the program has made before."""
+    init_process_group()
+    model = small_llama()
+    weight = model.get_submodule("model.layers.0.mlp.up_proj").weight
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    before = weight.detach().clone()
+    engine, *_ = zeroaccel.initialize(
+        model,
+        optimizer,
+        config={"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}},
+        parallel=ParallelConfig(tp=2),
+    )
+    shape = list(weight.shape)
+    engine.backward(engine(**_batch(0, 0)).loss)
+    engine.step()
+    engine.destroy()
+    same = model.get_submodule("model.layers.0.mlp.up_proj").weight is weight
+    model(**_batch(0, 0))  # a plain model again
+    return same, bool((weight - before).abs().amax(dim=1).gt(0).all()), shape
+
+
+@NEEDS_SPLIT_LAYERS
+def test_objects_of_the_program_stay_the_models(ranks: Ranks) -> None:
+    assert ranks(2).run(_held) == [(True, True, [24, 32])] * 2
+
+
+def _gpt2() -> nn.Module:
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2))
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    # What differs from a Llama on its own plan under stage 3: a model, or arguments.
+    "heads": {"model": {"num_key_value_heads": 1}},
+    "sizes": {"model": {"intermediate_size": 49}, "tp_plan": {"up_proj": "colwise"}},
+    "pattern": {"tp_plan": {"layers.*.mlp.up": "colwise"}},
+    "style": {"tp_plan": {"mlp.up_proj": "columns"}},
+    "styles": {"tp_plan": {"mlp.up_proj": "colwise", "layers.*.mlp.up_proj": "rowwise"}},
+    "norm": {"tp_plan": {"model.norm": "colwise"}},
+    "none": {"model": _gpt2},
+    "packed": {"model": _gpt2, "tp_plan": {"attn.c_attn": "colwise", "attn.c_proj": "rowwise"}},
+    "tied": {"model": {"tie_word_embeddings": True}, "tp_plan": {"lm_head": "colwise_gather_output"}},
+    "tied otherwise": {
+        "model": {"tie_word_embeddings": True},
+        "tp_plan": {"lm_head": "colwise_gather_output", "embed_tokens": "embedding_colwise"},
+    },
+    "muon": {"settings": {"optimizer": {"type": "Muon", "params": {"lr": 0.01}}}},
+    "quantized": {"settings": {"zero_quantized_weights": True}},
+    "heads of sequences": {"sp": 2, "tp": 1, "model": {"num_attention_heads": 1, "num_key_value_heads": 1}},
+    "ranks": {"tp": 3},
+    "differs": {"rank 1": {"tp": 1}},
+    "plan differs": {"rank 1": {"tp_plan": {"up_proj": "colwise"}}},
+}
+
+
+def _mistaken(what: str) -> str:
+    init_process_group()
+    wrong = dict(WRONG[what])
+    own = wrong.pop("rank 1", {})
+    wrong |= own if torch.distributed.get_rank() == 1 else {}
+    changes = wrong.pop("model", {})
+    model = changes() if callable(changes) else small_llama(**changes)
+    settings = config(3, "fp32", **{"optimizer": SGD, **wrong.pop("settings", {})})
+    try:
+        zeroaccel.initialize(model, config=settings, parallel=ParallelConfig(**{"tp": 2, **wrong}))
+    except ZeroAccelError as error:
+        # The ranks are in step all the same.
+        zeroaccel.initialize(small_llama(), config=config(0), parallel=ParallelConfig(tp=2))[0].destroy()
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("it was taken")
+
+
+MISTAKES = [
+    ("heads", "num_key_value_heads of LlamaForCausalLM: expected a multiple of 2, the ranks of the tp axis, got 1"),
+    (
+        "sizes",
+        "parameter model.layers.0.mlp.up_proj.weight: expected a multiple of 2, the ranks of the tp axis, in dim",
+    ),
+    ("pattern", "tp_plan): layers.*.mlp.up: expected the end of a module's name, * one part of it, got 'no match'"),
+    ("style", "got 'columns for mlp.up_proj'"),
+    ("styles", "layers.*.mlp.up_proj: expected one style for model.layers.0.mlp.up_proj, got 'colwise and"),
+    (
+        "norm",
+        "model.norm: expected a torch.nn.Linear or torch.nn.Embedding, or GPT-2's Conv1D, got 'transformers.models",
+    ),
+    ("none", "ParallelConfig(tp_plan): expected a plan, as GPT2LMHeadModel has none of its own"),
+    ("packed", 'attn.c_attn: expected "packed_colwise_3", which cuts queries, keys and values each by themselves'),
+    ("tied", "model.embed_tokens: expected tied parameters that are cut alike in all their modules"),
+    ("tied otherwise", "expected tied parameters that are cut alike in all their modules"),
+    ("muon", "expected to be whole, since its optimizer looks at whole tensors"),
+    ("quantized", "zero_quantized_weights: expected false with tensor parallelism, got True"),
+    ("heads of sequences", "heads that is divisible by the 2 ranks of a sequence, got 1"),
+    ("ranks", "ParallelConfig: expected sizes that divide the job's 2 ranks, got 'tp 3 = 3'"),
+    ("differs", "initialize(parallel): dp_shard on rank 1: expected 1 as on rank 0, got 2"),
+    ("plan differs", "initialize(parallel): tp_plan on rank 1: expected None as on rank 0, got {'up_proj': 'colwise'}"),
+]
+
+
+@NEEDS_SPLIT_LAYERS
+@pytest.mark.parametrize(("what", "says"), MISTAKES)
+def test_what_cannot_be_split_is_named(ranks: Ranks, what: str, says: str) -> None:
+    for message in ranks(2).run(_mistaken, what):
+        assert says in message
+
+
+def _contents(engine: Any, model: nn.Module) -> dict[str, Tensor]:
+    """Masters and states of every parameter, whole."""
+    found = {}
+    for name, param in model.named_parameters():
+        found[name] = safe_get_full_fp32_param(param)
+        for key in ("exp_avg", "exp_avg_sq"):
+            found[f"{key} {name}"] = safe_get_full_optimizer_state(param, key)
+    return found
+
+
+def _steps(engine: Any, first: int, count: int, parallel: ParallelConfig) -> list[float]:
+    losses = []
+    for step in range(first, first + count):
+        loss = engine(**_batch(step, torch.distributed.get_rank() // parallel.tp)).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def _saves(folder: str, stage: int, parallel: ParallelConfig, keys: dict[str, Any]) -> tuple[Any, ...]:
+    init_process_group()
+    model = small_llama(num_key_value_heads=4)
+    settings = config(stage, "bf16", optimizer=ADAMW, **keys)
+    engine, *_ = zeroaccel.initialize(model, config=settings, parallel=parallel)
+    _steps(engine, 0, 2, parallel)
+    engine.save_checkpoint(folder, "before", client_state={"epoch": 3})
+    contents = _contents(engine, model)
+    full = engine.consolidated_state_dict()
+    engine.save_16bit_model(folder, "model.safetensors")
+    streamed = {name: value.clone() for name, value in engine.iter_named_full_params()}
+    losses = _steps(engine, 2, 2, parallel)
+    engine.load_checkpoint(folder)
+    again = _steps(engine, 2, 2, parallel)
+    engine.destroy()
+    return contents, full, streamed, losses, again
+
+
+def _loads(folder: str, stage: int, parallel: ParallelConfig, keys: dict[str, Any]) -> dict[str, Tensor]:
+    init_process_group()
+    torch.manual_seed(99)
+    model = transformers.LlamaForCausalLM(small_llama(num_key_value_heads=4).config)
+    settings = config(stage, "bf16", optimizer=ADAMW, **keys)
+    engine, *_ = zeroaccel.initialize(model, config=settings, parallel=parallel)
+    path, client = engine.load_checkpoint(folder)
+    assert path is not None
+    assert client == {"epoch": 3}
+    contents = _contents(engine, model)
+    assert all(loss < 10 for loss in _steps(engine, 2, 1, parallel))
+    engine.destroy()
+    return contents
+
+
+def _same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[str]:
+    assert one.keys() == other.keys()
+    return [name for name, value in one.items() if not torch.equal(value, other[name])]
+
+
+@NEEDS_SPLIT_LAYERS
+@pytest.mark.parametrize(
+    ("saved", "stage", "loaded"),
+    [
+        ((4, 2), 3, [(4, 1, 3), (4, 4, 2), (2, 2, 0), (2, 1, 3)]),
+        ((4, 1), 2, [(4, 2, 3), (2, 2, 2)]),
+        ((2, 2), 0, [(4, 2, 1), (4, 4, 3)]),
+    ],
+)
+def test_checkpoints_are_of_any_mesh(
+    ranks: Ranks, tmp_path: Path, saved: tuple[int, int], stage: int, loaded: list[tuple[int, int, int]]
+) -> None:
+    world, tp = saved
+    folder = str(tmp_path)
+    of_ranks = ranks(world).run(_saves, folder, stage, ParallelConfig(tp=tp), {})
+    contents, full, streamed = of_ranks[0][:3]
+    for rank, (other, _, _, losses, again) in enumerate(of_ranks):
+        assert _same(contents, other) == []
+        assert losses == again, rank
+    for world, tp, other_stage in loaded:
+        for found in ranks(world).run(_loads, folder, other_stage, ParallelConfig(tp=tp), {}):
+            assert _same(contents, found) == []
+    masters = {name: value for name, value in contents.items() if not name.startswith("exp_avg")}
+    assert _same(masters, get_fp32_state_dict_from_zero_checkpoint(folder)) == []
+    bf16 = {name: value.bfloat16() for name, value in masters.items()}
+    assert _same(bf16, full) == _same(bf16, streamed) == _same(bf16, load_file(tmp_path / "model.safetensors")) == []
+    version = json.loads((tmp_path / "before" / "manifest.json").read_text())["manifest"]["version"]
+    assert version == (1 if saved[1] == 1 else 2)  # programs of before read what they can
+    plain = reshard(tmp_path, tmp_path / "plain", 3)
+    assert json.loads((plain / "manifest.json").read_text())["manifest"]["version"] == 1
+    assert _same(masters, get_fp32_state_dict_from_zero_checkpoint(tmp_path / "plain")) == []
+
+
+def _access(stage: int, keys: dict[str, Any]) -> list[str]:
+    """Reads and writes whole values between steps."""
+    init_process_group()
+    model = small_llama()
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    parallel = ParallelConfig(tp=2)
+    engine, *_ = zeroaccel.initialize(model, config=config(stage, "bf16", optimizer=ADAMW, **keys), parallel=parallel)
+    told = []
+    projection = model.get_submodule("model.layers.1.mlp.down_proj").weight
+    norm = model.get_submodule("model.norm").weight
+    assert torch.equal(safe_get_full_fp32_param(projection), values["model.layers.1.mlp.down_proj.weight"])
+    engine.backward(engine(**_batch(0, torch.distributed.get_rank() // 2)).loss)
+    gradient = safe_get_full_grad(projection)
+    assert gradient.shape == (32, 48)
+    safe_set_full_grad(projection, gradient * 0)
+    assert not safe_get_full_grad(projection).any()
+    safe_set_full_grad(projection, gradient)
+    engine.step()
+    # A new value for a split parameter, and states for it: all ranks pass the same whole tensors.
+    new = torch.arange(32 * 48.0).view(32, 48) / 1000
+    safe_set_full_fp32_param(projection, new)
+    safe_set_full_optimizer_state(projection, new * 2, "exp_avg")
+    assert torch.equal(safe_get_full_fp32_param(projection), new)
+    assert torch.equal(safe_get_full_optimizer_state(projection, "exp_avg"), new * 2)
+    assert torch.equal(dict(engine.iter_named_full_params())["model.layers.1.mlp.down_proj.weight"], new.bfloat16())
+    with GatheredParameters(norm, modifier_rank=1):
+        if torch.distributed.get_rank() == 1:
+            norm.data.fill_(0.5)
+    assert (safe_get_full_fp32_param(norm) == 0.5).all()
+    for call in (
+        lambda: GatheredParameters(projection, modifier_rank=0).__enter__(),
+        lambda: safe_set_full_fp32_param(projection, new[:16]),
+        lambda: safe_set_full_fp32_param(projection, new + torch.distributed.get_rank()),
+    ):
+        with pytest.raises(UsageError) as caught:
+            call()
+        told.append(str(caught.value))
+    with engine.gathered(), pytest.raises(EngineStateError) as refused:
+        model.state_dict()
+    told.append(str(refused.value))
+    engine.load_state_dict(values)
+    for name, param in model.named_parameters():
+        assert torch.equal(safe_get_full_fp32_param(param), values[name]), name
+    engine.destroy()
+    return told
+
+
+@NEEDS_SPLIT_LAYERS
+@pytest.mark.parametrize("stage", [0, 3])
+def test_whole_values_are_read_and_written(ranks: Ranks, tmp_path: Path, stage: int) -> None:
+    keys = offloaded(tmp_path, "nvme", "nvme") if stage == 3 else {}
+    for gathered, shape, differs, states in ranks(4).run(_access, stage, keys):
+        assert (
+            "(modifier_rank): model.layers.1.mlp.down_proj.weight: expected parameters that every rank has" in gathered
+        )
+        assert "the value: expected shape (32, 48), got (16, 48)" in shape
+        assert "the value: expected the same on all ranks, got 'different ones'" in differs
+        assert "state_dict(): model.embed_tokens.weight is split over ranks" in states
+
+
+def _opt() -> nn.Module:
+    """A model without a plan of its own, whose attention counts its heads."""
+    torch.manual_seed(3)
+    sizes: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "ffn_dim": 48, "word_embed_proj_dim": 32}
+    settings = transformers.OPTConfig(
+        num_hidden_layers=2, num_attention_heads=4, dropout=0.0, use_cache=False, pad_token_id=1, **sizes
+    )
+    return transformers.OPTForCausalLM(settings)
+
+
+def _by_json(make: Callable[[], nn.Module], settings: dict[str, Any]) -> Run:
+    """The size from the config, the batches from the engine's loader, which feeds by data-parallel rank."""
+    init_process_group()
+    model = make()
+    data = [{name: value[0] for name, value in _batch(step, 0).items()} for step in range(2 * STEPS)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    engine, _, loader, _ = zeroaccel.initialize(model, optimizer, training_data=data, config=settings)
+    assert loader is not None
+    run = Run()
+    for batch in loader:
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        engine.step()
+        run.losses.append(loss.item())
+        run.norms.append(engine.get_global_grad_norm())
+    engine.destroy()
+    run.weights = {name: param.detach().clone() for name, param in model.named_parameters()}
+    return run
+
+
+@NEEDS_SPLIT_LAYERS
+@pytest.mark.parametrize("make", [small_llama, _opt])
+def test_the_size_of_a_json(ranks: Ranks, make: Callable[[], nn.Module]) -> None:
+    collection = ROOT / "tests" / "data" / "collection" / "deepspeed_configs.json"
+    (entry,) = (one for one in json.loads(collection.read_text()) if "tensor_parallel" in one["settings"])
+    values = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1, "gradient_clipping": 1.0}
+    settings = {**entry["settings"], **values, "bf16": {"enabled": False}, "fp16": {"enabled": False}}
+    settings |= {"train_batch_size": 2, "data_types": {}}
+    assert settings["tensor_parallel"] == {"autotp_size": 2}
+    first, second = ranks(2).run(_by_json, make, settings)
+    assert differences(first, second) == []
+    whole, _ = ranks(2).run(_by_json, make, {**settings, "tensor_parallel": {}, "train_micro_batch_size_per_gpu": 1})
+    assert len(first.losses) == len(whole.losses) == STEPS
+    assert first.norms == pytest.approx(whole.norms, rel=2e-6)
+    for name, weight in whole.weights.items():
+        assert torch.allclose(first.weights[name], weight, rtol=1e-4, atol=3e-6), name
+
+
+def _fed(what: str) -> str:
+    init_process_group()
+    rank = torch.distributed.get_rank()
+    section: dict[str, Any] = {"autotp_size": 2}
+    if what == "keys":
+        section["partition_config"] = {"layer_specs": []}
+    settings = config(1, "fp32", optimizer=SGD) | {"tensor_parallel": section}
+    try:
+        if what == "batches":
+            engine, *_ = zeroaccel.initialize(small_llama(), config=settings)
+            engine(**_batch(0, rank))
+        elif what == "names":
+            zeroaccel.initialize(nn.Sequential(nn.Linear(4, 4)), config=settings)
+        elif what == "unknown":
+            model = nn.Module()
+            model.layers = nn.ModuleList([nn.ModuleDict({"up_proj": nn.Linear(4, 8), "shrink": nn.Linear(8, 4)})])
+            zeroaccel.initialize(model, config=settings)
+        else:
+            zeroaccel.initialize(small_llama(), config=settings, parallel=ParallelConfig(tp=4))
+    except ZeroAccelError as error:
+        if what == "batches":
+            engine.destroy()
+        return str(error)
+    raise AssertionError("it was taken")
+
+
+FED = [
+    ("batches", "the first batch of rank 1 (tp 1): expected that of rank 0 (tp 0), with which it shares the layers"),
+    ("names", "expected a plan, as Sequential has none of its own"),
+    ("unknown", "tensor parallelism of Module: layers.0.shrink: expected names of layers that say how to cut them"),
+    ("sizes", "ParallelConfig(tp): expected 2, as tensor_parallel.autotp_size of the config says, got 4"),
+    ("keys", "tensor_parallel.partition_config: expected nothing: layers are cut as the model's own plan says"),
+]
+
+
+@NEEDS_SPLIT_LAYERS
+@pytest.mark.parametrize(("what", "says"), FED)
+def test_mistakes_of_a_json_are_named(ranks: Ranks, what: str, says: str) -> None:
+    for message in ranks(2).run(_fed, what):
+        assert says in message
+
+
+def _overflowed() -> list[float]:
+    """The gradient of one rank's part is not finite."""
+    init_process_group()
+    model = small_llama()
+    settings = config(2, "fp16", optimizer=SGD)
+    engine, *_ = zeroaccel.initialize(model, config=settings, parallel=ParallelConfig(tp=2))
+    weight = model.get_submodule("model.layers.0.mlp.up_proj").weight
+    before = safe_get_full_fp32_param(weight)
+    engine.backward(engine(**_batch(0, 0)).loss)
+    gradient = safe_get_full_grad(weight)
+    gradient[-1, -1] = torch.inf
+    safe_set_full_grad(weight, gradient)
+    engine.step()
+    assert torch.equal(safe_get_full_fp32_param(weight), before)
+    facts = [engine.skipped_steps, engine.loss_scale.value]
+    engine.destroy()
+    return facts
+
+
+@NEEDS_SPLIT_LAYERS
+def test_an_overflow_of_one_part_skips_the_step_on_all_ranks(ranks: Ranks) -> None:
+    first, second = ranks(2).run(_overflowed)
+    assert first == second
+    assert first[0] == 1
+
+
+def _compiled(when: str) -> tuple[str, bool]:
+    model = small_llama()
+    before = {name: param.clone() for name, param in model.named_parameters()}
+    settings = config(1, optimizer=SGD)
+    try:
+        if when == "before":
+            model.compile(backend="eager")
+        if when == "section":
+            settings["compile"] = {"enabled": True, "backend": "eager"}
+        engine, *_ = zeroaccel.initialize(model, config=settings, parallel=ParallelConfig(tp=2))
+        model.compile(backend="eager")
+        engine(**_batch(0, 0))
+    except (ConfigError, UsageError) as error:
+        is_whole = all(torch.equal(param, before[name]) for name, param in model.named_parameters())
+        if when == "after":
+            engine.destroy()
+        return str(error), is_whole
+    raise AssertionError("it was taken")
+
+
+@NEEDS_SPLIT_LAYERS
+@pytest.mark.parametrize("when", ["before", "after", "section"])
+def test_compiled_models_are_refused(ranks: Ranks, when: str) -> None:
+    expected = "torch.compile: expected a model that is not compiled: a graph cannot contain"
+    for message, is_whole in ranks(2).run(_compiled, when):
+        assert ("compile.enabled: a graph cannot contain" if when == "section" else expected) in message
+        assert is_whole == (when != "after")  # a model that no engine has taken is as it was
+
+
+def test_a_torch_that_cannot_leave_weights_where_they_are_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.tensor.parallel.parallelize_module", lambda module, mesh, plan: module)
+    with pytest.raises(UsageError, match=r"tensor parallelism: torch: expected .*src_data_rank.*upgrade torch"):
+        _check_torch()

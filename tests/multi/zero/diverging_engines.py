@@ -1,0 +1,81 @@
+"""A training job whose ranks diverge on purpose, a script for `test_engine_hangs.py`: ``... SCENARIO``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+import zeroaccel
+from tests.support.environment import begin
+from tests.support.training import Block, Toy, batches, config
+from zeroaccel.zero.engine import Engine
+
+
+class TwoTowers(Toy):
+    """Every rank may take another way through the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = nn.ModuleDict({"vision": Block(23), "sound": Block(23)})
+        self.tower = "vision"
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens[:, :-1])
+        for layer in [*self.layers, self.towers[self.tower]]:
+            x = layer(x)
+        logits = self.head(self.norm(x))
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def train(engine: Engine, data: list[Tensor]) -> None:
+    for batch in data:
+        engine.backward(engine(batch))
+        engine.step()
+
+
+def branches(engine: Engine, data: list[Tensor]) -> None:
+    train(engine, data[:2])
+    engine.module.tower = "sound" if engine.collectives.rank == 1 else "vision"
+    train(engine, data[2:])
+
+
+def fewer_batches(engine: Engine, data: list[Tensor]) -> None:
+    train(engine, data[:-1] if engine.collectives.rank == 1 else data)
+    engine.collectives.barrier("end of epoch")
+
+
+def eval_on_rank_0(engine: Engine, data: list[Tensor]) -> None:
+    train(engine, data[:2])
+    if engine.collectives.rank == 0:
+        engine.eval()
+        with torch.no_grad():
+            engine(data[0])
+        engine.train()
+    train(engine, data[2:])
+
+
+def wrong_loss_on_one(engine: Engine, data: list[Tensor]) -> None:
+    train(engine, data[:2])
+    loss = engine(data[2])
+    engine.backward(loss.detach() if engine.collectives.rank == 1 else loss)
+    engine.step()
+
+
+SCENARIOS: dict[str, Callable[[Engine, list[Tensor]], None]] = {
+    function.__name__: function for function in (branches, fewer_batches, eval_on_rank_0, wrong_loss_on_one)
+}
+
+
+if __name__ == "__main__":
+    torch.manual_seed(7)
+    job, *_ = zeroaccel.initialize(TwoTowers(), config=config(int(sys.argv[2]), "bf16"))
+    first, *others = batches(job.collectives.rank, 5)
+    train(job, [first])
+    begin()
+    try:
+        SCENARIOS[sys.argv[1]](job, others)
+    finally:
+        print(f"rank {job.collectives.rank} cleaned up", flush=True)

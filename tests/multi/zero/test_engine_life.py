@@ -1,0 +1,180 @@
+"""The life of an engine: several in one process, idle, for inference, with recomputation, and after `destroy`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import zeroaccel
+from tests.multi.zero.test_engine_passes import drive, plain
+from tests.support.pool import Pool
+from tests.support.training import Run, Toy, batches, config, differences, recording
+from zeroaccel.errors import EngineStateError
+
+Ranks = Callable[[int], Pool]
+
+
+def _same(one: list[Run], other: list[Run]) -> list[list[str]]:
+    return [differences(a, b) for a, b in zip(one, other, strict=True)]
+
+
+# -- several engines, and the end of one
+
+
+def _alternate(stages: tuple[int, int], together: bool) -> list[Run]:
+    engines, models = [], []
+    for index, stage in enumerate(stages):
+        torch.manual_seed(7 + index)
+        models.append(Toy(layers=2 + index))
+        engines.append(zeroaccel.initialize(models[-1], config=config(stage, "bf16"))[0])
+    runs = [Run(), Run()]
+    data = batches(engines[0].collectives.rank, 3)
+    order: Iterator[tuple[int, Tensor]] = iter(
+        [(i, b) for b in data for i in (0, 1)] if together else [(i, b) for i in (0, 1) for b in data]
+    )
+    for index, batch in order:
+        runs[index].losses.append(plain(engines[index], batch).item())
+    for engine, model, run in zip(engines, models, runs, strict=True):
+        engine.destroy()
+        run.weights = {name: param.detach().clone() for name, param in model.named_parameters()}
+    return runs
+
+
+@pytest.mark.parametrize("stages", [(3, 3), (1, 3)])
+def test_two_engines_do_not_disturb_each_other(ranks: Ranks, stages: tuple[int, int]) -> None:
+    apart, together = (ranks(2).run(_alternate, stages, order) for order in (False, True))
+    for rank in range(2):
+        assert _same(apart[rank], together[rank]) == [[], []]
+
+
+def _destroy(stage: int) -> tuple[list[str], float]:
+    torch.manual_seed(7)
+    model = Toy()
+    engine, *_ = zeroaccel.initialize(model, config=config(stage))
+    batch = batches(engine.collectives.rank, 1)[0]
+    before = plain(engine, batch).item()
+    engine.destroy()
+    engine.destroy()
+    left = []
+    for name, param in model.named_parameters():
+        if not torch.isfinite(param).all():
+            left.append(f"{name} is not whole")
+        if param.untyped_storage().nbytes() != param.numel() * param.itemsize:
+            left.append(f"{name} is a view of something larger")
+        if param._post_accumulate_grad_hooks:
+            left.append(f"{name} has a hook")
+    for name, module in model.named_modules():
+        if module._forward_hooks or module._forward_pre_hooks or type(module._parameters) is not dict:
+            left.append(f"{name} has a hook")
+    torch.optim.SGD(model.parameters(), lr=0.1).zero_grad()
+    loss = model(batch)
+    loss.backward()
+    assert loss.item() != before
+    assert model.layers[0].up.weight.grad is not None
+    with pytest.raises(EngineStateError, match="destroy"):
+        engine(batch)
+    return left, loss.item()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_destroy_gives_an_ordinary_model_back(ranks: Ranks, stage: int) -> None:
+    for left, _ in ranks(2).run(_destroy, stage):
+        assert left == []
+
+
+# -- what a sharded model shows
+
+
+def _look_between_steps() -> list[str]:
+    engine, *_ = zeroaccel.initialize(Toy(), config=config(3, "bf16"))
+    plain(engine, batches(engine.collectives.rank, 1)[0])
+    wrong = []
+    for (name, param), (_, whole) in zip(engine.module.named_parameters(), Toy().named_parameters(), strict=True):
+        if param.shape != whole.shape or param.dtype is not torch.bfloat16 or param.numel() != whole.numel():
+            wrong.append(f"{name} changed its face")
+        if param.numel() and "nan" not in repr(param):
+            wrong.append(f"{name} can be read although it is not here")
+    assert "nan" in repr(engine.module.embed.weight)
+    with pytest.raises(EngineStateError, match="sharded"):
+        engine.state_dict()
+    engine.destroy()
+    return wrong
+
+
+def test_a_sharded_parameter_reads_nan(ranks: Ranks) -> None:
+    assert ranks(2).run(_look_between_steps) == [[], []]
+
+
+def test_parameters_smaller_than_the_world(ranks: Ranks) -> None:
+    expected = ranks(4).run(drive, config(0), "plain", steps=3)
+    for stage in (2, 3):
+        assert _same(expected, ranks(4).run(drive, config(stage), "plain", steps=3)) == [[]] * 4
+
+
+# -- inference
+
+
+def _infer(stage: int, precision: str, with_gradients: bool) -> tuple[list[float], int]:
+    torch.manual_seed(7)
+    settings = {**config(stage, precision), "optimizer": None}
+    del settings["optimizer"]
+    engine, optimizer, loader, scheduler = zeroaccel.initialize(Toy(), config=settings)
+    assert (optimizer, loader, scheduler) == (None, None, None)
+    with torch.set_grad_enabled(with_gradients):
+        losses = [engine(batch).item() for batch in batches(0, 5)]
+    assert engine.model_state_nbytes()["optimizer"] == engine.model_state_nbytes()["gradients"] == 0
+    with pytest.raises(EngineStateError, match="optimizer"):
+        engine.backward(torch.ones((), requires_grad=True))
+    with pytest.raises(EngineStateError, match="optimizer"):
+        engine.step()
+    remembered = len(engine.trace.actions)
+    engine.destroy()
+    return losses, remembered
+
+
+@pytest.mark.parametrize("with_gradients", [False, True])
+def test_an_engine_for_inference_at_every_stage(ranks: Ranks, with_gradients: bool) -> None:
+    answers = [ranks(2).run(_infer, stage, "bf16", with_gradients)[0] for stage in range(4)]
+    assert all(losses == answers[0][0] for losses, _ in answers)
+    # Five forwards of five units: what a pass remembers does not pile up.
+    assert answers[3][1] < 20
+
+
+# -- recomputation
+
+
+class Recomputed(Toy):
+    reentrant = False
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens[:, :-1])
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        logits = self.head(self.norm(x))
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+class RecomputedReentrant(Recomputed):
+    reentrant = True
+
+
+def _count_gathers(make: Callable[[], nn.Module]) -> int:
+    counted = recording()
+    settings = config(3, "bf16", stage3_max_reuse_distance=0)
+    engine, *_ = zeroaccel.initialize(make(), config=settings, collectives=counted)
+    data = batches(engine.collectives.rank, 2)
+    plain(engine, data[0])
+    counted.reset()
+    plain(engine, data[1])
+    engine.destroy()
+    return sum(call.op == "all_gather" and call.label.startswith("unshard layers") for call in counted.calls) - 3
+
+
+@pytest.mark.parametrize("make", [Toy, Recomputed, RecomputedReentrant])
+def test_recomputation_gathers_nothing_again(ranks: Ranks, make: type[nn.Module]) -> None:
+    # Three blocks, gathered for forward and for backward; the three at the end are those of `destroy`.
+    assert ranks(2).run(_count_gathers, make) == [6, 6]

@@ -1,0 +1,87 @@
+"""Model states per rank against the formulas of Rajbhandari et al., ZeRO (2020), section 5, on padded elements.
+
+With N elements on W ranks in 16 bits and Adam: parameters 2N, gradients 2N, fp32 master and two moments 12N; each
+divided by W from the stage on that shards it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import zeroaccel
+from tests.multi.zero.test_engine_traffic import Trained
+from tests.support.pool import Pool
+from tests.support.training import SGD, batches, config
+
+Ranks = Callable[[int], Pool]
+States = dict[str, int]
+
+
+def _states(settings: dict[str, Any]) -> tuple[int, list[States], States]:
+    """(N, the states after each backward but the last of the second step, the states after that step)."""
+    engine, *_ = zeroaccel.initialize(Trained(), config=settings)
+    accumulation = engine.gradient_accumulation_steps()
+    seen = []
+    for number, batch in enumerate(batches(engine.collectives.rank, 2 * accumulation), 1):
+        engine.backward(engine(batch))
+        if accumulation < number < 2 * accumulation:
+            seen.append(engine.model_state_nbytes())
+        engine.step()
+    after = engine.model_state_nbytes()
+    numel = sum(unit.numel for unit in engine.units)
+    engine.destroy()
+    return numel, seen, after
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_papers_formulas_hold(ranks: Ranks, world_size: int, stage: int) -> None:
+    settings = config(stage, "bf16", 3, data_types={"grad_accum_dtype": "bf16"})
+    for numel, seen, after in ranks(world_size).run(_states, settings):
+        part = numel // world_size
+        optimizer = 12 * (part if stage >= 1 else numel)
+        gradients = 2 * (part if stage >= 2 else numel)
+        params = 2 * (part if stage >= 3 else numel)
+        assert seen == [{"params": params, "gradients": gradients, "optimizer": optimizer}] * 2
+        assert after == {"params": params, "gradients": 0, "optimizer": optimizer}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_sums_in_fp32_take_twice_as_much(ranks: Ranks, stage: int) -> None:
+    for numel, seen, _ in ranks(2).run(_states, config(stage, "bf16", 3)):
+        gradients = [states["gradients"] for states in seen]
+        # Sharded, the first micro-step's gradient is still in the dtype it travelled in: there is no sum yet.
+        assert gradients == ([4 * numel, 4 * numel] if stage < 2 else [2 * numel // 2, 4 * numel // 2])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_in_fp32_the_parameters_are_the_master(ranks: Ranks, stage: int) -> None:
+    for optimizer, nbytes in ((None, 8), (SGD, 4)):
+        settings = config(stage, "fp32", 2, **({"optimizer": optimizer} if optimizer else {}))
+        for numel, seen, after in ranks(2).run(_states, settings):
+            part = numel // 2
+            states = nbytes * (part if stage >= 1 else numel)
+            gradients = 4 * (part if stage >= 2 else numel)
+            params = 4 * (part if stage >= 3 else numel)
+            assert seen == [{"params": params, "gradients": gradients, "optimizer": states}]
+            assert after == {"params": params, "gradients": 0, "optimizer": states}
+
+
+def _unsharded_in_forward(settings: dict[str, Any]) -> tuple[int, int]:
+    engine, *_ = zeroaccel.initialize(Trained(), config=settings)
+    batch = batches(engine.collectives.rank, 1)[0]
+    seen = []
+    engine.module.norm.register_forward_hook(lambda *_: seen.append(engine.model_state_nbytes()["params"]))
+    engine.backward(engine(batch))
+    engine.step()
+    resting = engine.model_state_nbytes()["params"]
+    engine.destroy()
+    return seen[0], resting
+
+
+def test_full_parameters_are_counted_while_they_are_unsharded(ranks: Ranks) -> None:
+    for whole, resting in ranks(2).run(_unsharded_in_forward, config(3, "bf16", stage3_max_reuse_distance=0)):
+        assert whole > resting

@@ -1,0 +1,381 @@
+"""Other orders of forward, backward and step than the textbook's: the same bits at every stage, or a clear error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zeroaccel
+from tests.support.pool import Pool
+from tests.support.training import Block, Run, Toy, batches, config, differences
+from zeroaccel.errors import EngineStateError
+from zeroaccel.zero.engine import Engine
+
+Ranks = Callable[[int], Pool]
+Driver = Callable[[Engine, Tensor], Tensor]
+
+
+def plain(engine: Engine, batch: Tensor) -> Tensor:
+    loss: Tensor = engine(batch)
+    engine.backward(loss)
+    engine.step()
+    return loss
+
+
+def two_forwards(engine: Engine, batch: Tensor) -> Tensor:
+    one, other = engine(batch), engine(batch.flip(0) // 2)
+    engine.backward(one + 0.5 * other)
+    engine.step()
+    return one
+
+
+def two_graphs(engine: Engine, batch: Tensor) -> Tensor:
+    one, other = engine(batch), engine(batch.flip(0) // 2)
+    engine.backward(one)
+    engine.backward(other)
+    engine.step()
+    return other
+
+
+def two_graphs_last_first(engine: Engine, batch: Tensor) -> Tensor:
+    one, other = engine(batch), engine(batch.flip(0) // 2)
+    engine.backward(other)
+    engine.backward(one)
+    engine.step()
+    return other
+
+
+def retained_graph(engine: Engine, batch: Tensor) -> Tensor:
+    loss = engine(batch)
+    engine.backward(loss, retain_graph=True)
+    engine.backward(loss)
+    engine.step()
+    return loss
+
+
+def forward_without_backward(engine: Engine, batch: Tensor) -> Tensor:
+    engine(batch // 2)
+    return plain(engine, batch)
+
+
+def _evaluate(engine: Engine, batch: Tensor) -> Tensor:
+    engine.eval()
+    with torch.no_grad():
+        loss: Tensor = engine(batch)
+    engine.train()
+    return loss
+
+
+def eval_between_steps(engine: Engine, batch: Tensor) -> Tensor:
+    plain(engine, batch)
+    return _evaluate(engine, batch)
+
+
+def eval_before_backward(engine: Engine, batch: Tensor) -> Tensor:
+    loss = engine(batch)
+    seen = _evaluate(engine, batch)
+    engine.backward(loss)
+    engine.step()
+    return seen + loss
+
+
+def eval_before_step(engine: Engine, batch: Tensor) -> Tensor:
+    engine.backward(engine(batch))
+    seen = _evaluate(engine, batch)
+    engine.step()
+    return seen
+
+
+def forward_before_step(engine: Engine, batch: Tensor) -> Tensor:
+    """With gradients on, and no backward after it: nothing it unsharded may outlive the update."""
+    engine.backward(engine(batch))
+    seen = engine(batch)
+    engine.step()
+    return seen.detach() + _evaluate(engine, batch)
+
+
+def inference_mode_between_steps(engine: Engine, batch: Tensor) -> Tensor:
+    plain(engine, batch)
+    with torch.inference_mode():
+        seen: Tensor = engine(batch).clone()
+    return torch.tensor(seen.item())
+
+
+def inner_module_alone(engine: Engine, batch: Tensor) -> Tensor:
+    """A block, and modules that the root owns, outside the root's forward, some with a backward of their own."""
+    model = engine.module
+    with torch.no_grad():
+        seen = model.layers[1](model.embed(batch)).float().mean()
+    loss = engine(batch)
+    extra = model.norm(model.layers[2](model.embed(batch))).float().square().mean()
+    engine.backward(loss + 0.1 * extra)
+    engine.step()
+    return seen + loss
+
+
+def direct_backward(engine: Engine, batch: Tensor) -> Tensor:
+    loss: Tensor = engine(batch)
+    loss.backward()
+    engine.step()
+    return loss
+
+
+DRIVERS: dict[str, Driver] = {
+    driver.__name__: driver
+    for driver in (
+        plain,
+        two_forwards,
+        two_graphs,
+        two_graphs_last_first,
+        retained_graph,
+        forward_without_backward,
+        eval_between_steps,
+        eval_before_backward,
+        eval_before_step,
+        forward_before_step,
+        inference_mode_between_steps,
+        inner_module_alone,
+        direct_backward,
+    )
+}
+
+
+def drive(settings: dict[str, Any], name: str, make: Callable[[], nn.Module] = Toy, steps: int = 4) -> Run:
+    torch.manual_seed(7)
+    model = make()
+    engine, *_ = zeroaccel.initialize(model, config=settings)
+    run = Run()
+    for batch in batches(engine.collectives.rank, steps * engine.gradient_accumulation_steps()):
+        run.losses.append(DRIVERS[name](engine, batch).item())
+        run.norms.append(engine.get_global_grad_norm())
+    engine.destroy()
+    run.weights = {name: param.detach().clone() for name, param in model.named_parameters()}
+    return run
+
+
+def _same(one: list[Run], other: list[Run]) -> list[list[str]]:
+    return [differences(a, b) for a, b in zip(one, other, strict=True)]
+
+
+@pytest.mark.parametrize("name", DRIVERS)
+def test_any_order_of_calls_gives_the_same_bits(ranks: Ranks, name: str) -> None:
+    expected = ranks(2).run(drive, config(0, "bf16"), name)
+    for stage, changes in ((2, {}), (3, {}), (3, {"stage3_max_reuse_distance": 0})):
+        assert _same(expected, ranks(2).run(drive, config(stage, "bf16", **changes), name)) == [[], []], changes
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_direct_backward_divides_by_the_accumulation_steps(ranks: Ranks, stage: int) -> None:
+    runs = [ranks(2).run(drive, config(stage, accumulation=2), name) for name in ("plain", "direct_backward")]
+    assert _same(*runs) == [[], []]
+
+
+class Changing(Toy):
+    """Every other forward runs the blocks in the opposite order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forwards = 0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.forwards += 1
+        order = list(self.layers) if self.forwards % 2 else list(self.layers)[::-1]
+        x = self.embed(tokens[:, :-1])
+        for layer in order:
+            x = layer(x)
+        logits = self.head(self.norm(x))
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def test_a_forward_that_changes_its_order_gives_the_same_bits(ranks: Ranks) -> None:
+    expected = ranks(2).run(drive, config(0, "bf16"), "plain", Changing, 6)
+    assert _same(expected, ranks(2).run(drive, config(3, "bf16"), "plain", Changing, 6)) == [[], []]
+
+
+# -- outputs that are not tensors
+
+
+@dataclass
+class Answer:
+    hidden: Tensor
+    note: str = "kept"
+
+
+class Hidden:
+    """Has a tensor where no walk over containers finds it."""
+
+    __slots__ = ("_get",)
+
+    def __init__(self, hidden: Tensor) -> None:
+        self._get = lambda: hidden
+
+    @property
+    def hidden(self) -> Tensor:
+        return self._get()
+
+
+class Dressed(Toy):
+    """Blocks that return their tensor in a dataclass, a mapping with attributes, or an object of their own."""
+
+    kind = "dataclass"
+
+    def forward(self, tokens: Tensor) -> Any:
+        x = self.embed(tokens[:, :-1])
+        for layer in self.layers:
+            x = layer(x).hidden
+        logits = self.head(self.norm(x))
+        return SimpleNamespace(
+            loss=nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()), kind=self.kind
+        )
+
+
+def _dressed(kind: str) -> nn.Module:
+    from transformers.utils import ModelOutput  # the class whose subclasses transformers' models return
+
+    @dataclass
+    class Output(ModelOutput):
+        hidden: Tensor | None = None
+
+    wrap = {
+        "dataclass": Answer,
+        "ModelOutput": lambda x: Output(hidden=x),
+        "object": lambda x: SimpleNamespace(hidden=x),
+        "closure": Hidden,
+    }
+    model = Dressed()
+    for layer in model.layers:
+        layer.forward = lambda x, layer=layer: wrap[kind](Block.forward(layer, x))
+    return model
+
+
+def _drive_dressed(settings: dict[str, Any], kind: str) -> Run:
+    torch.manual_seed(7)
+    model = _dressed(kind)
+    engine, *_ = zeroaccel.initialize(model, config=settings)
+    run = Run()
+    for batch in batches(engine.collectives.rank, 3):
+        loss = engine(batch).loss
+        engine.backward(loss)
+        engine.step()
+        run.losses.append(loss.item())
+    engine.destroy()
+    run.weights = {name: param.detach().clone() for name, param in model.named_parameters()}
+    return run
+
+
+@pytest.mark.parametrize("kind", ["dataclass", "ModelOutput", "object", "closure"])
+def test_outputs_may_be_objects(ranks: Ranks, kind: str) -> None:
+    expected = ranks(2).run(_drive_dressed, config(0, "bf16"), kind)
+    sharded = ranks(2).run(_drive_dressed, config(3, "bf16", stage3_max_reuse_distance=0), kind)
+    assert _same(expected, sharded) == [[], []]
+
+
+# -- exceptions
+
+
+class Failing(Toy):
+    """Raises in the middle of a forward or of its backward, on demand."""
+
+    failing = ""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens[:, :-1])
+        for index, layer in enumerate(self.layers):
+            x = layer(x)
+            if index == 1 and self.failing == "forward":
+                raise ValueError("a batch that cannot be read")
+            if index == 1 and self.failing == "backward":
+                x.register_hook(_refuse)
+        logits = self.head(self.norm(x))
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def _refuse(grad: Tensor) -> None:
+    raise ValueError("a gradient that cannot be computed")
+
+
+def _train_through(settings: dict[str, Any], failing: str) -> Run:
+    torch.manual_seed(7)
+    model = Failing()
+    engine, *_ = zeroaccel.initialize(model, config=settings)
+    run = Run()
+    for step, batch in enumerate(batches(engine.collectives.rank, 4)):
+        if failing and step in (0, 2):
+            model.failing = failing
+            with pytest.raises(ValueError, match="cannot be"):
+                engine.backward(engine(batch // 2))
+            model.failing = ""
+            engine.reset()
+        run.losses.append(plain(engine, batch).item())
+        run.norms.append(engine.get_global_grad_norm())
+    engine.destroy()
+    run.weights = {name: param.detach().clone() for name, param in model.named_parameters()}
+    return run
+
+
+@pytest.mark.parametrize("failing", ["forward", "backward"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_after_an_exception_and_a_reset_training_goes_on(ranks: Ranks, stage: int, failing: str) -> None:
+    expected = ranks(2).run(_train_through, config(stage, "bf16"), "")
+    assert _same(expected, ranks(2).run(_train_through, config(stage, "bf16"), failing)) == [[], []]
+
+
+def _forget_the_reset(settings: dict[str, Any]) -> str:
+    model = Failing()
+    engine, *_ = zeroaccel.initialize(model, config=settings)
+    batch = batches(engine.collectives.rank, 1)[0]
+    model.failing = "backward"
+    with pytest.raises(ValueError, match="cannot be"):
+        engine.backward(engine(batch))
+    model.failing = ""
+    messages = []
+    for call in (lambda: engine(batch), lambda: engine.backward(torch.ones((), requires_grad=True)), engine.step):
+        with pytest.raises(EngineStateError) as caught:
+            call()
+        messages.append(str(caught.value))
+    engine.reset()
+    plain(engine, batch)
+    engine.destroy()
+    assert len(set(messages)) == 1
+    return messages[0]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_half_a_backward_is_never_stepped(ranks: Ranks, stage: int) -> None:
+    for message in ranks(2).run(_forget_the_reset, config(stage)):
+        assert "engine.reset()" in message
+
+
+class Careful(Toy):
+    """Catches what one of its blocks raises, and goes on without that block."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens[:, :-1])
+        for layer in self.layers:
+            try:
+                x = layer(x)
+            except ValueError:
+                x = x * 0.5
+        logits = self.head(self.norm(x))
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def _reject(module: nn.Module, args: Any) -> None:
+    raise ValueError("this block takes no such input")
+
+
+def _careful() -> nn.Module:
+    model = Careful()
+    model.layers[1].register_forward_pre_hook(_reject)  # runs before any hook of the engine
+    return model
+
+
+def test_a_model_may_catch_what_its_blocks_raise(ranks: Ranks) -> None:
+    expected = ranks(2).run(drive, config(0, "bf16"), "plain", _careful)
+    assert _same(expected, ranks(2).run(drive, config(3, "bf16"), "plain", _careful)) == [[], []]

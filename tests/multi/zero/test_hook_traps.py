@@ -1,0 +1,454 @@
+"""Situations in which hooks of sharded engines have gone wrong before, one test each.
+
+Each compares stage 3 with stage 0, where nothing is hooked: the same bits, or the hook bit.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import zeroaccel
+from tests.support.pool import Pool
+from tests.support.training import SGD, WIDTH, Block, Run, Toy, batches, config, differences, train
+from zeroaccel.errors import EngineStateError, UsageError
+from zeroaccel.zero.engine import Engine
+
+Ranks = Callable[[int], Pool]
+
+
+class Recomputed(Toy):
+    """Blocks under activation checkpointing, each alone or all in one segment."""
+
+    def __init__(self, *, reentrant: bool, segments: bool = False) -> None:
+        super().__init__()
+        self.reentrant, self.segments = reentrant, segments
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens[:, :-1])
+        parts = [self._all] if self.segments else list(self.layers)
+        for part in parts:
+            x = checkpoint(part, x, use_reentrant=self.reentrant)
+        return _loss(self.head(self.norm(x)), tokens)
+
+    def _all(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Adapted(Toy):
+    """Frozen blocks with a trainable low-rank addition: the weights are needed after the last gradient has come."""
+
+    def __init__(self, *, recompute: bool | None = None) -> None:
+        super().__init__()
+        self.recompute = recompute
+        for param in self.parameters():
+            param.requires_grad_(False)
+        for layer in self.layers:
+            layer.low = nn.Linear(WIDTH, 3, bias=False)
+            layer.high = nn.Linear(3, WIDTH, bias=False)
+            layer.forward = lambda x, layer=layer: Block.forward(layer, x) + layer.high(layer.low(x))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens[:, :-1])
+        if self.recompute is not None:
+            x = x.requires_grad_()
+        for layer in self.layers:
+            x = layer(x) if self.recompute is None else checkpoint(layer, x, use_reentrant=self.recompute)
+        return _loss(self.head(self.norm(x)), tokens)
+
+
+class Shared(Toy):
+    """One block applied twice, and a projection that two blocks own together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[2].up = self.layers[0].up
+        self.layers[2].down.weight = self.layers[0].down.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens[:, :-1])
+        for layer in [*self.layers, self.layers[1]]:
+            x = layer(x)
+        return _loss(self.head(self.norm(x)), tokens)
+
+
+class Outside(Toy):
+    """Reads parameters of other units directly: the embedding as a head, a block's norm in the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.head
+        self.big = nn.Embedding(3000, WIDTH)  # large enough to be a unit of its own
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens[:, :-1]) + self.big(tokens[:, :-1])
+        for layer in self.layers:
+            x = layer(x)
+        x = x * self.layers[0].norm.weight + self.big.weight[:1]
+        return _loss(nn.functional.linear(x, self.embed.weight), tokens)
+
+
+class InPlace(Toy):
+    """A view that a block returns is changed in place by its caller."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens[:, :-1])
+        for layer in self.layers:
+            parts = _Halves(layer)(x)
+            parts[0].mul_(1.5)
+            x = torch.cat(parts, dim=-1)
+        return _loss(self.head(self.norm(x)), tokens)
+
+
+class _Halves(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = [layer]
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        y = self.layer[0](x)
+        return [y[..., :5], y[..., 5:]]
+
+
+class ViewBlock(Block):
+    """A block that returns a view of what it computed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[...]
+
+
+class InPlaceOnOutput(Toy):
+    """The output of a block is a view, and its caller changes it in place: the hook must not be lost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(ViewBlock(WIDTH) for _ in range(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens[:, :-1])
+        for layer in self.layers:
+            x = layer(x)
+            x += 0.125
+        return _loss(self.head(self.norm(x)), tokens)
+
+
+class InPlaceOnInput(Toy):
+    """A block that changes its input in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.forward = lambda x, layer=layer: Block.forward(layer, x.mul_(0.5))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens[:, :-1]) * 2.0
+        for layer in self.layers:
+            x = layer(x) + 0.0
+        return _loss(self.head(self.norm(x)), tokens)
+
+
+class Nested(Toy):
+    """Inputs and outputs inside dictionaries, tuples and keywords; one unused output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.forward = lambda state, *, scale, layer=layer: (
+                {"x": Block.forward(layer, state["pair"][0]) * scale},
+                layer.norm(state["pair"][1]),
+            )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens[:, :-1])
+        for layer in self.layers:
+            out, _ = layer({"pair": (x, x + 1)}, scale=torch.ones((), dtype=x.dtype))
+            x = out["x"]
+        return _loss(self.head(self.norm(x)), tokens)
+
+
+class Encoder(Toy):
+    """One tensor feeds every block, as an encoder's output does, and blocks run on different branches."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        memory = self.embed(tokens[:, :-1])
+        x = sum(layer(memory) for layer in self.layers)
+        return _loss(self.head(self.norm(x + self.layers[0](x))), tokens)
+
+
+class MixtureOfExperts(Toy):
+    """Ranks use different experts, and no rank uses one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moe = nn.Module()
+        self.moe.gate = nn.Linear(WIDTH, 4)
+        self.moe.experts = nn.ModuleList(Block(WIDTH) for _ in range(4))
+        self.moe.forward = lambda x, chosen: self.moe.experts[chosen](x) * self.moe.gate(x).softmax(-1)[..., :1]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens[:, :-1])
+        for layer in self.layers:
+            x = layer(x)
+        x = self.moe(x, torch.distributed.get_rank())
+        return _loss(self.head(self.norm(x)), tokens)
+
+
+class PartlyUsed(Toy):
+    """Blocks with two experts, of which rank 0 uses one and rank 1 both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+            layer.forward = lambda x, layer=layer: self._partly(layer, x)
+
+    def _partly(self, layer: Block, x: Tensor) -> Tensor:
+        for expert in layer.experts[: 1 + torch.distributed.get_rank()]:
+            x = x + expert(x)
+        return Block.forward(layer, x)
+
+
+class Penalised(Toy):
+    """A penalty on the gradient with respect to an input: a backward within forward, which is differentiated itself."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        start = self.embed(tokens[:, :-1])
+        x = start
+        for layer in self.layers:
+            x = layer(x)
+        loss = _loss(self.head(self.norm(x)), tokens)
+        if torch.is_grad_enabled():
+            (slope,) = torch.autograd.grad(loss, start, create_graph=True)
+            loss = loss + (slope.float().norm() - 1.0).square()
+        return loss
+
+
+class _OwnBackward(torch.autograd.Function):
+    """Keeps the parameter itself, not as a saved tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.x, ctx.weight = x.detach(), weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        (grad,) = grads
+        return grad @ ctx.weight.detach(), grad.flatten(0, 1).t() @ ctx.x.flatten(0, 1)
+
+
+class OwnFunctions(Toy):
+    """Blocks with a function whose backward reads the parameter, parametrised weights, and lists of parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            nn.utils.parametrizations.weight_norm(layer.down)
+            layer.forward = lambda x, layer=layer: (
+                x + layer.down(torch.relu(_OwnBackward.apply(layer.norm(x), layer.up.weight)))
+            )
+        self.list = nn.ParameterList(nn.Parameter(torch.ones(WIDTH)) for _ in range(2))
+        self.by_name = nn.ParameterDict({"shift": nn.Parameter(torch.zeros(WIDTH))})
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens[:, :-1])
+        for layer in self.layers:
+            x = layer(x)
+        for scale in self.list:
+            x = x * scale + self.by_name["shift"]
+        return _loss(self.head(self.norm(x)), tokens)
+
+
+def _loss(logits: Tensor, tokens: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def _recomputed() -> nn.Module:
+    return Recomputed(reentrant=False)
+
+
+def _recomputed_reentrant() -> nn.Module:
+    return Recomputed(reentrant=True)
+
+
+def _recomputed_segment() -> nn.Module:
+    return Recomputed(reentrant=False, segments=True)
+
+
+def _recomputed_segment_reentrant() -> nn.Module:
+    return Recomputed(reentrant=True, segments=True)
+
+
+def _adapted_recomputed() -> nn.Module:
+    return Adapted(recompute=False)
+
+
+def _adapted_reentrant() -> nn.Module:
+    return Adapted(recompute=True)
+
+
+def _compiled() -> nn.Module:
+    model = Toy()
+    for layer in model.layers:
+        layer.compile(backend="aot_eager")
+    return model
+
+
+def _wrapped_compiled() -> nn.Module:
+    model = Toy()
+    model.layers = nn.ModuleList(torch.compile(layer, backend="aot_eager") for layer in model.layers)
+    return model
+
+
+TRAPS: dict[str, Callable[[], nn.Module]] = {
+    "plain": Toy,
+    "recomputation": _recomputed,
+    "re-entrant recomputation": _recomputed_reentrant,
+    "recomputed segment": _recomputed_segment,
+    "re-entrant segment": _recomputed_segment_reentrant,
+    "adapters": Adapted,
+    "adapters, recomputation": _adapted_recomputed,
+    "adapters, re-entrant recomputation": _adapted_reentrant,
+    "shared block and parameters": Shared,
+    "read outside": Outside,
+    "view output": InPlace,
+    "in-place on a view output": InPlaceOnOutput,
+    "in-place on an input": InPlaceOnInput,
+    "nested inputs and outputs": Nested,
+    "branches": Encoder,
+    "mixture of experts": MixtureOfExperts,
+    "partly used": PartlyUsed,
+    "gradient penalty": Penalised,
+    "own functions": OwnFunctions,
+    "compiled blocks": _compiled,
+    "wrapped compiled blocks": _wrapped_compiled,
+}
+
+
+def _train(settings: dict[str, Any], trap: str) -> Run:
+    with warnings.catch_warnings():
+        if "compiled" in trap:
+            warnings.simplefilter("ignore")  # the compiler looks at .grad of everything it sees
+        return train(settings, 4, make=TRAPS[trap])
+
+
+@pytest.mark.parametrize("trap", TRAPS)
+def test_stage_3_gives_the_bits_of_stage_0(ranks: Ranks, trap: str) -> None:
+    expected = ranks(2).run(_train, config(0, "bf16"), trap)
+    for changes in ({}, {"stage3_max_reuse_distance": 0, "reduce_bucket_size": 300}):
+        sharded = ranks(2).run(_train, config(3, "bf16", **changes), trap)
+        assert [differences(a, b) for a, b in zip(expected, sharded, strict=True)] == [[], []], changes
+
+
+# -- what goes wrong inside a hook stays with its engine
+
+PLACES = (
+    ("_coordinator", "root_pre_forward"),
+    ("_coordinator", "pre_forward"),
+    ("_coordinator", "post_forward"),
+    ("_coordinator", "root_post_forward"),
+    ("_coordinator", "begin_backward"),
+    ("_coordinator", "pre_backward"),
+    ("_coordinator", "post_backward"),
+    ("_coordinator", "end_backward"),
+    ("grad_reducer", "on_grad_ready"),
+    ("grad_reducer", "end"),
+)
+OF_UNITS = ("pre_forward", "post_forward", "pre_backward", "post_backward")  # which stage 0 does not hook
+TRANSFORMS: dict[str, Callable[[Engine, Tensor], Any]] = {
+    "grad": lambda engine, x: torch.func.grad(lambda y: _called(engine, x, y))(torch.ones(())),
+    "vmap": lambda engine, x: torch.func.vmap(lambda y: _called(engine, x, y))(torch.ones(2)),
+}
+
+
+def _called(engine: Engine, batch: Tensor, scale: Tensor) -> Tensor:
+    loss: Tensor = engine(batch) * scale
+    return loss
+
+
+def _step(engine: Engine, batch: Tensor) -> float:
+    loss = engine(batch)
+    engine.backward(loss)
+    engine.step()
+    return float(loss.item())
+
+
+def _another(stage: int) -> list[float]:
+    torch.manual_seed(7)
+    engine, *_ = zeroaccel.initialize(Toy(), config=config(stage, optimizer=SGD))
+    losses = [_step(engine, batch) for batch in batches(engine.collectives.rank, 2)]
+    engine.destroy()
+    return losses
+
+
+def _raise(*args: Any, **kwargs: Any) -> None:
+    raise LookupError("in a hook")
+
+
+def _after_errors(stage: int) -> list[str]:
+    """Places and transforms after which another engine of the process trains otherwise, or the engine after reset()."""
+    plain, wrong = _another(stage), []
+    for place in (*PLACES, *TRANSFORMS):
+        engine, *_ = zeroaccel.initialize(Toy(), config=config(stage, optimizer=SGD))
+        first, second = batches(engine.collectives.rank, 2)
+        _step(engine, first)
+        if isinstance(place, str):
+            with pytest.raises(EngineStateError, match=f"torch.func.{place} of Toy: expected a call outside"):
+                TRANSFORMS[place](engine, first)
+        else:
+            with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch's own, of a hook that raises again for the modules around
+                patch.setattr(getattr(engine, place[0]), place[1], _raise)
+                if stage == 3 or place[1] not in OF_UNITS:
+                    with pytest.raises(LookupError):
+                        _step(engine, second)
+        if _another(stage) != plain:  # while the engine that failed is still there
+            wrong.append(f"another, after {place}")
+        engine.reset()
+        if not math.isfinite(_step(engine, second)):
+            wrong.append(f"itself, after {place}")
+        engine.destroy()
+    return wrong
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_error_in_a_hook_leaves_other_engines_alone(ranks: Ranks, stage: int) -> None:
+    assert ranks(2).run(_after_errors, stage) == [[], []]
+
+
+def _torchs_own() -> list[str]:
+    said = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated by torch, which still has it
+        scripted = nn.Sequential(nn.Linear(2, 2), torch.jit.trace(nn.Linear(2, 1), torch.ones(1, 2)))
+    with pytest.raises(UsageError) as refused:
+        zeroaccel.initialize(scripted, config=config(3))
+    said.append(str(refused.value))
+    engine, *_ = zeroaccel.initialize(Toy(), config=config(3))
+    engine.backward(engine(batches(engine.collectives.rank, 1)[0]))
+    with pytest.raises(EngineStateError) as clipped:
+        nn.utils.clip_grad_value_(engine.module.parameters(), 1.0)
+    said.append(str(clipped.value))
+    engine.clip_grad_value_(1e-6)
+    engine.step()
+    norm = engine.get_global_grad_norm()
+    assert norm is not None
+    assert norm < 1e-3
+    engine.destroy()
+    return said
+
+
+def test_what_torch_offers_and_an_engine_cannot_do_is_named(ranks: Ranks) -> None:
+    for scripted, clipped in ranks(2).run(_torchs_own):
+        assert "initialize(model): module 1: expected modules of Python" in scripted
+        assert "a TorchScript module (Linear)" in scripted
+        assert "call engine.clip_grad_value_(value) between backward and step" in clipped

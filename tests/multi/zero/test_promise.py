@@ -1,0 +1,77 @@
+"""The promise: residency never changes arithmetic. Losses, norms and weights have the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.pool import Pool
+from tests.support.training import ADAMW, SGD, Run, config, differences, train
+
+Ranks = Callable[[int], Pool]
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "small reduce bucket": {"reduce_bucket_size": 300},
+    "no overlap": {"overlap_comm": False},
+    "small gather bucket": {"allgather_bucket_size": 200},
+    "no prefetch": {"stage3_prefetch_bucket_size": 0},
+    "short prefetch": {"stage3_prefetch_bucket_size": 2500},
+    "few live": {"stage3_max_live_parameters": 3000},
+    "no reuse": {"stage3_max_reuse_distance": 0},
+    "persistent vectors": {"stage3_param_persistence_threshold": 30},
+    "persistent up to a sum": {"stage3_param_persistence_threshold": 30, "stage3_model_persistence_threshold": 60},
+    "all persistent": {"stage3_param_persistence_threshold": 10**6},
+}
+
+
+def _train(settings: dict[str, Any]) -> Run:
+    return train(settings)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_stages_give_the_same_bits(ranks: Ranks, world_size: int, precision: str, accumulation: int) -> None:
+    for clipping in (0.0, 0.5):
+        runs = [
+            ranks(world_size).run(_train, config(stage, precision, accumulation, gradient_clipping=clipping))
+            for stage in range(4)
+        ]
+        # With accumulation, stages 0 and 1 sum micro-steps and then ranks, 2 and 3 the other way round.
+        pairs = [(0, 1), (2, 3)] + ([(0, 2)] if accumulation == 1 else [])
+        for one, other in pairs:
+            for rank in range(world_size):
+                assert differences(runs[one][rank], runs[other][rank]) == [], (one, other, rank, clipping)
+        final = runs[3][0]
+        assert all(torch.isfinite(weight).all() for weight in final.weights.values())
+        assert final.losses[-1] < final.losses[0]
+        for run in runs:
+            assert all(torch.equal(run[0].weights[name], run[1].weights[name]) for name in run[0].weights)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_settings_of_movement_change_nothing(ranks: Ranks, setting: str) -> None:
+    reference = ranks(2).run(_train, config(0, "bf16", gradient_clipping=0.5))
+    for stage in (2, 3) if "persist" not in setting else (3,):
+        changed = ranks(2).run(_train, config(stage, "bf16", gradient_clipping=0.5, **SETTINGS[setting]))
+        assert [differences(a, b) for a, b in zip(reference, changed, strict=True)] == [[], []], stage
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adagrad", "Lion", "RMSprop", "torch AdamW", "NAdam", "bf16", "int8"])
+def test_every_optimizer_keeps_the_promise(ranks: Ranks, kind: str) -> None:
+    section = {
+        "SGD": SGD,
+        "torch AdamW": {**ADAMW, "params": {**ADAMW["params"], "torch_adam": True}},
+        **{kept: {**ADAMW, "params": {**ADAMW["params"], "moments_dtype": kept}} for kept in ("bf16", "int8")},
+    }.get(kind, {"type": kind, "params": {"lr": 1e-3}})
+    runs = [ranks(2).run(_train, config(stage, "bf16", optimizer=section)) for stage in (0, 1, 3)]
+    for other in runs[1:]:
+        assert [differences(a, b) for a, b in zip(runs[0], other, strict=True)] == [[], []]
+
+
+def test_a_difference_would_be_seen(ranks: Ranks) -> None:
+    one, other = (ranks(2).run(_train, config(1, gradient_clipping=clip)) for clip in (0.5, 0.500001))
+    assert differences(one[0], other[0]) != []

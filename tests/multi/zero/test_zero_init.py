@@ -1,0 +1,250 @@
+"""Models that are sharded while they are built: the same training as of a model that was built unsharded."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import zeroaccel
+from tests.support.pool import Pool
+from tests.support.training import SGD, WIDTH, Run, Toy, batches, config, differences
+from zeroaccel import zero
+from zeroaccel.comm.recording import RecordingCollectives
+from zeroaccel.errors import EngineStateError, UsageError
+from zeroaccel.zero.access.param_registry import handle_of
+
+Ranks = Callable[[int], Pool]
+
+
+class Elaborate(Toy):
+    """A constructor that comes back to what it built: initialises, computes, ties, replaces."""
+
+    def __init__(self, layers: int = 3, width: int = WIDTH) -> None:
+        super().__init__(layers, width)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.2)
+                if module.bias is not None:
+                    module.bias.data.fill_(0.1)
+        with torch.no_grad():
+            self.layers[0].up.weight.mul_(0.5)
+            self.layers[1].norm.weight.copy_(self.layers[2].norm.weight * 2)
+            self.start = float(self.layers[1].up(torch.ones(1, width)).sum())
+        self.layers[2].down.bias.data = torch.full((width,), 0.25)
+        self.layers[0].up.bias = nn.Parameter(torch.full((2 * width + 1,), 0.125))
+
+
+class LateParameter(nn.Module):
+    """Gives a module that is part of it already another parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Module()
+        self.part.weight = nn.Parameter(torch.randn(7, 5))
+
+
+def train(engine: Any, steps: int = 3) -> Run:
+    run = Run()
+    for batch in batches(engine.collectives.rank, steps):
+        loss = engine(batch)
+        engine.backward(loss)
+        engine.step()
+        run.losses.append(loss.item())
+        run.norms.append(engine.get_global_grad_norm())
+    engine.destroy()
+    run.weights = {name: param.detach().clone() for name, param in engine.module.named_parameters()}
+    return run
+
+
+def full_elements(model: nn.Module) -> int:
+    """Elements of parameters that are in this rank's memory as they are."""
+    found = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() // p.element_size() for p in model.parameters()}
+    return sum(found.values())
+
+
+def _same(stage: int, precision: str, how: str, folder: str) -> Run:
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(7 + rank)  # rank 0's values count
+    settings = config(stage, precision, optimizer=SGD)
+    if how == "plain":
+        model = Elaborate()
+    else:
+        device: Any = how if how in ("cpu", "nvme") else None
+        with zero.Init(remote_device=device, nvme_path=folder if how == "nvme" else None):
+            model = Elaborate()
+        assert all(handle_of(param) is not None for param in model.parameters())
+        assert bool(model.layers[1].up.weight.isnan().all())
+        if how == "nvme":
+            assert list(Path(folder).iterdir()) == []  # unlinked: gone with the process
+        with zero.GatheredParameters(model.parameters()):
+            assert model.layers[2].down.bias[0].item() == 0.25
+            starts = model.layers[1].up(torch.ones(1, WIDTH)).sum().item()
+        assert rank or starts == model.start
+    assert model.head.weight is model.embed.weight
+    engine, *_ = zeroaccel.initialize(model, config=settings)
+    return train(engine)
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(3, "fp32"), (3, "bf16"), (1, "bf16")])
+def test_the_same_as_a_model_that_was_built_unsharded(ranks: Ranks, stage: int, precision: str, tmp_path: Path) -> None:
+    expected = ranks(2).run(_same, stage, precision, "plain", "")
+    for how in ("init", "cpu", "nvme") if (stage, precision) == (3, "bf16") else ("init",):
+        found = ranks(2).run(_same, stage, precision, how, str(tmp_path))
+        assert [differences(*pair) for pair in zip(expected, found, strict=True)] == [[], []], how
+
+
+def _in_groups(how: str, sharded: bool) -> Run:
+    torch.manual_seed(7 + int(os.environ["RANK"]))
+    keys = {"mics": {"mics_shard_size": 2}, "second copy": {"zero_hpz_partition_size": 2}}.get(how, {})
+    settings = config(3, "bf16", optimizer=SGD, **keys)
+    with zero.Init(enabled=sharded, config_dict_or_path=settings, dtype=torch.float32):
+        model = Elaborate()
+    mesh = init_device_mesh("cpu", (2, 2)) if how == "mesh" else None
+    return train(zeroaccel.initialize(model, config=settings, mesh=mesh)[0])
+
+
+@pytest.mark.parametrize("how", ["mics", "second copy", "mesh"])
+def test_the_engine_may_shard_in_smaller_groups(ranks: Ranks, how: str) -> None:
+    expected, found = (ranks(4).run(_in_groups, how, sharded) for sharded in (False, True))
+    assert [differences(*pair) for pair in zip(expected, found, strict=True)] == [[]] * 4
+
+
+def _sizes() -> None:
+    """Each rank has its part; nesting, dtypes, models that are there, what no other module holds."""
+    with zero.Init(dtype=torch.bfloat16):
+        model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
+        with zero.Init(dtype=torch.float32):
+            inner = LateParameter()
+        with zero.Init(enabled=False):
+            outer = nn.Linear(3, 3)
+        loose = nn.Linear(64, 64)  # part of nothing
+        with torch.device("meta"):
+            meta = nn.Linear(4, 4)
+    assert {param.dtype for param in model.parameters()} == {torch.bfloat16} == {p.dtype for p in outer.parameters()}
+    assert inner.part.weight.dtype is torch.float32
+    assert model[0].weight.shape == (512, 512)
+    assert full_elements(model) <= 8
+    assert handle_of(loose.weight) is not None
+    assert meta.weight.is_meta
+    held = sum(b.shard.range.numel for b in {handle_of(p).buffer for p in model.parameters()})  # type: ignore[union-attr]
+    assert held <= 2 * (512 * 512 + 512) // 2 + 4 * 64
+    there = nn.Linear(16, 16)
+    values = there.weight.detach().clone()
+    zero.Init(there)
+    assert bool(there.weight.isnan().all())
+    with zero.GatheredParameters(there.weight):
+        assert torch.equal(there.weight, values)
+    with zero.GatheredParameters(model[0].weight, modifier_rank=1), torch.no_grad():
+        model[0].weight.fill_(float(torch.distributed.get_rank()))
+    assert float(zero.safe_get_full_fp32_param(model[0].weight).sum()) == 512 * 512  # type: ignore[union-attr]
+    kept = handle_of(loose.weight).registry  # type: ignore[union-attr]
+    before = len(kept.units)
+    zeroaccel.initialize(loose, config=config(3))[0].destroy()
+    assert len(kept.units) == before - 1  # its shards are gone
+
+
+def test_who_is_sharded_where(ranks: Ranks) -> None:
+    ranks(2).run(_sizes)
+
+
+def _undone() -> list[str]:
+    """Nothing of it is left, whatever ended it; and what cannot be is said."""
+    hooks = [
+        nn.modules.module._global_module_registration_hooks,
+        nn.modules.module._global_parameter_registration_hooks,
+    ]
+    with pytest.raises(ZeroDivisionError), zero.Init(), zero.Init():
+        nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3 // 0))
+    assert [len(table) for table in hooks] == [0, 0]
+    assert torch.overrides._get_current_function_mode() is None
+    assert handle_of(nn.Sequential(nn.Linear(3, 3))[0].weight) is None
+    found = []
+
+    def attempt(error: type[Exception], action: Callable[[], object]) -> None:
+        with pytest.raises(error) as raised:
+            action()
+        found.append(str(raised.value))
+
+    with zero.Init():
+        model = nn.Sequential(nn.Linear(5, 5))
+    attempt(UsageError, lambda: zeroaccel.initialize(copy.deepcopy(model), config=config(3)))
+    copied = copy.deepcopy(model)
+    attempt(EngineStateError, lambda: copied(torch.ones(1, 5)))
+    attempt(EngineStateError, lambda: __import__("pickle").dumps(model))
+    attempt(EngineStateError, lambda: model(torch.ones(1, 5)))
+    with zero.GatheredParameters(model.parameters()):
+        assert bool(model(torch.ones(1, 5)).isfinite().all())
+        copied.load_state_dict(model.state_dict())
+        expected = model(torch.ones(1, 5))
+        assert torch.equal(copy.deepcopy(model)(torch.ones(1, 5)), expected)
+    assert torch.equal(copied(torch.ones(1, 5)), expected)
+    attempt(EngineStateError, lambda: model(torch.ones(1, 5)))
+    attempt(UsageError, lambda: zero.Init(dtype=torch.int32))
+    attempt(UsageError, lambda: zero.Init(remote_device="tape"))  # type: ignore[arg-type]
+    attempt(UsageError, lambda: zero.Init(remote_device="nvme"))
+    first, *_ = zeroaccel.initialize(model, config=config(3))
+    assert not any("refuse" in hook._function.__name__ for hook in model[0]._forward_pre_hooks.values())
+    attempt(UsageError, lambda: zeroaccel.initialize(model, config=config(3)))
+    first.destroy()
+    second, *_ = zeroaccel.initialize(model, config=config(3))  # of an engine that is gone
+    with zero.Init():
+        other = nn.Linear(4, 4)  # beside an engine
+    second(torch.ones(1, 5))
+    second.destroy()
+    zeroaccel.initialize(other, config=config(3))[0].destroy()
+    return found
+
+
+def test_nothing_is_left_and_mistakes_are_named(ranks: Ranks) -> None:
+    for found in ranks(2).run(_undone):
+        copied, copy_called, pickled, *called, dtype, device, nvme, twice = found
+        assert "only NaN, as a copy or a cast of a sharded parameter has" in copied
+        assert "forward of a copied Linear: weight of Linear number 0 was sharded when it was copied" in copy_called
+        assert "copy inside zero.GatheredParameters(model.parameters())" in copy_called
+        assert "pickling a model of zero.Init" in pickled
+        assert len(called) == 2
+        for error in called:
+            assert "forward of Linear: weight of Linear number 0 is sharded by zero.Init" in error
+            assert "hand the model to zeroaccel.initialize()" in error
+        assert "a floating-point torch.dtype" in dtype
+        assert "'tape'" in device
+        assert "nvme_path" in nvme
+        assert "one that another engine holds'; call destroy() of that engine first" in twice
+
+
+def _alone() -> list[Tensor]:
+    with zero.Init(dtype=torch.bfloat16):
+        model = nn.Sequential(nn.Linear(4, 4))
+    assert handle_of(model[0].weight) is None
+    assert bool(model[0].weight.isfinite().all())
+    return [param.detach() for param in model.parameters()]
+
+
+def test_one_rank_only_casts(ranks: Ranks) -> None:
+    (values,) = ranks(1).run(_alone)
+    assert {value.dtype for value in values} == {torch.bfloat16}
+
+
+def _traffic() -> list[str]:
+    """Values that are the same on all ranks already are not sent again by initialize()."""
+    zeroaccel.comm.topology.init_process_group()
+    with zero.Init():
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    collectives = RecordingCollectives(
+        zeroaccel.comm.collectives.Collectives(zeroaccel.comm.topology.current_topology())
+    )
+    engine, *_ = zeroaccel.initialize(model, config=config(3), collectives=collectives)
+    engine.destroy()
+    return [call.label for call in collectives.calls if "initial weights" in call.label]
+
+
+def test_initialize_does_not_send_them_again(ranks: Ranks) -> None:
+    assert ranks(2).run(_traffic) == [[], []]

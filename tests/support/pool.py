@@ -1,0 +1,185 @@
+"""A pool of real gloo ranks that outlives a test: importing torch once per rank, not once per test.
+
+    pool.run(function, *args) -> [result of rank 0, result of rank 1, ...]
+
+The function is pickled by reference, so it is a module-level function of an importable test module. Each call starts
+from the same random seeds. A call that fails, hangs or loses a rank ends the pool's processes, and the next call
+starts new ones: the state of a process group after a failed test is unknown. `worker.py` is the other end.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tests import time_limits
+from tests.support.environment import ROOT, free_port, rank_environment
+from tests.support.processes import start
+from tests.support.worker import DUMP_SIGNAL, Answer, Setup
+
+__all__ = ["Pool", "RankFailure", "RankTimeout"]
+
+T = TypeVar("T")
+
+START_SECONDS = 100.0  # importing torch in every rank, on a busy machine
+GRACE_SECONDS = 5.0  # what the other ranks get once one has failed: they may be waiting for it
+DUMP_SECONDS = 2.0
+
+
+class RankFailure(Exception):
+    """A call raised on at least one rank.
+
+    Attributes:
+        reports: per failed rank its traceback, or its stack if it was still running.
+    """
+
+    def __init__(self, headline: str, reports: dict[int, str]) -> None:
+        self.reports = reports
+        super().__init__("\n".join([headline, *(reports[rank] for rank in sorted(reports))]))
+
+
+class RankTimeout(RankFailure):
+    """A call did not return on at least one rank, though none had failed."""
+
+
+class _Rank:
+    """One worker process and the socket to it."""
+
+    def __init__(self, rank: int, world_size: int, port: int, setup: Setup) -> None:
+        self.rank = rank
+        self._stacks = setup.stacks
+        self.connection: Connection[bytes, bytes]
+        self.connection, theirs = Pipe()
+        with theirs:
+            setup = replace(setup, socket=theirs.fileno())
+            self._process = start(
+                [sys.executable, "-c", "from tests.support.worker import main; main()", pickle.dumps(setup).hex()],
+                rank_environment(rank, world_size, port),
+                ROOT,
+                passed=[theirs.fileno()],
+            )
+
+    def receive(self) -> Answer:
+        try:
+            answer = pickle.loads(self.connection.recv_bytes())
+        except (EOFError, OSError):
+            code = self._process.wait()
+            return Answer(failure=f"the process ended with exit code {code}", details=self._read_stacks())
+        assert isinstance(answer, Answer), f"rank {self.rank} sent {answer!r}"
+        return answer
+
+    def stack(self) -> str:
+        """Where every thread of this rank is now, or what can be said if it does not tell."""
+        if self._process.poll() is not None:
+            return f"(the process ended with exit code {self._process.returncode})\n"
+        os.kill(self._process.pid, DUMP_SIGNAL)
+        limit = time_limits.Limit(DUMP_SECONDS)
+        written = ""
+        while not limit.is_over():
+            time.sleep(0.02)
+            before, written = written, self._read_stacks()
+            if written and written == before:
+                return written
+        return written or "(no stack: the process did not react to the signal)\n"
+
+    def end(self) -> None:
+        self.connection.close()
+        self._process.kill()
+        self._process.wait()
+
+    def _read_stacks(self) -> str:
+        return self._stacks.read_text() if self._stacks.exists() else ""
+
+
+class Pool:
+    """`world_size` ranks in one gloo process group; the processes start with the first call.
+
+    Args:
+        world_size: number of ranks, each a process with one thread.
+        folder: an existing folder for the stacks of ranks that hang or crash.
+        warning_filters: the filters every call runs under, in pytest's form.
+        join: False for bare processes: no torch, no process group.
+    """
+
+    def __init__(self, world_size: int, folder: Path, warning_filters: Sequence[str] = (), join: bool = True) -> None:
+        self.world_size = world_size
+        self._folder = folder
+        self._setup = Setup(socket=-1, stacks=folder, join=join, warning_filters=tuple(warning_filters))
+        self._ranks: list[_Rank] = []
+
+    def run(self, function: Callable[..., T], *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[T]:
+        """Calls ``function(*args, **kwargs)`` on every rank and returns the results by rank.
+
+        Args:
+            timeout: seconds of a quiet machine until a rank that has not returned counts as hanging; starting the pool
+                is not included.
+
+        Raises:
+            RankFailure: with the traceback of every rank that raised, and the stack of every rank left waiting.
+            RankTimeout: with the stack of every rank that did not return in time.
+        """
+        __tracebackhide__ = True  # a failure is shown at the caller's line
+        call = pickle.dumps((function, args, kwargs))
+        name = getattr(function, "__qualname__", repr(function))
+        try:
+            if not self._ranks:
+                self._start()
+            for rank in self._ranks:
+                rank.connection.send_bytes(call)
+            return [answer.value for answer in self._collect(name, timeout)]
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Ends the processes; the next call starts new ones."""
+        ranks, self._ranks = self._ranks, []
+        for rank in ranks:
+            rank.end()
+
+    def _start(self) -> None:
+        port = free_port()
+        for rank in range(self.world_size):
+            stacks = self._folder / f"rank{rank}.txt"
+            stacks.unlink(missing_ok=True)
+            self._ranks.append(_Rank(rank, self.world_size, port, replace(self._setup, stacks=stacks)))
+        self._collect("the start of the pool", START_SECONDS)
+
+    def _collect(self, name: str, timeout: float) -> list[Answer]:
+        """Waits for one answer per rank, all of them values."""
+        __tracebackhide__ = True
+        limits = [time_limits.Limit(timeout)]
+        answers: dict[int, Answer] = {}
+        waiting: dict[Any, _Rank] = {rank.connection: rank for rank in self._ranks}
+        while waiting and (left := min(limit.left() for limit in limits)) > 0:
+            for connection in wait(list(waiting), left):
+                rank = waiting.pop(connection)
+                answers[rank.rank] = answer = rank.receive()
+                if answer.failure:
+                    limits.append(time_limits.Limit(GRACE_SECONDS))
+        failed = {rank: answer for rank, answer in answers.items() if answer.failure}
+        if waiting or failed:
+            raise self._failure(name, timeout, failed, list(waiting.values()))
+        return [answers[rank] for rank in range(self.world_size)]
+
+    def _failure(self, name: str, timeout: float, failed: dict[int, Answer], waiting: list[_Rank]) -> RankFailure:
+        reports = {rank: _section(rank, answer.failure, answer.details) for rank, answer in failed.items()}
+        for rank in waiting:
+            reports[rank.rank] = _section(rank.rank, "still running, at", rank.stack())
+        if failed:
+            return RankFailure(f"{name}: {len(failed)} of {self.world_size} ranks failed", reports)
+        return RankTimeout(
+            f"{name}: {len(waiting)} of {self.world_size} ranks had not returned in {timeout:g} s", reports
+        )
+
+
+def _section(rank: int, title: str, body: str) -> str:
+    return f"--- rank {rank}: {title}\n{body}"
