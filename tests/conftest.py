@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import pytest_timeout
+import torch
 
 from tests import time_limits
 from tests.support.pool import Pool
@@ -93,6 +94,7 @@ def sweep(pytestconfig: pytest.Config) -> Sweep:
 
 
 def pytest_configure() -> None:
+    torch.set_num_threads(1)  # beside ranks, threads that wait for each other's core take many times as long
     # Processes of xdist, and whatever a test starts, inherit it.
     os.environ.setdefault(time_limits.VARIABLE, f"{time_limits.measure():.1f}")
 
@@ -146,17 +148,6 @@ def ranks(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.fixture
-def one_thread() -> Iterator[None]:
-    """For plain loops while ranks run: threads that wait for each other's processor take many times as long."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
 def own_job(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """This process is a job of its own, which ends with the test."""
     from zeroaccel.comm.topology import destroy
@@ -168,8 +159,5 @@ def own_job(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("gpu"):
-        import torch
-
-        if not torch.cuda.is_available():
-            pytest.skip("needs a CUDA device")
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")

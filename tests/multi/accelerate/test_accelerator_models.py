@@ -18,7 +18,6 @@ from zeroaccel import Accelerator, ZeroPlugin
 from zeroaccel.errors import ConfigError, EngineStateError, UsageError
 
 Ranks = Callable[[int], Pool]
-pytestmark = pytest.mark.usefixtures("one_thread")
 Weights = dict[str, Tensor]
 WIDTH = 9
 

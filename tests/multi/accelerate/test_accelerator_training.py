@@ -17,7 +17,6 @@ from tests.support.training import VOCABULARY, Toy
 from zeroaccel import Accelerator, ZeroPlugin
 
 Ranks = Callable[[int], Pool]
-pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 3
 MAX_NORM = 0.5
 OPTIMIZERS: dict[str, tuple[Any, dict[str, float]]] = {

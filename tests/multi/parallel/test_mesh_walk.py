@@ -24,7 +24,7 @@ from tests.support.training import Run
 from zeroaccel.config.parallel import ParallelConfig
 
 Ranks = Callable[[int], Pool]
-pytestmark = [NEEDS_SPLIT_LAYERS, NEEDS_STAGES, pytest.mark.usefixtures("one_thread")]
+pytestmark = [NEEDS_SPLIT_LAYERS, NEEDS_STAGES]
 
 # Of weights of about 1, after three steps in fp32; Adam divides a rounding error by a gradient that may be small.
 TOLERANCE = {"SGD": 1e-6, "AdamW": 3e-6}

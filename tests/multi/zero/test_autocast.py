@@ -64,9 +64,7 @@ def _plain(dtype: str, optimizer: dict[str, Any], steps: int) -> Run:
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=lambda one: one["type"])
-def test_it_has_the_bits_of_a_plain_loop(
-    optimizer: dict[str, Any], dtype: str, own_job: None, one_thread: None
-) -> None:
+def test_it_has_the_bits_of_a_plain_loop(optimizer: dict[str, Any], dtype: str, own_job: None) -> None:
     plain = _plain(dtype, optimizer, steps=6)
     expected = None if optimizer is ADAMW else plain.losses
     for stage, modules in ((0, None), (3, None), (3, ALL_FP32)):
