@@ -5,14 +5,14 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import pytest_timeout
 import torch
 
 from tests import time_limits
-from tests.support.pool import Pool
+from tests.support.pool import Pool, Ranks
 from tests.support.sweeps import Sweep
 
 # Beginnings of the ids of tests that take more than about ten seconds on two cores, beside a quicker one of the same
@@ -131,7 +131,7 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: pytest_timeout.Setting
 
 
 @pytest.fixture(scope="session")
-def ranks(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Pool]]:
+def ranks(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     """``ranks(world_size)`` is the pool of that size, the same one in every test of the session."""
     pools: dict[int, Pool] = {}
 

@@ -24,7 +24,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.support.environment import ROOT
 from tests.support.job import run_command
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from zeroaccel.accelerate.accelerator_state import PartialState
 
 Runner = Callable[..., list[Any]]
@@ -57,7 +57,7 @@ def _call(path: str, argv: list[str], stage: int | None, config: str | None) -> 
 
 
 @pytest.fixture
-def run(ranks: Callable[[int], Pool]) -> Runner:
+def run(ranks: Ranks) -> Runner:
     def runner(path: str, *argv: object, stage: int | None = None, config: Path | None = None) -> list[Any]:
         config_file = None if config is None else str(config)
         return ranks(2).run(_call, path, [*map(str, argv)], stage, config_file, timeout=90.0)

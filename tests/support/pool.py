@@ -25,7 +25,7 @@ from tests.support.environment import ROOT, free_port, rank_environment
 from tests.support.processes import start
 from tests.support.worker import DUMP_SIGNAL, Answer, Setup
 
-__all__ = ["Pool", "RankFailure", "RankTimeout"]
+__all__ = ["Pool", "RankFailure", "RankTimeout", "Ranks"]
 
 T = TypeVar("T")
 
@@ -179,6 +179,9 @@ class Pool:
         return RankTimeout(
             f"{name}: {len(waiting)} of {self.world_size} ranks had not returned in {timeout:g} s", reports
         )
+
+
+Ranks = Callable[[int], Pool]  # the fixture `ranks`: the pool of that many ranks
 
 
 def _section(rank: int, title: str, body: str) -> str:

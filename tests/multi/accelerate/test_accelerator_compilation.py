@@ -12,15 +12,13 @@ import torch
 from torch import Tensor, nn
 
 import zeroaccel
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from zeroaccel import Accelerator, ZeroPlugin, logs
 from zeroaccel.accelerate.accelerator_arguments import Compilation, compilation_of
 from zeroaccel.config import load_config
 from zeroaccel.config.launch.launch_sources import LaunchedSettings
 from zeroaccel.errors import ConfigError
 from zeroaccel.setup import compilation
-
-Ranks = Callable[[int], Pool]
 
 
 class Block(nn.Module):

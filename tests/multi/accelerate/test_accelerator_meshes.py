@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,14 +9,12 @@ import torch
 from torch import Tensor
 
 from tests.support.mesh_training import NEEDS_SPLIT_LAYERS, NEEDS_STAGES, small_llama
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from zeroaccel import Accelerator, PipelineConfig, ZeroPlugin
 from zeroaccel.errors import ZeroAccelError
 from zeroaccel.parallel import ParallelConfig
 
 transformers = pytest.importorskip("transformers")
-
-Ranks = Callable[[int], Pool]
 
 
 def _samples() -> list[dict[str, Tensor]]:

@@ -12,12 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from tests.support.training import Toy, batches
 from zeroaccel import Accelerator, ZeroPlugin
 from zeroaccel.errors import ConfigError, EngineStateError, UsageError
 
-Ranks = Callable[[int], Pool]
 Weights = dict[str, Tensor]
 WIDTH = 9
 

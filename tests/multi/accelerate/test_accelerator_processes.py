@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict, namedtuple
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from zeroaccel import Accelerator, PartialState, ProfileKwargs
 from zeroaccel.accelerate.beside_accelerate import leave_accelerate
 from zeroaccel.errors import UsageError
@@ -24,7 +23,6 @@ from zeroaccel.operations import (
     pad_across_processes,
 )
 
-Ranks = Callable[[int], Pool]
 Pair = namedtuple("Pair", "left right")
 
 

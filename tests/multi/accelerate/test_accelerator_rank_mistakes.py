@@ -11,11 +11,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from zeroaccel import Accelerator, DataLoaderConfiguration, DummyOptim, DummyScheduler, ProjectConfiguration, ZeroPlugin
 from zeroaccel.errors import ZeroAccelError
 
-Ranks = Callable[[int], Pool]
 DATA = TensorDataset(torch.zeros(16, 4))
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-3}}
 DECAY = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 1, "total_num_steps": 4}}

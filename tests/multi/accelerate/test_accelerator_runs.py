@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from zeroaccel import Accelerator, DataLoaderConfiguration, GeneralTracker, ProjectConfiguration, ZeroPlugin
 from zeroaccel.errors import ZeroAccelError
 
@@ -34,7 +34,7 @@ def _metrics(dispatch: bool | None, split: bool) -> dict[str, list[Any]]:
 
 
 @pytest.mark.parametrize(("dispatch", "split"), [(None, False), (False, False), (True, True)])
-def test_metrics_count_every_sample_once(ranks: Callable[[int], Pool], dispatch: bool | None, split: bool) -> None:
+def test_metrics_count_every_sample_once(ranks: Ranks, dispatch: bool | None, split: bool) -> None:
     for found in ranks(2).run(_metrics, dispatch, split):
         assert found["items"] == found["nested"] == [*range(7), *range(7)]
         assert found["objects"] == [f"item {item}" for item in (*range(7), *range(7))]
@@ -117,7 +117,7 @@ def _project(folder: str) -> tuple[list[str], list[Any], dict[str, str]]:
     return names + parts, told, said
 
 
-def test_states_of_a_project(ranks: Callable[[int], Pool], tmp_path: Path) -> None:
+def test_states_of_a_project(ranks: Ranks, tmp_path: Path) -> None:
     for names, told, said in ranks(2).run(_project, str(tmp_path)):
         assert names == ["checkpoint_1", "checkpoint_2", "pytorch_model", "pytorch_model_1"]
         assert told == [(2, []), (2, []), "checkpoint_2", "checkpoint_2"]  # also where saving was refused
@@ -164,7 +164,7 @@ def _tracked(folder: str) -> tuple[list[Any], str, list[str]]:
     return notes.calls, ended, refused
 
 
-def test_trackers_log_on_one_rank_and_fail_on_all(ranks: Callable[[int], Pool], tmp_path: Path) -> None:
+def test_trackers_log_on_one_rank_and_fail_on_all(ranks: Ranks, tmp_path: Path) -> None:
     zero, one = ranks(2).run(_tracked, str(tmp_path))
     assert zero[0] == [({"loss": 1.0}, 1), "finish"]
     assert one[0] == []

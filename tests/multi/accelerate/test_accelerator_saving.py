@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from tests.support.training import Toy, batches
 from zeroaccel import Accelerator, ZeroPlugin
 from zeroaccel.checkpoint import weights, weights_on_demand
 from zeroaccel.errors import CheckpointError, EngineStateError, UsageError
 from zeroaccel.zero.param_unit import ShardState
-
-Ranks = Callable[[int], Pool]
 
 
 def _trained(stage: int, precision: str = "bf16") -> tuple[Accelerator, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,11 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from tests.support.training import VOCABULARY, Toy
 from zeroaccel import Accelerator, ZeroPlugin
 
-Ranks = Callable[[int], Pool]
 STEPS = 3
 MAX_NORM = 0.5
 OPTIMIZERS: dict[str, tuple[Any, dict[str, float]]] = {

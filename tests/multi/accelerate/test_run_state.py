@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import zeroaccel
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from tests.support.training import ADAMW, SGD, config
 from zeroaccel.accelerate.run_state import RunParts, load_run, save_run
 from zeroaccel.data import prepare_data_loader
@@ -114,7 +113,7 @@ def _interrupted(folder: str, stage: int, optimizer: dict[str, Any], at: int) ->
     ("stage", "optimizer", "at"), [(0, ADAMW, 2), (1, SGD, 4), (2, ADAMW, 6), (3, SGD, 4), (3, ADAMW, 8)]
 )
 def test_a_resumed_run_is_the_uninterrupted_one(
-    ranks: Callable[[int], Pool], tmp_path: Path, stage: int, optimizer: dict[str, Any], at: int
+    ranks: Ranks, tmp_path: Path, stage: int, optimizer: dict[str, Any], at: int
 ) -> None:
     for rank in ranks(2).run(_interrupted, str(tmp_path / "state"), stage, optimizer, at):
         assert all(rank.values()), rank
@@ -150,15 +149,13 @@ def _refused(folder: str, objects: int = 1) -> str:
     return "loaded"
 
 
-def test_another_number_of_ranks_takes_over(ranks: Callable[[int], Pool], tmp_path: Path) -> None:
+def test_another_number_of_ranks_takes_over(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2).run(_save, str(tmp_path), 2)  # 16 samples, which are 4 batches of one rank
     (alone,) = ranks(1).run(_load, str(tmp_path))
     assert alone == (3, 0, 8)
 
 
-def test_a_state_that_does_not_fit_or_is_damaged_is_refused_on_all_ranks(
-    ranks: Callable[[int], Pool], tmp_path: Path
-) -> None:
+def test_a_state_that_does_not_fit_or_is_damaged_is_refused_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
     pool = ranks(2)
     folder = tmp_path / "state"
     pool.run(_save, str(folder), 2)
@@ -186,7 +183,7 @@ def _unsaved(folder: str) -> str:
     return "saved"
 
 
-def test_what_cannot_be_saved_is_named_and_nothing_is_written(ranks: Callable[[int], Pool], tmp_path: Path) -> None:
+def test_what_cannot_be_saved_is_named_and_nothing_is_written(ranks: Ranks, tmp_path: Path) -> None:
     for told in ranks(2).run(_unsaved, str(tmp_path / "state")):
         assert re.search(r"state of object 0 \(Average\)\['made'\].*pathlib", told), told
     assert not (tmp_path / "state").exists()
@@ -204,13 +201,13 @@ def _synchronized() -> tuple[list[float], list[float]]:
     return before, draw()
 
 
-def test_random_numbers_differ_by_rank_until_they_are_synchronized(ranks: Callable[[int], Pool]) -> None:
+def test_random_numbers_differ_by_rank_until_they_are_synchronized(ranks: Ranks) -> None:
     (before_0, after_0), (before_1, after_1) = ranks(2).run(_synchronized)
     assert all(one != other for one, other in zip(before_0, before_1, strict=True))
     assert after_0 == after_1
 
 
-def test_the_manifest_is_readable(ranks: Callable[[int], Pool], tmp_path: Path) -> None:
+def test_the_manifest_is_readable(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2).run(_save, str(tmp_path), 2)
     manifest = json.loads((tmp_path / "run_state.json").read_text())
     assert (manifest["world_size"], manifest["iteration"], manifest["counts"]["dataloaders"]) == (2, 4, 2)

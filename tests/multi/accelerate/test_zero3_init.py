@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,9 @@ import torch
 from torch import Tensor
 
 from tests.support.job import run_command
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from tests.support.training import Toy, batches
 from zeroaccel import Accelerator, ZeroPlugin
-
-Ranks = Callable[[int], Pool]
 
 
 def _trained(stage: int, enable: bool | None) -> tuple[int, dict[str, Tensor]]:

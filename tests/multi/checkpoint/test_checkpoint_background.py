@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,14 +11,13 @@ import torch
 from tests.support.checkpoint_runs import assembled, make_engine, resume, train
 from tests.support.environment import ROOT
 from tests.support.job import run_job
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from tests.support.training import batches
 from zeroaccel.checkpoint import rank_file_writer
 from zeroaccel.checkpoint.rank_file import CHUNK_NBYTES
 from zeroaccel.checkpoint.save_plan import SavePlan
 from zeroaccel.zero.engine import Engine
 
-Ranks = Callable[[int], Pool]
 Pieces = dict[str, tuple[int, torch.Tensor]]
 
 

@@ -21,14 +21,12 @@ from torch import nn
 
 import zeroaccel
 from tests.support.checkpoint_runs import STEPS, assembled, make_engine, resume, save, snapshot, train
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from tests.support.training import Toy, batches, config
 from zeroaccel.checkpoint import atomic_write
 from zeroaccel.checkpoint.atomic_write import FolderLock
 from zeroaccel.checkpoint.save_plan import SavePlan
 from zeroaccel.errors import CheckpointError, EngineStateError, UsageError
-
-Ranks = Callable[[int], Pool]
 
 
 def message(kind: type[Exception], call: Callable[[], Any]) -> str:

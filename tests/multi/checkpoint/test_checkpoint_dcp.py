@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,13 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.fsdp import fully_shard
 
 import zeroaccel
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from zeroaccel import zero
 from zeroaccel.checkpoint.formats.dcp_export import export_dcp
 from zeroaccel.checkpoint.formats.dcp_import import open_dcp
 from zeroaccel.checkpoint.manifest import read_manifest
 from zeroaccel.cli.checkpoint import checkpoint
 from zeroaccel.errors import CheckpointError, UsageError
-
-Ranks = Callable[[int], Pool]
 
 
 class Model(nn.Module):

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from tests.support.checkpoint_runs import PRECISIONS, TIERS, Snapshot, assembled, resume_all, save_all
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from tests.support.training import Toy
 from zeroaccel.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
 
-Ranks = Callable[[int], Pool]
 Saves = Callable[[int], tuple[Path, dict[str, list[Snapshot]]]]
 EXACT = {1, 2, 4}  # numbers of ranks whose mean of equal gradients is exact
 LIMIT_SECONDS = 400.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import tarfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from tests.multi.checkpoint.deepspeed_runs import MAKE, Resumed, resume_deepspeed
 from tests.support.environment import ROOT
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from zeroaccel.checkpoint.formats.deepspeed_checkpoint import open_deepspeed_checkpoint
 from zeroaccel.checkpoint.formats.deepspeed_resume import manifest_of
 from zeroaccel.checkpoint.tensor_store import TorchStore
@@ -59,9 +58,7 @@ def plain_losses() -> list[float]:
         ("stage2_fp16_w3", 2, 2, "bf16"),
     ],
 )
-def test_training_goes_on(
-    name: str, world_size: int, stage: int, precision: str, ranks: Callable[[int], Pool], tmp_path: Path
-) -> None:
+def test_training_goes_on(name: str, world_size: int, stage: int, precision: str, ranks: Ranks, tmp_path: Path) -> None:
     with tarfile.open(DATA / f"{name}.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
     root = tmp_path / name
@@ -90,7 +87,7 @@ def test_training_goes_on(
         assert rank.losses == pytest.approx(plain_losses(), rel=1e-6 if precision == "fp32" else 5e-3)
 
 
-def test_auto_takes_the_newest_complete_one_of_any_format(ranks: Callable[[int], Pool], tmp_path: Path) -> None:
+def test_auto_takes_the_newest_complete_one_of_any_format(ranks: Ranks, tmp_path: Path) -> None:
     with tarfile.open(DATA / "stage3_fp32_w3.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
     root = tmp_path / "stage3_fp32_w3"

@@ -16,13 +16,12 @@ from torch import Tensor, nn
 
 import zeroaccel
 from tests.multi.zero.test_zero_init import train
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from tests.support.training import SGD, WIDTH, Run, Toy, config, differences
 from zeroaccel import zero
 from zeroaccel.errors import ZeroAccelError
 from zeroaccel.zero.access.param_registry import handle_of
 
-Ranks = Callable[[int], Pool]
 SIDE = 3072  # tensors that malloc gives back to the system when they are freed
 
 

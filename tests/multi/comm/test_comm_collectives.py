@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.job import run_job
-from tests.support.pool import Pool, RankFailure
+from tests.support.pool import RankFailure, Ranks
 from zeroaccel.comm.agree import agree_or_raise, disagreement_report
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.recording import CollectiveCall, RecordingCollectives
@@ -20,7 +19,6 @@ from zeroaccel.comm.topology import current_topology, init_process_group
 from zeroaccel.comm.transport import close_connections, send_recv_backend
 from zeroaccel.errors import CheckpointError, ConfigError
 
-Ranks = Callable[[int], Pool]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 

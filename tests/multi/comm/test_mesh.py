@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zeroaccel
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from tests.support.training import SGD, Run, config, differences, train
 from zeroaccel.comm.hierarchical import HierarchicalCollectives
 from zeroaccel.comm.topology import init_process_group
 from zeroaccel.errors import UsageError
 from zeroaccel.logs import logger
-
-Ranks = Callable[[int], Pool]
 
 WIDTH = 24
 

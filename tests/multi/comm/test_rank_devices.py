@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from zeroaccel.comm import topology
 from zeroaccel.comm.topology import current_topology
 from zeroaccel.errors import ConfigError
-
-Ranks = Callable[[int], Pool]
 
 
 def _device_on_each(uuids: list[list[str]]) -> str:

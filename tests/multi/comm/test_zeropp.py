@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroaccel
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from tests.support.training import SGD, Run, Toy, batches, config, differences, train
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.hierarchical import HierarchicalCollectives, QuantError, arrange
@@ -22,8 +21,6 @@ from zeroaccel.comm.topology import init_process_group
 from zeroaccel.config import comm_plan, load_config
 from zeroaccel.logs import logger
 from zeroaccel.zero.engine import Engine
-
-Ranks = Callable[[int], Pool]
 
 
 def _trained(changes: list[dict[str, Any]], precision: str, **common: Any) -> list[Run]:

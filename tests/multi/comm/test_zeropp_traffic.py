@@ -6,19 +6,16 @@ reductions that send each element straight to whom it belongs have 3 of them (fo
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import zeroaccel
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from tests.support.training import SGD, Toy, batches, config, recording
 from zeroaccel.config import CommPlan, comm_plan, load_config
 from zeroaccel.config.comm_plan import step_traffic
-
-Ranks = Callable[[int], Pool]
 
 QWZ, QGZ = {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
 

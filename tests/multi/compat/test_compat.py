@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from zeroaccel import compat
 from zeroaccel.errors import CheckpointError, ConfigError, EngineStateError, UsageError
-
-Ranks = Callable[[int], Pool]
 
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,

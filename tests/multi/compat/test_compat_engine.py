@@ -21,11 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from tests import time_limits
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from zeroaccel import compat
 from zeroaccel.errors import ConfigError, EngineStateError, UsageError
-
-Ranks = Callable[[int], Pool]
 
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,

@@ -19,11 +19,9 @@ from torch import nn
 
 import zeroaccel
 from tests.support.environment import ROOT
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from zeroaccel.config import load_config
 from zeroaccel.errors import ConfigError
-
-Ranks = Callable[[int], Pool]
 
 _COLLECTION = ROOT / "tests" / "data" / "collection" / "deepspeed_configs.json"
 _STEPS, _WIDTH, _MOST_SAMPLES = 2, 8, 16

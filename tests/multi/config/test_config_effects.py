@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 
 import pytest
 import torch
 
 import zeroaccel
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from tests.support.training import Toy, config
 from zeroaccel.config import load_config
 from zeroaccel.offload.file_io import IoSettings
 from zeroaccel.zero.storage.placement import OffloadRules
-
-Ranks = Callable[[int], Pool]
 
 
 def test_files_are_read_as_the_aio_section_says() -> None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 import zeroaccel
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from zeroaccel.compat.deepspeed_engine import initialize as deepspeed_initialize
-
-Ranks = Callable[[int], Pool]
 
 
 def _model() -> nn.Module:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import zeroaccel
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from tests.support.training import ADAMW, WIDTH, Run, Toy, differences, train
 from zeroaccel.errors import ConfigError
-
-Ranks = Callable[[int], Pool]
 
 SIZES = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
 AUTO: dict[str, Any] = {

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.topology import init_process_group
 from zeroaccel.data import DataLoaderConfiguration, prepare_data_loader
@@ -99,7 +99,7 @@ def _merged(results: list[Any]) -> list[list[Any]]:
     return epochs[:-1]
 
 
-def test_all_ranks_follow_rank_0s_order_and_dispatching_changes_nothing(ranks: Callable[[int], Pool]) -> None:
+def test_all_ranks_follow_rank_0s_order_and_dispatching_changes_nothing(ranks: Ranks) -> None:
     pool = ranks(2)
     sharded = pool.run(_epochs, _shuffled, {}, None)
     first, second = _merged(sharded)
@@ -111,7 +111,7 @@ def test_all_ranks_follow_rank_0s_order_and_dispatching_changes_nothing(ranks: C
     assert split[0][1][0][0] == first[:1]
 
 
-def test_a_stream_is_read_by_rank_0_and_resumed(ranks: Callable[[int], Pool]) -> None:
+def test_a_stream_is_read_by_rank_0_and_resumed(ranks: Ranks) -> None:
     pool = ranks(2)
     whole = pool.run(_epochs, _stream, {}, None)
     orders = _merged(whole)
@@ -122,7 +122,7 @@ def test_a_stream_is_read_by_rank_0_and_resumed(ranks: Callable[[int], Pool]) ->
     assert [found for _, found in resumed] == [found[5:] for _, found in whole]
 
 
-def test_uneven_rounds_are_dispatched_as_they_are(ranks: Callable[[int], Pool]) -> None:
+def test_uneven_rounds_are_dispatched_as_they_are(ranks: Ranks) -> None:
     (zero, _), (one, found) = ranks(2).run(_epochs, _stream, {"even_batches": False}, None)
     assert (zero, one) == (6, 6)
     (zero, _), (one, found) = ranks(2).run(
@@ -140,7 +140,7 @@ def _failure() -> str:
     return "nothing"
 
 
-def test_what_fails_on_rank_0_fails_on_all(ranks: Callable[[int], Pool]) -> None:
+def test_what_fails_on_rank_0_fails_on_all(ranks: Ranks) -> None:
     zero, one = ranks(2).run(_failure, timeout=20.0)
     assert "no item 6" in zero
     assert "no item 6" in one

@@ -7,13 +7,13 @@ import pickle
 import signal
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.pool import Pool, RankFailure, RankTimeout
+from tests.support.pool import Pool, RankFailure, Ranks, RankTimeout
 
 # torch is imported by the functions that need it: most of these tests make do with bare processes, which start at once.
 
@@ -89,14 +89,14 @@ def _return_a_lambda() -> object:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_results_come_by_rank_through_a_real_collective(ranks: Callable[[int], Pool], world_size: int) -> None:
+def test_results_come_by_rank_through_a_real_collective(ranks: Ranks, world_size: int) -> None:
     results = ranks(world_size).run(_sum_over_ranks, 10, step=2)
     assert [rank for rank, _ in results] == list(range(world_size))
     expected = sum(10 + 2 * rank for rank in range(world_size))
     assert [total.tolist() for _, total in results] == [[expected] * 3] * world_size
 
 
-def test_ranks_are_reused_have_one_thread_and_start_each_call_from_the_same_seed(ranks: Callable[[int], Pool]) -> None:
+def test_ranks_are_reused_have_one_thread_and_start_each_call_from_the_same_seed(ranks: Ranks) -> None:
     first, second = ranks(2).run(_draw), ranks(2).run(_draw)
     assert first == second
     (pid0, threads0, drawn0), (pid1, threads1, drawn1) = first

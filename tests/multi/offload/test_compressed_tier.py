@@ -17,15 +17,13 @@ from torch import Tensor
 
 import zeroaccel
 from tests.support.checkpoint_runs import Snapshot, assembled, resume, save
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from tests.support.training import ADAMW, SGD, Toy, batches, config, differences, train
 from zeroaccel import zero
 from zeroaccel.zero.layout import FlatRange, FlatTensor
 from zeroaccel.zero.storage.masters import MasterPiece, MasterPlace, MasterStorage, SeparateMasters, stand_in
 from zeroaccel.zero.storage.placement import MASTER_STORAGES, SHARD_STORAGES
 from zeroaccel.zero.storage.shards import ShardPlace, ShardStorage
-
-Ranks = Callable[[int], Pool]
 
 
 def _compressed(values: Tensor) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,8 @@ import torch
 from torch import Tensor
 
 from tests.support.checkpoint_runs import Snapshot, assembled, make_engine, resume, save, train
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from tests.support.training import batches, offloaded
-
-Ranks = Callable[[int], Pool]
 
 TIERS = {"none": ("none", "none"), "cpu": ("cpu", "cpu"), "nvme": ("nvme", "nvme"), "mixed": ("none", "nvme")}
 

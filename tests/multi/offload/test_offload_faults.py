@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,11 @@ import torch
 from torch import Tensor
 
 import zeroaccel
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from tests.support.training import Toy, batches, config, offloaded
 from zeroaccel.errors import EngineStateError, OffloadError, ZeroAccelError
 from zeroaccel.offload import file_io
 from zeroaccel.zero.engine import Engine
-
-Ranks = Callable[[int], Pool]
 
 
 def _engine(settings: dict[str, Any], seed: int = 7) -> Engine:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,9 @@ import zeroaccel
 from tests import time_limits
 from tests.multi.zero.test_engine_traffic import Trained
 from tests.support.environment import ROOT
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from tests.support.training import SGD, batches, config, offloaded
 
-Ranks = Callable[[int], Pool]
 States = dict[str, int]
 
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from tests.support.training import ADAMW, SGD, Run, config, differences, offloaded, train
-
-Ranks = Callable[[int], Pool]
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {"AdamW": ADAMW, "SGD": SGD}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,9 @@ from torch import Tensor, nn
 import zeroaccel
 import zeroaccel.zero
 from tests.support.checkpoint_runs import assembled, resume, save
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from tests.support.training import ADAMW, SGD, Run, Toy, batches, config, differences, offloaded, train
 from zeroaccel.errors import ZeroAccelError
-
-Ranks = Callable[[int], Pool]
 
 TIERS = [
     (stage, states, params)

@@ -14,13 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 import zeroaccel
 import zeroaccel.zero
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from tests.support.training import ADAMW, SGD, Run, Toy, batches, config, differences, offloaded
 from zeroaccel.errors import EngineStateError, ZeroAccelError
 from zeroaccel.ops.elementwise import Adam
 from zeroaccel.zero.engine import Engine
-
-Ranks = Callable[[int], Pool]
 
 PRECISIONS = {"fp32": {}, "bf16": {"bf16": {"enabled": True, "check_grad_overflow": False}}}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,11 @@ import pytest
 import torch
 
 import zeroaccel
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from tests.support.training import Toy, batches, config, offloaded, train
 from zeroaccel.errors import EngineStateError, UsageError
 from zeroaccel.offload.file_io import IoSettings
 from zeroaccel.zero.storage.state_offload import OffloadedStates
-
-Ranks = Callable[[int], Pool]
 
 
 def _infer(settings: dict[str, Any]) -> tuple[list[float], dict[str, int], int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,12 @@ from torch import Tensor
 
 import zeroaccel
 from tests.support.checkpoint_runs import assembled, snapshot, train
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from tests.support.training import Toy, batches, config, differences
 from tests.support.training import train as train_toy
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.zero.access.safe_get_set import safe_get_full_optimizer_state
 from zeroaccel.zero.engine import Engine
-
-Ranks = Callable[[int], Pool]
 
 
 def _engine(stage: int, moments: str, seed: int = 7) -> Engine:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.cuda_model.replacements import Replacements
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from tests.support.training import ADAMW, Run, config, differences, train
 from tests.unit.ops.kernels_on_host import HostRunner, host_kernels
 from zeroaccel.ops.device_kernels import DeviceKernels, kernels_for
@@ -99,7 +99,7 @@ def _sharded(stage: int) -> tuple[list[str], set[str]]:
     return found, launched
 
 
-def test_ranks_have_the_bits_of_the_host(ranks: Callable[[int], Pool]) -> None:
+def test_ranks_have_the_bits_of_the_host(ranks: Ranks) -> None:
     for found, launched in ranks(2).run(_sharded, 3):
         assert found == []
         assert launched >= BOUNDARY | {"adam"}
@@ -113,7 +113,7 @@ def _in_codes(settings: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     return differences(found, wanted), launched
 
 
-def test_codes_between_ranks_have_the_bits_of_the_host(ranks: Callable[[int], Pool]) -> None:
+def test_codes_between_ranks_have_the_bits_of_the_host(ranks: Ranks) -> None:
     """Four ranks as two nodes of two: gradients in 4 bits over two hops, weights in 8 bits."""
     changes = {"zero_quantized_gradients": True, "zero_quantized_weights": True, "zeropp": {"node_size": 2}}
     for found, launched in ranks(4).run(_in_codes, config(3, "bf16", **changes)):

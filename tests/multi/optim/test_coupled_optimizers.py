@@ -5,7 +5,7 @@ And those that train and evaluate with different weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroaccel
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from tests.support.training import Run, Toy, batches, config, differences, offloaded, train
 from zeroaccel.errors import ConfigError
 from zeroaccel.ops.coupled import Reductions
@@ -109,13 +109,13 @@ def _against_torch(rule: str, stage: int) -> tuple[Run, Run]:
 
 
 @pytest.mark.parametrize("rule", sorted(RULES))
-def test_stage_0_gives_the_bits_of_torch(ranks: Callable[[int], Pool], rule: str) -> None:
+def test_stage_0_gives_the_bits_of_torch(ranks: Ranks, rule: str) -> None:
     for ours, theirs in ranks(2).run(_against_torch, rule, 0):
         assert differences(ours, theirs) == []
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_sums_over_the_shards_give_the_bits_of_one_process(ranks: Callable[[int], Pool], stage: int) -> None:
+def test_sums_over_the_shards_give_the_bits_of_one_process(ranks: Ranks, stage: int) -> None:
     for ours, theirs in ranks(3).run(_against_torch, "EstimatesStepSize", stage):
         assert differences(ours, theirs) == []
 
@@ -124,7 +124,7 @@ def _run(stage: int, changes: dict[str, Any]) -> Run:
     return train(_settings(stage, "bf16", **changes), 6, optimizer=EstimatesStepSize)
 
 
-def test_replicas_add_each_shard_once(ranks: Callable[[int], Pool]) -> None:
+def test_replicas_add_each_shard_once(ranks: Ranks) -> None:
     plain = ranks(4).run(_run, 3, {})
     for ours, theirs in zip(ranks(4).run(_run, 3, {"mics_shard_size": 2}), plain, strict=True):
         assert differences(ours, theirs) == []
@@ -138,7 +138,7 @@ def _refused(rule: str, settings: dict[str, Any]) -> str:
     return ""
 
 
-def test_without_the_protocol_shards_are_refused(ranks: Callable[[int], Pool]) -> None:
+def test_without_the_protocol_shards_are_refused(ranks: Ranks) -> None:
     for stage in (1, 2, 3):
         one, other = ranks(2).run(_refused, "WithoutProtocol", _settings(stage, "bf16"))
         assert one == other
@@ -146,7 +146,7 @@ def test_without_the_protocol_shards_are_refused(ranks: Callable[[int], Pool]) -
             assert words in one
 
 
-def test_states_in_files_are_refused(ranks: Callable[[int], Pool], tmp_path: Path) -> None:
+def test_states_in_files_are_refused(ranks: Ranks, tmp_path: Path) -> None:
     settings = _settings(2, "bf16", **offloaded(tmp_path, "nvme"))
     for message in ranks(2).run(_refused, "EstimatesStepSize", settings):
         assert "zero_optimization.offload_optimizer.device" in message
@@ -226,13 +226,11 @@ def _evaluated_plainly() -> tuple[list[float], list[float]]:
     return trained, evaluated
 
 
-def test_weights_to_evaluate_with_are_those_of_torch(ranks: Callable[[int], Pool]) -> None:
+def test_weights_to_evaluate_with_are_those_of_torch(ranks: Ranks) -> None:
     assert ranks(1).run(_evaluated, 1, "fp32", {}) == ranks(1).run(_evaluated_plainly)
 
 
-def test_weights_to_evaluate_with_are_the_same_at_every_stage_and_tier(
-    ranks: Callable[[int], Pool], tmp_path: Path
-) -> None:
+def test_weights_to_evaluate_with_are_the_same_at_every_stage_and_tier(ranks: Ranks, tmp_path: Path) -> None:
     plain = ranks(2).run(_evaluated, 0, "bf16", {})
     assert plain[0][0] != plain[0][1]
     for stage in (1, 2, 3):

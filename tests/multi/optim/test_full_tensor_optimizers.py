@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import zeroaccel
 import zeroaccel.zero
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from tests.support.training import Run, Toy, batches, config, differences, offloaded, recording, train
 from zeroaccel.errors import ConfigError
 from zeroaccel.zero.access.safe_get_set import (
@@ -135,9 +135,7 @@ def _plain(rule: str, steps: int = 8, *, precision: str = "fp32", clipping: floa
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("rule", sorted(RULES))
-def test_the_bits_are_those_of_torch_on_the_unsharded_model(
-    ranks: Callable[[int], Pool], rule: str, world_size: int
-) -> None:
+def test_the_bits_are_those_of_torch_on_the_unsharded_model(ranks: Ranks, rule: str, world_size: int) -> None:
     for ours, theirs in ranks(world_size).run(_plain, rule):
         assert differences(ours, theirs) == []
 
@@ -147,7 +145,7 @@ def test_the_bits_are_those_of_torch_on_the_unsharded_model(
     [pytest.param("fp32", 1, marks=pytest.mark.slow), ("bf16", 3), ("fp16", 1)],
 )
 @pytest.mark.parametrize("rule", sorted(RULES))
-def test_stages_give_the_same_bits(ranks: Callable[[int], Pool], rule: str, precision: str, accumulation: int) -> None:
+def test_stages_give_the_same_bits(ranks: Ranks, rule: str, precision: str, accumulation: int) -> None:
     pairs = [(0, 1), (2, 3)] if accumulation > 1 else [(0, 1), (0, 2), (0, 3)]
     runs = {stage: ranks(3).run(_run, stage, rule, precision, accumulation, {}) for stage in STAGES}
     for one, other in pairs:
@@ -156,7 +154,7 @@ def test_stages_give_the_same_bits(ranks: Callable[[int], Pool], rule: str, prec
 
 
 @pytest.mark.parametrize("rule", sorted(RULES))
-def test_tiers_give_the_same_bits(ranks: Callable[[int], Pool], rule: str, tmp_path: Path) -> None:
+def test_tiers_give_the_same_bits(ranks: Ranks, rule: str, tmp_path: Path) -> None:
     settled = ranks(2).run(_run, 3, rule, "bf16", 1, {})
     for stage, *tiers, masters in [
         (2, "cpu", "none", "fp32"),
@@ -171,9 +169,7 @@ def test_tiers_give_the_same_bits(ranks: Callable[[int], Pool], rule: str, tmp_p
 
 
 @pytest.mark.parametrize("changes", [{"zero_hpz_partition_size": 2}, {"mics_shard_size": 2}], ids=["hpz", "mics"])
-def test_secondary_copies_and_replicas_give_the_same_bits(
-    ranks: Callable[[int], Pool], changes: dict[str, Any]
-) -> None:
+def test_secondary_copies_and_replicas_give_the_same_bits(ranks: Ranks, changes: dict[str, Any]) -> None:
     plain = ranks(4).run(_run, 3, "factored", "bf16", 1, {})
     for ours, theirs in zip(ranks(4).run(_run, 3, "factored", "bf16", 1, changes), plain, strict=True):
         assert differences(ours, theirs) == []
@@ -200,7 +196,7 @@ def _one_matrix(stage: int) -> tuple[list[tuple[int, int]], dict[str, int], list
     return counts, sent, masters
 
 
-def test_a_rank_that_owns_nothing_counts_steps_and_sends_only_gradients(ranks: Callable[[int], Pool]) -> None:
+def test_a_rank_that_owns_nothing_counts_steps_and_sends_only_gradients(ranks: Ranks) -> None:
     found = ranks(3).run(_one_matrix, 2)
     assert [counts for counts, _, _ in found] == [[(1, 1), (2, 2), (3, 3)]] * 3
     assert [masters for _, _, masters in found] == [[64], [], []]
@@ -226,7 +222,7 @@ def _refused(changes: dict[str, Any], kind: str) -> str:
     ],
 )
 def test_what_does_not_go_together_is_refused_on_all_ranks(
-    ranks: Callable[[int], Pool], changes: dict[str, Any], kind: str, words: tuple[str, ...]
+    ranks: Ranks, changes: dict[str, Any], kind: str, words: tuple[str, ...]
 ) -> None:
     for message in ranks(2).run(_refused, changes, kind):
         assert all(word in message for word in words), message
@@ -258,7 +254,7 @@ def _step(engine: zeroaccel.Engine, batch: Tensor) -> float:
 
 
 @pytest.mark.parametrize("rule", sorted(RULES))
-def test_a_run_goes_on_with_other_owners(ranks: Callable[[int], Pool], rule: str, tmp_path: Path) -> None:
+def test_a_run_goes_on_with_other_owners(ranks: Ranks, rule: str, tmp_path: Path) -> None:
     folder, memory, files = str(tmp_path / "saved"), ("none", "none"), ("nvme", "none")
 
     def losses(world_size: int, stage: int, tiers: tuple[str, str], load: str | None, save: str | None) -> list[float]:
@@ -304,9 +300,7 @@ def _few_matrices(stage: int, changes: dict[str, Any]) -> list[list[float]]:
     return [*found, momentum.flatten().tolist(), master.flatten().tolist()]
 
 
-def test_ranks_that_own_nothing_work_on_every_tier_and_calls_reach_every_owner(
-    ranks: Callable[[int], Pool], tmp_path: Path
-) -> None:
+def test_ranks_that_own_nothing_work_on_every_tier_and_calls_reach_every_owner(ranks: Ranks, tmp_path: Path) -> None:
     settled = ranks(3).run(_few_matrices, 0, {})
     assert settled[0] == settled[1] == settled[2]
     for stage, tiers in [(1, ("none", "none")), (2, ("nvme", "none")), (3, ("none", "nvme")), (3, ("nvme", "nvme"))]:
@@ -335,9 +329,7 @@ def _adamw(folder: str, stage: int, kind: str, files: bool, load: bool) -> list[
 
 
 @pytest.mark.parametrize(("one", "other"), [("per_tensor", "elementwise"), ("elementwise", "per_tensor")])
-def test_a_checkpoint_moves_between_owners_and_flat_shards(
-    ranks: Callable[[int], Pool], tmp_path: Path, one: str, other: str
-) -> None:
+def test_a_checkpoint_moves_between_owners_and_flat_shards(ranks: Ranks, tmp_path: Path, one: str, other: str) -> None:
     saved = ranks(3).run(_adamw, str(tmp_path), 3, one, True, False)
     assert ranks(3).run(_adamw, str(tmp_path), 1, other, False, True) == saved
     assert ranks(3).run(_adamw, str(tmp_path), 2, other, True, True) == saved

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroaccel
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from tests.support.training import config, offloaded
 from zeroaccel.checkpoint.manifest import read_manifest
 from zeroaccel.checkpoint.tensor_store import TensorStore
@@ -76,7 +76,7 @@ def _trained(rule: str, stage: int, changes: dict[str, Any]) -> tuple[list[Any],
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_stages_and_tiers_give_the_same_bits(ranks: Callable[[int], Pool], rule: str, tmp_path: Path) -> None:
+def test_stages_and_tiers_give_the_same_bits(ranks: Ranks, rule: str, tmp_path: Path) -> None:
     plain = ranks(3).run(_trained, rule, 0, {})
     assert plain[0][0][0] != plain[0][0][-1], "it trains"
     for stage, tiers in [
@@ -105,7 +105,7 @@ def _resumed(rule: str, folder: str, stage: int, load: str | None, save: str) ->
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_three_ranks_go_on_as_two(ranks: Callable[[int], Pool], rule: str, tmp_path: Path) -> None:
+def test_three_ranks_go_on_as_two(ranks: Ranks, rule: str, tmp_path: Path) -> None:
     folder = str(tmp_path)
     three = ranks(3).run(_resumed, rule, folder, 3, None, "three")
     two = ranks(2).run(_resumed, rule, folder, 2, "three", "two")

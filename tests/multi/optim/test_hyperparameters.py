@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
 import zeroaccel
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from tests.support.training import config, offloaded, recording
 from zeroaccel import Accelerator, ZeroPlugin
 from zeroaccel.comm.topology import init_process_group
@@ -21,7 +21,6 @@ from zeroaccel.compat.deepspeed_engine import initialize as deepspeed_initialize
 from zeroaccel.errors import UsageError
 from zeroaccel.zero.engine import Engine
 
-Ranks = Callable[[int], Pool]
 METRIC = 'scheduler.step(accelerator.reduce(loss.detach(), "mean"))'
 
 

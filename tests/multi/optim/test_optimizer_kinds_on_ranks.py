@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 
 import zeroaccel
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from tests.support.training import Run, Toy, batches, config, differences, offloaded, train
 from tests.unit.optim.written_optimizers import MakesStates
 from zeroaccel.optim.optimizer_kinds import classify
@@ -33,7 +32,7 @@ def _classified(seed: int) -> tuple[str, str]:
     return found.groups[0].value, found.reason
 
 
-def test_an_optimizer_that_communicates_is_coupled(ranks: Callable[[int], Pool]) -> None:
+def test_an_optimizer_that_communicates_is_coupled(ranks: Ranks) -> None:
     assert ranks(2).run(_classified, 0) == [("coupled", "its step communicates between ranks by itself")] * 2
 
 
@@ -51,7 +50,7 @@ def _by_name(stage: int, name: str, precision: str, tiers: dict[str, Any]) -> Ru
 
 @pytest.mark.parametrize(("name", "precision"), [("Lamb", "fp32"), ("Muon", "bf16")])
 def test_lamb_and_muon_by_name_give_the_same_bits_at_every_stage(
-    ranks: Callable[[int], Pool], name: str, precision: str, tmp_path: Path
+    ranks: Ranks, name: str, precision: str, tmp_path: Path
 ) -> None:
     plain = ranks(2).run(_by_name, 0, name, precision, {})
     for stage, tiers in [(1, {}), (2, {}), (3, {}), (3, offloaded(tmp_path, "nvme", "cpu"))]:
@@ -96,7 +95,7 @@ def _losses(folder: str, resumes: bool) -> list[float]:
     return losses[-4:]
 
 
-def test_counts_that_groups_get_at_the_first_step_are_resumed(ranks: Callable[[int], Pool], tmp_path: Path) -> None:
+def test_counts_that_groups_get_at_the_first_step_are_resumed(ranks: Ranks, tmp_path: Path) -> None:
     whole = ranks(2).run(_losses, str(tmp_path / "saved"), False)
     assert ranks(2).run(_losses, str(tmp_path / "saved"), True) == whole
 
@@ -107,7 +106,7 @@ def _with_states_of_the_constructor(stage: int) -> Run:
     return train(settings, 4, optimizer=MakesStates)
 
 
-def test_states_that_a_constructor_makes_are_made_of_the_masters(ranks: Callable[[int], Pool]) -> None:
+def test_states_that_a_constructor_makes_are_made_of_the_masters(ranks: Ranks) -> None:
     plain = ranks(2).run(_with_states_of_the_constructor, 0)
     for stage in (2, 3):
         for ours, theirs in zip(ranks(2).run(_with_states_of_the_constructor, stage), plain, strict=True):

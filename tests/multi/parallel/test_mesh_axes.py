@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import zeroaccel
 from tests.support.mesh_training import NEEDS_SPLIT_LAYERS, NEEDS_STAGES, train_micro_step
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from tests.support.training import Run, config, differences
 from zeroaccel.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
 from zeroaccel.config.parallel import ParallelConfig
@@ -21,7 +21,6 @@ from zeroaccel.zero import safe_get_full_fp32_param, safe_get_full_optimizer_sta
 
 transformers = pytest.importorskip("transformers")
 
-Ranks = Callable[[int], Pool]
 
 VOCABULARY, BATCH, LENGTH, MICRO_BATCHES, STEPS = 64, 2, 8, 3, 3
 # The bias of keys has a gradient of rounding errors alone, which Adam with a small eps makes steps of any sign of.

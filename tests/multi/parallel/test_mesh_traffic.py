@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from torch import Tensor
 
 import zeroaccel
 from tests.support.mesh_training import NEEDS_SPLIT_LAYERS, NEEDS_STAGES, small_llama
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from tests.support.training import SGD, config, recording
 from zeroaccel.comm import topology
 from zeroaccel.comm.recording import BytesSent, RecordingCollectives
@@ -27,7 +26,6 @@ from zeroaccel.parallel.traffic import (
 
 transformers = pytest.importorskip("transformers")
 
-Ranks = Callable[[int], Pool]
 
 VOCAB, HIDDEN, INNER, LAYERS, HEADS, KEY_HEADS = 64, 32, 48, 2, 4, 2
 BATCH, TOKENS, MICRO_BATCHES = 2, 8, 2

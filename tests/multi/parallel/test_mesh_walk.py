@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -18,12 +18,11 @@ import torch
 
 from tests.multi.parallel.test_mesh_axes import ADAMW, SGD, alone, on_mesh, settings_of
 from tests.support.mesh_training import NEEDS_SPLIT_LAYERS, NEEDS_STAGES
-from tests.support.pool import Pool, RankFailure
+from tests.support.pool import RankFailure, Ranks
 from tests.support.sweeps import Case, Sweep, table, wrong_sums
 from tests.support.training import Run
 from zeroaccel.config.parallel import ParallelConfig
 
-Ranks = Callable[[int], Pool]
 pytestmark = [NEEDS_SPLIT_LAYERS, NEEDS_STAGES]
 
 # Of weights of about 1, after three steps in fp32; Adam divides a rounding error by a gradient that may be small.

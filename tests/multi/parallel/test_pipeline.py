@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import zeroaccel
 from tests.support.job import run_job
 from tests.support.mesh_training import NEEDS_STAGES
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from tests.support.training import ADAMW, SGD, Run, config, differences
 from zeroaccel.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
 from zeroaccel.compat.deepspeed_engine import initialize
@@ -25,7 +25,6 @@ from zeroaccel.errors import ZeroAccelError
 transformers = pytest.importorskip("transformers")
 pytestmark = NEEDS_STAGES
 
-Ranks = Callable[[int], Pool]
 
 VOCABULARY, BATCH, LENGTH, MICRO_BATCHES, STEPS = 61, 2, 8, 4, 3
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroaccel
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from tests.support.training import config
 from zeroaccel import Accelerator, DataLoaderConfiguration, ZeroPlugin
 from zeroaccel.comm.topology import init_process_group
@@ -25,7 +24,6 @@ LOOKS_EAGER_UP = pytest.mark.skipif(
     not hasattr(_interfaces()[0], "get_interface"), reason="models of transformers 4 look eager attention up nowhere"
 )
 
-Ranks = Callable[[int], Pool]
 Batch = dict[str, Tensor]
 
 VOCAB, BATCH, LENGTH, STEPS = 61, 2, 16, 3

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import zeroaccel
 from tests.support.environment import ROOT
 from tests.support.mesh_training import NEEDS_SPLIT_LAYERS, small_llama
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from tests.support.training import ADAMW, Run, config, differences, offloaded
 from zeroaccel.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
 from zeroaccel.checkpoint.reshard import reshard
@@ -36,7 +36,6 @@ from zeroaccel.zero import (
 
 transformers = pytest.importorskip("transformers")
 
-Ranks = Callable[[int], Pool]
 
 VOCAB, STEPS = 64, 3
 SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import zeroaccel
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from tests.support.training import SGD, config
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.topology import Topology, init_process_group
@@ -20,8 +20,6 @@ from zeroaccel.parallel.axes import AXES
 from zeroaccel.setup.axis import Axis
 from zeroaccel.setup.job import JobSpec
 from zeroaccel.zero.engine_base import EngineBase
-
-Ranks = Callable[[int], Pool]
 
 
 class LoggingAxis(Axis):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroaccel
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from tests.support.training import config
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.recording import RecordingCollectives
@@ -22,7 +22,6 @@ from zeroaccel.parallel import ParallelConfig
 
 transformers = pytest.importorskip("transformers")
 
-Ranks = Callable[[int], Pool]
 
 SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
 SIZES: dict[str, Any] = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,8 @@ import pytest
 import torch
 
 import zeroaccel
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from tests.support.training import SGD, Run, Toy, batches, config, differences, offloaded, recording
-
-Ranks = Callable[[int], Pool]
 
 
 def _train(settings: dict[str, Any]) -> tuple[Run, list[int]]:

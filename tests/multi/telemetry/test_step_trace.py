@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,13 @@ import pytest
 import torch
 
 import zeroaccel
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from tests.support.training import ADAMW, SGD, Run, Toy, batches, config, differences, offloaded, recording
 from zeroaccel.comm.recording import CollectiveCall
 from zeroaccel.errors import ConfigError, EngineStateError, UsageError
 from zeroaccel.telemetry import timeline
 from zeroaccel.telemetry.trace_file import StepTraceFile, read_trace
 from zeroaccel.zero import step_trace
-
-Ranks = Callable[[int], Pool]
 
 
 def _train(settings: dict[str, Any], path: Path | None) -> tuple[Run, list[CollectiveCall], tuple[str, ...]]:

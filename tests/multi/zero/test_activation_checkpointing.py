@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,15 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeroaccel
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from tests.support.training import SGD, Block, Run, Toy, config, differences, train
 from zeroaccel import activations
 from zeroaccel.activations import Activations
 from zeroaccel.comm.topology import init_process_group
 from zeroaccel.config.schema_sections import ActivationCheckpointing
 from zeroaccel.offload.activation_store import SavedActivation
-
-Ranks = Callable[[int], Pool]
 
 
 class _Dropping(Block):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import zeroaccel
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from tests.support.training import ADAMW, SGD, Run, batches, config, differences, offloaded, train
 from zeroaccel.errors import ConfigError
 
-Ranks = Callable[[int], Pool]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ALL_FP32 = {"lower_precision_safe_modules": []}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,11 @@ from torch import Tensor, nn
 import zeroaccel
 from tests.multi.zero import zoo
 from tests.multi.zero.awkward_models import BATCH_NORMS, MODELS, WIDTH
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from tests.support.training import SGD, config
 from zeroaccel import zero
 from zeroaccel.errors import EngineStateError
 
-Ranks = Callable[[int], Pool]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 

@@ -6,7 +6,7 @@ What the engine does on an accelerator runs in host memory too, where its tensor
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import zeroaccel
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from tests.support.training import ADAMW, SGD, Run, Toy, batches, config, differences, train
 from zeroaccel.errors import UsageError
 from zeroaccel.ops.reductions import l2_norm
@@ -59,7 +59,7 @@ def test_bits_are_those_of_a_step_that_the_host_knows(own_job: None, stage: int,
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_bits_on_several_ranks(ranks: Callable[[int], Pool], world_size: int, accumulation: int) -> None:
+def test_bits_on_several_ranks(ranks: Ranks, world_size: int, accumulation: int) -> None:
     for stage in (0, 2, 3):
         settings = config(stage, "bf16", accumulation, gradient_clipping=0.5)
         assert ranks(world_size).run(_same_bits, settings) == [[]] * world_size
@@ -73,7 +73,7 @@ def test_an_overflow_is_skipped_on_the_device(own_job: None) -> None:
     assert 0 < skipped < 12
 
 
-def test_an_overflow_on_one_rank_is_skipped_by_all(ranks: Callable[[int], Pool]) -> None:
+def test_an_overflow_on_one_rank_is_skipped_by_all(ranks: Ranks) -> None:
     settings = config(2, "fp16", fp16={"enabled": True, "initial_scale_power": 20, "hysteresis": 1})
     for found, skipped in ranks(2).run(_skips, settings):
         assert found == []
@@ -161,14 +161,14 @@ def _different_rates_unread() -> tuple[str, float, float]:
     return str(raised.value), changed, afterwards
 
 
-def test_ranks_with_different_settings_update_nothing(ranks: Callable[[int], Pool]) -> None:
+def test_ranks_with_different_settings_update_nothing(ranks: Ranks) -> None:
     for message, changed, steps in ranks(2).run(_different_rates):
         assert "optimizer.param_groups[0]['lr']" in message
         assert changed == 0.0
         assert steps == 0
 
 
-def test_different_settings_are_found_a_step_late_where_no_step_waits(ranks: Callable[[int], Pool]) -> None:
+def test_different_settings_are_found_a_step_late_where_no_step_waits(ranks: Ranks) -> None:
     for message, changed, afterwards in ranks(2).run(_different_rates_unread):
         assert "optimizer.param_groups[0]['lr']" in message
         assert changed == 0.0

@@ -11,11 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 import zeroaccel
 from tests.multi.zero.test_engine_passes import drive, plain
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from tests.support.training import Run, Toy, batches, config, differences, recording
 from zeroaccel.errors import EngineStateError
-
-Ranks = Callable[[int], Pool]
 
 
 def _same(one: list[Run], other: list[Run]) -> list[list[str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,11 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import zeroaccel
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from tests.support.training import Toy, config
 from zeroaccel.errors import EngineStateError
 
-Ranks = Callable[[int], Pool]
 PLAIN_SGD = {"type": "SGD", "params": {"lr": 1.0}}
 
 

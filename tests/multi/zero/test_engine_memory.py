@@ -6,17 +6,15 @@ divided by W from the stage on that shards it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 import zeroaccel
 from tests.multi.zero.test_engine_traffic import Trained
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from tests.support.training import SGD, batches, config
 
-Ranks = Callable[[int], Pool]
 States = dict[str, int]
 
 

@@ -15,12 +15,11 @@ from torch import nn
 
 import zeroaccel
 from tests.support.job import run_command
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from tests.support.training import Toy, batches, config
 from zeroaccel.errors import ConfigError, EngineStateError, UsageError, ZeroAccelError
 from zeroaccel.logs import logger
 
-Ranks = Callable[[int], Pool]
 Arguments = dict[str, Any]
 
 

@@ -15,13 +15,12 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import zeroaccel
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from tests.support.training import ADAMW, SGD, WIDTH, Toy, batches, config
 from zeroaccel import zero
 from zeroaccel.errors import EngineStateError, ZeroAccelError
 from zeroaccel.zero.engine import Engine
 
-Ranks = Callable[[int], Pool]
 Misuse = Callable[[Engine], Any]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,12 +10,10 @@ from torch import Tensor, nn
 
 import zeroaccel
 from tests.multi.zero.test_engine_passes import drive
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from tests.support.training import WIDTH, Block, Toy, batches, config, differences, recording
 from zeroaccel import zero
 from zeroaccel.errors import UsageError
-
-Ranks = Callable[[int], Pool]
 
 
 class Mixed(Toy):

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import zeroaccel
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from tests.support.training import Block, Run, Toy, batches, config, differences
 from zeroaccel.errors import EngineStateError
 from zeroaccel.zero.engine import Engine
 
-Ranks = Callable[[int], Pool]
 Driver = Callable[[Engine, Tensor], Tensor]
 
 

@@ -14,15 +14,13 @@ import torch
 from torch import Tensor, nn
 
 import zeroaccel
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from tests.support.training import Toy, batches, config, recording
 from zeroaccel.comm.collectives import Work
 from zeroaccel.comm.recording import RecordingCollectives
 from zeroaccel.zero import GatheredParameters, Init
 from zeroaccel.zero.engine import Engine
 from zeroaccel.zero.layout import ALIGN_NUMEL
-
-Ranks = Callable[[int], Pool]
 
 
 class Trained(Toy):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,14 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import zeroaccel
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from tests.support.training import ADAMW, Run, Toy, batches, config, differences, recording
 from zeroaccel.comm.collectives import Work
 from zeroaccel.comm.recording import RecordingCollectives
 from zeroaccel.errors import EngineStateError
 from zeroaccel.zero.engine import Engine
 
-Ranks = Callable[[int], Pool]
 Weights = dict[str, Tensor]
 PLAIN_SGD = {"type": "SGD", "params": {"lr": 1.0}}
 MICRO_STEPS = 3

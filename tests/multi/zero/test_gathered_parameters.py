@@ -11,13 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import zeroaccel
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from tests.support.training import SGD, WIDTH, Run, Toy, batches, config, differences, offloaded
 from zeroaccel.errors import EngineStateError, UsageError
 from zeroaccel.zero import GatheredParameters, register_external_parameter
 from zeroaccel.zero.engine import Engine
-
-Ranks = Callable[[int], Pool]
 
 
 def build(settings: dict[str, Any]) -> tuple[Engine, Toy]:

@@ -16,12 +16,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zeroaccel
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from tests.support.training import SGD, WIDTH, Block, Run, Toy, batches, config, differences, train
 from zeroaccel.errors import EngineStateError, UsageError
 from zeroaccel.zero.engine import Engine
-
-Ranks = Callable[[int], Pool]
 
 
 class Recomputed(Toy):

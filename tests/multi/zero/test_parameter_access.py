@@ -11,13 +11,11 @@ import torch
 from torch import Tensor
 
 import zeroaccel
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from tests.support.training import WIDTH, Toy, batches, config, offloaded
 from zeroaccel import zero
 from zeroaccel.errors import EngineStateError, UsageError
 from zeroaccel.zero.engine import Engine
-
-Ranks = Callable[[int], Pool]
 
 
 def build(stage: int, precision: str, accumulation: int = 1, **changes: Any) -> tuple[Engine, Toy]:

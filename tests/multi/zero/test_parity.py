@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from tests.support.training import ADAMW, SGD, Run, Toy, batches, config, train
 
-Ranks = Callable[[int], Pool]
 STEPS = 10
 
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from tests.support.training import ADAMW, SGD, Run, config, differences, train
-
-Ranks = Callable[[int], Pool]
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "small reduce bucket": {"reduce_bucket_size": 300},

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import zeroaccel
-from tests.support.pool import Pool
-
-Ranks = Callable[[int], Pool]
+from tests.support.pool import Ranks
 
 
 class Packed(nn.Parameter):

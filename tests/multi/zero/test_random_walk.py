@@ -21,12 +21,10 @@ from torch import nn
 
 import zeroaccel
 from tests.multi.zero.test_hook_traps import Adapted, MixtureOfExperts, Recomputed, Shared
-from tests.support.pool import Pool, RankFailure
+from tests.support.pool import RankFailure, Ranks
 from tests.support.sweeps import Case, Sweep, table, wrong_sums
 from tests.support.training import ADAMW, SGD, Run, Toy, batches, config, differences
 from zeroaccel import zero
-
-Ranks = Callable[[int], Pool]
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": SGD,

@@ -14,14 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroaccel
-from tests.support.pool import Pool
+from tests.support.pool import Ranks
 from tests.support.training import SGD, WIDTH, Run, Toy, batches, config, differences
 from zeroaccel import zero
 from zeroaccel.comm.recording import RecordingCollectives
 from zeroaccel.errors import EngineStateError, UsageError
 from zeroaccel.zero.access.param_registry import handle_of
-
-Ranks = Callable[[int], Pool]
 
 
 class Elaborate(Toy):

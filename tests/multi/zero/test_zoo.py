@@ -14,7 +14,6 @@ import copy
 import random
 import re
 import warnings
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroaccel
-from tests.support.pool import Pool, RankFailure
+from tests.support.pool import Pool, RankFailure, Ranks
 from tests.support.sweeps import Case, Sweep, table, wrong_sums
 from tests.support.training import Run, config, differences
 from zeroaccel.errors import CollectiveError, ZeroAccelError
@@ -31,8 +30,6 @@ from zeroaccel.errors import CollectiveError, ZeroAccelError
 transformers = pytest.importorskip("transformers")
 
 from tests.multi.zero import zoo  # noqa: E402 - it imports transformers
-
-Ranks = Callable[[int], Pool]
 
 STEPS = 3
 SGD = {"type": "SGD", "params": {"lr": 0.005, "momentum": 0.9}}
