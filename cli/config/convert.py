@@ -55,7 +55,7 @@ def convert(file: str, output: str | None, drop_unknown: bool) -> None:
       zeroaccel config convert ds_config.json -o ours.json
     """
     text = text_of_file(file)
-    if Path(file).suffix == ".json" and "distributed_type" not in text:
+    if _looks_like_json(Path(file), text) and "distributed_type" not in text:
         tree, notes = convert_json(file, drop_unknown=drop_unknown)
         result = json.dumps(tree, indent=2) + "\n"
         load_config(result)
@@ -170,6 +170,7 @@ def _remove(tree: dict[str, Any], path: KeyPath) -> bool:
 
 
 _LAUNCH = re.compile(r"\bzeroaccel\s+launch\s+(.*)")
+_YAML_KEY = re.compile(r"^\w+:(\s|$)", re.MULTILINE)
 _VARIABLE = re.compile(r"\b(ZEROACCEL_[A-Z0-9_]+)=")
 
 
@@ -216,17 +217,18 @@ def validate_file(name: str, unknown_keys: UnknownKeys = "standard") -> tuple[st
         ConfigError: it is wrong.
     """
     path, text = Path(name), text_of_file(name)
-    if path.suffix in (".json", ".yaml", ".yml"):
-        return _structured(path, text, unknown_keys)
     if text.startswith("#!") or path.suffix in (".sh", ".sbatch", ".slurm"):
         _check_script(name, text)
         return "job script", ()
+    # accelerate reads any ending as YAML; a hostfile has no line "key: value".
+    if path.suffix in (".json", ".yaml", ".yml") or _looks_like_json(path, text) or _YAML_KEY.search(text):
+        return _structured(path, text, unknown_keys)
     read_hostfile(name)
     return "hostfile", ()
 
 
 def _structured(path: Path, text: str, unknown_keys: UnknownKeys) -> tuple[str, tuple[str, ...]]:
-    if path.suffix == ".json" and not _is_launch_json(text):
+    if _looks_like_json(path, text) and not _is_launch_json(text):
         return "JSON config", _json(path, unknown_keys)
     parsed = parse_yaml(text, str(path))
     tree = parsed.value
@@ -252,6 +254,10 @@ def _json(path: Path, unknown_keys: UnknownKeys) -> tuple[str, ...]:
     check_training(config)
     compilation_of(config)
     return config.notes
+
+
+def _looks_like_json(path: Path, text: str) -> bool:
+    return path.suffix == ".json" or text.lstrip().startswith("{")
 
 
 def _is_launch_json(text: str) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import click
 
 from zeroaccel.comm.environment import usable_cores
-from zeroaccel.config.launch.launch_foreign import FSDP_KEYS, MPI_LAUNCHERS, OTHER_AXES, refused_axis
+from zeroaccel.config.launch.launch_foreign import FSDP_KEYS, MPI_LAUNCHERS, OTHER_AXES, fsdp_of_words, refused_axis
 from zeroaccel.config.launch.launch_sources import ExplicitSettings, from_text
 from zeroaccel.errors import ConfigError
 
@@ -29,7 +29,7 @@ _SAME = {
     "master_addr": "main_process_ip",
     "master_port": "main_process_port",
 }
-_FSDP = "use_fsdp"
+_FSDP, _FSDP_WORDS = "use_fsdp", "fsdp"
 _OF_TORCHRUN = ("nproc_per_node", "nnodes", "rdzv_endpoint")
 # Flags that other launchers take and that change nothing here: name -> why.
 _IDLE_SWITCHES: Mapping[str, str] = {
@@ -111,7 +111,7 @@ def foreign_flag_options(command: _Command) -> _Command:
     for name in reversed(tuple(_OPTIONS)):
         spelled = ("--num_gpus", "--num_accelerators") if name == "num_gpus" else (f"--{name}",)
         command = click.option(*spelled, name, **_OPTIONS[name])(command)
-    for name in ("launcher_args", *_OF_TORCHRUN):
+    for name in ("launcher_args", _FSDP_WORDS, *_OF_TORCHRUN):
         command = click.option(f"--{name}", hidden=True)(command)
     command = click.option(f"--{_FSDP}", is_flag=True, hidden=True)(command)
     for name in (*FSDP_KEYS, *_IDLE_VALUES, *_REFUSED_VALUES, *_AXES):
@@ -165,6 +165,9 @@ class ForeignFlags:
             if name in typed_flags and (reason := refused_axis(axis, typed_flags[name])):
                 raise ConfigError(f"--{name} {typed_flags[name]}: {reason}", fix="leave it out")
         flags.fsdp = {name: typed_flags[name] for name in FSDP_KEYS if name in typed_flags}
+        if (words := all_flags[_FSDP_WORDS]) is not None:
+            flags.fsdp = {**fsdp_of_words(words), **flags.fsdp}
+            typed_flags[_FSDP] = True
         flags.is_fsdp, flags.no_ssh = _FSDP in typed_flags, "no_ssh" in typed_flags
         flags._take_settings(typed_flags)
         return flags
@@ -255,7 +258,7 @@ class ForeignFlags:
 
 
 def _names() -> tuple[str, ...]:
-    more = ("pass_local_rank", "launcher_args", _FSDP, *_OF_TORCHRUN)
+    more = ("pass_local_rank", "launcher_args", _FSDP, _FSDP_WORDS, *_OF_TORCHRUN)
     return (*_OPTIONS, *more, *FSDP_KEYS, *_IDLE_VALUES, *_REFUSED_VALUES, *_IDLE_SWITCHES, *_AXES)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +98,7 @@ def launch(
     kind: ProgramKind = "module" if module else "executable" if no_python else "script"
     program = Program(script, script_args, kind, _local_rank_option(script, script_args, kind, others.pass_local_rank))
     bf16_by = _bf16_by(explicit, config)
-    for note in explicit.notes:
+    for note in (*explicit.notes, *_script_notes(program)):
         _log(f"note: {note}")
     if source is not None:
         _log(f"settings from {source[0]} ({source[1]})")
@@ -162,6 +162,12 @@ def _local_rank_option(script: str, arguments: tuple[str, ...], kind: ProgramKin
         place = Path(*script.split("."))
         path = next((one for one in (place.with_suffix(".py"), place / "__main__.py") if one.is_file()), place)
     return (local_rank_option(path) or ("--local_rank" if requested else "")) if path.is_file() or requested else ""
+
+
+def _script_notes(program: Program) -> Iterator[str]:
+    if any(word.partition("=")[0] == "--fsdp" for word in program.arguments):
+        fix = "pass --deepspeed ds_config.json instead; stage 3 is full_shard, stage 2 is shard_grad_op"
+        yield f"{program.name} --fsdp: Trainer uses torch's FSDP for this argument, not zeroaccel; {fix}"
 
 
 def _launch_here(

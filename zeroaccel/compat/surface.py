@@ -293,7 +293,7 @@ ABSENT: Mapping[str, str] = {
     "deepspeed.runtime.weight_quantizer": "torch.ao quantises a trained model",
     "deepspeed.runtime.zero.TiledLinear": _TILES,
     "deepspeed.runtime.zero.TiledLinearReturnBias": _TILES,
-    "deepspeed.runtime.zero.mics": "mics_shard_size in the config of initialize counts as ever",
+    "deepspeed.runtime.zero.mics": "set mics_shard_size in the config of initialize (docs/mics.md)",
     "deepspeed.runtime.zero.stage3": _ESTIMATE,
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": _STATES,
     "deepspeed.runtime.zero.stage_1_and_2": _ESTIMATE,
@@ -303,7 +303,7 @@ ABSENT: Mapping[str, str] = {
     "deepspeed.utils.groups": "expert parallel groups are not part of zeroaccel",
     "deepspeed.utils.numa": "updates on the host use this rank's part of the machine's cores",
     "deepspeed.utils.timer": "time.perf_counter() times a phase; steps_per_print logs samples per second",
-    "deepspeed.zero.MiCS_Init": "use deepspeed.zero.Init; mics_shard_size in the config of initialize counts as ever",
+    "deepspeed.zero.MiCS_Init": "use deepspeed.zero.Init and mics_shard_size in initialize's config (docs/mics.md)",
     "deepspeed.zero.TiledLinear": _TILES,
     "deepspeed.zero.TiledLinearReturnBias": _TILES,
 }

@@ -1,14 +1,15 @@
 """From a config tree as users and libraries write it to one in the schema's own names.
 
-The second step of `load`: other spellings, keys of older releases, dotted keys and "auto" are translated here, and
-keys that do not exist are found. Values are not looked at; that is the schema's work. The tree given is not changed.
+The second step of `load`: other spellings, keys of older releases, dotted keys and "auto" are translated here, numbers
+and flags are taken out of quotes, and keys that do not exist are found. The schema checks the values. The tree given is
+not changed.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin
 
 from zeroaccel.config.diagnostics import KeyPath, Note, Problem, closest, dotted
 from zeroaccel.config.section import (
@@ -105,10 +106,11 @@ class NormalizedConfig:
     ) -> None:
         """Puts the value of one field into `tree`, under its own name."""
         target = (*path, name)
-        if self._is_duplicate(target, written, agrees=name in tree and _is_plain(value) and tree[name] == value):
-            return
         field = section.model_fields[name]
         nested = nested_section(field)
+        value = self._read(bool if nested is not None and nested.from_flag else field.annotation, value, written)
+        if self._is_duplicate(target, written, agrees=name in tree and _is_plain(value) and tree[name] == value):
+            return
         # "auto" is left out of the tree, so that the schema's default stands in until facts fill it; but where "auto"
         # is the default, it is a value of its own.
         if _is_auto(value) and field.default != AUTO:
@@ -120,16 +122,14 @@ class NormalizedConfig:
         elif nested is not None and isinstance(value, Mapping):
             tree[name] = self._section(nested, value, target, written)
         elif isinstance(value, Mapping):
-            tree[name] = self._free(value, target, written)
+            tree[name] = self._free(value, target, written, _value_type(field.annotation))
         else:
-            tree[name] = self._read(section, name, value, written)
+            tree[name] = value
 
-    def _read(self, section: type[ConfigSection], name: str, value: object, written: KeyPath) -> object:
-        """A value; out of its quotes, with a note, where DeepSpeed reads it so."""
-        if not section.reads_quoted:
-            return value
-        read = out_of_quotes(section.model_fields[name], value)
-        if read is not value:
+    def _read(self, annotation: Any, value: object, written: KeyPath) -> object:
+        """A value; out of its quotes, with a note, where its type expects a number or a flag."""
+        read = out_of_quotes(annotation, value)
+        if read is not value and (isinstance(value, str) or read != value):
             self.notes.append(Note(written, f"{value!r} in quotes is read as {as_text(read)}"))
         return read
 
@@ -138,7 +138,7 @@ class NormalizedConfig:
         self.written.update({(*path, key): written for key in meaning})
         return dict(meaning)
 
-    def _free(self, tree_given: Mapping[Any, Any], path: KeyPath, written: KeyPath) -> dict[str, Any]:
+    def _free(self, tree_given: Mapping[Any, Any], path: KeyPath, written: KeyPath, value_type: Any) -> dict[str, Any]:
         """An object whose keys the schema does not know, as the arguments of an optimizer."""
         tree: dict[str, Any] = {}
         for key, value in tree_given.items():
@@ -150,12 +150,16 @@ class NormalizedConfig:
             if _is_auto(value):
                 self.unresolved.append(target)
             else:
-                tree[key] = self._free(value, target, here) if isinstance(value, Mapping) else value
+                is_object = isinstance(value, Mapping)
+                tree[key] = (
+                    self._free(value, target, here, value_type) if is_object else self._read(value_type, value, here)
+                )
         return tree
 
     def _retired(self, retired: Retired, value: object, tree: dict[str, Any], path: KeyPath, written: KeyPath) -> None:
         """Puts what a key of an older release stands for into `tree`."""
         replacement = (*path, retired.becomes)
+        value = self._read(bool, value, written)
         if _is_auto(value):
             self.unresolved.append(replacement)
         elif not isinstance(value, bool):
@@ -246,6 +250,11 @@ class NormalizedConfig:
         inside = [f"{field}.{key}" for field, names in section.inner.items() if key in names]
         elsewhere = inside or [dotted(path) for path in _every_spelling(self._root) if path[-1] == key]
         return " or ".join(f'"{name}"' for name in elsewhere) if len(elsewhere) <= _MOST_PLACES else ""
+
+
+def _value_type(annotation: Any) -> Any:
+    """The type of an object's values: `Any` for the arguments of an optimizer; None where they are not read."""
+    return get_args(annotation)[1] if get_origin(annotation) in (dict, Mapping) else None
 
 
 def _is_plain(value: object) -> bool:

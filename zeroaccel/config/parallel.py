@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from zeroaccel.config.section import out_of_quotes
 from zeroaccel.errors import UsageError
 
 # Keys of `tensor_parallel` that ask for another cut, or another way to compute, than there is.
@@ -236,7 +237,7 @@ def with_config_axes(tree: Mapping[str, Any], parallel: ParallelConfig | None) -
         >>> with_config_axes({"tensor_parallel": {"autotp_size": 2}}, None)
         ParallelConfig(pp=1, dp_replicate=1, dp_shard=-1, sp=1, tp=2, tp_plan='auto')
     """
-    sequence, layers = tree.get("sequence_parallel_size"), _autotp_size(tree)
+    sequence, layers = out_of_quotes(int, tree.get("sequence_parallel_size")), _autotp_size(tree)
     if isinstance(sequence, int) and sequence > 1:
         parallel = _with_axis(parallel, "sp", sequence, "sequence_parallel_size")
     if layers > 1:
@@ -261,6 +262,7 @@ def _autotp_size(tree: Mapping[str, Any]) -> int:
         return 1
     older = section.get("tensor_parallel", section.get("tp"))
     sizes = [section.get("autotp_size"), older.get("tp_size") if isinstance(older, Mapping) else None]
+    sizes = [out_of_quotes(int, size) for size in sizes]
     size = max((size for size in sizes if isinstance(size, int) and not isinstance(size, bool)), default=1)
     for key in _OWN_PLANS:
         if size > 1 and section.get(key):

@@ -34,7 +34,6 @@ class Fp16(ConfigSection):
     """Parameters in fp16, fp32 master weights, and a scaled loss."""
 
     is_open = True
-    reads_quoted = True
 
     enabled: Flag = False
     """Train in fp16."""
@@ -62,7 +61,6 @@ class Bf16(ConfigSection):
     """Parameters in bf16 and fp32 master weights."""
 
     is_open = True
-    reads_quoted = True
 
     enabled: Flag = False
     """Train in bf16."""
@@ -135,8 +133,6 @@ LogLevel = Annotated[Literal["debug", "info", "warning", "error", "critical"], B
 
 
 class _MetricFiles(ConfigSection):
-    reads_quoted = True
-
     enabled: Flag = False
     """Write them."""
     output_path: Text = ""
@@ -159,8 +155,6 @@ class JsonlMonitor(_MetricFiles):
 
 class Wandb(ConfigSection):
     """Metrics to Weights & Biases."""
-
-    reads_quoted = True
 
     enabled: Flag = False
     """Send them (needs the package wandb)."""

@@ -52,8 +52,6 @@ Interval = Annotated[int | Literal["auto"], BeforeValidator(_interval)]
 class OffloadParam(ConfigSection):
     """Where the shards of the parameters live between uses (stage 3)."""
 
-    reads_quoted = True
-
     device: Device = "none"
     """"none" keeps them on the training device, "cpu" in host memory, "nvme" in files."""
     nvme_path: PathText | None = None
@@ -70,8 +68,6 @@ class OffloadParam(ConfigSection):
 
 class OffloadOptimizer(ConfigSection):
     """Where master weights and optimizer states live and are updated (stages 1 to 3)."""
-
-    reads_quoted = True
 
     device: Device = "none"
     """"none" keeps them on the training device, "cpu" in host memory, "nvme" in files."""
@@ -168,7 +164,6 @@ class Aio(ConfigSection):
 class ZeroOptimization(ConfigSection):
     """What is sharded among the ranks, where it lives, and how far ahead it is fetched."""
 
-    reads_quoted = True
     retired: ClassVar[Mapping[str, Retired]] = {
         "cpu_offload": Retired("offload_optimizer", {"device": "cpu"}),
         "cpu_offload_param": Retired("offload_param", {"device": "cpu"}),

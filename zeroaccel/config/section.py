@@ -2,17 +2,19 @@
 
 The schema files declare sections with these pieces; `normalize` reads the older names, `problems` turns what the value
 types refuse into sentences. Nothing here knows a key of the config, and values are checked, never repaired. Only
-integers written as floats (5e8), flags written as 0 and 1, and other names of one dtype are made uniform; a number
-or a flag in quotes is an error, but in sections where DeepSpeed reads it (`reads_quoted`).
+integers written as floats (5e8), flags written as 0 and 1, and other names of one dtype are made uniform. `normalize`
+takes numbers and flags out of their quotes first (`out_of_quotes`), at every key that expects one.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
@@ -84,9 +86,6 @@ class ConfigSection(BaseModel):
     is_open: ClassVar[bool] = False
     """Whether DeepSpeed ignores keys of this section that it does not know."""
 
-    reads_quoted: ClassVar[bool] = False
-    """Whether DeepSpeed reads a number or a flag in quotes here as what is in them."""
-
     is_read: ClassVar[bool] = True
     """Whether any key of this section takes effect here: where none does, a misspelt one does no harm."""
 
@@ -106,7 +105,6 @@ class UnreadSection(ConfigSection):
     model_config = ConfigDict(extra="allow")  # unknown keys never get here: `normalize` finds them
 
     is_read = False
-    reads_quoted = True
 
 
 def nested_section(field: FieldInfo) -> type[ConfigSection] | None:
@@ -136,10 +134,6 @@ def wrong(expected: str, fix: str = "") -> PydanticCustomError:
     return PydanticCustomError("wrong", "expected {expected}", {"expected": expected, "fix": fix})
 
 
-def _unquoted(value: object) -> str:
-    return "write it without quotes" if isinstance(value, str) else ""
-
-
 def as_text(value: object) -> str:
     """A value as it is written on a command line, in a variable or in a file: true, 3, cpu, A,B."""
     if isinstance(value, bool):
@@ -164,7 +158,7 @@ def as_integer(value: object) -> int | None:
 def _integer(value: object) -> int:
     if (number := as_integer(value)) is not None:
         return number
-    raise wrong("a whole number", _unquoted(value))
+    raise wrong("a whole number")
 
 
 def _number(value: object) -> float:
@@ -172,13 +166,13 @@ def _number(value: object) -> float:
         number = float(value)
         if number - number == 0.0:  # false for infinities and NaN
             return number
-    raise wrong("a finite number", _unquoted(value))
+    raise wrong("a finite number")
 
 
 def _flag(value: object) -> bool:
     if isinstance(value, bool) or (type(value) is int and value in (0, 1)):
         return bool(value)
-    raise wrong("true or false", _unquoted(value) if str(value).lower() in {"true", "false"} else "")
+    raise wrong("true or false")
 
 
 def _text(value: object) -> str:
@@ -240,54 +234,55 @@ def _arguments(value: object) -> object:
     raise wrong("an object")
 
 
-def _argument(value: object) -> object:
-    """What an optimizer or a scheduler is given. None of them takes a number in words."""
-    if not isinstance(value, str):
-        return value
-    try:
-        float(value)
-    except ValueError:
-        return value
-    raise wrong("a number", _unquoted(value))
-
-
 def lowered(value: object) -> object:
     """A string in lower case, for words that may be written in any case; anything else as it is."""
     return value.lower() if isinstance(value, str) else value
 
 
-def out_of_quotes(field: FieldInfo, value: object) -> object:
-    """The number or flag that a string is, in a field of numbers or flags; any other value as it is.
+def out_of_quotes(annotation: Any, value: object) -> Any:
+    """The number or flag in a string, where the type expects one and the text is exactly one; else the value as it is.
+
+    DeepSpeed's pydantic models read the same texts, except 5e8 for an integer. A type that expects anything (`Any`, the
+    arguments of an optimizer) reads numbers, "true" and "false", in lists too.
 
     Example:
-        >>> [out_of_quotes(FieldInfo.from_annotation(kind), text) for kind, text in ((Count, "500"), (Flag, "yes"))]
-        [500, True]
+        >>> [out_of_quotes(kind, text) for kind, text in ((Count, "500"), (Flag, "yes"), (Number, "1e-3"), (Text, "3"))]
+        [500, True, 0.001, '3']
     """
-    if not isinstance(value, str):
+    if annotation is Any and isinstance(value, (list, tuple)):
+        return type(value)(out_of_quotes(Any, item) for item in value)
+    if not isinstance(value, str) or not value.isascii():
         return value
-    parts = get_args(field.annotation)
-    if get_origin(field.annotation) is Literal and all(type(choice) is int for choice in parts):
-        return int(value) if value.strip().isdecimal() else value
-    for mark in [*field.metadata, *(mark for part in parts for mark in get_args(part)[1:])]:
-        read = _OUT_OF_QUOTES.get(mark.func) if isinstance(mark, BeforeValidator) else None
-        if read is not None:
-            try:
-                return read(value.strip())
-            except (ValueError, KeyError):
-                return value
+    text = value.strip().lower()
+    kinds = (int, float, bool) if annotation is Any else _plain_kinds(annotation)
+    for kind in kinds:
+        if kind in (int, float) and re.fullmatch(_NUMBER_TEXT, text):
+            if kind is float:
+                return float(text)
+            if (number := int(text) if text.lstrip("+-").isdecimal() else as_integer(float(text))) is not None:
+                return number
+        elif kind is bool and text in (("true", "false") if annotation is Any else _FLAG_WORDS):
+            return _FLAG_WORDS[text]
     return value
 
 
+def _plain_kinds(annotation: Any) -> tuple[Any, ...]:
+    """The types among int, float and bool that a value may have."""
+    if annotation in (int, float, bool):
+        return (annotation,)
+    if get_origin(annotation) is Literal:
+        return tuple({type(choice): None for choice in get_args(annotation) if not isinstance(choice, str)})
+    if get_origin(annotation) in (Annotated, Union, UnionType):
+        parts = get_args(annotation)[:1] if get_origin(annotation) is Annotated else get_args(annotation)
+        return tuple(kind for part in parts for kind in _plain_kinds(part))
+    return ()
+
+
+_NUMBER_TEXT = r"[+-]?(\d+(_\d+)*\.?\d*|\.\d+)(e[+-]?\d{1,3})?"
 _FLAG_WORDS = {
     **dict.fromkeys(("true", "yes", "on", "1", "t", "y"), True),
     **dict.fromkeys(("false", "no", "off", "0", "f", "n"), False),
 }
-_OUT_OF_QUOTES: Mapping[Any, Any] = {
-    _integer: int,
-    _number: float,
-    _flag: lambda word: _FLAG_WORDS[word.lower()],
-}
-"""Function of a value type -> reads it from text, as pydantic does in DeepSpeed's sections."""
 
 Integer = Annotated[int, BeforeValidator(_integer)]
 Count = Annotated[int, Field(ge=0), BeforeValidator(_integer)]
@@ -304,5 +299,5 @@ PathText = Annotated[str, BeforeValidator(_path_text)]
 Texts = Annotated[tuple[str, ...], BeforeValidator(_texts)]
 Dtype = Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(_dtype)]
 MaybeDtype = Annotated[Literal["fp32", "fp16", "bf16"] | None, BeforeValidator(_maybe_dtype)]
-Arguments = Annotated[Mapping[str, Annotated[Any, BeforeValidator(_argument)]], BeforeValidator(_arguments)]
+Arguments = Annotated[Mapping[str, Any], BeforeValidator(_arguments)]
 FreeSection = Annotated[dict[str, Any] | bool | None, BeforeValidator(_free_section)]

@@ -183,6 +183,23 @@ def test_validate_tells_every_file(project: Path, capsys: pytest.CaptureFixture[
     ]
 
 
+def test_validate_reads_any_ending_by_its_content(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (project / "job.conf").write_text('num_processes: "2"\nuse_cpu: true\n')
+    (project / "ds.cfg").write_text('{"train_batch_size": "8"}')
+    (project / "hosts.conf").write_text("node1 slots=2\n")
+    assert _run("validate", "job.conf", "ds.cfg", "hosts.conf") == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out == [
+        "job.conf: launch file, right",
+        "ds.cfg: JSON config, right",
+        "note: ds.cfg:1:2: train_batch_size: '8' in quotes is read as 8",
+        "hosts.conf: hostfile, right",
+    ]
+    (project / "job.conf").write_text("num_processes: [2\n")
+    assert _run("validate", "job.conf") == 2
+    assert "job.conf:1:16: not valid YAML" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "Lion", "Adagrad", "SGD", "Lamb", "Muon", "Adafactor", "RMSprop"])
 def test_validate_takes_every_optimizer_that_a_config_can_name(name: str, project: Path) -> None:
     (project / "ds.json").write_text(json.dumps({"optimizer": {"type": name, "params": {"lr": 0.01}}}))

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
 import pytest
 
 from zeroaccel.config import load_config
 from zeroaccel.config.diagnostics import Provenance
+from zeroaccel.config.launch.launch_settings import LaunchFile
 from zeroaccel.config.normalize import NormalizedConfig
+from zeroaccel.config.parallel import with_config_axes
 from zeroaccel.config.schema import Config
+from zeroaccel.config.section import ConfigSection, field_paths, nested_section
 from zeroaccel.errors import ConfigError
 
 
@@ -137,8 +141,8 @@ def test_a_deprecated_name_leaves_a_note() -> None:
             "zero_optimization.cpu_offload: the same setting as zero_optimization.offload_optimizer; keep one",
         ),
         (
-            {"zero_optimization": {"cpu_offload": "yes"}},
-            "zero_optimization.cpu_offload: expected true or false, got 'yes'",
+            {"zero_optimization": {"cpu_offload": "perhaps"}},
+            "zero_optimization.cpu_offload: expected true or false, got 'perhaps'",
         ),
     ],
 )
@@ -152,28 +156,78 @@ def test_two_names_that_agree_are_noted() -> None:
     assert config.notes == ("aio.intra_op_parallelism: the same setting as aio.thread_count, with the same value",)
 
 
-def test_values_in_quotes_are_read_where_deepspeed_reads_them() -> None:
+def _numeric_keys(root: type[ConfigSection]) -> list[tuple[tuple[str, ...], object]]:
+    """(path, a value that differs from true, false and text) of every key that takes a number or a flag."""
+    found = []
+    for path in field_paths(root):
+        section = root
+        for part in path[:-1]:
+            section = nested_section(section.model_fields[part]) or section
+        schema = section.model_json_schema()["properties"][path[-1]]
+        choices = schema.get("anyOf", [schema])
+        types = {choice.get("type") for choice in choices} | {type(choice.get("const")).__name__ for choice in choices}
+        if {"integer", "number"} & types:
+            found.append((path, 1 if "integer" in types else 0.5))
+        elif types & {"boolean", "bool"}:
+            found.append((path, True))
+    return found
+
+
+@pytest.mark.parametrize("root", [Config, LaunchFile])
+def test_every_key_reads_a_quoted_number_or_flag(root: type[ConfigSection]) -> None:
+    keys = _numeric_keys(root)
+    assert len(keys) > {Config: 150, LaunchFile: 30}[root]
+    for path, value in keys:
+        plain, quoted, spaced = (
+            NormalizedConfig(root, reduce(lambda below, key: {key: below}, reversed(path), given))
+            for given in (value, str(value), f" {str(value).upper()} ")
+        )
+        assert repr(quoted.tree) == repr(plain.tree) == repr(spaced.tree), path
+        assert [note.path for note in quoted.notes if "in quotes is read as" in note.text] == [path]
+
+
+def test_quoted_values_in_a_config_count_like_plain_ones() -> None:
     zero = {
         "stage": "2",
         "overlap_comm": "True",
-        "reduce_bucket_size": "500",
+        "reduce_bucket_size": "5e8",
         "round_robin_gradients": "no",
-        "offload_optimizer": {"device": "cpu", "ratio": " 0.5 "},
+        "cpu_offload": "true",
     }
-    tree = {"zero_optimization": zero, "fp16": {"enabled": "true", "loss_scale": "0"}, "wandb": {"enabled": "off"}}
-    config = load_config(tree)
+    params = {"lr": "1e-3", "betas": ["0.9", "0.95"], "amsgrad": "False", "name": "warm"}
+    config = load_config(
+        {
+            "train_batch_size": "8",
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_clipping": "1",
+            "zero_optimization": zero,
+            "fp16": {"enabled": "true", "loss_scale": "0"},
+            "optimizer": {"type": "AdamW", "params": params},
+        }
+    )
     section = config.zero_optimization
-    assert (section.stage, section.overlap_comm, section.reduce_bucket_size) == (2, True, 500)
+    assert (section.stage, section.overlap_comm, section.reduce_bucket_size) == (2, True, 500_000_000)
+    assert (section.round_robin_gradients, config.precision, config.gradient_clipping) == (False, "fp16", 1.0)
     assert section.offload_optimizer is not None
-    assert (section.offload_optimizer.ratio, config.precision, config.wandb.enabled) == (0.5, "fp16", False)
+    assert section.offload_optimizer.device == "cpu"
+    assert config.optimizer is not None
+    assert config.optimizer.params == {"lr": 1e-3, "betas": [0.9, 0.95], "amsgrad": False, "name": "warm"}
+    assert config.unresolved == ("train_micro_batch_size_per_gpu",)
+    assert config.resolved["zero_optimization"]["stage"] == 2
     assert "zero_optimization.stage: '2' in quotes is read as 2" in config.notes
-    assert "zero_optimization.overlap_comm: 'True' in quotes is read as true" in config.notes
-    assert len([note for note in config.notes if "in quotes" in note]) == 8
-    for value in ("5e8", "many"):
-        with pytest.raises(ConfigError, match="reduce_bucket_size: expected a whole number, got"):
-            load_config({"zero_optimization": {"reduce_bucket_size": value}})
-    with pytest.raises(ConfigError, match="gradient_clipping: expected a finite number, got '1'"):
-        load_config({"gradient_clipping": "1"})
+    assert len([note for note in config.notes if "in quotes" in note]) == 12
+
+
+@pytest.mark.parametrize("text", ["8.5", "0x8", "8 GB", "٣", "inf", "8_", "", "true"])
+def test_text_that_is_not_exactly_a_number_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"train_batch_size: expected a whole number, got {text!r}"):
+        load_config({"train_batch_size": text})
+
+
+def test_a_mesh_in_quotes_divides_the_ranks() -> None:
+    mesh = with_config_axes({"sequence_parallel_size": "2", "tensor_parallel": {"autotp_size": "4"}}, None)
+    assert mesh is not None
+    assert (mesh.sp, mesh.tp) == (2, 4)
 
 
 @pytest.mark.parametrize(

@@ -116,13 +116,13 @@ def test_whole_floats_are_integers(number: float) -> None:
     assert type(size) is int
 
 
-@pytest.mark.parametrize("number", ["5e8", "500 MB", 1.5, True, None, [1], float("inf"), float("nan"), -1])
+@pytest.mark.parametrize("number", ["five", "500 MB", 1.5, True, None, [1], float("inf"), float("nan"), -1])
 def test_sizes_refuse_what_is_no_whole_number(number: object) -> None:
     with pytest.raises(ConfigError, match=r"^zero_optimization\.reduce_bucket_size: expected a "):
         load_config({"zero_optimization": {"reduce_bucket_size": number}})
 
 
-@pytest.mark.parametrize("flag", ["true", "yes", 2, 1.0, None])
+@pytest.mark.parametrize("flag", ["enabled", "2", 2, 1.0, None])
 def test_flags_are_true_or_false_only(flag: object) -> None:
     with pytest.raises(ConfigError, match=r"^dump_state: expected true or false, got "):
         load_config({"dump_state": flag})

@@ -107,7 +107,7 @@ def test_a_key_of_older_files_means_what_it_meant(tmp_path: Path, backend: str) 
         ("zero_stage: 3", 'launch.yaml:1:1: zero_stage: unknown key; did you mean "deepspeed_config.zero_stage"?'),
         ("deepspeed_config: {zero_stage: 7}", "launch.yaml:1:20: deepspeed_config.zero_stage: expected 0, 1, 2 or 3"),
         ("deepspeed_config:\n  offload_param_device: gpu", "offload_param_device: expected 'none', 'cpu' or 'nvme'"),
-        ('num_processes: "2"', "num_processes: expected a whole number, got '2'; write it without quotes"),
+        ('num_processes: "two"', "num_processes: expected a whole number, got 'two'"),
         ("use_cpu: 2", "use_cpu: expected true or false, got 2"),
         ("deepspeed_config: 3", "deepspeed_config: expected an object, got 3"),
         (

@@ -256,3 +256,24 @@ def test_flags_that_change_nothing_are_noted_and_others_taken() -> None:
         "--use_parallelism_config",
         "--log_level",
     ]
+
+
+@pytest.mark.parametrize(
+    ("words", "fsdp"),
+    [
+        ("full shard", {"fsdp_sharding_strategy": "FULL_SHARD"}),
+        ("full_shard auto_wrap", {"fsdp_sharding_strategy": "FULL_SHARD"}),
+        ("shard grad op offload", {"fsdp_sharding_strategy": "SHARD_GRAD_OP", "fsdp_offload_params": True}),
+        ("hybrid_shard_zero2, auto wrap", {"fsdp_sharding_strategy": "HYBRID_SHARD_ZERO2"}),
+        ("", {}),
+    ],
+)
+def test_the_older_fsdp_flag_is_translated(words: str, fsdp: dict[str, Any]) -> None:
+    flags = ForeignFlags.take_from({"fsdp": words, "pass_local_rank": None})
+    assert (flags.fsdp, flags.is_fsdp) == (fsdp, True)
+    assert translate_fsdp({"fsdp_sharding_strategy": "full shard"}).values["zero_stage"] == 3
+
+
+def test_an_unknown_word_of_the_older_fsdp_flag_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"--fsdp: expected one of full_shard, .* got 'full shart'"):
+        ForeignFlags.take_from({"fsdp": "full shart", "pass_local_rank": None})

@@ -8,13 +8,15 @@ sharded between forward and backward, which is what a stage says (ZeRO, arXiv:19
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from zeroaccel.config.diagnostics import KeyPath, Problem, closest
 from zeroaccel.config.launch.launch_settings import DeepSpeedSection, HostSettings, LaunchFile
-from zeroaccel.config.section import as_text, spellings
+from zeroaccel.config.section import as_text, out_of_quotes, spellings
+from zeroaccel.errors import ConfigError
 
 _STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2}
 _NUMBERED = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2"}
@@ -90,13 +92,35 @@ def translate_fsdp(fsdp: Mapping[str, Any], num_machines: int = 1) -> FsdpTransl
     return translation
 
 
+def fsdp_of_words(words: str) -> dict[str, Any]:
+    """The settings of FSDP in the value of an older `--fsdp`: "full_shard auto_wrap", "full shard", "offload".
+
+    Raises:
+        ConfigError: a word is unknown.
+    """
+    fsdp: dict[str, Any] = {}
+    for word in _joined(words).replace(",", " ").split():
+        if word.upper() in _STAGES and _STRATEGY not in fsdp:
+            fsdp[_STRATEGY] = word.upper()
+        elif word == "offload":
+            fsdp["fsdp_offload_params"] = True
+        elif word != "auto_wrap":
+            strategies = ", ".join(name.lower() for name in _STAGES)
+            raise ConfigError("--fsdp", expected=f"one of {strategies}, auto_wrap and offload", got=words)
+    return fsdp
+
+
+def _joined(words: str) -> str:
+    return re.sub(r"[ -]+(?=(shard|grad|op|wrap|zero2)\b)", "_", words.strip().lower())
+
+
 def _stage(
     settings: Mapping[str, Any], written: Mapping[str, str], num_machines: int, translation: FsdpTranslation
 ) -> int:
     # FSDP2 has no strategy: accelerate looks at the other key only.
     is_second = str(settings.get("fsdp_version", "")) == "2" and _RESHARD in settings
     key = _RESHARD if is_second or _STRATEGY not in settings else _STRATEGY
-    strategy = str(settings.get(key, "FULL_SHARD")).upper().removeprefix("SHARDINGSTRATEGY.").removeprefix("_")
+    strategy = _joined(str(settings.get(key, "FULL_SHARD"))).upper().removeprefix("SHARDINGSTRATEGY.").removeprefix("_")
     # FSDP2 without reshard_after_forward keeps parameters unsharded between forward and backward, as stage 2 does.
     word = {"TRUE": "FULL_SHARD", "FALSE": "SHARD_GRAD_OP"}.get(strategy, _NUMBERED.get(strategy, strategy))
     if word not in _STAGES:
@@ -190,9 +214,6 @@ _JSON_KEYS = (
 )  # fmt: skip
 
 
-_AS_TEXT = (
-    "zero_stage", "gradient_accumulation_steps", "gradient_clipping", "zero3_init_flag", "zero3_save_16bit_model",
-)  # fmt: skip
 # What accelerate looks at for several machines only.
 _OTHER_MACHINES = (
     "deepspeed_hostfile", "deepspeed_inclusion_filter", "deepspeed_exclusion_filter", "deepspeed_multinode_launcher",
@@ -241,7 +262,7 @@ def settle_foreign_keys(
         foreign.notes.append(((), f"{names}: nothing is done with it, as there is no --use_fsdp"))
     if kind in ("NO", "MULTI_GPU", "MULTI_CPU"):
         _drop_zero(foreign, kind)
-    if kind == "NO" and foreign.tree.get("num_processes", 1) != 1:
+    if kind == "NO" and _count(foreign.tree, "num_processes") != 1:
         foreign.notes.append((("num_processes",), "does nothing, as distributed_type is NO, which is one process"))
         foreign.tree["num_processes"] = 1
     _settle_section(foreign)
@@ -253,6 +274,10 @@ def _kind(tree: Mapping[Any, Any]) -> str | None:
     return None if kind is None else "NO" if kind is False else str(kind).upper()
 
 
+def _count(tree: Mapping[Any, Any], name: str, default: int | None = 1) -> object:
+    return out_of_quotes(int, tree.get(name, default))
+
+
 def _brought_to_this_machine(foreign: ForeignKeys) -> None:
     kind = _kind(foreign.tree)
     if kind in _LIKE_GPU:
@@ -261,7 +286,7 @@ def _brought_to_this_machine(foreign: ForeignKeys) -> None:
 
 
 def _of_older_files(foreign: ForeignKeys) -> None:
-    switch = foreign.tree.pop("fp16", None)
+    switch = out_of_quotes(bool, foreign.tree.pop("fp16", None))
     if isinstance(switch, bool):
         precision = "fp16" if switch else "no"
         if foreign.tree.setdefault("mixed_precision", precision) == precision:
@@ -287,7 +312,7 @@ def _drop_idle(foreign: ForeignKeys, kind: str | None) -> None:
     if tree.get("fp8_config") and str(tree.get("mixed_precision", "no")).lower() != "fp8":
         del tree["fp8_config"]
         foreign.notes.append((("fp8_config",), "does nothing, as mixed_precision is not fp8"))
-    if tree.get("mpirun_config") and (kind != "MULTI_CPU" or tree.get("num_machines", 1) == 1):
+    if tree.get("mpirun_config") and (kind != "MULTI_CPU" or _count(tree, "num_machines") == 1):
         del tree["mpirun_config"]
         foreign.notes.append((("mpirun_config",), "does nothing, the processes of this machine are started from here"))
     _settle_axes(foreign)
@@ -322,7 +347,7 @@ def _translate(foreign: ForeignKeys, typed: Mapping[str, Any]) -> None:
     tree = foreign.tree
     section = tree.pop(_FSDP, None)
     fsdp = section if isinstance(section, dict) else {}
-    machines = tree.get("num_machines", 1)
+    machines = _count(tree, "num_machines")
     translated = translate_fsdp({**fsdp, **typed}, machines if isinstance(machines, int) else 1)
     foreign.notes.append((("distributed_type",), "FSDP -> DEEPSPEED, whose stages shard the same way"))
     foreign.notes += [((_FSDP, key), text) for key, text in translated.notes]
@@ -363,7 +388,7 @@ def _settle_section(foreign: ForeignKeys) -> None:
     for key, value in section.items():
         if key in names:
             if not (key.endswith(_NAMED) and str(value).lower() == "none"):
-                settled[key] = _plain(value) if key in _AS_TEXT else value
+                settled[key] = value
         elif key in _JSON_KEYS:
             text = "does nothing, here as in accelerate: it is for the JSON file that deepspeed_config_file names"
             foreign.notes.append(((_SECTION, key), text))
@@ -372,27 +397,13 @@ def _settle_section(foreign: ForeignKeys) -> None:
         else:
             foreign.notes.append(((_SECTION, key), "does nothing, accelerate has no such setting and ignores it"))
     for key in ("deepspeed_multinode_launcher", "multinode_launcher"):
-        if foreign.tree.get("num_machines") != 1 and str(settled.get(key, "")).lower() in MPI_LAUNCHERS:
+        if _count(foreign.tree, "num_machines", None) != 1 and str(settled.get(key, "")).lower() in MPI_LAUNCHERS:
             text = f"{settled[key]} -> ssh, by which the machines of the hostfile are reached; it trains the same"
             foreign.notes.append(((_SECTION, key), text))
             settled[key] = "ssh"
-    if foreign.tree.get("num_machines") == 1:
+    if _count(foreign.tree, "num_machines", None) == 1:
         for key in [key for key in settled if key in _OTHER_MACHINES]:
             if settled[key] not in ("standard", "pdsh", "nossh"):
                 del settled[key]
                 foreign.notes.append(((_SECTION, key), "does nothing, as num_machines is 1"))
     foreign.tree[_SECTION] = settled
-
-
-def _plain(value: Any) -> Any:
-    """The value of a quoted number or switch; accelerate passes both forms on as the same text."""
-    if not isinstance(value, str):
-        return value
-    if value.lower() in ("true", "false"):
-        return value.lower() == "true"
-    for form in (int, float):
-        try:
-            return form(value)
-        except ValueError:
-            continue
-    return value
