@@ -127,7 +127,7 @@ def _command(name: str) -> click.Command:
 
 
 def _help(name: str, command: click.Command) -> Iterator[str]:
-    context = click.Context(command, info_name=name, terminal_width=100, max_content_width=100)
+    context = click.Context(command, info_name=name, terminal_width=90, max_content_width=90)
     yield from ("", f"## {name}", "", "```text", command.get_help(context), "```")
     if isinstance(command, click.Group) and name != "zeroaccel":
         for below in command.list_commands(context):
