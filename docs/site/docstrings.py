@@ -1,4 +1,4 @@
-"""Docstrings as griffe reads them: its section of examples is called Examples."""
+"""Docstrings as griffe reads them: its section of examples is called Examples, and each parameter has its own line."""
 
 from __future__ import annotations
 
@@ -7,11 +7,40 @@ from typing import Any
 
 import griffe
 
+_SECTION = re.compile(r"^ *(Args|Attributes):$")
+_SHARED = re.compile(r"^(?P<indent> +)(?P<names>\w+(, \w+)+): ?(?P<text>.*)$")
 
-class ExampleSections(griffe.Extension):
-    """Renames the sections, which would be plain text otherwise."""
+
+class DocstringSections(griffe.Extension):
+    """Renames sections that griffe takes for text, and repeats a description that several parameters share."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         """Called for each object, before its docstring is parsed."""
         if obj.docstring is not None:
-            obj.docstring.value = re.sub(r"^( *)Example:$", r"\1Examples:", obj.docstring.value, flags=re.MULTILINE)
+            text = re.sub(r"^( *)Example:$", r"\1Examples:", obj.docstring.value, flags=re.MULTILINE)
+            obj.docstring.value = "\n".join(_one_line_each(text.split("\n")))
+
+
+def _one_line_each(lines: list[str]) -> list[str]:
+    """Lines of a docstring, where `a, b: text` in a list of parameters has become an item for each."""
+    result: list[str] = []
+    in_section = False
+    index = 0
+    while index < len(lines):
+        line = lines[index]
+        index += 1
+        if _SECTION.match(line):
+            in_section = True
+        elif line and not line.startswith(" "):
+            in_section = False
+        shared = _SHARED.match(line) if in_section else None
+        if shared is None:
+            result.append(line)
+            continue
+        more = []
+        while index < len(lines) and lines[index].startswith(shared["indent"] + "  "):
+            more.append(lines[index])
+            index += 1
+        for name in shared["names"].split(", "):
+            result += [f"{shared['indent']}{name}: {shared['text']}", *more]
+    return result

@@ -90,7 +90,7 @@ def errors_page(root: Path) -> list[str]:
 _INTRODUCTION = (
     "A message of zeroaccel reads `where: expected X, got Y; what to do`. This page has all of them, as the code says",
     "them; what only a run knows is in braces. Search for the words that stay the same. A mistake that concerns all",
-    "ranks is raised on all of them. [When ranks part](../hangs.md) explains hangs, [the FAQ](../faq.md) answers what",
+    "ranks is raised on all of them. [Debugging hangs](../hangs.md) explains hangs, [the FAQ](../faq.md) answers what",
     "is asked most.",
 )
 

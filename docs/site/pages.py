@@ -38,6 +38,8 @@ FROM_TREE = {
     "CHANGELOG.md": "changelog.md",
 }
 """Page of the tree -> page of the site; results of benchmarks follow their own paths."""
+_CELL_CODE = re.compile(r"(?<=<code>)[^<]+(?=</code>)")
+_WRAPS = re.compile(r"([_./,=])(?=\w)")
 _LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -69,6 +71,11 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
     if place in FROM_TREE.values() or not place.startswith(("reference/", "benchmarks/")):
         return _relinked(markdown, posixpath.join("docs", place), place)
     return markdown
+
+
+def on_post_page(output: str, *, page: Page, config: MkDocsConfig) -> str:
+    """Lets names in cells of tables wrap behind a dot, an underscore or a slash; the search index has them whole."""
+    return _CELL_CODE.sub(lambda cell: _WRAPS.sub(r"\1<wbr>", cell[0]), output)
 
 
 def _from_tree(path: Path, name: str) -> str:
@@ -155,7 +162,7 @@ def _config_keys() -> Iterator[str]:
         also = [mark.name for mark in spellings(field)]
         about = " ".join((field.description or "").split()) + (f" Also spelled {', '.join(also)}." if also else "")
         here = _KINDS[status.kind] + (f": {status.reason}" if status.reason else "")
-        default = "" if is_section else f"`{_default(field.get_default(call_default_factory=True))}`"
+        default = "" if is_section else _default(field.get_default(call_default_factory=True))
         yield f"| `{'.'.join(path)}` | {default} | {_cell(about)} | {_cell(here)} |"
 
 
@@ -219,7 +226,7 @@ def _names(names: Iterable[str]) -> str:
 
 
 def _default(value: object) -> str:
-    return "" if value is None else str(value).replace("|", "/")
+    return "" if value in (None, "", (), {}) else f"`{str(value).replace('|', '/')}`"
 
 
 def _cell(text: str) -> str:
