@@ -38,8 +38,8 @@ FROM_TREE = {
     "CHANGELOG.md": "changelog.md",
 }
 """Page of the tree -> page of the site; results of benchmarks follow their own paths."""
-_CELL_CODE = re.compile(r"(?<=<code>)[^<]+(?=</code>)")
-_WRAPS = re.compile(r"([_./,=])(?=\w)")
+_CELL = re.compile(r"<td.*?</td>", re.DOTALL)
+_WRAPS = re.compile(r"(_|[A-Za-z)\"'][./,=])(?=\w)(?![^<>]*>)")  # and not inside a tag
 _LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -75,7 +75,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
 def on_post_page(output: str, *, page: Page, config: MkDocsConfig) -> str:
     """Lets names in cells of tables wrap behind a dot, an underscore or a slash; the search index has them whole."""
-    return _CELL_CODE.sub(lambda cell: _WRAPS.sub(r"\1<wbr>", cell[0]), output)
+    return _CELL.sub(lambda cell: _WRAPS.sub(r"\1<wbr>", cell[0]), output)
 
 
 def _from_tree(path: Path, name: str) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import shutil
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -53,6 +56,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def _text(path: Path) -> str:
+    return path.read_text().replace("<wbr>", "")  # where a name may wrap
+
+
 def test_every_link_leads_somewhere(site: Path) -> None:
     pages = {path: Page(path.read_text()) for path in site.rglob("*.html") if path.name != "404.html"}
     assert len(pages) > 35
@@ -72,15 +79,16 @@ def test_every_link_leads_somewhere(site: Path) -> None:
 
 
 def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
+    assert "unpkg" not in (site / "index.html").read_text()
     loaded = {url for path in site.rglob("*.html") for url in Page(path.read_text()).loads}
     assert loaded
     assert [url for url in loaded if urlsplit(url).netloc] == []
 
 
 def test_the_reference_is_complete(site: Path) -> None:
-    commands = (site / "reference" / "commands.html").read_text()
+    commands = _text(site / "reference" / "commands.html")
     assert all(f"zeroaccel {name}" in commands for name in SUB_COMMANDS)
-    keys = (site / "reference" / "config_keys.html").read_text()
+    keys = _text(site / "reference" / "config_keys.html")
     missing = [name for path in field_paths(Config) if (name := ".".join(path)) not in keys]
     assert missing == []
     api = Page((site / "reference" / "api.html").read_text())
@@ -88,15 +96,66 @@ def test_the_reference_is_complete(site: Path) -> None:
 
     public = [name for name in zeroaccel.__all__ if not name.startswith("_")]
     assert [name for name in public if f"zeroaccel.{name}" not in api.anchors] == []
-    facade = (site / "reference" / "deepspeed.html").read_text()
+    facade = _text(site / "reference" / "deepspeed.html")
     names = [*SURFACE, *ABSENT, *QUESTIONS, *(f"engine.{name}" for name in ABSENT_MEMBERS)]
     assert [name for name in names if f"<code>{name}</code>" not in facade and SURFACE.get(name) != {}] == []
 
 
 def test_errors_can_be_looked_up_by_their_words(site: Path) -> None:
-    page = (site / "reference" / "errors.html").read_text()
+    page = _text(site / "reference" / "errors.html")
     names = [name for name in errors.__all__ if name.endswith("Error") and name != "ZeroAccelError"]
     assert [name for name in names if f"<code>{name}</code>" not in page] == []
     assert "create the optimizer from the same model object" in page  # what to do
     assert "the machines differ in {name}" in page  # what only a run knows is a name in braces
     assert page.count("<tr>") > 500
+
+
+def test_each_parameter_of_the_reference_has_a_line(site: Path) -> None:
+    page = _text(site / "reference" / "api.html")
+    assert "torch_tp_plugin, megatron_lm_plugin" not in page
+    assert page.count("<code>megatron_lm_plugin</code>") == 1
+
+
+_CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+# Every page in a frame of 1280 pixels; tables that are wider than their column are listed.
+_MEASURE = """<body><pre id="wide">running</pre><script>(async () => {
+  const wide = [];
+  for (const page of PAGES) {
+    const frame = document.createElement("iframe");
+    frame.style = "width:1280px;height:800px";
+    frame.src = page;
+    await new Promise((done) => { frame.onload = done; document.body.append(frame); });
+    const tables = frame.contentDocument.querySelectorAll("table");
+    if (page === "reference/config_keys.html" && !tables.length) wide.push(page + ": no table");
+    for (const table of tables)
+      if (table.scrollWidth > table.closest("article").clientWidth) wide.push(page + ": " + table.innerText);
+    frame.remove();
+  }
+  document.getElementById("wide").textContent = "[" + wide.join("; ") + "]";
+})();</script></body>"""
+
+
+def _dom(page: str, *flags: str) -> str:
+    """The document after its scripts have run, in a browser without network."""
+    assert _CHROMIUM is not None
+    words = [_CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--host-resolver-rules=MAP * ~NOTFOUND", *flags]
+    result = run_command([*words, "--virtual-time-budget=100000", "--dump-dom", page], timeout=60)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.skipif(_CHROMIUM is None, reason="no Chromium is installed")
+def test_search_works_from_a_folder(site: Path) -> None:
+    found = _dom(f"{(site / 'index.html').as_uri()}?q=mics_shard_size")
+    assert re.search(r">\d+ matching documents", found)
+    assert f'href="{(site / "mics.html").as_uri()}" class="md-search-result__link"' in found
+
+
+@pytest.mark.skipif(_CHROMIUM is None, reason="no Chromium is installed")
+def test_no_table_is_wider_than_a_page_of_1280_pixels(site: Path) -> None:
+    pages = sorted(str(path.relative_to(site)) for path in site.rglob("*.html") if path.name != "404.html")
+    probe = site / "probe.html"
+    probe.write_text(_MEASURE.replace("PAGES", json.dumps(pages)))
+    found = _dom(probe.as_uri(), "--allow-file-access-from-files", "--disable-web-security", "--window-size=1280,900")
+    probe.unlink()
+    assert '<pre id="wide">[]</pre>' in found
