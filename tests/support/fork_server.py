@@ -1,6 +1,6 @@
 """A process that has imported torch and the package once and starts Python programs as forks of itself.
 
-    python -m tests.support.fork_server SOCKET
+    python -m tests.support.fork_server SOCKET [MODULE ...]
 
 `processes.start` is the other end. A request names what a command line would: words, environment, folder, files. The
 fork becomes what a new interpreter would be with these: signals, streams, `sys.path`, `__main__`, an orderly end of the
@@ -125,7 +125,7 @@ def _program(words: Sequence[str]) -> list[str] | None:
 def main() -> None:
     """Serves until the other end of the socket is closed."""
     control = socket.socket(fileno=int(sys.argv[1]))
-    origin = _preload()
+    origin = _preload([*_PRELOADED, *sys.argv[2:]])
     _fork_in_subprocess(origin)
     reader, writer = os.pipe2(os.O_NONBLOCK)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -179,8 +179,8 @@ class _Origin:
     finalizers: frozenset[Any]  # of `weakref`
 
 
-def _preload() -> _Origin:
-    """Imports what programs need, in one thread."""
+def _preload(names: Sequence[str]) -> _Origin:
+    """Imports what programs need, in one thread; what is not installed nobody needs."""
     environment = dict(os.environ)
     own = {os.path.abspath(entry) for entry in environment.get("PYTHONPATH", "").split(os.pathsep)}
     path = [entry for entry in sys.path[1:] if os.path.abspath(entry) not in own]
@@ -193,11 +193,12 @@ def _preload() -> _Origin:
 
     atexit.register = record  # type: ignore[assignment]
     os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # a thread would not be in the forks
-    for name in _PRELOADED:
-        importlib.import_module(name)
+    for name in names:
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(name)
     atexit.register = register
     if (threads := len(os.listdir("/proc/self/task"))) != 1:
-        raise RuntimeError(f"importing {_PRELOADED} has started {threads - 1} threads, which forks would lack")
+        raise RuntimeError(f"importing {names} has started {threads - 1} threads, which forks would lack")
     gc.collect()
     gc.freeze()  # so that a collection in a fork copies no pages
     registry: Mapping[Any, Any] = weakref.finalize._registry  # type: ignore[attr-defined]

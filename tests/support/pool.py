@@ -32,6 +32,7 @@ T = TypeVar("T")
 START_SECONDS = 100.0  # importing torch in every rank, on a busy machine
 GRACE_SECONDS = 5.0  # what the other ranks get once one has failed: they may be waiting for it
 DUMP_SECONDS = 2.0
+IMPORTS = ("transformers.models.llama.modeling_llama",)  # and with it most of transformers
 
 
 class RankFailure(Exception):
@@ -65,6 +66,7 @@ class _Rank:
                 rank_environment(rank, world_size, port),
                 ROOT,
                 passed=[theirs.fileno()],
+                imports=IMPORTS if setup.join else (),
             )
 
     def receive(self) -> Answer:

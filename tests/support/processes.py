@@ -48,6 +48,7 @@ def start(
     stderr: IO[bytes] | int | None = None,
     passed: Sequence[int] = (),
     fresh: bool = False,
+    imports: tuple[str, ...] = (),
 ) -> Process:
     """Starts a command in a session of its own, with nothing on stdin.
 
@@ -55,6 +56,7 @@ def start(
         stdout, stderr: None for this process's own.
         passed: descriptors that the process inherits.
         fresh: whether it has to be a new interpreter.
+        imports: modules that the process had better have imported already; another server does, once.
     """
     if fresh or needs_interpreter(words, environment, os.fspath(folder), _server_environment()):
         return subprocess.Popen(
@@ -67,17 +69,17 @@ def start(
             pass_fds=passed,
             start_new_session=True,
         )
-    global _server
     with _starting:
-        if _server is None or not _server.is_alive():
-            _server = _Server()
-            atexit.register(_server.end)
+        server = _servers.get(imports)
+        if server is None or not server.is_alive():
+            server = _servers[imports] = _Server(imports)
+            atexit.register(server.end)
     with open(os.devnull, "rb") as nothing:
         files = {0: nothing.fileno(), 1: _descriptor(stdout, 1), 2: _descriptor(stderr, 2)}
         files |= {file: file for file in passed}
         cores = sorted(os.sched_getaffinity(0))
         request = Request(list(words), dict(environment), os.fspath(folder), list(files), cores, session=True)
-        return _server.start(request, list(files.values()))
+        return server.start(request, list(files.values()))
 
 
 class _Fork:
@@ -112,13 +114,13 @@ class _Fork:
 
 
 class _Server:
-    """The server of this process; it ends with it."""
+    """A server of this process; it ends with it."""
 
-    def __init__(self) -> None:
+    def __init__(self, imports: Sequence[str]) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.support.fork_server", str(theirs.fileno())],
+                [sys.executable, "-m", "tests.support.fork_server", str(theirs.fileno()), *imports],
                 env=_server_environment(),
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
@@ -144,7 +146,7 @@ class _Server:
         self._process.wait()
 
 
-_server: _Server | None = None
+_servers: dict[tuple[str, ...], _Server] = {}  # by what they have imported beyond torch and the package
 _starting = threading.Lock()
 
 

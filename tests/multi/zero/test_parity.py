@@ -8,13 +8,9 @@ import pytest
 import torch
 
 from tests.support.pool import Ranks
-from tests.support.training import ADAMW, SGD, Run, Toy, batches, config, train
+from tests.support.training import ADAMW, SGD, Toy, batches, config, train
 
-STEPS = 10
-
-
-def _train(settings: dict[str, Any]) -> Run:
-    return train(settings, STEPS)
+STEPS = 6
 
 
 def _plain_loop(
@@ -45,7 +41,7 @@ def test_fp32_follows_a_plain_loop(ranks: Ranks, stage: int, optimizer: dict[str
     for world_size, accumulation, clipping in ((2, 1, 0.0), (2, 3, 0.3), (3, 1, 0.3)):
         expected = _plain_loop(world_size, accumulation, optimizer, clipping)
         settings = config(stage, accumulation=accumulation, optimizer=optimizer, gradient_clipping=clipping)
-        run = ranks(world_size).run(_train, settings)[0]
+        run = ranks(world_size).run(train, settings, STEPS)[0]
         for name, weight in expected.items():
             torch.testing.assert_close(
                 run.weights[name], weight, rtol=2e-4, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}"
@@ -59,7 +55,7 @@ def test_16_bits_stay_near_a_plain_loop(ranks: Ranks, precision: str, optimizer:
     expected = _plain_loop(2, 1, optimizer, 0.0)
     start = {name: param.detach() for name, param in _seeded().named_parameters()}
     for stage in (0, 3):
-        run = ranks(2).run(_train, config(stage, precision, optimizer=optimizer))[0]
+        run = ranks(2).run(train, config(stage, precision, optimizer=optimizer), STEPS)[0]
         moved = sum((expected[n] - start[n]).square().sum() for n in expected).sqrt()
         error = sum((run.weights[n].float() - expected[n]).square().sum() for n in expected).sqrt()
         assert error < 0.1 * moved, (stage, float(error), float(moved))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.pool import Ranks
-from tests.support.training import ADAMW, SGD, Run, config, differences, train
+from tests.support.training import ADAMW, SGD, config, differences, train
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "small reduce bucket": {"reduce_bucket_size": 300},
@@ -24,8 +24,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def _train(settings: dict[str, Any]) -> Run:
-    return train(settings)
+STEPS = 8  # more than the window of the loss scale
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -34,7 +33,7 @@ def _train(settings: dict[str, Any]) -> Run:
 def test_stages_give_the_same_bits(ranks: Ranks, world_size: int, precision: str, accumulation: int) -> None:
     for clipping in (0.0, 0.5):
         runs = [
-            ranks(world_size).run(_train, config(stage, precision, accumulation, gradient_clipping=clipping))
+            ranks(world_size).run(train, config(stage, precision, accumulation, gradient_clipping=clipping), STEPS)
             for stage in range(4)
         ]
         # With accumulation, stages 0 and 1 sum micro-steps and then ranks, 2 and 3 the other way round.
@@ -51,9 +50,9 @@ def test_stages_give_the_same_bits(ranks: Ranks, world_size: int, precision: str
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_settings_of_movement_change_nothing(ranks: Ranks, setting: str) -> None:
-    reference = ranks(2).run(_train, config(0, "bf16", gradient_clipping=0.5))
+    reference = ranks(2).run(train, config(0, "bf16", gradient_clipping=0.5), STEPS)
     for stage in (2, 3) if "persist" not in setting else (3,):
-        changed = ranks(2).run(_train, config(stage, "bf16", gradient_clipping=0.5, **SETTINGS[setting]))
+        changed = ranks(2).run(train, config(stage, "bf16", gradient_clipping=0.5, **SETTINGS[setting]), STEPS)
         assert [differences(a, b) for a, b in zip(reference, changed, strict=True)] == [[], []], stage
 
 
@@ -64,11 +63,11 @@ def test_every_optimizer_keeps_the_promise(ranks: Ranks, kind: str) -> None:
         "torch AdamW": {**ADAMW, "params": {**ADAMW["params"], "torch_adam": True}},
         **{kept: {**ADAMW, "params": {**ADAMW["params"], "moments_dtype": kept}} for kept in ("bf16", "int8")},
     }.get(kind, {"type": kind, "params": {"lr": 1e-3}})
-    runs = [ranks(2).run(_train, config(stage, "bf16", optimizer=section)) for stage in (0, 1, 3)]
+    runs = [ranks(2).run(train, config(stage, "bf16", optimizer=section), STEPS) for stage in (0, 1, 3)]
     for other in runs[1:]:
         assert [differences(a, b) for a, b in zip(runs[0], other, strict=True)] == [[], []]
 
 
 def test_a_difference_would_be_seen(ranks: Ranks) -> None:
-    one, other = (ranks(2).run(_train, config(1, gradient_clipping=clip)) for clip in (0.5, 0.500001))
+    one, other = (ranks(2).run(train, config(1, gradient_clipping=clip), STEPS) for clip in (0.5, 0.500001))
     assert differences(one[0], other[0]) != []
