@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,8 +12,8 @@ from pathlib import Path
 import psutil
 
 from tests import time_limits
-from tests.support.environment import free_port, outside_any_job
-from tests.support.job import JobResult, run_command
+from tests.support.environment import free_port
+from tests.support.job import JobResult, RunningJob, run_command, running_command
 
 __all__ = ["HOSTS", "alive", "files_of", "hostfile_flags", "launch", "launching", "write_script"]
 
@@ -56,22 +55,16 @@ def launch(folder: Path, *arguments: object, env: Mapping[str, str] | None = Non
 
 
 @contextmanager
-def launching(folder: Path, *arguments: object) -> Iterator[subprocess.Popen[str]]:
-    """The same, as a process; killed at the end if it is still there."""
-    launcher = subprocess.Popen(
-        _command(folder, arguments),
-        env=outside_any_job() | {"ZEROACCEL_SSH": str(folder / "ssh")},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=folder,
-    )
-    try:
-        yield launcher
-    finally:
-        if launcher.poll() is None:
-            launcher.send_signal(signal.SIGTERM)
-        launcher.communicate(timeout=time_limits.seconds(40))
+def launching(folder: Path, *arguments: object) -> Iterator[RunningJob]:
+    """The same, while it runs; ended by SIGTERM if it is still there."""
+    environment = {"ZEROACCEL_SSH": str(folder / "ssh")}
+    with running_command(_command(folder, arguments), env=environment, cwd=folder) as job:
+        try:
+            yield job
+        finally:
+            if not job.has_ended():
+                job.send_signal(signal.SIGTERM)
+                job.wait()
 
 
 def files_of(folder: Path, names: Sequence[str], seconds: float = 60.0) -> list[int]:

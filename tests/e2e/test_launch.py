@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -16,8 +15,9 @@ import psutil
 import pytest
 
 from tests import time_limits
-from tests.support.environment import free_port, outside_any_job
-from tests.support.job import JobResult, run_command
+from tests.e2e.hosts import alive, files_of
+from tests.support.environment import free_port
+from tests.support.job import JobResult, RunningJob, run_command, running_command
 
 LAUNCH = (sys.executable, "-m", "zeroaccel.cli", "launch", "--num_processes", "2", "--cpu")
 
@@ -146,25 +146,10 @@ def test_a_program_that_is_not_python_and_is_killed() -> None:
 
 
 @contextmanager
-def _running(
-    script: Path, names: list[str], *flags: str
-) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
+def _running(script: Path, names: list[str], *flags: str) -> Iterator[tuple[RunningJob, list[psutil.Process]]]:
     """A launched job that has written a process id into each of the named files, and these processes."""
-    launcher = subprocess.Popen(
-        [*LAUNCH, *flags, str(script)], env=outside_any_job(), stderr=subprocess.PIPE, text=True, cwd=script.parent
-    )
-    files = [script.parent / name for name in names]
-    try:
-        limit = time_limits.Limit(60)
-        while not all(file.exists() and file.read_text().endswith("\n") for file in files):
-            assert not limit.is_over(), "the job did not start"
-            assert launcher.poll() is None, launcher.communicate()
-            time.sleep(0.05)
-        yield launcher, [psutil.Process(int(file.read_text())) for file in files]
-    finally:
-        if launcher.poll() is None:
-            launcher.kill()
-        launcher.communicate()
+    with running_command([*LAUNCH, *flags, script], cwd=script.parent) as job:
+        yield job, [psutil.Process(pid) for pid in files_of(script.parent, names)]
 
 
 @pytest.mark.parametrize(
@@ -192,20 +177,19 @@ def test_a_signal_to_the_launcher_leaves_nothing_running(tmp_path: Path, number:
         "open(rank, 'w').write(f'{os.getpid()}\\n')\n"
         "time.sleep(600)\n",
     )
-    with _running(script, ["0", "1", "child"]) as (launcher, processes):
-        launcher.send_signal(number)
-        _, said = launcher.communicate(timeout=time_limits.seconds(40))
+    with _running(script, ["0", "1", "child"]) as (job, processes):
+        job.send_signal(number)
+        result = job.wait()
         if number == signal.SIGKILL:  # no process is left that could end the child
             processes.pop().kill()
             psutil.wait_procs(processes, timeout=time_limits.seconds(10))
         else:
-            assert launcher.returncode == 128 + number
-            assert said.splitlines()[1:] == [
+            assert result.returncode == 128 + number
+            assert result.stderr.splitlines()[1:] == [
                 f"zeroaccel: {number.name}: stopping the processes, which have 30 s; once more kills them",
                 f"zeroaccel: stopped by {number.name}; all processes of this machine have ended",
             ]
-        alive = [one for one in processes if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
-        assert alive == []
+        assert alive([process.pid for process in processes], 0.0) == []
 
 
 NEEDS_SECONDS = """
@@ -225,7 +209,7 @@ while True:
     ("flags", "seconds", "saved"),
     [
         pytest.param(["--shutdown_timeout", "1"], "6", [], id="a limit of 1 s kills"),
-        pytest.param(["--shutdown_timeout", "20"], "2", ["saved0", "saved1"], id="a limit of 20 s waits"),
+        pytest.param(["--shutdown_timeout", "20"], "1.5", ["saved0", "saved1"], id="a limit of 20 s waits"),
         pytest.param([], "12", ["saved0", "saved1"], id="the default waits", marks=pytest.mark.slow),
     ],
 )
@@ -233,13 +217,13 @@ def test_ranks_have_the_shutdown_timeout_after_sigterm(
     tmp_path: Path, flags: list[str], seconds: str, saved: list[str]
 ) -> None:
     script = _script(tmp_path, NEEDS_SECONDS.replace("sys.argv[1]", seconds))
-    with _running(script, ["0", "1"], *flags) as (launcher, _):
-        launcher.send_signal(signal.SIGTERM)
-        _, said = launcher.communicate(timeout=time_limits.seconds(40))
-        assert launcher.returncode == 128 + signal.SIGTERM
-        assert sorted(path.name for path in tmp_path.glob("saved*")) == saved
-        killed = "zeroaccel: not all processes ended within 1 s and were killed; --shutdown_timeout sets this limit"
-        assert (killed in said.splitlines()) == (not saved)
+    with _running(script, ["0", "1"], *flags) as (job, _):
+        job.send_signal(signal.SIGTERM)
+        result = job.wait()
+    assert result.returncode == 128 + signal.SIGTERM
+    assert sorted(path.name for path in tmp_path.glob("saved*")) == saved
+    killed = "zeroaccel: not all processes ended within 1 s and were killed; --shutdown_timeout sets this limit"
+    assert (killed in result.stderr.splitlines()) == (not saved)
 
 
 # A step ends a little after each whole second, and the signal comes between: both ranks see it in the same step.
@@ -274,13 +258,13 @@ def test_a_trainer_that_saves_just_in_time_finishes_its_checkpoint(tmp_path: Pat
     if not hasattr(transformers.TrainingArguments, "enable_jit_checkpoint"):
         pytest.skip("this transformers has no enable_jit_checkpoint")
     script = _script(tmp_path, PREEMPTED)
-    with _running(script, ["0", "1"], "--engine", "zeroaccel", "--zero_stage", "3") as (launcher, _):
+    with _running(script, ["0", "1"], "--engine", "zeroaccel", "--zero_stage", "3") as (job, _):
         time.sleep((0.5 - time.time()) % 1)
-        launcher.send_signal(signal.SIGTERM)
-        _, said = launcher.communicate(timeout=time_limits.seconds(40))
-        assert launcher.returncode == 128 + signal.SIGTERM
-        assert "were killed" not in said
-        (checkpoint,) = (tmp_path / "out").glob("checkpoint-*")
-        names = {path.name for path in checkpoint.iterdir()}
-        assert "checkpoint-is-incomplete.txt" not in names
-        assert {"trainer_state.json", "latest"} <= names
+        job.send_signal(signal.SIGTERM)
+        result = job.wait()
+    assert result.returncode == 128 + signal.SIGTERM
+    assert "were killed" not in result.stderr
+    (checkpoint,) = (tmp_path / "out").glob("checkpoint-*")
+    names = {path.name for path in checkpoint.iterdir()}
+    assert "checkpoint-is-incomplete.txt" not in names
+    assert {"trainer_state.json", "latest"} <= names

@@ -6,9 +6,8 @@ Ranks import torch only where torch's rendezvous is tested; the launchers' prefl
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
-import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -17,7 +16,8 @@ from click.testing import CliRunner, Result
 
 from tests import time_limits
 from tests.e2e.hosts import HOSTS, alive, files_of, hostfile_flags, launch, launching, write_script
-from tests.support.environment import free_port, outside_any_job
+from tests.support.environment import free_port
+from tests.support.job import running_command
 from zeroaccel.cli.main import main
 
 # Rank 1 dies once, a death that no traceback explains; the rest is what the ranks were given.
@@ -92,26 +92,14 @@ def test_the_failure_is_reported_last_and_once_with_its_host(tmp_path: Path) -> 
 def test_the_same_by_c10d_from_each_machine(tmp_path: Path) -> None:
     script = write_script(tmp_path, DIE_ONCE)
     port = str(free_port())
-    launchers = []
-    for rank in range(2):
-        command = [sys.executable, "-m", "zeroaccel.cli", "launch", "--cpu", "--num_machines", "2", "--machine_rank"]
-        command += [str(rank), "--main_process_ip", HOSTS[0], "--main_process_port", port, "--num_processes", "2"]
-        command += ["--rdzv_backend", "c10d", "--max_restarts", "1", str(script)]
-        pipe = subprocess.PIPE
-        launchers.append(
-            subprocess.Popen(
-                command,
-                env=outside_any_job(),
-                stdin=subprocess.DEVNULL,
-                stdout=pipe,
-                stderr=pipe,
-                text=True,
-                cwd=tmp_path,
-            )
-        )
-    said = [launcher.communicate(timeout=time_limits.seconds(90)) for launcher in launchers]
-    assert [launcher.returncode for launcher in launchers] == [0, 0], said
-    assert sorted(out.split(" [")[0] for out, _ in said) == [f"{rank} 4.0" for rank in range(2)]
+    command = [sys.executable, "-m", "zeroaccel.cli", "launch", "--cpu", "--num_machines", 2, "--num_processes", 2]
+    command += ["--main_process_ip", HOSTS[0], "--main_process_port", port, "--rdzv_backend", "c10d"]
+    command += ["--max_restarts", 1, "--machine_rank"]
+    with ExitStack() as stack:
+        jobs = [stack.enter_context(running_command([*command, rank, script], cwd=tmp_path)) for rank in range(2)]
+        results = [job.wait(90) for job in jobs]
+    assert [result.returncode for result in results] == [0, 0], results
+    assert sorted(result.stdout.split(" [")[0] for result in results) == [f"{rank} 4.0" for rank in range(2)]
 
 
 @pytest.mark.slow
@@ -122,21 +110,15 @@ def test_a_lost_machine_of_an_elastic_job(tmp_path: Path) -> None:
     command += ["--num_machines", "1:2", "--num_processes", "2", "--max_restarts", "1"]
     command += ["--main_process_ip", HOSTS[0], "--main_process_port", str(free_port())]
     command += ["--rdzv_conf", "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=2"]
-    env = outside_any_job()
-    first, second = (
-        subprocess.Popen([*command, "--machine_rank", str(rank), str(script)], env=env, cwd=tmp_path)
-        for rank in range(2)
-    )
-    try:
+    with ExitStack() as stack:
+        first, second = (
+            stack.enter_context(running_command([*command, "--machine_rank", rank, script], cwd=tmp_path))
+            for rank in range(2)
+        )
         files_of(tmp_path, ["20", "21"])
         second.kill()
-        assert first.wait(time_limits.seconds(60)) == 0
+        assert first.wait(60).returncode == 0
         assert (tmp_path / "10").exists()
-    finally:
-        for launcher in (first, second):
-            if launcher.poll() is None:
-                launcher.terminate()
-            launcher.wait(time_limits.seconds(30))
 
 
 def test_a_signal_reaches_every_rank(tmp_path: Path) -> None:
@@ -149,10 +131,10 @@ def test_a_signal_reaches_every_rank(tmp_path: Path) -> None:
         pids = [files_of(folder, ["0", "1"]) for folder in folders]
         for launcher, number in zip((interrupted, killed), numbers, strict=True):
             launcher.send_signal(number)
-        _, said = interrupted.communicate(timeout=time_limits.seconds(40))
+        result = interrupted.wait()
         assert [alive(ranks) for ranks in pids] == [[], []]
-    assert interrupted.returncode == 128 + signal.SIGINT
-    assert "stopped by SIGINT; all machines have ended" in said
+    assert result.returncode == 128 + signal.SIGINT
+    assert "stopped by SIGINT; all machines have ended" in result.stderr
 
 
 def test_a_machine_that_does_not_answer_is_not_waited_for(tmp_path: Path) -> None:
@@ -163,16 +145,15 @@ def test_a_machine_that_does_not_answer_is_not_waited_for(tmp_path: Path) -> Non
         try:
             node.suspend()  # as if the network to it were cut
             (tmp_path / "fail").touch()
-            began = time.monotonic()
-            _, said = launcher.communicate(timeout=time_limits.seconds(60))
-            assert time.monotonic() - began < time_limits.seconds(15.0)
+            result = launcher.wait(60)
+            assert result.seconds < time_limits.seconds(15.0)
         finally:
             node.kill()
             psutil.Process(rank).kill()
-    assert launcher.returncode == 1
-    assert "127.0.0.2: no answer within 4 s; the network there is cut, or the machine is down." in said
-    assert "127.0.0.2: ended with the job" not in said
-    assert said.endswith("ValueError: no labels\n")
+    assert result.returncode == 1
+    assert "127.0.0.2: no answer within 4 s; the network there is cut, or the machine is down." in result.stderr
+    assert "127.0.0.2: ended with the job" not in result.stderr
+    assert result.stderr.endswith("ValueError: no labels\n")
 
 
 def _here(folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: object, **layout: object) -> Result:

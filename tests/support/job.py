@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +23,7 @@ from tests import time_limits
 from tests.support.environment import ROOT, free_port, outside_any_job, rank_environment
 from tests.support.processes import Process, start
 
-__all__ = ["JobResult", "JobTimeout", "run_command", "run_job"]
+__all__ = ["JobResult", "JobTimeout", "RunningJob", "run_command", "run_job", "running_command"]
 
 
 @dataclass(frozen=True)
@@ -90,28 +92,76 @@ def run_command(
     return _run([str(word) for word in argv], [outside_any_job() | dict(env or {})], timeout, cwd, fresh)
 
 
-def _run(command: list[str], environments: list[dict[str, str]], timeout: float, cwd: Path, fresh: bool) -> JobResult:
-    with tempfile.TemporaryDirectory(prefix="job-") as folder:
-        processes: list[Process] = []
+class RunningJob:
+    """The processes of a job that its test acts upon; they end with the context of `running_command`.
+
+    Attributes:
+        processes: by rank, or the only one.
+    """
+
+    def __init__(
+        self, command: list[str], environments: list[dict[str, str]], cwd: Path, fresh: bool, folder: str
+    ) -> None:
+        self._command, self._folder = command, folder
+        self.processes: list[Process] = []
         try:
             for rank, environment in enumerate(environments):
                 output = Path(folder, str(rank))
                 with open(output.with_suffix(".out"), "wb") as out, open(output.with_suffix(".err"), "wb") as err:
-                    processes.append(start(command, environment, cwd, out, err, fresh=fresh))
-            limit = time_limits.Limit(timeout)
-            timed_out = not _all_ended(processes, limit)
+                    self.processes.append(start(command, environment, cwd, out, err, fresh=fresh))
+        except BaseException:
+            self.kill()
+            raise
+
+    def send_signal(self, number: signal.Signals) -> None:
+        for process in self.processes:
+            os.kill(process.pid, number)
+
+    def wait(self, timeout: float = 40.0) -> JobResult:
+        """What the job leaves behind when it has ended, which takes at most so many seconds of a quiet machine.
+
+        Raises:
+            JobTimeout: it had to be killed.
+        """
+        limit = time_limits.Limit(timeout)
+        try:
+            timed_out = not _all_ended(self.processes, limit)
         finally:
-            for process in processes:
-                _kill_tree(process)
+            self.kill()
         result = JobResult(
-            returncodes=tuple(process.wait() for process in processes),
-            stdout=_joined(folder, "out"),
-            stderr=_joined(folder, "err"),
+            returncodes=tuple(process.wait() for process in self.processes),
+            stdout=_joined(self._folder, "out"),
+            stderr=_joined(self._folder, "err"),
             seconds=limit.elapsed,
         )
-    if timed_out:
-        raise JobTimeout(f"{' '.join(command)}: killed after {limit.total:g} s", result)
-    return result
+        if timed_out:
+            raise JobTimeout(f"{' '.join(self._command)}: killed after {limit.total:g} s", result)
+        return result
+
+    def has_ended(self) -> bool:
+        return all(process.poll() is not None for process in self.processes)
+
+    def kill(self) -> None:
+        for process in self.processes:
+            _kill_tree(process)
+
+
+@contextmanager
+def running_command(
+    argv: Sequence[object], env: Mapping[str, str] | None = None, cwd: Path = ROOT
+) -> Iterator[RunningJob]:
+    """Starts what `run_command` runs."""
+    with tempfile.TemporaryDirectory(prefix="job-") as folder:
+        job = RunningJob([str(word) for word in argv], [outside_any_job() | dict(env or {})], cwd, False, folder)
+        try:
+            yield job
+        finally:
+            job.kill()
+
+
+def _run(command: list[str], environments: list[dict[str, str]], timeout: float, cwd: Path, fresh: bool) -> JobResult:
+    with tempfile.TemporaryDirectory(prefix="job-") as folder:
+        return RunningJob(command, environments, cwd, fresh, folder).wait(timeout)
 
 
 def _all_ended(processes: list[Process], limit: time_limits.Limit) -> bool:
