@@ -271,7 +271,15 @@ class _Result(Future[Any]):
 class _Executor:
     """`ThreadPoolExecutor`: its threads are one, as in the package's own executors of one worker."""
 
-    def __init__(self, turns: Turns, max_workers: int | None = None, thread_name_prefix: str = "", **_: Any) -> None:
+    def __init__(
+        self,
+        turns: Turns,
+        max_workers: int | None = None,
+        thread_name_prefix: str = "",
+        *,
+        initializer: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._initializer = initializer
         self._turns = turns
         self._calls = _Queue(turns)
         self._thread = _Thread(turns, self._serve, thread_name_prefix or "of an executor")
@@ -288,6 +296,7 @@ class _Executor:
             self._thread.join()
 
     def _serve(self) -> None:
+        self._initializer()
         while (call := self._calls.get()) is not None:
             result, function = call
             result.run(function)

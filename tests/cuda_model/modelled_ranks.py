@@ -40,7 +40,13 @@ from zeroaccel.ops import dispatch, step_control
 from zeroaccel.ops.device_kernels import DeviceKernels, kernels_for
 
 _PACKAGES = (zeroaccel.checkpoint, zeroaccel.comm, zeroaccel.offload, zeroaccel.ops, zeroaccel.zero)
-_THREADED_PACKAGES = ("zeroaccel.checkpoint", "zeroaccel.offload", "zeroaccel.zero", "zeroaccel.comm.hierarchical")
+_THREADED_PACKAGES = (
+    "zeroaccel.checkpoint",
+    "zeroaccel.offload",
+    "zeroaccel.zero",
+    "zeroaccel.comm.hierarchical",
+    "zeroaccel.ops.device_threads",
+)
 
 
 @dataclass

@@ -12,12 +12,13 @@ import contextlib
 import json
 import time
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event
 
 from zeroaccel.checkpoint.atomic_write import TEMPORARY_SUFFIX, write_durably
 from zeroaccel.checkpoint.save import Part, Save
 from zeroaccel.errors import CheckpointError
 from zeroaccel.logs import logger
+from zeroaccel.ops.device_threads import start_thread
 
 _POLL_SECONDS = 0.02
 _STALL_SECONDS = 120.0
@@ -36,10 +37,9 @@ class BackgroundSave:
         self.tag = save.tag
         self.error: Exception | None = None
         self._abandoned = Event()
-        self._copier = Thread(target=save.writer.copy, name=f"checkpoint copy {save.tag}")
-        self._writer = Thread(target=self._run, name=f"checkpoint write {save.tag}")
-        self._copier.start()
-        self._writer.start()
+        device = save.writer.device
+        self._copier = start_thread(save.writer.copy, f"checkpoint copy {save.tag}", device)
+        self._writer = start_thread(self._run, f"checkpoint write {save.tag}", device)
 
     @property
     def finished(self) -> bool:

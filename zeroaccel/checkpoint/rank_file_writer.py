@@ -30,6 +30,7 @@ from zeroaccel.checkpoint.rank_file import CHUNK_NBYTES, block_sums, lay_out_ran
 from zeroaccel.checkpoint.save_plan import SaveItem
 from zeroaccel.errors import CheckpointError
 from zeroaccel.offload.host_buffers import empty_on_host
+from zeroaccel.ops.device_threads import CPU
 from zeroaccel.zero.access.safetensors_file import ITEMSIZE, FileLayout
 
 
@@ -60,7 +61,14 @@ class Staging:
 
 
 class ChunkCopies:
-    """Copies into chunks of host memory, from host memory: each is done when the call returns."""
+    """Copies into chunks of host memory, from host memory: each is done when the call returns.
+
+    Attributes:
+        device: where the tensors are.
+    """
+
+    def __init__(self, device: torch.device = CPU) -> None:
+        self.device = device
 
     def stream(self) -> AbstractContextManager[None]:
         """What the thread that copies runs in."""
@@ -83,6 +91,7 @@ class DeviceChunkCopies(ChunkCopies):
     """
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
         self._stream = torch.cuda.Stream(device)
         launched = torch.cuda.Event()
         launched.record(torch.cuda.current_stream(device))
@@ -126,6 +135,7 @@ class RankFileWriter:
     Attributes:
         entries: in the order of the file, largest item size first, which aligns each one.
         layout: the offset of each entry.
+        device: where tensors are copied from, the CPU without any on a device.
         copied: set when the tensors are needed no longer, also after an error.
     """
 
@@ -136,6 +146,7 @@ class RankFileWriter:
         self.copied = threading.Event()
         self._staging = staging
         self._copies = copies_of(self.entries)
+        self.device = self._copies.device
         self._filled: queue.SimpleQueue[_FilledChunk | None] = queue.SimpleQueue()
         self._failure: Exception | None = None
         self._exhausted = False

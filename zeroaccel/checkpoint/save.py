@@ -17,7 +17,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import psutil
@@ -46,6 +45,7 @@ from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.errors import CheckpointError, CollectiveError, UsageError
 from zeroaccel.logs import logger
+from zeroaccel.ops.device_threads import start_thread
 
 _DISCARD_TIMEOUT_SECONDS = 1.0
 """How long a failed save waits for the lock of its empty folder; after that the folder stays."""
@@ -397,8 +397,7 @@ class Save:
         part: Part = {}
         try:
             with agreed(collectives, f"checkpoint {self.tag}: write"):
-                copier = Thread(target=self.writer.copy, name=f"checkpoint copy {self.tag}")
-                copier.start()
+                copier = start_thread(self.writer.copy, f"checkpoint copy {self.tag}", self.writer.device)
                 try:
                     part = self.write_part()
                 finally:

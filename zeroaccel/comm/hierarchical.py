@@ -42,10 +42,20 @@ from zeroaccel.comm.hangs.flight_recorder import CollectiveRecord, FlightRecorde
 from zeroaccel.comm.mesh_layout import MeshLayout, consecutive
 from zeroaccel.comm.quantized import INT4, INT8, QUANTIZABLE, RowOrder, quantize, quantize_rows, sum_rows
 from zeroaccel.comm.topology import RankGroup, Topology, connect, peer_recorder, subgroup
-from zeroaccel.comm.transport import BufferPool, NativeTransport, P2PTransport, Transport, Transports
+from zeroaccel.comm.transport import (
+    GATHERS,
+    HOPS,
+    REDUCTIONS,
+    BufferPool,
+    NativeTransport,
+    P2PTransport,
+    Transport,
+    Transports,
+)
 from zeroaccel.config.comm_plan import CommPlan
 from zeroaccel.config.parallel import RankGroups
 from zeroaccel.logs import log_once, logger
+from zeroaccel.ops.device_threads import start_thread
 from zeroaccel.ops.reductions import scale_rounded_once
 
 
@@ -129,14 +139,14 @@ class HierarchicalCollectives(Collectives):
         self._shard_gathers = self._transports(shard_group, shard_group.gather_group)
         self._secondary_gathers = self._transports(secondary_group, secondary_group.gather_group)
         groups = {
-            "gathers": data_group.gather_group,
-            "reductions": data_group.reduce_group,
-            "gathers of shards": shard_group.gather_group,
-            "secondary gathers": secondary_group.gather_group,
+            "gathers": (data_group.gather_group, GATHERS),
+            "reductions": (data_group.reduce_group, REDUCTIONS),
+            "gathers of shards": (shard_group.gather_group, GATHERS),
+            "secondary gathers": (secondary_group.gather_group, GATHERS),
         }
         if layout.hops is not None:
             node_group, peer_group = (subgroup(topology, partition) for partition in layout.hops)
-            groups |= {"hop 1": node_group.reduce_group, "hop 2": peer_group.reduce_group}
+            groups |= {"hop 1": (node_group.reduce_group, HOPS), "hop 2": (peer_group.reduce_group, HOPS)}
             self._reduction = Int4Reduction(
                 self._tracker,
                 self._transports(node_group, node_group.reduce_group),
@@ -144,7 +154,8 @@ class HierarchicalCollectives(Collectives):
                 _shards_of_peers(layout, shard_group, node_group),
             )
         elif replicate_group.size > 1:
-            groups |= {"sums of shards": shard_group.reduce_group, "sums of replicas": replicate_group.reduce_group}
+            groups["sums of shards"] = shard_group.reduce_group, REDUCTIONS
+            groups["sums of replicas"] = replicate_group.reduce_group, REDUCTIONS
             self._reduction = ReplicatedReduction(
                 self._tracker,
                 self._transports(shard_group, shard_group.reduce_group),
@@ -502,7 +513,7 @@ class SerialExecutor:
             self._queue.append(job)
             if not self._is_running:
                 self._is_running = True
-                threading.Thread(target=self._work, name="zeroaccel-executor", daemon=True).start()
+                start_thread(self._work, "zeroaccel-executor", device, daemon=True)
         return job
 
     def _work(self) -> None:

@@ -7,12 +7,15 @@ any collective.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from typing import Any
+
 import torch.distributed as dist
 from torch import Tensor
 
 from zeroaccel.comm.collective_tracker import CollectiveTracker
 from zeroaccel.comm.hangs.flight_recorder import CollectiveRecord
-from zeroaccel.comm.topology import Topology, connect, subgroup
+from zeroaccel.comm.topology import Topology, connect, connect_peers, subgroup
 from zeroaccel.comm.transport import Meter, PendingTransfer
 from zeroaccel.config.parallel import RankGroups
 from zeroaccel.errors import CollectiveError
@@ -38,13 +41,23 @@ class PipelineGroup:
         self.process_group = group.gather_group
         self._shared = group.reduce_group
         self._ranks = group.ranks
-        connect(topology, {"stages": group.gather_group, "shared parameters": group.reduce_group})
+        self._topology = topology
+        groups = {"stages": group.gather_group, "shared parameters": group.reduce_group}
+        connect(topology, {name: (over, ["all_reduce"]) for name, over in groups.items()})
         recorder = topology.recorder("pipeline", needs=range(topology.world_size))
         self.flight_recorder = recorder
         self.meter: Meter | None = None
         self._tracker = CollectiveTracker(recorder, topology.watchdog)
+        # torch's schedules send in batches and, where all messages are of one direction, outside of them.
+        neighbours = [group.ranks[(group.rank + step) % group.size] for step in (-1, 1)]
+        connect_peers(topology, self.process_group, neighbours, "neighbouring stages", self._tracker, alone=True)
         self._sent: list[tuple[PendingTransfer, Tensor]] = []
         self._waiting: CollectiveRecord | None = None
+
+    def connect_sharers(self, stages: Collection[int]) -> None:
+        """Connects this stage to those with which it shares parameters. (all ranks of the pipeline)"""
+        peers = [self._ranks[stage] for stage in stages]
+        connect_peers(self._topology, self._shared, peers, "stages that share parameters", self._tracker, alone=False)
 
     # -- messages of the schedule
 
@@ -85,14 +98,14 @@ class PipelineGroup:
         entry = self._tracker.issue("gather", "send", label, tensor)
         if self.meter is not None:
             self.meter(entry.tag, self._ranks[stage], tensor.nbytes)
-        works = self._tracker.start(entry, lambda tag: [self._isend(tensor, stage)])
+        works = self._tracker.start(entry, lambda tag: self._start(dist.isend, tensor, stage))
         self._sent += [(work, tensor) for work in works]
         self._tracker.finish(entry)
 
     def receive(self, tensor: Tensor, stage: int, label: str) -> None:
         """tensor = the next one that a stage sends to this one. Blocks."""
         entry = self._tracker.issue("gather", "receive", label, tensor)
-        self._tracker.wait(entry, self._tracker.start(entry, lambda tag: [self._irecv(tensor, stage)]))
+        self._tracker.wait(entry, self._tracker.start(entry, lambda tag: self._start(dist.irecv, tensor, stage)))
 
     def finish_sends(self) -> None:
         """Waits until all that was sent has left."""
@@ -101,8 +114,7 @@ class PipelineGroup:
             entry = self._tracker.issue("gather", "finish send", "shared parameters", tensor)
             self._tracker.wait(entry, [work])
 
-    def _isend(self, tensor: Tensor, stage: int) -> PendingTransfer:
-        return dist.isend(tensor, self._ranks[stage], group=self._shared)  # type: ignore[return-value]
-
-    def _irecv(self, tensor: Tensor, stage: int) -> PendingTransfer:
-        return dist.irecv(tensor, self._ranks[stage], group=self._shared)  # type: ignore[return-value]
+    def _start(self, operation: Any, tensor: Tensor, stage: int) -> Sequence[PendingTransfer]:
+        # A batch, even of one: NCCL makes a communicator for each pair of ranks with messages outside of batches, at
+        # the first one, which here comes within backward, and blocks the host until the other rank is there.
+        return dist.batch_isend_irecv([dist.P2POp(operation, tensor, self._ranks[stage], self._shared)])

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -47,7 +48,15 @@ from zeroaccel.comm.rank_device import (
     warn_of_unused_devices,
 )
 from zeroaccel.comm.tracked_group import TrackedGroup
-from zeroaccel.comm.transport import TransportFactory, close_connections, transport_over
+from zeroaccel.comm.transport import (
+    GATHERS,
+    REDUCTIONS,
+    TransportFactory,
+    close_connections,
+    exchange_first,
+    issue_first,
+    transport_over,
+)
 from zeroaccel.config.parallel import RankGroups
 from zeroaccel.errors import CollectiveError, ConfigError, EngineStateError, UsageError
 
@@ -55,6 +64,7 @@ __all__ = [
     "RankGroup",
     "Topology",
     "connect",
+    "connect_peers",
     "current_topology",
     "destroy",
     "device_mesh",
@@ -101,7 +111,7 @@ class Topology:
         nodes: the global ranks on each machine, in ascending order.
         groups: every process group made here, but for the default one.
         subgroups: what `subgroup` has made, by its partition.
-        connected: the NCCL groups whose ranks have found each other.
+        connected: the NCCL groups whose ranks have found each other, each with a kind of collective.
         recorders: what `recorder` has made, by its name.
         tracked: what `track` has made, by its ranks.
         names: puts ranks into words, with their places on the mesh of the job once that is known.
@@ -132,7 +142,7 @@ class Topology:
     groups: list[dist.ProcessGroup] = field(default_factory=list)
     subgroups: dict[tuple[tuple[int, ...], ...], RankGroup] = field(default_factory=dict)
     transports: TransportFactory = transport_over
-    connected: set[dist.ProcessGroup] = field(default_factory=set)
+    connected: set[tuple[dist.ProcessGroup, str]] = field(default_factory=set)
     recorders: dict[str, FlightRecorder] = field(default_factory=dict)
     tracked: dict[tuple[int, ...], TrackedGroup] = field(default_factory=dict)
     names: RankNames = field(default_factory=RankNames)
@@ -357,7 +367,7 @@ def _build(
     if not simulated:
         peers = PeerProcesses(rank, processes, signals=not launcher_wakes_stopped_ranks())
         interrupter = _interrupter(made, device)
-        watchdog = Watchdog(flight_recorder, _side_channel(rank, world_size), peers, limit, interrupter, names)
+        watchdog = Watchdog(flight_recorder, _side_channel(rank, world_size), peers, limit, interrupter, names, device)
         send_exit_notice_through(watchdog)
     topology = Topology(
         rank,
@@ -377,7 +387,7 @@ def _build(
         transports=transports,
         names=names,
     )
-    connect(topology, {"gathers": gather, "reductions": reduce})
+    connect(topology, {"gathers": (gather, GATHERS), "reductions": (reduce, REDUCTIONS)})
     return topology
 
 
@@ -386,39 +396,71 @@ def _side_channel(rank: int, world_size: int) -> SideChannel:
     return SideChannel(store, rank, world_size, _generation, launcher_owns_store=launcher_owns_store())
 
 
-def connect(topology: Topology, groups: Mapping[str, dist.ProcessGroup]) -> None:
+def connect(topology: Topology, groups: Mapping[str, tuple[dist.ProcessGroup, Sequence[str]]]) -> None:
     """Has the ranks of NCCL groups find each other now, group after group. (all ranks, in one order)
 
-    NCCL connects the ranks of a group at its first use and blocks the host until all of them are there. Ranks may begin
-    a gather and a reduction in different orders, and would then wait for each other for ever.
+    NCCL connects the ranks of a group at its first use and, since 2.22, at the first use of each kind of collective;
+    it blocks the host until all of them are there. Ranks may begin a gather and a reduction in different orders, and
+    would then wait for each other for ever.
 
     Args:
-        groups: by a name for messages.
+        groups: by a name for messages, each with the kinds of collectives that the ranks will issue there.
 
     Raises:
         CollectiveError: NCCL could not connect them.
     """
-    if topology.device.type != "cuda" or "nccl" not in topology.backend:
+    if not _connects_at_first_use(topology):
         return
     tracker = CollectiveTracker(topology.flight_recorder, topology.watchdog)
-    for name, group in groups.items():
-        if group.size() > 1 and group not in topology.connected:
-            topology.connected.add(group)
-            one = torch.ones(1, device=topology.device)
-            entry = tracker.issue("control", "all_reduce", f"connect {name}", one)
-            tracker.wait(entry, [_FirstUse(group, one)])
+    for name, (group, kinds) in groups.items():
+        for kind in kinds if group.size() > 1 else ():
+            if (group, kind) not in topology.connected:
+                topology.connected.add((group, kind))
+                one = torch.ones(1, device=topology.device)
+                entry = tracker.issue("control", kind, f"connect {name}", one)
+                tracker.wait(entry, [_FirstUse(one, partial(issue_first, kind, one, group))])
+
+
+def connect_peers(
+    topology: Topology,
+    group: dist.ProcessGroup,
+    peers: Iterable[int],
+    name: str,
+    tracker: CollectiveTracker,
+    *,
+    alone: bool,
+) -> None:
+    """As `connect`, of pairs of ranks in a group that is connected itself. (all ranks that are in a pair)
+
+    Args:
+        peers: global ranks to which this one sends and from which it receives.
+        tracker: of calls that other ranks need not issue.
+        alone: their messages do not only come in batches.
+    """
+    others = sorted(set(peers) - {topology.rank})
+    if not others or not _connects_at_first_use(topology):
+        return
+    one = torch.ones(1, device=topology.device)
+    entry = tracker.issue("control", "send and receive", f"connect {name}", one)
+    tracker.wait(entry, [_FirstUse(one, partial(exchange_first, one, group, others, alone=alone))])
+
+
+def _connects_at_first_use(topology: Topology) -> bool:
+    """Gloo connects all pairs when it makes a group."""
+    return topology.device.type == "cuda" and "nccl" in topology.backend
 
 
 class _FirstUse:
-    """A `PendingTransfer`: the first collective of a group, which the host waits for."""
+    """A `PendingTransfer`: the first collective of a kind in a group, which the host waits for."""
 
-    def __init__(self, group: dist.ProcessGroup, one: Tensor) -> None:
-        self._group = group
+    def __init__(self, one: Tensor, begin: Callable[[], object]) -> None:
         self._one = one
+        self._begin = begin
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        dist.all_reduce(self._one, group=self._group)
-        torch.cuda.synchronize(self._one.device)
+        self._begin()
+        if self._one.device.type == "cuda":
+            torch.cuda.synchronize(self._one.device)
         return True
 
     def is_completed(self) -> bool:

@@ -262,6 +262,50 @@ class NativeTransport(Transport):
                     meter(tag, peer, nbytes[peer])
 
 
+# -- what connects the ranks of a group: see `topology.connect`
+
+GATHERS = ("all_gather", "broadcast")  # kinds that `NativeTransport` issues: parts of several sizes are broadcast
+REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
+HOPS = ("all_to_all",)
+
+
+def issue_first(kind: str, one: Tensor, group: dist.ProcessGroup) -> None:
+    """A collective of one kind, of one element per rank. (all ranks of the group)
+
+    Args:
+        one: (1,), of any content then.
+    """
+    ones = one.new_ones(group.size())
+    if kind == "all_gather":
+        _all_gather(ones, one, group=group)
+    elif kind == "reduce_scatter":
+        _reduce_scatter(one, ones, group=group)
+    elif kind == "all_to_all":
+        _all_to_all(torch.empty_like(ones), ones, group=group)
+    elif kind == "all_reduce":
+        dist.all_reduce(one, group=group)
+    else:
+        first = dist.get_global_rank(group, 0)
+        dist.broadcast(one, first, group=group) if kind == "broadcast" else dist.reduce(one, first, group=group)
+
+
+def exchange_first(one: Tensor, group: dist.ProcessGroup, peers: Sequence[int], *, alone: bool) -> None:
+    """Messages between this rank and some others, which call it too.
+
+    Args:
+        peers: their global ranks.
+        alone: also a message outside of batches for each pair, for which NCCL makes a communicator of its own.
+    """
+    own = dist.get_rank()
+    for low, high in sorted((min(own, peer), max(own, peer)) for peer in peers if alone):
+        # In one order of all pairs, so that no rank waits for one that waits for it.
+        dist.send(one, high, group) if own == low else dist.recv(torch.empty_like(one), low, group)
+    operations = [dist.P2POp(dist.isend, one, peer, group) for peer in peers]
+    operations += [dist.P2POp(dist.irecv, torch.empty_like(one), peer, group) for peer in peers]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+
+
 Transports = Mapping[str, P2PTransport | NativeTransport]
 """Of one group, by the type of device."""
 

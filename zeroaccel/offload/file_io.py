@@ -30,6 +30,7 @@ from zeroaccel.errors import ConfigError, OffloadError
 from zeroaccel.logs import log_once
 from zeroaccel.offload.host_buffers import ALIGN_NBYTES, aligned_bytes, aligned_nbytes
 from zeroaccel.offload.offload_folder import OffloadFolder
+from zeroaccel.ops.device_threads import CPU, start_thread
 
 Direction = Literal["read", "write"]
 _Done = Callable[["Exception | None"], None]
@@ -135,11 +136,8 @@ class BlockFile:
         self._active = 0
         self._requests: queue.SimpleQueue[tuple[_Transfer, int, int] | None] = queue.SimpleQueue()
         self._threads = [
-            threading.Thread(target=self._serve, name=f"zeroaccel-file-{index}", daemon=True)
-            for index in range(settings.threads)
+            start_thread(self._serve, f"zeroaccel-file-{index}", CPU, daemon=True) for index in range(settings.threads)
         ]
-        for thread in self._threads:
-            thread.start()
         # A thread that still runs while the interpreter is finalized ends the process with an abort.
         atexit.register(self.close)
 

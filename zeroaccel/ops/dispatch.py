@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zeroaccel.ops.device_threads import CPU, executor
 from zeroaccel.ops.number_formats import Array
 
 _Result = TypeVar("_Result")
@@ -139,7 +140,7 @@ def in_spans(numel: int, work: Callable[[int, int], _Result]) -> list[_Result]:
 def _threads() -> ThreadPoolExecutor:
     global _pool
     if _pool is None:
-        _pool = ThreadPoolExecutor(max_workers=os.cpu_count() or 1, thread_name_prefix="zeroaccel-kernel")
+        _pool = executor(os.cpu_count() or 1, "zeroaccel-kernel", CPU)
     return _pool
 
 

@@ -383,6 +383,8 @@ class PipelineEngine(EngineBase):
             if shared.copy is not None:
                 shared.copy.value = shared.copy.value.to(self.collectives.topology.device, dtype, copy=True)
                 shared.copy.is_trained = is_trained
+        pairs = [(shared.owner, shared.reader) for shared in self.stage.shared]
+        self.pipeline.connect_sharers({stage for pair in pairs if self.stage.index in pair for stage in pair})
 
     def _refresh_copies(self) -> None:
         """Sends shared parameters from the stage that trains them to the one that reads them."""

@@ -72,7 +72,7 @@ class SequenceGroup:
             return cls(Collectives(topology, alone), job.reduce_group)
         blocks = consecutive((topology.all_ranks.ranks,), size * stride)
         group = subgroup(topology, tuple(block[place::stride] for block in blocks for place in range(stride)))
-        connect(topology, {"sequences": group.gather_group})
+        connect(topology, {"sequences": (group.gather_group, ("all_gather", "all_to_all"))})
         # Sequences of other groups may have other lengths.
         return cls(Collectives(topology, group, records_sizes=False, recorder=recorder), group.reduce_group)
 

@@ -107,7 +107,7 @@ class TensorAxis(Axis):
             return None
         groups = mesh.groups(cls.name)
         group = subgroup(topology, groups)
-        connect(topology, {"layers": group.reduce_group})
+        connect(topology, {"layers": (group.reduce_group, ("all_gather", "all_reduce", "reduce_scatter"))})
         track(topology, groups)
         return cls(group, topology, mesh.tp_plan)
 

@@ -30,6 +30,7 @@ from zeroaccel.comm.agree import agree_or_raise
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.config.shard_plan import UpdateTime
 from zeroaccel.errors import EngineStateError, OffloadError
+from zeroaccel.ops.device_threads import executor
 from zeroaccel.zero.grad_reducer import GradientBuffer, GradReducer
 from zeroaccel.zero.layout import FlatTensor
 from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit
@@ -59,8 +60,9 @@ class AsyncStep:
     Every buffer whose masters are in memory must have them apart from its parameters.
     """
 
-    def __init__(self, optimizer: ShardedOptimizer) -> None:
+    def __init__(self, optimizer: ShardedOptimizer, device: torch.device) -> None:
         self._optimizer = optimizer
+        self._device = device
         self._jobs: dict[int, _Job] = {}
         self._order: tuple[FlatBuffer, ...] = ()
         self._following: Mapping[int, MasterStorage] = {}
@@ -92,7 +94,7 @@ class AsyncStep:
         """Starts the update of a buffer, whose reduced gradient does not change any more."""
         assert gradient.shard is not None, f"{gradient.name} is updated without a gradient"
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "zeroaccel-update")
+            self._thread = executor(1, "zeroaccel-update", self._device)
         weights = self._optimizer.stage_aside(gradient.buffer)
         done = self._thread.submit(self._update, gradient.buffer, gradient.shard, weights)
         self._jobs[id(gradient.buffer)] = _Job(weights, done)
@@ -209,7 +211,7 @@ class WeightUpdate:
         self._gathers = gathers
         self._during = during
         self._tiers = tiers
-        self._async = AsyncStep(optimizer)
+        self._async = AsyncStep(optimizer, collectives.topology.device)
         self._seen_a_step = False
 
     @property

@@ -41,6 +41,7 @@ from tests.unit.house.house_rules import (
     storages_are_asked_for_their_kind_rarely,
     the_engine_imports_downwards,
     the_environment_is_read_where_the_table_says,
+    threads_are_started_in_one_file,
     variables_say_what_they_are,
 )
 
@@ -127,6 +128,12 @@ BROKEN: list[tuple[Rule, dict[str, str], str]] = [
         {"zeroaccel/comm/groups.py": "import torch.distributed as dist\ndist.new_group([0])"},
         "zeroaccel/comm/groups.py:2",
     ),
+    (
+        threads_are_started_in_one_file,
+        {"zeroaccel/zero/a.py": "import threading as t\nt.Thread(target=f)"},
+        "a.py:2",
+    ),
+    (threads_are_started_in_one_file, {"zeroaccel/zero/a.py": "with ThreadPoolExecutor(2) as pool: pass"}, "a.py:1"),
     (folders_keep_their_size, {"zeroaccel/utils/a.py": "x = 1\n" * 90}, "utils: 90 code lines, more than"),
     (folders_keep_their_size, {"zeroaccel/zero/a.py": "x = 1\n"}, "zero: 1 code lines: lower"),
     (folders_keep_their_size, {"zeroaccel/fresh/a.py": "x = 1\n"}, "fresh: 1 code lines, more than the 0"),

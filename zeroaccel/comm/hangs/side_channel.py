@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 import queue
-import threading
 import time
 import uuid
 import weakref
@@ -28,6 +27,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from itertools import takewhile
 from typing import Any, ParamSpec, TypeVar
 
@@ -35,6 +35,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from zeroaccel.comm.hangs.flight_recorder import CollectiveRecord
 from zeroaccel.comm.hangs.hang_report import Alarm, HangReport, RankState
+from zeroaccel.ops.device_threads import CPU, start_thread
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -94,7 +95,7 @@ class SideChannel:
         self._requests: _Requests = queue.SimpleQueue()
         self._requested_at = 0.0
         self._unanswered: Future[Any] | None = None
-        threading.Thread(target=_serve, args=(self._requests,), name="zeroaccel-side-channel", daemon=True).start()
+        start_thread(partial(_serve, self._requests), "zeroaccel-side-channel", CPU, daemon=True)
         weakref.finalize(self, self._requests.put, None).atexit = False
         self._store = PrefixStore(prefix, base)
         self._default_store = store  # in rank 0 it is the server too, and must outlive the default group

@@ -37,6 +37,7 @@ from zeroaccel.comm.hangs.peer_processes import PeerProcesses
 from zeroaccel.comm.hangs.side_channel import ChannelLost, ChannelSilent, SideChannel
 from zeroaccel.errors import CollectiveError, CollectiveTimeoutError
 from zeroaccel.logs import logger
+from zeroaccel.ops.device_threads import CPU, start_thread
 
 _POLL_SECONDS = 1.0
 _ALARM_POLL_SECONDS = 0.1  # between polls while there is an alarm
@@ -122,8 +123,10 @@ class Watchdog:
         limit: float,
         interrupt: Callable[[], None],
         names: Names = rank_list,
+        device: torch.device = CPU,
     ) -> None:
         self.limit = limit
+        self._device = device
         self.error: CollectiveError | None = None
         self.error_logged = False
         self._flight_recorder = flight_recorder
@@ -151,7 +154,7 @@ class Watchdog:
         self._released_at = 0.0
         self._store_owner_left_at = 0.0
         self._interruption: threading.Thread | None = None
-        threading.Thread(target=self._watch, name="zeroaccel-watchdog", daemon=True).start()
+        start_thread(self._watch, "zeroaccel-watchdog", device, daemon=True)
 
     # --- called by the threads that communicate
 
@@ -520,8 +523,7 @@ class Watchdog:
         self._move(WatchdogState.REPORTED)
         self._has_report.set()
         # In a thread of its own: aborting an accelerator's communicator may block, and the end must come all the same.
-        self._interruption = threading.Thread(target=self._interrupt, name="zeroaccel-interrupt", daemon=True)
-        self._interruption.start()
+        self._interruption = start_thread(self._interrupt, "zeroaccel-interrupt", self._device, daemon=True)
 
     # --- the end of the process
 
