@@ -72,6 +72,8 @@ _MEDIUM = Size(layers=4, width=128, inner=256, tokens=128, vocabulary=1024)
 # By default layers of this size stay on the device until backward; here about four of the eight have room.
 _LARGE = Size(layers=8, width=2048, inner=5504, tokens=4096, vocabulary=32000)
 _LAYERS_TRAVEL = {"stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 250_000_000}
+# Layers of a 70B network: two of them pass the default of stage3_max_live_parameters.
+_HUGE = Size(layers=4, width=8192, inner=28672, tokens=8192, vocabulary=32000)
 _BOTH_ON_HOST = {"offload_param": _CPU, "offload_optimizer": _CORES, **_TRAVELS}
 _ASYNC_SAVE = {"checkpoint": {"async_save": True}}
 _QGZ = {"zero_quantized_gradients": True, "zeropp": {"node_size": 2, "quantize_gradients_on_one_node": True}}
@@ -171,6 +173,7 @@ CASES: Mapping[str, Case] = {
     "stage 2, int8 moments": Case(config(2, optimizer="AdamW/int8"), 4),
     # what overlaps, on a network of real size; `ms` is of forward and backward
     "overlap, stage 3 on 8 ranks": Case(config(3, **_LAYERS_TRAVEL), 8, "forward_and_backward", _LARGE),
+    "overlap, stage 3 on 8 ranks, layers of 70B": Case(config(3), 8, "forward_and_backward", _HUGE),
     "overlap, stage 2, optimizer on the host": Case(
         config(2, offload_optimizer=_CORES), 1, "forward_and_backward", _LARGE
     ),

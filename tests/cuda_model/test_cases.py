@@ -77,6 +77,7 @@ def test_reductions_in_4_bits_add_few_launches(outcome_of: Outcomes) -> None:
     ("name", "most_ms", "waits"),
     [
         ("overlap, stage 3 on 8 ranks", 27.0, 0),
+        ("overlap, stage 3 on 8 ranks, layers of 70B", 390.0, 0),
         ("overlap, stage 2, optimizer on the host", 33.0, 1),
         ("overlap, stage 3, both on the host", 50.0, 1),
     ],

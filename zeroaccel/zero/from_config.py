@@ -210,7 +210,12 @@ def engine_settings_of(
         input_dtype=DTYPES[settings.precision] if casts else None,
         gather_numel=zero.allgather_bucket_size,
         update_during=zero.offload_optimizer.update_during if zero.offload_optimizer is not None else "step",
-        limits=PrefetchLimits(zero.prefetch_bucket_size, zero.max_live_parameters, zero.max_reuse_distance),
+        limits=PrefetchLimits(
+            zero.prefetch_bucket_size,
+            zero.max_live_parameters,
+            zero.max_reuse_distance,
+            next_always="max_live_parameters" not in zero.model_fields_set,
+        ),
         rules=ReduceRules(
             dtype=dtype_of(settings.communication_data_type),
             accumulation_dtype=torch.float32 if accumulation is None else DTYPES[accumulation],

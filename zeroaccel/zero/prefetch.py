@@ -25,11 +25,13 @@ class PrefetchLimits:
             gathers nothing ahead.
         max_live_parameters: of all unsharded units; nothing is gathered ahead that would pass it.
         max_reuse_distance: a unit that is needed again within so many elements stays unsharded.
+        next_always: one unit, the next that is needed, is gathered ahead though it passes that.
     """
 
     prefetch_bucket_size: int = 50_000_000
     max_live_parameters: int = 1_000_000_000
     max_reuse_distance: int = 1_000_000_000
+    next_always: bool = False
 
 
 @dataclass
@@ -82,6 +84,7 @@ class PrefetchTrace:
         self._position = -1
         self._last_use: dict[str, int] = {}
         self._warned = False
+        self._warned_of_room = False
         self._prefetched: set[str] = set()  # and not needed yet
         self.actions: list[str] = []
         """The actions of the pass so far, e.g. ``"UNSHARD layers.3"``."""
@@ -192,7 +195,18 @@ class PrefetchTrace:
                 break  # it is resharded before; gathering what comes after it first would only hold memory longer
             numel = self._numels[name]
             # No look past a unit that has no room: a smaller one further on would take its memory.
-            if numel > room:
+            if numel > room and (not self._limits.next_always or self._prefetched):
+                if not self._prefetched and not self._warned_of_room:
+                    self._warned_of_room = True
+                    logger.warning(
+                        "%s is not gathered ahead, so its gather is not hidden behind computation: its %d elements "
+                        "and those in use, %d, pass zero_optimization.stage3_max_live_parameters, %d; remove it or "
+                        "raise it where memory allows",
+                        name,
+                        numel,
+                        sum(live.values()),
+                        self._limits.max_live_parameters,
+                    )
                 break
             budget, room = budget - numel, room - numel
             ahead.append(name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +19,7 @@ KEEP_NOTHING = {"max_reuse_distance": 0}
 class Player:
     """Does what a residency does: fetches, uses and gives up, in forward one after the other, the root around all."""
 
-    def __init__(self, sizes: dict[str, int] = SIZES, **limits: int) -> None:
+    def __init__(self, sizes: dict[str, int] = SIZES, **limits: Any) -> None:
         self.sizes = sizes
         self.schedule = PrefetchTrace(sizes, PrefetchLimits(**limits))
         self.live: dict[str, int] = {}
@@ -105,6 +107,28 @@ def test_the_next_layer_is_always_fetched_ahead(budget: int) -> None:
     without_room = Player(dict.fromkeys(layers, layer), max_live_parameters=2 * layer - 1, **KEEP_NOTHING)
     without_room.play(order)
     assert without_room.play(order) == [[]] * len(order)
+
+
+def test_the_next_layer_is_fetched_however_large_unless_the_program_sets_the_limit(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    layer = 850_000_000  # as a layer of 70B: two of them pass the default limit
+    layers = [f"layers.{index}" for index in range(6)]
+    sizes, order = dict.fromkeys(layers, layer), [*layers, *reversed(layers)]
+    by_default = Player(sizes, next_always=True, **KEEP_NOTHING)
+    by_default.play(order)
+    ahead = by_default.play(order)
+    assert ahead[:5] == [[name] for name in layers[1:]]
+    assert by_default.most_live == 2 * layer
+    assert not caplog.records
+    limited = Player(sizes, **KEEP_NOTHING)
+    for _ in range(3):
+        ahead = limited.play(order)
+    assert ahead == [[]] * len(order)
+    [warning] = caplog.messages  # one, not one per unit
+    assert "layers.1 is not gathered ahead" in warning
+    assert "its 850000000 elements and those in use, 850000000, pass" in warning
+    assert "zero_optimization.stage3_max_live_parameters, 1000000000; remove it or raise it" in warning
 
 
 def test_nothing_is_fetched_past_a_unit_that_is_given_up_first() -> None:
