@@ -13,6 +13,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -210,8 +211,10 @@ class Collectives:
             return MessageWork(self._tracker, entry, pending, lambda: self._sum_parts(parts, out, scale))
         # On an accelerator the backend averages, in the dtype of its input (see `NativeTransport.reduce_scatter`).
         average = out if out.dtype == flat.dtype else torch.empty_like(out, dtype=flat.dtype)
-        pending = self._tracker.start(entry, transport.reduce_scatter, average, flat, split_sizes)
-        factor = scale * self.world_size
+        premultiplied = scale if transport.scales(scale) else None
+        issue = partial(transport.reduce_scatter, scale=premultiplied)
+        pending = self._tracker.start(entry, issue, average, flat, split_sizes)
+        factor = scale * self.world_size if premultiplied is None else 1.0
         return DeviceWork(self._tracker, entry, pending, out.device, lambda: _scale_average(average, out, factor))
 
     def _sum_parts(self, parts: Tensor, out: Tensor, scale: float) -> None:
@@ -318,8 +321,8 @@ class Collectives:
     def all_reduce_on_device(self, tensor: Tensor, op: Literal["sum", "max"], label: str) -> None:
         """As `all_reduce`, over the reduce group and without blocking the host: the current stream waits instead.
 
-        For values that the order of a sum does not change: integers, and maxima. Where the backend does not compute on
-        the device it is `all_reduce`.
+        For values that the order of a sum does not change, as integers and maxima, or that are only shown. Where the
+        backend does not compute on the device it is `all_reduce`.
         """
         if self.world_size == 1:
             return

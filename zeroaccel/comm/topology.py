@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from multiprocessing.util import Finalize
 from typing import Any, TypeVar
 
 import torch
@@ -306,6 +307,20 @@ def destroy() -> None:
         dist.destroy_process_group(group)
 
 
+def _destroy_at_exit() -> None:
+    """After a run without a failure; NCCL warns of groups that are left, and frees nothing of them."""
+    if _current is None or not _outlives_the_program(_current[1]):
+        return
+    topology = _current[1]
+    # After a failure, and within a wait, other ranks may not come: NCCL would wait for them.
+    if topology.watchdog is not None and topology.watchdog.left_in_order:
+        destroy()
+
+
+def _outlives_the_program(topology: Topology) -> bool:
+    return "nccl" in topology.backend
+
+
 def _leave_current() -> None:
     """Ends the watchdog of a topology whose default group was destroyed by other code."""
     if _current is not None and _current[1].watchdog is not None:
@@ -342,10 +357,8 @@ def _build(
     if not (accelerated or simulated or _made_default_group) and own_device is None:
         warn_of_unused_devices(backend)
     if world_size == 1:
-        device = named_device(own_device) if own_device is not None else sole_device() if accelerated else CPU
-        _make_current(device)
-        parts = (default, default, default, flight_recorder, None, ((0,),))
-        return Topology(0, 1, 0, 1, device, backend, *parts, transports=transports)
+        own = named_device(own_device) if own_device is not None else sole_device() if accelerated else CPU
+        return _sole_rank(default, own, backend, transports)
     backstop = _backstop(limit)
     control = dist.new_group(backend="fake" if simulated else "gloo", timeout=backstop)
     processes = {rank: own_process()} if simulated else _exchange(own_process(), world_size, control)
@@ -368,7 +381,7 @@ def _build(
         peers = PeerProcesses(rank, processes, signals=not launcher_wakes_stopped_ranks())
         interrupter = _interrupter(made, device)
         watchdog = Watchdog(flight_recorder, _side_channel(rank, world_size), peers, limit, interrupter, names, device)
-        send_exit_notice_through(watchdog)
+        send_exit_notice_through(watchdog, _destroy_at_exit)
     topology = Topology(
         rank,
         world_size,
@@ -388,6 +401,17 @@ def _build(
         names=names,
     )
     connect(topology, {"gathers": (gather, GATHERS), "reductions": (reduce, REDUCTIONS)})
+    return topology
+
+
+def _sole_rank(
+    default: dist.ProcessGroup, device: torch.device, backend: str, transports: TransportFactory
+) -> Topology:
+    _make_current(device)
+    parts = (default, default, default, FlightRecorder(), None, ((0,),))
+    topology = Topology(0, 1, 0, 1, device, backend, *parts, transports=transports)
+    if _outlives_the_program(topology):
+        Finalize(None, destroy, exitpriority=0)
     return topology
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Literal, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from zeroaccel.ops.device_values import begin_together
 # The names since torch 2.13; the earlier ones are deprecated there, and the only ones before.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _all_to_all = dist.all_to_all_single
+_premul_sum: Callable[[float], Any] | None = getattr(torch._C._distributed_c10d, "_make_nccl_premul_sum", None)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -210,21 +211,33 @@ class NativeTransport(Transport):
             works.append(dist.broadcast(part, source, group=self._group, async_op=True))
         return works
 
+    def scales(self, scale: float) -> bool:
+        """Whether a `reduce_scatter` multiplies by another number than 1/W before it adds, and so rounds once only."""
+        is_mean = scale * self.world_size == 1.0
+        return not is_mean and _premul_sum is not None and "nccl" in dist.get_backend_config(self._group)
+
     def reduce_scatter(
-        self, out: Tensor, flat: Tensor, split_sizes: Sequence[int], tag: int
+        self, out: Tensor, flat: Tensor, split_sizes: Sequence[int], tag: int, *, scale: float | None = None
     ) -> Sequence[PendingTransfer]:
         """`out` is (S,): the average over the ranks. Not the sum, which in fp16 could overflow before it is scaled.
 
         With parts of several sizes `flat` is overwritten: the backend reduces in place.
+
+        Args:
+            scale: where the backend `scales`: instead of 1/W.
         """
+        op: Any = dist.ReduceOp.AVG
+        if scale is not None:
+            assert _premul_sum is not None, "a scale where the backend has none"
+            op = _premul_sum(scale)
         self._count(tag, [size * flat.itemsize for size in split_sizes or [out.numel()] * self.world_size])
         if not split_sizes:
-            return (_reduce_scatter(out, flat, op=dist.ReduceOp.AVG, group=self._group, async_op=True),)
+            return (_reduce_scatter(out, flat, op=op, group=self._group, async_op=True),)
         works = []
         for owner, part in self._parts(flat, split_sizes):
             target = dist.get_global_rank(self._group, owner)
             own = out.copy_(part) if owner == self.rank else part
-            works.append(dist.reduce(own, target, op=dist.ReduceOp.AVG, group=self._group, async_op=True))
+            works.append(dist.reduce(own, target, op=op, group=self._group, async_op=True))
         return works
 
     @staticmethod

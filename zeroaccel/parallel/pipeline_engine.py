@@ -84,7 +84,7 @@ class PipelineEngine(EngineBase):
     Attributes:
         stage: of the model.
         pipeline: the ranks with its stages.
-        micro_losses: on the last stage those of the last batch, (M,) float64; elsewhere empty.
+        micro_losses: on the last stage those of the last batch, (M,) float64 on the device; elsewhere empty.
 
     Example:
         >>> import torch, zeroaccel
@@ -107,7 +107,7 @@ class PipelineEngine(EngineBase):
     def attach(self, stage: Stage, pipeline: PipelineGroup, config: PipelineConfig, loader: Any = None) -> None:
         """Completes an engine that `initialize` has made. (all ranks)"""
         self.stage, self.pipeline = stage, pipeline
-        self.micro_losses = torch.empty(0, dtype=torch.float64)
+        self.micro_losses = self._no_losses()
         # Of one stage per rank, as where pp is 1, the schedule is the one that is interleaved.
         self._schedule_class = _SCHEDULES["1f1b" if stage.count == 1 else config.schedule]
         self._eval_class = ScheduleLoopedBFS if len(stage.parts) > 1 else ScheduleGPipe
@@ -328,7 +328,8 @@ class PipelineEngine(EngineBase):
         self.pipeline.finish_sends()
         for one in scheduled:
             one.clear_runtime_states()
-        self.micro_losses = torch.tensor([loss.item() for loss in losses], dtype=torch.float64)
+        # Nothing is read by the host, which would wait for the device there.
+        self.micro_losses = torch.stack(losses).to(torch.float64) if losses else self._no_losses()
 
     def _schedule(self, boundaries: Sequence[TensorShape], *, training: bool) -> tuple[Any, list[_ScheduledStage]]:
         """The schedule for such batches; of several shapes the newest only, as each has buffers of its own."""
@@ -349,11 +350,14 @@ class PipelineEngine(EngineBase):
 
     def _mean_loss(self) -> Tensor:
         """The mean over micro-batches and data-parallel ranks. (all ranks)"""
-        total = torch.zeros(1, dtype=torch.float64)
+        total = torch.zeros(1, dtype=torch.float64, device=self.collectives.topology.device)
         if self.stage.is_last and self.collectives.is_first_data_group:
             total += self.micro_losses.mean() / self.collectives.world_size
-        self.collectives.job.all_reduce(total, "sum", "loss")
-        return total[0].to(self.collectives.topology.device, torch.float32)
+        self.collectives.job.all_reduce_on_device(total, "sum", "loss")
+        return total[0].to(torch.float32)
+
+    def _no_losses(self) -> Tensor:
+        return torch.empty(0, dtype=torch.float64, device=self.collectives.topology.device)
 
     # -- parameters of two stages; see [Note: shared parameters]
 
@@ -561,7 +565,7 @@ class _ScheduledStage(PipelineStage):
     def scaled_loss(self, loss: Tensor, _: object) -> Tensor:
         """The loss of a micro-batch as `Engine.backward` scales it: one multiplication of a scalar."""
         engine = self._engine
-        self.losses.append(loss.detach())
+        self.losses.append(loss.detach().reshape(()))
         engine._report.loss(loss)
         factor = engine.loss_scale.value / engine.settings.accumulation
         return loss * factor if factor != 1.0 else loss

@@ -41,6 +41,7 @@ class SequenceGroup:
         rank: 0 has the sequence's beginning.
         size: P.
         collectives: over these ranks.
+        checks: the same for exchanges that other groups of the job do not make at the same time.
         process_group: of these ranks, for a program's own calls of torch.distributed; nothing here uses it.
 
     Example:
@@ -52,8 +53,11 @@ class SequenceGroup:
         >>> destroy()
     """
 
-    def __init__(self, collectives: Collectives, process_group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, collectives: Collectives, process_group: dist.ProcessGroup, checks: Collectives | None = None
+    ) -> None:
         self.collectives, self.process_group = collectives, process_group
+        self.checks = checks or collectives
         self.rank, self.size = collectives.rank, collectives.world_size
 
     @classmethod
@@ -68,13 +72,15 @@ class SequenceGroup:
         """
         if size == 1:  # no process groups are made where nothing is exchanged
             job = topology.all_ranks
-            alone = RankGroup((topology.rank,), 0, job.gather_group, job.reduce_group, job.control_group)
-            return cls(Collectives(topology, alone), job.reduce_group)
+            own = RankGroup((topology.rank,), 0, job.gather_group, job.reduce_group, job.control_group)
+            return cls(Collectives(topology, own), job.reduce_group)
         blocks = consecutive((topology.all_ranks.ranks,), size * stride)
         group = subgroup(topology, tuple(block[place::stride] for block in blocks for place in range(stride)))
         connect(topology, {"sequences": (group.gather_group, ("all_gather", "all_to_all"))})
         # Sequences of other groups may have other lengths.
-        return cls(Collectives(topology, group, records_sizes=False, recorder=recorder), group.reduce_group)
+        alone = topology.recorder(f"sequences of ranks {group.ranks}", group.ranks, alike=True)
+        checks = Collectives(topology, group, recorder=alone)
+        return cls(Collectives(topology, group, records_sizes=False, recorder=recorder), group.reduce_group, checks)
 
     def shard(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """This rank's run of a batch of whole sequences, which all ranks of the group have.

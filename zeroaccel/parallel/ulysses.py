@@ -29,7 +29,7 @@ import re
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -108,6 +108,7 @@ class UlyssesAttention:
         for earlier in {id(one): one for part in model.modules() if (one := _ATTACHED.get(part))}.values():
             earlier.undo()
         self._sequences: WholeSequences | None = None
+        self._agreed: set[tuple[object, ...]] = set()  # shapes of runs that all ranks of the group had alike
         self._forced: bool | None = None
         # Of each forward's own positions, those of whole sequences: recomputation in backward asks for them again.
         self._positions: Any = WeakIdKeyDictionary()
@@ -181,9 +182,13 @@ class UlyssesAttention:
         self._sequences = None
 
     def _check_same(self, tokens: Any, padding: Any, positions: Any, cache: Any) -> None:
-        """Refuses, on all ranks of the group, what cannot be exchanged; and ranks with other shapes."""
+        """Refuses what cannot be exchanged, and ranks with other shapes. (all ranks of the group, once per shape)
+
+        Later mistakes are raised by the rank that makes them, and a rank alone with a new shape waits in vain, which
+        the watchdog reports. An exchange per forward would block the host each time.
+        """
         where = "sequence parallelism: forward"
-        with agreed(self.group.collectives, where):
+        with nullcontext() if self._agreed else agreed(self.group.checks, where):
             if not isinstance(tokens, Tensor) or tokens.ndim < 2:
                 raise UsageError(where, expected="input_ids of (batch, tokens)", got=type(tokens).__name__)
             if isinstance(padding, Tensor) and (padding.ndim != 2 or padding.shape != tokens.shape[:2]):
@@ -201,7 +206,9 @@ class UlyssesAttention:
                     fix="generate without sequence parallelism",
                 )
         own = (tuple(tokens.shape), padding is not None, positions is not None)
-        shapes = self.group.collectives.gather_objects(own, "shapes of sequences")
+        if own in self._agreed:
+            return
+        shapes = self.group.checks.gather_objects(own, "sequences of a new shape")
         if len(set(shapes)) > 1:
             differing = next(rank for rank, shape in enumerate(shapes) if shape != shapes[0])
             raise UsageError(
@@ -210,6 +217,7 @@ class UlyssesAttention:
                 got=" and ".join(f"{shapes[r]} on {self.group.collectives.named([r])}" for r in (0, differing)),
                 fix="cut batches by SequenceLoader or SequenceGroup.shard",
             )
+        self._agreed.add(own)
 
     # -- what replaces transformers' functions
 

@@ -22,7 +22,7 @@ from zeroaccel.offload.host_buffers import empty_on_host
 from zeroaccel.ops.coupled import CoupledOptimizer, Reductions
 from zeroaccel.ops.shard_step import ShardOptimizer
 from zeroaccel.optim.optimizer_kinds import OptimizerKind
-from zeroaccel.setup.compilation import compilation_of
+from zeroaccel.setup.compilation import check_no_recorded_graphs, compilation_of
 from zeroaccel.setup.cut_check import verify_cuts
 from zeroaccel.setup.plan import TrainPlan
 from zeroaccel.telemetry.step_report import EventSink, StepReport
@@ -132,11 +132,14 @@ def _compile(plan: TrainPlan) -> str:
     """
     model, on_cuda = plan.job.model, plan.ranks.topology.device.type == "cuda"
     refusal = next((axis.refuses_compiled for axis in plan.ranks.axes if axis.refuses_compiled), "")
+    moves = on_cuda and plan.shards.params
+    if moves:
+        check_no_recorded_graphs(model)
     compilation = plan.job.compilation or compilation_of(plan.config)
     if compilation is not None:
         if refusal:
             raise ConfigError(f"{compilation.setting}: {refusal}", fix="leave it out")
-        compilation.apply(model, parameters_move=on_cuda and plan.shards.params)
+        compilation.apply(model, parameters_move=moves)
     check_not_compiled(model, refusal)
     return refusal
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from zeroaccel.activations import repeated_blocks
 from zeroaccel.config import Config
-from zeroaccel.errors import ConfigError
+from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.logs import log_once
 
 Backend = str | Callable[..., Any]
@@ -90,6 +90,26 @@ def compilation_of(config: Config) -> Compilation | None:
         mode_setting=config.where("compile.kwargs.mode"),
         setting=config.where("compile.enabled"),
     )
+
+
+def check_no_recorded_graphs(model: nn.Module) -> None:
+    """Refuses a model that the program compiled with CUDA graphs, where sharded parameters move.
+
+    Raises:
+        UsageError: such a mode of `torch.compile`; the message names the module.
+    """
+    for name, module in model.named_modules():
+        made: Any = getattr(module, "_compiled_call_impl", None)
+        settings = made.get_compiler_config() if hasattr(made, "get_compiler_config") else None
+        settings = settings or getattr(getattr(module, "dynamo_ctx", None), "compiler_config", None)
+        if settings is not None and settings.get("triton.cudagraphs"):
+            raise UsageError(
+                f"torch.compile of {name or type(module).__name__}",
+                expected="a mode without CUDA graphs, which are bound to the addresses of parameters: sharded ones are "
+                "gathered to other addresses in each pass",
+                got='triton.cudagraphs, as by mode "reduce-overhead" or "max-autotune"',
+                fix='compile it with mode "default" or "max-autotune-no-cudagraphs", or shard no parameters (stage 2)',
+            )
 
 
 def backend_named(name: str, where: str) -> Backend:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeroaccel
 from tests.support.job import run_job
@@ -171,6 +172,38 @@ def test_stages_change_no_bit(
     settings = config(stage, precision, MICRO_BATCHES, optimizer=optimizer, gradient_clipping=0.5)
     whole = ranks(dp).run(plain, settings, kind)[0]
     require_same(ranks(pp * dp).run(staged, settings, kind, pp, **cutting), whole)
+
+
+class _HostReads(TorchDispatchMode):
+    """Counts values that the host reads from tensors, where it would wait for a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def reads(micro_batches: int) -> tuple[int, list[float], float]:
+    """Of the second step: values read, losses of its micro-batches, and their mean."""
+    settings = config(1, "fp32", micro_batches, optimizer=SGD)
+    engine, *_ = zeroaccel.initialize(causal("llama"), config=settings, parallel=ParallelConfig(pp=2))
+    data = batches("llama", 0, 2 * micro_batches)
+    engine.train_batch(data)
+    with _HostReads() as seen:
+        loss = engine.train_batch(data)
+    losses, count = engine.micro_losses.tolist(), seen.count
+    engine.destroy()
+    return count, losses, loss.item()
+
+
+def test_no_micro_batch_is_waited_for(ranks: Ranks) -> None:
+    few, many = ranks(2).run(reads, 2), ranks(2).run(reads, 6)
+    assert [count for count, _, _ in few] == [count for count, _, _ in many]
+    assert [len(losses) for _, losses, _ in many] == [0, 6]
+    assert many[0][2] == many[1][2] == pytest.approx(sum(many[1][1]) / 6)
 
 
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}

@@ -280,6 +280,26 @@ MESHES = {
 }
 
 
+def _checks_of_forwards() -> list[int]:
+    """Exchanges in host memory of each forward: two runs of 8 tokens, one of 4, and one of 8 again."""
+    engine, *_ = zeroaccel.initialize(
+        _model("llama", "sdpa"), config=config(3, "fp32", optimizer=SGD), parallel=ParallelConfig(sp=2)
+    )
+    group, counts = engine.sequence_group, []
+    recorder = group.checks.flight_recorder
+    for length in (16, 16, 8, 16):
+        before = recorder._histories["control"].seq
+        engine(**group.shard({"input_ids": _batch(0, 0, "plain")["input_ids"][:, :length]}))
+        counts.append(recorder._histories["control"].seq - before)
+    engine.destroy()
+    return counts
+
+
+def test_ranks_compare_a_shape_once(ranks: Ranks) -> None:
+    # Two gathers per new shape: of the sizes of what is said, and of that.
+    assert ranks(2).run(_checks_of_forwards) == [[2, 0, 2, 0]] * 2
+
+
 def _mistaken(what: str) -> str:
     model = nn.Linear(4, 4) if what == "model" else _model("llama", "sdpa")
     if what == "heads":

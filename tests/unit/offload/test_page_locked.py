@@ -354,3 +354,16 @@ def test_an_interpreter_that_ends_does_not_complain(runtime: Runtime, monkeypatc
         runtime.locked.clear()
     del slab
     gc.collect()
+
+
+def test_large_slabs_ask_for_huge_pages_and_say_what_takes_time(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch, warnings: pytest.LogCaptureFixture
+) -> None:
+    advice: list[int] = []
+    monkeypatch.setattr(page_locked._Pages, "madvise", lambda pages, *arguments: advice.append(arguments[0]))
+    monkeypatch.setattr(page_locked, "_SAID_NBYTES", 4 << 20)
+    with warnings.at_level(logging.INFO, logger="zeroaccel"):
+        small, large = (page_locked.mapped_bytes(nbytes, pinned=True) for nbytes in (PAGE, 4 << 20))
+    assert advice == [mmap.MADV_DONTFORK, mmap.MADV_DONTFORK, mmap.MADV_HUGEPAGE]
+    assert "page-locking 0.0 GB of host memory" in warnings.text
+    del small, large

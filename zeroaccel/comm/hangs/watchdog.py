@@ -214,6 +214,13 @@ class Watchdog:
             if self.error is not None:
                 self._end_stopped_ranks()
 
+    @property
+    def left_in_order(self) -> bool:
+        """Whether this rank has ended without a failure, and waits for nothing."""
+        notice = self._exit_notice
+        is_waiting = self._flight_recorder.longest_wait is not None
+        return notice is not None and not notice.failed and self.error is None and not is_waiting
+
     # --- the watchdog's own thread
 
     def _watch(self) -> None:
@@ -642,7 +649,8 @@ class _ExitNotice:
     connection. Patches `sys.excepthook`, once, and leaves it so until the end.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, then: Callable[[], None]) -> None:
+        self._then = then
         self.watchdogs: weakref.WeakSet[Watchdog] = weakref.WeakSet()
         self._pid = os.getpid()
         self._previous_hook = sys.excepthook
@@ -666,6 +674,7 @@ class _ExitNotice:
         if isinstance(error, SystemExit):
             error = error.__context__ if error.code else None
         self._leave(error)
+        self._then()
 
     def _leave(self, error: BaseException | None) -> None:
         if os.getpid() != self._pid:
@@ -682,11 +691,15 @@ class _ExitNotice:
 _exit_notice: _ExitNotice | None = None
 
 
-def send_exit_notice_through(watchdog: Watchdog) -> None:
-    """From now on the end of this process is published through `watchdog`, as long as that exists."""
+def send_exit_notice_through(watchdog: Watchdog, then: Callable[[], None]) -> None:
+    """From now on the end of this process is published through `watchdog`, as long as that exists.
+
+    Args:
+        then: called after that; the first one counts.
+    """
     global _exit_notice
     if _exit_notice is None:
-        _exit_notice = _ExitNotice()
+        _exit_notice = _ExitNotice(then)
     _exit_notice.watchdogs.add(watchdog)
 
 
