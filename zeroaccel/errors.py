@@ -18,7 +18,11 @@ what was found, and what to do. This module imports nothing of the package.
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
 from collections.abc import Sequence
+from types import TracebackType
 from typing import ClassVar
 
 __all__ = [
@@ -32,6 +36,7 @@ __all__ = [
     "UsageError",
     "ZeroAccelError",
     "compose",
+    "cut_traceback",
     "listed",
 ]
 
@@ -119,3 +124,33 @@ class CollectiveError(ZeroAccelError, RuntimeError):
 
 class CollectiveTimeoutError(CollectiveError):
     """A collective waited longer than the limit because the ranks were not at the same one."""
+
+
+_OWN_FOLDERS = (f"{os.path.dirname(os.path.abspath(__file__))}{os.sep}", f"{os.sep}site-packages{os.sep}torch{os.sep}")
+
+
+def cut_traceback(error: BaseException) -> None:
+    """Ends the traceback of a user's mistake at the last line outside of zeroaccel and torch, which made the call.
+
+    Other errors stay as they are, and all do while zeroaccel's logger is at DEBUG.
+    """
+    if not isinstance(error, (ConfigError, UsageError)) or logging.getLogger("zeroaccel").isEnabledFor(logging.DEBUG):
+        return
+    trace, last = error.__traceback__, None
+    while trace is not None:
+        if not any(folder in trace.tb_frame.f_code.co_filename for folder in _OWN_FOLDERS):
+            last = trace
+        trace = trace.tb_next
+    if last is not None:
+        last.tb_next = None
+        error.__cause__, error.__suppress_context__ = None, True
+
+
+def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    cut_traceback(error)
+    _previous_hook(kind, error, trace)
+
+
+# Below the hooks of torch and of the launcher's ranks, which call it with the error that they show.
+_previous_hook = sys.excepthook
+sys.excepthook = _show

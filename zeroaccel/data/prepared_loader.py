@@ -6,6 +6,7 @@ yielded) is plain data: a loader that loads it goes on with the very next batch.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from zeroaccel.data.batch_sources import (
     stream_length,
 )
 from zeroaccel.errors import CheckpointError, UsageError
-from zeroaccel.logs import logger
+from zeroaccel.logs import log_once, logger
 from zeroaccel.nested import batch_size_of, to_device
 
 
@@ -166,8 +167,23 @@ class PreparedLoader(DataLoader[Any]):
         finally:
             if self._progress is not None:
                 self._progress.remove_dataloader(self)
+        if loaded is None and position.batches == 0:
+            log_once(logging.WARNING, self._why_empty(position.epoch))
         if loaded is None and position is self._position:  # the position was at the end of the epoch
             position.epoch, position.batches, position.next_ = position.epoch + 1, 0, True
+
+    def _why_empty(self, epoch: int) -> str:
+        try:
+            samples: int | None = self.total_dataset_length
+        except TypeError:
+            samples = None
+        text = f"data loader: epoch {epoch} has no batch"
+        if samples == 0:
+            return f"{text}: the dataset is empty"
+        if samples is not None and self._loader.drop_last and self._samples_per_round is not None:
+            needed = f"fewer than the {self._samples_per_round} of a round of all ranks, and drop_last is set"
+            return f"{text}: the dataset has {samples} samples, {needed}; use a smaller batch size or drop_last=False"
+        return f"{text}: the dataset or its sampler yields nothing"
 
     def _advance(self, loaded: LoadedBatch, position: _Position) -> None:
         self.end_of_dataloader = loaded.last

@@ -83,7 +83,8 @@ def misplaced_inputs(
         "engine.forward",
         expected=f"inputs on {device}, where the parameters are",
         got=", ".join(f"{_listed(of_one)} on {place}" for place, of_one in elsewhere.items()),
-        fix=f'move the batch with .to("{device}"); torch says: {str(error).splitlines()[0]}',
+        fix=f'pass the loader to prepare(), which moves batches, or move each with .to("{device}"); '
+        f"torch says: {str(error).splitlines()[0]}",
     )
 
 

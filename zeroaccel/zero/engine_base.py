@@ -172,6 +172,8 @@ class EngineBase(nn.Module):
         parts = parts or EngineParts()
         optimizer, tiers = parts.optimizer, parts.tiers
         self.module = model
+        # Python names a callable by this where a call is wrong, as `engine(**a_list)` is; else by its repr.
+        self.__qualname__ = type(self).__name__
         self.settings = settings
         self.zero_config = dict(config or {})
         self.lr_scheduler = parts.lr_scheduler

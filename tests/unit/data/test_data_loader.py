@@ -334,6 +334,28 @@ def test_skipping_in_a_loader_that_is_not_prepared() -> None:
         skip_first_batches(loader, -1)
 
 
+@pytest.mark.parametrize(
+    ("length", "drop_last", "words"),
+    [
+        (0, False, "epoch 0 has no batch: the dataset is empty"),
+        (
+            3,
+            True,
+            "epoch 0 has no batch: the dataset has 3 samples, fewer than the 4 of a round of all ranks, and drop_last",
+        ),
+        (4, True, ""),
+    ],
+)
+def test_an_epoch_without_a_batch_warns(
+    length: int, drop_last: bool, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged: list[str] = []
+    monkeypatch.setattr("zeroaccel.data.prepared_loader.log_once", lambda _, message: logged.append(message))
+    loader = prepare_data_loader(DataLoader(Numbers(length), 4, drop_last=drop_last))
+    assert len(list(loader)) == (1 if length == 4 else 0)
+    assert [message.startswith(f"data loader: {words}") for message in logged] == [True] * bool(words)
+
+
 def test_the_last_batch_is_known_while_it_is_used() -> None:
     active = Active()
     outer = prepare_data_loader(DataLoader(Numbers(6), 2), watch=active)

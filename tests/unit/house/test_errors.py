@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import traceback
+from pathlib import Path
+
 import pytest
 
-from zeroaccel.errors import compose, listed
+from zeroaccel.checkpoint.weights import plan_files
+from zeroaccel.config import load_config
+from zeroaccel.errors import ConfigError, compose, cut_traceback, listed
 
 
 @pytest.mark.parametrize(
@@ -20,3 +25,21 @@ def test_an_address_comes_first_and_what_to_do_last() -> None:
         == "ds.json:1:2: a: expected 1, got None; write 1"
     )
     assert compose("a") == "a"
+
+
+def test_the_traceback_of_a_mistake_ends_at_the_line_that_made_the_call() -> None:
+    with pytest.raises(ConfigError) as mistake:
+        load_config({"zero_optimization": {"stage": 4}})
+    assert len(mistake.traceback) > 1
+    cut_traceback(mistake.value)
+    last = traceback.extract_tb(mistake.value.__traceback__)[-1]
+    assert last.line == 'load_config({"zero_optimization": {"stage": 4}})'
+    assert mistake.value.__suppress_context__
+
+
+def test_other_tracebacks_stay_whole() -> None:
+    with pytest.raises(KeyError) as failure:
+        plan_files([], 1, ".unknown")
+    cut_traceback(failure.value)
+    frames = traceback.extract_tb(failure.value.__traceback__)
+    assert Path(frames[-1].filename).name == "weights.py"

@@ -70,7 +70,7 @@ def test_inputs_elsewhere_are_named(message: str) -> None:
     for part in (
         "engine.forward: expected inputs on cuda:0, where the parameters are",
         "batch['ids'] on cpu, batch['more'][0] on cuda:1",
-        'move the batch with .to("cuda:0"); torch says: ' + message,
+        'pass the loader to prepare(), which moves batches, or move each with .to("cuda:0"); torch says: ' + message,
     ):
         assert part in str(mistake)
 
@@ -107,11 +107,17 @@ def test_a_forward_says_which_input_is_elsewhere(own_job: None) -> None:
     settings = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
     engine, *_ = zeroaccel.initialize(nn.Linear(4, 2), config=settings)
     try:
-        with pytest.raises(UsageError, match=r"inputs on cpu.*got 'args\[0\] on meta'; move the batch") as raised:
+        match = r"inputs on cpu.*got 'args\[0\] on meta'; pass the loader to prepare\(\)"
+        with pytest.raises(UsageError, match=match) as raised:
             engine(torch.ones(1, 4, device="meta"))
         assert isinstance(raised.value.__cause__, RuntimeError)
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             engine(torch.ones(1, 5))
+        batch: Any = [torch.ones(1, 4)]
+        with pytest.raises(
+            TypeError, match=r"^zeroaccel\.zero\.engine\.Engine\(\) argument after \*\* must be a mapping"
+        ):
+            engine(**batch)
         engine.backward(engine(torch.ones(1, 4)).sum())
         engine.step()
     finally:
