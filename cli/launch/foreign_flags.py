@@ -33,37 +33,40 @@ _FSDP, _FSDP_WORDS = "use_fsdp", "fsdp"
 _OF_TORCHRUN = ("nproc_per_node", "nnodes", "rdzv_endpoint")
 # Flags that other launchers take and that change nothing here: name -> why.
 _IDLE_SWITCHES: Mapping[str, str] = {
-    "quiet": "the failing process is told once, without a second traceback",
+    "quiet": "the launcher reports the failing process once, without a second traceback",
     "downcast_bf16": "it is a setting of TPUs",
     "ipex": "that library is not used",
     "use_xpu": "the accelerators of this machine are used",
     "force_multi": "machines are reached by ssh wherever a hostfile names others",
-    "no_ssh_check": "a machine that cannot be reached is told when the job is started",
-    "save_pid": "the job ends with this process, and no file is needed to end it",
-    "detect_nvlink_pairs": "devices are used in the order that CUDA has them in",
+    "no_ssh_check": "the launcher reports an unreachable machine when the job starts",
+    "save_pid": "the job ends with this process, so no file is needed",
+    "detect_nvlink_pairs": "devices keep CUDA's order",
     "use_env": "LOCAL_RANK is always in the environment",
-    "use_parallelism_config": "the sizes alone say what is divided",
+    "use_parallelism_config": "the sizes alone define the mesh",
     "no_tpu_cluster": "it is a setting of TPUs",
     "tpu_cluster": "it is a setting of TPUs",
     "tpu_use_sudo": "it is a setting of TPUs",
-    "standalone": "one machine is the default, and its port a free one",
-    "run_path": "a script is run by its path",
+    "standalone": "one machine with a free port is the default",
+    "run_path": "the launcher runs a script by its path",
 }
 _IDLE_VALUES: Mapping[str, str] = {
-    "main_training_function": "it is a setting of TPUs; scripts are run as they are",
+    "main_training_function": "it is a setting of TPUs; the launcher runs scripts unchanged",
     "bind_core_list": "--enable_cpu_affinity divides all cores",
     "log_level": "--debug shows everything",
-    "rdzv_id": "the meeting point is enough",
-    "start_method": "every process is a program of its own",
-    "local_addr": "the address towards machine 0 is found by itself",
-    "local_ranks_filter": "every rank is shown; --redirects and --log_dir choose",
+    "rdzv_id": "the rendezvous endpoint is sufficient",
+    "start_method": "every process is a separate program",
+    "local_addr": "the launcher finds the address towards machine 0",
+    "local_ranks_filter": "the terminal shows every rank; --redirects and --log_dir select",
 }
 # Settings of accelerate's mesh that may only divide nothing.
 _AXES = {f"parallelism_config_{name}": name for name in OTHER_AXES}
 _REFUSED_VALUES: Mapping[str, tuple[str, str]] = {
-    "autotuning": ("settings are not tried out", "`zeroaccel config --model NAME` shows what fits this machine"),
-    "ssh_port": ("ssh is told its port by a variable", 'ZEROACCEL_SSH="ssh -p PORT"'),
-    "venv_script": ("the same interpreter is run on every machine", "start zeroaccel from that environment"),
+    "autotuning": (
+        "zeroaccel has no autotuner",
+        "`zeroaccel config --model NAME` shows what fits this machine",
+    ),
+    "ssh_port": ("a variable sets the port of ssh", 'ZEROACCEL_SSH="ssh -p PORT"'),
+    "venv_script": ("every machine runs the same interpreter", "start zeroaccel from that environment"),
 }
 
 DEEPSPEED_FLAGS = (
@@ -222,7 +225,7 @@ class ForeignFlags:
             if count < 1:
                 raise ConfigError(flag, expected='a number above 0, "gpu", "cpu" or "auto"', got=count)
         if self.num_gpus is not None and count != self.num_gpus:
-            raise ConfigError(f"{flag} {text}: something else is said by --num_gpus {self.num_gpus}", fix="keep one")
+            raise ConfigError(f"{flag} {text}: conflicts with --num_gpus {self.num_gpus}", fix="keep one")
         self.num_gpus = count
 
     def _take_launcher(self, name: str) -> None:
@@ -237,7 +240,7 @@ class ForeignFlags:
         """As `_log`, for a second flag of one setting."""
         if self.values.get(name, value) != value:
             here, there = f"{flag} {value}", f"{self.sources[name]} {self.values[name]}"
-            raise ConfigError(f"{here}: something else is said by {there}", fix="keep one of the two")
+            raise ConfigError(f"{here}: conflicts with {there}", fix="keep one of the two")
         self._log(name, value, flag)
 
     def _log(self, name: str, value: Any, flag: str) -> None:
@@ -253,7 +256,7 @@ class ForeignFlags:
             if flags.values.get(name, value) != value:
                 here, there = f"{self.sources[name]} {value}", f"{flags.sources[name]} {flags.values[name]}"
                 fix = "keep one of the two, they are names of one setting"
-                raise ConfigError(f"{here}: something else is said by {there}", fix=fix)
+                raise ConfigError(f"{here}: conflicts with {there}", fix=fix)
         return flags.under(ExplicitSettings(self.values, self.sources, tuple(self.notes)))
 
 
@@ -320,7 +323,7 @@ def _by_filter(explicit: ExplicitSettings) -> ExplicitSettings:
     host, _, slots = text.partition(":")
     if "@" in text or not (host == "localhost" or is_own_host(host)):
         raise ConfigError(
-            f"{where} {text}: a filter of the hostfile, and there is none",
+            f"{where} {text}: it filters a hostfile, and none is set",
             fix="set hostfile too, or name this machine, as in localhost:0,1",
         )
 

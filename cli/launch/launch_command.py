@@ -133,7 +133,7 @@ def _of_fsdp_flags(explicit: ExplicitSettings, others: ForeignFlags) -> Explicit
     """What FSDP's flags stand for where there is no file."""
     if not others.is_fsdp:
         names = ", ".join(f"--{name}" for name in others.fsdp)
-        return ExplicitSettings(notes=(f"{names}: nothing is done with it, as there is no --use_fsdp",))
+        return ExplicitSettings(notes=(f"{names}: no effect without --use_fsdp",))
     machines = explicit.values.get("num_machines", 1)
     translation = translate_fsdp(others.fsdp, machines if isinstance(machines, int) else 1)
     if translation.problems:

@@ -76,9 +76,9 @@ def test_a_launch_file_that_repeats_the_json_is_refused_before_any_process_start
     assert not (project / "started").exists()
     assert result.stderr.splitlines() == [
         "zeroaccel: 2 settings are said twice, here and in ds.json",
-        "  zeroaccel.yaml:7:3: zero_stage 2: something else is said by ds.json:1:89: zero_optimization.stage 3; "
+        "  zeroaccel.yaml:7:3: zero_stage 2: conflicts with ds.json:1:89: zero_optimization.stage 3; "
         'remove it here, or write "auto" there to let this one decide',
-        "  zeroaccel.yaml:6:3: gradient_clipping 1.0: the same is said by ds.json:1:2: gradient_clipping 1.0; "
+        "  zeroaccel.yaml:6:3: gradient_clipping 1.0: repeats ds.json:1:2: gradient_clipping 1.0; "
         'remove it here, or write "auto" there to let this one decide',
     ]
 

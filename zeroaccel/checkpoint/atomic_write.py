@@ -227,7 +227,7 @@ class FolderLock:
         if folder.is_symlink():
             raise CheckpointError(
                 f"{folder}: a symbolic link",
-                expected="a folder of its own, as what is behind the link would be overwritten",
+                expected="a real folder: writing through the link would overwrite its target",
                 fix="remove the link or choose another tag; nothing was written",
             )
         try:

@@ -91,7 +91,7 @@ def _nothing_is_chosen(config: Config) -> str:
         for name in ("data_sampling", "data_routing")
     ):
         return ""
-    return "neither data_sampling nor data_routing is enabled, so that nothing is chosen"
+    return "neither data_sampling nor data_routing is enabled, so the section has no effect"
 
 
 def _blocks_are_not_wrapped(config: Config) -> str:
@@ -108,13 +108,13 @@ def _buffer_has_no_size(config: Config) -> str:
     if section.wrap_blocks or section.number_checkpoints is not None:
         return _blocks_are_not_wrapped(config)
     return (
-        "inputs are kept one by one, as nothing says how many there are; give number_checkpoints, "
+        "inputs are stored one by one because their number is unknown; set number_checkpoints, "
         'or "wrap_blocks": true to recompute the model\'s repeated blocks'
     )
 
 
 def _compilation_is_disabled(config: Config) -> str:
-    return "" if config.compile.compiles else "nothing is compiled, as disable is true"
+    return "" if config.compile.compiles else "the model is not compiled because disable is true"
 
 
 def _nothing_is_compiled(config: Config) -> str:
@@ -127,8 +127,8 @@ def _nothing_is_compiled(config: Config) -> str:
 
 _STAGE = ("zero_optimization", "zero_optimization.stage")
 _AT_STAGE_3 = SupportStatus(Kind.WORKS, idle=_works_at_stage_3, depends=_STAGE)
-_OF_APEX = _ignored("a key of Apex, which is not used; fp16 and bf16 say the precision")
-_OF_FP16 = _ignored("bf16 needs no loss scale; a key of fp16")
+_OF_APEX = _ignored("zeroaccel does not use Apex; fp16 and bf16 set the precision")
+_OF_FP16 = _ignored("bf16 needs no loss scale; the key belongs to fp16")
 
 KEYS: Mapping[str, SupportStatus] = {
     # batch sizes and the step
@@ -148,7 +148,7 @@ KEYS: Mapping[str, SupportStatus] = {
     "scheduler.type": _WORKS,
     "scheduler.params": _WORKS,
     "zero_allow_untested_optimizer": _ignored(
-        "an optimizer that is not known is tried before it is sharded; optimizer.kind declares it"
+        "an optimizer of unknown class steps on whole tensors; declare optimizer.kind for even shards"
     ),
     "zero_force_ds_cpu_optimizer": _ignored("an elementwise optimizer runs on any device as it is"),
     # reduction of gradients
@@ -174,13 +174,18 @@ KEYS: Mapping[str, SupportStatus] = {
     **dict.fromkeys((f"jsonl_monitor{key}" for key in ("", ".enabled", ".output_path", ".job_name")), _WORKS),
     **dict.fromkeys((f"wandb{key}" for key in ("", ".enabled", ".group", ".team", ".project")), _WORKS),
     "comms_logger": _unsupported(
-        "no log of collectives is kept; RecordingCollectives, passed to initialize(), counts them", switch="enabled"
+        "the engine keeps no log of collectives; pass RecordingCollectives to initialize() to count them",
+        switch="enabled",
     ),
-    "timers": _ignored("samples per second are part of the line of steps_per_print"),
-    "comet": _unsupported("no metrics go to Comet; tensorboard, csv_monitor and wandb are there", switch="enabled"),
-    "trackio": _unsupported("no metrics go to Trackio; tensorboard, csv_monitor and wandb are there", switch="enabled"),
+    "timers": _ignored("steps_per_print logs samples per second"),
+    "comet": _unsupported(
+        "zeroaccel sends no metrics to Comet; use tensorboard, csv_monitor or wandb", switch="enabled"
+    ),
+    "trackio": _unsupported(
+        "zeroaccel sends no metrics to Trackio; use tensorboard, csv_monitor or wandb", switch="enabled"
+    ),
     "flops_profiler": _unsupported(
-        "no profile is taken; torch.utils.flop_counter.FlopCounterMode around a step counts operations",
+        "the engine takes no profile; wrap a step in torch.utils.flop_counter.FlopCounterMode to count operations",
         switch="enabled",
     ),
     # precision
@@ -198,10 +203,10 @@ KEYS: Mapping[str, SupportStatus] = {
     "bf16": _WORKS,
     "bf16.enabled": _WORKS,
     "bf16.check_grad_overflow": _WORKS,
-    "bf16.immediate_grad_update": _ignored("each gradient is added to its sum as soon as it is there"),
+    "bf16.immediate_grad_update": _ignored("the engine always adds each gradient to its sum immediately"),
     "bf16.bf16_master_weights_and_grads": _refused("master weights in bf16 are not available yet"),
     "bf16.bf16_optimizer_states": _WORKS,
-    "bf16.auto_cast": _ignored("inputs of forward keep their dtype; a key of fp16"),
+    "bf16.auto_cast": _ignored("inputs of forward keep their dtype; the key belongs to fp16"),
     "bf16.loss_scale": _OF_FP16,
     "bf16.initial_scale_power": _OF_FP16,
     "bf16.loss_scale_window": _OF_FP16,
@@ -256,7 +261,7 @@ KEYS: Mapping[str, SupportStatus] = {
     ),
     "zero_optimization.override_module_apply": _ignored("Module.apply is not replaced"),
     "zero_optimization.pipeline_loading_checkpoint": _ignored("each rank reads only its own bytes of a checkpoint"),
-    "zero_optimization.cpu_offload_use_pin_memory": _ignored("pin_memory of the offload sections counts"),
+    "zero_optimization.cpu_offload_use_pin_memory": _ignored("pin_memory of the offload sections decides"),
     "zero_optimization.legacy_stage1": _refused("there is one implementation of stage 1"),
     "zero_optimization.partition_stream_chunk_size": _unsupported("a parameter is sharded in one piece"),
     "zero_optimization.offload_param": _WORKS,
@@ -282,9 +287,9 @@ KEYS: Mapping[str, SupportStatus] = {
     "zero_optimization.offload_optimizer.convert_grad_on_cpu": _ignored(
         "the update reads gradients in their own dtype"
     ),
-    "zero_optimization.offload_optimizer.cpuadam_cores_perc": _ignored("it is read with super_offload only"),
+    "zero_optimization.offload_optimizer.cpuadam_cores_perc": _ignored("only super_offload reads it"),
     "zero_optimization.save_muon_momentum_buffer_in_memory": _ignored(
-        "states that have an owner lie with its masters, on every tier"
+        "momentum buffers are stored with the master weights, on every tier"
     ),
     "zero_optimization.zenflow": _refused("ZenFlow is not available yet"),
     "zero_optimization.zero_hpz_partition_size": _AT_STAGE_3,
@@ -316,13 +321,13 @@ KEYS: Mapping[str, SupportStatus] = {
     "checkpoint.save_random_state": _WORKS,
     "checkpoint.tag_validation": _ignored("the ranks always agree on the tag before anything is written"),
     "checkpoint.load_universal": _ignored("every checkpoint loads on any number of ranks"),
-    "checkpoint.checkpoint_serialization": _ignored("tensors are written as they are, without serialisation"),
+    "checkpoint.checkpoint_serialization": _ignored("tensors are written directly, without serialisation"),
     "checkpoint.use_node_local_storage": _unsupported(
-        "every rank writes into the folder it is given; to resume, all of a checkpoint has to be in one folder again"
+        "every rank writes into the folder that it receives; to resume, collect all files of a checkpoint in one folder"
     ),
     "checkpoint.parallel_write": _ignored("every rank writes its own part"),
     "checkpoint.parallel_write.pipeline_stage": _ignored("every rank writes its own part"),
-    "checkpoint.writer": _ignored("there is one way of writing; checkpoint.async_save writes beside training"),
+    "checkpoint.writer": _ignored("there is one writer; checkpoint.async_save writes in the background"),
     "activation_checkpointing": _WORKS,
     "activation_checkpointing.wrap_blocks": _WORKS,
     "activation_checkpointing.number_checkpoints": _WORKS,

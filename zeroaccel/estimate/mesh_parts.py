@@ -236,7 +236,7 @@ def share_layers(model: nn.Module, size: int, sent: SentBytes) -> None:
     for prefix, module in model.named_modules():
         if any(id(param) in parts for param in module._parameters.values() if param is not None):
             raise UsageError(
-                f"tensor parallelism: {prefix}", expected="tied parameters that are cut alike", got="one that is whole"
+                f"tensor parallelism: {prefix}", expected="tied parameters with the same split", got="one that is whole"
             )
     for parent in {name.rpartition(".")[0]: None for name in styles}:
         attention = model.get_submodule(parent)

@@ -659,7 +659,7 @@ def _check_ties(model: nn.Module, splits: Mapping[int, Split], split_modules: se
 def _tied(name: str) -> UsageError:
     return UsageError(
         f"tensor parallelism: {name}",
-        expected="tied parameters that are cut alike in all their modules",
+        expected="tied parameters with the same split in all their modules",
         got="one that another module of tp_plan cuts, and this one does not, or otherwise",
         fix='name all of its modules: "embedding_rowwise" and "colwise_gather_output" cut alike; or none of them',
     )

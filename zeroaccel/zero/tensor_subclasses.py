@@ -308,7 +308,7 @@ def _check_targets(func: Callable[..., Any], call: str, args: Sequence[Any], kwa
         if record.copy is None:
             raise EngineStateError(
                 f"parameter {record.fqn}",
-                expected="no write while it is sharded: its values are not here, and what is written would be lost",
+                expected="no write while it is sharded: this rank lacks its values, and the write would be lost",
                 got=call,
                 fix="write inside zero.GatheredParameters(param, modifier_rank=0)",
             )

@@ -227,7 +227,7 @@ def test_a_compile_section_that_is_wrong_is_refused_by_key(section: dict[str, An
         ({"backend": "eager"}, ['compile.backend: nothing is compiled; add "enabled": true beside it']),
         ({"kwargs": {"fullgraph": True}}, ['compile.kwargs: nothing is compiled; add "enabled": true beside it']),
         ({"enabled": False, "backend": "eager"}, ["compile.backend: nothing is compiled"]),
-        ({"enabled": True, "disable": True}, ["compile.enabled: nothing is compiled, as disable is true"]),
+        ({"enabled": True, "disable": True}, ["compile.enabled: the model is not compiled because disable is true"]),
         ({"enabled": True, "backend": "eager"}, []),
     ],
 )

@@ -64,7 +64,7 @@ def test_nothing_has_to_be_given() -> None:
         ({"multinode_launcher": "slurm"}, "leave it out, and start `zeroaccel launch` under mpirun or srun"),
         (
             {"exclusion_filter": "a"},
-            "--exclusion_filter: a filter of the hostfile, and there is none; set hostfile too",
+            "--exclusion_filter: it filters a hostfile, and none is set; set hostfile too",
         ),
     ],
 )

@@ -243,7 +243,7 @@ def test_validate_takes_auto_for_right(project: Path, capsys: pytest.CaptureFixt
     said = capsys.readouterr()
     assert said.out.splitlines() == [
         "ds.json: JSON config, right",
-        "note: ds.json:1:58: bf16.loss_scale: bf16 needs no loss scale; a key of fp16",
+        "note: ds.json:1:58: bf16.loss_scale: bf16 needs no loss scale; the key belongs to fp16",
     ]
     assert said.err == ""
 

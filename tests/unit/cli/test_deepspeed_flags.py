@@ -170,8 +170,8 @@ def test_lines_of_torchrun_are_lines_of_this_launcher(
             ["--hostfile", "hosts", "--launcher", "OpenMPI"],
             "--launcher openmpi: the machines of the hostfile are reached",
         ),
-        (["--local_ranks_filter", "0"], "--local_ranks_filter: does nothing, every rank is shown"),
-        (["--start_method", "spawn"], "--start_method: does nothing, every process is a program of its own"),
+        (["--local_ranks_filter", "0"], "--local_ranks_filter: does nothing, the terminal shows every rank"),
+        (["--start_method", "spawn"], "--start_method: does nothing, every process is a separate program"),
     ],
 )
 def test_what_is_not_done_is_noted(

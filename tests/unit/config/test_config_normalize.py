@@ -106,7 +106,7 @@ def test_retired_keys_that_are_false_leave_no_section() -> None:
     assert config.zero_optimization.offload_optimizer is None
     assert config.notes == (
         "zero_optimization.cpu_offload: false is the default; the key is no longer needed",
-        "zero_optimization.cpu_offload_use_pin_memory: pin_memory of the offload sections counts",
+        "zero_optimization.cpu_offload_use_pin_memory: pin_memory of the offload sections decides",
     )
     assert load_config({"zero_optimization": {"cpu_offload": "auto"}}).unresolved == (
         "zero_optimization.offload_optimizer",

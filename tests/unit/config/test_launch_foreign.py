@@ -92,7 +92,7 @@ def test_flags_of_fsdp_count_more_than_the_file() -> None:
     over = ExplicitSettings({"distributed_type": "FSDP"})
     assert parse_launch_file("num_processes: 2\n", "f.yaml", over=over, fsdp_flags=flags).values["zero_stage"] == 2
     (note,) = _notes("num_processes: 2\n", fsdp_flags=flags)
-    assert note == "f.yaml: --fsdp_sharding_strategy: nothing is done with it, as there is no --use_fsdp"
+    assert note == "f.yaml: --fsdp_sharding_strategy: no effect without --use_fsdp"
 
 
 @pytest.mark.parametrize(
@@ -140,10 +140,14 @@ def test_what_fsdp_does_not_have_is_refused(fsdp: str, words: str) -> None:
             {},
             "main_training_function: does nothing, a setting of TPUs; scripts are run",
         ),
-        ("ipex_config: {ipex: true}", {}, "ipex_config: does nothing, that library is not used"),
+        ("ipex_config: {ipex: true}", {}, "ipex_config: does nothing, zeroaccel does not use that library"),
         ("fp8_config: {backend: TE}", {}, "fp8_config: does nothing, as mixed_precision is not fp8"),
         ("megatron_lm_config: {megatron_lm_tp_degree: 2}", {}, "megatron_lm_config: does nothing, as no distributed_t"),
-        ("mpirun_config: {mpirun_hostfile: h}", {}, "mpirun_config: does nothing, the processes of this machine are"),
+        (
+            "mpirun_config: {mpirun_hostfile: h}",
+            {},
+            "mpirun_config: does nothing; the launcher starts the processes of this machine",
+        ),
         ("fp16: true", {"mixed_precision": "fp16"}, "f.yaml:1:1: fp16: true -> mixed_precision fp16"),
         (
             "num_machines: 1\ndeepspeed_config: {deepspeed_hostfile: hosts, deepspeed_multinode_launcher: pdsh}",

@@ -258,9 +258,9 @@ def test_a_file_that_repeats_what_the_json_decides_is_refused_by_the_keys_it_rep
     with pytest.raises(ConfigError, match="3 settings are said twice") as caught:
         check_json(launched(DECIDED, "z.yaml:1:1"))
     said = str(caught.value).replace(f"{tmp_path}/", "")
-    assert "z.yaml:1:1: zero_stage 3: the same is said by ds.json:1:" in said
-    assert "z.yaml:1:1: gradient_accumulation_steps 4: something else is said by ds.json:1:" in said
-    assert "z.yaml:1:1: mixed_precision bf16: the same is said by ds.json:1:" in said
+    assert "z.yaml:1:1: zero_stage 3: repeats ds.json:1:" in said
+    assert "z.yaml:1:1: gradient_accumulation_steps 4: conflicts with ds.json:1:" in said
+    assert "z.yaml:1:1: mixed_precision bf16: repeats ds.json:1:" in said
     assert "gradient_clipping" not in said
 
 
@@ -270,7 +270,7 @@ def test_flags_and_variables_may_repeat_the_json_but_not_contradict_it(
     for source, words in [("--x", "--x 4"), ("environment X", "environment X: gradient_accumulation_steps 4")]:
         with pytest.raises(ConfigError) as caught:
             check_json(launched(DECIDED, source))
-        assert str(caught.value).startswith(f"{words}: something else is said by {tmp_path}/ds.json:1:")
+        assert str(caught.value).startswith(f"{words}: conflicts with {tmp_path}/ds.json:1:")
         assert "\n" not in str(caught.value)
         check_json(launched({**DECIDED, "gradient_accumulation_steps": 4}, source))
 
@@ -282,7 +282,7 @@ def test_what_is_auto_or_absent_is_left_to_the_launch(launched: Callable[..., Ex
 
 
 def test_the_other_precision_is_something_else(launched: Callable[..., ExplicitSettings]) -> None:
-    with pytest.raises(ConfigError, match=r"--x bf16: something else is said by .*fp16.enabled true"):
+    with pytest.raises(ConfigError, match=r"--x bf16: conflicts with .*fp16.enabled true"):
         check_json(launched({"train_micro_batch_size_per_gpu": 1, "fp16": {"enabled": True}}, "--x"))
 
 

@@ -87,7 +87,7 @@ ENVIRONMENT_READERS = {
 
 # Folder -> its most code lines. A commit that raises one says what the lines are worth.
 MAX_CODE_LINES: Mapping[str, int] = {
-    "": 820,
+    "": 835,
     "accelerate": 3320,
     "checkpoint": 5990,
     "cli": 6940,

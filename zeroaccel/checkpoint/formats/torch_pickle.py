@@ -167,7 +167,7 @@ class _Restricted:
             raise CheckpointError(
                 f"{self._where}: its pickle refers to {full}",
                 expected="tensors, plain types and DeepSpeed's loss scalers, stage and fragment addresses only",
-                fix="do not load a file you do not trust; save what is yours in it as plain data",
+                fix="do not load an untrusted file; save your own objects in it as plain data",
             )
         return self._admitted[full]
 

@@ -21,7 +21,7 @@ from zeroaccel.errors import ConfigError
 _STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2}
 _NUMBERED = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2"}
 _STRATEGY, _RESHARD = "fsdp_sharding_strategy", "fsdp_reshard_after_forward"
-_BLOCKS = "the repeated blocks of a model are found by themselves"
+_BLOCKS = "zeroaccel finds the repeated blocks of a model"
 _PREFETCH = "prefetching is set in the JSON config: stage3_prefetch_bucket_size"
 # Settings of FSDP without a counterpart, and why none is needed.
 _LEFT_OUT: Mapping[str, str] = {
@@ -32,7 +32,7 @@ _LEFT_OUT: Mapping[str, str] = {
     "fsdp_backward_prefetch_policy": _PREFETCH,
     "fsdp_forward_prefetch": _PREFETCH,
     "fsdp_use_orig_params": "parameters always keep their names and shapes",
-    "fsdp_sync_module_states": "the weights of rank 0 always count",
+    "fsdp_sync_module_states": "the weights of rank 0 always apply",
     "fsdp_activation_checkpointing": "recomputation is the model's own (model.gradient_checkpointing_enable()), or "
     "activation_checkpointing.wrap_blocks of the JSON config",
     "fsdp_activation_checkpointing_offload": "activations are offloaded by activation_checkpointing of the JSON config",
@@ -201,8 +201,8 @@ _IDLE: Mapping[str, str] = {
     "command_file": _TPU,
     "downcast_bf16": _TPU,
     "main_training_function": f"{_TPU}; scripts are run as they are",
-    "ipex_config": "that library is not used",
-    "ipex_plugin_kwargs": "that library is not used",
+    "ipex_config": "zeroaccel does not use that library",
+    "ipex_plugin_kwargs": "zeroaccel does not use that library",
 }
 _SAYS_NOTHING: tuple[object, ...] = (None, {}, [], "", False, "no", "main", "NO")
 # Section -> the kinds of training it is for.
@@ -259,7 +259,7 @@ def settle_foreign_keys(
         _translate(foreign, fsdp_flags or {})
     elif fsdp_flags:
         names = ", ".join(f"--{key}" for key in fsdp_flags)
-        foreign.notes.append(((), f"{names}: nothing is done with it, as there is no --use_fsdp"))
+        foreign.notes.append(((), f"{names}: no effect without --use_fsdp"))
     if kind in ("NO", "MULTI_GPU", "MULTI_CPU"):
         _drop_zero(foreign, kind)
     if kind == "NO" and _count(foreign.tree, "num_processes") != 1:
@@ -314,7 +314,9 @@ def _drop_idle(foreign: ForeignKeys, kind: str | None) -> None:
         foreign.notes.append((("fp8_config",), "does nothing, as mixed_precision is not fp8"))
     if tree.get("mpirun_config") and (kind != "MULTI_CPU" or _count(tree, "num_machines") == 1):
         del tree["mpirun_config"]
-        foreign.notes.append((("mpirun_config",), "does nothing, the processes of this machine are started from here"))
+        foreign.notes.append(
+            (("mpirun_config",), "does nothing; the launcher starts the processes of this machine itself")
+        )
     _settle_axes(foreign)
 
 

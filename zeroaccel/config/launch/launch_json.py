@@ -85,7 +85,7 @@ def _line(
         return
     here, there = f"{explicit.where(name)} {as_text(value)}", f"{config.where(key)} {as_text(decided)}"
     fix = 'remove it here, or write "auto" there to let this one decide'
-    yield compose(f"{here}: {'the same is' if same else 'something else is'} said by {there}", fix=fix)
+    yield compose(f"{here}: {'repeats' if same else 'conflicts with'} {there}", fix=fix)
 
 
 def _is_file(source: str) -> bool:

@@ -106,7 +106,7 @@ def _launcher(value: object) -> object:
 
 
 _TYPES = ("DEEPSPEED", "MULTI_GPU", "MULTI_CPU", "NO")
-_TRANSLATED = "say --use_fsdp, which means the stage that shards the same way"
+_TRANSLATED = "pass --use_fsdp, which sets the stage that shards the same way"
 
 
 def _distributed_type(value: object) -> object:
@@ -543,7 +543,7 @@ def _problems_of_zero(settings: LaunchSettings) -> Iterator[Problem]:
         yield Problem(("exclusion_filter",), text="given beside an inclusion filter", fix="keep one of the two")
     for name in ("inclusion_filter", "exclusion_filter"):
         if getattr(settings, name) is not None and settings.hostfile is None:
-            yield Problem((name,), text="a filter of the hostfile, and there is none", fix="set hostfile too")
+            yield Problem((name,), text="it filters a hostfile, and none is set", fix="set hostfile too")
     if settings.deepspeed_config_file is not None:
         return  # it may set the stage; `load_config` checks the merged settings
     stage = DEFAULT_STAGE if settings.zero_stage is None else settings.zero_stage
