@@ -371,7 +371,7 @@ class Checkpointer:
         return Progress(
             counters={
                 "global_steps": engine.global_steps,
-                "micro_steps": engine.micro_steps,
+                "micro_steps": engine.micro_steps - self._open_micro_steps(),
                 "global_samples": engine.global_samples,
                 "skipped_steps": engine.skipped_steps,
             },
@@ -416,12 +416,24 @@ class Checkpointer:
             )
 
     def _require_boundary(self) -> None:
-        if self._engine.has_gradients:
+        if not self._engine.has_gradients:
+            return
+        if not self._engine.settings.loop.saves_within_accumulation:
             raise EngineStateError(
                 "engine.save_checkpoint()",
                 expected="no gradients that wait for the end of their accumulation, as they would be lost",
                 fix="save after the step() at the boundary",
             )
+        logger.warning(
+            "engine.save_checkpoint(): the checkpoint omits the gradients of %d micro-steps, as their accumulation has "
+            "not ended; a run that resumes from it starts the accumulation anew",
+            self._open_micro_steps(),
+        )
+
+    def _open_micro_steps(self) -> int:
+        """Micro-steps since the last boundary, whose gradients no checkpoint contains."""
+        engine = self._engine
+        return engine.micro_steps % engine.settings.accumulation if engine.has_gradients else 0
 
     def _require_same(self, folder: Path, manifest: Manifest) -> None:
         ids = self._ranks.gather_objects((str(folder), manifest.id), "load_checkpoint: which")

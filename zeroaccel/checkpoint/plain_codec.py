@@ -6,11 +6,13 @@ refused, by the key it is under. The encoding is a part of docs/checkpoint_forma
 
 from __future__ import annotations
 
+import argparse
 import base64
 import math
 import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,11 @@ _PAIRS: Mapping[str, Callable[[list[tuple[Any, Any]]], Any]] = {
     "dict": dict,
     "OrderedDict": OrderedDict,
     "Counter": lambda items: Counter(dict(items)),
+}
+_VALUES: Mapping[str, Callable[[dict[str, Any]], Any]] = {
+    "float": lambda value: float(value["value"]),
+    "path": lambda value: Path(value["value"]),
+    "bytes": lambda value: base64.b64decode(value["base64"], validate=True),
 }
 _SEQUENCES: Mapping[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "set": set}
 
@@ -63,6 +70,10 @@ def encode(value: Any, where: str, keep: Callable[[Tensor], str]) -> Any:
     if kind is tuple or kind is set:
         items = [encode(item, f"{where}[{index}]", keep) for index, item in enumerate(value)]
         return {"$": kind.__name__, "items": items}
+    if isinstance(value, PurePath):
+        return {"$": "path", "value": str(value)}
+    if kind is argparse.Namespace:
+        return {"$": "namespace", "value": encode(vars(value), where, keep)}
     if kind in (dict, OrderedDict, Counter):
         if kind is dict and "$" not in value and all(type(key) is str for key in value):
             return {key: encode(item, f"{where}[{key!r}]", keep) for key, item in value.items()}
@@ -73,7 +84,7 @@ def encode(value: Any, where: str, keep: Callable[[Tensor], str]) -> Any:
         return {"$": kind.__name__, "items": pairs}
     raise UsageError(
         where,
-        expected="plain data (None, bool, int, float, str, bytes, list, tuple, set, dict) or a tensor",
+        expected="plain data (None, bool, int, float, str, bytes, list, tuple, set, dict), Path, Namespace or a tensor",
         got=f"{kind.__module__}.{kind.__qualname__}",
         fix="convert it, e.g. with .item(), .tolist() or .state_dict(), or leave it out",
     )
@@ -105,14 +116,14 @@ def decode(value: Any, fetch: Callable[[str], Tensor]) -> Any:
     kind = value["$"]
     try:
         # Values from a file: whatever they make the constructors raise comes out as one named error.
-        if kind == "float":
-            return float(value["value"])
-        if kind == "bytes":
-            return base64.b64decode(value["base64"], validate=True)
+        if kind in _VALUES:
+            return _VALUES[kind](value)
         if kind == "scalar":
             return torch.tensor(decode(value["value"], fetch), dtype=dtype_of(value["dtype"]))
         if kind == "tensor":
             return fetch(value["key"])
+        if kind == "namespace":
+            return argparse.Namespace(**decode(value["value"], fetch))
         if kind in _SEQUENCES:
             return _SEQUENCES[kind]([decode(item, fetch) for item in value["items"]])
         if kind in _PAIRS:

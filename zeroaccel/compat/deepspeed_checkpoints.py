@@ -7,17 +7,27 @@ more under the name that is asked for, so that what loads it from there finds it
 from __future__ import annotations
 
 import argparse
+import enum
+import io
 import os
-from collections.abc import Sequence
-from pathlib import Path
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path, PurePath
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 from zeroaccel.checkpoint import consolidate
+from zeroaccel.checkpoint.find import find_checkpoint
 from zeroaccel.checkpoint.formats.deepspeed_checkpoint import is_deepspeed_checkpoint
+from zeroaccel.checkpoint.plain_codec import decode
 from zeroaccel.checkpoint.reshard import reshard
+from zeroaccel.checkpoint.tensor_store import TensorStore
 from zeroaccel.errors import UsageError
+from zeroaccel.logs import logger
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
@@ -58,6 +68,99 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     return consolidate.convert_zero_checkpoint_to_fp32_state_dict(
         checkpoint_dir, output_dir, limit, safe_serialization, tag, exclude_frozen_parameters
     )
+
+
+def get_optim_files(checkpoint_dir: str | os.PathLike[str]) -> list[io.BytesIO]:
+    """Files for `torch.load`, in memory, of a checkpoint's folder such as `out/global_step10`; DeepSpeed's are paths.
+
+    Returns:
+        one, with what Lightning reads of it: `["optimizer_state_dict"]["zero_stage"]`.
+    """
+    _, manifest = find_checkpoint(Path(checkpoint_dir).parent, Path(checkpoint_dir).name)
+    stage = sum(map(bool, manifest.sharded.values()))
+    return [_torch_file({"optimizer_state_dict": {"zero_stage": stage, "partition_count": len(manifest.files)}})]
+
+
+def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int) -> io.BytesIO:
+    """A file for `torch.load`, in memory: `client_state` and the counters of a checkpoint's folder."""
+    folder, manifest = find_checkpoint(Path(checkpoint_dir).parent, Path(checkpoint_dir).name)
+    with TensorStore(folder, manifest) as store:
+        client_state = decode(manifest.client_state, store.fetch)
+    return _torch_file({**client_state, "dp_world_size": len(manifest.files), **manifest.counters})
+
+
+def _torch_file(content: Mapping[str, Any]) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(dict(content), file)
+    file.seek(0)
+    return file
+
+
+def plain_client_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """`client_state` with known kinds of objects as plain data; other objects are left out, each with a warning.
+
+    Enums become their values, dataclasses an `argparse.Namespace`, OmegaConf's containers and subclasses of dict, list
+    and tuple plain ones, and numpy's numbers and arrays numbers and tensors.
+
+    Example:
+        >>> import enum
+        >>> Mode = enum.Enum("Mode", {"FAST": "fast"})
+        >>> plain_client_state({"mode": Mode.FAST, "epoch": 3, "sizes": torch.Size([2, 3])})
+        {'mode': 'fast', 'epoch': 3, 'sizes': (2, 3)}
+    """
+    return dict(_plain_items(state.items(), "client_state"))
+
+
+_OMITTED = object()
+
+
+def _plain_items(items: Iterable[tuple[Any, Any]], where: str) -> Iterator[tuple[Any, Any]]:
+    for key, value in items:
+        plain = _plain(value, f"{where}[{key!r}]")
+        if plain is not _OMITTED:
+            yield key, plain
+
+
+def _plain(value: Any, where: str) -> Any:
+    """`value` as plain data; `_OMITTED`, with a warning, where there is no such form."""
+    value = _unwrapped(value)
+    if value is None or isinstance(value, (bytes, Tensor, PurePath)):
+        return value
+    for scalar in (bool, int, float, str):
+        if isinstance(value, scalar):
+            return scalar(value)
+    if isinstance(value, argparse.Namespace):
+        return argparse.Namespace(**dict(_plain_items(vars(value).items(), where)))
+    if isinstance(value, Mapping):
+        kind = type(value) if type(value) in (OrderedDict, Counter) else dict
+        return kind(_plain_items(value.items(), where))
+    for sequence, kinds in ((list, list), (tuple, tuple), (set, (set, frozenset))):
+        if isinstance(value, kinds):
+            return sequence(item for _, item in _plain_items(enumerate(value), where))
+    logger.warning(
+        "save_checkpoint: %s is left out, as a %s.%s is not plain data; save its state_dict(), or use torch.save",
+        where,
+        type(value).__module__,
+        type(value).__qualname__,
+    )
+    return _OMITTED
+
+
+def _unwrapped(value: Any) -> Any:
+    """What an object of a known kind contains; any other object itself."""
+    if isinstance(value, enum.Enum):
+        return value.value
+    if type(value).__module__.startswith("omegaconf."):
+        from omegaconf import OmegaConf  # a program that passes its objects has it
+
+        return OmegaConf.to_container(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return argparse.Namespace(**{field.name: getattr(value, field.name) for field in fields(value)})
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        return torch.from_numpy(value)
+    return value
 
 
 def main(arguments: list[str] | None = None) -> None:

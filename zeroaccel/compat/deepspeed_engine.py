@@ -27,6 +27,7 @@ from zeroaccel.comm.agree import agreed
 from zeroaccel.compat import loss_scale_members, transformers_calls
 from zeroaccel.compat.assertions import asserting
 from zeroaccel.compat.deepspeed_calls import MonitorMaster, StepThroughput
+from zeroaccel.compat.deepspeed_checkpoints import plain_client_state
 from zeroaccel.compat.deepspeed_comm import get_local_rank, require_process_group
 from zeroaccel.compat.deepspeed_init import from_library
 from zeroaccel.compat.deepspeed_pipe import PipelineModule
@@ -43,6 +44,7 @@ from zeroaccel.initialization import start
 from zeroaccel.logs import log_always, logger
 from zeroaccel.parallel.pipeline_engine import PipelineEngine
 from zeroaccel.setup.job import JobSpec
+from zeroaccel.zero.access.param_registry import handle_of
 from zeroaccel.zero.engine import Engine
 from zeroaccel.zero.engine_base import EngineBase
 from zeroaccel.zero.from_config import DTYPES, LoopRules
@@ -187,6 +189,28 @@ class DeepSpeedMembers(EngineBase):
             if value:
                 raise UsageError(f"engine.compile({name})", expected="to be left out", got=value)
         super().compile(backend=backend, **(compile_kwargs or {}))
+
+    # Lightning's Fabric steps the engine in place of its optimizer where it has these members of an optimizer.
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's."""
+        return self._optimizer_member("param_groups")  # type: ignore[no-any-return]
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The optimizer's."""
+        return self._optimizer_member("defaults")  # type: ignore[no-any-return]
+
+    @property
+    def state(self) -> Any:
+        """The optimizer's."""
+        return self._optimizer_member("state")
+
+    def _optimizer_member(self, name: str) -> Any:
+        if self.optimizer is None:
+            raise AttributeError(f"{name}: an engine without an optimizer does not have it")
+        return getattr(self.optimizer, name)
 
     @property
     def is_compiled(self) -> bool:
@@ -400,14 +424,16 @@ class DeepSpeedMembers(EngineBase):
     ) -> bool:
         """As `Engine.save_checkpoint`, into rank 0's folder where the ranks name different ones. (all ranks)
 
-        Scripts make the folder's name from the clock, each rank for itself.
+        Scripts make the folder's name from the clock, each rank for itself. Inside an accumulation the checkpoint omits
+        the gradients so far. `client_state` is made plain by `plain_client_state`.
         """
         # Anything but a path is left to the call itself, which refuses it by name.
         own = os.fspath(save_dir) if isinstance(save_dir, (str, os.PathLike)) else ""
         folders = self.collectives.job.gather_objects(own, "save_checkpoint: folder")
         if len(set(folders)) > 1:
             logger.warning("save_checkpoint: the ranks name different folders; all save into rank 0's, %s", folders[0])
-        return super().save_checkpoint(folders[0], tag, client_state, save_latest, exclude_frozen_parameters)
+        plain = plain_client_state(client_state) if isinstance(client_state, Mapping) else client_state
+        return super().save_checkpoint(folders[0], tag, plain, save_latest, exclude_frozen_parameters)
 
     def load_checkpoint(  # type: ignore[override]  # DeepSpeed's result without a checkpoint has no client state
         self,
@@ -612,6 +638,7 @@ def initialize(
     from_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
     source = _batch_of_samplers(_config_of(config, config_params, from_args))
     source = _with_arguments(source, model, optimizer, lr_scheduler)
+    _take_over(model)
     plan, engine = start(
         JobSpec(
             model,
@@ -625,10 +652,11 @@ def initialize(
             unknown_keys="lenient",
             parallel=_parallel_of(mpu, model),
             pipeline=model.pipeline_config() if isinstance(model, PipelineModule) else None,
-            loop=LoopRules(empty_when_sharded=True),
+            loop=LoopRules(empty_when_sharded=True, saves_within_accumulation=True),
         )
     )
     assert isinstance(engine, DeepSpeedMembers), "the engine_type that was asked for"
+    _ENGINES.add(engine)
     mark_configured(model, engine._checked_config)
     mark_parameters(model)
     if engine.settings.plan.params:
@@ -668,6 +696,26 @@ def tp_model_init(
             fix="pass the same in both",
         )
     return model
+
+
+_ENGINES: weakref.WeakSet[DeepSpeedMembers] = weakref.WeakSet()
+
+
+def _take_over(model: nn.Module) -> None:
+    """Destroys earlier engines that hold parameters of `model`, unless gradients wait in them. (all ranks)
+
+    Lightning calls `initialize` once more for each of fit, validate, test and predict, and destroys no engine.
+    """
+    if not isinstance(model, nn.Module):
+        return
+    handles = [handle for param in model.parameters() if (handle := handle_of(param)) is not None]
+    registries = {id(handle.registry) for handle in handles}
+    for engine in [engine for engine in _ENGINES if id(engine.registry) in registries and not engine.has_gradients]:
+        logger.warning(
+            "deepspeed.initialize(model): an earlier engine has this model; it is destroyed, and its optimizer with it"
+        )
+        engine.destroy()
+        _ENGINES.discard(engine)
 
 
 def _batch_of_samplers(config: Any) -> Any:

@@ -85,6 +85,14 @@ class DeepSpeedOptimizer(_Extended):
         """`engine.backward` of a loss that is divided by the accumulation steps already."""
         self._engine.backward(loss, retain_graph, scale_wrt_gas=False)
 
+    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+        """`engine.offload_states`, which OpenRLHF calls on the optimizer. (all ranks)"""
+        self._engine.offload_states(*args, **kwargs)
+
+    def reload_states(self, *args: Any, **kwargs: Any) -> None:
+        """`engine.reload_states`. (all ranks)"""
+        self._engine.reload_states(*args, **kwargs)
+
 
 class DeepSpeedLossScale(_Extended):
     """Members of the loss scale: it is `engine.loss_scale()`, and `optimizer.loss_scaler` with its numbers."""

@@ -106,6 +106,11 @@ def _identity(handle: ParamHandle) -> int:
     return (registry << 40) + (unit << 20) + index
 
 
+def _own_numel(handle: ParamHandle) -> Callable[[], int]:
+    """DeepSpeed's method: the number of elements of the parameter on this rank, without padding."""
+    return lambda: handle.reach(handle.buffer.rank).numel
+
+
 def _status(handle: ParamHandle) -> ZeroParamStatus:
     return ZeroParamStatus.AVAILABLE if handle.buffer.persistent else _STATUS[handle.unit.state]
 
@@ -118,6 +123,7 @@ _MEMBERS: dict[str, Callable[[ParamHandle], Any]] = {
     "ds_shape": lambda handle: torch.Size(handle.slot.whole_shape),
     "ds_status": _status,
     "ds_tensor": _own_part,
+    "partition_numel": _own_numel,
 }
 
 
@@ -130,6 +136,7 @@ _WHOLE_MEMBERS: dict[str, Callable[[nn.Parameter], Any]] = {
     "ds_shape": lambda param: param.shape,
     "ds_status": lambda param: ZeroParamStatus.AVAILABLE,
     "ds_tensor": lambda param: param.detach().flatten(),
+    "partition_numel": lambda param: param.numel,
 }
 
 

@@ -219,7 +219,10 @@ SURFACE: Mapping[str, Mapping[str, str]] = {
     "deepspeed.utils.tensor_fragment": _ACCESS,
     "deepspeed.utils.timer": {"ThroughputTimer": f"{_CALLS}:StepThroughput"},
     "deepspeed.utils.z3_leaf_module": _LEAVES,
-    "deepspeed.utils.zero_to_fp32": {**_CONVERSION, "main": f"{_CHECKPOINTS}:main"},
+    "deepspeed.utils.zero_to_fp32": {
+        **_CONVERSION,
+        **_same(_CHECKPOINTS, "get_model_state_file get_optim_files main"),
+    },
     "deepspeed.zero": _INIT,
 }
 

@@ -51,12 +51,15 @@ class LoopRules:
             `decide_boundary`, and every step is a boundary until it does.
         empty_when_sharded: `state_dict()` returns tensors of shape (0,) for sharded parameters, with a warning;
             otherwise it raises EngineStateError.
+        saves_within_accumulation: `save_checkpoint` inside an accumulation omits the gradients so far, with a warning;
+            otherwise it raises EngineStateError.
     """
 
     casts_inputs: bool = False
     divides_direct: bool = True
     counts_micro_steps: bool = True
     empty_when_sharded: bool = False
+    saves_within_accumulation: bool = False
 
 
 @dataclass(frozen=True)

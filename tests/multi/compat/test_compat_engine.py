@@ -5,17 +5,24 @@ What DeepSpeed does in each case is in docs/deepspeed_names.md, with what is dec
 
 from __future__ import annotations
 
+import argparse
 import copy
+import enum
 import json
+import math
 import os
 import pickle
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import TestCase
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -781,3 +788,63 @@ def _save_by_the_clock(folder: str) -> list[Any]:
 
 def test_a_folder_that_each_rank_names_for_itself_is_rank_0s(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(2).run(_facade, _save_by_the_clock, str(tmp_path)) == [[["run-at-0"], {"step": 1}]] * 2
+
+
+class _Mode(enum.Enum):
+    FAST = "fast"
+
+
+@dataclass
+class _Options:
+    path: Path
+    mode: _Mode = _Mode.FAST
+
+
+def _as_lightning_does(folder: str) -> list[Any]:
+    import deepspeed
+    from deepspeed.utils.zero_to_fp32 import get_model_state_file, get_optim_files
+
+    model = _model()
+    config = {**CONFIG, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 3}}
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    # Its summary of a model, and Fabric's test for what has a step of its own.
+    own = sum(param.partition_numel() for param in model.parameters())
+    assert all(hasattr(engine, name) for name in ("step", "param_groups", "defaults", "state", "load_state_dict"))
+    assert engine.param_groups is engine.optimizer.param_groups
+    for _ in range(3):  # the epoch ends inside an accumulation
+        engine.backward(_loss(engine))
+        engine.step()
+    state = {"hyper": argparse.Namespace(options=_Options(Path("x"))), "epoch": np.int64(1), "lock": [threading.Lock()]}
+    with TestCase().assertLogs("zeroaccel") as said:
+        engine.save_checkpoint(folder, tag="end", client_state=state)
+    assert any("omits the gradients of 1 micro-steps" in line for line in said.output)
+    assert any("client_state['lock'][0] is left out, as a _thread.lock" in line for line in said.output)
+    stage = torch.load(get_optim_files(f"{folder}/end")[0])["optimizer_state_dict"]["zero_stage"]
+    read = torch.load(get_model_state_file(f"{folder}/end", stage), weights_only=False)
+    engine.backward(_loss(engine))
+    engine.step()
+    # validate: the same model once more, without an optimizer, while nothing destroyed the first engine.
+    with TestCase().assertLogs("zeroaccel") as said:
+        inference, *_ = deepspeed.initialize(model=model, model_parameters=[], config={**config, "optimizer": None})
+    assert any("an earlier engine has this model" in line for line in said.output)
+    inference.eval()
+    with torch.no_grad():
+        loss = _loss(inference).item()
+    again, *_ = deepspeed.initialize(model=model, config=config)
+    path, loaded = again.load_checkpoint(folder)
+    assert again.micro_steps == 2
+    assert again.global_steps == 1
+    assert loaded["hyper"] == argparse.Namespace(options=argparse.Namespace(path=Path("x"), mode="fast"))
+    again.optimizer.offload_states()  # OpenRLHF
+    again.optimizer.reload_states()
+    again.backward(_loss(again))
+    with pytest.raises(UsageError, match=r"expected a model of its own, got 'one that another engine holds'"):
+        deepspeed.initialize(model=model, config=config)  # gradients wait in it
+    again.destroy()
+    return [own, stage, read["epoch"], read["lock"], read["global_steps"], math.isfinite(loss)]
+
+
+def test_lightnings_calls(ranks: Ranks, tmp_path: Path) -> None:
+    results = ranks(2).run(_facade, _as_lightning_does, str(tmp_path))
+    assert [result[1:] for result in results] == [[3, 1, [], 1, True]] * 2
+    assert sum(result[0] for result in results) == sum(param.numel() for param in _model().parameters())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections import Counter, OrderedDict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -44,6 +46,8 @@ def through_json(value: Any) -> Any:
         OrderedDict([("b", 1), ("a", 2)]),
         Counter({30: 2}),
         {},
+        Path("runs/1"),
+        argparse.Namespace(lr=0.1, data=Path("x"), sizes=(1, 2)),
     ],
 )
 def test_values_keep_type_and_bits(value: Any) -> None:
