@@ -831,7 +831,7 @@ def _as_lightning_does(folder: str) -> list[Any]:
     with torch.no_grad():
         loss = _loss(inference).item()
     again, *_ = deepspeed.initialize(model=model, config=config)
-    path, loaded = again.load_checkpoint(folder)
+    _, loaded = again.load_checkpoint(folder)
     assert again.micro_steps == 2
     assert again.global_steps == 1
     assert loaded["hyper"] == argparse.Namespace(options=argparse.Namespace(path=Path("x"), mode="fast"))
