@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import enum
+import importlib
 import io
 import os
 from collections import Counter, OrderedDict
@@ -132,8 +133,8 @@ def _plain(value: Any, where: str) -> Any:
     if isinstance(value, argparse.Namespace):
         return argparse.Namespace(**dict(_plain_items(vars(value).items(), where)))
     if isinstance(value, Mapping):
-        kind = type(value) if type(value) in (OrderedDict, Counter) else dict
-        return kind(_plain_items(value.items(), where))
+        items = dict(_plain_items(value.items(), where))
+        return next((kind(items) for kind in (OrderedDict, Counter) if type(value) is kind), items)
     for sequence, kinds in ((list, list), (tuple, tuple), (set, (set, frozenset))):
         if isinstance(value, kinds):
             return sequence(item for _, item in _plain_items(enumerate(value), where))
@@ -151,9 +152,8 @@ def _unwrapped(value: Any) -> Any:
     if isinstance(value, enum.Enum):
         return value.value
     if type(value).__module__.startswith("omegaconf."):
-        from omegaconf import OmegaConf  # a program that passes its objects has it
-
-        return OmegaConf.to_container(value)
+        # A program that passes its objects has it.
+        return importlib.import_module("omegaconf").OmegaConf.to_container(value)
     if is_dataclass(value) and not isinstance(value, type):
         return argparse.Namespace(**{field.name: getattr(value, field.name) for field in fields(value)})
     if isinstance(value, np.generic):

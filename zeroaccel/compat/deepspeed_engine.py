@@ -701,14 +701,13 @@ def tp_model_init(
 _ENGINES: weakref.WeakSet[DeepSpeedMembers] = weakref.WeakSet()
 
 
-def _take_over(model: nn.Module) -> None:
+def _take_over(model: object) -> None:
     """Destroys earlier engines that hold parameters of `model`, unless gradients wait in them. (all ranks)
 
     Lightning calls `initialize` once more for each of fit, validate, test and predict, and destroys no engine.
     """
-    if not isinstance(model, nn.Module):
-        return
-    handles = [handle for param in model.parameters() if (handle := handle_of(param)) is not None]
+    params = model.parameters() if isinstance(model, nn.Module) else []
+    handles = [handle for param in params if (handle := handle_of(param)) is not None]
     registries = {id(handle.registry) for handle in handles}
     for engine in [engine for engine in _ENGINES if id(engine.registry) in registries and not engine.has_gradients]:
         logger.warning(
