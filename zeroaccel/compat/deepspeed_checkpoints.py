@@ -134,7 +134,9 @@ def _plain(value: Any, where: str) -> Any:
         return argparse.Namespace(**dict(_plain_items(vars(value).items(), where)))
     if isinstance(value, Mapping):
         items = dict(_plain_items(value.items(), where))
-        return next((kind(items) for kind in (OrderedDict, Counter) if type(value) is kind), items)
+        if type(value) is OrderedDict:
+            return OrderedDict(items)
+        return Counter(items) if type(value) is Counter else items
     for sequence, kinds in ((list, list), (tuple, tuple), (set, (set, frozenset))):
         if isinstance(value, kinds):
             return sequence(item for _, item in _plain_items(enumerate(value), where))
