@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.ops.test_device_kernels import DTYPES, OPTIMIZERS, OUTS, assert_same, patterns, spread
+from tests.support.tensors import every_pattern
+from tests.unit.ops.test_device_kernels import DTYPES, OPTIMIZERS, OUTS, assert_same, spread
 from zeroaccel.ops import reductions, shard_step, step_control
 from zeroaccel.ops.device_kernels import DeviceKernels, kernels_for
 from zeroaccel.ops.reductions import max_abs, max_abs_into, norm_exponent, square_sums, square_sums_into
@@ -73,7 +74,7 @@ def test_torch_operations_have_the_bits_of_the_host(name: str, without_kernels: 
 @pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_16_bit_gradient_has_the_bits_of_the_host(name: str, grad_dtype: torch.dtype) -> None:
-    grads = [patterns(grad_dtype)]
+    grads = [every_pattern(grad_dtype)]
     assert_same(stepped(name, grads, grad_dtype, "cuda"), stepped(name, grads, grad_dtype, "cpu"))
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import zeroaccel
+from tests.support.log_lines import log_lines
 from zeroaccel import Accelerator, DistributedType, ZeroPlugin, logs, utils
 from zeroaccel.accelerate import kwargs_handlers
 from zeroaccel.accelerate.beside_accelerate import leave_accelerate
@@ -39,15 +40,9 @@ def _alone(own_job: None) -> Iterator[None]:
 
 
 @pytest.fixture
-def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    found: list[str] = []
-
-    class _Collect(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            found.append(record.getMessage())
-
-    monkeypatch.setattr(logs.logger, "handlers", [_Collect()])
-    return found
+def notes() -> Iterator[list[str]]:
+    with log_lines(logging.WARNING) as lines:
+        yield lines
 
 
 def _trained(accelerator: Accelerator) -> Any:
@@ -106,17 +101,8 @@ def test_what_scripts_import_is_there() -> None:
     assert scope["DistributedType"] is DistributedType
     assert scope["notebook_launcher"] is zeroaccel.notebook_launcher
     assert set(utils.__all__) == set(utils._HOMES)
-    assert set(utils.__all__) <= set(dir(theirs)) | {
-        *(
-            "DummyOptim",
-            "DummyScheduler",
-            "ZeroPlugin",
-            "clear_device_cache",
-            "get_active_deepspeed_plugin",
-            "map_tensors",
-        ),
-        "should_reduce_batch_size",
-    }
+    ours = "DummyOptim DummyScheduler ZeroPlugin clear_device_cache get_active_deepspeed_plugin map_tensors"
+    assert set(utils.__all__) <= {*dir(theirs), *ours.split(), "should_reduce_batch_size"}
 
 
 @pytest.mark.parametrize("name", NOT_HERE)
@@ -456,20 +442,12 @@ def test_strategies_of_fsdp_with_replicas_and_other_parallelism() -> None:
 # -- public members of accelerate's Accelerator
 
 
+AXES = ("context_parallel", "data_parallel", "data_parallel_shard", "pipeline_parallel", "tensor_parallel")
 MEMBERS: dict[str, Any] = {
-    "context_parallel_rank": 0,
-    "data_parallel_rank": 0,
-    "data_parallel_shard_rank": 0,
-    "fp8_backend": None,
-    "is_composable_parallelism_enabled": False,
-    "is_fsdp2": False,
-    "native_amp": False,
-    "parallelism_config": None,
-    "pipeline_parallel_rank": 0,
+    **{f"{axis}_rank": 0 for axis in AXES},
+    **dict.fromkeys(("fp8_backend", "parallelism_config", "torch_device_mesh")),
+    **dict.fromkeys(("is_composable_parallelism_enabled", "is_fsdp2", "native_amp", "use_stateful_dataloader"), False),
     "should_save_model": True,
-    "tensor_parallel_rank": 0,
-    "torch_device_mesh": None,
-    "use_stateful_dataloader": False,
 }
 
 

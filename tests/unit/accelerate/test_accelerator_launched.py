@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from tests.support.refusals import refused
 from zeroaccel import Accelerator, DeepSpeedPlugin, DistributedType, ZeroPlugin
 from zeroaccel.config.launch.launch_sources import LaunchedSettings, to_environment
 from zeroaccel.errors import ConfigError
@@ -22,19 +23,13 @@ EVERYTHING_AUTO: dict[str, Any] = {
     "fp16": {"enabled": "auto"},
     "bf16": {"enabled": "auto"},
     "zero_optimization": {
-        "stage": "auto",
-        "stage3_gather_16bit_weights_on_model_save": "auto",
+        **{"stage": "auto", "stage3_gather_16bit_weights_on_model_save": "auto", "reduce_bucket_size": "auto"},
         "offload_optimizer": {"device": "auto", "nvme_path": "auto"},
         "offload_param": {"device": "auto"},
-        "reduce_bucket_size": "auto",
-        "stage3_prefetch_bucket_size": "auto",
-        "stage3_param_persistence_threshold": "auto",
+        **{"stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"},
     },
-    "gradient_clipping": "auto",
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-    "gradient_accumulation_steps": "auto",
-    "steps_per_print": 2000000,
+    **dict.fromkeys(("gradient_clipping", "train_batch_size", "train_micro_batch_size_per_gpu"), "auto"),
+    **{"gradient_accumulation_steps": "auto", "steps_per_print": 2000000},
 }
 
 
@@ -79,24 +74,12 @@ def test_flags_fill_a_json_in_which_all_is_auto(monkeypatch: pytest.MonkeyPatch,
     assert f"{file}:9:5 (--zero_stage)" in str(accelerator.state)
     assert accelerator.deepspeed_plugin.is_auto("zero_optimization.stage")
     _prepare(accelerator)
-    assert accelerator.zero_config == {
-        "fp16": {"enabled": True},
-        "bf16": {"enabled": False},
-        "zero_optimization": {
-            "stage": 3,
-            "stage3_gather_16bit_weights_on_model_save": True,
-            "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path / "nvme")},
-            "offload_param": {"device": "cpu"},
-            "reduce_bucket_size": WIDTH * WIDTH,
-            "stage3_prefetch_bucket_size": int(0.9 * WIDTH * WIDTH),
-            "stage3_param_persistence_threshold": 10 * WIDTH,
-        },
-        "gradient_clipping": 1.0,
-        "train_batch_size": 20,
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_accumulation_steps": 5,
-        "steps_per_print": 2000000,
-    }
+    resolved, zero = accelerator.zero_config, accelerator.zero_config["zero_optimization"]
+    assert [resolved[f"train_{size}"] for size in ("batch_size", "micro_batch_size_per_gpu")] == [20, 4]
+    assert (resolved["gradient_accumulation_steps"], resolved["steps_per_print"], zero["stage"]) == (5, 2000000, 3)
+    assert (zero["offload_param"], zero["reduce_bucket_size"]) == ({"device": "cpu"}, WIDTH * WIDTH)
+    assert zero["stage3_gather_16bit_weights_on_model_save"] is True
+    assert "auto" not in json.dumps(resolved)
     shown = str(accelerator.state)
     assert f"{file}:9:5 (--zero_stage)" in shown
     assert "(--mixed_precision)" in shown
@@ -150,24 +133,17 @@ def test_launch_and_json_that_disagree(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], tree: dict[str, Any], message: str
 ) -> None:
     _launch(monkeypatch, **settings)
-    with pytest.raises(ConfigError) as caught:
+    with refused(ConfigError, message):
         _prepare(Accelerator(zero_plugin=ZeroPlugin(tree)))
-    assert message in str(caught.value)
 
 
 def test_code_and_launch_that_disagree(monkeypatch: pytest.MonkeyPatch) -> None:
     _launch(monkeypatch, zero_stage=3, mixed_precision="bf16", gradient_accumulation_steps=4)
-    with pytest.raises(
-        ConfigError, match=r"^zero_stage: 2 from ZeroPlugin\(zero_stage=2\), but 3 from --zero_stage; wr"
-    ):
+    with refused(ConfigError, "zero_stage: 2 from ZeroPlugin(zero_stage=2), but 3 from --zero_stage; write"):
         ZeroPlugin(zero_stage=2)
-    with pytest.raises(
-        ConfigError, match=r"^mixed_precision: \"fp16\" from Accelerator\(mixed_precision='fp16'\), but"
-    ):
+    with refused(ConfigError, "mixed_precision: \"fp16\" from Accelerator(mixed_precision='fp16'), but"):
         Accelerator(mixed_precision="fp16")
-    with pytest.raises(
-        ConfigError, match=r"^gradient_accumulation_steps: 2 from Accelerator\(gradient_accumulation_ste"
-    ):
+    with refused(ConfigError, "gradient_accumulation_steps: 2 from Accelerator(gradient_accumulation_steps=2), but"):
         Accelerator(gradient_accumulation_steps=2)
 
 
@@ -181,66 +157,42 @@ def test_without_a_launcher_training_is_plain_data_parallelism() -> None:
     accelerator.free_memory()
 
 
-@pytest.mark.parametrize("form", ["dict", "path", "text", "base64"])
-def test_a_plugin_reads_every_form(tmp_path: Path, form: str) -> None:
+def test_a_plugin_reads_every_form(tmp_path: Path) -> None:
     tree = {"zero_optimization": {"stage": 1}, "gradient_clipping": 0.25}
     text = json.dumps(tree)
-    path = tmp_path / "ds.json"
-    path.write_text(text)
-    given: Any = {
-        "dict": tree,
-        "path": str(path),
-        "text": text,
-        "base64": base64.urlsafe_b64encode(text.encode()).decode(),
-    }[form]
-    plugin = DeepSpeedPlugin(hf_ds_config=given)
-    assert plugin.deepspeed_config == tree
-    assert plugin.deepspeed_config is not tree
-    assert (plugin.zero_stage, plugin.gradient_clipping) == (1, 0.25)
-    assert plugin.gradient_accumulation_steps == "auto"
+    (tmp_path / "ds.json").write_text(text)
+    forms: list[Any] = [tree, str(tmp_path / "ds.json"), text, base64.urlsafe_b64encode(text.encode()).decode()]
+    for form in forms:
+        plugin = DeepSpeedPlugin(hf_ds_config=form)
+        assert plugin.deepspeed_config == tree
+        assert plugin.deepspeed_config is not tree
+        assert (plugin.zero_stage, plugin.gradient_clipping, plugin.gradient_accumulation_steps) == (1, 0.25, "auto")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("make", "arguments", "message"),
     [
-        ({"hf_ds_config": "missing.json"}, "ZeroPlugin(hf_ds_config): config file 'missing.json' does not exist"),
-        ({"hf_ds_config": 3}, "expected a dict, the path of a JSON file"),
-        ({"hf_ds_config": {"zero_optimization": {"stge": 1}}}, "zero_optimization.stge"),
-        ({"hf_ds_config": '{"fp16": {"enabled": true, "enabled": false}}'}, "given 2 times"),
-        ({"zero_stage": 7}, "ZeroPlugin(zero_stage): expected 0, 1, 2 or 3, got 7"),
-        ({"zero_stage": "2"}, "ZeroPlugin(zero_stage): expected 0, 1, 2 or 3, got '2'"),
-        ({"offload_param_device": "gpu"}, 'expected "none", "cpu" or "nvme", got \'gpu\''),
-        ({"gradient_accumulation_steps": 0}, "expected a whole number of at least 1, got 0"),
-        ({"gradient_clipping": -1}, "ZeroPlugin(gradient_clipping): expected a number of at least 0, got -1"),
-        ({"enable_msamp": True}, "there is no 8-bit training"),
+        (ZeroPlugin, {"hf_ds_config": "missing.json"}, "ZeroPlugin(hf_ds_config): config file 'missing.json' does not"),
+        (ZeroPlugin, {"hf_ds_config": 3}, "expected a dict, the path of a JSON file"),
+        (ZeroPlugin, {"hf_ds_config": {"zero_optimization": {"stge": 1}}}, "zero_optimization.stge"),
+        (ZeroPlugin, {"hf_ds_config": '{"fp16": {"enabled": true, "enabled": false}}'}, "given 2 times"),
+        (ZeroPlugin, {"zero_stage": 7}, "ZeroPlugin(zero_stage): expected 0, 1, 2 or 3, got 7"),
+        (ZeroPlugin, {"zero_stage": "2"}, "ZeroPlugin(zero_stage): expected 0, 1, 2 or 3, got '2'"),
+        (ZeroPlugin, {"offload_param_device": "gpu"}, 'expected "none", "cpu" or "nvme", got \'gpu\''),
+        (ZeroPlugin, {"gradient_accumulation_steps": 0}, "expected a whole number of at least 1, got 0"),
+        (ZeroPlugin, {"gradient_clipping": -1}, "ZeroPlugin(gradient_clipping): expected a number of at least 0, got"),
+        (ZeroPlugin, {"enable_msamp": True}, "there is no 8-bit training"),
+        (Accelerator, {"mixed_precision": "fp8"}, "there is no 8-bit training; use bf16"),
+        (Accelerator, {"mixed_precision": "half"}, 'expected "no", "fp16" or "bf16", got \'half\''),
+        (Accelerator, {"gradient_accumulation_steps": 0}, "expected a whole number of at least 1"),
+        (Accelerator, {"deepspeed_plugins": {"one": 3}}, "plugin 'one': expected a ZeroPlugin, got 'int'"),
+        (Accelerator, {"deepspeed_plugins": {}}, "expected at least one plugin"),
+        (Accelerator, dict.fromkeys(("deepspeed_plugin", "zero_plugin"), ZeroPlugin()), "expected one of them, got 2"),
     ],
 )
-def test_a_plugin_refuses_by_name(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        ZeroPlugin(**arguments)
-    assert message in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"mixed_precision": "fp8"}, "there is no 8-bit training; use bf16"),
-        ({"mixed_precision": "half"}, 'expected "no", "fp16" or "bf16", got \'half\''),
-        ({"gradient_accumulation_steps": 0}, "expected a whole number of at least 1"),
-        ({"deepspeed_plugins": {"one": 3}}, "plugin 'one': expected a ZeroPlugin, got 'int'"),
-        ({"deepspeed_plugins": {}}, "expected at least one plugin"),
-    ],
-)
-def test_an_accelerator_refuses_by_name(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        Accelerator(**arguments)
-    assert message in str(caught.value)
-
-
-def test_two_ways_to_give_a_plugin_are_one_too_many() -> None:
-    plugin = ZeroPlugin(zero_stage=1)
-    with pytest.raises(ConfigError, match="expected one of them, got 2"):
-        Accelerator(deepspeed_plugin=plugin, zero_plugin=plugin)
+def test_wrong_arguments_are_refused_by_name(make: Any, arguments: dict[str, Any], message: str) -> None:
+    with refused(ConfigError, message):
+        make(**arguments)
 
 
 def test_the_config_may_be_changed_until_prepare() -> None:

@@ -127,11 +127,6 @@ def test_wandb_is_reported_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     run.finish.assert_called_once_with()
 
 
-def test_all_means_those_that_are_installed(tmp_path: Path) -> None:
-    trackers = Trackers("all", tmp_path, is_main_process=False)
-    assert trackers._chosen == ["tensorboard"]
-
-
 @pytest.mark.parametrize(
     ("log_with", "logging_dir", "message"),
     [

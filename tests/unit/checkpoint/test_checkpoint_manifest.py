@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.refusals import refused
 from zeroaccel.checkpoint import manifest as format_
 from zeroaccel.checkpoint.atomic_write import write_durably
 from zeroaccel.checkpoint.find import find_checkpoint, newest_first
@@ -127,10 +128,8 @@ def _set(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
 def test_contradictions_are_named(tmp_path: Path, edit: Callable[[dict[str, Any]], None], told: str) -> None:
     folder = saved(tmp_path)
     edited(folder, edit)
-    with pytest.raises(CheckpointError) as caught:
+    with refused(CheckpointError, told, str(folder)):
         read_manifest(folder)
-    assert told in str(caught.value)
-    assert str(folder) in str(caught.value)
 
 
 def test_any_changed_character_is_found(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.commands import typed
 from zeroaccel.checkpoint.formats.deepspeed_checkpoint import (
     DeepSpeedCheckpoint,
     is_deepspeed_checkpoint,
@@ -29,7 +30,6 @@ from zeroaccel.checkpoint.formats.torch_pickle import load_pickle
 from zeroaccel.checkpoint.plain_codec import decode
 from zeroaccel.checkpoint.tensor_store import TorchStore
 from zeroaccel.checkpoint.zero_to_fp32 import ConversionError, Options, read_tensors, select
-from zeroaccel.cli.main import main
 from zeroaccel.errors import CheckpointError
 
 DATA = Path(__file__).parents[2] / "data" / "deepspeed"
@@ -351,28 +351,19 @@ def test_a_file_that_is_cut_off_is_named(kept: int, unpack: Unpack) -> None:
         open_deepspeed_checkpoint(folder)
 
 
-def _cli(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as exit_:
-        main([str(argument) for argument in arguments], prog_name="zeroaccel")
-    return int(exit_.value.code or 0)
-
-
-def test_the_command_looks_into_it_and_checks_it(unpack: Unpack, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_looks_into_it_and_checks_it(unpack: Unpack) -> None:
     folder = unpack("stage3_fp32_w3")
-    assert _cli("checkpoint", "inspect", folder) == 0
-    shown = capsys.readouterr().out
+    shown = typed("checkpoint inspect", folder).out
     assert shown.startswith("global_step3: DeepSpeed 0.")
     assert "zero stage 3, world_size 3, step 3\n" in shown
     assert shown.count("  zero_pp_rank_1_mp_rank_00_") == 2
-    assert _cli("checkpoint", "verify", folder, "--tag", "global_step3") == 0
-    assert capsys.readouterr().out.startswith("global_step3: valid, ")
+    assert typed("checkpoint verify", folder, "--tag", "global_step3").out.startswith("global_step3: valid, ")
     path = tag_folder(folder) / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     content = bytearray(path.read_bytes())
     piece = next(p for p in open_deepspeed_checkpoint(folder).tensors["master/up.weight"].pieces if p[0] == 1)
     content[piece[3]] ^= 1
     path.write_bytes(content)
-    assert _cli("checkpoint", "verify", folder) == 1
-    said = capsys.readouterr()
+    said = typed("checkpoint verify", folder, code=1)
     assert "zero_pp_rank_1_mp_rank_00_optim_states.pt: damaged" in said.err
     assert "valid" not in said.out
 

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 
 from tests.hostile.bombs import BOMBS, bomb
 from tests.hostile.readers import ALLOWED, READERS, apply_edits, edited_tree, resealed
+from tests.support.refusals import refused
 from tests.unit.checkpoint.checkpoint_by_hand import rewrite_manifest
 from zeroaccel.checkpoint import zero_to_fp32
 from zeroaccel.checkpoint.find import find_checkpoint
@@ -36,7 +37,7 @@ from zeroaccel.config.load_config_file import load_config
 from zeroaccel.errors import CheckpointError, ConfigError
 
 MOST_SECONDS = 2.0
-EXAMPLES = 60
+EXAMPLES = 30
 NOTHING_WRONG = {
     ("pickle", "a memo of 32 GB"),  # its memo is two entries
     ("pickle", "dicts"),
@@ -277,9 +278,8 @@ def test_plain_json_is_bounded(tmp_path: Path) -> None:
     ],
 )
 def test_bounds_are_reported_with_their_place(read: Callable[[str], object], text: str, words: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with refused(ConfigError, words):
         read(text)
-    assert words in str(caught.value)
 
 
 def test_an_error_can_show_any_value_and_be_printed() -> None:

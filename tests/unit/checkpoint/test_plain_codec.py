@@ -26,38 +26,18 @@ def through_json(value: Any) -> Any:
     return decode(json.loads(json.dumps(encode(value, "state", keep), allow_nan=False)), kept.__getitem__)
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        None,
-        True,
-        -(2**80),
-        0.1,
-        -0.0,
-        float("inf"),
-        "é\n",
-        b"\x00\xff",
-        [1, [2.5, None]],
-        (1, (), ("a",)),
-        {1, 2},
-        {"a": {"b": [1]}},
-        {1: "int", "1": "str", (2, 3): "tuple", None: 0},
-        {"$": "a dollar"},
-        OrderedDict([("b", 1), ("a", 2)]),
-        Counter({30: 2}),
-        {},
-        Path("runs/1"),
-        argparse.Namespace(lr=0.1, data=Path("x"), sizes=(1, 2)),
-    ],
-)
+SCALARS = [None, True, -(2**80), 0.1, -0.0, float("inf"), float("nan"), "é\n", b"\x00\xff"]
+LISTS = [[1, [2.5, None]], (1, (), ("a",)), {1, 2}]
+MAPPINGS = [{"a": {"b": [1]}}, {1: "int", "1": "str", (2, 3): "tuple", None: 0}, {"$": "a dollar"}, {}]
+ORDERED = [OrderedDict([("b", 1), ("a", 2)]), Counter({30: 2})]
+PATHS = [Path("runs/1"), argparse.Namespace(lr=0.1, data=Path("x"), sizes=(1, 2))]
+
+
+@pytest.mark.parametrize("value", [*SCALARS, *LISTS, *MAPPINGS, *ORDERED, *PATHS])
 def test_values_keep_type_and_bits(value: Any) -> None:
     got = through_json({"x": value})["x"]
     assert type(got) is type(value)
     assert repr(got) == repr(value)
-
-
-def test_a_nan_stays_one() -> None:
-    assert repr(through_json([float("nan")])) == "[nan]"
 
 
 @pytest.mark.parametrize(

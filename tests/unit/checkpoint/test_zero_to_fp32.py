@@ -23,6 +23,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
+from tests.support.commands import typed
 from tests.support.environment import outside_any_job
 from tests.unit.checkpoint.checkpoint_by_hand import Entry, make_checkpoint, rewrite_manifest
 from zeroaccel.checkpoint import zero_to_fp32
@@ -33,7 +34,6 @@ from zeroaccel.checkpoint.consolidate import (
     load_state_dict_from_zero_checkpoint,
 )
 from zeroaccel.checkpoint.zero_to_fp32 import ConversionError, run
-from zeroaccel.cli.main import main
 from zeroaccel.errors import CheckpointError, UsageError
 
 RNG = np.random.default_rng(0)
@@ -96,12 +96,6 @@ def _assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         assert torch.equal(found[name], tensor), name
 
 
-def _cli(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as exit_:
-        main([str(argument) for argument in arguments], prog_name="zeroaccel")
-    return int(exit_.value.code or 0)
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 5])
 def test_a_folder_of_safetensors_has_every_value(world_size: int, tmp_path: Path) -> None:
     parameters = _parameters()
@@ -113,10 +107,9 @@ def test_a_folder_of_safetensors_has_every_value(world_size: int, tmp_path: Path
         assert file.metadata() == {"format": "pt", "head.weight": "embed.weight"}
 
 
-def test_it_says_what_it_does(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_says_what_it_does(root: Path, tmp_path: Path) -> None:
     out = tmp_path / "model.safetensors"
-    assert _cli("zero-to-fp32", root, out) == 0
-    said = capsys.readouterr()
+    said = typed("zero-to-fp32", root, out)
     numel = sum(entry.data.size for entry in _parameters().values())
     assert said.out.splitlines()[:3] == [
         "Processing zero checkpoint at global_step1",
@@ -419,18 +412,15 @@ def test_a_file_the_manifest_does_not_name_means_nothing(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--dtype", "int8"], "--dtype: invalid choice: 'int8'"),
-        (["--max_shard_size", "big"], "expected a size such as 5GB or 500MiB, got 'big'"),
-        (["--workers", "0"], "expected a number above 0, got '0'"),
-        (["--onyl", "x"], "unrecognized arguments: --onyl"),
-        (["--safe_serialization", "--format", "bin"], "exclude each other"),
+        ("--dtype int8", "--dtype: invalid choice: 'int8'"),
+        ("--max_shard_size big", "expected a size such as 5GB or 500MiB, got 'big'"),
+        ("--workers 0", "expected a number above 0, got '0'"),
+        ("--onyl x", "unrecognized arguments: --onyl"),
+        ("--safe_serialization --format bin", "exclude each other"),
     ],
 )
-def test_a_wrong_option_is_one_message_and_exit_code_2(
-    options: list[str], words: str, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert _cli("zero-to-fp32", root, tmp_path / "out", *options) == 2
-    said = capsys.readouterr()
+def test_a_wrong_option_is_one_message_and_exit_code_2(options: str, words: str, root: Path, tmp_path: Path) -> None:
+    said = typed("zero-to-fp32", root, tmp_path / "out", *options.split(), code=2)
     assert said.err.startswith("zeroaccel: ")
     assert said.err.count("\n") == 1
     assert words in said.err
@@ -516,11 +506,10 @@ def test_conversion_by_call_has_the_options_of_the_command(root: Path, tmp_path:
 # ---- `zeroaccel checkpoint` ----
 
 
-def test_inspect_shows_what_is_there(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_what_is_there(root: Path) -> None:
     make_checkpoint(root, {"w": _f32(3)}, tag="broken")
     (root / "broken" / "manifest.json").unlink()
-    assert _cli("checkpoint", "inspect", root) == 0
-    shown = capsys.readouterr().out
+    shown = typed("checkpoint inspect", root).out
     assert "global_step1: zero stage 3, world_size 2, step 1" in shown
     assert "7 parameters (1 frozen, 1 ties)" in shown
     assert f"rank 1: {_rank_file(root / 'global_step1', 1).name}" in shown
@@ -528,12 +517,10 @@ def test_inspect_shows_what_is_there(root: Path, capsys: pytest.CaptureFixture[s
     assert shown.endswith("latest: broken\n")
 
 
-def test_verify_finds_a_flipped_byte(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _cli("checkpoint", "verify", root) == 0
-    assert "global_step1: valid" in capsys.readouterr().out
+def test_verify_finds_a_flipped_byte(root: Path) -> None:
+    assert "global_step1: valid" in typed("checkpoint verify", root).out
     _flip(_rank_file(root / "global_step1", 1), 100_000)
-    assert _cli("checkpoint", "verify", root) == 1
-    said = capsys.readouterr()
+    said = typed("checkpoint verify", root, code=1)
     assert "damaged between bytes 65536 and 131072" in said.out
     assert "damaged or incomplete: global_step1" in said.err
 
@@ -542,8 +529,8 @@ def test_verify_finds_a_flipped_byte(root: Path, capsys: pytest.CaptureFixture[s
 def test_a_resharded_checkpoint_has_the_same_values(
     world_size: int, root: Path, parameters: dict[str, Entry], tmp_path: Path
 ) -> None:
-    assert _cli("checkpoint", "reshard", root, tmp_path / "new", "--world_size", world_size) == 0
-    assert _cli("checkpoint", "verify", tmp_path / "new") == 0
+    typed("checkpoint reshard", root, tmp_path / "new", "--world_size", world_size)
+    typed("checkpoint verify", tmp_path / "new")
     body = json.loads((tmp_path / "new" / "global_step1" / "manifest.json").read_text())["manifest"]
     assert body["world_size"] == world_size == len(body["files"])
     assert "state/exp_avg/layer.weight" in body["tensors"]
@@ -554,5 +541,5 @@ def test_a_resharded_checkpoint_has_the_same_values(
 
 def test_resharding_a_damaged_checkpoint_leaves_none(root: Path, tmp_path: Path) -> None:
     _flip(_rank_file(root / "global_step1", 0), 100_000)
-    assert _cli("checkpoint", "reshard", root, tmp_path / "new", "--world_size", 3) == 1
+    typed("checkpoint reshard", root, tmp_path / "new", "--world_size", 3, code=1)
     assert not list((tmp_path / "new").glob("*/manifest.json"))

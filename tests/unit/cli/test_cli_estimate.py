@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor, nn
 
-from zeroaccel.cli.main import main
+from tests.support.commands import typed
 
 MODEL = f"{__name__}:tiny"
 
@@ -29,15 +29,8 @@ def tiny() -> nn.Module:
     return Tiny()
 
 
-def _run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as exit_:
-        main(["estimate", *arguments], prog_name="zeroaccel")
-    return int(exit_.value.code or 0)
-
-
-def test_json_is_all_there_is_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run(MODEL, "--ranks", "2", "--seq", "8", "--device-memory", "1MB", "--json") == 0
-    report = json.loads(capsys.readouterr().out)
+def test_json_is_all_there_is_on_stdout() -> None:
+    report = json.loads(typed("estimate", MODEL, "--ranks", "2", "--seq", "8", "--device-memory", "1MB", "--json").out)
     assert report["workload"]["ranks"] == 2
     assert report["capacity"]["device"] == 10**6
     assert len(report["plans"]) == 11
@@ -47,10 +40,9 @@ def test_json_is_all_there_is_on_stdout(capsys: pytest.CaptureFixture[str]) -> N
         assert device["total"] == sum(device[part] for part in ("params", "optimizer", "gradients", "activations"))
 
 
-def test_a_table_in_a_pipe_is_plain_text(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run(MODEL, "--ranks", "2", "--seq", "8", "--device_memory", "1KB") == 2
-    assert _run(MODEL, "--ranks", "2", "--seq", "8", "--device_memory", "1MiB") == 0
-    shown = capsys.readouterr()
+def test_a_table_in_a_pipe_is_plain_text() -> None:
+    typed("estimate", MODEL, "--ranks", "2", "--seq", "8", "--device_memory", "1KB", code=2)
+    shown = typed("estimate", MODEL, "--ranks", "2", "--seq", "8", "--device_memory", "1MiB")
     lines = shown.out.splitlines()
     assert lines[0] == f"{MODEL}: 4.16e-06 B parameters, 2 ranks, bf16, batch 1 x 8, adam; GB"
     assert re.match(r" stage 1 +0\.000 +0\.000 .* recommended", lines[2])
@@ -59,15 +51,17 @@ def test_a_table_in_a_pipe_is_plain_text(capsys: pytest.CaptureFixture[str]) -> 
     assert "first 1,000,000,000 elements of each rank's shards stay there (offload_param.max_in_cpu)" in shown.err
 
 
-def test_when_nothing_fits_it_says_what_would_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run(MODEL, "--seq", "8", "--host_memory", "1MB", "--device_memory", "0.001MB") == 0
-    assert "no plan fits; use more ranks" in capsys.readouterr().err
+def test_when_nothing_fits_it_says_what_would_help() -> None:
+    assert (
+        "no plan fits; use more ranks"
+        in typed("estimate", MODEL, "--seq", "8", "--host_memory", "1MB", "--device_memory", "0.001MB").err
+    )
 
 
 @pytest.mark.parametrize("kind", ["html", "png"])
 def test_charts_are_written(tmp_path: Path, kind: str) -> None:
     path = tmp_path / f"chart.{kind}"
-    assert _run(MODEL, "--seq", "8", "--device_memory", "1MB", "--plot", str(path)) == 0
+    typed("estimate", MODEL, "--seq", "8", "--device_memory", "1MB", "--plot", str(path))
     if kind == "png":
         assert path.read_bytes().startswith(b"\x89PNG")
     else:
@@ -88,11 +82,8 @@ def test_charts_are_written(tmp_path: Path, kind: str) -> None:
         ([MODEL, "--batch", "0"], "0 is not in the range x>=1"),
     ],
 )
-def test_mistakes_are_one_line_and_exit_2(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert _run(*arguments) == 2
-    said = capsys.readouterr()
+def test_mistakes_are_one_line_and_exit_2(arguments: list[str], message: str) -> None:
+    said = typed("estimate", *arguments, code=2)
     assert message in said.err
     assert said.err.count("\n") == 1
     assert said.out == ""

@@ -91,56 +91,36 @@ def test_lists_of_slurm(text: str, names: list[str]) -> None:
     assert expand_nodelist(text) == names
 
 
-SLURM = {
-    "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_STEP_NUM_TASKS": "2",
-    "SLURM_STEP_NODELIST": "gpu[3-4]",
-    "SLURM_NODEID": "1",
-    "SLURM_JOB_ID": "123456",
-}
+def _variables(text: str) -> dict[str, str]:
+    return dict(word.split("=") for word in text.split())
+
+
+SLURM = _variables(
+    "SLURM_STEP_NUM_NODES=2 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NODELIST=gpu[3-4] SLURM_NODEID=1 SLURM_JOB_ID=123456"
+)
+MPI = _variables("OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_LOCAL_SIZE=1")
+PET = "PET_NNODES=2 PET_NODE_RANK=1 PET_NPROC_PER_NODE=8 PET_MASTER_ADDR=job-0 PET_MASTER_PORT=29400"
+KUBERNETES = "KUBERNETES_SERVICE_HOST=10.0.0.1 RANK=0 WORLD_SIZE=3 MASTER_ADDR=job-0"
+PLACE = ("num_machines", "machine_rank", "main_process_ip", "main_process_port", "num_processes")
 
 
 @pytest.mark.parametrize(
-    ("environ", "settings"),
+    ("environ", "place"),
     [
-        ({}, {}),
-        ({"SLURM_JOB_ID": "1", "SLURM_NNODES": "2", "SLURM_NODEID": "0"}, {}),  # a batch script, and no srun
-        (SLURM | {"LOCAL_RANK": "0"}, {}),
-        (SLURM | {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1"}, {}),
-        (
-            SLURM,
-            {"num_machines": 2, "machine_rank": 1, "main_process_ip": "gpu3", "main_process_port": 23456},
-        ),
-        (
-            {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
-            {"num_machines": 4, "machine_rank": 3},
-        ),
-        (
-            {
-                "PET_NNODES": "2",
-                "PET_NODE_RANK": "1",
-                "PET_NPROC_PER_NODE": "8",
-                "PET_MASTER_ADDR": "job-0",
-                "PET_MASTER_PORT": "29400",
-            },
-            {
-                "num_machines": 2,
-                "machine_rank": 1,
-                "num_processes": 16,
-                "main_process_ip": "job-0",
-                "main_process_port": 29400,
-            },
-        ),
-        (
-            {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "job-0"},
-            {"num_machines": 3, "machine_rank": 0, "main_process_ip": "job-0"},
-        ),
+        ({}, ()),
+        (_variables("SLURM_JOB_ID=1 SLURM_NNODES=2 SLURM_NODEID=0"), ()),  # a batch script, and no srun
+        (SLURM | {"LOCAL_RANK": "0"}, ()),
+        (SLURM | {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1"}, ()),
+        (SLURM, (2, 1, "gpu3", 23456)),
+        (MPI, (4, 3)),
+        (_variables(PET), (2, 1, "job-0", 29400, 16)),
+        (_variables(KUBERNETES), (3, 0, "job-0")),
     ],
 )
-def test_schedulers(environ: dict[str, str], settings: dict[str, object]) -> None:
+def test_schedulers(environ: dict[str, str], place: tuple[object, ...]) -> None:
     found = cluster_environment(environ)
-    assert found.values == settings
-    assert found.sources.keys() == settings.keys()
+    assert found.values == dict(zip(PLACE, place, strict=False))
+    assert found.sources.keys() == found.values.keys()
 
 
 @pytest.mark.parametrize(
@@ -148,7 +128,7 @@ def test_schedulers(environ: dict[str, str], settings: dict[str, object]) -> Non
     [
         (SLURM | {"SLURM_STEP_NUM_TASKS": "16"}, "srun has started 16 launchers on 2 machines; .*--ntasks-per-node=1"),
         (
-            {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+            MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
             "mpirun has started 2 launchers on this machine",
         ),
     ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,9 @@ import pytest
 from click.testing import CliRunner
 
 import zeroaccel
-from tests.support.environment import ROOT, outside_any_job
+from tests.support.commands import typed
+from tests.support.environment import ROOT
+from tests.support.job import run_command
 from tests.support.mesh_training import NEEDS_STAGES
 from zeroaccel.cli.main import SUB_COMMANDS, main
 
@@ -28,32 +29,6 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return SCRIPT
 
 
-def _run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as exit_:
-        main(list(arguments), prog_name="zeroaccel")
-    return int(exit_.value.code or 0)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "untouched"),
-    [
-        (["--help"], ("torch", "pydantic", "zeroaccel.cli.launch.launch_command")),
-        (["--version"], ("torch", "pydantic", "zeroaccel.cli.launch.launch_command")),
-        (["config", "--help"], ("torch", "pydantic", "rich", "questionary")),
-        (["launch", "--help"], ("torch", "pydantic", "zeroaccel.cli.launch.launch_command")),
-    ],
-)
-def test_what_is_not_used_is_not_imported(arguments: list[str], untouched: tuple[str, ...]) -> None:
-    check = (
-        "import sys\nfrom zeroaccel.cli.main import main\n"
-        f"try: main({arguments})\nexcept SystemExit as exit_: assert not exit_.code\n"
-        f"assert not [name for name in {untouched} if name in sys.modules]"
-    )
-    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, env=outside_any_job())
-    assert done.returncode == 0, done.stderr
-    assert done.stdout
-
-
 @NEEDS_STAGES  # and an older torch brings sympy by itself
 def test_torchs_schedules_are_imported_for_a_pipeline_only() -> None:
     """They bring torch's compiler and sympy, which took a quarter of the time of `zeroaccel estimate`."""
@@ -63,13 +38,12 @@ def test_torchs_schedules_are_imported_for_a_pipeline_only() -> None:
         "from zeroaccel.parallel import PipelineEngine\nfrom zeroaccel.zero.engine_base import EngineBase\n"
         "assert 'torch.distributed.pipelining' in sys.modules and issubclass(PipelineEngine, EngineBase)"
     )
-    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, env=outside_any_job())
+    done = run_command([sys.executable, "-c", check], fresh=True)
     assert done.returncode == 0, done.stderr
 
 
 def test_the_package_is_a_program(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "zeroaccel.cli", "--version"]
-    done = subprocess.run(command, capture_output=True, text=True, env=outside_any_job(), cwd=tmp_path)
+    done = run_command([sys.executable, "-m", "zeroaccel.cli", "--version"], cwd=tmp_path, fresh=True)
     assert done.stdout.startswith(f"zeroaccel {zeroaccel.__version__} (torch 2.")
 
 
@@ -82,18 +56,17 @@ def test_the_package_is_a_program(tmp_path: Path) -> None:
         ("zeroaccel launch --deepspeed_c", ["--deepspeed_config_file"]),
     ],
 )
-def test_the_shell_completes_commands_and_flags(words: str, completed: list[str], tmp_path: Path) -> None:
+def test_the_shell_completes_commands_and_flags(
+    words: str, completed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = {"_ZEROACCEL_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
-    program = "from zeroaccel.cli.main import main; main(prog_name='zeroaccel')"
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env=outside_any_job() | asked
-    )
-    assert [line.removeprefix("plain,") for line in done.stdout.split()] == completed
+    for name, value in asked.items():
+        monkeypatch.setenv(name, value)
+    assert [line.removeprefix("plain,") for line in typed("").out.split()] == completed
 
 
-def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run() == 0
-    shown = capsys.readouterr().out
+def test_help_names_every_command() -> None:
+    shown = typed("").out
     assert all(f"  {name} " in shown for name in SUB_COMMANDS)
 
 
@@ -111,78 +84,62 @@ def test_every_command_can_be_imported() -> None:
         (["lanch"], "No such command 'lanch'. Did you mean launch?"),
         (["launch", "--num_proceses", "2", SCRIPT], "--num_processes"),
         (["launch", "--num_processes", "two", SCRIPT], "--num_processes: expected a whole number, got 'two'"),
-        (["launch", "--num_processes", "0", SCRIPT], "--num_processes: expected a number above 0, got 0"),
         (["launch", "--num-processes", "-3", SCRIPT], "--num_processes: expected a number above 0, got -3"),
         (["launch"], "Missing argument 'SCRIPT'"),
         (["launch", "--module", "--no-python", SCRIPT], "exclude each other"),
         (["launch", "--tee", "0=3", SCRIPT], "0:3,1:2"),
         (["launch", "--rdzv_conf", "timeout", SCRIPT], "--rdzv_conf: expected the form KEY=NUMBER"),
         (["launch", "--rdzv_backend", "etcd", SCRIPT], "--rdzv_backend: expected 'static' or 'c10d', got 'etcd'"),
-        (["launch", "--num_machines", "2", "--machine_rank", "0", SCRIPT], "--main_process_ip: expected the address"),
-        (["launch", "tarin.py"], "did you mean train.py?"),
     ],
 )
-def test_a_mistake_is_one_message_on_stderr_and_exit_code_2(
-    arguments: list[str], words: str, script: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert _run(*arguments) == 2
-    said = capsys.readouterr()
+def test_a_mistake_is_one_message_on_stderr_and_exit_code_2(arguments: list[str], words: str, script: str) -> None:
+    said = typed("", *arguments, code=2)
     assert said.out == ""
     assert said.err.startswith("zeroaccel: ")
     assert said.err.count("\n") == 1
     assert words in said.err
 
 
-def test_several_wrong_settings_are_reported_together(script: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run("launch", "--max_restarts", "-1", "--monitor_interval", "0", script) == 2
-    assert [line.split(":")[0] for line in capsys.readouterr().err.splitlines()[1:]] == [
+def test_several_wrong_settings_are_reported_together(script: str) -> None:
+    assert [
+        line.split(":")[0]
+        for line in typed("launch --max_restarts -1 --monitor_interval 0", script, code=2).err.splitlines()[1:]
+    ] == [
         "  --max_restarts",
         "  --monitor_interval",
     ]
 
 
-def test_options_after_the_script_are_the_scripts(script: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run("launch", "--cpu", "--dry-run", script, "--num_processes", "7", "--dry-run", "--", "-x") == 0
-    shown = capsys.readouterr().out
+def test_options_after_the_script_are_the_scripts(script: str) -> None:
+    shown = typed("launch --cpu --dry-run", script, "--num_processes", "7", "--dry-run", "--", "-x").out
     assert "WORLD_SIZE=1" in shown
     assert shown.rstrip().endswith(f"{script} --num_processes 7 --dry-run -- -x")
 
 
-def test_the_dry_run_shows_each_process_and_says_nothing_else(script: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run("launch", "--cpu", "--num_processes", "3", "--timeout", "5", "--dry_run", script, "a b") == 0
-    said = capsys.readouterr()
+def test_the_dry_run_shows_each_process_and_says_nothing_else(script: str) -> None:
+    said = typed("launch --cpu --num_processes 3 --timeout 5 --dry_run", script, "a b")
     assert said.err == ""
     commands = [line for line in said.out.splitlines() if not line.startswith("#")]
     assert len(commands) == 3
-    for rank, command in enumerate(commands):
-        assert command.startswith(
-            f"RANK={rank} LOCAL_RANK={rank} WORLD_SIZE=3 LOCAL_WORLD_SIZE=3 MASTER_ADDR=127.0.0.1"
-        )
-        assert "ZEROACCEL_COLLECTIVE_TIMEOUT=5" in command
-        assert "CUDA_VISIBLE_DEVICES=''" in command
-        assert command.endswith("train.py 'a b'")
+    for rank, line in enumerate(commands):
+        assert line.startswith(f"RANK={rank} LOCAL_RANK={rank} WORLD_SIZE=3 LOCAL_WORLD_SIZE=3 MASTER_ADDR=127.0.0.1")
+        assert "ZEROACCEL_COLLECTIVE_TIMEOUT=5" in line
+        assert "CUDA_VISIBLE_DEVICES=''" in line
+        assert line.endswith("train.py 'a b'")
 
 
-def test_debug_may_come_from_the_environment(
-    script: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_debug_may_come_from_the_environment(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for value, expected in [("0", False), ("1", True)]:
         monkeypatch.setenv("ZEROACCEL_DEBUG", value)
-        assert _run("launch", "--cpu", "--dry_run", script) == 0
-        assert ("ZEROACCEL_DEBUG=1" in capsys.readouterr().out) is expected
+        assert ("ZEROACCEL_DEBUG=1" in typed("launch --cpu --dry_run", script).out) is expected
 
 
 @pytest.mark.parametrize(
     ("name", "here"),
     [("merge-weights", "zero-to-fp32"), ("estimate-memory", "estimate"), ("ds_report", "doctor")],
 )
-def test_names_of_accelerate_and_deepspeed_lead_to_ours(
-    name: str, here: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        main([name], prog_name="zeroaccel")
-    assert exit_.value.code == 2
-    assert f"No such command '{name}'; zeroaccel {here}" in capsys.readouterr().err
+def test_names_of_accelerate_and_deepspeed_lead_to_ours(name: str, here: str) -> None:
+    assert f"No such command '{name}'; zeroaccel {here}" in typed(name, code=2).err
 
 
 def test_the_stored_help_of_launch_is_that_of_its_flags(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +178,7 @@ def test_every_help_has_examples_and_no_long_list_without_groups() -> None:
     assert len(seen) > 20
 
 
-def test_misspelt_flags_are_answered_with_the_one_that_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
+def test_misspelt_flags_are_answered_with_the_one_that_was_meant() -> None:
     tried = 0
     for path, command in _commands(main, "zeroaccel", None):
         option = next(
@@ -232,8 +189,7 @@ def test_misspelt_flags_are_answered_with_the_one_that_was_meant(capsys: pytest.
         wrong = option.opts[0][:-2] + option.opts[0][-1] + option.opts[0][-2]
         if wrong == option.opts[0]:
             wrong += "x"
-        assert _run(*path.split()[1:], wrong) == 2
-        said = capsys.readouterr().err
+        said = typed("", *path.split()[1:], wrong, code=2).err
         assert "did you mean" in said.lower(), path
         assert option.opts[0].lstrip("-")[:4] in said.lower().split("did you mean")[1].replace("-", "_"), path
         tried += 1

@@ -1,4 +1,4 @@
-"""What the launcher monitors in addition to torch's elastic agent: child processes of this one stand for ranks."""
+"""Processes of a job that the launcher watches besides torch's agent, and those that it finds by a mark and ends."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import psutil
 import pytest
 from torch.distributed.elastic.multiprocessing import PContext, SignalException
 
 from tests import time_limits
+from tests.support.environment import outside_any_job
 from zeroaccel.cli.launch import orphans
 from zeroaccel.cli.launch.agent import StopSignals, processes_end_in_time
 from zeroaccel.cli.launch.failures import AFTER_FAILURE_SECONDS
-from zeroaccel.cli.launch.orphans import ProcessWatch, break_connections
+from zeroaccel.cli.launch.orphans import LAUNCH_ID, ProcessWatch, break_connections, end_orphans
 from zeroaccel.config.launch.launch_settings import launch_settings
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
@@ -122,3 +125,35 @@ def test_processes_have_the_shutdown_timeout_after_a_signal(
             signal.raise_signal(signal.SIGINT)
         PContext.close(_NoProcesses(), signal.SIGINT, agents_own)  # type: ignore[arg-type]
     assert waits == [(signal.SIGTERM, after_failure), (signal.SIGINT, after_signal)]
+
+
+# Starts a marked child in a session of its own, which ignores SIGTERM. The parent has no mark and waits for a signal:
+# some machines end every process whose parent is gone.
+PARENT = f"""
+import os, subprocess, sys
+stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(60)"
+environment = os.environ | {{"{LAUNCH_ID}": sys.argv[1]}}
+child = subprocess.Popen([sys.executable, "-c", stubborn], env=environment, start_new_session=True, stdout=-1)
+child.stdout.readline()
+print(child.pid, flush=True)
+sys.stdin.read()
+child.wait()
+"""
+
+
+@contextmanager
+def _leftover(launch_id: str) -> Iterator[psutil.Process]:
+    command = [sys.executable, "-c", PARENT, launch_id]
+    with subprocess.Popen(command, env=outside_any_job(), stdin=-1, stdout=-1, text=True) as parent:
+        assert parent.stdout is not None
+        yield psutil.Process(int(parent.stdout.readline()))
+        end_orphans(launch_id, grace_seconds=0.1)
+
+
+def test_leftovers_of_one_launch_are_ended_and_no_others() -> None:
+    mine, another = uuid.uuid4().hex, uuid.uuid4().hex
+    with _leftover(mine) as leftover, _leftover(another) as stranger:
+        assert end_orphans(mine, grace_seconds=0.1) == 1
+        assert not leftover.is_running() or leftover.status() == psutil.STATUS_ZOMBIE
+        assert stranger.status() != psutil.STATUS_ZOMBIE
+        assert end_orphans(mine, grace_seconds=0.1) == 0

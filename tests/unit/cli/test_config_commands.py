@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.support.commands import typed
 from tests.support.environment import ROOT
 from zeroaccel.cli.config import config_command as command_module
 from zeroaccel.cli.config.config_command import SUB_COMMANDS
-from zeroaccel.cli.main import main
 from zeroaccel.config.schema import Config
 from zeroaccel.templates import ABOUT
 
@@ -29,59 +29,52 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def _run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as exit_:
-        main(["config", *arguments], prog_name="zeroaccel")
-    return int(exit_.value.code or 0)
-
-
-def test_data_goes_to_stdout_and_talk_to_stderr(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run("--yes", "--dry_run", "--zero-stage", "1") == 0
-    said = capsys.readouterr()
+def test_data_goes_to_stdout_and_talk_to_stderr(project: Path) -> None:
+    said = typed("config --yes --dry_run --zero-stage 1")
     assert yaml.safe_load(said.out)["deepspeed_config"]["zero_stage"] == 1
     assert said.err == "dry run: zeroaccel.yaml is not written\n"
     assert list(project.iterdir()) == []
-    assert _run("--yes", "--zero_stage", "1") == 0
-    written = capsys.readouterr()
+    written = typed("config --yes --zero_stage 1")
     assert written.out == ""
     assert (project / FILE).read_text() == said.out
     assert "\x1b" not in written.err
 
 
-def test_a_model_is_planned_for(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_is_planned_for(project: Path) -> None:
     words = ["--yes", "--dry_run", "--use_cpu", "yes", "--sequence", "64", "--num_processes", "2"]
-    assert _run(*words, "--model", "1m") == 0
-    said = capsys.readouterr()
+    said = typed("config", *words, "--model", "1m")
     assert yaml.safe_load(said.out)["deepspeed_config"]["zero_stage"] == 1
     assert said.err.startswith("1m takes 0.")
     assert "per process, which fits\n" in said.err
-    assert _run(*words, "--model", "1m", "--zero_stage", "3", "--offload_optimizer_device", "cpu") == 0
-    assert "more in memory, which fits\n" in capsys.readouterr().err
+    assert (
+        "more in memory, which fits\n"
+        in typed("config", *words, "--model", "1m", "--zero_stage", "3", "--offload_optimizer_device", "cpu").err
+    )
 
 
-def test_without_a_terminal_the_missing_flags_are_named(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run("--zero_stage", "3") == 2
-    said = capsys.readouterr().err
+def test_without_a_terminal_the_missing_flags_are_named(project: Path) -> None:
+    said = typed("config --zero_stage 3", code=2).err
     assert said.startswith("zeroaccel: stdin is no terminal, so nobody is asked: give --use_cpu (true), ")
     assert "--zero3_init_flag (true)" in said
     assert "--zero_stage" not in said
     assert said.count("\n") == 1
-    assert _run("--yes", "--num_machines", "2") == 2
-    assert "--yes is given, and there is no default for --main_process_ip: give a value." in capsys.readouterr().err
+    assert (
+        "--yes is given, and there is no default for --main_process_ip: give a value."
+        in typed("config --yes --num_machines 2", code=2).err
+    )
     assert list(project.iterdir()) == []
 
 
 def test_no_terminal_is_needed_where_nothing_is_left_to_ask(project: Path) -> None:
     flags = ["--use_cpu", "yes", "--num_machines", "1", "--use_deepspeed", "no", "--num_processes", "1"]
-    assert _run("--no_input", *flags, "--mixed_precision", "no") == 0
+    typed("config --no_input", *flags, "--mixed_precision", "no")
     assert yaml.safe_load((project / FILE).read_text())["distributed_type"] == "NO"
 
 
-def test_flags_before_set_before_answers(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_before_set_before_answers(project: Path) -> None:
     (project / "answers.yaml").write_text("zero_stage: 1\nnum_processes: 3\nuse_cpu: yes\n")
     sets = ["--set", "deepspeed_config.zero_stage=2", "--set", "num_processes=4", "--set", "max_restarts=5"]
-    assert _run("--yes", "--dry_run", "--answers", "answers.yaml", *sets, "--num_processes", "2") == 0
-    made = yaml.safe_load(capsys.readouterr().out)
+    made = yaml.safe_load(typed("config --yes --dry_run --answers answers.yaml", *sets, "--num_processes", "2").out)
     assert made["deepspeed_config"]["zero_stage"] == 2
     assert (made["num_processes"], made["max_restarts"], made["use_cpu"]) == (2, 5, True)
 
@@ -89,48 +82,44 @@ def test_flags_before_set_before_answers(project: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--zero_stage", "7"], "--zero_stage: expected 0, 1, 2 or 3, got '7'"),
-        (["--offload_param_device", "gpu"], "--offload_param_device: expected none, cpu or nvme, got 'gpu'"),
-        (["--zero_stge", "3"], "No such option '--zero_stge'"),
-        (["--set", "deepspeed_config.zero_stge=3"], "--set deepspeed_config.zero_stge: unknown key; did you mean"),
-        (["--set", "zero_stage"], "--set: expected KEY=VALUE, as in deepspeed_config.zero_stage=3, got 'zero_stage'"),
-        (["--set", "max_restarts=-1"], "max_restarts: expected a number of at least 0, got -1"),
-        (["--answers", "nowhere.yaml"], "file nowhere.yaml (--answers) does not exist"),
-        (["--answers", "bad.yaml"], "bad.yaml:1:1: zero_stge: no such question; did you mean zero_stage?"),
-        (["--config_file", "."], ". is a folder; name a file"),
-        (["--deepspeed_config_file", "broken.json"], "broken.json:1:2: not valid JSON"),
-        (["valdate"], "No such command 'valdate'. Did you mean validate?"),
-        (["--zero_stage", "3", "show"], "--zero_stage goes behind show."),
-        (["--yes", "default"], "--yes goes behind default."),
-        (["--model", "7b", "default"], "--model goes behind default."),
-        (["show"], "there is no launch file; make one: `zeroaccel config`"),
-        (["update"], "there is no launch file; name one by --config_file"),
-        (["explain", "zero_stge"], "zero_stge: no such key; did you mean zero_stage?"),
-        (["template", "zero_stage3_bf61"], "no such template; did you mean zero_stage3_bf16.json?"),
-        (["convert", "nowhere.yaml"], "file nowhere.yaml does not exist"),
+        ("--zero_stage 7", "--zero_stage: expected 0, 1, 2 or 3, got '7'"),
+        ("--offload_param_device gpu", "--offload_param_device: expected none, cpu or nvme, got 'gpu'"),
+        ("--zero_stge 3", "No such option '--zero_stge'"),
+        ("--set deepspeed_config.zero_stge=3", "--set deepspeed_config.zero_stge: unknown key; did you mean"),
+        ("--set zero_stage", "--set: expected KEY=VALUE, as in deepspeed_config.zero_stage=3, got 'zero_stage'"),
+        ("--set max_restarts=-1", "max_restarts: expected a number of at least 0, got -1"),
+        ("--answers nowhere.yaml", "file nowhere.yaml (--answers) does not exist"),
+        ("--answers bad.yaml", "bad.yaml:1:1: zero_stge: no such question; did you mean zero_stage?"),
+        ("--config_file .", ". is a folder; name a file"),
+        ("--deepspeed_config_file broken.json", "broken.json:1:2: not valid JSON"),
+        ("valdate", "No such command 'valdate'. Did you mean validate?"),
+        ("--zero_stage 3 show", "--zero_stage goes behind show."),
+        ("--yes default", "--yes goes behind default."),
+        ("--model 7b default", "--model goes behind default."),
+        ("show", "there is no launch file; make one: `zeroaccel config`"),
+        ("update", "there is no launch file; name one by --config_file"),
+        ("explain zero_stge", "zero_stge: no such key; did you mean zero_stage?"),
+        ("template zero_stage3_bf61", "no such template; did you mean zero_stage3_bf16.json?"),
+        ("convert nowhere.yaml", "file nowhere.yaml does not exist"),
     ],
 )
-def test_a_mistake_is_one_sentence_and_exit_code_2(
-    arguments: list[str], words: str, project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_is_one_sentence_and_exit_code_2(arguments: str, words: str, project: Path) -> None:
     (project / "bad.yaml").write_text("zero_stge: 3\n")
     (project / "broken.json").write_text("{")
-    flags = [] if {*SUB_COMMANDS, "valdate"} & set(arguments) else ["--yes"]
-    assert _run(*flags, *arguments) == 2
-    said = capsys.readouterr()
+    flags = "" if {*SUB_COMMANDS, "valdate"} & set(arguments.split()) else "--yes"
+    said = typed(f"config {flags} {arguments}", code=2)
     assert said.err.startswith("zeroaccel: ")
     assert words in said.err
     assert "Traceback" not in said.err
     assert not (project / FILE).exists()
 
 
-def test_default_does_not_replace_a_file_unless_told(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run("default", "--mixed_precision", "fp16") == 0
+def test_default_does_not_replace_a_file_unless_told(project: Path) -> None:
+    typed("config default --mixed_precision fp16")
     first = (project / FILE).read_text()
     assert "mixed_precision: fp16\n" in first
-    assert _run("default") == 2
-    assert "zeroaccel.yaml exists; --yes replaces it and keeps a copy" in capsys.readouterr().err
-    assert _run("default", "--yes") == 0
+    assert "zeroaccel.yaml exists; --yes replaces it and keeps a copy" in typed("config default", code=2).err
+    typed("config default --yes")
     assert (project / f"{FILE}.bak").read_text() == first
     assert (project / FILE).read_text() != first
 
@@ -139,30 +128,27 @@ def test_update_changes_what_it_is_reported(project: Path) -> None:
     (project / FILE).write_text(
         "num_processes: 2\ntimeout: 30\ndeepspeed_config:\n  zero_stage: 3\n  zero3_init_flag: true\n"
     )
-    assert _run("update", "--zero_stage", "2") == 0
+    typed("config update --zero_stage 2")
     made = yaml.safe_load((project / FILE).read_text())
     assert made["deepspeed_config"] == {"zero_stage": 2, "offload_optimizer_device": "none"}
     assert (made["num_processes"], made["timeout"]) == (2, 30.0)
 
 
-def test_show_says_what_a_launch_would_run_with(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_says_what_a_launch_would_run_with(project: Path) -> None:
     (project / "ds.json").write_text('{"gradient_clipping": 0.5, "train_micro_batch_size_per_gpu": "auto"}')
     (project / FILE).write_text("num_processes: 2\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n")
     command_module.os.environ["ZEROACCEL_NUM_PROCESSES"] = "3"  # type: ignore[index]
-    assert _run("show") == 0
-    assert capsys.readouterr().out == (project / FILE).read_text()
-    assert _run("show", "--resolve") == 0
-    rows = dict(line.split("\t", 1) for line in capsys.readouterr().out.splitlines())
+    assert typed("config show").out == (project / FILE).read_text()
+    rows = dict(line.split("\t", 1) for line in typed("config show --resolve").out.splitlines())
     assert rows["num_processes"] == "3\tenvironment ZEROACCEL_NUM_PROCESSES"
     assert rows["deepspeed_config_file"] == "ds.json\tzeroaccel.yaml:3:3"
     assert rows["max_restarts"] == "0\tdefault"
     assert rows["ds.json: gradient_clipping"] == "0.5\tds.json:1:2"
     assert rows["ds.json: train_micro_batch_size_per_gpu"].startswith("auto\t")
-    assert _run("show", "--resolve", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["num_processes"]["value"] == 3
+    assert json.loads(typed("config show --resolve --json").out)["num_processes"]["value"] == 3
 
 
-def test_validate_tells_every_file(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_validate_tells_every_file(project: Path) -> None:
     (project / "good.yaml").write_text("num_processes: 2\n")
     (project / "bad.yaml").write_text("num_proceses: 2\n")
     (project / "ds.json").write_text('{"zero_optimization": {"stage": 7}}')
@@ -171,8 +157,7 @@ def test_validate_tells_every_file(project: Path, capsys: pytest.CaptureFixture[
     (project / "flag.sh").write_text("#!/bin/sh\nzeroaccel launch \\\n  --zero_stge 3 train.py\n")
     (project / "hosts").write_text("node1 slots=8\nnode2 slot=8\n")
     names = ["good.yaml", "bad.yaml", "ds.json", "accelerate.json", "job.sh", "flag.sh", "hosts"]
-    assert _run("validate", *names) == 2
-    said = capsys.readouterr()
+    said = typed("config validate", *names, code=2)
     assert said.out.splitlines() == ["good.yaml: launch file, right", "accelerate.json: launch file, right"]
     assert said.err.splitlines() == [
         'zeroaccel: bad.yaml:1:1: num_proceses: unknown key; did you mean "num_processes"?',
@@ -183,27 +168,24 @@ def test_validate_tells_every_file(project: Path, capsys: pytest.CaptureFixture[
     ]
 
 
-def test_validate_reads_any_ending_by_its_content(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_validate_reads_any_ending_by_its_content(project: Path) -> None:
     (project / "job.conf").write_text('num_processes: "2"\nuse_cpu: true\n')
     (project / "ds.cfg").write_text('{"train_batch_size": "8"}')
     (project / "hosts.conf").write_text("node1 slots=2\n")
-    assert _run("validate", "job.conf", "ds.cfg", "hosts.conf") == 0
-    out = capsys.readouterr().out.splitlines()
-    assert out == [
+    assert typed("config validate job.conf ds.cfg hosts.conf").out.splitlines() == [
         "job.conf: launch file, right",
         "ds.cfg: JSON config, right",
         "note: ds.cfg:1:2: train_batch_size: '8' in quotes is read as 8",
         "hosts.conf: hostfile, right",
     ]
     (project / "job.conf").write_text("num_processes: [2\n")
-    assert _run("validate", "job.conf") == 2
-    assert "job.conf:1:16: not valid YAML" in capsys.readouterr().err
+    assert "job.conf:1:16: not valid YAML" in typed("config validate job.conf", code=2).err
 
 
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "Lion", "Adagrad", "SGD", "Lamb", "Muon", "Adafactor", "RMSprop"])
 def test_validate_takes_every_optimizer_that_a_config_can_name(name: str, project: Path) -> None:
     (project / "ds.json").write_text(json.dumps({"optimizer": {"type": name, "params": {"lr": 0.01}}}))
-    assert _run("validate", "ds.json") == 0
+    typed("config validate ds.json")
 
 
 WRONG_FOR_INITIALIZE = {
@@ -221,15 +203,14 @@ WRONG_FOR_INITIALIZE = {
 
 
 @pytest.mark.parametrize("text", WRONG_FOR_INITIALIZE)
-def test_validate_finds_what_initialize_would(text: str, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_validate_finds_what_initialize_would(text: str, project: Path) -> None:
     (project / "ds.json").write_text(text)
-    assert _run("validate", "ds.json") == 2
-    said = capsys.readouterr()
+    said = typed("config validate ds.json", code=2)
     assert WRONG_FOR_INITIALIZE[text] in said.err
     assert said.out == ""
 
 
-def test_validate_takes_auto_for_right(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_validate_takes_auto_for_right(project: Path) -> None:
     auto = {"lr": "auto", "betas": "auto", "weight_decay": "auto"}
     steps = {"total_num_steps": "auto", "warmup_num_steps": "auto", "warmup_max_lr": [1e-3, 1e-4]}
     tree = {
@@ -239,8 +220,7 @@ def test_validate_takes_auto_for_right(project: Path, capsys: pytest.CaptureFixt
         "scheduler": {"type": "WarmupDecayLR", "params": steps},
     }
     (project / "ds.json").write_text(json.dumps(tree))
-    assert _run("validate", "ds.json") == 0
-    said = capsys.readouterr()
+    said = typed("config validate ds.json")
     assert said.out.splitlines() == [
         "ds.json: JSON config, right",
         "note: ds.json:1:58: bf16.loss_scale: bf16 needs no loss scale; the key belongs to fp16",
@@ -248,49 +228,45 @@ def test_validate_takes_auto_for_right(project: Path, capsys: pytest.CaptureFixt
     assert said.err == ""
 
 
-def test_validate_is_as_strict_as_it_is_reported(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_validate_is_as_strict_as_it_is_reported(project: Path) -> None:
     (project / "ds.json").write_text('{"wibble": 1, "overlap_comm": true}')
-    assert [_run("validate", "ds.json"), _run("validate", "--strict", "ds.json")] == [2, 2]
-    assert capsys.readouterr().err.splitlines() == [
-        'zeroaccel: ds.json:1:15: overlap_comm: unknown key; did you mean "zero_optimization.overlap_comm"?',
+    assert typed("config validate ds.json", code=2).err == (
+        'zeroaccel: ds.json:1:15: overlap_comm: unknown key; did you mean "zero_optimization.overlap_comm"?\n'
+    )
+    assert typed("config validate --strict ds.json", code=2).err.splitlines() == [
         "zeroaccel: ds.json: 2 settings are wrong",
         "  ds.json:1:2: wibble: unknown key",
         '  ds.json:1:15: overlap_comm: unknown key; did you mean "zero_optimization.overlap_comm"?',
     ]
-    assert _run("validate", "--lenient", "ds.json") == 0
-    assert "note: ds.json:1:2: wibble: unknown key, which changes nothing" in capsys.readouterr().out
+    assert (
+        "note: ds.json:1:2: wibble: unknown key, which changes nothing"
+        in typed("config validate --lenient ds.json").out
+    )
 
 
-def test_validate_says_what_a_launch_file_mistook(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_validate_says_what_a_launch_file_mistook(project: Path) -> None:
     (project / "l.yaml").write_text("machine_rank: 'MACHINE_RANK'\ndeepspeed_config:\n  bf16: {enabled: true}\n")
-    assert _run("validate", "l.yaml") == 0
-    right, section, blank = capsys.readouterr().out.splitlines()
+    right, section, blank = typed("config validate l.yaml").out.splitlines()
     assert right == "l.yaml: launch file, right"
     assert section.startswith("note: l.yaml:3:3: deepspeed_config.bf16: does nothing, here as in accelerate: it is for")
     assert blank == "note: l.yaml: to be completed by --machine_rank of `zeroaccel launch`"
 
 
-def test_validate_looks_into_the_json_that_a_launch_file_names(
-    project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_validate_looks_into_the_json_that_a_launch_file_names(project: Path) -> None:
     (project / "ds.json").write_text('{"optimizer": {"type": "AdmaW"}}')
     (project / "l.yaml").write_text("num_processes: 2\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n")
-    assert _run("validate", "l.yaml") == 2
-    assert "ds.json:1:16: optimizer.type: expected a known optimizer" in capsys.readouterr().err
+    assert "ds.json:1:16: optimizer.type: expected a known optimizer" in typed("config validate l.yaml", code=2).err
     (project / "ds.json").write_text('{"comms_logger": {"enabled": true}}')
-    assert _run("validate", "l.yaml") == 0
-    assert capsys.readouterr().out.splitlines()[0] == "l.yaml: launch file, right"
+    assert typed("config validate l.yaml").out.splitlines()[0] == "l.yaml: launch file, right"
 
 
-def test_convert_drops_unknown_keys_when_told(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert_drops_unknown_keys_when_told(project: Path) -> None:
     (project / "ds.json").write_text('{"_why": 1, "wibble": 2, "gradient_clippin": 1, "gradient_clipping": 0.5}')
-    assert _run("convert", "ds.json") == 2
-    said = capsys.readouterr().err
+    said = typed("config convert ds.json", code=2).err
     assert "ds.json:1:13: wibble: unknown key" in said
     assert 'ds.json:1:26: gradient_clippin: unknown key; did you mean "gradient_clipping"?' in said
     assert "--drop_unknown" in said
-    assert _run("convert", "--drop-unknown", "ds.json") == 0
-    said = capsys.readouterr()
+    said = typed("config convert --drop-unknown ds.json")
     assert json.loads(said.out) == {"gradient_clipping": 0.5}
     assert said.err.splitlines() == [
         "left out ds.json:1:13: wibble: unknown key",
@@ -299,26 +275,20 @@ def test_convert_drops_unknown_keys_when_told(project: Path, capsys: pytest.Capt
     ]
 
 
-def test_explain_covers_launch_and_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run("explain", "zero_stage") == 0
-    said = capsys.readouterr().out
+def test_explain_covers_launch_and_json() -> None:
+    said = typed("config explain zero_stage").out
     assert "  environment  ZEROACCEL_ZERO_STAGE, ACCELERATE_DEEPSPEED_ZERO_STAGE\n" in said
     assert "  launch file  deepspeed_config.zero_stage\n" in said
-    assert _run("explain", "stage3_prefetch_bucket_size") == 0
-    assert "also         stage3_prefetch_bucket_size" in capsys.readouterr().out
-    assert _run("explain", "elasticity") == 0
-    assert "refused: the batch size does not follow the number of ranks" in capsys.readouterr().out
-    assert _run("explain", "expert_parallel.top_k") == 0
-    assert "refused: expert parallelism is not available yet" in capsys.readouterr().out
+    assert "also         stage3_prefetch_bucket_size" in typed("config explain stage3_prefetch_bucket_size").out
+    assert "refused: the batch size does not follow the number of ranks" in typed("config explain elasticity").out
+    assert "refused: expert parallelism is not available yet" in typed("config explain expert_parallel.top_k").out
 
 
-def test_the_schemas_are_json_schema(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run("schema") == 0
-    launch = json.loads(capsys.readouterr().out)
+def test_the_schemas_are_json_schema() -> None:
+    launch = json.loads(typed("config schema").out)
     assert launch["additionalProperties"] is False
     assert {"deepspeed_config", "num_processes", "hostfile"} - set(launch["properties"]) == {"hostfile"}
-    assert _run("schema", "json") == 0
-    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(Config.model_json_schema()))
+    assert json.loads(typed("config schema json").out) == json.loads(json.dumps(Config.model_json_schema()))
 
 
 OF_FSDP = """\
@@ -365,25 +335,21 @@ rdzv_backend: static
         ),
     ],
 )
-def test_convert_shards_as_fsdp_did(
-    change: tuple[str, str], section: dict[str, Any], project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_convert_shards_as_fsdp_did(change: tuple[str, str], section: dict[str, Any], project: Path) -> None:
     (project / "fsdp.yaml").write_text(OF_FSDP.replace(*change))
-    assert _run("convert", "fsdp.yaml") == 0
-    said = capsys.readouterr()
+    said = typed("config convert fsdp.yaml")
     made = yaml.safe_load(said.out)
     assert made["deepspeed_config"] == section
     assert (made["distributed_type"], made["num_processes"], made["mixed_precision"]) == ("DEEPSPEED", 2, "bf16")
     assert "fsdp_config.fsdp_backward_prefetch: left out, prefetching is set in the JSON config" in said.err
 
 
-def test_validate_says_what_flags_have_to_complete(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_validate_says_what_flags_have_to_complete(project: Path) -> None:
     (project / "two.yaml").write_text("num_machines: 2\nmachine_rank: 'MACHINE_RANK'\nnum_processes: 4\n")
     (project / "met.yaml").write_text("num_machines: 2\nrdzv_backend: c10d\nmain_process_ip: node1\n")
     (project / "odd.yaml").write_text("num_machines: 2\nnum_processes: 3\n")
     (project / "idle.yaml").write_text("deepspeed_config: {zero_stage: 2, offload_param_device: cpu}\n")
-    assert _run("validate", "two.yaml", "met.yaml", "idle.yaml") == 0
-    assert capsys.readouterr().out.splitlines() == [
+    assert typed("config validate two.yaml met.yaml idle.yaml").out.splitlines() == [
         "two.yaml: launch file, right",
         "note: two.yaml: to be completed by --machine_rank and --main_process_ip of `zeroaccel launch`",
         "met.yaml: launch file, right",
@@ -391,21 +357,21 @@ def test_validate_says_what_flags_have_to_complete(project: Path, capsys: pytest
         "note: idle.yaml:1:35: offload_param_device cpu: does nothing, parameters are sharded at stage 3 "
         "only, and the stage is 2",
     ]
-    assert _run("validate", "odd.yaml") == 2
-    assert "num_processes: expected a multiple of num_machines (2), got 3" in capsys.readouterr().err
+    assert (
+        "num_processes: expected a multiple of num_machines (2), got 3" in typed("config validate odd.yaml", code=2).err
+    )
 
 
-def test_convert_moves_keys_of_older_files(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert_moves_keys_of_older_files(project: Path) -> None:
     (project / "old.yaml").write_text(
         "num_processes: 2\ndynamo_backend: INDUCTOR\ncommand_file: x\ndowncast_bf16: 'no'\n"
     )
-    assert _run("convert", "old.yaml") == 0
-    said = capsys.readouterr()
+    said = typed("config convert old.yaml")
     assert yaml.safe_load(said.out) == {"num_processes": 2, "dynamo_config": {"dynamo_backend": "INDUCTOR"}}
     assert said.err == "command_file: does nothing, a setting of TPUs\n"
 
 
-def test_convert_leaves_out_of_a_json_what_is_of_no_use(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert_leaves_out_of_a_json_what_is_of_no_use(project: Path) -> None:
     tree = {
         "train_batch_size": "auto",
         "amp": {"enabled": True},
@@ -413,35 +379,31 @@ def test_convert_leaves_out_of_a_json_what_is_of_no_use(project: Path, capsys: p
         "flops_profiler": {"enabled": True, "profile_step": 1},
     }
     (project / "ds.json").write_text(json.dumps(tree))
-    assert _run("convert", "ds.json", "-o", "ours.json") == 0
+    said = typed("config convert ds.json -o ours.json").err
     assert json.loads((project / "ours.json").read_text()) == {
         "train_batch_size": "auto",
         "zero_optimization": {"stage": 2, "legacy_stage1": False},
     }
-    said = capsys.readouterr().err
     assert "left out ds.json:1:30: amp: Apex is not supported; use bf16 or fp16" in said
     assert ": zero_optimization.round_robin_gradients: every rank owns" in said
 
 
-@pytest.mark.parametrize("arguments", [["fsdp.yaml"], ["ds.json"]])
-def test_convert_does_not_guess(arguments: list[str], project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", ["fsdp.yaml", "ds.json"])
+def test_convert_does_not_guess(name: str, project: Path) -> None:
     (project / "fsdp.yaml").write_text("distributed_type: FSDP\nfsdp_config: {fsdp_sharding_stratgy: FULL_SHARD}\n")
     (project / "ds.json").write_text('{"zero_optimisation": {}}')
-    assert _run("convert", *arguments) == 2
-    assert "unknown key" in capsys.readouterr().err
+    assert "unknown key" in typed(f"config convert {name}", code=2).err
 
 
-def test_templates_are_listed_printed_and_written(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run("template") == 0
-    listed = [line.split("\t")[0] for line in capsys.readouterr().out.splitlines()]
+def test_templates_are_listed_printed_and_written(project: Path) -> None:
+    listed = [line.split("\t")[0] for line in typed("config template").out.splitlines()]
     in_tree = [
         path.name for path in (ROOT / "templates").iterdir() if path.is_file() and path.suffix not in (".py", ".pyc")
     ]
     assert listed == sorted(ABOUT) == sorted(in_tree)
-    assert _run("template", "zero_stage3_bf16") == 0
-    assert capsys.readouterr().out == (ROOT / "templates" / "zero_stage3_bf16.json").read_text()
-    assert _run("template", "hostfile", "-o", "hosts") == 0
+    assert typed("config template zero_stage3_bf16").out == (ROOT / "templates" / "zero_stage3_bf16.json").read_text()
+    typed("config template hostfile -o hosts")
     shutil.copy("hosts", "before")
-    assert _run("template", "hostfile", "-o", "hosts") == 2
-    assert _run("template", "hostfile", "-o", "hosts", "--yes") == 0
+    typed("config template hostfile -o hosts", code=2)
+    typed("config template hostfile -o hosts --yes")
     assert Path("hosts").read_text() == Path("before").read_text()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.support.refusals import message
 from zeroaccel.cli.config.answers import BACK, InvalidAnswer, Walk, accept, complete, parse
 from zeroaccel.cli.config.config_file import answers_of, checked, command_line, render, start_lines
 from zeroaccel.cli.config.memory_plan import Model, PlanTable, best_plan
@@ -89,23 +90,13 @@ def test_every_question_is_about_a_setting_and_reads_only_earlier_ones() -> None
 def test_only_what_applies_is_asked(tmp_path: Path) -> None:
     asker = Scripted({"zero_stage": 2})
     _walk(_machine(tmp_path), asker)
-    assert asker.asked == [
-        "use_cpu",
-        "num_machines",
-        "num_processes",
-        "use_deepspeed",
-        "deepspeed_config_file?",
-        "mixed_precision",
-        "zero_stage",
-        "offload_optimizer_device",
-        "gradient_accumulation_steps",
-        "gradient_clipping?",
-        "dynamo_backend?",
-    ]
+    assert " ".join(asker.asked) == (
+        "use_cpu num_machines num_processes use_deepspeed deepspeed_config_file? mixed_precision zero_stage "
+        "offload_optimizer_device gradient_accumulation_steps gradient_clipping? dynamo_backend?"
+    )
     asker = Scripted({"zero_stage": 0, "use_deepspeed": False})
     _walk(_machine(tmp_path), asker)
-    assert "zero_stage" not in asker.asked
-    assert "offload_optimizer_device" not in asker.asked
+    assert not {"zero_stage", "offload_optimizer_device"} & set(asker.asked)
 
 
 def test_a_json_config_leaves_only_its_autos_to_be_asked(tmp_path: Path) -> None:
@@ -144,7 +135,7 @@ def _random_answer(question: Question, situation: WizardState, chance: random.Ra
     return chance.choice(["node1", "10.0.0.1"] if question.key == "main_process_ip" else ["node1", "Block,Layer"])
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(40))
 def test_wizard_flags_and_the_file_itself_make_the_same_bytes(seed: int, tmp_path: Path) -> None:
     chance = random.Random(seed)
     zero = {"stage": chance.choice([1, 3, "auto"])}
@@ -197,14 +188,11 @@ def test_back_changes_an_answer_and_drops_what_hung_on_it(tmp_path: Path) -> Non
     assert not {"offload_param_device", "offload_param_nvme_path", "zero3_init_flag"} & set(answers)
 
 
-def test_back_from_the_first_question_is_reported(tmp_path: Path) -> None:
+def test_back_from_the_first_question_is_reported_and_flags_are_not_asked(tmp_path: Path) -> None:
     asker = Scripted(backs={"use_cpu": 1})
     walk = Walk(_machine(tmp_path), {}, {})
     assert not walk.run(asker, back=True)
     assert walk.run(asker)
-
-
-def test_what_flags_say_is_not_asked(tmp_path: Path) -> None:
     asker = Scripted()
     answers = _walk(_machine(tmp_path), asker, {"zero_stage": 3, "gradient_clipping": 0.5})
     assert not {"zero_stage", "gradient_clipping?", "gradient_clipping"} & set(asker.asked)
@@ -212,12 +200,9 @@ def test_what_flags_say_is_not_asked(tmp_path: Path) -> None:
 
 
 def test_a_model_that_fits_nowhere_says_what_it_needs() -> None:
-    with pytest.raises(ConfigError) as caught:
-        best_plan(Model("1m", 64), Machine(memory_nbytes=2**20), {})
-    assert str(caught.value).startswith("--model 1m: no plan fits this machine: stage ")
-    assert "GiB in memory, of 0.0 GiB, of which a tenth stays free; more processes, a smaller --batch" in str(
-        caught.value
-    )
+    said = message(ConfigError, best_plan, Model("1m", 64), Machine(memory_nbytes=2**20), {})
+    assert said.startswith("--model 1m: no plan fits this machine: stage ")
+    assert "GiB in memory, of 0.0 GiB, of which a tenth stays free; more processes, a smaller --batch" in said
 
 
 def test_what_a_plan_answers_is_not_asked_while_it_applies(tmp_path: Path) -> None:
@@ -283,17 +268,13 @@ def test_an_answer_that_cannot_be_taken(given: dict[str, Any], words: str, tmp_p
         complete(given, _machine(tmp_path, OLD_DEVICE))
 
 
-def test_nvme_cannot_be_chosen_without_a_disk() -> None:
+def test_nvme_needs_a_disk_with_room_for_the_plan(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nvme: no local disk with room was found"):
         complete({"offload_optimizer_device": "nvme"}, Machine())
-
-
-def test_a_folder_that_is_too_small_for_the_plan(tmp_path: Path) -> None:
-    given = {"offload_optimizer_device": "nvme", "offload_optimizer_nvme_path": str(tmp_path)}
-    needs = {"offload_optimizer_nvme_path": 2**60}
+    nvme = {"offload_optimizer_device": "nvme", "offload_optimizer_nvme_path": str(tmp_path)}
     with pytest.raises(ConfigError, match=r"GiB free, and 1073741824 GiB are needed; name a larger one"):
-        complete(given, _machine(tmp_path), needs=needs)
-    complete(given, _machine(tmp_path), needs={"offload_optimizer_nvme_path": 1})
+        complete(nvme, _machine(tmp_path), needs={"offload_optimizer_nvme_path": 2**60})
+    complete(nvme, _machine(tmp_path), needs={"offload_optimizer_nvme_path": 1})
 
 
 def test_what_has_no_default_is_missing(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.commands import typed
 from tests.unit.checkpoint.checkpoint_by_hand import Entry, make_checkpoint
-from zeroaccel.cli.main import main
 from zeroaccel.cli.pages.frame import MOST_NBYTES, page
 from zeroaccel.cli.progress import progress
 from zeroaccel.telemetry.trackers import CsvTracker, JsonlTracker
@@ -60,12 +60,6 @@ class _Page(HTMLParser):
             self._caption = data
 
 
-def _run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as exit_:
-        main(list(arguments), prog_name="zeroaccel")
-    return int(exit_.value.code or 0)
-
-
 def _read(path: Path) -> _Page:
     text = path.read_text(encoding="utf-8")
     assert len(text.encode()) <= MOST_NBYTES
@@ -81,14 +75,13 @@ _WORKLOAD = ("--ranks", "2", "--seq", "8", "--device_memory", "1MB")
 @pytest.fixture(scope="module")
 def estimated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("estimate") / "memory.html"
-    assert _run("estimate", MODEL, *_WORKLOAD, "--html", str(path)) == 0
+    typed("estimate", MODEL, *_WORKLOAD, "--html", str(path))
     return path
 
 
-def test_the_page_of_an_estimate_says_what_its_json_does(estimated: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_of_an_estimate_says_what_its_json_does(estimated: Path) -> None:
     path = estimated
-    assert _run("estimate", MODEL, *_WORKLOAD, "--json") == 0
-    plans = json.loads(capsys.readouterr().out)["plans"]
+    plans = json.loads(typed("estimate", MODEL, *_WORKLOAD, "--json").out)["plans"]
     found = _read(path)
     (rows,) = found.tables.values()
     assert [row[0] for row in rows[1:]] == [plan["device"] and _name(plan) for plan in plans]
@@ -98,14 +91,17 @@ def test_the_page_of_an_estimate_says_what_its_json_does(estimated: Path, capsys
     # What is copied estimates the same, of the same memory.
     words = re.search(r'<code id="command">zeroaccel (.*?)</code>', path.read_text())
     assert words is not None
-    assert _run(*words[1].split(), "--json") == 0
-    assert json.loads(capsys.readouterr().out)["plans"] == plans
+    assert json.loads(typed("", *words[1].split(), "--json").out)["plans"] == plans
     # Every position of the sliders has its own figures: of one more rank than was asked for, those of its own estimate.
     texts = re.search(r'id="data">(.*?)</script>', path.read_text())
     assert texts is not None
     tables = json.loads(texts[1])["tables"]
-    assert _run("estimate", MODEL, "--ranks", "4", "--seq", "16", "--batch", "4", "--checkpointing", "--json") == 0
-    other = {_name(plan): plan for plan in json.loads(capsys.readouterr().out)["plans"]}
+    other = {
+        _name(plan): plan
+        for plan in json.loads(
+            typed("estimate", MODEL, "--ranks", "4", "--seq", "16", "--batch", "4", "--checkpointing", "--json").out
+        )["plans"]
+    }
     for name, numbers in tables["4/4/16/1"].items():
         device = other[name]["device"]
         assert numbers[:4] == [device[kind] for kind in ("params", "optimizer", "gradients", "activations")]
@@ -121,15 +117,14 @@ def _name(plan: dict[str, object]) -> str:
     return ", ".join(words)
 
 
-def test_the_page_of_a_checkpoint_covers_every_tensor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_of_a_checkpoint_covers_every_tensor(tmp_path: Path) -> None:
     entries = {
         "a.weight": Entry("F32", np.arange(30, dtype=np.float32).reshape(5, 6)),
         "b<b>": Entry("F32", np.zeros(7, np.float32)),
     }
     make_checkpoint(tmp_path / "out", entries, world_size=3)
     path = tmp_path / "checkpoint.html"
-    assert _run("checkpoint", "inspect", str(tmp_path / "out"), "--json", "--html", str(path)) == 0
-    facts = json.loads(capsys.readouterr().out)
+    facts = json.loads(typed("checkpoint inspect", str(tmp_path / "out"), "--json", "--html", str(path)).out)
     assert (facts["world_size"], facts["stage"]) == (3, 3)
     found = _read(path)
     rows = found.tables["Elements [from, to) of each tensor"][1:]
@@ -152,7 +147,7 @@ def test_a_report_shows_every_metric_of_two_runs(tmp_path: Path) -> None:
             tracker.log({"Train/loss": first / step, **({"Train/lr": 0.1} if name == "one" else {})}, step=step)
         tracker.finish()
     path = tmp_path / "report.html"
-    assert _run("report", str(tmp_path / "one"), str(tmp_path / "two"), "-o", str(path)) == 0
+    typed("report", str(tmp_path / "one"), str(tmp_path / "two"), "-o", str(path))
     found = _read(path)
     rows = {row[0].rsplit("/", 1)[-1]: row[1:] for row in found.tables["Every metric of the run"][1:]}
     assert rows["Train_lr, one"] == ["100", "1", "100", "0.1", "0.1", "0.1", "0.1"]
@@ -161,7 +156,7 @@ def test_a_report_shows_every_metric_of_two_runs(tmp_path: Path) -> None:
     assert "<h2>Train_lr</h2><p>0.1 at every step.</p>" in path.read_text().replace("\n", "")
     values = next(table for caption, table in found.tables.items() if "Train_loss: 40 of 100 steps" in caption)
     assert (values[1], values[-1]) == (["1", "4", "8"], ["100", "0.04", "0.08"])
-    assert _run("report", str(tmp_path / "one")) == 0
+    typed("report", str(tmp_path / "one"))
     assert (tmp_path / "one" / "report.html").exists()
 
 
@@ -184,7 +179,7 @@ def test_a_report_splits_the_time_of_a_step(tmp_path: Path) -> None:
     for name, slower in (("one", 1.0), ("two", 1.5)):
         _timed_run(tmp_path / name, slower)
     path = tmp_path / "report.html"
-    assert _run("report", str(tmp_path / "one"), str(tmp_path / "two"), "-o", str(path)) == 0
+    typed("report", str(tmp_path / "one"), str(tmp_path / "two"), "-o", str(path))
     found = _read(path)
     assert found.tables["Means over the steps, all but the first"][1:] == [
         ["forward", "2.000", "20.0 %", "2.000", "13.3 %", "1.000"],
@@ -202,7 +197,7 @@ def test_a_report_splits_the_time_of_a_step(tmp_path: Path) -> None:
     damaged = tmp_path / "one" / "run" / "metrics.jsonl"
     damaged.write_text(damaged.read_text() + '{"step": 4')
     path.unlink()
-    assert _run("report", str(tmp_path / "one"), "-o", str(path)) == 2
+    typed("report", str(tmp_path / "one"), "-o", str(path), code=2)
     assert not path.exists()
 
 
@@ -211,7 +206,7 @@ def test_a_report_of_many_metrics_stays_small(tmp_path: Path) -> None:
     for step in range(500):
         tracker.log({f"metric{number}": step * number / 7 for number in range(80)}, step=step)
     tracker.finish()
-    assert _run("report", str(tmp_path), "-o", str(tmp_path / "a.html")) == 0
+    typed("report", str(tmp_path), "-o", str(tmp_path / "a.html"))
     assert "more metrics are in the summary only" in (tmp_path / "a.html").read_text()
     assert len(_read(tmp_path / "a.html").tables["Every metric of the run"]) == 81
 
@@ -219,19 +214,17 @@ def test_a_report_of_many_metrics_stays_small(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["report", "{empty}"], "expected CSV or JSONL files of a tracker, got 'none with numbers in it'"),
-        (["report", "{empty}/none"], "expected the folder of a run"),
-        (["report", "{empty}", "{empty}"], "expected two different runs"),
-        (["estimate", "7b", "--html", "{empty}/a.txt"], "expected a file that ends in .html"),
-        (["estimate", "7b", "--html", "{empty}/none/a.html"], "make it, or name another"),
-        (["checkpoint", "inspect", "{empty}", "--html", "a.html"], "latest"),
+        ("report {empty}", "expected CSV or JSONL files of a tracker, got 'none with numbers in it'"),
+        ("report {empty}/none", "expected the folder of a run"),
+        ("report {empty} {empty}", "expected two different runs"),
+        ("estimate 7b --html {empty}/a.txt", "expected a file that ends in .html"),
+        ("estimate 7b --html {empty}/none/a.html", "make it, or name another"),
+        ("checkpoint inspect {empty} --html a.html", "latest"),
     ],
 )
-def test_mistakes_write_nothing(
-    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert _run(*(word.format(empty=tmp_path) for word in arguments)) in (1, 2)
-    assert message in capsys.readouterr().err
+def test_mistakes_write_nothing(arguments: str, message: str, tmp_path: Path) -> None:
+    code = 1 if arguments.startswith("checkpoint") else 2
+    assert message in typed(arguments.format(empty=tmp_path), code=code).err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -273,8 +266,9 @@ def test_an_interrupted_page_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
     def interrupted(*_: object) -> str:
         raise KeyboardInterrupt
 
+    monkeypatch.setattr("zeroaccel.cli.estimate.positions", lambda workload: [workload])
     monkeypatch.setattr("zeroaccel.cli.estimate.estimate_page", interrupted)
-    assert _run("estimate", MODEL, *_WORKLOAD, "--html", str(tmp_path / "a.html")) == 130
+    typed("estimate", MODEL, *_WORKLOAD, "--html", str(tmp_path / "a.html"), code=130)
     assert list(tmp_path.iterdir()) == []
 
 

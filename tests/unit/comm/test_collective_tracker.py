@@ -51,21 +51,13 @@ def _issue(tracker: CollectiveTracker, label: str = "unshard a") -> CollectiveRe
 def test_the_flight_recorder_follows_a_wait(tracker: CollectiveTracker) -> None:
     entry, messages = _issue(tracker), [Message(tracker.flight_recorder) for _ in range(3)]
     work = MessageWork(tracker, entry, messages)
-    assert not work.is_completed()
+    messages[0].completed = messages[1].completed = True
+    assert not work.is_completed(), "of three messages two have come"
     work.wait()
     work.wait()
     assert [message.waited_for for message in messages] == [[entry]] * 3
     assert tracker.flight_recorder.longest_wait is None
     assert tracker.flight_recorder.last_finished is entry
-    assert work.is_completed()
-
-
-def test_a_work_is_complete_when_all_its_messages_are(tracker: CollectiveTracker) -> None:
-    messages = [Message(tracker.flight_recorder) for _ in range(2)]
-    work = MessageWork(tracker, _issue(tracker), messages)
-    messages[0].completed = True
-    assert not work.is_completed()
-    messages[1].completed = True
     assert work.is_completed()
 
 
@@ -79,37 +71,29 @@ def test_a_failure_names_the_call_and_ends_the_wait(tracker: CollectiveTracker) 
     assert tracker.flight_recorder.last_finished is None
 
 
-def test_a_call_that_cannot_be_made_is_a_failure_too(tracker: CollectiveTracker) -> None:
+def test_a_call_gets_its_tag_and_one_that_cannot_be_made_is_a_failure_too(tracker: CollectiveTracker) -> None:
     def move(tag: int) -> list[Message]:
         raise RuntimeError("Socket closed")
 
     with pytest.raises(CollectiveError, match=r"gather #1 .*Socket closed"):
         tracker.start(_issue(tracker), move)
-
-
-def test_the_tag_goes_with_the_call(tracker: CollectiveTracker) -> None:
-    entry = _issue(tracker)
-    tags: list[int] = []
+    entry, tags = _issue(tracker), []
     tracker.start(entry, lambda tag: tags.append(tag) or (), *())
     assert tags == [entry.tag]
 
 
-def test_what_is_left_to_do_is_done_once_at_the_wait(tracker: CollectiveTracker) -> None:
-    calls: list[bool] = []
-    work = MessageWork(tracker, _issue(tracker), [Message(tracker.flight_recorder)], lambda: calls.append(True))
-    assert not calls
-    work.wait()
-    work.wait()
-    assert calls == [True]
-
-
-def test_buffers_are_forgotten_at_the_wait_not_with_the_work(tracker: CollectiveTracker) -> None:
+def test_what_is_left_to_do_is_done_once_at_the_wait_and_its_buffers_are_forgotten(tracker: CollectiveTracker) -> None:
     buffer = torch.zeros(3)
-    alive = weakref.ref(buffer)
-    work = MessageWork(tracker, _issue(tracker), [Message(tracker.flight_recorder)], partial(buffer.add_, 1))
+    alive, total = weakref.ref(buffer), torch.zeros(3)
+    work = MessageWork(
+        tracker, _issue(tracker), [Message(tracker.flight_recorder)], partial(total.add_, buffer.add_(1))
+    )
     del buffer
     assert alive() is not None
+    assert not total.any()
     work.wait()
+    work.wait()
+    assert total.tolist() == [1.0] * 3
     assert alive() is None
     assert work.is_completed()
 
@@ -127,16 +111,11 @@ def test_one_collective_at_a_time_is_probed(tracker: CollectiveTracker) -> None:
     assert not has_completed()
     first.completed = True
     assert has_completed()
-    del work, others
-
-
-def test_a_probe_does_not_keep_a_work_alive(tracker: CollectiveTracker) -> None:
-    work = DeviceWork(tracker, _issue(tracker), [Message(tracker.flight_recorder)], CPU)
-    assert tracker.flight_recorder.probe is not None
-    _, has_completed = tracker.flight_recorder.probe
+    first.completed = False
     assert not has_completed()
-    del work
+    del work  # which a probe does not keep alive
     assert has_completed()
+    del others
 
 
 class Mark:
@@ -194,15 +173,13 @@ def test_on_cuda_the_watchdog_reads_host_memory(on_cuda: CollectiveTracker) -> N
     assert mark.begun == 2
 
 
-def test_a_graph_that_is_captured_gets_no_mark(on_cuda: CollectiveTracker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neither_a_graph_that_is_captured_nor_a_job_without_a_watchdog_gets_a_mark(
+    on_cuda: CollectiveTracker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _started(CollectiveTracker(on_cuda.flight_recorder, None)).wait()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     _started(on_cuda).wait()
     assert on_cuda.flight_recorder.probe is None
-    assert Mark.made == []
-
-
-def test_without_a_watchdog_a_device_writes_nothing(on_cuda: CollectiveTracker) -> None:
-    _started(CollectiveTracker(on_cuda.flight_recorder, None)).wait()
     assert Mark.made == []
 
 

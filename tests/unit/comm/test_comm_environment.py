@@ -1,13 +1,24 @@
-"""The environment's description of a job, and the one clear error for each contradiction in it."""
+"""What the environment says of a job and of a rank's cores, and the one clear error for each contradiction in it."""
 
 from __future__ import annotations
 
 import math
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
-from zeroaccel.comm.environment import launcher_owns_store, local_rank_and_size, rank_and_world_size, timeout_seconds
+from tests.support.refusals import refused
+from zeroaccel.comm.environment import (
+    core_set,
+    fair_threads,
+    launcher_owns_store,
+    local_rank_and_size,
+    omp_threads_chosen,
+    rank_and_world_size,
+    timeout_seconds,
+    usable_cores,
+)
 from zeroaccel.errors import ConfigError
 
 JOB = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
@@ -26,67 +37,49 @@ def _set(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
         monkeypatch.setenv(name, value)
 
 
-def test_a_full_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    _set(monkeypatch, **JOB)
-    assert rank_and_world_size() == (1, 4)
-
-
-def test_no_environment_is_a_job_of_one() -> None:
-    assert rank_and_world_size() == (0, 1)
+@pytest.mark.parametrize(
+    ("variables", "place"),
+    [
+        (JOB, (1, 4)),
+        ({}, (0, 1)),
+        ({"WORLD_SIZE": "1", "RANK": "0"}, (0, 1)),  # one process needs no address
+        ({"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1"}, (0, 1)),  # an address alone is no job
+        *(({name: "2", "WORLD_SIZE": "1"}, (0, 1)) for name in MPI),
+    ],
+)
+def test_a_job_is_read_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], place: tuple[int, int]
+) -> None:
     assert local_rank_and_size() is None
     assert not launcher_owns_store()
-
-
-def test_one_process_needs_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    _set(monkeypatch, WORLD_SIZE="1", RANK="0")
-    assert rank_and_world_size() == (0, 1)
-
-
-def test_an_address_alone_is_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    _set(monkeypatch, MASTER_ADDR="10.0.0.1", MASTER_PORT="1")
-    assert rank_and_world_size() == (0, 1)
-
-
-@pytest.mark.parametrize("name", MPI)
-def test_ranks_of_mpirun_do_not_each_take_themselves_for_the_job(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    _set(monkeypatch, **{name: "2"})
-    with pytest.raises(ConfigError, match=rf"{name}=2 set, as by mpirun, but not RANK, .*set WORLD_SIZE=1"):
-        rank_and_world_size()
-    _set(monkeypatch, WORLD_SIZE="1")
-    assert rank_and_world_size() == (0, 1)
-
-
-@pytest.mark.parametrize("missing", list(JOB))
-def test_each_missing_variable_is_named(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
-    given = {name: value for name, value in JOB.items() if name != missing}
-    _set(monkeypatch, **given)
-    with pytest.raises(ConfigError) as caught:
-        rank_and_world_size()
-    message = str(caught.value)
-    assert f"set, but not {missing};" in message
-    assert all(f"{name}={value}" in message for name, value in given.items())
-    assert "zeroaccel launch" in message
-
-
-def test_all_missing_variables_are_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    _set(monkeypatch, WORLD_SIZE="2")
-    with pytest.raises(ConfigError, match=r"WORLD_SIZE=2 set, but not RANK, MASTER_ADDR, MASTER_PORT; .*unset RANK"):
-        rank_and_world_size()
+    _set(monkeypatch, **variables)
+    assert rank_and_world_size() == place
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "message"),
+    ("variables", "message"),
     [
-        ("RANK", "4", "RANK: expected 0 to 3 .*, got 4"),
-        ("RANK", "-1", "RANK: expected 0 to 3 .*, got -1"),
-        ("RANK", "one", "RANK: expected an integer, got 'one'"),
-        ("WORLD_SIZE", "4.0", "WORLD_SIZE: expected an integer, got '4.0'"),
-        ("MASTER_PORT", "http", "MASTER_PORT: expected an integer, got 'http'"),
+        *(({name: "2"}, f"{name}=2 set, as by mpirun, but not RANK, .*set WORLD_SIZE=1") for name in MPI),
+        ({"WORLD_SIZE": "2"}, r"WORLD_SIZE=2 set, but not RANK, MASTER_ADDR, MASTER_PORT; .*unset RANK"),
+        (JOB | {"RANK": "4"}, "RANK: expected 0 to 3 .*, got 4"),
+        (JOB | {"RANK": "-1"}, "RANK: expected 0 to 3 .*, got -1"),
+        (JOB | {"RANK": "one"}, "RANK: expected an integer, got 'one'"),
+        (JOB | {"WORLD_SIZE": "4.0"}, "WORLD_SIZE: expected an integer, got '4.0'"),
+        (JOB | {"MASTER_PORT": "http"}, "MASTER_PORT: expected an integer, got 'http'"),
     ],
 )
-def test_nonsense_is_refused(monkeypatch: pytest.MonkeyPatch, name: str, value: str, message: str) -> None:
-    _set(monkeypatch, **(JOB | {name: value}))
+def test_a_contradiction_is_named(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], message: str) -> None:
+    _set(monkeypatch, **variables)
     with pytest.raises(ConfigError, match=message):
+        rank_and_world_size()
+
+
+@pytest.mark.parametrize("missing", JOB)
+def test_each_missing_variable_is_named(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    others = {name: value for name, value in JOB.items() if name != missing}
+    _set(monkeypatch, **others)
+    said = [f"set, but not {missing};", "zeroaccel launch", *(f"{name}={value}" for name, value in others.items())]
+    with refused(ConfigError, *said):
         rank_and_world_size()
 
 
@@ -113,3 +106,53 @@ def test_a_limit_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, value:
         timeout_seconds(None)
     with pytest.raises(ConfigError, match="timeout: expected"):
         timeout_seconds(-1)
+
+
+ALL = frozenset(range(8))
+
+
+@pytest.mark.parametrize(
+    ("usable", "own", "local", "threads"),
+    [
+        (8, ALL, [ALL], 8),
+        (8, ALL, [ALL] * 3, 2),
+        (8, ALL, [ALL] * 9, 1),
+        (4, frozenset(range(4)), [frozenset(range(4)), frozenset(range(4, 8))], 4),  # bound by another program
+        (3, ALL, [ALL] * 2, 1),  # a container's quota
+    ],
+)
+def test_a_fair_part(usable: int, own: frozenset[int], local: list[frozenset[int]], threads: int) -> None:
+    assert fair_threads(usable, own, local) == threads
+
+
+def test_the_cores_of_this_process() -> None:
+    assert 1 <= usable_cores() <= len(core_set())
+
+
+@pytest.mark.parametrize(
+    ("omp", "elastic", "launcher", "said"),
+    [
+        (None, False, b"", False),
+        (None, True, b"OMP_NUM_THREADS=1", False),
+        ("4", True, b"", True),  # torchrun would have made it 1
+        ("1", False, b"", True),
+        ("1", True, b"PATH=/bin\0HOME=/", False),  # torchrun's default
+        ("1", True, b"PATH=/bin\0OMP_NUM_THREADS=1\0", True),  # torchrun was given it
+        ("1", True, None, False),
+    ],
+)
+def test_who_said_how_many_threads(
+    omp: str | None,
+    elastic: bool,
+    launcher: bytes | None,
+    said: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    for name, value in (("OMP_NUM_THREADS", omp), ("TORCHELASTIC_RUN_ID", "none" if elastic else None)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    if launcher is not None:
+        (tmp_path / "environ").write_bytes(launcher)
+    assert omp_threads_chosen(tmp_path / "environ") == said

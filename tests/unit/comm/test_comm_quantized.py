@@ -13,7 +13,7 @@ from zeroaccel.comm.quantized import INT4, INT8, Codec, dequantize, dequantize_a
 
 CODECS = [INT8, INT4, Codec(8, 32), Codec(4, 2)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-LENGTHS = [0, 1, 2, 3, 255, 256, 257, 511, 512, 513, 5000, 300_001]
+LENGTHS = [0, 1, 2, 3, 255, 256, 257, 511, 512, 513, 5000, 30_001]
 ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 
@@ -56,29 +56,21 @@ def test_errors_are_below_the_bound(codec: Codec, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("codec", [INT8, INT4], ids=str)
-def test_the_bound_is_reached(codec: Codec) -> None:
-    values = torch.tensor([float(codec.levels), 0.499, 1.499])  # the scale is 1
+def test_the_bound_is_reached_and_ties_go_to_even(codec: Codec) -> None:
+    top = float(codec.levels)
+    values = torch.tensor([top, 0.499, 1.499])  # the scale is 1
     assert (_back(values, codec) - values).abs().max() > 0.99 * codec.error_bound(codec.levels)
     assert _back(values, codec).tolist() == [codec.levels, 0.0, 1.0]
-
-
-@pytest.mark.parametrize("codec", [INT8, INT4], ids=str)
-def test_ties_go_to_even_and_ends_are_exact(codec: Codec) -> None:
-    top = float(codec.levels)
     values = torch.tensor([top, -top, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 0.0])
     assert _back(values, codec).tolist() == [top, -top, 0.0, 2.0, 2.0, 0.0, -2.0, -2.0, 0.0]
 
 
 @pytest.mark.parametrize("codec", [INT8, INT4], ids=str)
-def test_values_beyond_the_range_of_float16_stay_finite(codec: Codec) -> None:
+def test_the_ends_of_the_range(codec: Codec) -> None:
     values = torch.tensor([3e38, -65536.0, 1e5], dtype=torch.bfloat16)
     decoded = _back(values, codec, torch.bfloat16)
     assert decoded.isfinite().all()
     assert decoded[0] == values[0]
-
-
-@pytest.mark.parametrize("codec", [INT8, INT4], ids=str)
-def test_tiny_values_vanish_and_zeros_stay(codec: Codec) -> None:
     assert _back(torch.zeros(700), codec).abs().max() == 0
     tiny = torch.full((5,), 2.0**-140)
     assert (_back(tiny, codec) - tiny).abs().max() <= codec.error_bound(2.0**-140)

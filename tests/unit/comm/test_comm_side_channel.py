@@ -51,31 +51,21 @@ def test_histories_are_compared_with_the_first_that_stalls(channels: list[SideCh
     assert channels[2].compare_history(entries[2], "layers") == (2, True)  # of another recorder
 
 
-def test_one_rank_writes_the_report(channels: list[SideChannel]) -> None:
+def test_one_rank_writes_the_report_and_states_are_found_by_rank(channels: list[SideChannel]) -> None:
     assert [channel.claim_report() for channel in channels] == [True, False, False]
     assert channels[2].report() is None
     channels[0].publish_report(HangReport("why", timed_out=True))
     assert channels[2].report() == HangReport("why", timed_out=True)
-
-
-def test_states_are_found_by_rank(channels: list[SideChannel]) -> None:
     channels[1].publish_state(RankState(1, where="a.py:1 in f"))
     assert channels[0].state_of(1) == RankState(1, where="a.py:1 in f", issued={})
     assert channels[0].state_of(2) is None
 
 
-def test_generations_do_not_read_each_other() -> None:
+@pytest.mark.parametrize(("generation", "launcher"), [(2, False), (1, True)])
+def test_the_alarm_of_an_earlier_generation_or_run_is_not_read(generation: int, launcher: bool) -> None:
     store = HashStore()
-    old = SideChannel(store, 0, 2, generation=1, launcher_owns_store=False)
-    old.raise_alarm(Alarm(0, "old", timed_out=True))
-    new = SideChannel(store, 0, 2, generation=2, launcher_owns_store=False)
-    assert new.alarm() is None
-
-
-def test_the_alarm_of_an_earlier_run_is_not_read() -> None:
-    store = HashStore()
-    SideChannel(store, 0, 2, generation=1, launcher_owns_store=True).raise_alarm(Alarm(0, "old", timed_out=True))
-    assert SideChannel(store, 0, 2, generation=1, launcher_owns_store=True).alarm() is None
+    SideChannel(store, 0, 2, generation=1, launcher_owns_store=launcher).raise_alarm(Alarm(0, "old", timed_out=True))
+    assert SideChannel(store, 0, 2, generation=generation, launcher_owns_store=launcher).alarm() is None
 
 
 @pytest.mark.parametrize(("launcher", "store_owner"), [(False, 0), (True, None)])

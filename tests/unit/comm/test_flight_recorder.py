@@ -28,14 +28,9 @@ def test_equal_histories_have_equal_digests_and_tags_in_every_process() -> None:
 
 
 def test_every_fact_of_a_call_changes_the_digest() -> None:
-    variants = [
-        ("gather", "all_gather", "a", 8, "float32"),
-        ("reduce", "all_gather", "a", 8, "float32"),
-        ("gather", "broadcast", "a", 8, "float32"),
-        ("gather", "all_gather", "b", 8, "float32"),
-        ("gather", "all_gather", "a", 9, "float32"),
-        ("gather", "all_gather", "a", 8, "bfloat16"),
-    ]
+    call = ("gather", "all_gather", "a", 8, "float32")
+    changes = [(0, "reduce"), (1, "broadcast"), (2, "b"), (3, 9), (4, "bfloat16")]
+    variants = [call, *((*call[:place], other, *call[place + 1 :]) for place, other in changes)]
     digests = set()
     for variant in variants:
         recorder = FlightRecorder()
@@ -81,21 +76,15 @@ def test_the_phase_is_remembered_but_not_compared() -> None:
     assert forward.digest() == backward.digest()
 
 
-def test_the_longest_wait_is_the_one_that_began_first() -> None:
+def test_the_longest_wait_began_first_and_the_last_finished_call_is_the_last_to_finish() -> None:
     recorder = FlightRecorder()
-    assert recorder.longest_wait is None
+    assert (recorder.longest_wait, recorder.last_finished) == (None, None)
     first, second = _issue(recorder, "gather", "a"), _issue(recorder, "reduce", "b")
     recorder.begin_wait(second)
     recorder.begin_wait(first)
     assert recorder.longest_wait is second
     recorder.end_wait(second)
     assert recorder.longest_wait is first
-
-
-def test_the_last_finished_call_is_the_last_to_finish() -> None:
-    recorder = FlightRecorder()
-    assert recorder.last_finished is None
-    first, second = _issue(recorder, "gather", "a"), _issue(recorder, "gather", "b")
     recorder.finish(second)
     recorder.finish(first)
     assert recorder.last_finished is first
@@ -106,13 +95,8 @@ def test_recent_calls_are_kept_per_kind_and_bounded() -> None:
     for number in range(20):
         _issue(recorder, "gather", str(number))
     _issue(recorder, "control", "c")
-    recent = recorder.recent(per_kind=3)
-    assert [(call.kind, call.label) for call in recent] == [
-        ("gather", "17"),
-        ("gather", "18"),
-        ("gather", "19"),
-        ("control", "c"),
-    ]
+    expected = [("gather", "17"), ("gather", "18"), ("gather", "19"), ("control", "c")]
+    assert [(call.kind, call.label) for call in recorder.recent(per_kind=3)] == expected
     assert len(recorder.recent(per_kind=100)) == 10
 
 

@@ -60,10 +60,7 @@ def test_the_first_difference_is_found_where_memories_overlap() -> None:
     assert first_difference(recent) == (
         'gather #6 is all_gather "c" of 8 x float32 on ranks 0, 2, all_gather "x" of 8 x float32 on rank 1'
     )
-
-
-def test_there_is_no_difference_between_ranks_that_are_only_apart() -> None:
-    assert first_difference({0: [_call(1, "a")], 1: [_call(1, "a"), _call(2, "b")]}) == ""
+    assert first_difference({0: [_call(1, "a")], 1: [_call(1, "a"), _call(2, "b")]}) == "", "they are only apart"
 
 
 def test_each_kind_is_compared_by_itself() -> None:
@@ -100,13 +97,10 @@ def test_a_rank_that_left_is_reported_from_one_that_failed() -> None:
     assert "The cause is the exception on rank 1." in text
 
 
-def test_a_silent_rank_is_named() -> None:
+def test_a_silent_rank_and_one_in_a_collective_of_another_kind_are_named() -> None:
     text = compose(ALARM, {0: RankState(0, waiting=_call(3, "a"))}, 2)
     assert "rank 1: no answer" in text
     assert "the end of the output of rank 1" in text
-
-
-def test_ranks_in_collectives_of_different_kinds() -> None:
     positions = {0: RankState(0, waiting=_call(1, "save", "control")), 1: RankState(1, waiting=_call(3, "a"))}
     assert "if rank == 0" in compose(ALARM, positions, 2)
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.log_lines import log_lines
 from zeroaccel import logs
 from zeroaccel.comm import environment, topology
 from zeroaccel.comm.rank_device import (
@@ -70,14 +71,12 @@ def user_group() -> Iterator[Callable[[str], None]]:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("visible", [2, 4])
-def test_a_rank_takes_the_device_of_its_number(machine: Callable[..., Driver], visible: int) -> None:
-    machine(visible)
-    assert [rank_device(local, 2).index for local in range(2)] == [0, 1]
-
-
-def test_one_visible_device_is_taken_whatever_the_number(machine: Callable[..., Driver]) -> None:
-    machine(1)
+def test_a_rank_takes_the_device_of_its_number_or_that_of_its_group(machine: Callable[..., Driver]) -> None:
+    for visible in (2, 4):
+        machine(visible)
+        assert [rank_device(local, 2).index for local in range(2)] == [0, 1]
+    assert rank_device(0, 2, torch.device("cuda", 3)).index == 3
+    machine(1)  # one visible device is taken whatever the number
     assert [rank_device(local, 8).index for local in range(8)] == [0] * 8
 
 
@@ -89,19 +88,11 @@ def test_too_few_devices_are_named(machine: Callable[..., Driver], visible: int,
         rank_device(local_rank, 4)
 
 
-def test_the_device_that_a_group_was_made_for_is_taken(machine: Callable[..., Driver]) -> None:
-    machine(4)
-    assert rank_device(0, 2, torch.device("cuda", 3)).index == 3
-
-
 def test_a_process_alone_takes_the_current_device(machine: Callable[..., Driver]) -> None:
     driver = machine(4)
     assert sole_device().index == 0, "asking for the current device would have made a context"
     driver.set_device(torch.device("cuda", 3))
     assert sole_device().index == 3
-
-
-def test_a_process_alone_without_a_device_is_told(machine: Callable[..., Driver]) -> None:
     machine(0)
     with pytest.raises(ConfigError, match="NCCL without a visible CUDA device; make it with backend"):
         sole_device()
@@ -155,29 +146,25 @@ def test_old_torch_frees_in_the_order_of_the_stream(
 
 
 def test_a_group_without_nccl_beside_devices_is_named(
-    machine: Callable[..., Driver], user_group: Callable[[str], None], caplog: pytest.LogCaptureFixture
+    machine: Callable[..., Driver], user_group: Callable[[str], None]
 ) -> None:
     machine(2)
-    logging.getLogger("zeroaccel").addHandler(caplog.handler)
-    try:
-        user_group("gloo")
+    user_group("gloo")
+    with log_lines() as lines:
         assert init_process_group().device == torch.device("cpu")
-        (record,) = caplog.records
-        assert '"cpu:gloo' in record.message
-        assert "2 CUDA devices are unused; make the group with init_process_group(" in record.message
-        destroy()
-        dist.destroy_process_group()
-
-        # A group on the CPU that was asked for is none to warn of, nor one on a machine without devices.
-        caplog.clear()
-        machine(2)
+    (line,) = lines
+    assert '"cpu:gloo' in line
+    assert "2 CUDA devices are unused; make the group with init_process_group(" in line
+    destroy()
+    dist.destroy_process_group()
+    # A group on the CPU that was asked for is none to warn of, nor one on a machine without devices.
+    machine(2)
+    with log_lines() as lines:
         assert init_process_group("gloo").device == torch.device("cpu")
         destroy()
         machine(0)
         warn_of_unused_devices("gloo")
-        assert not caplog.records
-    finally:
-        logging.getLogger("zeroaccel").removeHandler(caplog.handler)
+    assert lines == []
 
 
 def test_nccl_groups_are_connected_in_order_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,19 +194,5 @@ class _Group:
 
 
 def _place(backend: str, device: str) -> Topology:
-    group = _Group(2)
-    recorder = topology.FlightRecorder()
-    return Topology(
-        0,
-        2,
-        0,
-        2,
-        torch.device(device, 0),
-        backend,
-        group,  # type: ignore[arg-type]
-        group,  # type: ignore[arg-type]
-        group,  # type: ignore[arg-type]
-        recorder,
-        None,
-        ((0, 1),),
-    )
+    groups: Any = [_Group(2)] * 3
+    return Topology(0, 2, 0, 2, torch.device(device, 0), backend, *groups, topology.FlightRecorder(), None, ((0, 1),))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 
 import zeroaccel
-from tests import time_limits
+from tests.support.job import run_command
 from zeroaccel import activations
 from zeroaccel.comm.topology import destroy
 from zeroaccel.compat import activation_checkpointing
@@ -340,31 +339,26 @@ def test_events_of_a_script_go_to_the_monitors(tmp_path: Path) -> None:
 # -- scripts
 
 
-def _run(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "zeroaccel.compat", "-m", *words]
-    limit = time_limits.seconds(100)
-    return subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False, cwd=folder)
-
-
 def test_modules_run_as_scripts(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     config = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}}
     engine, *_ = zeroaccel.initialize(model, config=config)
     engine.save_checkpoint(tmp_path / "saved")
     engine.destroy()
-    done = _run("deepspeed.utils.zero_to_fp32", "saved", "whole", folder=tmp_path)
+    program = (sys.executable, "-m", "zeroaccel.compat", "-m")
+    done = run_command([*program, "deepspeed.utils.zero_to_fp32", "saved", "whole"], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     weights = torch.load(tmp_path / "whole" / "pytorch_model.bin", weights_only=True)
     assert torch.equal(weights["weight"], model.weight)
     arguments = ("--input_folder", "saved/global_step0", "--output_folder", "saved/universal")
-    done = _run("deepspeed.checkpoint.ds_to_universal", *arguments, folder=tmp_path)
+    done = run_command([*program, "deepspeed.checkpoint.ds_to_universal", *arguments], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     engine, *_ = zeroaccel.initialize(nn.Linear(2, 2), config=config)
     assert engine.load_checkpoint(tmp_path / "saved", tag="universal")[0] == str(tmp_path / "saved" / "universal")
     assert torch.equal(engine.module.weight, model.weight)
     engine.destroy()
     destroy()
-    failed = _run("deepspeed.utils.zero_to_fp32", "absent", "whole", folder=tmp_path)
+    failed = run_command([*program, "deepspeed.utils.zero_to_fp32", "absent", "whole"], cwd=tmp_path)
     assert failed.returncode == 1
     assert failed.stderr.startswith("deepspeed.utils.zero_to_fp32: absent")
 

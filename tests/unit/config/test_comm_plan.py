@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-import logging
+import dataclasses
 from typing import Any
 
 import pytest
 
+from tests.support.log_lines import log_lines
+from tests.support.refusals import refused
 from zeroaccel.comm.mesh_layout import MeshLayout
-from zeroaccel.config import CommPlan, comm_plan, load_config
+from zeroaccel.config import (
+    CommPlan,
+    Config,
+    ShardPlan,
+    TierPlan,
+    comm_plan,
+    load_config,
+    overlaps_communication,
+    shard_plan,
+    tier_plan,
+)
 from zeroaccel.config.comm_plan import StepTraffic, code_nbytes, step_traffic
+from zeroaccel.config.schema_zero import OffloadOptimizer, OffloadParam, ZeroOptimization
 from zeroaccel.errors import ConfigError
-from zeroaccel.logs import logger
 
 
 def _plan(world_size: int, **zero: Any) -> CommPlan:
     return comm_plan(load_config({"train_batch_size": 24, "zero_optimization": {"stage": 3, **zero}}), world_size)
-
-
-def _message(**zero: Any) -> str:
-    with pytest.raises(ConfigError) as caught:
-        comm_plan(load_config({"train_batch_size": 24, "zero_optimization": {"stage": 3, **zero}}), 6)
-    return str(caught.value)
 
 
 def test_a_config_that_asks_for_nothing_is_plain() -> None:
@@ -34,14 +40,8 @@ def test_a_config_that_asks_for_nothing_is_plain() -> None:
 
 def test_a_partition_larger_than_the_job_is_the_job() -> None:
     """A template for machines of 8 runs on one rank; a line says what of it does not apply."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    try:
+    with log_lines() as lines:
         assert _plan(3, zero_hpz_partition_size=77).secondary_size == 3
-    finally:
-        logger.removeHandler(handler)
     assert lines == ["zero_optimization.zero_hpz_partition_size: no second copy is kept: 77 ranks are more than the 3"]
 
 
@@ -67,9 +67,8 @@ def test_a_partition_larger_than_the_job_is_the_job() -> None:
     ],
 )
 def test_mistakes_have_an_address(zero: dict[str, Any], key: str, says: str) -> None:
-    message = _message(**zero)
-    assert f"zero_optimization.{key}: " in message
-    assert says in message
+    with refused(ConfigError, f"zero_optimization.{key}: ", says):
+        _plan(6, **zero)
 
 
 _OF_STAGE_3 = {
@@ -156,3 +155,42 @@ def test_everything_inside_one_node_crosses_nothing() -> None:
     assert traffic.across == 0
     assert traffic.inside == 7 * (6 * code_nbytes(512, 8, 512) + 3 * 512 * 2)
     assert StepTraffic(1.0, 2.0).times(2) + StepTraffic(1.0, 1.0) == StepTraffic(3.0, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("stage", "plan"),
+    [
+        (0, ShardPlan(optimizer=False, grads=False, params=False)),
+        (1, ShardPlan(optimizer=True, grads=False, params=False)),
+        (2, ShardPlan(optimizer=True, grads=True, params=False)),
+        (3, ShardPlan(optimizer=True, grads=True, params=True)),
+    ],
+)
+def test_a_stage_is_three_booleans(stage: int, plan: ShardPlan) -> None:
+    assert shard_plan(load_config({"zero_optimization": {"stage": stage}})) == plan
+
+
+def test_without_offload_everything_is_on_the_device() -> None:
+    nothing = TierPlan(param="device", optimizer="device")
+    assert tier_plan(load_config({})) == nothing
+    assert tier_plan(load_config({"zero_optimization": {"offload_optimizer": {"device": "none"}}})) == nothing
+
+
+def test_devices_are_residences() -> None:
+    zero = ZeroOptimization(
+        stage=3, offload_param=OffloadParam(device="nvme"), offload_optimizer=OffloadOptimizer(device="cpu")
+    )
+    assert tier_plan(Config(zero_optimization=zero)) == TierPlan(param="nvme", optimizer="host")
+
+
+def test_plans_are_immutable() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        shard_plan(load_config({})).params = True  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("stage", "asked", "overlaps"), [(2, None, False), (3, None, True), (2, True, True), (3, False, False)]
+)
+def test_overlap_is_on_by_default_where_parameters_are_sharded(stage: int, asked: bool | None, overlaps: bool) -> None:
+    config = load_config({"zero_optimization": {"stage": stage, "overlap_comm": asked}})
+    assert overlaps_communication(config) is overlaps

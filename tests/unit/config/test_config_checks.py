@@ -1,103 +1,63 @@
-"""Keys that are valid alone and wrong together, and bounds of single keys."""
+"""Keys that are valid alone and wrong together, bounds of single keys, and the batch triangle."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
-from zeroaccel.config import load_config
+from tests.support.refusals import message, table
+from zeroaccel.config import BatchSizes, load_config, solve_batch
 from zeroaccel.errors import ConfigError
 
 
-def _message(tree: dict[str, Any]) -> str:
-    with pytest.raises(ConfigError) as caught:
-        load_config(tree)
-    return str(caught.value)
-
-
 def _lines(tree: dict[str, Any]) -> list[str]:
-    return [line.strip() for line in _message(tree).split("\n")]
+    return [line.strip() for line in message(ConfigError, load_config, tree).split("\n")]
 
 
 def _zero(**keys: Any) -> dict[str, Any]:
     return {"zero_optimization": keys}
 
 
-@pytest.mark.parametrize(
-    ("tree", "message"),
-    [
-        (
-            {"fp16": {"enabled": True}, "bf16": {"enabled": True}, "data_types": {"param_dtype": "bf16"}},
-            "fp16.enabled: fp16 and bf16 are both enabled; set one of fp16.enabled and bf16.enabled to false",
-        ),
-        (
-            {"bf16": {"enabled": True}, "data_types": {"param_dtype": "fp16"}},
-            "data_types.param_dtype: expected \"bf16\", the enabled precision, got 'fp16'; "
-            "enable that precision instead, or remove the key",
-        ),
-        (
-            {"data_types": {"param_dtype": "bfloat16"}},
-            "data_types.param_dtype: expected \"fp32\", the enabled precision, got 'bf16'; "
-            "enable that precision instead, or remove the key",
-        ),
-        (
-            {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp16"}},
-            'data_types.grad_accum_dtype: expected "fp32" or "bf16", the enabled precision, got \'fp16\'',
-        ),
-        (
-            {"data_types": {"grad_accum_dtype": "bf16"}},
-            "data_types.grad_accum_dtype: expected \"fp32\", got 'bf16'",
-        ),
-        (
-            {"fp16": {"enabled": True, "loss_scale_window": 0}},
-            "fp16.loss_scale_window: expected a number above 0 while fp16.loss_scale is 0, got 0",
-        ),
-        (
-            {"fp16": {"enabled": True, "min_loss_scale": 0}},
-            "fp16.min_loss_scale: expected above 0 and at most the initial scale 2**16 = 65536, got 0.0",
-        ),
-        (
-            {"fp16": {"enabled": True, "initial_scale_power": 4, "min_loss_scale": 32}},
-            "fp16.min_loss_scale: expected above 0 and at most the initial scale 2**4 = 16, got 32.0",
-        ),
-        (
-            {"fp16": {"enabled": True, "initial_scale_power": 2000}},
-            "fp16.initial_scale_power: expected at most 127, as fp32 holds no larger factor, got 2000",
-        ),
-        (
-            {"gradient_clipping": 1.0, **_zero(compute_grad_norm=False)},
-            "zero_optimization.compute_grad_norm: gradient_clipping 1.0 needs the norm; "
-            "set compute_grad_norm to true or gradient_clipping to 0",
-        ),
-        (
-            {"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}},
-            "optimizer.params.max_grad_norm: clipping is not an argument of the optimizer; "
-            "set gradient_clipping at the top level instead",
-        ),
-    ],
-)
-def test_contradictions(tree: dict[str, Any], message: str) -> None:
-    assert _message(tree) == message
+CONTRADICTIONS = """
+{"fp16": {"enabled": true}, "bf16": {"enabled": true}, "data_types": {"param_dtype": "bf16"}}
+    fp16.enabled: fp16 and bf16 are both enabled; set one of fp16.enabled and bf16.enabled to false
+{"bf16": {"enabled": true}, "data_types": {"param_dtype": "fp16"}}
+    data_types.param_dtype: expected "bf16", the enabled precision, got 'fp16'; enable that precision instead, or
+    remove the key
+{"data_types": {"param_dtype": "bfloat16"}}
+    data_types.param_dtype: expected "fp32", the enabled precision, got 'bf16'; enable that precision instead, or
+    remove the key
+{"bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "fp16"}}
+    data_types.grad_accum_dtype: expected "fp32" or "bf16", the enabled precision, got 'fp16'
+{"data_types": {"grad_accum_dtype": "bf16"}}
+    data_types.grad_accum_dtype: expected "fp32", got 'bf16'
+{"fp16": {"enabled": true, "loss_scale_window": 0}}
+    fp16.loss_scale_window: expected a number above 0 while fp16.loss_scale is 0, got 0
+{"fp16": {"enabled": true, "min_loss_scale": 0}}
+    fp16.min_loss_scale: expected above 0 and at most the initial scale 2**16 = 65536, got 0.0
+{"fp16": {"enabled": true, "initial_scale_power": 4, "min_loss_scale": 32}}
+    fp16.min_loss_scale: expected above 0 and at most the initial scale 2**4 = 16, got 32.0
+{"fp16": {"enabled": true, "initial_scale_power": 2000}}
+    fp16.initial_scale_power: expected at most 127, as fp32 holds no larger factor, got 2000
+{"gradient_clipping": 1.0, "zero_optimization": {"compute_grad_norm": false}}
+    zero_optimization.compute_grad_norm: gradient_clipping 1.0 needs the norm; set compute_grad_norm to true or
+    gradient_clipping to 0
+{"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}}
+    optimizer.params.max_grad_norm: clipping is not an argument of the optimizer; set gradient_clipping at the top
+    level instead
+{"zero_optimization": {"offload_optimizer": {"device": "cpu", "update_during": "next_step"}}}
+    zero_optimization.offload_optimizer.update_during: "next_step" is about updates on the host, and nothing is
+    offloaded at stage 0; set zero_optimization.stage to 1, 2 or 3, or update_during to "step"
+{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}
+    zero_optimization.offload_optimizer.nvme_path: missing, and device is "nvme"; give a folder on a local disk
+"""
 
 
-@pytest.mark.parametrize(
-    ("tree", "line"),
-    [
-        (
-            _zero(offload_optimizer={"device": "cpu", "update_during": "next_step"}),
-            'zero_optimization.offload_optimizer.update_during: "next_step" is about updates on the host, and nothing '
-            'is offloaded at stage 0; set zero_optimization.stage to 1, 2 or 3, or update_during to "step"',
-        ),
-        (
-            _zero(stage=3, offload_optimizer={"device": "nvme"}),
-            'zero_optimization.offload_optimizer.nvme_path: missing, and device is "nvme"; '
-            "give a folder on a local disk",
-        ),
-    ],
-)
-def test_offload_must_fit_the_stage(tree: dict[str, Any], line: str) -> None:
-    assert line in _lines(tree)
+@pytest.mark.parametrize(("text", "said"), table(CONTRADICTIONS))
+def test_contradictions(text: str, said: str) -> None:
+    assert message(ConfigError, load_config, json.loads(text)) == said
 
 
 @pytest.mark.parametrize(
@@ -120,12 +80,12 @@ def test_no_contradictions(tree: dict[str, Any]) -> None:
 
 def test_one_mistake_is_reported_once() -> None:
     """A stage that is wrong must not also be reported as one that does not fit the offload."""
-    message = _message(_zero(stage=4, offload_optimizer={"device": "cpu"}))
-    assert message == "zero_optimization.stage: expected 0, 1, 2 or 3, got 4"
+    said = message(ConfigError, load_config, _zero(stage=4, offload_optimizer={"device": "cpu"}))
+    assert said == "zero_optimization.stage: expected 0, 1, 2 or 3, got 4"
 
 
 @pytest.mark.parametrize(
-    ("tree", "message"),
+    ("tree", "line"),
     [
         (_zero(stage=4), "zero_optimization.stage: expected 0, 1, 2 or 3, got 4"),
         (_zero(stage="three"), "zero_optimization.stage: expected 0, 1, 2 or 3, got 'three'"),
@@ -179,5 +139,67 @@ def test_one_mistake_is_reported_once() -> None:
         ({"amp": 3}, "amp: expected an object, got 3"),
     ],
 )
-def test_golden_messages_of_single_keys(tree: dict[str, Any], message: str) -> None:
-    assert message in _lines(tree)
+def test_golden_messages_of_single_keys(tree: dict[str, Any], line: str) -> None:
+    assert line in _lines(tree)
+
+
+NAMES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def _tree(*sizes: int | str | None) -> dict[str, Any]:
+    return {name: size for name, size in zip(NAMES, sizes, strict=True) if size is not None}
+
+
+@pytest.mark.parametrize(
+    ("given", "solved"),
+    [
+        ((24, 4, 2), (24, 4, 2)),
+        ((24, 4, None), (24, 4, 2)),
+        ((24, None, 2), (24, 4, 2)),
+        ((None, 4, 2), (24, 4, 2)),
+        ((24, None, None), (24, 8, 1)),
+        ((None, 4, None), (12, 4, 1)),
+        ((24, "auto", "auto"), (24, 8, 1)),
+        (("auto", 4, "auto"), (12, 4, 1)),
+    ],
+)
+def test_what_is_not_given_is_derived(given: tuple[Any, ...], solved: tuple[int, int, int]) -> None:
+    assert solve_batch(load_config(_tree(*given)), world_size=3) == BatchSizes(*solved)
+
+
+WRONG = """
+[32, 4, 3]
+    train_batch_size: 32 is not 4 * 3 * 2 = 24 (train_batch_size 32, train_micro_batch_size_per_gpu 4,
+    gradient_accumulation_steps 3, ranks 2); set train_batch_size to 24, or remove one of the three
+[30, 4, null]
+    train_batch_size: 30 is not a multiple of 4 * 2 = 8 (train_batch_size 30, train_micro_batch_size_per_gpu 4,
+    gradient_accumulation_steps not given, ranks 2); set train_batch_size to 24 or 32
+[3, null, 4]
+    train_batch_size: 3 is not a multiple of 4 * 2 = 8 (train_batch_size 3, train_micro_batch_size_per_gpu not given,
+    gradient_accumulation_steps 4, ranks 2); set train_batch_size to 8
+[5, null, null]
+    train_batch_size: 5 is not a multiple of 1 * 2 = 2 (train_batch_size 5, train_micro_batch_size_per_gpu not given,
+    gradient_accumulation_steps not given, ranks 2); set train_batch_size to 4 or 6
+[null, null, 4]
+    batch sizes: neither train_batch_size nor train_micro_batch_size_per_gpu is given (train_batch_size not given,
+    train_micro_batch_size_per_gpu not given, gradient_accumulation_steps 4, ranks 2); set
+    train_micro_batch_size_per_gpu
+"""
+
+
+@pytest.mark.parametrize(("sizes", "said"), table(WRONG))
+def test_sizes_that_do_not_fit_are_reported_with_all_four_numbers(sizes: str, said: str) -> None:
+    assert message(ConfigError, solve_batch, load_config(_tree(*json.loads(sizes))), world_size=2) == said
+
+
+def test_the_message_has_the_place_in_the_file() -> None:
+    config = load_config('{\n  "train_batch_size": 5\n}')
+    with pytest.raises(ConfigError, match=r"^<json>:2:3: train_batch_size: 5 is not a multiple"):
+        solve_batch(config, world_size=2)
+
+
+def test_a_data_parallel_size_must_be_the_number_of_ranks() -> None:
+    config = load_config({"train_batch_size": 4, "data_parallel_size": 4})
+    assert solve_batch(config, world_size=4) == BatchSizes(4, 1, 1)
+    said = "data_parallel_size: expected 2 ranks, got 4; remove the key, or start that many processes"
+    assert message(ConfigError, solve_batch, config, world_size=2) == said

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from tests.support.log_lines import log_lines
+from tests.support.refusals import refused
 from zeroaccel.config import load_config, tier_plan
 from zeroaccel.config.support import KEYS, Kind
 from zeroaccel.errors import ConfigError
-from zeroaccel.logs import logger, without_notes
+from zeroaccel.logs import without_notes
 from zeroaccel.zero.layout import FlatLayout, FlatRange
 from zeroaccel.zero.storage.swapped_masters import cut_sub_groups
 
@@ -19,12 +21,8 @@ from zeroaccel.zero.storage.swapped_masters import cut_sub_groups
 @pytest.fixture
 def warned() -> Iterator[list[str]]:
     """Lines of the log that are warnings."""
-    lines: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    yield lines
-    logger.removeHandler(handler)
+    with log_lines(logging.WARNING) as lines:
+        yield lines
 
 
 NOTED = [
@@ -126,9 +124,8 @@ def test_what_is_off_or_not_known_yet_says_nothing(tree: dict[str, Any]) -> None
     ],
 )
 def test_what_would_train_otherwise_is_refused(tree: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with refused(ConfigError, message):
         load_config(tree)
-    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(

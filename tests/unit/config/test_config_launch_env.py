@@ -1,47 +1,42 @@
-"""The variables between launcher and script: both directions agree, and accelerate's own spelling is understood."""
+"""The variables between launcher and script, in both directions; accelerate's spelling of them, and unknown ones."""
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
-from zeroaccel.config.launch.launch_sources import SOURCES_VARIABLE, LaunchedSettings, from_environment, to_environment
+import zeroaccel
+from tests.support.environment import ROOT
+from tests.support.refusals import refused
+from zeroaccel.cli.main import main
+from zeroaccel.config.launch.launch_sources import (
+    SOURCES_VARIABLE,
+    LaunchedSettings,
+    check_variables,
+    from_environment,
+    known_variables,
+    to_environment,
+)
 from zeroaccel.errors import ConfigError
 
 FULL = LaunchedSettings(
-    use_zero=True,
-    mixed_precision="bf16",
-    zero_stage=3,
-    gradient_accumulation_steps=5,
-    gradient_clipping=0.5,
-    offload_optimizer_device="nvme",
-    offload_param_device="cpu",
-    offload_optimizer_nvme_path="/fast",
-    offload_param_nvme_path="/faster",
-    zero3_init_flag=False,
-    zero3_save_16bit_model=True,
-    deepspeed_config_file="ds.json",
-    deepspeed_moe_layer_cls_names="MixtralSparseMoeBlock,Other",
-    zero_hpz_partition_size=4,
-    zero_quantized_weights=True,
-    zero_quantized_gradients=True,
-    use_cpu=True,
-    dynamo_backend="inductor",
-    dynamo_mode="max-autotune",
-    dynamo_use_fullgraph=False,
-    dynamo_use_dynamic=True,
-    dynamo_use_regional_compilation=True,
-    debug=False,
-    use_parallelism_config=True,
-    dp_replicate_size=2,
-    dp_shard_size=4,
-    pp_size=1,
-    sp_size=2,
-    tp_size=1,
-    sp_seq_length=4096,
-    sp_seq_length_is_variable=True,
-    sp_attn_implementation="sdpa",
+    **json.loads("""
+    {"use_zero": true, "mixed_precision": "bf16", "zero_stage": 3, "gradient_accumulation_steps": 5,
+    "gradient_clipping": 0.5, "offload_optimizer_device": "nvme", "offload_param_device": "cpu",
+    "offload_optimizer_nvme_path": "/fast", "offload_param_nvme_path": "/faster", "zero3_init_flag": false,
+    "zero3_save_16bit_model": true, "deepspeed_config_file": "ds.json",
+    "deepspeed_moe_layer_cls_names": "MixtralSparseMoeBlock,Other", "zero_hpz_partition_size": 4,
+    "zero_quantized_weights": true, "zero_quantized_gradients": true, "use_cpu": true,
+    "dynamo_backend": "inductor", "dynamo_mode": "max-autotune", "dynamo_use_fullgraph": false,
+    "dynamo_use_dynamic": true, "dynamo_use_regional_compilation": true, "debug": false,
+    "use_parallelism_config": true, "dp_replicate_size": 2, "dp_shard_size": 4, "pp_size": 1, "sp_size": 2,
+    "tp_size": 1, "sp_seq_length": 4096, "sp_seq_length_is_variable": true, "sp_attn_implementation": "sdpa"}
+    """)
 )
 
 
@@ -98,10 +93,8 @@ def test_the_variables_of_another_launcher() -> None:
     ],
 )
 def test_a_value_that_means_nothing(variable: str, text: str, message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with refused(ConfigError, message, variable):
         from_environment({variable: text})
-    assert message in str(caught.value)
-    assert variable in str(caught.value)
 
 
 def test_a_named_source_is_the_address() -> None:
@@ -111,3 +104,55 @@ def test_a_named_source_is_the_address() -> None:
     }
     with pytest.raises(ConfigError, match=r"^a.yaml:3: zero_stage: "):
         from_environment(environ)
+
+
+def test_every_variable_that_is_read_is_known_and_the_other_way_round() -> None:
+    sources = [path for folder in ("zeroaccel", "cli") for path in (ROOT / folder).rglob("*.py")]
+    literal = {
+        name
+        for path in sources
+        if path.name != "variables.py"
+        for name in re.findall(r'"(ZEROACCEL_[A-Z_]+)"', path.read_text())
+    }
+    assert literal - {"ZEROACCEL_"} <= known_variables()
+    settings = {
+        f"ZEROACCEL_{name.upper()}" for name in zeroaccel.config.launch.launch_settings.LaunchSettings.model_fields
+    }
+    assert known_variables() - settings == literal - {"ZEROACCEL_"} - settings
+
+
+def test_all_unknown_ones_are_reported_with_the_nearest_name() -> None:
+    check_variables(
+        {"ZEROACCEL_ZERO_STAGE": "3", "ACCELERATE_ZEOR": "1", "MY_ZEROACCEL_X": "1", "ZEROACCEL_TIMEOUT": "1"}
+    )
+    with pytest.raises(ConfigError) as error:
+        check_variables(["ZEROACCEL_ZERO_STGE", "ZEROACCEL_HOME", "PATH"])
+    assert str(error.value).splitlines() == [
+        "environment: 2 variables are wrong",
+        "  ZEROACCEL_HOME: no such setting; names that begin with ZEROACCEL_ are settings; unset it",
+        "  ZEROACCEL_ZERO_STGE: no such setting; did you mean ZEROACCEL_ZERO_STAGE?",
+    ]
+
+
+@pytest.mark.parametrize("words", [("launch", "--dry_run", "train.py"), ("config", "show", "--resolve")])
+def test_a_launch_and_its_settings_are_refused(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    result = CliRunner().invoke(main, words, env={"ZEROACCEL_NUM_PROCESES": "2"})
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "zeroaccel: environment ZEROACCEL_NUM_PROCESES: no such setting; did you mean ZEROACCEL_NUM_PROCESSES?\n"
+    )
+
+
+def test_a_script_that_was_started_without_the_launcher_is_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from zeroaccel.comm.topology import destroy
+
+    monkeypatch.setenv("ZEROACCEL_COLECTIVE_TIMEOUT", "5")
+    with pytest.raises(ConfigError, match=r"did you mean ZEROACCEL_COLLECTIVE_TIMEOUT\?"):
+        zeroaccel.initialize(model=torch.nn.Linear(2, 2), config={"train_micro_batch_size_per_gpu": 1})
+    destroy()

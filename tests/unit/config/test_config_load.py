@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.log_lines import log_lines
+from tests.support.refusals import message
 from zeroaccel.config import load_config
 from zeroaccel.errors import ConfigError
-from zeroaccel.logs import logger
 
 TREE = {"train_batch_size": 8, "zero_optimization": {"stage": 2, "stage3_max_live_parameters": 5}}
 
@@ -24,9 +25,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _message(source: object) -> str:
-    with pytest.raises(ConfigError) as caught:
-        load_config(source)  # type: ignore[arg-type]
-    return str(caught.value)
+    return message(ConfigError, load_config, source)
 
 
 def test_all_sources_give_the_same_config(here: Path) -> None:
@@ -122,7 +121,7 @@ def test_a_byte_order_mark_is_no_error(here: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "said"),
     [
         (
             '{\n  "a": 1 "b": 2\n}',
@@ -141,15 +140,15 @@ def test_a_byte_order_mark_is_no_error(here: Path) -> None:
         ("[1]", "ds.json: expected an object at the top level, got [1]"),
     ],
 )
-def test_malformed_text_is_shown_with_a_caret(here: Path, text: str, message: str) -> None:
+def test_malformed_text_is_shown_with_a_caret(here: Path, text: str, said: str) -> None:
     (here / "ds.json").write_text(text)
-    assert _message("ds.json") == message
+    assert _message("ds.json") == said
 
 
 def test_a_long_line_is_cut_around_the_caret() -> None:
     text = '{"a": [' + "1," * 500 + "x" + ",1" * 500 + "]}"
-    message, excerpt, caret = _message(text).split("\n")
-    assert message == "<json>:1:1008: not valid JSON: expecting value"
+    said, excerpt, caret = _message(text).split("\n")
+    assert said == "<json>:1:1008: not valid JSON: expecting value"
     assert len(excerpt) <= 104
     assert excerpt[caret.index("^")] == "x"
 
@@ -249,21 +248,10 @@ def test_where_gives_others_the_address_of_a_key() -> None:
 
 
 def test_notes_are_logged_once_at_info_level() -> None:
-    records: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = records.append  # type: ignore[method-assign, assignment]
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
+    with log_lines(logging.WARNING) as warnings, log_lines(logging.INFO) as lines:
         for _ in range(2):
             load_config('{"zero_optimization": {"round_robin_gradients": true}}')
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-    assert [(record.levelno, record.getMessage()) for record in records] == [
-        (
-            logging.INFO,
-            "<json>:1:24: zero_optimization.round_robin_gradients: every rank owns an equal part of every unit",
-        )
+    assert lines == [
+        "<json>:1:24: zero_optimization.round_robin_gradients: every rank owns an equal part of every unit"
     ]
+    assert warnings == []

@@ -191,37 +191,21 @@ def test_making_a_feature_available_is_one_line(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_config_as_training_libraries_hand_it_over() -> None:
     """The dict that Accelerate passes on: both precisions, infinity, empty offload sections, and keys it fills in."""
-    config = load_config(
-        {
-            "train_batch_size": 16,
-            "train_micro_batch_size_per_gpu": 4,
-            "gradient_accumulation_steps": 2,
-            "zero_optimization": {
-                "stage": 3,
-                "offload_optimizer": {"device": "none", "nvme_path": None},
-                "offload_param": {"device": "none", "nvme_path": None},
-                "stage3_gather_16bit_weights_on_model_save": False,
-                "overlap_comm": True,
-                "contiguous_gradients": True,
-                "reduce_bucket_size": 4096.0,
-                "stage3_prefetch_bucket_size": 3686,
-                "stage3_param_persistence_threshold": 640,
-                "sub_group_size": 1e9,
-            },
-            "gradient_clipping": 1.0,
-            "steps_per_print": float("inf"),
-            "fp16": {"enabled": False, "auto_cast": True, "loss_scale": 0, "loss_scale_window": 1000},
-            "bf16": {"enabled": True},
-            "communication_data_type": "fp32",
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-            "wall_clock_breakdown": False,
-            "tensor_parallel": {"autotp_size": 0},
-            "zero_optimization.reduce_bucket_size": 64 * 64,
-            "zero_optimization.stage3_param_persistence_threshold": 10 * 64,
-            "zero_optimization.stage3_prefetch_bucket_size": 0.9 * 64 * 64,
-        }
-    )
+    config = load_config("""
+        {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2,
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "none", "nvme_path": null},
+        "offload_param": {"device": "none", "nvme_path": null},
+        "stage3_gather_16bit_weights_on_model_save": false, "overlap_comm": true, "contiguous_gradients": true,
+        "reduce_bucket_size": 4096.0, "stage3_prefetch_bucket_size": 3686,
+        "stage3_param_persistence_threshold": 640, "sub_group_size": 1000000000.0}, "gradient_clipping": 1.0,
+        "steps_per_print": Infinity, "fp16": {"enabled": false, "auto_cast": true, "loss_scale": 0,
+        "loss_scale_window": 1000}, "bf16": {"enabled": true}, "communication_data_type": "fp32",
+        "zero_allow_untested_optimizer": true, "zero_force_ds_cpu_optimizer": false,
+        "wall_clock_breakdown": false, "tensor_parallel": {"autotp_size": 0},
+        "zero_optimization.reduce_bucket_size": 4096,
+        "zero_optimization.stage3_param_persistence_threshold": 640,
+        "zero_optimization.stage3_prefetch_bucket_size": 3686.4}
+    """)
     assert config.precision == "bf16"
     assert config.steps_per_print is None
     assert config.zero_optimization.reduce_bucket_size == 4096

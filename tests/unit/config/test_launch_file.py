@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -61,31 +62,15 @@ def _refusal(folder: Path, text: str) -> str:
 
 def test_accelerates_keys_are_read_unchanged(tmp_path: Path) -> None:
     given = _read(tmp_path, OF_ACCELERATE)
-    assert given.values == {
-        "debug": False,
-        "multinode_launcher": "standard",
-        "gradient_accumulation_steps": 4,
-        "gradient_clipping": 0.5,
-        "offload_optimizer_device": "cpu",
-        "offload_param_device": "nvme",
-        "offload_param_nvme_path": "/nvme",
-        "zero3_init_flag": True,
-        "zero3_save_16bit_model": True,
-        "zero_stage": 3,
-        "distributed_type": "DEEPSPEED",
-        "dynamo_backend": "inductor",
-        "dynamo_mode": "default",
-        "dynamo_use_dynamic": False,
-        "dynamo_use_fullgraph": False,
-        "enable_cpu_affinity": False,
-        "machine_rank": 0,
-        "mixed_precision": "bf16",
-        "num_machines": 1,
-        "num_processes": 2,
-        "rdzv_backend": "static",
-        "same_network": True,
-        "use_cpu": False,
-    }
+    assert given.values == json.loads("""
+        {"debug": false, "multinode_launcher": "standard", "gradient_accumulation_steps": 4,
+        "gradient_clipping": 0.5, "offload_optimizer_device": "cpu", "offload_param_device": "nvme",
+        "offload_param_nvme_path": "/nvme", "zero3_init_flag": true, "zero3_save_16bit_model": true,
+        "zero_stage": 3, "distributed_type": "DEEPSPEED", "dynamo_backend": "inductor",
+        "dynamo_mode": "default", "dynamo_use_dynamic": false, "dynamo_use_fullgraph": false,
+        "enable_cpu_affinity": false, "machine_rank": 0, "mixed_precision": "bf16", "num_machines": 1,
+        "num_processes": 2, "rdzv_backend": "static", "same_network": true, "use_cpu": false}
+    """)
     assert given.sources["zero_stage"] == f"{tmp_path}/launch.yaml:12:3"
     assert given.sources["num_processes"] == f"{tmp_path}/launch.yaml:27:1"
     assert given.settings().uses_zero

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.refusals import refused
 from zeroaccel.cli.launch.foreign_flags import ForeignFlags
 from zeroaccel.config.launch.launch_file import parse_launch_file
 from zeroaccel.config.launch.launch_foreign import translate_fsdp
@@ -103,43 +104,30 @@ def test_flags_of_fsdp_count_more_than_the_file() -> None:
     ],
 )
 def test_what_fsdp_does_not_have_is_refused(fsdp: str, words: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with refused(ConfigError, words):
         parse_launch_file(f"distributed_type: FSDP\nfsdp_config: {fsdp}\n", "f.yaml")
-    assert words in str(caught.value)
+
+
+DDP = "distributed_type: MULTI_GPU"
+LAUNCHER = "deepspeed_config: {{deepspeed_multinode_launcher: {}}}"
 
 
 @pytest.mark.parametrize(
     ("text", "values", "note"),
     [
+        ("fsdp_config: {fsdp_version: 1}", {}, "f.yaml:1:1: fsdp_config: does nothing, as no distributed_typ"),
         (
-            "fsdp_config: {fsdp_offload_params: true}",
-            {},
-            "f.yaml:1:1: fsdp_config: does nothing, as no distributed_typ",
-        ),
-        (
-            "distributed_type: MULTI_GPU\nfsdp_config: {fsdp_offload_params: true}",
+            f"{DDP}\nfsdp_config: {{fsdp_version: 1}}",
             {"distributed_type": "MULTI_GPU"},
-            "f.yaml:2:1: fsdp_config: does nothing, as distributed_type is MULTI_GPU",
+            "f.yaml:2:1: fsdp_config: does",
         ),
-        (
-            "distributed_type: MULTI_GPU\ndeepspeed_config: {zero_stage: 3}",
-            {"distributed_type": "MULTI_GPU"},
-            "f.yaml:2:1: deepspeed_config: does nothing, as distributed_type is MULTI_GPU",
-        ),
-        (
-            "distributed_type: 'NO'\nnum_processes: 8",
-            {"distributed_type": "NO", "num_processes": 1},
-            "f.yaml:2:1: num_processes: does nothing, as distributed_type is NO, which is one process",
-        ),
+        (f"{DDP}\ndeepspeed_config: {{zero_stage: 3}}", {"distributed_type": "MULTI_GPU"}, "type is MULTI_GPU"),
+        ("distributed_type: 'NO'\nnum_processes: 8", {"distributed_type": "NO", "num_processes": 1}, "is one process"),
         ("distributed_type: MULTI_XPU", {"distributed_type": "MULTI_GPU"}, "distributed_type: MULTI_XPU -> MULTI_GPU"),
         ("downcast_bf16: 'yes'", {}, "f.yaml:1:1: downcast_bf16: does nothing, a setting of TPUs"),
         ("tpu_use_sudo: true", {}, "f.yaml:1:1: tpu_use_sudo: does nothing, a setting of TPUs"),
         ("tpu_name: a", {}, "f.yaml:1:1: tpu_name: does nothing, a setting of TPUs"),
-        (
-            "main_training_function: train",
-            {},
-            "main_training_function: does nothing, a setting of TPUs; scripts are run",
-        ),
+        ("main_training_function: train", {}, "does nothing, a setting of TPUs; scripts are run"),
         ("ipex_config: {ipex: true}", {}, "ipex_config: does nothing, zeroaccel does not use that library"),
         ("fp8_config: {backend: TE}", {}, "fp8_config: does nothing, as mixed_precision is not fp8"),
         ("megatron_lm_config: {megatron_lm_tp_degree: 2}", {}, "megatron_lm_config: does nothing, as no distributed_t"),
@@ -154,25 +142,21 @@ def test_what_fsdp_does_not_have_is_refused(fsdp: str, words: str) -> None:
             {"num_machines": 1, "multinode_launcher": "ssh"},
             "f.yaml:2:20: deepspeed_config.deepspeed_hostfile: does nothing, as num_machines is 1",
         ),
+        (f"num_machines: 1\n{LAUNCHER.format('openmpi')}", {"num_machines": 1}, "does nothing, as num_machines is 1"),
         (
-            "num_machines: 1\ndeepspeed_config: {deepspeed_multinode_launcher: openmpi}",
-            {"num_machines": 1},
-            "deepspeed_config.deepspeed_multinode_launcher: does nothing, as num_machines is 1",
-        ),
-        (
-            "num_machines: 2\ndeepspeed_config: {deepspeed_multinode_launcher: OPENMPI}",
+            f"num_machines: 2\n{LAUNCHER.format('OPENMPI')}",
             {"num_machines": 2, "multinode_launcher": "ssh"},
             "f.yaml:2:20: deepspeed_config.deepspeed_multinode_launcher: OPENMPI -> ssh, by which the machines",
         ),
         (
             "deepspeed_config: {zero_stage: 3, bf16: {enabled: true}}",
             {"zero_stage": 3},
-            "f.yaml:1:35: deepspeed_config.bf16: does nothing, here as in accelerate: it is for the JSON file that",
+            "f.yaml:1:35: deepspeed_config.bf",
         ),
         (
-            "deepspeed_config: {zero_stage: '3', gradient_clipping: none, quux_size: 3}",
+            "deepspeed_config: {zero_stage: '3', quux_size: 3}",
             {"zero_stage": 3},
-            "deepspeed_config.quux_size: does nothing, accelerate has no such setting and ignores it",
+            "config.quux_size: does nothing, accel",
         ),
     ],
 )

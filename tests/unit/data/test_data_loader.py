@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
@@ -22,6 +21,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from tests.support.datasets import Numbers, SizedStream
 from zeroaccel.data import (
     DataLoaderConfiguration,
     PreparedLoader,
@@ -33,33 +33,11 @@ from zeroaccel.errors import CheckpointError, UsageError
 Make = Callable[[], DataLoader[Any]]
 
 
-class Numbers(Dataset[int]):
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-    def __len__(self) -> int:
-        return self.length
-
-
 class Noisy(Numbers):
     """Draws from the run's own random numbers, as augmentations do."""
 
     def __getitem__(self, index: int) -> Any:
         return index + torch.rand(())
-
-
-class Stream(IterableDataset[int]):
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.length))
-
-    def __len__(self) -> int:
-        return self.length
 
 
 class ReadyBatches(IterableDataset[Any]):
@@ -141,7 +119,7 @@ MAKERS: dict[str, Make] = {
         batch_sampler=BatchSampler(RandomSampler(range(23), generator=torch.Generator().manual_seed(3)), 4, False),
     ),
     "sizes of their own": lambda: DataLoader(Numbers(11), batch_sampler=[[0, 1, 2], [3], [4, 5], [6, 7, 8, 9], [10]]),
-    "stream": lambda: DataLoader(Stream(23), 4),
+    "stream": lambda: DataLoader(SizedStream(23), 4),
     "stream of batches": lambda: DataLoader(ReadyBatches(), batch_size=None),
     "single indices": lambda: DataLoader(
         [torch.tensor([3 * i, 3 * i + 1]) for i in range(7)],
@@ -190,7 +168,7 @@ def test_resuming_anywhere_goes_on_as_if_nothing_had_been(
 
     def make() -> DataLoader[Any]:
         if stream:
-            return DataLoader(Stream(length), size, drop_last=drop_last)
+            return DataLoader(SizedStream(length), size, drop_last=drop_last)
         return shuffled(length, size, drop_last=drop_last)()
 
     options = {"even_batches": even, "split_batches": split}
@@ -294,7 +272,7 @@ def test_set_epoch_keeps_a_loaded_position_in_that_epoch() -> None:
     assert len(list(resumed)) == 6
 
 
-def test_what_hears_of_epochs_is_reported() -> None:
+def test_a_dataset_hears_of_epochs() -> None:
     class Told(Numbers):
         heard: list[int]
 
@@ -309,9 +287,9 @@ def test_what_hears_of_epochs_is_reported() -> None:
 
 
 def test_skipping_says_where_an_epoch_starts() -> None:
-    (loader,) = prepared(shuffled(), 1)
-    epochs = [list(map(torch.Tensor.tolist, prepared(shuffled(), 1)[0])) for _ in range(1)]
-    assert [batch.tolist() for batch in skip_first_batches(loader, 2)] == epochs[0][2:]
+    (loader,), (whole,) = prepared(shuffled(), 1), prepared(shuffled(), 1)
+    epoch = [batch.tolist() for batch in whole]
+    assert [batch.tolist() for batch in skip_first_batches(loader, 2)] == epoch[2:]
     assert loader.epoch == 1
     (resumed,) = prepared(shuffled(), 1)
     iterator = iter(resumed)
@@ -321,7 +299,7 @@ def test_skipping_says_where_an_epoch_starts() -> None:
     resumed.load_state_dict(state)
     rest = skip_first_batches(resumed, 2)  # as scripts do that know the position themselves
     assert len(rest) == 4
-    assert [batch.tolist() for batch in rest] == epochs[0][2:]
+    assert [batch.tolist() for batch in rest] == epoch[2:]
     assert resumed.epoch == 1
     assert len(list(resumed)) == 6
 
@@ -359,7 +337,7 @@ def test_an_epoch_without_a_batch_warns(
 def test_the_last_batch_is_known_while_it_is_used() -> None:
     active = Active()
     outer = prepare_data_loader(DataLoader(Numbers(6), 2), watch=active)
-    inner = prepare_data_loader(DataLoader(Stream(3), 2), watch=active)
+    inner = prepare_data_loader(DataLoader(SizedStream(3), 2), watch=active)
     flags = []
     for _ in outer:
         flags.append(active.current.end_of_dataloader)
@@ -382,7 +360,7 @@ def test_workers_change_nothing() -> None:
             assert torch.equal(batch, expected)
             ends.append(loader.end_of_dataloader)
         assert ends == [False] * 5 + [True]
-    (stream,) = prepared(lambda: DataLoader(Stream(6), 2, num_workers=2), 1)
+    (stream,) = prepared(lambda: DataLoader(SizedStream(6), 2, num_workers=2), 1)
     assert sum(len(batch) for batch in stream) == 12  # each worker reads it all, as torch's own loader does
     assert stream.end_of_dataloader
 

@@ -7,34 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader
 
+from tests.support.datasets import Numbers, SizedStream, Stream
 from zeroaccel.data import build_dataloader
 from zeroaccel.errors import UsageError
-
-
-class Numbers(Dataset[int]):
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-    def __len__(self) -> int:
-        return self.length
-
-
-class Stream(IterableDataset[int]):
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.length))
-
-
-class SizedStream(Stream):
-    def __len__(self) -> int:
-        return self.length
 
 
 class EpochStream(Stream):
@@ -76,36 +53,26 @@ def test_the_first_order_is_that_of_torchs_distributed_sampler() -> None:
     assert items(batches(build_dataloader(Numbers(10), 3, 1, 2, seed=8))) != expected
 
 
-def test_each_iteration_is_another_epoch_and_repeatable() -> None:
-    loader = build_dataloader(Numbers(64), 4, 0, 2)
-    epochs = [items(batches(loader)) for _ in range(3)]
-    assert len({tuple(epoch) for epoch in epochs}) == 3
+def test_each_iteration_is_another_epoch_of_which_ranks_share_no_item() -> None:
+    loaders = [build_dataloader(Numbers(64), 4, rank, 2) for rank in range(2)]
+    epochs = [[items(batches(loader)) for loader in loaders] for _ in range(3)]
+    assert all(sorted(one + other) == list(range(64)) for one, other in epochs)
+    assert len({tuple(epoch[0]) for epoch in epochs}) == 3
     again = build_dataloader(Numbers(64), 4, 0, 2)
-    assert [items(batches(again)) for _ in range(3)] == epochs
-    loader.sampler.set_epoch(1)  # type: ignore[attr-defined]
-    assert items(batches(loader)) == epochs[1]
+    assert [items(batches(again)) for _ in range(3)] == [epoch[0] for epoch in epochs]
+    loaders[0].sampler.set_epoch(1)  # type: ignore[attr-defined]
+    assert items(batches(loaders[0])) == epochs[1][0]
 
 
-def test_ranks_never_share_an_item_within_an_epoch() -> None:
-    loaders = [build_dataloader(Numbers(64), 4, rank, 4) for rank in range(4)]
-    for _ in range(2):
-        taken = [item for loader in loaders for item in items(batches(loader))]
-        assert sorted(taken) == list(range(64))
-
-
-def test_no_shuffling_on_request() -> None:
+def test_the_order_of_the_dataset_on_request_and_a_collate_function() -> None:
     assert parts(Numbers(6), 2, shuffle=False) == [[[0, 2], [4]], [[1, 3], [5]]]
+    assert list(build_dataloader(["a", "b", "c", "d"], 2, 0, 2, collate_fn="".join, shuffle=False)) == ["ac"]
 
 
 def test_drop_last_leaves_out_the_batch_that_is_not_full() -> None:
     assert [len(part) for part in parts(Numbers(10), 2, size=2)] == [3, 3]
     assert [len(part) for part in parts(Numbers(10), 2, size=2, drop_last=True)] == [2, 2]
     assert len(build_dataloader(Numbers(10), 2, 0, 2, drop_last=True)) == 2
-
-
-def test_a_list_and_a_collate_function() -> None:
-    loader = build_dataloader(["a", "b", "c", "d"], 2, 0, 2, collate_fn="".join, shuffle=False)
-    assert list(loader) == ["ac"]
 
 
 def test_workers_read_a_dataset_with_indices() -> None:
@@ -125,18 +92,17 @@ def test_an_iterable_is_sharded_and_short_ranks_repeat(length: int) -> None:
         assert part == own + [rank] * (-(-length // 3) - len(own))
 
 
-def test_an_iterable_shorter_than_the_world_reaches_every_rank() -> None:
+def test_an_iterable_shorter_than_the_world_reaches_every_rank_and_an_empty_one_none() -> None:
     assert parts(Stream(2), 5) == [[[0]], [[1]], [[0]], [[1]], [[0]]]
+    assert parts(Stream(0), 2) == [[], []]
+    with pytest.raises(TypeError):
+        len(build_dataloader(Stream(4), 2, 0, 1))
 
 
 @pytest.mark.parametrize("length", [8, 9, 10])
 def test_drop_last_leaves_out_an_incomplete_round(length: int) -> None:
     of_rank = [items(part) for part in parts(Stream(length), 3, size=1, drop_last=True)]
     assert of_rank == [list(range(rank, length - length % 3, 3)) for rank in range(3)]
-
-
-def test_an_empty_iterable_has_no_batches() -> None:
-    assert parts(Stream(0), 2) == [[], []]
 
 
 def test_an_iterable_starts_anew_in_each_epoch_and_hears_its_number() -> None:
@@ -150,11 +116,6 @@ def test_the_length_of_a_sized_iterable_is_what_it_gives(length: int, drop_last:
     for rank in range(3):
         loader = build_dataloader(SizedStream(length), 2, rank, 3, drop_last=drop_last)
         assert len(loader) == len(batches(loader))  # torch warns, and so fails, where they differ
-
-
-def test_an_iterable_without_a_length_has_none() -> None:
-    with pytest.raises(TypeError):
-        len(build_dataloader(Stream(4), 2, 0, 1))
 
 
 # -- both

@@ -1,4 +1,4 @@
-"""Meshes of an estimate: parts of a model, bytes by axis and by link, and the one that is recommended."""
+"""Meshes of an estimate: parts of a model, bytes by axis and by link, the one that is recommended, and the traffic."""
 
 from __future__ import annotations
 
@@ -8,11 +8,21 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.commands import typed
 from tests.support.mesh_training import NEEDS_SPLIT_LAYERS, NEEDS_STAGES
-from zeroaccel.cli.main import main
 from zeroaccel.config.parallel import ParallelConfig
 from zeroaccel.errors import UsageError
-from zeroaccel.estimate import Capacity, Estimate, Subject, Workload, estimate, mesh_row, mesh_table, needless_crossing
+from zeroaccel.estimate import (
+    Capacity,
+    Estimate,
+    Subject,
+    Workload,
+    estimate,
+    mesh_row,
+    mesh_table,
+    needless_crossing,
+    traffic_table,
+)
 from zeroaccel.estimate.decoder import Decoder, Shape
 from zeroaccel.estimate.mesh_parts import stage_firsts
 from zeroaccel.estimate.meshes import crossing_share, meshes_of
@@ -165,18 +175,14 @@ def test_sharing_layers_across_machines_is_said_with_numbers() -> None:
 
 
 def test_the_recommended_mesh_is_the_simplest_that_fits() -> None:
-    workload = Workload(ranks=4, sequence=256)
-    rows = mesh_table(_subject(), workload, ROOMY)
-    assert (rows[0].recommended, rows[0].workload.mesh_name) == (True, "dp 4")
-    assert rows[0].plan is not None
     # Room for activations of a part of the sequence only, and no host memory to offload to.
-    long = Workload(ranks=4, sequence=8192)
+    long = Workload(ranks=2, sequence=8192)
     alone = mesh_row(_subject(), long, ROOMY)
     assert alone.plan is not None
-    tight = Capacity(device=round(alone.plan.estimate.device.total * 0.8), host=0, disk=0)
-    best = mesh_table(_subject(), long, tight)[0]
-    assert best.recommended
-    assert best.workload.pp * best.workload.sp * best.workload.tp > 1
+    rows = mesh_table(_subject(), long, Capacity(device=round(alone.plan.estimate.device.total * 0.8), host=0, disk=0))
+    assert rows[0].recommended
+    assert rows[0].workload.pp * rows[0].workload.sp * rows[0].workload.tp > 1
+    assert [row.recommended for row in rows[1:]] == [False] * (len(rows) - 1)
 
 
 def test_what_a_model_cannot_be_cut_into() -> None:
@@ -194,26 +200,17 @@ def test_what_a_model_cannot_be_cut_into() -> None:
         Workload(ranks=8, tp=3)
 
 
-def _run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as exit_:
-        main(["estimate", *arguments], prog_name="zeroaccel")
-    return int(exit_.value.code or 0)
-
-
-def test_the_command_prints_meshes(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["125m", "--ranks", "4", "--ranks_per_machine", "2", "--seq", "64", "--device_memory", "80GB"]
-    assert _run(*words, "--meshes") == 0
-    said = capsys.readouterr()
+def test_the_command_prints_meshes() -> None:
+    job = "--ranks 4 --ranks_per_machine 2 --seq 64 --device_memory 80GB"
+    said = typed(f"estimate 2m {job} --meshes")
     lines = said.out.splitlines()
     assert lines[1].split() == ["mesh", "micro-steps", "plan", "memory", "inside", "across", "idle", "fits"]
     assert lines[2].startswith("dp 4 ")
     assert lines[2].rstrip().endswith("recommended")
     assert all(len(line.rstrip()) <= 80 for line in lines)
-    assert _run(*words, "--meshes", "--json") == 0
-    report = json.loads(capsys.readouterr().out)
+    report = json.loads(typed(f"estimate 2m {job} --meshes --json").out)
     assert report["meshes"][0]["links"][0]["axis"] == "dp"
-    assert _run(*words, "--tp_size", "4") == 0
-    said = capsys.readouterr()
+    said = typed(f"estimate 125m {job} --tp_size 4")
     assert "GB that a rank sends per step, stage 1: tp 0." in said.out
     assert "tp 4 reaches across machines of 2 ranks" in said.err
 
@@ -226,6 +223,22 @@ def test_the_command_prints_meshes(capsys: pytest.CaptureFixture[str]) -> None:
         (["--meshes", "--tp_size", "2"], "--meshes compares all meshes"),
     ],
 )
-def test_mistakes_name_the_flags(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run("125m", "--ranks", "4", *arguments) == 2
-    assert message in capsys.readouterr().err
+def test_mistakes_name_the_flags(arguments: list[str], message: str) -> None:
+    assert message in typed("estimate 125m --ranks 4", *arguments, code=2).err
+
+
+def test_rows_in_units_of_the_model() -> None:
+    rows = {row.name: row for row in traffic_table(10**9, Workload(ranks=32, ranks_per_machine=8))}
+    unit = 2e9 * (32 - 8) / 32
+    across = {name: row.across / unit for name, row in rows.items()}
+    assert across["stage 3"] == pytest.approx(3, rel=1e-4)
+    assert across["hpZ"] == pytest.approx(2, rel=1e-4)
+    assert across["qwZ + hpZ"] == pytest.approx(1.5, rel=0.01)
+    assert across["qwZ + hpZ + qgZ"] == pytest.approx(0.5 + 0.25 / 8, rel=0.01)
+    assert across["replicas of one machine"] == pytest.approx(3 / 8, rel=1e-4)
+
+
+def test_one_machine_sends_nothing() -> None:
+    assert traffic_table(10**9, Workload(ranks=8)) == []
+    alone = {row.name: row.across for row in traffic_table(10**6, Workload(ranks=2, ranks_per_machine=1))}
+    assert alone["hpZ"] == alone["stage 3"]

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-from pathlib import Path
 from types import ModuleType
 from xml.etree import ElementTree
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+from tests.support.environment import ROOT
+from tests.support.scripts import load_script
 
 
 @pytest.fixture(scope="module")
 def diagrams() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("diagrams", ROOT / "docs" / "site" / "diagrams.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("docs/site/diagrams.py")
 
 
 def test_the_files_are_up_to_date(diagrams: ModuleType) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from tests.support.scripts import load_script
 from tests.unit.house.documents import ROOT, Document, absent, denials, documents, unsourced
 
 
@@ -79,7 +78,7 @@ def test_no_docstring_denies_an_axis_of_the_mesh() -> None:
 
 
 def test_quoted_code_is_as_in_the_tree() -> None:
-    quoted = _quoted_code()
+    quoted = load_script("docs/site/quoted_code.py")
     pages = [document for document in documents() if "<!-- code: " in document.text]
     assert pages
     assert [page.path for page in pages if quoted.with_quotations(page.text) != page.text] == [], (
@@ -87,15 +86,6 @@ def test_quoted_code_is_as_in_the_tree() -> None:
     )
     assert quoted.quotation("zeroaccel/initialization.py", "start").startswith("@names_ranks\ndef start(")
     assert "Raises:" not in quoted.quotation("zeroaccel/initialization.py", "start")
-
-
-def _quoted_code() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("quoted_code", ROOT / "docs" / "site" / "quoted_code.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def _place(path: Path, node: ast.AST) -> str:

@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
-from tests import time_limits
-
-ROOT = Path(__file__).resolve().parents[3]
-
-
-def _run(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "benchmarks/gpu", *arguments, "--out", str(folder)]
-    limit = time_limits.seconds(60)
-    return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=limit, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    )
+from tests.support.environment import ROOT
+from tests.support.scripts import load_script
 
 
-def test_every_part_is_skipped_by_name(tmp_path: Path) -> None:
-    done = _run("--no-predictions", folder=tmp_path)
-    assert done.returncode == 0, done.stderr
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """The command, with its modules found as when it is run, and without a device."""
+    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks" / "gpu"), str(ROOT / "benchmarks"), *sys.path])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    program: ModuleType = load_script("benchmarks/gpu/__main__.py")
+
+    def run(*arguments: object) -> int:
+        monkeypatch.setattr(sys, "argv", ["benchmarks/gpu", *map(str, arguments)])
+        return int(program.main())
+
+    return run
+
+
+def test_every_part_is_skipped_by_name(gpu: Callable[..., int], tmp_path: Path) -> None:
+    assert gpu("--no-predictions", "--out", tmp_path) == 0
     why = "torch sees no CUDA device" if torch.backends.cuda.is_built() else "this torch is built without CUDA"
     [report] = tmp_path.glob("gpu-*.md")
     sections = report.read_text().split("\n## ")[1:]
@@ -34,16 +38,11 @@ def test_every_part_is_skipped_by_name(tmp_path: Path) -> None:
     assert all(f"skipped: {why}" in section for section in sections)
 
 
-@pytest.mark.parametrize("part", ["wait", "everything"])
-def test_a_part_that_is_none_is_named(part: str, tmp_path: Path) -> None:
-    done = _run(part, folder=tmp_path)
-    assert done.returncode == 2
-    assert f"no part '{part}'; there are machine, tests" in done.stderr
-
-
-def test_a_file_in_place_of_the_folder_is_named(tmp_path: Path) -> None:
+def test_mistakes_are_named(gpu: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for part in ("wait", "everything"):
+        with pytest.raises(SystemExit, match="2"):
+            gpu(part)
+        assert f"no part '{part}'; there are machine, tests" in capsys.readouterr().err
     (tmp_path / "file").touch()
-    done = _run("--no-predictions", folder=tmp_path / "file")
-    assert done.returncode == 2
-    assert "--out" in done.stderr
-    assert "expected a folder that can be written (File exists)" in done.stderr
+    assert gpu("--no-predictions", "--out", tmp_path / "file") == 2
+    assert "file: expected a folder that can be written (File exists)" in capsys.readouterr().err

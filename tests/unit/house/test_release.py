@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
 import sys
 import tarfile
 import zipfile
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 import zeroaccel
+from tests.support.environment import ROOT
 from tests.support.job import run_command
+from tests.support.scripts import load_script
 
-ROOT = Path(__file__).resolve().parents[3]
 CITATION = 'cff-version: 1.2.0\nversion: 1.2.3\ndate-released: "2026-01-31"\n'
 
 
-def _script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"_{name}_script", ROOT / ".ci" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look their annotations up
-    spec.loader.exec_module(module)
-    return module
-
-
-release, versions = _script("release"), _script("versions")
+release, versions = load_script(".ci/release.py"), load_script(".ci/versions.py")
 
 
 def test_one_version() -> None:

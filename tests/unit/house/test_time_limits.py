@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import time_limits
-from tests.support.environment import ROOT
+from tests.support.job import run_command
 from tests.time_limits import CAP, VARIABLE, Limit
 
 
@@ -62,9 +61,6 @@ def test_the_limit_of_a_test_follows(tmp_path: Path, factor: str, returncode: in
         f"import time, pytest\n@pytest.mark.timeout(0.5)\ndef test_it():\n    time.sleep({seconds})\n"
     )
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", "-c", os.devnull, "test_it.py"]
-    environment = os.environ | {VARIABLE: factor, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=time_limits.seconds(60)
-    )
+    done = run_command(command, env={VARIABLE: factor}, cwd=tmp_path)
     assert done.returncode == returncode, done.stdout
     assert ("Timeout (>" in done.stdout) == bool(returncode)

@@ -306,6 +306,10 @@ def run_two(sizes: tuple[int, int]) -> None:
     sum(checkpoint(torch.sin, x * 2).sum() for x in inputs).backward()
 
 
+def _of_one(wrap: bool = False) -> ActivationCheckpointing:
+    return ActivationCheckpointing(contiguous_memory_optimization=True, number_checkpoints=1, wrap_blocks=wrap)
+
+
 @pytest.mark.parametrize(
     ("act", "message"),
     [
@@ -317,9 +321,8 @@ def run_two(sizes: tuple[int, int]) -> None:
             lambda: configure(ActivationCheckpointing(partition_activations=True)),
             "partition_activations: expected a tensor-parallel group",
         ),
-        (lambda: configure(tensor_parallel_group="tp"), "tensor_parallel_group|expected"),
         (
-            lambda: Recomputation(nn.Linear(2, 2), ActivationCheckpointing(wrap_blocks=True)),
+            lambda: Recomputation(nn.Linear(2, 2), _of_one(wrap=True)),
             "activation_checkpointing.wrap_blocks: expected a model with repeated blocks",
         ),
         (lambda: run_two((4, 4)), "at most number_checkpoints = 1 tensors at a time, got '2'"),
@@ -327,10 +330,12 @@ def run_two(sizes: tuple[int, int]) -> None:
     ],
 )
 def test_what_is_refused(act: Callable[[], Any], message: str) -> None:
-    if "configure" not in act.__code__.co_names:
-        configure(ActivationCheckpointing(contiguous_memory_optimization=True, number_checkpoints=1))
-    if act.__code__.co_consts and "tp" in act.__code__.co_consts:
-        configure(tensor_parallel_group="tp")
-        act = lambda: configure(ActivationCheckpointing(partition_activations=True))  # noqa: E731
+    configure(_of_one())
     with pytest.raises(UsageError, match=message):
         act()
+
+
+def test_a_tensor_parallel_group_must_be_one() -> None:
+    configure(tensor_parallel_group="tp")
+    with pytest.raises(UsageError, match=r"tensor_parallel_group|expected"):
+        configure(ActivationCheckpointing(partition_activations=True))

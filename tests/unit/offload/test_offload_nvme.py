@@ -277,21 +277,21 @@ def test_a_folder_that_will_not_do(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert facts.file_system not in ("unknown", "tmpfs")
 
 
-def test_a_read_only_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("call", "code", "message"),
+    [
+        ("open", errno.EROFS, r"nvme_path: expected a folder that takes files, got .*Read-only file"),
+        ("posix_fallocate", errno.ENOSPC, r"bytes of free space for this rank.*No space left.*nothing was trained"),
+    ],
+)
+def test_a_disk_that_takes_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int, message: str
+) -> None:
     def refuse(*_: Any, **__: Any) -> int:
-        raise OSError(errno.EROFS, "Read-only file system")
+        raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(file_io.os, "open", refuse)
-    with pytest.raises(ConfigError, match=r"nvme_path: expected a folder that takes files, got .*Read-only file"):
-        _tier(tmp_path)
-
-
-def test_a_disk_that_fills_up_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(file_io.os, "posix_fallocate", full)
-    with pytest.raises(ConfigError, match=r"bytes of free space for this rank.*No space left.*nothing was trained"):
+    monkeypatch.setattr(file_io.os, call, refuse)
+    with pytest.raises(ConfigError, match=message):
         _tier(tmp_path)
 
 

@@ -19,7 +19,7 @@ from zeroaccel.config import load_config
 from zeroaccel.offload import page_locked
 from zeroaccel.offload.host_buffers import HostArena, aligned_bytes, empty_on_host
 from zeroaccel.offload.tier import HostTier
-from zeroaccel.ops import Adam, Lion
+from zeroaccel.ops import Adam
 from zeroaccel.zero.layout import FlatLayout
 from zeroaccel.zero.storage import placement
 from zeroaccel.zero.storage.masters import MasterPlace, SeparateMasters
@@ -331,15 +331,6 @@ def test_a_tier_of_the_host_has_exact_slabs(runtime: Runtime) -> None:
     tier.close()
     gc.collect()
     assert runtime.locked == {}
-
-
-def test_lion_has_one_state_there(runtime: Runtime) -> None:
-    master = torch.ones(500)
-    optimizer = Lion([master])
-    optimizer.host_memory = lambda shape, dtype: empty_on_host(shape, dtype, pinned=True)
-    master.grad = torch.ones(500)
-    optimizer.step()
-    assert len(runtime.locked) == 1
 
 
 def test_an_interpreter_that_ends_does_not_complain(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.tensors import every_pattern
 from tests.unit.ops.kernels_on_host import HostRunner, host_kernels
 from zeroaccel.comm import quantized
 from zeroaccel.comm.quantized import INT4, INT8, Codec, RowOrder
@@ -46,11 +47,6 @@ def spread(numel: int, seed: int) -> Tensor:
     """Normal values over many powers of two."""
     exponents = torch.randint(-30, 4, (numel,), generator=random(seed))
     return torch.ldexp(torch.randn(numel, generator=random(seed + 1)), exponents)
-
-
-def patterns(dtype: torch.dtype) -> Tensor:
-    """Every number of a 16-bit format."""
-    return torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -126,22 +122,15 @@ def both_updates(
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_update_has_the_bits_of_the_host(name: str, grad_dtype: torch.dtype, out_dtype: torch.dtype | None) -> None:
     kernels = host_kernels()
-    for numel in (1, 31, 1024, 3001):
+    for numel in (1, 31, 1024, 30_001):
         master, grad = spread(numel, 10), spread(numel, 20).to(grad_dtype)
         assert_same(*both_updates(name, master, grad, out_dtype, kernels))
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_update_of_a_million_has_the_bits_of_the_host(name: str) -> None:
-    numel = 1_000_000
-    master, grad = torch.randn(numel, generator=random(1)), spread(numel, 2).bfloat16()
-    assert_same(*both_updates(name, master, grad, torch.bfloat16, host_kernels()))
 
 
 @pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_16_bit_gradient_has_the_bits_of_the_host(name: str, grad_dtype: torch.dtype) -> None:
-    grad = patterns(grad_dtype)
+    grad = every_pattern(grad_dtype)
     assert_same(*both_updates(name, spread(grad.numel(), 5), grad, grad_dtype, host_kernels()))
 
 
@@ -208,7 +197,7 @@ def norm_values(dtype: torch.dtype) -> Iterator[Tensor]:
         for exponent in range(-149, 128, 9):
             yield torch.ldexp(spread(300, exponent + 200).clamp(-1, 1), torch.tensor(exponent))
     else:
-        every = patterns(dtype)
+        every = every_pattern(dtype)
         yield every[every.isfinite()]
 
 
@@ -224,14 +213,6 @@ def test_the_norm_has_the_integers_of_the_host(dtype: torch.dtype) -> None:
         for part in (values[:half].contiguous(), values[half:].contiguous()):
             kernels.square_sums_into(part, largest, sums)
         assert tuple(sums.tolist()) == square_sums(values, norm_exponent(max_abs(values)))
-
-
-def test_the_norm_of_a_million_has_the_integers_of_the_host() -> None:
-    values, kernels = spread(1_000_000, 1), host_kernels()
-    largest, sums = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
-    kernels.max_abs_into(values, largest)
-    kernels.square_sums_into(values, largest, sums)
-    assert tuple(sums.tolist()) == square_sums(values, norm_exponent(max_abs(values)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -273,7 +254,7 @@ def test_codes_have_the_bits_of_the_host(codec: Codec, dtype: torch.dtype, by_ke
     longest = 100 * codec.block_numel + 77
     cases = [code_values(numel, dtype) for numel in (0, 1, 2, 3, 255, 256, 257, 511, 512, 513, 5000, longest)]
     if dtype is not torch.float32:
-        cases += patterns(dtype)[torch.randperm(1 << 16, generator=random(4))].split(max(1 << 12, 8 * longest))[:8]
+        cases += every_pattern(dtype)[torch.randperm(1 << 16, generator=random(4))].split(max(1 << 12, 8 * longest))[:8]
 
     def found() -> list[list[Tensor]]:
         results = []
@@ -295,16 +276,6 @@ def test_codes_have_the_bits_of_the_host(codec: Codec, dtype: torch.dtype, by_ke
     by_kernels()
     for one, other in zip(found(), wanted, strict=True):
         assert_same(one, other)
-
-
-@pytest.mark.parametrize("codec", [INT8, INT4], ids=str)
-def test_codes_of_a_million_have_the_bits_of_the_host(codec: Codec, by_kernels: Callable[[], None]) -> None:
-    values = spread(1_000_000, 1)
-    codes = torch.zeros(2, codec.nbytes(values.numel()), dtype=torch.uint8)
-    quantized.quantize(values, codec, codes[0])
-    by_kernels()
-    quantized.quantize(values, codec, codes[1])
-    assert torch.equal(codes[0], codes[1])
 
 
 @pytest.mark.parametrize("codec", [INT8, INT4], ids=str)

@@ -11,13 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from tests.support.refusals import refused
+from tests.support.tensors import normal
 from zeroaccel.errors import UsageError
 from zeroaccel.ops import Lamb, Muon
 from zeroaccel.ops.tensorwise import orthogonalized
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def trained(optimizer: torch.optim.Optimizer, steps: int = 5) -> list[Tensor]:
@@ -73,16 +71,13 @@ def test_a_matrix_is_orthogonalised(shape: tuple[int, ...], method: str, roundin
     before = matrices.clone()
     found = orthogonalized(matrices, method=method)
     assert torch.equal(matrices, before)
+    assert not orthogonalized(torch.zeros(shape), method=method).any()
     values = torch.linalg.svdvals(found)
     assert 0.6 < values.min() <= values.max() < 1.3
     left, _, right = torch.linalg.svd(matrices, full_matrices=False)
     off = left.mT @ found @ right.mT
     assert (off - torch.diag_embed(torch.diagonal(off, dim1=-2, dim2=-1))).abs().max() < rounding
     torch.testing.assert_close(found, orthogonalized(matrices, method="gram"), rtol=rounding, atol=rounding)
-
-
-def test_nothing_to_orthogonalise_is_zero() -> None:
-    assert not orthogonalized(torch.zeros(3, 4)).any()
 
 
 def test_muon_is_torchs_but_for_rounding() -> None:
@@ -149,6 +144,5 @@ def test_groups_have_the_settings_of_their_rule() -> None:
     ],
 )
 def test_what_muon_cannot_take_is_reported(group: dict[str, Any], settings: dict[str, Any], words: str) -> None:
-    with pytest.raises(UsageError) as caught:
+    with refused(UsageError, words):
         Muon([{"params": [Parameter(torch.ones(3, 3))], **group}], **settings)
-    assert words in str(caught.value)

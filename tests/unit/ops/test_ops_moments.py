@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import Parameter
 
+from tests.support.tensors import normal
 from zeroaccel.ops import Adam, Lion
 from zeroaccel.ops.moments import decode, encode, random_bits, write_rounded
 from zeroaccel.ops.updates import BLOCK_NUMEL
@@ -19,10 +20,6 @@ from zeroaccel.zero.layout import ALIGN_NUMEL
 
 magnitudes = st.floats(min_value=2.0**-80, max_value=2.0**100, width=32)
 signed_values = st.one_of(magnitudes, magnitudes.map(lambda value: -value), st.just(0.0))
-
-
-def normal(numel: int, seed: int = 0) -> Tensor:
-    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
 
 
 def test_no_cut_of_a_layout_divides_a_block() -> None:

@@ -1,4 +1,4 @@
-"""`sum_ranks`: the sum over ranks in rank order, in float32, rounded once."""
+"""`sum_ranks`: the sum in rank order, in float32, rounded once, to bfloat16 and float16 as torch's casts round."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.tensors import every_pattern, same_bits
 from zeroaccel.ops import dispatch, sum_ranks
 from zeroaccel.ops.reductions import scale_rounded_once
 
@@ -32,20 +33,16 @@ def test_the_sum_is_float32_in_rank_order(ranks: int, dtype: torch.dtype) -> Non
     assert torch.equal(out, expected(chunks, 1 / 3, dtype))
 
 
-def test_another_order_of_ranks_would_be_seen() -> None:
+def test_another_order_of_ranks_would_be_seen_and_one_rounding_per_rank() -> None:
     chunks = torch.tensor([[1e8], [-1e8], [1.0]])
     out = torch.empty(1)
     sum_ranks(out, chunks, 1.0)
     assert out.item() == 1.0
     sum_ranks(out, chunks.flip(0).contiguous(), 1.0)
     assert out.item() == 0.0
-
-
-def test_sixteen_bit_chunks_are_rounded_once_not_once_per_rank() -> None:
-    chunks = torch.full((3, 1), 1.0, dtype=torch.bfloat16)
-    chunks[0] = 256.0  # in bfloat16, 256 + 1 is 256
+    narrow = torch.tensor([[256.0], [1.0], [1.0]], dtype=torch.bfloat16)  # in bfloat16, 256 + 1 is 256
     out = torch.empty(1, dtype=torch.bfloat16)
-    sum_ranks(out, chunks, 1.0)
+    sum_ranks(out, narrow, 1.0)
     assert out.item() == 258.0
 
 
@@ -57,18 +54,12 @@ def test_out_may_be_one_of_the_chunks(row: int) -> None:
     assert torch.equal(chunks[row], wanted)
 
 
-def test_out_may_be_wider_than_the_chunks() -> None:
+def test_shapes_that_fit_and_one_that_does_not() -> None:
+    sum_ranks(torch.empty(0), torch.empty(2, 0), 1.0)
     chunks = random_chunks(2, 100, torch.bfloat16)
-    out = torch.empty(100)
+    out = torch.empty(100)  # wider than the chunks
     sum_ranks(out, chunks, 1.0)
     assert torch.equal(out, expected(chunks, 1.0, torch.float32))
-
-
-def test_a_sum_of_nothing_is_nothing() -> None:
-    sum_ranks(torch.empty(0), torch.empty(2, 0), 1.0)
-
-
-def test_a_chunk_of_another_size_is_refused() -> None:
     with pytest.raises(AssertionError, match="shape of a chunk"):
         sum_ranks(torch.empty(3), torch.empty(2, 4), 1.0)
 
@@ -89,7 +80,7 @@ def test_threads_do_not_change_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
 def _samples(dtype: torch.dtype) -> Tensor:
     """Every value of a 16-bit dtype; of float32 a million, the special ones among them."""
     if dtype is not torch.float32:
-        return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+        return every_pattern(dtype)
     special = [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-45, -1e-45, 1.1754942e-38, 3.4028235e38, 1.0, -1.0]
     patterns = torch.randint(-(2**31), 2**31 - 1, (10**6,), generator=torch.Generator().manual_seed(5))
     return torch.cat([torch.tensor(special), patterns.to(torch.int32).view(torch.float32)])
@@ -103,12 +94,53 @@ def test_one_product_has_the_bits_of_a_sum_over_one_rank(dtype: torch.dtype, out
         out, wanted = torch.empty(flat.shape, dtype=out_dtype), torch.empty(flat.shape, dtype=out_dtype)
         scale_rounded_once(out, flat, scale)
         sum_ranks(wanted, flat.view(1, -1), scale)
-        integer = torch.int32 if out_dtype is torch.float32 else torch.int16
-        assert torch.equal(out.isnan(), wanted.isnan())
-        assert torch.equal(out.view(integer)[~out.isnan()], wanted.view(integer)[~wanted.isnan()]), scale
+        assert same_bits(out, wanted), scale
 
 
 def test_a_product_may_be_in_place() -> None:
     flat = torch.tensor([3.0, 5.0], dtype=torch.bfloat16)
     scale_rounded_once(flat, flat, 0.5)
     assert flat.tolist() == [1.5, 2.5]
+
+
+NARROW = [torch.bfloat16, torch.float16]
+
+
+def converted(values: Tensor, dtype: torch.dtype) -> Tensor:
+    out = torch.empty_like(values, dtype=dtype)
+    sum_ranks(out, values.unsqueeze(0), 1.0)
+    return out
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_every_pattern_is_read_as_torch_reads_it(dtype: torch.dtype) -> None:
+    patterns = every_pattern(dtype)
+    assert same_bits(converted(patterns, torch.float32), patterns.float())
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_every_number_and_its_midpoints_are_rounded_as_torch_rounds_them(dtype: torch.dtype) -> None:
+    numbers = every_pattern(dtype).float().view(torch.int32)
+    last_place = 1 << (16 if dtype is torch.bfloat16 else 13)
+    half = last_place // 2
+    for offset in (0, 1, half - 1, half, half + 1, last_place - 1):
+        values = (numbers + offset).view(torch.float32)
+        assert same_bits(converted(values, dtype), values.to(dtype)), f"{offset} bits above a number"
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_random_patterns_and_small_numbers_are_rounded_as_torch_rounds_them(dtype: torch.dtype) -> None:
+    random = torch.Generator().manual_seed(0)
+    anything = torch.randint(-(2**31), 2**31, (300_000,), generator=random).to(torch.int32).view(torch.float32)
+    subnormal = torch.rand(100_000, generator=random) * 2.0**-14  # of float16
+    for values in (anything, subnormal, -subnormal):
+        assert same_bits(converted(values, dtype), values.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_nan_and_inf_stay_and_overflow_is_inf(dtype: torch.dtype) -> None:
+    nan, inf = float("nan"), float("inf")
+    largest = torch.finfo(torch.float32).max
+    out = converted(torch.tensor([nan, -nan, inf, -inf, largest, -largest]), dtype)
+    assert out[:2].isnan().all()
+    assert out[2:].tolist() == [inf, -inf, inf, -inf]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.tensors import same_bits
 from zeroaccel.ops.dispatch import use_threads
 from zeroaccel.ops.residual import join, split, ties_nbytes
 
@@ -19,11 +20,6 @@ def _round_trip(values: Tensor) -> Tensor:
     return out
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
-    nan = one.isnan() & other.isnan()
-    return bool((nan | (one.view(torch.int32) == other.view(torch.int32))).all())
-
-
 def _patterns(words: Tensor) -> Tensor:
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32).view(torch.float32)
 
@@ -34,7 +30,7 @@ def test_every_low_half_comes_back_over_every_kind_of_upper_half() -> None:
     lows = torch.arange(1 << 16)
     for upper in uppers + [upper | 0x8000 for upper in uppers]:
         values = _patterns((upper << 16) + lows)
-        assert _same(_round_trip(values), values), hex(upper)
+        assert same_bits(_round_trip(values), values), hex(upper)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -45,7 +41,7 @@ def test_random_patterns_come_back(threads: int) -> None:
     values = _patterns(words)
     use_threads(threads)
     try:
-        assert _same(_round_trip(values), values)
+        assert same_bits(_round_trip(values), values)
     finally:
         use_threads(None)
 

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support.log_lines import log_lines
 from tests.unit.optim.lr_rates import BETA1, DEFAULTS, LR, RATES
 from zeroaccel.errors import CheckpointError, ConfigError, UsageError
-from zeroaccel.logs import logger
 from zeroaccel.optim import lr_schedules
 from zeroaccel.optim.lr_schedules import (
     VALID_LR_SCHEDULES,
     LRRangeTest,
     OneCycle,
     WarmupCosineLR,
-    WarmupDecayLR,
     WarmupLR,
     build_scheduler,
 )
@@ -39,12 +39,11 @@ def written(optimizer: Any) -> list[float]:
 
 
 @pytest.fixture
-def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What `log_once` says during the test."""
-    seen: list[str] = []
+def notes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What `log_once` says during the test, which is a warning."""
     monkeypatch.setattr("zeroaccel.logs._seen", set())
-    monkeypatch.setattr(logger, "log", lambda level, message: seen.append(message))
-    return seen
+    with log_lines(logging.WARNING) as lines:
+        yield lines
 
 
 # -- the formulas
@@ -96,12 +95,9 @@ def test_one_cycle_tells_the_betas_of_the_present_step() -> None:
     for beta1 in (0.85, 0.8, 0.85):
         scheduler.step()
         assert scheduler.get_mom() == [optimizer.param_groups[0]["betas"]] == [(pytest.approx(beta1), 0.95)]
-    assert OneCycle(adam(), 1e-4, 1e-3, cycle_momentum=False).get_mom() is None
-
-
-def test_one_cycle_without_momentum_leaves_the_betas() -> None:
-    optimizer = adam()
-    OneCycle(optimizer, 1e-4, 1e-3, cycle_momentum=False).step()
+    without = OneCycle(optimizer := adam(), 1e-4, 1e-3, cycle_momentum=False)
+    without.step()
+    assert without.get_mom() is None
     assert optimizer.param_groups[0]["betas"] == (0.9, 0.95)
 
 
@@ -129,6 +125,7 @@ def test_one_cycle_refuses_a_beta1_that_has_grown_to_one() -> None:
     [
         ("WarmupLR", {}, [LR, LR, LR, LR]),
         ("WarmupLR", {"warmup_max_lr": 1e-3}, [1e-3, 1e-3, 1e-3, 1e-3]),
+        ("WarmupLR", {"warmup_num_steps": 1e1, "warmup_type": "linear"}, [0.0, 0.0]),  # a whole number as a float
         ("WarmupDecayLR", {"total_num_steps": 4, "warmup_max_lr": 4e-3}, [4e-3, 4e-3, 3e-3, 2e-3]),
         ("WarmupCosineLR", {"total_num_steps": 2, "cos_min_ratio": 0.0}, [LR, LR / 2, 0.0, 0.0]),
     ],
@@ -163,26 +160,18 @@ def test_a_scalar_peak_is_for_groups_without_a_rate_of_their_own(notes: list[str
     assert "1 (lr 0.02)" in notes[0]
 
 
-def test_decay_keeps_each_groups_peak(notes: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "params"),
+    [
+        ("WarmupDecayLR", {"total_num_steps": 4, "warmup_num_steps": 2, "warmup_type": "linear"}),
+        ("OneCycle", {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3, "cycle_first_step_size": 3}),
+    ],
+)
+def test_a_group_with_a_rate_of_its_own_gets_the_same_shape(
+    kind: str, params: dict[str, Any], notes: list[str]
+) -> None:
     optimizer = adam(None, 2e-2)
-    scheduler = WarmupDecayLR(optimizer, total_num_steps=4, warmup_num_steps=2, warmup_type="linear")
-    rates = []
-    for _ in range(5):
-        scheduler.step()
-        rates.append(written(optimizer))
-    assert max(own for _, own in rates) == pytest.approx(2e-2)
-    assert all(own == pytest.approx(20 * shared) for shared, own in rates)
-
-
-def test_cosine_scales_each_groups_rate() -> None:
-    optimizer = adam(None, 2e-2)
-    WarmupCosineLR(optimizer, total_num_steps=9, warmup_num_steps=4, warmup_type="linear").step(2)
-    assert written(optimizer) == pytest.approx([LR / 2, 1e-2])
-
-
-def test_one_cycle_gives_a_group_with_its_own_rate_the_same_shape(notes: list[str]) -> None:
-    optimizer = adam(None, 2e-2)
-    scheduler = OneCycle(optimizer, 1e-4, 1e-3, cycle_first_step_size=3)
+    scheduler = build_scheduler(kind, params, optimizer)
     rates = [written(optimizer)]
     for _ in range(8):
         scheduler.step()
@@ -191,7 +180,10 @@ def test_one_cycle_gives_a_group_with_its_own_rate_the_same_shape(notes: list[st
     assert all(own == pytest.approx(20 * shared) for shared, own in rates)
 
 
-def test_range_test_keeps_the_proportion_of_groups(notes: list[str]) -> None:
+def test_cosine_and_range_test_scale_each_groups_rate(notes: list[str]) -> None:
+    optimizer = adam(None, 2e-2)
+    WarmupCosineLR(optimizer, total_num_steps=9, warmup_num_steps=4, warmup_type="linear").step(2)
+    assert written(optimizer) == pytest.approx([LR / 2, 1e-2])
     optimizer = adam(None, 2e-2)
     LRRangeTest(optimizer, 1e-4, lr_range_test_step_size=10).step()
     assert written(optimizer) == pytest.approx([1.1e-4, 4.4e-4])
@@ -226,13 +218,11 @@ def test_a_scalar_cannot_be_in_proportion_to_a_rate_of_zero() -> None:
 
 
 def test_param_groups_alone_are_enough_and_the_first_rate_stands_for_the_default() -> None:
-    class Bare:
-        param_groups: list[dict[str, Any]]
-
-    optimizer = Bare()
-    optimizer.param_groups = [{"lr": 1e-2}, {"lr": 1e-2}, {"lr": 1e-1}]
+    optimizer = Bare(1e-2, 1e-2, 1e-1)
     WarmupLR(optimizer, warmup_max_lr=1e-3, warmup_num_steps=0).step()
     assert written(optimizer) == [1e-3, 1e-3, 1e-1]
+    with pytest.raises(UsageError, match="at least one param group"):
+        WarmupLR(Bare())
 
 
 def test_a_second_schedule_starts_from_the_first_rates_not_from_where_the_first_left_them() -> None:
@@ -260,14 +250,6 @@ def test_a_group_added_later_is_an_error() -> None:
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
     with pytest.raises(UsageError, match="the 1 param groups it was made for, got 2"):
         scheduler.step()
-
-
-def test_an_optimizer_without_groups_is_an_error() -> None:
-    class Empty:
-        param_groups: list[dict[str, Any]] = []  # noqa: RUF012
-
-    with pytest.raises(UsageError, match="at least one param group"):
-        WarmupLR(Empty())
 
 
 # -- state
@@ -319,6 +301,13 @@ def test_the_five_names() -> None:
     assert set(VALID_LR_SCHEDULES) <= set(vars(lr_schedules))
 
 
+class Bare:
+    """Not torch's optimizer: it has groups, and nothing else."""
+
+    def __init__(self, *rates: float) -> None:
+        self.param_groups: list[dict[str, Any]] = [{"lr": rate} for rate in rates]
+
+
 def test_a_torch_scheduler_by_name() -> None:
     optimizer = adam()
     scheduler = build_scheduler("StepLR", {"step_size": 1, "gamma": 0.5}, optimizer)
@@ -326,14 +315,8 @@ def test_a_torch_scheduler_by_name() -> None:
     optimizer.step()
     scheduler.step()
     assert written(optimizer) == [LR / 2]
-
-
-def test_a_torch_scheduler_needs_a_torch_optimizer() -> None:
-    class Bare:
-        param_groups: list[dict[str, Any]] = [{"lr": 1.0}]  # noqa: RUF012
-
     with pytest.raises(UsageError, match=r"StepLR: expected a torch\.optim\.Optimizer"):
-        build_scheduler("StepLR", {"step_size": 1}, Bare())
+        build_scheduler("StepLR", {"step_size": 1}, Bare(1.0))
 
 
 @pytest.mark.parametrize(
@@ -393,17 +376,3 @@ def test_an_unknown_type_is_an_error(name: str, hint: str) -> None:
 def test_a_wrong_argument_is_named(kind: str, params: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_scheduler(kind, params, adam())
-
-
-def test_a_whole_number_may_be_written_as_a_float() -> None:
-    optimizer = adam()
-    build_scheduler("WarmupLR", {"warmup_num_steps": 1e1, "warmup_type": "linear"}, optimizer).step()
-    assert written(optimizer) == [0.0]
-
-
-def test_notes_are_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
-    levels: list[int] = []
-    monkeypatch.setattr("zeroaccel.logs._seen", set())
-    monkeypatch.setattr(logger, "log", lambda level, message: levels.append(level))
-    WarmupLR(adam(None, 2e-2), warmup_max_lr=1e-3)
-    assert levels == [logging.WARNING]

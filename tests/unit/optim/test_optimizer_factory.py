@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.refusals import refused
 from zeroaccel.errors import ConfigError
 from zeroaccel.ops.tensorwise import Muon
 from zeroaccel.optim.optimizer_factory import build_optimizer, known_optimizers
@@ -73,10 +74,8 @@ def test_any_class_of_torch_goes_by_its_name(name: str) -> None:
 def test_what_cannot_be_built_is_reported_with_an_address(
     name: str, settings: dict[str, Any], words: tuple[str]
 ) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with refused(ConfigError, *words):
         build_optimizer(name, settings, _params())
-    for word in words:
-        assert word in str(caught.value)
 
 
 class _Tiny(nn.Module):
@@ -147,33 +146,3 @@ def test_the_callers_groups_are_copied() -> None:
     optimizer = build_optimizer("SGD", {"lr": 1.0}, [group])
     optimizer.param_groups[0]["lr"] = 2.0
     assert group["lr"] == 0.125
-
-
-ELEMENTWISE = [
-    "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("lr", [0.0, 1e-7, 1e-3])
-@pytest.mark.parametrize("name", ELEMENTWISE)
-def test_elementwise_optimizers_are_reported_apart(name: str, lr: float) -> None:
-    params = _params()
-    optimizer = getattr(torch.optim, name)(params, lr=lr)
-    before = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-    assert not classify(optimizer).reason
-    after = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-    assert after == before
-    assert optimizer.param_groups[0]["params"] == params
-    assert torch.equal(params[0], torch.ones(4, 4))
-
-
-@pytest.mark.parametrize("lr", [0.0, 1e-7, 1e-3])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "Adafactor",
-        pytest.param("Muon", marks=pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="not in torch 2.6")),
-    ],
-)
-def test_optimizers_that_look_at_the_shape_are_reported_apart(name: str, lr: float) -> None:
-    assert classify(getattr(torch.optim, name)(_params(), lr=lr)).reason

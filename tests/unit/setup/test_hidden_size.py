@@ -60,13 +60,10 @@ def test_else_the_weights_do(config: Any) -> None:
     assert fact == Fact(6, "the last dimension of 2 of the model's 3 2-D weights, as its config has no hidden size")
 
 
-def test_equally_common_widths_give_the_larger() -> None:
+def test_equally_common_widths_give_the_larger_and_no_2d_weights_none() -> None:
     fact = facts_from_model(nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 4))).hidden_size
     assert fact is not None
     assert fact.value == 9
-
-
-def test_a_model_without_2d_weights_has_none() -> None:
     assert facts_from_model(nn.Conv2d(3, 4, 2)).hidden_size is None
     assert facts_from_model(nn.Identity()).hidden_size is None
 

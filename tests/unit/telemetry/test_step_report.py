@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.log_lines import log_lines
 from zeroaccel.logs import logger
 from zeroaccel.telemetry import step_report
 from zeroaccel.telemetry.performance import PerformanceMeter
@@ -71,16 +72,8 @@ class Sink:
 @pytest.fixture
 def lines() -> Iterator[list[str]]:
     """The lines that zeroaccel's logger would show."""
-    shown: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            shown.append(record.getMessage())
-
-    keep = Keep()
-    logger.addHandler(keep)
-    yield shown
-    logger.removeHandler(keep)
+    with log_lines() as shown:
+        yield shown
 
 
 @pytest.fixture
@@ -94,19 +87,20 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 # -- text
 
 
-def test_a_step_line_has_all_there_is() -> None:
-    facts = StepFacts(100, 2, 6400, [1e-4, 5e-5], grad_norm=0.512, loss_scale=65536.0)
-    assert format_step(facts, 123.44) == (
-        "step 100 | skipped 2 | lr 1.000e-04, 5.000e-05 | grad norm 0.5120 | loss scale 65536 | 123.4 samples/s"
-    )
-
-
-def test_a_step_line_leaves_out_what_is_not_known() -> None:
-    assert format_step(StepFacts(1, 0, 8, [0.0]), None) == "step 1 | skipped 0 | lr 0.000e+00"
-
-
-def test_a_skipped_step_shows_an_infinite_norm() -> None:
-    assert "grad norm inf" in format_step(StepFacts(1, 1, 8, [0.0], grad_norm=math.inf), None)
+@pytest.mark.parametrize(
+    ("facts", "rate", "line"),
+    [
+        (
+            StepFacts(100, 2, 6400, [1e-4, 5e-5], grad_norm=0.512, loss_scale=65536.0),
+            123.44,
+            "step 100 | skipped 2 | lr 1.000e-04, 5.000e-05 | grad norm 0.5120 | loss scale 65536 | 123.4 samples/s",
+        ),
+        (StepFacts(1, 0, 8, [0.0]), None, "step 1 | skipped 0 | lr 0.000e+00"),
+        (StepFacts(1, 1, 8, [0.0], grad_norm=math.inf), None, "step 1 | skipped 1 | lr 0.000e+00 | grad norm inf"),
+    ],
+)
+def test_a_step_line_has_all_that_is_known(facts: StepFacts, rate: float | None, line: str) -> None:
+    assert format_step(facts, rate) == line
 
 
 def test_phases_and_memory_as_lines() -> None:
@@ -130,38 +124,32 @@ def test_events_count_in_samples_and_leave_out_what_is_not_known() -> None:
 # -- time and memory
 
 
-def test_phases_are_averaged_over_steps_and_start_anew(clock: list[float]) -> None:
-    phases = PhaseClock(CPU)
-    for seconds in (1.0, 3.0):
-        phases.begin("forward")
-        clock[0] += seconds
-        phases.end("forward")
-    assert phases.mean_milliseconds(2) == {"forward": 2000.0}
-    assert phases.mean_milliseconds(2) == {}
+class Phases(PhaseClock):
+    """Plays phases: "+name" begins one, "-name" ends it, a number passes seconds."""
+
+    def play(self, clock: list[float], moves: str) -> None:
+        for move in moves.split():
+            if move[0] in "+-":
+                (self.begin if move[0] == "+" else self.end)(move[1:])
+            else:
+                clock[0] += float(move)
 
 
-def test_phases_nest(clock: list[float]) -> None:
-    phases = PhaseClock(CPU)
-    phases.begin("backward")
-    clock[0] += 1
-    phases.begin("reduce")
-    clock[0] += 2
-    phases.end("reduce")
-    clock[0] += 4
-    phases.end("backward")
-    assert phases.mean_milliseconds(1) == {"reduce": 2000.0, "backward": 7000.0}
-
-
-def test_a_phase_that_was_left_open_starts_again(clock: list[float]) -> None:
-    phases = PhaseClock(CPU)
-    phases.begin("forward")
-    clock[0] += 50
-    phases.begin("forward")
-    clock[0] += 1
-    phases.end("forward")
-    phases.end("forward")
-    phases.end("step")
-    assert phases.mean_milliseconds(1) == {"forward": 1000.0}
+@pytest.mark.parametrize(
+    ("moves", "steps", "expected"),
+    [
+        ("+forward 1 -forward +forward 3 -forward", 2, {"forward": 2000.0}),
+        ("+backward 1 +reduce 2 -reduce 4 -backward", 1, {"reduce": 2000.0, "backward": 7000.0}),  # they nest
+        ("+forward 50 +forward 1 -forward -forward -step", 1, {"forward": 1000.0}),  # one that was left open
+    ],
+)
+def test_phases_are_averaged_over_steps_and_start_anew(
+    clock: list[float], moves: str, steps: int, expected: dict[str, float]
+) -> None:
+    phases = Phases(CPU)
+    phases.play(clock, moves)
+    assert phases.mean_milliseconds(steps) == expected
+    assert phases.mean_milliseconds(steps) == {}
 
 
 @pytest.mark.parametrize(("device", "waits"), [("cpu", 0), ("cuda:0", 2)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from torch import nn
 
@@ -29,42 +31,64 @@ def _units(model: nn.Module, rules: LeafRules | None = None, **limits: int) -> d
     return {spec.name: [fqn for fqn, _ in spec.params] for spec in specs}
 
 
+def _linear(inputs: int = WIDTH, outputs: int = WIDTH) -> nn.Module:
+    return nn.Linear(inputs, outputs)
+
+
+def _layers(*blocks: nn.Module) -> nn.Module:
+    return Model(layers=nn.ModuleList(blocks))
+
+
+def _tied_block() -> nn.Module:
+    block = Model(one=_linear(), two=_linear())
+    block.two.weight = block.one.weight
+    return block
+
+
+def _mixtures() -> nn.Module:
+    layers = nn.ModuleList(SwitchMoeLayer(gate=_linear(WIDTH, 3), experts=_experts()) for _ in range(2))
+    return Model(model=SwitchMoeModel(moe_layers=layers, norm=nn.LayerNorm(WIDTH)))
+
+
+ROWS = LARGE_LEAF_NUMEL // WIDTH
+UNITS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "a model that is one module": (lambda: nn.Linear(2, 2), "root"),
+    "a model without parameters": (nn.Identity, ""),
+    "a block within a block is part of it": (
+        lambda: _layers(Model(parts=nn.ModuleList([_linear(), _linear()])), _block()),
+        "layers.0 layers.1",
+    ),
+    "lists in lists and dictionaries are looked into": (
+        lambda: Model(
+            stages=nn.ModuleList([nn.ModuleList([_block()]), nn.Sequential(_block(), _block())]),
+            towers=nn.ModuleDict({"left": _block()}),
+        ),
+        "stages.0.0 stages.1.0 stages.1.1 towers.left",
+    ),
+    "a sequential model is cut into its children": (lambda: nn.Sequential(_linear(), nn.ReLU(), _linear()), "0 2"),
+    "a large leaf outside the blocks is a unit": (
+        lambda: Model(
+            embed=nn.Embedding(ROWS, WIDTH), small=nn.Embedding(ROWS - 1, WIDTH), layers=nn.ModuleList([_block()])
+        ),
+        "embed root layers.0",
+    ),
+    "a parameter tied within a unit belongs to it": (lambda: _layers(_tied_block()), "layers.0"),
+    "a module used twice is one unit": (lambda: _layers(*[_block()] * 2, _block()), "layers.0 layers.2"),
+    "experts of the root are the root's": (lambda: Model(experts=_experts(), norm=nn.LayerNorm(WIDTH)), "root"),
+    "mixtures are cut into their layers": (_mixtures, "model.moe_layers.0 model.moe_layers.1 root"),
+}
+
+
+@pytest.mark.parametrize(("make", "units"), UNITS.values(), ids=UNITS)
+def test_units_of_a_model(make: Callable[[], nn.Module], units: str) -> None:
+    assert set(_units(make())) == set(units.split())
+
+
 def test_blocks_of_a_list_are_units_and_the_rest_is_the_root() -> None:
     model = Model(embed=nn.Embedding(5, WIDTH), layers=nn.ModuleList([_block(), _block()]), head=nn.Linear(WIDTH, 5))
     units = _units(model)
     assert set(units) == {"root", "layers.0", "layers.1"}
     assert units["root"] == ["embed.weight", "head.weight", "head.bias"]
-
-
-def test_a_block_within_a_block_is_part_of_it() -> None:
-    inner = Model(parts=nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]))
-    assert set(_units(Model(layers=nn.ModuleList([inner, _block()])))) == {"layers.0", "layers.1"}
-
-
-def test_lists_in_lists_and_dictionaries_are_looked_into() -> None:
-    model = Model(
-        stages=nn.ModuleList([nn.ModuleList([_block()]), nn.Sequential(_block(), _block())]),
-        towers=nn.ModuleDict({"left": _block()}),
-    )
-    assert set(_units(model)) == {"stages.0.0", "stages.1.0", "stages.1.1", "towers.left"}
-
-
-def test_a_sequential_model_is_cut_into_its_children() -> None:
-    units = _units(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)))
-    assert set(units) == {"0", "2"}
-
-
-def test_a_large_leaf_outside_the_blocks_is_a_unit() -> None:
-    rows = LARGE_LEAF_NUMEL // WIDTH
-    model = Model(
-        embed=nn.Embedding(rows, WIDTH), small=nn.Embedding(rows - 1, WIDTH), layers=nn.ModuleList([_block()])
-    )
-    assert set(_units(model)) == {"embed", "root", "layers.0"}
-
-
-def test_a_model_that_is_one_module() -> None:
-    assert _units(nn.Linear(2, 2)) == {"root": ["weight", "bias"]}
-    assert _units(nn.Identity()) == {}
 
 
 def test_a_parameter_tied_across_units_is_whole_in_each() -> None:
@@ -75,17 +99,6 @@ def test_a_parameter_tied_across_units_is_whole_in_each() -> None:
     assert spec.name == "tied(embed+head)"
     assert spec.modules == [model.embed, model.head]
     assert spec.numel == LARGE_LEAF_NUMEL
-
-
-def test_a_parameter_tied_within_a_unit_belongs_to_it() -> None:
-    block = Model(one=nn.Linear(WIDTH, WIDTH), two=nn.Linear(WIDTH, WIDTH))
-    block.two.weight = block.one.weight
-    assert set(_units(Model(layers=nn.ModuleList([block])))) == {"layers.0"}
-
-
-def test_a_module_used_twice_is_one_unit() -> None:
-    shared = _block()
-    assert set(_units(Model(layers=nn.ModuleList([shared, _block(), shared])))) == {"layers.0", "layers.1"}
 
 
 def test_small_parameters_are_persistent_within_the_bound() -> None:
@@ -124,7 +137,7 @@ def test_a_named_leaf_travels_whole(rules: LeafRules) -> None:
 
 
 def test_a_leaf_within_a_block_is_a_unit_of_its_own() -> None:
-    model = Model(layers=nn.ModuleList([Model(norm=nn.LayerNorm(WIDTH), pick=Chooser(a=nn.Linear(2, 2)))]))
+    model = _layers(Model(norm=nn.LayerNorm(WIDTH), pick=Chooser(a=nn.Linear(2, 2))))
     assert set(_units(model, LeafRules(classes=("Chooser",)))) == {"layers.0", "layers.0.pick"}
 
 
@@ -181,13 +194,3 @@ def test_a_mixture_is_found_by_its_name() -> None:
     assert not is_mixture("moe", nn.Linear(2, 2))
     assert not is_mixture("mlp", Model(gate_proj=nn.Linear(2, 2), up=nn.Linear(2, 2)))
     assert not is_mixture("mlp", Model(gate=nn.Linear(2, 2), parts=nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 3)])))
-
-
-def test_experts_of_the_root_are_the_roots() -> None:
-    assert set(_units(Model(experts=_experts(), norm=nn.LayerNorm(WIDTH)))) == {"root"}
-
-
-def test_a_model_of_mixtures_is_cut_into_its_layers() -> None:
-    layers = nn.ModuleList(SwitchMoeLayer(gate=nn.Linear(WIDTH, 3), experts=_experts()) for _ in range(2))
-    model = Model(model=SwitchMoeModel(moe_layers=layers, norm=nn.LayerNorm(WIDTH)))
-    assert set(_units(model)) == {"model.moe_layers.0", "model.moe_layers.1", "root"}

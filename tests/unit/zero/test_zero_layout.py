@@ -110,9 +110,17 @@ def test_shards_are_equal_and_aligned(given_shapes: list[tuple[int, ...]], world
 
 
 @given(shapes, worlds)
-def test_slots_and_gaps_tile_the_buffer(given_shapes: list[tuple[int, ...]], world_size: int) -> None:
-    layout = _layout(given_shapes, world_size)
-    _assert_tiled(layout)
+def test_slots_and_gaps_tile_the_buffer_with_owners_and_without(
+    given_shapes: list[tuple[int, ...]], world_size: int
+) -> None:
+    for layout in (_layout(given_shapes, world_size), _with_owners(given_shapes, world_size)):
+        runs = [slot.range for slot in layout.slots if slot.numel] + list(layout.padding())
+        assert all(runs)
+        cursor = 0
+        for run in sorted(runs, key=lambda run: run.start):
+            assert run.start == cursor
+            cursor = run.end
+        assert cursor == layout.numel
 
 
 @given(shapes)
@@ -125,16 +133,6 @@ def test_round_up(value: int, multiple: int) -> None:
     rounded = round_up(value, multiple)
     assert rounded % multiple == 0
     assert 0 <= rounded - value < multiple
-
-
-def _assert_tiled(layout: FlatLayout) -> None:
-    runs = [slot.range for slot in layout.slots if slot.numel] + list(layout.padding())
-    assert all(runs)
-    cursor = 0
-    for run in sorted(runs, key=lambda run: run.start):
-        assert run.start == cursor
-        cursor = run.end
-    assert cursor == layout.numel
 
 
 def _with_owners(given_shapes: list[tuple[int, ...]], world_size: int) -> FlatLayout:
@@ -156,12 +154,6 @@ def test_owners_have_their_parameters_whole(given_shapes: list[tuple[int, ...]],
         assert shard.start <= slot.start <= slot.end <= shard.end
     seen = [slot for rank in range(world_size) for slot, _ in layout.slots_in(layout.shard(rank))]
     assert seen == [slot for slot in layout.slots if slot.numel], "one owner each, and shards follow each other"
-
-
-@given(shapes, worlds)
-def test_slots_and_gaps_tile_a_buffer_with_owners(given_shapes: list[tuple[int, ...]], world_size: int) -> None:
-    layout = _with_owners(given_shapes, world_size)
-    _assert_tiled(layout)
 
 
 @given(st.lists(st.lists(st.integers(0, 1000), max_size=20), max_size=8), worlds)

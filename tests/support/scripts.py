@@ -1,0 +1,22 @@
+"""Scripts of the tree that are in no package, as modules."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from types import ModuleType
+
+from tests.support.environment import ROOT
+
+__all__ = ["load_script"]
+
+
+def load_script(path: str) -> ModuleType:
+    """The module made of a file, which is looked for below the root of the tree."""
+    name = "_script_" + path.replace("/", "_").removesuffix(".py")
+    spec = importlib.util.spec_from_file_location(name, ROOT / path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # where dataclasses look annotations up
+    spec.loader.exec_module(module)
+    return module

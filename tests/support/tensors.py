@@ -1,0 +1,27 @@
+"""Values that tests of arithmetic compare, and the comparison to the bit."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["every_pattern", "normal", "same_bits"]
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    """Normal values, the same for the same seed."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def every_pattern(dtype: torch.dtype) -> Tensor:
+    """Every number of a 16-bit format, NaNs included."""
+    return torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)
+
+
+def same_bits(ours: Tensor, theirs: Tensor) -> bool:
+    """Equal to the bit, but that one NaN is as good as another."""
+    if not ours.is_floating_point():
+        return torch.equal(ours, theirs)
+    integer = torch.int32 if ours.element_size() == 4 else torch.int16
+    equal = ours.detach().view(integer) == theirs.detach().view(integer)
+    return bool((equal | (ours.isnan() & theirs.isnan())).all())
