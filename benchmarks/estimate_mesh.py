@@ -30,7 +30,6 @@ import zeroaccel
 from zeroaccel.estimate import Workload, estimate
 
 BATCH, LENGTH = 4, 128
-STEPS = 6
 CONFIG = {
     "vocab_size": 512,
     "hidden_size": 192,
@@ -85,7 +84,7 @@ def counted(engine: Any, sequences: Any) -> Iterator[Counter[str]]:
     sent["tp" if engine.collectives.parts is not None else "pp"] += layers.total
 
 
-def measure(stage: int, accumulation: int, sizes: dict[str, int]) -> tuple[int, dict[str, int]]:
+def measure(stage: int, accumulation: int, steps: int, sizes: dict[str, int]) -> tuple[int, dict[str, int]]:
     """The peak in bytes and what is sent in a step, on this rank, in the later steps. (all ranks)"""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": BATCH,
@@ -100,7 +99,7 @@ def measure(stage: int, accumulation: int, sizes: dict[str, int]) -> tuple[int, 
         model = LlamaForCausalLM(LlamaConfig(**CONFIG))
         engine, *_ = zeroaccel.initialize(model, config=config, parallel=zeroaccel.ParallelConfig(**sizes))
         sequences = getattr(engine, "sequence_group", None)
-        for _ in range(STEPS):
+        for _ in range(steps):
             ids = torch.zeros(BATCH, run, dtype=torch.long)
             with record_function(_STEP), counted(engine, sequences) as sent:
                 if sizes["pp"] > 1:
@@ -113,6 +112,7 @@ def measure(stage: int, accumulation: int, sizes: dict[str, int]) -> tuple[int, 
                     engine.step()
     engine.destroy()
     peaks = _peaks(profiled.profiler.kineto_results.events())
+    assert len(peaks) == steps
     return min(peaks[1:]), {axis: nbytes for axis, nbytes in sent.items() if nbytes}  # the first makes the states
 
 
@@ -127,18 +127,18 @@ def _peaks(events: list[Any]) -> list[int]:
             allocated += event.nbytes()
             if peaks:
                 peaks[-1] = max(peaks[-1], allocated)
-    assert len(peaks) == STEPS
     return peaks
 
 
 @click.command()
 @click.option("--stage", type=click.IntRange(0, 3), default=1)
 @click.option("--accumulation", type=click.IntRange(1), default=1)
+@click.option("--steps", type=click.IntRange(2), default=6)
 @click.option("--pp", type=click.IntRange(1), default=1)
 @click.option("--sp", type=click.IntRange(1), default=1)
 @click.option("--tp", type=click.IntRange(1), default=1)
-def main(stage: int, accumulation: int, **sizes: int) -> None:
-    peak, sent = measure(stage, accumulation, sizes)
+def main(stage: int, accumulation: int, steps: int, **sizes: int) -> None:
+    peak, sent = measure(stage, accumulation, steps, sizes)
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, (peak, sent))
     if dist.get_rank() == 0:

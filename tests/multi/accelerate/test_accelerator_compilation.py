@@ -166,8 +166,16 @@ def _by_section(stage: int, backend: str) -> list[tuple[list[float], Any, int]]:
     return [_trained(stage), *(_trained(stage, section) for section in sections), _trained(stage, None, backend)]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(
+    ("backend", "stage"),
+    [
+        ("eager", 0),
+        ("eager", 3),
+        ("aot_eager", 2),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("eager", 1), ("eager", 2), ("aot_eager", 0)]),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("aot_eager", 1), ("aot_eager", 3)]),
+    ],
+)
 def test_the_compile_section_and_engine_compile_change_no_bit(ranks: Ranks, stage: int, backend: str) -> None:
     for plain, *compiled in ranks(2).run(_by_section, stage, backend):
         assert plain[2] == 0

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import zeroaccel
-from tests.multi.mesh_training import small_llama, train_micro_step
-from tests.multi.training import ADAMW, SGD, Toy, batches, config
+from tests.support.mesh_training import small_llama, train_micro_step
+from tests.support.training import ADAMW, SGD, Toy, batches, config
 from zeroaccel.comm import topology as topologies
 from zeroaccel.comm.tracked_group import TrackedGroup
 from zeroaccel.comm.transport import P2PTransport

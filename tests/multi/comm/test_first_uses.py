@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.multi.mesh_training import NEEDS_SPLIT_LAYERS, NEEDS_STAGES
 from tests.support.job import run_job
+from tests.support.mesh_training import NEEDS_SPLIT_LAYERS, NEEDS_STAGES
 
 SCRIPT = Path(__file__).with_name("first_uses.py")
 

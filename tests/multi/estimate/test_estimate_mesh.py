@@ -23,7 +23,7 @@ pytest.importorskip("transformers")
     ],
 )
 def test_a_rank_of_a_mesh_is_as_estimated(arguments: list[object], bounds: tuple[float, float]) -> None:
-    result = run_job(2, ROOT / "benchmarks" / "estimate_mesh.py", arguments)
+    result = run_job(2, ROOT / "benchmarks" / "estimate_mesh.py", [*arguments, "--steps", 4])
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     estimated, measured = found["estimated"], found["measured"]
