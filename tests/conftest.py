@@ -145,6 +145,20 @@ def ranks(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory)
         pool.close()
 
 
+@pytest.fixture(scope="module")
+def ranks_without_libraries(ranks: Ranks) -> Iterator[None]:
+    """Ranks that have not imported accelerate and transformers: `compat.install` has to come before that."""
+    pools = [ranks(world_size) for world_size in (1, 2)]
+    before = [pool.imports for pool in pools]
+    for pool in pools:
+        pool.close()
+        pool.imports = ()
+    yield
+    for pool, imports in zip(pools, before, strict=True):
+        pool.close()
+        pool.imports = imports
+
+
 @pytest.fixture
 def own_job(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """This process is a job of its own, which ends with the test."""

@@ -54,7 +54,7 @@ class RankTimeout(RankFailure):
 class _Rank:
     """One worker process and the socket to it."""
 
-    def __init__(self, rank: int, world_size: int, port: int, setup: Setup) -> None:
+    def __init__(self, rank: int, world_size: int, port: int, setup: Setup, imports: tuple[str, ...]) -> None:
         self.rank = rank
         self._stacks = setup.stacks
         self.connection: Connection[bytes, bytes]
@@ -66,7 +66,7 @@ class _Rank:
                 rank_environment(rank, world_size, port),
                 ROOT,
                 passed=[theirs.fileno()],
-                imports=IMPORTS if setup.join else (),
+                imports=imports,
             )
 
     def receive(self) -> Answer:
@@ -109,10 +109,14 @@ class Pool:
         folder: an existing folder for the stacks of ranks that hang or crash.
         warning_filters: the filters every call runs under, in pytest's form.
         join: False for bare processes: no torch, no process group.
+
+    Attributes:
+        imports: what its processes have imported when they start.
     """
 
     def __init__(self, world_size: int, folder: Path, warning_filters: Sequence[str] = (), join: bool = True) -> None:
         self.world_size = world_size
+        self.imports = IMPORTS if join else ()
         self._folder = folder
         self._setup = Setup(socket=-1, stacks=folder, join=join, warning_filters=tuple(warning_filters))
         self._ranks: list[_Rank] = []
@@ -152,7 +156,7 @@ class Pool:
         for rank in range(self.world_size):
             stacks = self._folder / f"rank{rank}.txt"
             stacks.unlink(missing_ok=True)
-            self._ranks.append(_Rank(rank, self.world_size, port, replace(self._setup, stacks=stacks)))
+            self._ranks.append(_Rank(rank, self.world_size, port, replace(self._setup, stacks=stacks), self.imports))
         self._collect("the start of the pool", START_SECONDS)
 
     def _collect(self, name: str, timeout: float) -> list[Answer]:

@@ -22,11 +22,7 @@ CONFIG: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _new_processes(ranks: Ranks) -> None:
-    """`compat.install` has to come before anything imports accelerate, as other tests do."""
-    for world_size in (1, 2):
-        ranks(world_size).close()
+pytestmark = pytest.mark.usefixtures("ranks_without_libraries")
 
 
 def _model() -> nn.Module:
