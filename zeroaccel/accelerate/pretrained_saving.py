@@ -91,7 +91,8 @@ def _gathering(original: Callable[..., Any]) -> Callable[..., Any]:
 def _engine_of(model: nn.Module) -> tuple[Any, str] | None:
     """The engine that shards the model, or a model that it is part of; and the prefix of its names there."""
     for engine in _ENGINES:
-        if engine.settings.plan.params or engine.collectives.parts is not None:
+        ranks = engine.collectives
+        if engine.settings.plan.params or ranks.parts is not None or ranks.part_holders is not None:
             for name, module in engine.module.named_modules():
                 if module is model:
                     return engine, f"{name}." if name else ""

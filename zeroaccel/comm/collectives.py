@@ -79,6 +79,8 @@ class Collectives:
         is_first_data_group: True on one data group of the job, or of each stage; values that all data groups hold are
             counted only there.
         parts: over the ranks that have the other parts of split parameters; None where every parameter is whole.
+        part_holders: over the ranks of the data group that have the same experts, where others have other ones; its
+            `parts` are over those. None where all ranks of the data group have the same parameters.
         nodes: the global ranks on each machine.
         quantized_weights: whether `gather_weights` rounds.
         flight_recorder: of what has been issued; the engine sets its `phase` and `step`.
@@ -101,6 +103,7 @@ class Collectives:
     peers: Collectives
     is_first_data_group: bool
     parts: Collectives | None
+    part_holders: Collectives | None
     flight_recorder: FlightRecorder
     topology: Topology
     meter: Meter | None
@@ -123,7 +126,7 @@ class Collectives:
         self.nodes = topology.nodes
         self.job = self.peers = self
         self.is_first_data_group = True
-        self.parts = None
+        self.parts = self.part_holders = None
         self.meter = None
         self.flight_recorder = recorder or topology.flight_recorder
         self._tracker = CollectiveTracker(self.flight_recorder, topology.watchdog, records_sizes=records_sizes)
@@ -279,6 +282,27 @@ class Collectives:
         pending = self._tracker.start(entry, transport.all_to_all, out, parts)
         if isinstance(transport, P2PTransport):
             out[self.rank].copy_(parts[self.rank])
+            return MessageWork(self._tracker, entry, pending)
+        return DeviceWork(self._tracker, entry, pending, out.device)
+
+    def exchange_rows(
+        self, out: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], label: str
+    ) -> Work:
+        """Sends runs of rows to the ranks, and receives theirs. Over the gather group, also where there is no row.
+
+        Args:
+            out: (sum of `received`, n), the rows from rank 0, rank 1 and so on; contiguous.
+            rows: (sum of `sent`, n), those for rank 0, rank 1 and so on; contiguous. Must not change until `wait`.
+            received, sent: rows from and to each rank.
+            label: what it is for, the same on all ranks: "send tokens to experts".
+        """
+        entry = self._tracker.issue("gather", "all_to_all", label, rows)
+        if self.world_size == 1:
+            out.copy_(rows)
+            return self._finish_empty(entry)
+        transport = self._gathers[rows.device.type]
+        pending = self._tracker.start(entry, transport.exchange_rows, out, rows, received, sent)
+        if isinstance(transport, P2PTransport):
             return MessageWork(self._tracker, entry, pending)
         return DeviceWork(self._tracker, entry, pending, out.device)
 

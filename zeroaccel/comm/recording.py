@@ -105,7 +105,7 @@ class RecordingCollectives(Collectives):
         self.job = self if inner.job is inner else inner.job
         self.peers = self if inner.peers is inner else inner.peers
         self.is_first_data_group = inner.is_first_data_group
-        self.parts = inner.parts
+        self.parts, self.part_holders = inner.parts, inner.part_holders
         self.flight_recorder = inner.flight_recorder
         self.nodes = self._fixed_nodes or inner.nodes
         inner.meter = partial(self._count, inner.flight_recorder, "")

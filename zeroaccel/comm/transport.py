@@ -109,6 +109,11 @@ class Transport(Protocol):
     def all_to_all(self, out: Tensor, parts: Tensor, tag: int) -> Sequence[PendingTransfer]:
         """out[r] = parts[own rank] of rank r, for the others; out[own rank] may stay as it is.  Both: (W, n)."""
 
+    def exchange_rows(
+        self, out: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], tag: int
+    ) -> Sequence[PendingTransfer]:
+        """As `all_to_all`, of so many rows from and to each rank, one rank's after another's; its own, too."""
+
 
 class P2PTransport(Transport):
     """Point-to-point messages between all pairs, for gloo. See [Note: point-to-point collectives].
@@ -155,6 +160,16 @@ class P2PTransport(Transport):
         """One message per row; this rank's own row stays where it is."""
         works = [self._recv([out[peer]], peer, tag) for peer in self._sources]
         works += [self._send([parts[peer]], peer, tag) for peer in self._targets]
+        return works
+
+    def exchange_rows(
+        self, out: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], tag: int
+    ) -> Sequence[PendingTransfer]:
+        """One message per rank that gets any row."""
+        arriving, leaving = out.split(list(received)), rows.split(list(sent))
+        works = [self._recv([arriving[peer]], peer, tag) for peer in self._sources if received[peer]]
+        works += [self._send([leaving[peer]], peer, tag) for peer in self._targets if sent[peer]]
+        arriving[self.rank].copy_(leaving[self.rank])
         return works
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> PendingTransfer:
@@ -255,6 +270,14 @@ class NativeTransport(Transport):
         """The backend's all-to-all; this rank's own row is copied."""
         self._count(tag, [parts[0].nbytes] * self.world_size)
         return (_all_to_all(out, parts, group=self._group, async_op=True),)
+
+    def exchange_rows(
+        self, out: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], tag: int
+    ) -> Sequence[PendingTransfer]:
+        """The backend's all-to-all of parts of several sizes."""
+        nbytes = rows[0].nbytes if len(rows) else 0
+        self._count(tag, [count * nbytes for count in sent])
+        return (_all_to_all(out, rows, list(received), list(sent), group=self._group, async_op=True),)
 
     def average(self, tensor: Tensor, tag: int) -> Sequence[PendingTransfer]:
         """tensor = the mean over the ranks, in the backend's order. Counted as a reduce-scatter and an all-gather."""

@@ -19,7 +19,7 @@ _OWN_PLANS = (
 AXES = ("pp", "dp_replicate", "dp_shard", "sp", "tp")
 """Outermost first: neighbouring ranks differ in the last axis."""
 
-_DEFAULT_SIZES = {"pp": 1, "dp_replicate": 1, "dp_shard": -1, "sp": 1, "tp": 1}
+_DEFAULT_SIZES = {"pp": 1, "dp_replicate": 1, "dp_shard": -1, "sp": 1, "tp": 1, "ep": 1}
 
 RankGroups = tuple[tuple[int, ...], ...]
 """Groups of global ranks; every rank of the job is in exactly one."""
@@ -38,12 +38,17 @@ class ParallelConfig:
 
     Ranks that differ in `pp` only have the stages of one pipeline and see the same samples.
 
+    `ep` is no factor of the product: it divides the ranks that ZeRO shards over. So many neighbours of them divide
+    the experts of each layer, and send each token to the rank with its expert (GShard, Lepikhin et al., 2020,
+    arXiv:2006.16668). All of them see their own samples; everything but the experts is as without it.
+
     Attributes:
         pp: stages of a pipeline, each on ranks of its own.
         dp_replicate: groups of ranks that each hold one sharded model.
         dp_shard: -1 takes the ranks that the other axes leave.
         sp: ranks that share a sequence.
         tp: ranks that share each layer.
+        ep: ranks that divide the experts of each layer; a divisor of dp_shard x sp.
         tp_plan: the end of a module's name, where * is one part of it between dots, -> "colwise", "rowwise" or another
             style (docs/tensor_parallel.md). By default the plan of a transformers model; "auto" is the same, and for
             other models uses the names of their layers. With tp of 1 nothing is split.
@@ -66,6 +71,7 @@ class ParallelConfig:
     sp: int = 1
     tp: int = 1
     tp_plan: Mapping[str, str] | str | None = field(default=None, hash=False)
+    ep: int = field(default=1, repr=False)
     verify_cut: bool = field(default=True, compare=False, repr=False)
 
     def __init__(
@@ -77,13 +83,14 @@ class ParallelConfig:
         tp: int = 1,
         tp_plan: Mapping[str, str] | str | None = None,
         verify_cut: bool = True,
+        ep: int = 1,
         **sizes: int,
     ) -> None:
-        values = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "sp": sp, "tp": tp}
+        values = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "sp": sp, "tp": tp, "ep": ep}
         for name, size in sizes.items():
             axis = name.removesuffix("_size")
             if axis not in values or axis == name:
-                raise TypeError(f"ParallelConfig() has no argument {name!r}; axes are {', '.join(AXES)}")
+                raise TypeError(f"ParallelConfig() has no argument {name!r}; axes are {', '.join((*AXES, 'ep'))}")
             if values[axis] not in (_DEFAULT_SIZES[axis], size):
                 raise UsageError(f"ParallelConfig({axis}, {name})", expected="one of the two", got=(values[axis], size))
             values[axis] = size
@@ -94,11 +101,19 @@ class ParallelConfig:
         self._check()
 
     def _check(self) -> None:
-        for axis in AXES:
+        for axis in _DEFAULT_SIZES:
             size = getattr(self, axis)
             if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and (axis, size) != ("dp_shard", -1)):
                 rest = " or -1" if axis == "dp_shard" else ""
                 raise UsageError(f"ParallelConfig({axis})", expected=f"a positive number of ranks{rest}", got=size)
+        for axis in ("tp", "dp_replicate"):
+            if self.ep > 1 and getattr(self, axis) > 1:
+                raise UsageError(
+                    f"ParallelConfig(ep={self.ep}, {axis}={getattr(self, axis)})",
+                    expected=f"{axis} of 1 where ranks divide the experts",
+                    got=getattr(self, axis),
+                    fix=f"leave {axis} at 1, or ep",
+                )
         if not isinstance(self.verify_cut, bool):
             raise UsageError("ParallelConfig(verify_cut)", expected="True or False", got=self.verify_cut)
         if isinstance(self.tp_plan, str) and self.tp_plan != "auto":
@@ -116,7 +131,7 @@ class ParallelConfig:
         """
         if isinstance(source, ParallelConfig):
             return source
-        sizes = {axis: getattr(source, f"{axis}_size", None) for axis in (*AXES, "cp")}
+        sizes = {axis: getattr(source, f"{axis}_size", None) for axis in (*AXES, "ep", "cp")}
         if all(size is None for size in sizes.values()):
             got = type(source).__name__
             raise UsageError(where, expected="a ParallelConfig, or accelerate's ParallelismConfig", got=got)
@@ -160,6 +175,13 @@ class ParallelConfig:
                 expected=self._expected(world_size),
                 got=self._product,
                 fix=f"start a multiple of {others} ranks, or choose other sizes",
+            )
+        if (mesh.dp_shard * mesh.sp) % mesh.ep:
+            raise UsageError(
+                f"ParallelConfig(ep={mesh.ep})",
+                expected=f"a divisor of dp_shard x sp, {mesh.dp_shard * mesh.sp} ranks",
+                got=mesh.ep,
+                fix="choose an ep that divides them, or start other ranks",
             )
         return mesh
 
@@ -205,12 +227,30 @@ class ParallelConfig:
     @property
     def described(self) -> str:
         """The parts of a model that differ between ranks, for records in checkpoints: "pp 1 x (dp x sp) 4 x tp 2"."""
-        return f"pp {self.pp} x (dp x sp) {self.data_parallel_size * self.sp} x tp {self.tp}"
+        experts = f", ep {self.ep}" if self.ep > 1 else ""
+        return f"pp {self.pp} x (dp x sp) {self.data_parallel_size * self.sp} x tp {self.tp}{experts}"
 
     @property
     def data_groups(self) -> RankGroups:
         """The groups of ranks that hold the same parameters before ZeRO shards them."""
         return self.groups("dp_replicate", "dp_shard", "sp")
+
+    @property
+    def expert_groups(self) -> RankGroups:
+        """The groups of ranks that divide the experts of each layer: neighbours in a data group.
+
+        Example:
+            >>> mesh = ParallelConfig(dp_shard=4, ep=2)
+            >>> mesh.expert_groups, mesh.expert_holders
+            (((0, 1), (2, 3)), ((0, 2), (1, 3)))
+        """
+        size = self.ep
+        return tuple(ranks[i : i + size] for ranks in self.data_groups for i in range(0, len(ranks), size))
+
+    @property
+    def expert_holders(self) -> RankGroups:
+        """The groups of ranks that hold the same experts, before ZeRO shards them."""
+        return tuple(ranks[place :: self.ep] for ranks in self.data_groups for place in range(self.ep))
 
     @property
     def peer_groups(self) -> RankGroups:

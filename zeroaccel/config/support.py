@@ -340,8 +340,10 @@ KEYS: Mapping[str, SupportStatus] = {
     "activation_checkpointing.profile": _WORKS,
     # beyond sharded data parallelism
     "sequence_parallel_size": _WORKS,
-    "use_data_before_expert_parallelism": _unsupported("there is no expert parallelism, whose ranks it orders"),
-    "expert_parallel": _refused("expert parallelism is not available yet", switch="enabled"),
+    "use_data_before_expert_parallelism": _unsupported(
+        "neighbours divide experts: ParallelConfig(ep=) has one order of ranks"
+    ),
+    "expert_parallel": _refused("experts are divided by ParallelConfig(ep=)", switch="enabled"),
     "tensor_parallel": _WORKS,
     "tensor_parallel.autotp_size": _WORKS,
     "tensor_parallel.tensor_parallel": _WORKS,

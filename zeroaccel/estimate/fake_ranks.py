@@ -91,7 +91,7 @@ class FakeRanks(Collectives):
         self.quantized_weights = False
         self.job = self.peers = self
         self.is_first_data_group = True
-        self.parts = None
+        self.parts = self.part_holders = None
         self.nodes = [list(range(world_size))]
         self.meter = None
         self.flight_recorder = FlightRecorder()

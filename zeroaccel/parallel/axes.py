@@ -5,10 +5,11 @@ A new axis is one class derived from `setup.axis.Axis` and one line here.
 
 from __future__ import annotations
 
+from zeroaccel.parallel.experts import ExpertAxis
 from zeroaccel.parallel.pipeline import PipelineAxis
 from zeroaccel.parallel.tensor import TensorAxis
 from zeroaccel.parallel.ulysses import SequenceAxis
 from zeroaccel.setup.axis import Axis
 
-AXES: list[type[Axis]] = [TensorAxis, PipelineAxis, SequenceAxis]
-"""In the order in which they divide a model: a tensor-parallel plan names the layers of the whole model."""
+AXES: list[type[Axis]] = [TensorAxis, ExpertAxis, PipelineAxis, SequenceAxis]
+"""In the order in which they divide a model: a tensor-parallel plan and experts are of the whole model."""

@@ -61,11 +61,11 @@ def build(plan: TrainPlan) -> EngineBase:
     # Buffers first: their dtypes follow from those of the parameters.
     cast_buffers(model, ranks.topology.device, buffer_dtypes_of(model, plan.config))
     broadcast_buffers(model, collectives.everyone)
-    buffers = plan_units(plan.units, plan.placement, collectives.shard_world_size)
+    buffers = plan_units(plan.units, plan.placement, collectives)
     with ExitStack() as undo:
         with agreed(job_ranks, "initialize: offload"):
             monitors = build_monitors(plan.config, ranks.collectives.rank)
-            tiers = _plan_tiers(plan, buffers, collectives)
+            tiers = _plan_tiers(plan, buffers)
         undo.callback(tiers.close)
         _open_tiers(tiers, job_ranks)
         with agreed(job_ranks, "initialize: axes"):
@@ -156,10 +156,10 @@ def _bind_reductions(optimizer: object, collectives: Collectives) -> None:
 # -- tiers and optimizer
 
 
-def _plan_tiers(plan: TrainPlan, buffers: Sequence[Sequence[BufferPlan]], collectives: Collectives) -> TierSet:
+def _plan_tiers(plan: TrainPlan, buffers: Sequence[Sequence[BufferPlan]]) -> TierSet:
     optimizer, device = plan.optimizer.optimizer, plan.ranks.topology.device
     rules = OffloadRules.of(plan.config, plan.tiers.param, plan.tiers.optimizer)
-    tiers = TierSet(rules, list(chain(*buffers)), optimizer, collectives.shard_rank, device)
+    tiers = TierSet(rules, list(chain(*buffers)), optimizer, device)
     if optimizer is not None and plan.tiers.optimizer != "device":
         section = f"{rules.where}.offload_optimizer"
         share_updates(optimizer, rules.optimizer_section.ratio, device, section)

@@ -143,7 +143,7 @@ def _as_written(config: ConfigSource | None) -> Mapping[str, Any]:
 
 def _check_same_mesh(mesh: ParallelConfig, collectives: Collectives) -> None:
     """Compares the meshes of the ranks: different ones would make different groups, and hang. (all ranks)"""
-    own: dict[str, Any] = {axis: getattr(mesh, axis) for axis in AXES}
+    own: dict[str, Any] = {axis: getattr(mesh, axis) for axis in (*AXES, "ep")}
     own["verify_cut"] = mesh.verify_cut
     own["tp_plan"] = dict(mesh.tp_plan) if isinstance(mesh.tp_plan, Mapping) else mesh.tp_plan
     of_ranks: list[dict[str, Any]] = collectives.gather_objects(own, "initialize: mesh of the job")

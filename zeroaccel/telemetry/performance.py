@@ -50,7 +50,8 @@ class PerformanceMeter:
     def watch(self, collectives: Collectives, tiers: Mapping[str, Tier], update_times: UpdateTimes | None) -> None:
         """Chooses what is counted: messages of these collectives, transfers of these tiers and updates beside them."""
         here = next(set(node) for node in collectives.nodes if collectives.topology.rank in node)
-        for part in (collectives, collectives.parts):
+        experts = collectives.part_holders
+        for part in (collectives, collectives.parts, experts, None if experts is None else experts.parts):
             if part is not None:
                 self._count_messages(part, here)
         self._tiers, self._update_times = tiers, update_times if tiers else None

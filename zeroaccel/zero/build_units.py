@@ -20,7 +20,7 @@ from zeroaccel.errors import ConfigError, UsageError, listed
 from zeroaccel.logs import logger
 from zeroaccel.zero.access.param_registry import ParamHandle, handle_of
 from zeroaccel.zero.device_check import check_model_device
-from zeroaccel.zero.layout import FlatLayout, OwnerLoads, Split
+from zeroaccel.zero.layout import FlatLayout, OwnerLoads, Split, holders
 from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit
 from zeroaccel.zero.precision import forget_cast
 from zeroaccel.zero.storage.placement import BufferPlan, TierSet
@@ -42,7 +42,7 @@ class Placement:
         quantized_frozen_weights: the shards of frozen parameters are stored as int8 codes.
         full_tensor_groups: indices of the param groups whose optimizer steps on full tensors.
         coupled: its rule sums over several parameters.
-        splits: id(parameter) -> how tensor parallelism cuts it.
+        splits: id(parameter) -> how an axis of the mesh cuts it.
     """
 
     dtype: torch.dtype | None
@@ -233,25 +233,28 @@ def float64_error(fqn: str) -> UsageError:
     )
 
 
-def plan_units(specs: Sequence[UnitSpec], placement: Placement, world_size: int) -> list[list[BufferPlan]]:
+def plan_units(specs: Sequence[UnitSpec], placement: Placement, collectives: Collectives) -> list[list[BufferPlan]]:
     """The buffers of each unit; owners are balanced within a unit, and over the units where that leaves a choice."""
-    loads = OwnerLoads(world_size)  # one for all units: what is uneven in one unit is evened out by the next
-    return [_plan_buffers(spec, placement, loads, world_size) for spec in specs]
+    # One for all units: what is uneven in one unit is evened out by the next.
+    loads = OwnerLoads(collectives.shard_world_size)
+    return [_plan_buffers(spec, placement, loads, collectives) for spec in specs]
 
 
-def _plan_buffers(spec: UnitSpec, placement: Placement, loads: OwnerLoads, world_size: int) -> list[BufferPlan]:
-    alone = world_size == 1 and not placement.offloads_params
-    persistent = spec.persistent or not placement.plan.params or alone
+def _plan_buffers(
+    spec: UnitSpec, placement: Placement, loads: OwnerLoads, collectives: Collectives
+) -> list[BufferPlan]:
     check_split(spec.params, placement.param_dtype)
     # One flat buffer per dtype and trainability: a collective moves one dtype, and a frozen buffer needs no gradients,
-    # masters or second gather after a step. Split ones apart, as norms count their parts on every rank of their axis.
-    kinds: dict[tuple[torch.dtype, bool, bool, bool], list[tuple[str, nn.Parameter]]] = {}
+    # masters or second gather after a step. Split ones apart, as norms count their parts on every rank of their axis,
+    # and those that are split in the data group have other shards.
+    kinds: dict[tuple[torch.dtype, bool, bool, bool, bool], list[tuple[str, nn.Parameter]]] = {}
     for fqn, param in spec.params:
         kind = placement.param_dtype(fqn, param), placement.trainable(param), placement.needs_owner(param)
-        split = id(param) in placement.splits or is_split(param)
-        kinds.setdefault((*kind, split), []).append((fqn, param))
+        cut = placement.splits.get(id(param))
+        apart = cut is not None or is_split(param), cut is not None and cut.in_data_group
+        kinds.setdefault((*kind, *apart), []).append((fqn, param))
     plans = []
-    for index, ((dtype, trainable, has_owners, split), named) in enumerate(kinds.items()):
+    for index, ((dtype, trainable, has_owners, split, _), named) in enumerate(kinds.items()):
         if has_owners and split:
             refuse_split(named[0][0])
         if trainable:  # parameters of one param group side by side: fewer ranges to step
@@ -266,9 +269,14 @@ def _plan_buffers(spec: UnitSpec, placement: Placement, loads: OwnerLoads, world
         for fqn, param in named:
             shape = tuple(local(param).shape)
             entries.append((fqn, splits[fqn].part_shape(shape) if fqn in splits else shape))
+        ranks = holders(splits.get(named[0][0]), collectives)
+        world_size = ranks.shard_world_size
+        alone = world_size == 1 and not placement.offloads_params
+        persistent = spec.persistent or not placement.plan.params or alone
         plans.append(
             BufferPlan(
                 f"{spec.name}/{index}",
+                ranks.shard_rank,
                 FlatLayout.build_with_owners(entries, owners, world_size)
                 if has_owners
                 else FlatLayout.build(entries, world_size, splits),
@@ -289,7 +297,7 @@ def refuse_split(fqn: str) -> None:
     raise UsageError(
         f"parameter {fqn}",
         expected="to be whole, since its optimizer looks at whole tensors",
-        got="one that tensor parallelism splits",
+        got="one that tensor or expert parallelism splits",
         fix="use an elementwise optimizer, such as AdamW, for the parameters that are split",
     )
 
@@ -327,7 +335,7 @@ def _build_unit(
             plan.params,
             dtype=plan.dtype,
             device=placement.device,
-            rank=collectives.shard_rank,
+            rank=plan.rank,
             trainable=plan.trainable,
             persistent=plan.persistent,
             key=plan.key,
@@ -374,11 +382,9 @@ def initial_values(
         source[slot.start : slot.end].view(slot.shape).copy_(value)
     if previous is not None:
         previous.registry.release([previous.unit])
-    if any(_initialized(param) is None for param in params):  # gathered values are the same on all ranks already
-        if collectives.parts is None:
-            collectives.broadcast(source, 0, f"initial weights of {name}")
-        elif layout.slots[0].split is None:
-            collectives.everyone.broadcast(source, 0, f"initial weights of {name}")
+    # Gathered values are the same on all ranks already, and parts were cut from such.
+    if layout.slots[0].split is None and any(_initialized(param) is None for param in params):
+        collectives.everyone.broadcast(source, 0, f"initial weights of {name}")
     _take_over(params)
     return source
 

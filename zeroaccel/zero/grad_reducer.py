@@ -307,7 +307,8 @@ class GradReducer:
         if was_absent:
             gradients.flat = None
         reduced = torch.empty(layout.shard_numel(gradients.buffer.rank), dtype=flat.dtype, device=flat.device)
-        self._collectives.reduce_scatter(reduced, flat, label, self._rules.postscale, layout.uneven_sizes).wait()
+        ranks = gradients.buffer.holders(self._collectives)
+        ranks.reduce_scatter(reduced, flat, label, self._rules.postscale, layout.uneven_sizes).wait()
         return reduced.float() if gradients.shard is None else reduced.float() + gradients.shard
 
     def clear(self) -> None:
@@ -393,9 +394,9 @@ class GradReducer:
         layout = gradients.buffer.layout
         reduced = torch.empty(layout.shard_numel(gradients.buffer.rank), dtype=flat.dtype, device=flat.device)
         label = f"reduce {gradients.name}"
-        return reduced, self._collectives.reduce_scatter(
-            reduced, flat, label, self._rules.postscale, layout.uneven_sizes
-        )
+        # Experts met the samples of all data ranks, wherever those are: over fewer ranks the sum has all its terms.
+        ranks = gradients.buffer.holders(self._collectives)
+        return reduced, ranks.reduce_scatter(reduced, flat, label, self._rules.postscale, layout.uneven_sizes)
 
     def _drain(self, limit_numel: int) -> None:
         """Waits for the oldest reductions until at most `limit_numel` elements are in flight."""
@@ -494,7 +495,8 @@ class GradReducer:
                 layout = gradients.buffer.layout
                 gradients.full = torch.empty(layout.numel, dtype=shard.dtype, device=shard.device)
                 label = f"gather gradients {gradients.name}"
-                works.append(self._collectives.all_gather(gradients.full, shard, label, layout.uneven_sizes))
+                ranks = gradients.buffer.holders(self._collectives)
+                works.append(ranks.all_gather(gradients.full, shard, label, layout.uneven_sizes))
         for work in works:
             work.wait()
         for gradients in self.gradients:

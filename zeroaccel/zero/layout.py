@@ -86,13 +86,15 @@ class FlatTensor:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How tensor parallelism cuts a parameter: along one dim into equal parts, one per rank of the `tp` axis.
+    """How an axis of the mesh cuts a parameter: along one dim into equal parts, one per rank of the axis.
 
     Attributes:
         parts: how many.
         index: of this rank's part.
         blocks: equal blocks along the dim that are cut each by itself, such as the queries, keys and values of one
             layer: a part has its part of every block.
+        in_data_group: the ranks with the other parts see samples of their own (`ep`), so that the part is sharded over
+            a subset of the data group; else (`tp`) over all of it.
 
     Example:
         >>> split = Split(dim=1, parts=2, index=1)
@@ -108,6 +110,7 @@ class Split:
     parts: int
     index: int
     blocks: int = 1
+    in_data_group: bool = False
 
     def whole_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of the parameter, from that of a part."""
@@ -155,7 +158,7 @@ class Slot:
 
     Attributes:
         shape: of this rank's part, where the parameter is split.
-        split: by tensor parallelism; None where every rank has all of it.
+        split: by an axis of the mesh; None where every rank has all of it.
     """
 
     fqn: str
@@ -385,6 +388,14 @@ def _slots(
     return tuple(slots), cursor
 
 
+def holders(split: Split | None, collectives: Collectives) -> Collectives:
+    """The collectives over the data ranks that hold the same part: those that it is sharded over and averaged by."""
+    if split is None or not split.in_data_group:
+        return collectives
+    assert collectives.part_holders is not None, "ranks of a data group have other parts, and nobody knows which"
+    return collectives.part_holders
+
+
 def whole_of(slot: Slot, part: Tensor, collectives: Collectives) -> Tensor:
     """The full parameter from this rank's part of it; the part itself where it is not split. (all ranks with a part)
 
@@ -393,7 +404,7 @@ def whole_of(slot: Slot, part: Tensor, collectives: Collectives) -> Tensor:
     """
     if slot.split is None:
         return part
-    parts = collectives.parts
+    parts = holders(slot.split, collectives).parts
     assert parts is not None, f"{slot.fqn} is split, and no ranks are known to have the other parts"
     rows = part.new_empty(parts.world_size * part.numel())
     parts.all_gather(rows, part.contiguous().view(-1), f"join {slot.fqn}").wait()

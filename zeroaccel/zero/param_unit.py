@@ -23,7 +23,7 @@ from zeroaccel.comm.collectives import Collectives, Work
 from zeroaccel.errors import OffloadError, ShardStateError
 from zeroaccel.offload.tier import Tier
 from zeroaccel.telemetry.timeline import span
-from zeroaccel.zero.layout import FlatLayout, FlatRange, whole_of
+from zeroaccel.zero.layout import FlatLayout, FlatRange, holders, whole_of
 from zeroaccel.zero.storage.copy_stream import CopyStream
 from zeroaccel.zero.storage.masters import MasterPlace, MasterStorage, NoMasters
 from zeroaccel.zero.storage.shards import MemoryShard, SecondaryShard, ShardPlace, ShardStorage
@@ -124,8 +124,12 @@ class FlatBuffer:
 
     @property
     def is_split(self) -> bool:
-        """Whether tensor parallelism splits its parameters: other ranks have other parts of them."""
+        """Whether an axis of the mesh splits its parameters: other ranks have other parts of them."""
         return self.layout.slots[0].split is not None or is_split(self.params[0])
+
+    def holders(self, collectives: Collectives) -> Collectives:
+        """Those over the data ranks that hold its elements; see `layout.holders`."""
+        return holders(self.layout.slots[0].split, collectives)
 
     def adopt(self, source: Tensor, shard: ShardStorage, masters: MasterStorage | None = None) -> None:
         """Takes over the weights and becomes what the parameters are views of.
@@ -160,6 +164,7 @@ class FlatBuffer:
 
     def all_gather(self, collectives: Collectives, label: str, *, exact: bool) -> Work:
         """Starts to gather `full`; the shard is swapped in. From the secondary copy where that may be rounded, too."""
+        collectives = self.holders(collectives)
         if self.secondary.is_valid and not exact:
             return self.secondary.all_gather(self.full, collectives, label)
         return self.shard.all_gather(self.full, collectives, label, exact=exact)
@@ -233,6 +238,9 @@ def _absent_value(dtype: torch.dtype) -> float | bool:
 class ParamUnit:
     """One or a few flat buffers that are unsharded and resharded together.
 
+    Its buffers are all persistent or none, except those whose elements no other rank holds: such experts stay as they
+    are while the rest of the unit is gathered and freed.
+
     Lifecycle (all ranks, in the same order): 1. `unshard()` starts the all-gather, 2. `wait()` before the first use,
     3. `reshard()` after the last. Each is a no-op where it has nothing to do; anything illegal raises ShardStateError.
 
@@ -253,6 +261,7 @@ class ParamUnit:
         self.modules = tuple(modules)
         self.buffers = tuple(buffers)
         self.persistent = all(buffer.persistent for buffer in buffers)
+        self._gathered = tuple(buffer for buffer in buffers if not buffer.persistent)
         self.numel = sum(buffer.layout.numel for buffer in buffers)
         self._collectives = collectives
         self._works: list[Work] = []
@@ -353,9 +362,8 @@ class ParamUnit:
             work.wait()
         self._works.clear()
         self._release()
-        if not self.persistent:
-            for buffer in self.buffers:
-                buffer.point(unsharded=True)
+        for buffer in self._gathered:
+            buffer.point(unsharded=True)
         self._move(ShardState.UNSHARDED)
 
     def reshard(self, *, keep_views: bool = False, keep_values: bool = False) -> None:
@@ -370,26 +378,25 @@ class ParamUnit:
             return
         self.wait()
         self._move(ShardState.SHARDED)
-        if not self.persistent:
-            for buffer in self.buffers:
-                if not self._exact:
-                    # Only of values to compute with: backward then reads the very values that forward read.
-                    buffer.secondary.keep(buffer.full, self._collectives)
-                buffer.point(unsharded=False)
-                if keep_values:
-                    buffer.let_go_of_views()
-                elif keep_views:
-                    buffer.replace_storage()
-                else:
-                    buffer.free()
-            self._has_values = keep_values
+        for buffer in self._gathered:
+            if not self._exact:
+                # Only of values to compute with: backward then reads the very values that forward read.
+                buffer.secondary.keep(buffer.full, self._collectives)
+            buffer.point(unsharded=False)
+            if keep_values:
+                buffer.let_go_of_views()
+            elif keep_views:
+                buffer.replace_storage()
+            else:
+                buffer.free()
+        self._has_values = keep_values and not self.persistent
         self._exact = True
 
     def drop_values(self) -> None:
         """Frees what `reshard(keep_values=True)` has kept; without it nothing."""
         if self._has_values:
             self._has_values = False
-            for buffer in self.buffers:
+            for buffer in self._gathered:
                 buffer.free()
 
     def drop_copies(self) -> None:

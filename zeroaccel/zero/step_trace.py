@@ -174,7 +174,7 @@ class StepTrace:
             first_step=self._first_step,
             clock_errors=tuple(error for _, error in self._clocks),
             # Else the fourth reduction of one group is not that of another, and no rank came last to both.
-            one_group=len(sizes) == 1 and ranks.parts is None and not ranks.topology.recorders,
+            one_group=len(sizes) == 1 and not (ranks.parts or ranks.part_holders or ranks.topology.recorders),
             separates_units=hooks.is_attached,
             on_device=ranks.topology.device.type == "cuda",
         )

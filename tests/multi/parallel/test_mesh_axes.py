@@ -1,4 +1,4 @@
-"""Meshes of several axes: pipelines of split layers, split layers of cut sequences, against one process."""
+"""Meshes of several axes: pipelines, split layers, cut sequences and divided experts, against one process."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import zeroaccel
 from tests.support.mesh_training import NEEDS_SPLIT_LAYERS, NEEDS_STAGES, train_micro_step
+from tests.support.mixtures import MIXTURES, small_mixture
 from tests.support.pool import Ranks
 from tests.support.training import Run, config, differences
 from zeroaccel.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
@@ -32,6 +33,8 @@ SMALL: dict[str, Any] = {"vocab_size": VOCABULARY, "use_cache": False}
 
 def build(kind: str) -> nn.Module:
     """A model of four blocks, the same on every rank; "gpt2" and "llama-tied" have one table for both ends."""
+    if kind in MIXTURES:
+        return small_mixture(kind, num_hidden_layers=4)
     torch.manual_seed(3)
     if kind == "gpt2":
         dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -126,6 +129,8 @@ MESHES = [
     ),
     pytest.param("llama", ParallelConfig(sp=2, tp=2), 4, SGD, marks=NEEDS_SPLIT_LAYERS, id="sp-tp"),
     pytest.param("gpt2", ParallelConfig(dp_shard=2, sp=2), 4, SGD, marks=SLOW, id="dp-sp"),
+    pytest.param("Qwen3Moe", ParallelConfig(sp=2, ep=2), 2, SGD, id="sp-ep"),
+    pytest.param("Qwen3Moe", ParallelConfig(pp=2, ep=2), 4, SGD, marks=[NEEDS_STAGES, SLOW], id="pp-ep"),
 ]
 
 

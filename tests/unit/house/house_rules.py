@@ -91,19 +91,19 @@ MAX_CODE_LINES: Mapping[str, int] = {
     "accelerate": 3320,
     "checkpoint": 6010,
     "cli": 6940,
-    "comm": 3420,
+    "comm": 3450,
     "compat": 2970,
-    "config": 4330,
+    "config": 4355,
     "data": 800,
     "estimate": 1950,
     "offload": 980,
     "ops": 2100,
     "optim": 1300,
-    "parallel": 2470,
+    "parallel": 2700,
     "setup": 1370,
     "telemetry": 1050,
     "utils": 60,
-    "zero": 7350,
+    "zero": 7380,
 }
 LOOSE_LINES = 100
 MAX_FUNCTION_LINES, LONG_FUNCTION_LINES, MAX_LONG_FUNCTIONS = 100, 60, 8

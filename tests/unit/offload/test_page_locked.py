@@ -289,7 +289,7 @@ def _tiers(monkeypatch: pytest.MonkeyPatch, device: str, stage: int = 3, **secti
     config = load_config({"zero_optimization": {"stage": stage, **sections}, "train_micro_batch_size_per_gpu": 1})
     residences = [sections.get(key) for key in ("offload_param", "offload_optimizer")]
     rules = OffloadRules.of(config, *("host" if section else "device" for section in residences))  # type: ignore[arg-type]
-    return TierSet(rules, [], None, 0, torch.device(device))
+    return TierSet(rules, [], None, torch.device(device))
 
 
 @pytest.mark.parametrize(

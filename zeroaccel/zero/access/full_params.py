@@ -153,6 +153,13 @@ def gathered(registry: ParamRegistry, coordinator: ParamCoordinator, budget: int
             raise UsageError("engine.gathered(budget)", expected="a number of bytes, or None", got=budget)
         if coordinator.on_demand is not None:
             raise UsageError("engine.gathered()", expected="not to be nested")
+        if collectives.part_holders is not None:
+            raise UsageError(
+                "engine.gathered()",
+                expected="ranks that have all experts, as they may run different forwards here",
+                got="experts that are divided among ranks (ep)",
+                fix="run the same number of forwards on every rank, without it (synced_gpus=True of generate)",
+            )
     # Another budget on one rank would be another list of units, and gathers in another order.
     budgets = collectives.gather_objects(budget, "engine.gathered: budget")
     if len(set(budgets)) > 1:
@@ -271,7 +278,7 @@ def _refuse_split(handles: Sequence[ParamHandle]) -> None:
             raise UsageError(
                 f"GatheredParameters(modifier_rank): {handle.slot.fqn}",
                 expected="parameters that every rank has whole",
-                got=f"a part of shape {handle.slot.shape} of one that is split by tensor parallelism",
+                got=f"a part of shape {handle.slot.shape} of one that an axis of the mesh splits",
                 fix="write it with zero.safe_set_full_fp32_param",
             )
 

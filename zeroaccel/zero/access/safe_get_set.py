@@ -236,7 +236,7 @@ def _gradients(handle: ParamHandle, call: str) -> _Values | None:
         training.reducer.changed()
 
     # Reduced gradients have the loss scale in them until the step: a caller sees them without.
-    alone = handle.registry.collectives.world_size == 1
+    alone = handle.buffer.holders(handle.registry.collectives).world_size == 1
     return _Values(reduced.__getitem__, write, alone, 1.0 / training.loss_scale().value)
 
 
@@ -248,7 +248,7 @@ def _gradients_so_far(handle: ParamHandle) -> _Values | None:
     if training is None or mean is None:
         return None
     reduced = FlatTensor(handle.buffer.own, mean)
-    alone = handle.registry.collectives.world_size == 1
+    alone = handle.buffer.holders(handle.registry.collectives).world_size == 1
     return _Values(reduced.__getitem__, _refuse_to_write, alone, 1.0 / training.loss_scale().value)
 
 
@@ -330,7 +330,7 @@ def _assembled(handle: ParamHandle, own: Tensor, label: str) -> Tensor:
         mine, rows = own.new_zeros(count), own.new_empty(ranks * count)
         part = own[first : first + count]
         mine[: part.numel()] = part
-        handle.registry.collectives.all_gather(rows, mine, label).wait()
+        handle.buffer.holders(handle.registry.collectives).all_gather(rows, mine, label).wait()
         for rank, reach in enumerate(reaches):
             arrived = FlatRange(reach.start + first, reach.start + first + count) & reach
             out[arrived.at(slot.start)] = rows[rank * count : rank * count + arrived.numel]

@@ -83,6 +83,7 @@ class BufferPlan:
 
     Attributes:
         key: its name in tiers: "layers.0/1".
+        rank: this one, among those that it is sharded over.
         param_groups: of each slot; empty where no optimizer updates it.
         persistent: unsharded on every rank all the time.
         replicated: every rank steps all of it.
@@ -91,6 +92,7 @@ class BufferPlan:
     """
 
     key: str
+    rank: int
     layout: FlatLayout
     params: tuple[nn.Parameter, ...]
     dtype: torch.dtype
@@ -105,10 +107,10 @@ class BufferPlan:
         """Whether an optimizer updates it."""
         return bool(self.param_groups)
 
-    def pieces(self, rank: int) -> list[MasterPiece]:
-        """What a rank steps of it."""
+    def pieces(self) -> list[MasterPiece]:
+        """What this rank steps of it."""
         replicated, by_parameter = self.replicated, self.by_parameter
-        return cut_pieces(self.layout, self.param_groups, rank, replicated=replicated, by_parameter=by_parameter)
+        return cut_pieces(self.layout, self.param_groups, self.rank, replicated=replicated, by_parameter=by_parameter)
 
 
 @dataclass(frozen=True)
@@ -196,11 +198,9 @@ class TierSet:
         rules: OffloadRules,
         plans: Sequence[BufferPlan],
         optimizer: Optimizer | None,
-        rank: int,
         device: torch.device,
     ) -> None:
         self._rules = rules
-        self._rank = rank
         self.device = device
         self.copies: CopyStream | None = None
         self.swapper: StateSwapper | None = None
@@ -301,9 +301,9 @@ class TierSet:
         masters = MasterPlace(
             plan.key,
             plan.layout,
-            self._rank,
+            plan.rank,
             shard,
-            plan.pieces(self._rank) if plan.trainable else (),
+            plan.pieces() if plan.trainable else (),
             self.device if self._rules.optimizer == "device" else _HOST,
             plan.replicated,
             self.pins_states,
@@ -357,13 +357,13 @@ class TierSet:
             if self._rules.optimizer != "nvme":  # residual masters in memory: the size follows caches, not the disk
                 limit = min(limit or RESIDUAL_SUB_GROUP_NUMEL, RESIDUAL_SUB_GROUP_NUMEL)
             if plan.layout.has_owners:
-                pieces = plan.pieces(self._rank)
+                pieces = plan.pieces()
                 per_piece = [states.of(piece.group, piece.shape) for piece in pieces]
                 most = 0 if starts else limit
                 self._sub_groups[plan.key] = pack_sub_groups(plan.key, pieces, per_piece, most, master_nbytes=nbytes_of)
                 continue
             # One trial per param group is enough: the states of a flat run do not depend on its length.
-            runs = plan.layout.group_runs(plan.param_groups, self._rank)
+            runs = plan.layout.group_runs(plan.param_groups, plan.rank)
             elementwise = {group for _, group in runs}  # others may not be able to step what is flat
             flat = [
                 states.of(group, (_TRIED_NUMEL,)) if group in elementwise else {}
@@ -391,7 +391,7 @@ class TierSet:
 
     def _plan_shards(self, plans: Sequence[BufferPlan]) -> None:
         section, where = self._rules.param_section, f"{self._rules.where}.offload_param"
-        sizes = {plan.key: plan.layout.shard_numel(self._rank) * plan.dtype.itemsize for plan in plans}
+        sizes = {plan.key: plan.layout.shard_numel(plan.rank) * plan.dtype.itemsize for plan in plans}
         if self._rules.param == "host":
             self._on_host = sizes
             return

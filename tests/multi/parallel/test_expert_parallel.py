@@ -1,0 +1,407 @@
+"""Experts that ranks divide: the training of one process, up to the order of sums, and the same bits at every stage."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import zeroaccel
+from tests.support.mixtures import MIXTURE_VOCABULARY, MIXTURES, small_mixture
+from tests.support.pool import Ranks
+from tests.support.training import ADAMW, Run, config, differences, offloaded, recording
+from zeroaccel.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
+from zeroaccel.comm.topology import init_process_group
+from zeroaccel.config.parallel import ParallelConfig
+from zeroaccel.errors import ZeroAccelError
+from zeroaccel.zero import (
+    Init,
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+)
+from zeroaccel.zero.grad_reducer import GradientBuffer, GradReducer
+
+transformers = pytest.importorskip("transformers")
+
+STEPS = 3
+SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
+OPTIMIZERS = {"sgd": SGD, "adamw": ADAMW}
+IS_ROUTED = ("experts", "gate.", "router", "shared_expert")
+
+
+@dataclass
+class MixtureRun(Run):
+    """Also the gradients of routers and experts, of each step."""
+
+    grads: list[dict[str, Tensor]] = field(default_factory=list)
+
+
+def _batch(step: int, place: int) -> dict[str, Tensor]:
+    """Each rank's own."""
+    generator = torch.Generator().manual_seed(100 * step + place)
+    ids = torch.randint(MIXTURE_VOCABULARY, (2, 12), generator=generator)
+    return {"input_ids": ids, "labels": ids}
+
+
+def _plain(model: nn.Module, optimizer: str, places: int) -> MixtureRun:
+    """One process, no engine: the mean over the ranks of their batches' losses."""
+    stepped: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if optimizer == "adamw":
+        stepped = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    run = MixtureRun()
+    for step in range(STEPS):
+        loss = sum(model(**_batch(step, place)).loss for place in range(places)) / places
+        loss.backward()
+        run.grads.append({name: param.grad.clone() for name, param in _routed(model)})
+        run.norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        stepped.step()
+        stepped.zero_grad()
+        run.losses.append(loss.item())
+    run.weights = {name: param.detach() for name, param in model.named_parameters()}
+    return run
+
+
+def _routed(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(n, p) for n, p in model.named_parameters() if any(part in n for part in IS_ROUTED) and p.requires_grad]
+
+
+def _train(model: nn.Module, settings: Mapping[str, Any], parallel: ParallelConfig) -> MixtureRun:
+    engine, *_ = zeroaccel.initialize(model, config=dict(settings), parallel=parallel)
+    run = MixtureRun()
+    for step in range(STEPS):
+        loss = engine(**_batch(step, torch.distributed.get_rank())).loss
+        engine.backward(loss)
+        run.grads.append({name: safe_get_full_grad(param) for name, param in _routed(engine.module)})
+        engine.step()
+        run.losses.append(loss.item())
+        run.norms.append(engine.get_global_grad_norm())
+    engine.destroy()
+    run.weights = {name: param.detach().clone() for name, param in model.named_parameters()}
+    return run
+
+
+def _divided(kind: str, settings: list[dict[str, Any]], parallel: ParallelConfig) -> list[MixtureRun]:
+    init_process_group()
+    return [_train(small_mixture(kind), each, parallel) for each in settings]
+
+
+def _settings(optimizer: str, folder: Path) -> list[dict[str, Any]]:
+    """All stages; at stage 2 also with states in host memory, at stage 3 with weights, too."""
+    common: dict[str, Any] = {"optimizer": OPTIMIZERS[optimizer], "gradient_clipping": 0.5}
+    plain = [config(stage, **common) for stage in range(4)]
+    return [
+        *plain,
+        config(2, **common, **offloaded(folder, "cpu")),
+        config(3, **common, **offloaded(folder, "cpu", "cpu")),
+    ]
+
+
+def _close(runs: list[MixtureRun], plain: MixtureRun) -> None:
+    """Of the ranks' runs, as their losses are of batches of their own."""
+    losses = torch.tensor([run.losses for run in runs]).mean(0).tolist()
+    assert losses == pytest.approx(plain.losses, rel=2e-6)
+    for run in runs:
+        assert run.norms == pytest.approx(plain.norms, rel=2e-6)
+        for step, grads in enumerate(plain.grads):
+            assert grads.keys() == run.grads[step].keys()
+            for name, grad in grads.items():
+                assert run.grads[step][name].shape == grad.shape, name
+                assert _distance(run.grads[step][name], grad) < 1e-6, (step, name)
+        for name, weight in plain.weights.items():
+            assert run.weights[name].shape == weight.shape, name
+            assert torch.allclose(run.weights[name], weight, rtol=1e-4, atol=3e-6), name
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    return (one - other).abs().max().item()
+
+
+@pytest.mark.parametrize("kind", ["GptOss", "DeepseekV3"])
+def test_mixture_trains_as_one_process_at_every_stage(ranks: Ranks, kind: str, tmp_path: Path) -> None:
+    of_ranks = ranks(2).run(_divided, kind, _settings("sgd", tmp_path)[::5], ParallelConfig(ep=2))
+    plain = _plain(small_mixture(kind), "sgd", 2)
+    for runs in zip(*of_ranks, strict=True):
+        _close(list(runs), plain)
+    for runs in of_ranks:
+        for run in runs[1:]:
+            assert differences(runs[0], run) == []
+
+
+@pytest.mark.slow  # of each kind, both optimizers, and groups of experts within the data ranks
+@pytest.mark.parametrize(("world", "ep"), [(2, 1), (2, 2), (4, 2), (4, 4)])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_any_mixture_on_any_ranks(ranks: Ranks, kind: str, optimizer: str, world: int, ep: int, tmp_path: Path) -> None:
+    of_ranks = ranks(world).run(_divided, kind, _settings(optimizer, tmp_path), ParallelConfig(ep=ep))
+    plain = _plain(small_mixture(kind), optimizer, world)
+    for runs in zip(*of_ranks, strict=True):
+        _close(list(runs), plain)
+    for runs in of_ranks:
+        for run in runs[1:]:
+            assert differences(runs[0], run) == []
+
+
+def _planted(factor: float) -> MixtureRun:
+    """Gradients of experts times a factor: as those that are summed twice, or divided by the ranks that divide them."""
+    launch = GradReducer._start_reduction
+
+    def wrong(reducer: GradReducer, gradients: GradientBuffer, flat: Tensor) -> Any:
+        return launch(reducer, gradients, flat.mul_(factor) if gradients.buffer.is_split else flat)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GradReducer, "_start_reduction", wrong)
+        return _divided("Mixtral", [config(1, optimizer=ADAMW, gradient_clipping=0.5)], ParallelConfig(ep=2))[0]
+
+
+@pytest.mark.parametrize("factor", [2.0, 0.5])
+def test_gradients_of_experts_that_are_counted_twice_or_divided_once_more_are_found(
+    ranks: Ranks, factor: float
+) -> None:
+    runs, plain = ranks(2).run(_planted, factor), _plain(small_mixture("Mixtral"), "adamw", 2)
+    with pytest.raises(AssertionError):
+        _close(runs, plain)
+
+
+def _one_sided(stage: int) -> MixtureRun:
+    init_process_group()
+    return _train(_biased(), config(stage, optimizer=SGD, gradient_clipping=0.5), ParallelConfig(ep=2))
+
+
+def _biased() -> nn.Module:
+    """All tokens choose the first two of four experts."""
+    model = small_mixture("GptOss")
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if name.endswith("router.bias"):
+                param.copy_(torch.tensor([60.0, 50.0, 0.0, 0.0]))
+    return model
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_rank_that_no_token_chooses_takes_part(ranks: Ranks, stage: int) -> None:
+    of_ranks, plain = ranks(2).run(_one_sided, stage), _plain(_biased(), "sgd", 2)
+    unused = [grad for name, grad in plain.grads[0].items() if name.endswith("gate_up_proj")]
+    assert all(not grad[2:].any() for grad in unused), "every token chooses the experts of rank 0"
+    _close(of_ranks, plain)
+
+
+# -- what is sent
+
+
+def _traffic(ep: int) -> tuple[int, int]:
+    """Bytes of gathers of weights at stage 3, and those of them that are not of experts."""
+    ranks = recording()
+    engine, *_ = zeroaccel.initialize(
+        small_mixture("Qwen3Moe"), config=config(3), parallel=ParallelConfig(ep=ep), collectives=ranks
+    )
+    ranks.reset()
+    engine.backward(engine(**_batch(0, torch.distributed.get_rank())).loss)
+    engine.step()
+    sent = sum(one.nbytes for one in ranks.traffic() if one.purpose == "unshard")
+    apart = ranks.part_holders if ranks.part_holders is not None else ranks
+    of_experts = [b for unit in engine.units for b in unit.buffers if "experts" in b.layout.slots[0].fqn]
+    dense = sum(call.nbytes for call in ranks.calls if call.label.startswith("unshard")) if ep > 1 else 0
+    assert all(b.layout.world_size == len(apart.ranks) for b in of_experts if b.is_split)
+    engine.destroy()
+    return sent, dense
+
+
+def test_no_experts_are_gathered_where_every_rank_has_its_own(ranks: Ranks) -> None:
+    (whole, _), (sent, dense) = ranks(2).run(_traffic, 1)[0], ranks(2).run(_traffic, 2)[0]
+    assert 0 < sent == dense < whole
+
+
+# -- what is refused
+
+
+class _Gated(nn.Module):
+    """A mixture of one's own: a gate and a list of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 2)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+
+def _with_adapters() -> nn.Module:
+    peft = pytest.importorskip("peft")
+    adapters = peft.LoraConfig(r=2, target_modules=[], target_parameters=["experts.gate_up_proj"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of transformers, about peft
+        return peft.get_peft_model(small_mixture("Qwen3Moe"), adapters)  # type: ignore[no-any-return]
+
+
+def _llama4() -> nn.Module:
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "vocab_size": 64,
+        "num_local_experts": 2,
+    }
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size_mlp": 16}
+    made: nn.Module = transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**sizes, **heads))
+    return made
+
+
+_REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
+    "unequal": (
+        lambda: small_mixture("Mixtral", num_local_experts=3),
+        {},
+        "expert parallelism: model.layers.0.mlp.experts: expected a number of experts that is divisible by ep 2, got 3",
+    ),
+    "dense": (lambda: nn.Linear(4, 4), {}, "got 'no experts in Linear'; leave ep at 1"),
+    "lists": (
+        lambda: nn.ModuleDict({"block": _Gated()}),
+        {},
+        "expert parallelism: block: expected experts as modules of transformers 5",
+    ),
+    "all experts at once": (
+        _llama4,
+        {},
+        "expert parallelism: model.layers.0.feed_forward: expected experts as modules",
+    ),
+    "adapters": (_with_adapters, {}, "expected experts without adapters or parametrizations"),
+    "rounded gathers": (
+        lambda: small_mixture("Mixtral"),
+        {"zero_quantized_weights": True},
+        "zero_optimization.zero_quantized_weights: expected False with expert parallelism, got True",
+    ),
+    "second copy": (
+        lambda: small_mixture("Mixtral"),
+        {"zero_hpz_partition_size": 2},
+        "zero_optimization.zero_hpz_partition_size: expected 1 with expert parallelism, got 2",
+    ),
+    "whole tensors": (
+        lambda: small_mixture("Mixtral"),
+        {"optimizer": {"type": "Muon", "params": {"lr": 0.1}}},
+        "one that tensor or expert parallelism splits",
+    ),
+}
+
+
+def _refused(case: str) -> str:
+    make, changes, _ = _REFUSED[case]
+    init_process_group()
+    with pytest.raises(ZeroAccelError) as caught:
+        zeroaccel.initialize(make(), config=config(3, **changes), parallel=ParallelConfig(ep=2))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("case", _REFUSED)
+def test_what_cannot_be_divided_is_named_on_all_ranks(ranks: Ranks, case: str) -> None:
+    for message in ranks(2).run(_refused, case):
+        assert _REFUSED[case][2] in message
+
+
+def _generates() -> str:
+    init_process_group()
+    engine, *_ = zeroaccel.initialize(small_mixture("Mixtral"), config=config(3), parallel=ParallelConfig(ep=2))
+    with pytest.raises(ZeroAccelError) as caught, engine.gathered():
+        pass
+    engine.destroy()
+    return str(caught.value)
+
+
+def test_forwards_that_differ_between_ranks_are_refused(ranks: Ranks) -> None:
+    for message in ranks(2).run(_generates):
+        assert "expected ranks that have all experts" in message
+
+
+# -- checkpoints, and access by name
+
+
+def _state(engine: Any) -> dict[str, Tensor]:
+    found = {}
+    for name, param in engine.module.named_parameters():
+        found[name] = safe_get_full_fp32_param(param)
+        found[f"{name}: exp_avg"] = safe_get_full_optimizer_state(param, "exp_avg")
+    return found
+
+
+def _engine(stage: int, ep: int, **changes: Any) -> Any:
+    init_process_group()
+    engine, *_ = zeroaccel.initialize(
+        small_mixture("GptOss"), config=config(stage, **changes), parallel=ParallelConfig(ep=ep)
+    )
+    return engine
+
+
+def _step(engine: Any, number: int = 0) -> None:
+    engine.backward(engine(**_batch(number, torch.distributed.get_rank())).loss)
+    engine.step()
+
+
+def _saved(folder: Path, stage: int, ep: int) -> dict[str, Tensor]:
+    engine = _engine(stage, ep)
+    _step(engine)
+    engine.save_checkpoint(str(folder), tag="one")
+    engine.save_model(str(folder / "model"), max_nbytes=1 << 30)
+    state = _state(engine)
+    engine.destroy()
+    return state
+
+
+def _loaded(folder: Path, stage: int, ep: int) -> dict[str, Tensor]:
+    engine = _engine(stage, ep)
+    engine.load_checkpoint(str(folder), tag="one")
+    state = _state(engine)
+    _step(engine, 1)
+    engine.destroy()
+    return state
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        pytest.param((2, 3, 2), (2, 0, 1), id="divided to whole"),
+        pytest.param((2, 0, 1), (2, 3, 2), id="whole to divided", marks=pytest.mark.slow),
+        pytest.param((2, 3, 2), (4, 2, 4), id="2 to 4", marks=pytest.mark.slow),
+        pytest.param((4, 3, 2), (1, 0, 1), id="groups of experts to one process", marks=pytest.mark.slow),
+    ],
+)
+def test_a_checkpoint_knows_nothing_of_who_had_which_experts(
+    ranks: Ranks, saved: tuple[int, int, int], loaded: tuple[int, int, int], tmp_path: Path
+) -> None:
+    """Each is ranks, stage and ep."""
+    before = ranks(saved[0]).run(_saved, tmp_path, *saved[1:])
+    after = ranks(loaded[0]).run(_loaded, tmp_path, *loaded[1:])
+    plain = small_mixture("GptOss").state_dict()
+    for state in (*before, *after):
+        assert state.keys() == before[0].keys()
+        for name, value in before[0].items():
+            assert torch.equal(state[name], value), name
+    consolidated = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), tag="one")
+    written = load_file(tmp_path / "model" / "model.safetensors")
+    for name, value in plain.items():
+        assert consolidated[name].shape == written[name].shape == value.shape, name
+        assert torch.equal(consolidated[name], before[0][name]), name
+        assert torch.equal(written[name], before[0][name]), name
+
+
+def _written() -> None:
+    init_process_group()
+    with Init(config_dict_or_path=config(3)):
+        model = small_mixture("GptOss")
+    engine, *_ = zeroaccel.initialize(model, config=config(3), parallel=ParallelConfig(ep=2))
+    name, param = next((n, p) for n, p in model.named_parameters() if n.endswith("experts.down_proj"))
+    whole = dict(small_mixture("GptOss").named_parameters())[name].detach()
+    assert torch.equal(safe_get_full_fp32_param(param), whole), "the values that zero.Init sharded"
+    safe_set_full_fp32_param(param, whole + 1)
+    assert torch.equal(safe_get_full_fp32_param(param), whole + 1)
+    assert torch.equal(dict(engine.iter_named_full_params())[name], whole + 1)
+    engine.destroy()
+    assert torch.equal(param.detach(), whole + 1)
+
+
+def test_experts_are_read_and_written_whole_by_name(ranks: Ranks) -> None:
+    ranks(2).run(_written)

@@ -1,0 +1,338 @@
+"""Expert parallelism: the ranks that divide the experts of each layer, and the way of tokens to them and back.
+
+(GShard: Lepikhin et al., 2020, arXiv:2006.16668, section 3.) A mixture's router chooses K of E experts for each of a
+rank's T tokens. Of P ranks each has E / P experts, and for them the tokens of all P:
+
+```text
+hidden (T, H), choices (T, K), weights (T, K)        this rank's tokens
+  sort by expert, exchange how many go where         (P, E/P) numbers
+  send tokens and weights                            one all-to-all of exactly the rows that were chosen
+hidden (n, H), choices (n, 1), weights (n, 1)        tokens of all ranks, for this rank's experts
+  the module's own forward, with E / P experts
+  return the rows                                    one all-to-all
+(T, K, H), summed over K
+```
+
+No token is dropped and none is padded, whatever the load. A rank that no token chose sends and receives nothing, yet
+takes part in each exchange, forward and backward: it computes one row of zeros, so that its graph and gradients are
+those of the other ranks.
+
+An expert's gradient is the sum over the tokens of all P ranks already, so its reduction over the ranks that hold it
+has all terms of plain data parallelism, and the same divisor, the number of data ranks, makes it the mean.
+
+**Which experts**: modules of transformers whose forward is (hidden, choices, weights), with one tensor for each
+projection of all experts, (E, ..): the interface of `use_experts_implementation`. Its implementations ("eager",
+"grouped_mm", "batched_mm") run as they are, on the rows that arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from zeroaccel.comm.collectives import Collectives
+from zeroaccel.comm.topology import RankGroup, Topology, connect, subgroup
+from zeroaccel.comm.transport import GATHERS, HOPS, REDUCTIONS
+from zeroaccel.config import Config
+from zeroaccel.config.parallel import ParallelConfig
+from zeroaccel.errors import ConfigError, UsageError, listed
+from zeroaccel.optim.optimizer_kinds import OptimizerKind
+from zeroaccel.setup.axis import Axis
+from zeroaccel.setup.job import JobSpec
+from zeroaccel.setup.optimizer_plan import OptimizerPlan
+from zeroaccel.zero.build_units import refuse_split
+from zeroaccel.zero.from_config import EngineSettings
+from zeroaccel.zero.hooks import check_not_compiled
+from zeroaccel.zero.layout import Split
+from zeroaccel.zero.wrap_policy import is_mixture
+
+_WHERE = "expert parallelism"
+# What `use_experts_implementation` of transformers 5 sets on each module.
+_INTERFACE = ("num_experts", "has_gate", "has_bias", "is_transposed", "_is_expert_parallel")
+# Keys that have weights and gradients travel or lie otherwise than in one shard per rank: their second groups know
+# nothing of ranks with other experts.
+_PLAIN_COLLECTIVES = {
+    "zero_quantized_weights": False,
+    "zero_quantized_gradients": False,
+    "zero_quantized_nontrainable_weights": False,
+    "zero_hpz_partition_size": 1,
+    "mics_shard_size": -1,
+}
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of one layer.
+
+    Attributes:
+        name: of the module, for messages.
+        module: has parameters of the dims (E, ..).
+        count: E.
+        params: names of those.
+    """
+
+    name: str
+    module: nn.Module
+    count: int
+    params: tuple[str, ...]
+
+
+class ExpertAxis(Axis):
+    """The `ep` axis: ranks with other experts of the same layers."""
+
+    name: ClassVar[str] = "ep"
+    refuses_compiled: ClassVar[str] = "a graph cannot contain the exchange of tokens (expert parallelism)"
+
+    def __init__(self, group: RankGroup, same: RankGroup, topology: Topology) -> None:
+        self._group, self._same, self._topology = group, same, topology
+        self._experts: list[Experts] = []
+        self._tokens: Collectives | None = None
+        self._before: list[tuple[nn.Module, Any]] = []
+
+    @classmethod
+    def join(cls, mesh: ParallelConfig, topology: Topology, job: JobSpec) -> ExpertAxis | None:
+        if mesh.ep == 1:
+            return None
+        group, same = subgroup(topology, mesh.expert_groups), subgroup(topology, mesh.expert_holders)
+        groups = {
+            "experts": (group.gather_group, (*GATHERS, *HOPS)),
+            "gathers of experts": (same.gather_group, GATHERS),
+            "sums of experts": (same.reduce_group, REDUCTIONS),
+        }
+        connect(topology, groups)
+        return cls(group, same, topology)
+
+    @property
+    def splits(self) -> Mapping[int, Split]:
+        split = Split(dim=0, parts=self._group.size, index=self._group.rank, in_data_group=True)
+        return {id(one.module.get_parameter(key)): split for one in self._experts for key in one.params}
+
+    def divide(self, model: nn.Module, others: Sequence[Axis]) -> None:
+        """Finds the experts. Changes nothing of the model.
+
+        Raises:
+            UsageError: there are none, or none that can be divided; or the model is compiled.
+        """
+        check_not_compiled(model, self.refuses_compiled)
+        self._experts = find_experts(model, self._group.size)
+
+    def keep(self, modules: Iterable[nn.Module]) -> None:
+        remaining = {id(module) for module in modules}
+        self._experts = [one for one in self._experts if id(one.module) in remaining]
+
+    def check(
+        self, config: Config, settings: EngineSettings, optimizer: OptimizerPlan, names: Mapping[int, str]
+    ) -> None:
+        zero = config.zero_optimization
+        for key, plain in _PLAIN_COLLECTIVES.items():
+            if getattr(zero, key) != plain:
+                raise ConfigError(
+                    config.where(f"zero_optimization.{key}"),
+                    expected=f"{plain} with expert parallelism",
+                    got=getattr(zero, key),
+                    fix="remove the key, or leave ep at 1",
+                )
+        if OptimizerKind.COUPLED in optimizer.group_kinds:
+            raise UsageError(
+                f"optimizer {type(optimizer.optimizer).__name__}",
+                expected="one that updates elements by themselves, with expert parallelism",
+                got="one whose rule sums over several parameters",
+                fix="use AdamW, SGD or the like, or leave ep at 1",
+            )
+        splits = self.splits
+        for param, index in optimizer.groups.items():
+            if param in splits and optimizer.group_kinds[index] is OptimizerKind.PER_TENSOR:
+                refuse_split(names[param])
+
+    def facts(self) -> Mapping[str, object]:
+        return {"size": self._group.size}
+
+    def connect(self, collectives: Collectives) -> None:
+        recorder = collectives.flight_recorder
+        holders = Collectives(self._topology, self._same, recorder=recorder)
+        holders.parts = Collectives(self._topology, self._group, recorder=recorder)
+        holders.job, holders.peers = collectives.job, collectives.peers
+        # How many tokens go where differs between ranks.
+        self._tokens = Collectives(self._topology, self._group, records_sizes=False, recorder=recorder)
+        collectives.part_holders = holders
+        collectives.observe("dp_shard", holders)
+        collectives.observe(self.name, holders.parts)
+        collectives.observe(self.name, self._tokens)
+
+    def install(self, model: nn.Module) -> None:
+        assert self._tokens is not None, "experts are divided after their ranks are connected"
+        for one in self._experts:
+            self._before.append((one.module, vars(one.module).get("forward")))
+            vars(one.module)["forward"] = partial(_dispatched, one, one.module.forward, self._tokens)
+
+    def undo(self) -> None:
+        while self._before:
+            module, forward = self._before.pop()
+            if forward is None:
+                vars(module).pop("forward", None)
+            else:
+                vars(module)["forward"] = forward
+
+
+def find_experts(model: nn.Module, ranks: int) -> list[Experts]:
+    """The experts of a model's layers, that so many ranks can divide.
+
+    Raises:
+        UsageError: there are none, or in a form that is not known, or ranks would have unequal numbers of them.
+    """
+    found = [_experts_of(name, module) for name, module in model.named_modules() if _has_interface(module)]
+    if not found:
+        raise _without_experts(model)
+    for one in found:
+        if one.count % ranks:
+            raise UsageError(
+                f"{_WHERE}: {one.name}",
+                expected=f"a number of experts that is divisible by ep {ranks}",
+                got=one.count,
+                fix="choose an ep that divides it",
+            )
+    return found
+
+
+def _has_interface(module: nn.Module) -> bool:
+    return all(hasattr(module, key) for key in _INTERFACE)
+
+
+def _experts_of(name: str, module: nn.Module) -> Experts:
+    count: Any = module.num_experts
+    of_all = tuple(key for key, param in module.named_parameters(recurse=False) if param.shape[:1] == (count,))
+    others = [key for key, _ in module.named_parameters(recurse=False) if key not in of_all]
+    where, kind = f"{_WHERE}: {name}", type(module).__name__
+    if not of_all or others:
+        raise UsageError(
+            where,
+            expected=f"parameters of all {count} experts, with dim 0 of that size",
+            got=f"{listed(others) or 'none'} of {kind}",
+            fix="leave ep at 1",
+        )
+    if name.endswith("base_layer") or hasattr(module, "parametrizations"):
+        raise UsageError(
+            where,
+            expected="experts without adapters or parametrizations",
+            got=f"adapters on {kind}",
+            fix="leave ep at 1, or the experts out of target_parameters",
+        )
+    for key in of_all:
+        if not module.get_parameter(key).is_floating_point():
+            raise UsageError(
+                f"{where}.{key}",
+                expected="a floating-point dtype",
+                got=module.get_parameter(key).dtype,
+                fix="load the model without quantization, or leave ep at 1",
+            )
+    return Experts(name, module, int(count), of_all)
+
+
+def _without_experts(model: nn.Module) -> UsageError:
+    expected = "experts as modules of transformers 5 with (experts, ..) tensors: forward(hidden, choices, weights)"
+    for name, module in model.named_modules():
+        if is_mixture(name.rpartition(".")[2], module):
+            return UsageError(
+                f"{_WHERE}: {name}",
+                expected=expected,
+                got=f"{type(module).__name__} with {listed([key for key, _ in module.named_children()])}",
+                fix="leave ep at 1: the experts are then sharded like all parameters",
+            )
+    return UsageError(_WHERE, expected=expected, got=f"no experts in {type(model).__name__}", fix="leave ep at 1")
+
+
+# -- the way of the tokens
+
+
+def _dispatched(
+    experts: Experts,
+    compute: Callable[..., Tensor],
+    ranks: Collectives,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+) -> Tensor:
+    """The forward of experts of which this rank has some. (all ranks of the group)
+
+    Args:
+        compute: the module's own forward.
+        hidden_states: (T, H).
+        top_k_index, top_k_weights: (T, K); an index that is no expert counts nothing.
+    """
+    # The names are those that the interface has, as models may pass them.
+    hidden, choices, weights = hidden_states, top_k_index, top_k_weights
+    own = experts.count // ranks.world_size
+    chosen = choices.reshape(-1)
+    counts = torch.bincount(chosen, minlength=experts.count)[: experts.count].view(ranks.world_size, own)
+    incoming = torch.empty_like(counts)
+    ranks.all_to_all(incoming, counts, "count tokens").wait()
+    sent, received = counts.sum(1).tolist(), incoming.sum(1).tolist()
+    order = chosen.argsort(stable=True)[: sum(sent)]
+    rows, scales = hidden[order // choices.shape[-1]], weights.reshape(-1)[order]
+    rows, scales = _Send.apply(rows, scales, ranks, sent, received)  # type: ignore[no-untyped-call]
+    # Ranks one after another, and of each its tokens by expert.
+    ids = torch.arange(own, device=chosen.device).repeat(ranks.world_size).repeat_interleave(incoming.view(-1))
+    idle = not len(rows)
+    if idle:
+        rows, scales = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), torch.cat([scales, scales.new_zeros(1)])
+        ids = ids.new_zeros(1)
+    experts.module.num_experts = own  # type: ignore[assignment]
+    try:
+        out = compute(rows, ids.unsqueeze(1).to(choices.dtype), scales.unsqueeze(1))
+    finally:
+        experts.module.num_experts = experts.count  # type: ignore[assignment]
+    returned: Tensor = _Return.apply(out[:0] if idle else out, ranks, sent, received)  # type: ignore[no-untyped-call]
+    placed = returned.new_zeros(chosen.numel(), returned.shape[1]).index_copy(0, order, returned)
+    return placed.view(*choices.shape, -1).sum(1).to(hidden.dtype)
+
+
+def _exchanged(rows: Tensor, ranks: Collectives, received: Sequence[int], sent: Sequence[int], label: str) -> Tensor:
+    out = rows.new_empty(sum(received), *rows.shape[1:])
+    ranks.exchange_rows(out, rows.contiguous(), received, sent, label).wait()
+    return out
+
+
+def _paired(
+    rows: Tensor, scales: Tensor, ranks: Collectives, received: Sequence[int], sent: Sequence[int], label: str
+) -> tuple[Tensor, Tensor]:
+    """Exchanges rows, (n, H), and numbers of other dtype, (n,), in one message for each rank."""
+    bytes_of = [tensor.contiguous().view(torch.uint8) for tensor in (rows, scales.unsqueeze(1))]
+    arrived = _exchanged(torch.cat(bytes_of, 1), ranks, received, sent, label)
+    parts = arrived.split([part.shape[1] for part in bytes_of], 1)
+    return parts[0].contiguous().view(rows.dtype), parts[1].contiguous().view(scales.dtype).squeeze(1)
+
+
+class _Send(torch.autograd.Function):
+    """Rows and weights to the ranks with their experts. One node, so that its backward is one exchange, too."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, scales: Tensor, ranks: Collectives, sent: list[int], received: list[int]
+    ) -> tuple[Tensor, Tensor]:
+        ctx.of = ranks, sent, received
+        return _paired(rows, scales, ranks, received, sent, "send tokens to experts")
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        ranks, sent, received = ctx.of
+        rows, scales = grads
+        return *_paired(rows, scales, ranks, sent, received, "return gradients of tokens"), None, None, None
+
+
+class _Return(torch.autograd.Function):
+    """The experts' rows to the ranks that the tokens came from."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, ranks: Collectives, sent: list[int], received: list[int]) -> Tensor:
+        ctx.of = ranks, sent, received
+        return _exchanged(rows, ranks, sent, received, "return outputs of experts")
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        ranks, sent, received = ctx.of
+        return _exchanged(grads[0], ranks, received, sent, "send gradients to experts"), None, None, None
