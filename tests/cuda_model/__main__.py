@@ -8,15 +8,30 @@ from tests.cuda_model import run
 from tests.cuda_model.configurations import CASES, PEAKS, case_of
 from tests.cuda_model.planted_bugs import BUGS
 
-_COLUMNS = ("findings", "kernels", "boundary", "B/param", "waits", "control", "peak MB", "ms")
-_HEAD = f"{'case':66}" + "".join(f"{column:>9}" for column in _COLUMNS)
+_COLUMNS = (
+    "findings",
+    "kernels",
+    "boundary",
+    "B/param",
+    "waits",
+    "control",
+    "late",
+    "peak MB",
+    "ms",
+    "first",
+    "mallocs",
+    "reserved",
+    "expandable",
+)
+_HEAD = f"{'case':66}" + "".join(f"{column:>{max(9, len(column) + 1)}}" for column in _COLUMNS)
 
 
 def _row(name: str, outcome: run.Outcome) -> str:
     numbers = (
         f"{sum(outcome.findings.values()):9}{outcome.kernels:9}{outcome.boundary_kernels:9}"
-        f"{outcome.boundary_bytes:9.1f}{outcome.num_waits:9}{outcome.num_control:9}{outcome.peak_nbytes / 1e6:9.2f}"
-        f"{outcome.ms:9.2f}"
+        f"{outcome.boundary_bytes:9.1f}{outcome.num_waits:9}{outcome.num_control:9}{sum(outcome.late.values()):9}"
+        f"{outcome.peak_nbytes / 1e6:9.2f}{outcome.ms:9.2f}{sum(outcome.first_calls.values()):9}{outcome.mallocs:9}"
+        f"{outcome.reserved_nbytes / 1e6:9.1f}{outcome.expandable_nbytes / 1e6:11.1f}"
     )
     return f"{name:66}{numbers}"
 
@@ -41,7 +56,7 @@ def main() -> None:
         print(_row(name, outcome), flush=True)
         details = {
             **outcome.findings,
-            **(outcome.early_frees | outcome.waits | outcome.control if options.details else {}),
+            **(outcome.early_frees | outcome.late | outcome.waits | outcome.control if options.details else {}),
         }
         for text, count in list(details.items())[: None if options.details else 3]:
             print(f"    {count} x {text}")

@@ -1,8 +1,12 @@
-"""`cuda:0` without a GPU: fake tensors whose every operation is entered into a `StreamModel`.
+"""`cuda:1` without a GPU: fake tensors whose every operation is entered into a `StreamModel`.
 
 `FakeTensorMode` gives shapes, dtypes and storages without values; the library of `guard.cpp` makes autograd accept them
 on a device, so that hooks run in autograd's own thread and under its stream guards. A dispatch mode sees each
 operation, as torch's own sanitizer of streams does (torch/cuda/_sanitizer.py), and enters the bytes that it touches.
+
+There are two devices, and the engine has the second one. A thread begins on the first, as with CUDA: what it does there
+without naming a device takes half a gigabyte of a GPU that is another rank's, and orders nothing on its own. torch's
+operations select their tensors' device and go back without a trace; leaving `torch.cuda.stream()` does not.
 
 [Note: small tensors have values] A step decides by a few numbers: the largest gradient, digests that ranks compare,
 whether a file could be read. So storages of up to `_VALUED_NBYTES` have a *twin*, real memory of their size, on which
@@ -25,6 +29,8 @@ _LIBRARY = guard_library.loaded()  # before torch is imported
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
+from torch.distributed._functional_collectives import AsyncCollectiveTensor  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # noqa: E402
 from torch.utils._pytree import tree_leaves, tree_map_only  # noqa: E402
 
@@ -32,7 +38,8 @@ from tests.cuda_model.replacements import Replacements  # noqa: E402
 from tests.cuda_model.stream_model import Memory, Moment, StreamModel, Use  # noqa: E402
 
 aten = torch.ops.aten
-CUDA = torch.device("cuda", 0)
+CUDA = torch.device("cuda", 1)
+_NUM_DEVICES = 2
 _VALUED_NBYTES = 4096
 _EMPTY = re.compile(r"aten::(empty|new_empty|empty_like|empty_strided|new_empty_strided|empty_permuted)$")
 _BY_SHAPE_ONLY = re.compile(r"aten::(new_.*|.*_like)$")  # they read no values of their argument
@@ -47,6 +54,8 @@ class FakeCuda:
     Attributes:
         model: what is entered into.
         mode: of the fake tensors.
+        functional: called for torch's functional collectives, with (name, arguments, results).
+        other_default: the lane of the other device's default stream.
     """
 
     def __init__(self, model: StreamModel) -> None:
@@ -56,27 +65,37 @@ class FakeCuda:
         self._ended: dict[int, Callable[[], object]] = {}
         self._twins: dict[int, Tensor] = {}
         self._events: dict[int, Moment] = {}
-        model.current_stream = lambda: int(_LIBRARY.current_stream())
+        self.functional: Callable[[str, Any, Sequence[Tensor]], object] = lambda op, args, produced: None
+        model.current_stream = lambda: int(_LIBRARY.current_stream(CUDA.index))
+        self.other_default = model.add_stream("the default stream of cuda:0")
 
     # -- memory
 
-    def memory_of(self, tensor: Tensor, *, pinned: bool = False) -> Memory:
+    def memory_of(self, tensor: Tensor, *, pinned: bool = False, is_from_outside: bool = False) -> Memory:
         """Of a tensor's storage; entered into the model when it is first seen."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         memory = self._memories.get(key)
         if memory is None:
             on_device = tensor.device.type == "cuda"
+            if on_device and tensor.device != CUDA:
+                self.on_another_device("memory", tensor.device.index)
             memory = self.model.allocate(storage.nbytes(), on_device=on_device, pinned=pinned)
+            memory.is_from_outside = is_from_outside
             self._memories[key] = memory
             weakref.finalize(storage, self._forget, key)
         return memory
+
+    def on_another_device(self, what: str, index: int) -> None:
+        """Something was done on another device than the engine's."""
+        if index != CUDA.index:
+            self.model.find(f"ANOTHER DEVICE: {what} of cuda:{index} at {self.model.place()}; the engine's is {CUDA}")
 
     def use_of(self, tensor: Tensor) -> Use:
         """The bytes that a tensor's elements lie in."""
         first = tensor.storage_offset() * tensor.itemsize
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        return Use(self.memory_of(tensor), first, first + (last + 1) * tensor.itemsize)
+        return Use(self.memory_of(tensor, is_from_outside=True), first, first + (last + 1) * tensor.itemsize)
 
     def uses_of(self, tensors: Sequence[Tensor]) -> list[Use]:
         """Of those that have elements."""
@@ -232,12 +251,15 @@ class FakeCuda:
         replacements = Replacements()
         with ExitStack() as stack:
             stack.callback(replacements.undo)
-            stack.callback(_LIBRARY.set_current_stream, 0)
-            for name, value in _torch_cuda(self.model).items():
+            before = _LIBRARY.current_device()
+            stack.callback(_LIBRARY.set_current_device, before)
+            stack.callback(_LIBRARY.set_current_stream, CUDA.index, 0)
+            _LIBRARY.set_current_device(CUDA.index)
+            for name, value in _torch_cuda(self).items():
                 replacements.set(torch.cuda, name, value)
             resize = replacements.set(torch.UntypedStorage, "resize_", None)
             replacements.set(torch.UntypedStorage, "resize_", _noting(self, resize))
-            replacements.set(Tensor, "record_stream", lambda tensor, s: self.memory_of(tensor).recorded.add(s.number))
+            replacements.set(Tensor, "record_stream", lambda tensor, s: self.memory_of(tensor).recorded.add(s.lane))
             replacements.set(Tensor, "is_pinned", lambda tensor, device=None: self.memory_of(tensor).pinned)
             replacements.set(FakeTensor, "tolist", lambda tensor: self._plainly(tensor, Tensor.tolist))
             replacements.set(FakeTensor, "numpy", lambda tensor, **_: self._plainly(tensor, Tensor.numpy))
@@ -251,12 +273,21 @@ class FakeCuda:
             yield
         del reports
 
-    def _on_record(self, event: int, stream: int) -> None:
-        self._events[event] = self.model.moment(stream)
+    def _on_record(self, event: int, device: int, stream: int) -> None:
+        self._events[event] = self.model.moment(self.lane_of(device, stream))
 
-    def _on_wait(self, event: int, stream: int) -> None:
+    def _on_wait(self, event: int, device: int, stream: int) -> None:
         if event in self._events:
-            self.model.join(stream, self._events[event])
+            self.model.join(self.lane_of(device, stream), self._events[event])
+
+    def lane_of(self, device: int, stream: int) -> int:
+        """A stream's lane, by the number that torch has for it; 0 is each device's default one."""
+        return stream if stream or device == CUDA.index else self.other_default
+
+    def current_lane(self) -> int:
+        """Of the current stream of the thread's current device."""
+        device = int(_LIBRARY.current_device())
+        return self.lane_of(device, int(_LIBRARY.current_stream(device)))
 
 
 class _Recorder(TorchDispatchMode):
@@ -268,6 +299,8 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         cuda, kwargs = self._cuda, dict(kwargs or {})
+        if any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types):
+            return NotImplemented  # they carry out what they stand for, which is entered then
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device
         if func is aten._local_scalar_dense.default:
@@ -286,9 +319,15 @@ class _Recorder(TorchDispatchMode):
         pinned = bool(kwargs.pop("pin_memory", False))
         out = func(*args, **kwargs)
         produced = _tensors(out)
-        for tensor in produced:
-            cuda.memory_of(tensor, pinned=pinned)
         reads, writes, returns_view = _accesses(func, name, args, kwargs, produced)
+        # A view's memory is that of its argument, which nothing has seen if it was not made here.
+        is_from_outside = name == "aten::lift_fresh" or returns_view
+        for tensor in produced:
+            cuda.memory_of(tensor, pinned=pinned, is_from_outside=is_from_outside)
+        if name.startswith("_c10d_functional::"):
+            op = name.rpartition(":")[2]
+            cuda.functional(op, args, produced)
+            return args[0] if op == "wait_tensor" else out
         if not reads and not writes:
             cuda.model.spend(cuda.model.rates.view_seconds)
             if not returns_view:
@@ -314,7 +353,7 @@ class _Recorder(TorchDispatchMode):
             return
         # A scalar in host memory travels with the launch; anything else on another device is an error on a GPU.
         mixed = [tensor for tensor in tensors if tensor.device.type != "cuda" and tensor.dim()]
-        assert not mixed, f"{name} of tensors on cuda:0 and on the host"
+        assert not mixed, f"{name} of tensors on {CUDA} and on the host"
         reads, writes = ([tensor for tensor in side if tensor.device.type == "cuda"] for side in (reads, writes))
         nbytes = sum(tensor.numel() * tensor.itemsize for tensor in (*reads, *writes))
         if name.endswith("_") and name not in _NO_READ:
@@ -376,7 +415,11 @@ def _made_on_host(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     def tensor(data: Any, *, device: Any = None, **options: Any) -> Tensor:
         made = make(data, device=None if device is None else "cpu", **options)
-        return made if device is None else made.to(device)
+        if device is None:
+            return made
+        if isinstance(made, FakeTensor):
+            made.constant = None  # with which torch would carry out the move
+        return made.to(device)
 
     return tensor
 
@@ -402,19 +445,23 @@ class _Event:
     """`torch.cuda.Event`."""
 
     def __init__(
-        self, model: StreamModel, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
+        self, cuda: FakeCuda, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
     ) -> None:
-        self._model = model
+        self._cuda, self._model = cuda, cuda.model
         self._moment: Moment | None = None
-        model.spend(model.rates.event_seconds)
+        self._model.spend(self._model.rates.event_seconds)
 
     def record(self, stream: _Stream | None = None) -> None:
-        self._moment = self._model.moment(self._model.current_stream() if stream is None else stream.number)
+        stream = stream or _current_stream(self._cuda)
+        self._cuda.on_another_device("an event", stream.device.index)
+        self._moment = self._model.moment(stream.lane)
         self._model.spend(self._model.rates.event_seconds)
 
     def wait(self, stream: _Stream | None = None) -> None:
+        stream = stream or _current_stream(self._cuda)
+        self._cuda.on_another_device("a wait", stream.device.index)
         if self._moment is not None:
-            self._model.join(self._model.current_stream() if stream is None else stream.number, self._moment)
+            self._model.join(stream.lane, self._moment)
 
     def synchronize(self) -> None:
         if self._moment is not None:
@@ -431,64 +478,125 @@ class _Event:
 
 
 class _Stream:
-    """`torch.cuda.Stream`."""
+    """`torch.cuda.Stream`.
 
-    def __init__(self, model: StreamModel, device: Any = None, priority: int = 0, number: int | None = None) -> None:
-        self._model = model
-        self.device = CUDA
-        self.number = model.add_stream() if number is None else number
+    Attributes:
+        number: torch's; 0 is the device's default one.
+        lane: the model's.
+    """
+
+    def __init__(self, cuda: FakeCuda, device: Any = None, priority: int = 0, number: int | None = None) -> None:
+        self._cuda, self._model = cuda, cuda.model
+        self.device = torch.device("cuda", _index_of(device))
+        if number is None:
+            cuda.on_another_device("a stream", self.device.index)
+        self.number = self._model.add_stream() if number is None else number
+        self.lane = cuda.lane_of(self.device.index, self.number)
         self.cuda_stream = self.stream_id = self.number
 
     def wait_event(self, event: _Event) -> None:
         event.wait(self)
 
     def wait_stream(self, other: _Stream) -> None:
-        self._model.join(self.number, self._model.moment(other.number))
+        self._cuda.on_another_device("an event", other.device.index)
+        self._model.join(self.lane, self._model.moment(other.lane))
         self._model.spend(2 * self._model.rates.event_seconds)
 
     def record_event(self, event: _Event | None = None) -> _Event:
-        event = event or _Event(self._model)
+        event = event or _Event(self._cuda)
         event.record(self)
         return event
 
     def synchronize(self) -> None:
-        self._model.wait_on_host(self._model.moment(self.number), "stream synchronize")
+        self._model.wait_on_host(self._model.moment(self.lane), "stream synchronize")
 
     def query(self) -> bool:
-        return self._model.has_seen(self._model.thread, self._model.moment(self.number))
+        return self._model.has_seen(self._model.thread, self._model.moment(self.lane))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Stream) and other.number == self.number
+        return isinstance(other, _Stream) and other.lane == self.lane
 
     def __hash__(self) -> int:
-        return hash(self.number)
+        return hash(self.lane)
 
 
-def _torch_cuda(model: StreamModel) -> dict[str, Any]:
+def _index_of(device: Any) -> int:
+    """Of a device as torch's functions take it; without an index, the thread's current one."""
+    index = device if isinstance(device, int) else None if device is None else torch.device(device).index
+    return int(_LIBRARY.current_device()) if index is None or index < 0 else index
+
+
+def _current_stream(cuda: FakeCuda, device: Any = None) -> _Stream:
+    index = _index_of(device)
+    return _Stream(cuda, index, number=int(_LIBRARY.current_stream(index)))
+
+
+def _rng_state() -> Tensor:
+    with _disable_current_modes():
+        return torch.zeros(16, dtype=torch.uint8)
+
+
+def _torch_cuda(cuda: FakeCuda) -> dict[str, Any]:
     """What stands for functions and classes of `torch.cuda`."""
+    model = cuda.model
+
+    class Stream(_Stream):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(cuda, *args, **kwargs)
+
+    class Event(_Event):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(cuda, *args, **kwargs)
+
+    def set_device(device: Any) -> None:
+        cuda.on_another_device("the choice", _index_of(device))
+        _LIBRARY.set_current_device(_index_of(device))
 
     @contextmanager
-    def stream(value: _Stream | None) -> Iterator[None]:
-        before = model.current_stream()
-        _LIBRARY.set_current_stream(before if value is None else value.number)
+    def on_device(device: Any) -> Iterator[None]:
+        before = int(_LIBRARY.current_device())
+        _LIBRARY.set_current_device(_index_of(device))
         try:
             yield
         finally:
-            _LIBRARY.set_current_stream(before)
+            _LIBRARY.set_current_device(before)
+
+    @contextmanager
+    def stream(value: _Stream | None) -> Iterator[None]:
+        if value is None:
+            yield
+            return
+        device, index = int(_LIBRARY.current_device()), value.device.index
+        before = int(_LIBRARY.current_stream(index))
+        _LIBRARY.set_current_device(index)
+        _LIBRARY.set_current_stream(index, value.number)
+        try:
+            yield
+        finally:
+            _LIBRARY.set_current_stream(index, before)
+            cuda.on_another_device("the choice", device)
+            _LIBRARY.set_current_device(device)
+
+    def synchronize(device: Any = None) -> None:
+        cuda.on_another_device("a wait", _index_of(device))
+        model.synchronize("device synchronize")
 
     return {
-        "Stream": lambda *args, **kwargs: _Stream(model, *args, **kwargs),
-        "Event": lambda *args, **kwargs: _Event(model, *args, **kwargs),
+        "Stream": Stream,
+        "Event": Event,
         "stream": stream,
-        "current_stream": lambda device=None: _Stream(model, number=model.current_stream()),
-        "default_stream": lambda device=None: _Stream(model, number=0),
-        "synchronize": lambda device=None: model.synchronize("device synchronize"),
-        "set_device": lambda device: None,
-        "current_device": lambda: 0,
-        "device_count": lambda: 1,
+        "device": on_device,
+        "current_stream": lambda device=None: _current_stream(cuda, device),
+        "default_stream": lambda device=None: _Stream(cuda, _index_of(device), number=0),
+        "synchronize": synchronize,
+        "set_device": set_device,
+        "current_device": lambda: int(_LIBRARY.current_device()),
+        "device_count": lambda: _NUM_DEVICES,
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "is_current_stream_capturing": lambda: False,
+        "get_rng_state": lambda device=None: _rng_state(),
+        "set_rng_state": lambda state, device=None: None,
         "memory_allocated": lambda device=None: model.live_nbytes,
         "max_memory_allocated": lambda device=None: model.peak_nbytes,
     }

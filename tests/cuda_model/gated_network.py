@@ -42,3 +42,24 @@ class GatedNetwork(nn.Module):
             x = layer(x)
         logits = self.head(self.norm(x)).float()
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def staged_network(size: Size) -> nn.Sequential:
+    """The same as a row of modules, for stages; embedding and head are one parameter. Tokens to logits."""
+    embedding, head = nn.Embedding(size.vocabulary, size.width), nn.Linear(size.width, size.vocabulary, bias=False)
+    head.weight = embedding.weight
+    return nn.Sequential(embedding, *(_GatedBlock(size) for _ in range(size.layers)), nn.LayerNorm(size.width), head)
+
+
+def token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Of `staged_network`."""
+    return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
+
+
+def attention_network(size: Size) -> nn.Module:
+    """A model of transformers, whose attention ranks of a sequence exchange."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": size.layers}
+    sizes = {"hidden_size": size.width, "intermediate_size": size.inner, "vocab_size": size.vocabulary}
+    return LlamaForCausalLM(LlamaConfig(**heads, **sizes, attn_implementation="eager"))

@@ -1,6 +1,7 @@
-// One CUDA device for a torch that was built without CUDA: streams are numbers, and an event is a number that stands for
-// a moment of a stream. It executes nothing. Autograd, FakeTensorMode and torch's stream guards then work on cuda:0 as
-// in a build with CUDA; what they record and wait for is reported to two functions, which the stream model sets.
+// Two CUDA devices for a torch that was built without CUDA: streams are numbers, and an event is a number that stands for
+// a moment of a stream. It executes nothing. Autograd, FakeTensorMode and torch's stream guards then work on CUDA tensors
+// as in a build with CUDA; what they record and wait for is reported to two functions, which the stream model sets.
+// Each thread begins on device 0, and each has a current stream per device, as with CUDA.
 //
 // Loaded before torch is imported: torch looks up the hooks of an accelerator once, at the first question about it.
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -12,35 +13,55 @@
 
 namespace {
 
-using EventReport = void (*)(int64_t event, int64_t stream);
+using EventReport = void (*)(int64_t event, int64_t device, int64_t stream);
 
-const c10::Device kDevice{c10::DeviceType::CUDA, 0};
-thread_local int64_t stream_of_thread = 0;
+constexpr c10::DeviceIndex kDevices = 2;
+thread_local c10::DeviceIndex device_of_thread = 0;
+thread_local int64_t stream_of_thread[kDevices] = {0, 0};
 std::atomic<int64_t> last_event{0};
 std::atomic<EventReport> recorded{nullptr};
 std::atomic<EventReport> awaited{nullptr};
 
-c10::Stream numbered(int64_t number) {
-  return c10::Stream(c10::Stream::UNSAFE, kDevice, number);
+c10::Device cuda(c10::DeviceIndex index) {
+  return c10::Device(c10::DeviceType::CUDA, index);
 }
 
-class OneDevice final : public c10::impl::DeviceGuardImplInterface {
+// Of a device without an index: the thread's current one.
+c10::DeviceIndex index_of(c10::Device device) {
+  return device.has_index() ? device.index() : device_of_thread;
+}
+
+c10::Stream numbered(c10::DeviceIndex device, int64_t number) {
+  return c10::Stream(c10::Stream::UNSAFE, cuda(device), number);
+}
+
+c10::DeviceIndex exchange(c10::DeviceIndex next) {
+  const auto before = device_of_thread;
+  if (next >= 0) {
+    device_of_thread = next;
+  }
+  return before;
+}
+
+class Devices final : public c10::impl::DeviceGuardImplInterface {
  public:
   c10::DeviceType type() const override { return c10::DeviceType::CUDA; }
-  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+  c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
 
-  // The device is always the same one, so there is nothing to switch.
-  c10::Device getDevice() const override { return kDevice; }
-  c10::Device exchangeDevice(c10::Device) const override { return kDevice; }
-  void setDevice(c10::Device) const override {}
-  void uncheckedSetDevice(c10::Device) const noexcept override {}
+  c10::Device getDevice() const override { return cuda(device_of_thread); }
+  c10::Device exchangeDevice(c10::Device next) const override { return cuda(exchange(next.index())); }
+  void setDevice(c10::Device next) const override { exchange(next.index()); }
+  void uncheckedSetDevice(c10::Device next) const noexcept override { exchange(next.index()); }
 
-  c10::Stream getStream(c10::Device) const override { return numbered(stream_of_thread); }
-  c10::Stream getDefaultStream(c10::Device) const override { return numbered(0); }
+  c10::Stream getStream(c10::Device device) const override {
+    return numbered(index_of(device), stream_of_thread[index_of(device)]);
+  }
+  c10::Stream getDefaultStream(c10::Device device) const override { return numbered(index_of(device), 0); }
   c10::Stream exchangeStream(c10::Stream next) const override {
-    const auto before = stream_of_thread;
-    stream_of_thread = next.id();
-    return numbered(before);
+    const auto device = index_of(next.device());
+    const auto before = stream_of_thread[device];
+    stream_of_thread[device] = next.id();
+    return numbered(device, before);
   }
 
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
@@ -48,13 +69,13 @@ class OneDevice final : public c10::impl::DeviceGuardImplInterface {
       *event = reinterpret_cast<void*>(++last_event);
     }
     if (const auto report = recorded.load()) {
-      report(reinterpret_cast<int64_t>(*event), stream.id());
+      report(reinterpret_cast<int64_t>(*event), stream.device_index(), stream.id());
     }
   }
   void block(void* event, const c10::Stream& stream) const override {
     const auto report = awaited.load();
     if (event != nullptr && report) {
-      report(reinterpret_cast<int64_t>(event), stream.id());
+      report(reinterpret_cast<int64_t>(event), stream.device_index(), stream.id());
     }
   }
 
@@ -66,22 +87,22 @@ class OneDevice final : public c10::impl::DeviceGuardImplInterface {
   void synchronizeDevice(const c10::DeviceIndex) const override {}
 };
 
-const c10::impl::DeviceGuardImplRegistrar registrar(c10::DeviceType::CUDA, new OneDevice());
+const c10::impl::DeviceGuardImplRegistrar registrar(c10::DeviceType::CUDA, new Devices());
 
-struct OneDeviceHooks final : at::CUDAHooksInterface {
-  explicit OneDeviceHooks(at::CUDAHooksArgs) {}
+struct DeviceHooks final : at::CUDAHooksInterface {
+  explicit DeviceHooks(at::CUDAHooksArgs) {}
   void init() const override {}
   bool hasCUDA() const override { return true; }
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
-  int getNumGPUs() const override { return 1; }
-  c10::DeviceIndex deviceCount() const override { return 1; }
-  c10::DeviceIndex current_device() const override { return 0; }
-  c10::DeviceIndex getCurrentDevice() const override { return 0; }
-  c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override { return 0; }
-  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return 0; }
-  void setCurrentDevice(c10::DeviceIndex) const override {}
+  int getNumGPUs() const override { return kDevices; }
+  c10::DeviceIndex deviceCount() const override { return kDevices; }
+  c10::DeviceIndex current_device() const override { return device_of_thread; }
+  c10::DeviceIndex getCurrentDevice() const override { return device_of_thread; }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex next) const override { return exchange(next); }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex next) const override { return exchange(next); }
+  void setCurrentDevice(c10::DeviceIndex next) const override { exchange(next); }
   void deviceSynchronize(c10::DeviceIndex) const override {}
   at::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
 };
@@ -89,13 +110,15 @@ struct OneDeviceHooks final : at::CUDAHooksInterface {
 }  // namespace
 
 namespace at {
-using ::OneDeviceHooks;
-C10_REGISTER_TYPED_CLASS(CUDAHooksRegistry, "CUDAHooks", OneDeviceHooks)
+using ::DeviceHooks;
+C10_REGISTER_TYPED_CLASS(CUDAHooksRegistry, "CUDAHooks", DeviceHooks)
 }  // namespace at
 
 extern "C" {
-int64_t current_stream() { return stream_of_thread; }
-void set_current_stream(int64_t number) { stream_of_thread = number; }
+int64_t current_device() { return device_of_thread; }
+void set_current_device(int64_t device) { exchange(static_cast<c10::DeviceIndex>(device)); }
+int64_t current_stream(int64_t device) { return stream_of_thread[device]; }
+void set_current_stream(int64_t device, int64_t number) { stream_of_thread[device] = number; }
 void report_events(EventReport on_record, EventReport on_wait) {
   recorded = on_record;
   awaited = on_wait;

@@ -63,13 +63,14 @@ def compiled() -> Path:
 def loaded() -> ctypes.CDLL:
     """The library in this process, which must not have imported torch before the first call."""
     library = ctypes.CDLL(str(compiled()))
-    library.current_stream.restype = ctypes.c_int64
-    library.set_current_stream.argtypes = [ctypes.c_int64]
+    library.current_device.restype = library.current_stream.restype = ctypes.c_int64
+    library.set_current_device.argtypes = library.current_stream.argtypes = [ctypes.c_int64]
+    library.set_current_stream.argtypes = [ctypes.c_int64, ctypes.c_int64]
     return library
 
 
-EventReport = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)
-"""What the library calls with (event, stream); keep it alive as long as it is set."""
+EventReport = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+"""What the library calls with (event, device, stream); keep it alive as long as it is set."""
 
 
 def _compiler() -> str | None:

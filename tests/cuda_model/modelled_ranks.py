@@ -1,4 +1,4 @@
-"""zeroaccel on `cuda:0` of a job of W ranks, of which this process is the first, in a `StreamModel`.
+"""zeroaccel on `cuda:1` of a job of W ranks, of which this process is one, in a `StreamModel`.
 
 What is replaced: collectives (torch's group without peers, on a stream per group as ProcessGroupNCCL has them),
 compiled loops of the host (`ops/dispatch.launch`) and of the device (`ops/device_kernels.DeviceKernels`), page-locked
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -28,16 +29,18 @@ import zeroaccel.offload
 import zeroaccel.ops
 import zeroaccel.zero
 from tests.cuda_model import model_threads
+from tests.cuda_model.modelled_collectives import Said, replace_collectives
 from tests.cuda_model.replacements import Replacements
-from tests.cuda_model.stream_model import Moment, StreamModel
+from tests.cuda_model.stream_model import StreamModel
 from zeroaccel.comm import topology as topologies
-from zeroaccel.comm import transport
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.offload import activation_store, host_buffers
 from zeroaccel.offload.file_io import BlockFile, Direction, IoSettings, Traffic
 from zeroaccel.offload.host_buffers import HostArena
 from zeroaccel.ops import dispatch, step_control
 from zeroaccel.ops.device_kernels import DeviceKernels, kernels_for
+from zeroaccel.zero.param_unit import FlatBuffer
+from zeroaccel.zero.storage.shards import SecondaryShard
 
 _PACKAGES = (zeroaccel.checkpoint, zeroaccel.comm, zeroaccel.offload, zeroaccel.ops, zeroaccel.zero)
 _THREADED_PACKAGES = (
@@ -51,7 +54,7 @@ _THREADED_PACKAGES = (
 
 @dataclass
 class ModelledRank:
-    """The first rank of a job, on the model.
+    """One rank of a job, on the model.
 
     Attributes:
         cuda: its device.
@@ -65,8 +68,10 @@ class ModelledRank:
 
 
 @contextmanager
-def modelled_rank(world_size: int = 1, model: StreamModel | None = None) -> Iterator[ModelledRank]:
-    """The first rank of a job, for the length of a block."""
+def modelled_rank(
+    world_size: int = 1, model: StreamModel | None = None, rank: int = 0, said: Said | None = None
+) -> Iterator[ModelledRank]:
+    """One rank of a job, for the length of a block; `said` has what ranks that were modelled before have sent."""
     model = model or StreamModel()
     cuda = FakeCuda(model)
     turns = model_threads.Turns(model, cuda.modes)
@@ -77,144 +82,17 @@ def modelled_rank(world_size: int = 1, model: StreamModel | None = None) -> Iter
             importlib.import_module(module.name)
     with ExitStack() as stack:
         stack.callback(activation_store._LINKS.clear)  # of a device of this model
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
         stack.callback(dist.destroy_process_group)
         stack.callback(replacements.undo)
         stack.enter_context(cuda.installed())
-        _replace_collectives(cuda, replacements)
+        replace_collectives(cuda, replacements, {} if said is None else said)
         _replace_host_work(cuda, turns, replacements)
+        _watch_copies(cuda, replacements)
         model_threads.install(turns, replacements, _THREADED_PACKAGES)
         topologies.init_process_group(device=CUDA)
         stack.callback(topologies.destroy)
         yield ModelledRank(cuda, model, turns)
-
-
-# -- collectives
-
-
-class _Pending:
-    """A collective on its group's stream; it holds its tensors until `wait`, as ProcessGroupNCCL does."""
-
-    def __init__(self, model: StreamModel, end: Moment, tensors: Sequence[Tensor]) -> None:
-        self._model, self._end, self._tensors = model, end, tuple(tensors)
-
-    def wait(self, timeout: object = None) -> bool:
-        self._model.join(self._model.current_stream(), self._end)
-        self._tensors = ()
-        return True
-
-    def is_completed(self) -> bool:
-        return self._model.has_seen(self._model.thread, self._end)
-
-
-class _PendingOnHost:
-    """A collective in host memory, for which the thread that waits is blocked."""
-
-    def __init__(self, model: StreamModel, op: str) -> None:
-        self._model, self._op = model, op
-
-    def wait(self, timeout: object = None) -> bool:
-        self._model.control_collective(self._op)
-        return True
-
-    def is_completed(self) -> bool:
-        return False
-
-
-class _Groups:
-    """The process groups of the job, each with a stream per device as NCCL's communicators have."""
-
-    def __init__(self, cuda: FakeCuda) -> None:
-        self._cuda = cuda
-        self._streams: dict[int, int] = {}
-
-    def collective(
-        self,
-        op: str,
-        group: dist.ProcessGroup | None,
-        reads: Sequence[Tensor],
-        writes: Sequence[Tensor],
-        share: float,
-        async_op: bool,
-    ) -> Any:
-        """Enters a collective; `share` of the larger tensor's bytes leave this rank."""
-        model, rates = self._cuda.model, self._cuda.model.rates
-        tensors = [*reads, *writes]
-        group = group or dist.group.WORLD
-        assert group is not None, "there is no default group"
-        if all(tensor.device.type == "cpu" for tensor in tensors):
-            self._cuda.on_host(op, reads, writes)
-            pending: Any = _PendingOnHost(model, op)
-        else:
-            stream = self._stream_of(group)
-            nbytes = int(share * max(tensor.numel() * tensor.itemsize for tensor in tensors))
-            # The group's stream starts behind the current one, as it is at the call.
-            model.join(stream, model.moment(model.current_stream()))
-            seconds = rates.collective_seconds + nbytes / rates.network
-            uses = self._cuda.uses_of(reads), self._cuda.uses_of(writes)
-            model.launch(stream, *uses, op, seconds, nbytes)
-            pending = _Pending(model, model.moment(stream), tensors)
-        if async_op:
-            return pending
-        pending.wait()
-        return None
-
-    def _stream_of(self, group: dist.ProcessGroup) -> int:
-        if id(group) not in self._streams:
-            names = {id(getattr(topologies.current_topology(), f"{kind}_group")): kind for kind in ("gather", "reduce")}
-            kind = names.get(id(group), f"group {len(self._streams)}")
-            self._streams[id(group)] = self._cuda.model.add_stream(f"NCCL's stream ({kind})")
-        return self._streams[id(group)]
-
-
-def _replace_collectives(cuda: FakeCuda, replacements: Replacements) -> None:
-    groups = _Groups(cuda)
-
-    def others(group: dist.ProcessGroup | None) -> float:
-        size = dist.get_world_size(group)
-        return (size - 1) / size
-
-    def all_gather(out: Tensor, own: Tensor, group: Any = None, async_op: bool = False) -> Any:
-        pending = groups.collective("all_gather", group, [own], [out], others(group), async_op)
-        cuda.compute(out, lambda values: values.reshape(-1).repeat(out.numel() // max(own.numel(), 1)), own)
-        return pending
-
-    def reduce_scatter(out: Tensor, flat: Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> Any:
-        return groups.collective("reduce_scatter", group, [flat], [out], others(group), async_op)
-
-    def all_to_all(
-        out: Tensor, parts: Tensor, *splits: Any, group: Any = None, async_op: bool = False, **sizes: Any
-    ) -> Any:
-        return groups.collective("all_to_all", group, [parts], [out], others(group), async_op)
-
-    def broadcast(tensor: Tensor, src: int = 0, group: Any = None, async_op: bool = False, **_: Any) -> Any:
-        own = dist.get_rank() == src
-        return groups.collective("broadcast", group, [tensor] if own else [], [] if own else [tensor], 1.0, async_op)
-
-    def reduce(tensor: Tensor, dst: int, op: Any = None, group: Any = None, async_op: bool = False) -> Any:
-        writes = [tensor] if dist.get_rank() == dst else []
-        return groups.collective("reduce", group, [tensor], writes, 1.0, async_op)
-
-    def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
-        pending = groups.collective("all_reduce", group, [tensor], [tensor], 2 * others(group), async_op)
-        if op == dist.ReduceOp.SUM:
-            cuda.compute(tensor, lambda values: values * dist.get_world_size(group), tensor)
-        return pending
-
-    replacements.set(transport, "_all_gather", all_gather)
-    replacements.set(transport, "_reduce_scatter", reduce_scatter)
-    replacements.set(transport, "_all_to_all", all_to_all)
-    replacements.set(dist, "broadcast", broadcast)
-    replacements.set(dist, "reduce", reduce)
-    replacements.set(dist, "all_reduce", all_reduce)
-
-    def gather_objects(collectives: Collectives, obj: Any, label: str) -> list[Any]:
-        if collectives.world_size > 1:
-            cuda.model.control_collective("gather_objects")
-        return [obj] * collectives.world_size
-
-    # Pickles are values of unknown size; the collectives below are numbers, which small tensors have.
-    replacements.set(Collectives, "gather_objects", gather_objects)
 
 
 # -- kernels
@@ -340,3 +218,25 @@ def _replace_host_work(cuda: FakeCuda, turns: model_threads.Turns, replacements:
     replacements.everywhere(host_buffers.aligned_bytes, aligned_bytes)
     replacements.set(HostArena, "empty", empty)  # whose tensors tell their end by arrays, which fake ones have not
     replacements.everywhere(BlockFile, lambda *arguments: _ModelFile(cuda, executor, *arguments))
+
+
+def _watch_copies(cuda: FakeCuda, replacements: Replacements) -> None:
+    """Finds gathers of secondary copies whose weights have changed since; on a GPU values would show it."""
+    kept: weakref.WeakKeyDictionary[SecondaryShard, int] = weakref.WeakKeyDictionary()
+    keep, gather = SecondaryShard.keep, FlatBuffer.all_gather
+
+    def watched_keep(secondary: SecondaryShard, *arguments: Any) -> None:
+        was_valid = secondary.is_valid
+        keep(secondary, *arguments)
+        if secondary.is_valid and not was_valid:
+            kept[secondary] = cuda.model.num_operations
+
+    def watched_gather(buffer: FlatBuffer, collectives: Collectives, label: str, *, exact: bool) -> Any:
+        if buffer.secondary.is_valid and not exact:
+            changed = max((cuda.memory_of(tensor).changed for tensor in buffer.shard.tensors()), default=0)
+            if changed > kept.get(buffer.secondary, changed):
+                cuda.model.find(f"STALE COPY: {label} gathers a copy of weights that have changed since")
+        return gather(buffer, collectives, label, exact=exact)
+
+    replacements.set(SecondaryShard, "keep", watched_keep)
+    replacements.set(FlatBuffer, "all_gather", watched_gather)

@@ -15,8 +15,18 @@ from typing import TYPE_CHECKING, Any
 from tests.cuda_model.replacements import Replacements
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from zeroaccel.checkpoint.rank_file_writer import RankFileWriter
     from zeroaccel.comm.collective_tracker import MessageWork
+    from zeroaccel.comm.collectives import Collectives
+    from zeroaccel.offload.device_lane import AdamLane
+    from zeroaccel.ops.device_kernels import DeviceKernels
+    from zeroaccel.zero.grad_norm import DeviceStats
+    from zeroaccel.zero.grad_reducer import GradReducer
     from zeroaccel.zero.param_unit import ParamUnit
+    from zeroaccel.zero.storage.copy_stream import CopyStream
+    from zeroaccel.zero.storage.shards import SecondaryShard
 
 _Plant = Callable[[Replacements], None]
 
@@ -101,7 +111,168 @@ def _complete_at_once(original: Callable[..., Any], work: MessageWork) -> None:
         complete()
 
 
+def _wait_for_one_gather(original: Callable[..., Any], unit: ParamUnit) -> None:
+    del unit._works[1:]
+    original(unit)
+
+
+def _forget_gathers(original: Callable[..., Any], unit: ParamUnit, **how: Any) -> None:
+    if unit.state.value == "gathering":
+        unit._works.clear()
+    original(unit, **how)
+
+
+def _free_before_use(original: Callable[..., Any], unit: ParamUnit) -> None:
+    original(unit)
+    for buffer in unit.buffers:
+        buffer.free()
+
+
+def _keep_a_view(original: Callable[..., Any], secondary: SecondaryShard, full: Tensor, ranks: Collectives) -> None:
+    original(secondary, full, ranks)
+    if secondary._part is not None:
+        numel = secondary._part.numel()
+        secondary._part = full[ranks.secondary_rank * numel :][:numel]
+
+
+def _keep_what_is_freed(original: Callable[..., Any], secondary: SecondaryShard, full: Tensor, ranks: Any) -> None:
+    full.untyped_storage().resize_(0)
+    original(secondary, full, ranks)
+
+
+def _release_at_once(original: Callable[..., Any], writer: RankFileWriter) -> Any:
+    filled = original(writer)
+    if filled is not None:
+        writer._staging._free.put(filled.chunk)
+    return filled
+
+
+def _put_nothing_back(original: Callable[..., Any], staging: Any, chunk: Tensor) -> None:
+    """Has been put back already."""
+
+
+def _refill(replacements: Replacements) -> None:
+    _with(f"{_WRITER}.RankFileWriter", "_next", _release_at_once)(replacements)
+    _with(f"{_WRITER}.Staging", "release", _put_nothing_back)(replacements)
+
+
+def _on_default_stream(original: Callable[..., Any], kernels: DeviceKernels, *arguments: Any) -> None:
+    import torch
+
+    if sys._getframe(2).f_code.co_name == "_tile":
+        with torch.cuda.stream(torch.cuda.default_stream(arguments[1][0].device)):
+            original(kernels, *arguments)
+    else:
+        original(kernels, *arguments)
+
+
+def _end_of_one_stream(original: Callable[..., Any], tiles: Any, begin: Any, ends: Any) -> None:
+    original(tiles, begin, ends[:1])
+
+
+def _streams_of_current_device(original: Callable[..., Any], lane: AdamLane, *arguments: Any) -> Any:
+    import torch
+
+    lane._streams = [torch.cuda.Stream() for _ in range(2)]
+    return original(lane, *arguments)
+
+
+def _copies_on_current_device(original: Callable[..., Any], writer: RankFileWriter) -> None:
+    import torch
+
+    writer._copies._stream = torch.cuda.Stream()  # type: ignore[attr-defined]
+    original(writer)
+
+
+def _event_of_default_stream(original: Callable[..., Any], copies: Any) -> Any:
+    import torch
+
+    event = torch.cuda.Event()
+    event.record(torch.cuda.default_stream(copies._stream.device))
+    return event.synchronize
+
+
+def _wait_for_current_device(original: Callable[..., Any], writer: RankFileWriter, *arguments: Any) -> Any:
+    import torch
+
+    torch.cuda.synchronize()
+    return original(writer, *arguments)
+
+
+def _one_word(original: Callable[..., Any], stats: DeviceStats, summary: Tensor) -> None:
+    import torch
+
+    made = torch.empty
+
+    def empty(*shape: Any, **options: Any) -> Tensor:
+        if not _WORD:
+            _WORD.append(made(*shape, **options))
+        return _WORD[0]
+
+    torch.empty = empty  # type: ignore[assignment]
+    try:
+        original(stats, summary)
+    finally:
+        torch.empty = made  # type: ignore[assignment]
+
+
+_WORD: list[Tensor] = []
+
+
+def _share_one_word(replacements: Replacements) -> None:
+    _WORD.clear()  # of another run's model
+    _with("zeroaccel.zero.grad_norm.DeviceStats", "_copy", _one_word)(replacements)
+
+
+def _new_kind_in_a_hook(original: Callable[..., Any], reducer: GradReducer, *arguments: Any, **how: Any) -> None:
+    import torch
+
+    torch.distributed.broadcast(torch.zeros(1, device=reducer.device), 0)
+    original(reducer, *arguments, **how)
+
+
+def _one_communicator(original: Callable[..., Any], ranks: Collectives, *arguments: Any, **how: Any) -> None:
+    original(ranks, *arguments, **how)
+    if ranks.world_size > 1:
+        ranks._gathers = ranks._shard_gathers = ranks._reductions
+
+
+def _reduce_into_nothing(original: Callable[..., Any], reducer: Any, out: Any, *arguments: Any, **how: Any) -> Any:
+    from zeroaccel.comm.collectives import DONE
+
+    return DONE
+
+
+def _free_what_is_reduced(original: Callable[..., Any], ranks: Any, out: Tensor, flat: Tensor, *rest: Any) -> Any:
+    work = original(ranks, out, flat, *rest)
+    flat.untyped_storage().resize_(0)
+    return work
+
+
+def _unfilled(original: Callable[..., Any], optimizer: Any, *arguments: Any) -> Any:
+    """Moments that nothing fills."""
+    made = original(optimizer, *arguments)
+    made.fill_ = lambda value: made
+    return made
+
+
+def _copy_nothing(original: Callable[..., Any], copies: CopyStream, source: Tensor, work: Any, *rest: Any) -> Any:
+    from zeroaccel.zero.storage.copy_stream import CopyHandle
+
+    handle = original(copies, source, work, *rest)
+    if source.numel() < 16:  # what the ranks have found
+        return handle
+    host = copies._arena.empty(source.shape, source.dtype)
+    return CopyHandle(host, source, handle._ready, handle._copied)
+
+
 _COPIES, _ACTIVATIONS = "zero/storage/copy_stream.py", "offload/activation_store.py"
+_UNIT, _SECONDARY = "zeroaccel.zero.param_unit.ParamUnit", "zeroaccel.zero.storage.shards.SecondaryShard"
+_WRITER = "zeroaccel.checkpoint.rank_file_writer"
+_COPY_STREAM = "zeroaccel.zero.storage.copy_stream.CopyStream"
+_TRACKER = "zeroaccel.comm.collective_tracker"
+_SMALL_TILES = "stage 2, half of each update on the device, small tiles"
+_SMALL_CHUNKS = "a checkpoint saved in the background, small chunks"
 _BOTH, _BACKGROUND = "stage 3, both on the host", "a checkpoint saved in the background"
 
 BUGS: Mapping[str, Bug] = {
@@ -202,5 +373,92 @@ BUGS: Mapping[str, Bug] = {
         "evaluation on another stream",
         _no_stream_wait("cuda_model/training_loops.py", "evaluation_on_another_stream"),
         "not ordered after",
+    ),
+    "a unit is freed while its prefetched gather runs": Bug(
+        "an aborted pass, parameters on the host", _with(_UNIT, "reshard", _forget_gathers), "FREED IN USE"
+    ),
+    "only the first of two buffers is waited for": Bug(
+        "stage 3, two buffers for a unit", _with(_UNIT, "wait", _wait_for_one_gather), "READ AFTER WRITE"
+    ),
+    "only the first of two buffers is waited for, both on the host": Bug(
+        "stage 3, both on the host, two buffers for a unit",
+        _with(_UNIT, "wait", _wait_for_one_gather),
+        "READ AFTER WRITE",
+    ),
+    "parameters are freed before they are used": Bug(
+        "stage 3", _with(_UNIT, "wait", _free_before_use), "USED AFTER FREE"
+    ),
+    "a secondary copy is a view of the full parameters": Bug(
+        "stage 3, hpZ", _with(_SECONDARY, "keep", _keep_a_view), "READ BEFORE ANY WRITE"
+    ),
+    "a secondary copy is taken after the free": Bug(
+        "stage 3, hpZ", _with(_SECONDARY, "keep", _keep_what_is_freed), "USED AFTER FREE"
+    ),
+    "a secondary copy stays when the weights change": Bug(
+        "stage 3, hpZ", _with(_SECONDARY, "drop", lambda original, secondary: None), "STALE COPY"
+    ),
+    "a chunk is filled again while it is written": Bug(_SMALL_CHUNKS, _refill, "not ordered after"),
+    "a kernel of the lane runs on the wrong stream": Bug(
+        _SMALL_TILES, _with("zeroaccel.ops.device_kernels.DeviceKernels", "update", _on_default_stream), "AFTER"
+    ),
+    "only one of the lane's streams is waited for": Bug(
+        _SMALL_TILES, _with("zeroaccel.offload.device_lane._Tiles", "__init__", _end_of_one_stream), "not ordered after"
+    ),
+    "streams of the current instead of the engine's device": Bug(
+        "stage 2, half of each update on the device during the next step",
+        _with("zeroaccel.offload.device_lane.AdamLane", "start", _streams_of_current_device),
+        "ANOTHER DEVICE: a stream",
+    ),
+    "a checkpoint is copied on a stream of the current device": Bug(
+        _BACKGROUND, _with(f"{_WRITER}.RankFileWriter", "copy", _copies_on_current_device), "ANOTHER DEVICE: a stream"
+    ),
+    "the end of a checkpoint's copies is recorded on another stream": Bug(
+        _BACKGROUND, _with(f"{_WRITER}.DeviceChunkCopies", "mark", _event_of_default_stream), "READ AFTER WRITE"
+    ),
+    "a thread waits for the current device": Bug(
+        _BACKGROUND,
+        _with(f"{_WRITER}.RankFileWriter", "write", _wait_for_current_device),
+        "ANOTHER DEVICE: a wait",
+    ),
+    "one pinned word for several steps' outcomes": Bug(
+        "steps that nothing waits for", _share_one_word, "READ AFTER WRITE"
+    ),
+    "a new kind of collective in backward": Bug(
+        "stage 3", _with("zeroaccel.zero.grad_reducer.GradReducer", "end", _new_kind_in_a_hook), "the first broadcast"
+    ),
+    "gathers on the reductions' communicator": Bug(
+        "stage 3", _with("zeroaccel.comm.collectives.Collectives", "__init__", _one_communicator), "ONE COMMUNICATOR"
+    ),
+    "a reduction that nothing carries out": Bug(
+        "stage 3",
+        _with("zeroaccel.comm.collectives.Collectives", "reduce_scatter", _reduce_into_nothing),
+        "READ BEFORE ANY WRITE",
+    ),
+    "gradients are freed while they are reduced": Bug(
+        "stage 3",
+        _with("zeroaccel.comm.collectives.Collectives", "reduce_scatter", _free_what_is_reduced),
+        "FREED IN USE",
+    ),
+    "moments that nothing fills": Bug(
+        "stage 2", _with("zeroaccel.ops.shard_step.ShardOptimizer", "_empty_state", _unfilled), "READ BEFORE ANY WRITE"
+    ),
+    "the host reads gradients that nothing copied": Bug(
+        "stage 2, optimizer on the host", _with(_COPY_STREAM, "to_host", _copy_nothing), "READ BEFORE ANY WRITE"
+    ),
+    "new weights leave before they are rounded": Bug(
+        "stage 3, parameters on the host", _no_stream_wait(_COPIES, "write_host"), "READ AFTER WRITE"
+    ),
+    "new weights are freed while they leave": Bug(
+        "stage 3, parameters on the host", _no_record_stream(_COPIES, "write_host"), "is freed at"
+    ),
+    "a sum over the ranks is used before it is there": Bug(
+        "stage 3",
+        _without(f"{_TRACKER}.DeviceWork", "wait", "comm/collectives.py", "all_reduce_on_device"),
+        "AFTER WRITE",
+    ),
+    "exchanged heads are used before they have come": Bug(
+        "stage 3, sp",
+        _without(f"{_TRACKER}.DeviceWork", "wait", "parallel/sequence.py", "exchange_rows"),
+        "READ AFTER WRITE",
     ),
 }

@@ -14,7 +14,9 @@ from typing import Any
 
 from tests.cuda_model.modelled_ranks import modelled_rank  # first: it loads the library before torch
 
-from tests.cuda_model.configurations import Case, case_of  # isort: skip
+from tests.cuda_model.communicators import Call  # isort: skip
+from tests.cuda_model.configurations import Case, case_of
+from tests.cuda_model.modelled_collectives import Said
 from tests.cuda_model.planted_bugs import BUGS
 from tests.cuda_model.replacements import Replacements
 from tests.cuda_model.stream_model import StreamModel
@@ -29,12 +31,20 @@ class Outcome:
     """Of one run. Counts are of its last step.
 
     Attributes:
-        findings: unordered accesses, in words -> how often, in all steps.
+        findings: see `StreamModel`; in all steps.
         early_frees: see `StreamModel`.
         error: what the run raised, with its traceback; empty if nothing.
         kernels, boundary_kernels: operations of the device: of the step, and within `engine.step()`.
         boundary_bytes: that those of the boundary read and write, per element of the rank's shard.
         waits, control: of the host, "phase: why at place" -> how often.
+        late: first uses of a communicator after construction, in words -> how often, in all steps.
+        first_calls: of the host, which waits for the device: "cudaMalloc" and "first launch" -> how often, in the first
+            step, without construction.
+        mallocs: the same of cudaMalloc in the counted step.
+        reserved_nbytes, expandable_nbytes: of the device: segments of the caching allocator as it is by default, and
+            where they are expandable: the most in all steps.
+        allocated_nbytes: what they serve at most.
+        calls: of collectives, in all steps and construction.
         peak_nbytes, pinned_nbytes: of device memory, of page-locked host memory: the most at a time.
         ms: of the model's clock.
         busy_ms: of each lane.
@@ -49,6 +59,13 @@ class Outcome:
     boundary_bytes: float = 0.0
     waits: dict[str, int] = field(default_factory=dict)
     control: dict[str, int] = field(default_factory=dict)
+    late: dict[str, int] = field(default_factory=dict)
+    first_calls: dict[str, int] = field(default_factory=dict)
+    mallocs: int = 0
+    reserved_nbytes: int = 0
+    expandable_nbytes: int = 0
+    allocated_nbytes: int = 0
+    calls: int = 0
     peak_nbytes: int = 0
     pinned_nbytes: int = 0
     ms: float = 0.0
@@ -66,12 +83,26 @@ class Outcome:
         return sum(self.control.values())
 
 
-def run_case(case: Case, plant: Callable[[Replacements], None] | None = None) -> Outcome:
-    """Trains some steps on the model, with a planted bug if there is one."""
-    begin, model, replacements = time.perf_counter(), StreamModel(), Replacements()
+def run_case(
+    case: Case,
+    plant: Callable[[Replacements], None] | None = None,
+    model: StreamModel | None = None,
+    rank: int = 0,
+    said: Said | None = None,
+    until: str = "",
+) -> Outcome:
+    """Trains some steps on the model, as one rank of the job, with a planted bug if there is one.
+
+    Args:
+        until: part of a finding; there is no step after the one that has it.
+    """
+    begin, model, replacements = time.perf_counter(), model or StreamModel(), Replacements()
     outcome = Outcome()
     try:
-        with modelled_rank(case.world_size, model) as rank:
+        with modelled_rank(case.world_size, model, rank, said) as modelled:
+            for name, value in case.sizes.items():
+                module, _, constant = name.rpartition(".")
+                replacements.set(sys.modules[module], constant, value)
             if plant is not None:
                 plant(replacements)
             engine, tokens = new_engine(case)
@@ -81,28 +112,59 @@ def run_case(case: Case, plant: Callable[[Replacements], None] | None = None) ->
                 if step == _STEPS - 1:
                     model.reset_counts()
                 loop(program)
-            rank.turns.finish()
+                if step == 0:
+                    outcome.first_calls = _first_calls(model)
+                if until and any(until in text for text in (*model.findings, *model.early_frees, *model.log.late)):
+                    break
+            modelled.turns.finish()
             shard_numel = sum(buffer.own.numel for unit in engine.units for buffer in unit.buffers if buffer.trainable)
             _count(outcome, model, shard_numel)
             for each in (engine, *program.others):
                 each.destroy()
-            rank.turns.finish()
-            if rank.turns.failures:
-                raise rank.turns.failures[0]
+            modelled.turns.finish()
+            if modelled.turns.failures:
+                raise modelled.turns.failures[0]
             shutil.rmtree(program.folder, ignore_errors=True)
     except Exception:
         outcome.error = traceback.format_exc()
     finally:
         replacements.undo()
     outcome.findings, outcome.early_frees = dict(model.findings), dict(model.early_frees)
+    outcome.late, outcome.calls = dict(model.log.late), len(model.log.calls)
+    outcome.allocated_nbytes = model.allocator.peak_allocated
+    outcome.reserved_nbytes, outcome.expandable_nbytes = model.allocator.peak_reserved, model.expandable.peak_reserved
     outcome.seconds = round(time.perf_counter() - begin, 2)
     return outcome
+
+
+def call_logs(case: Case, plant: Callable[[Replacements], None] | None = None) -> dict[int, list[Call]]:
+    """What every rank of a job calls; see `communicators.deadlocks`.
+
+    Raises:
+        RuntimeError: a rank fails.
+    """
+    logs: dict[int, list[Call]] = {}
+    said: Said = {}
+    for rank in range(case.world_size):
+        model = StreamModel()
+        if error := run_case(case, plant, model, rank, said).error:
+            raise RuntimeError(f"rank {rank}: {error}")
+        logs[rank] = model.log.calls
+    return logs
+
+
+def _first_calls(model: StreamModel) -> dict[str, int]:
+    found: Counter[str] = Counter()
+    for (phase, what), count in model.first_calls.items():
+        found[what] += count if phase else 0
+    return dict(found)
 
 
 def _count(outcome: Outcome, model: StreamModel, shard_numel: int) -> None:
     outcome.kernels = sum(model.kernels.values())
     outcome.boundary_kernels = model.sum_of(model.kernels, [_BOUNDARY])
     outcome.boundary_bytes = round(model.sum_of(model.kernel_nbytes, [_BOUNDARY]) / shard_numel, 1)
+    outcome.mallocs = _first_calls(model).get("cudaMalloc", 0)
     outcome.waits, outcome.control = _in_words(model.waits), _in_words(model.control)
     outcome.peak_nbytes, outcome.pinned_nbytes = model.peak_nbytes, model.pinned_peak_nbytes
     outcome.ms = round(model.elapsed_seconds() * 1e3, 3)
@@ -119,5 +181,6 @@ def serve() -> None:
     answers, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
         request: dict[str, Any] = json.loads(line)
-        bug = BUGS[request["bug"]].plant if request["bug"] else None
-        print(json.dumps(asdict(run_case(case_of(request["case"]), bug))), file=answers, flush=True)
+        case, bug = case_of(request["case"]), BUGS[request["bug"]] if request["bug"] else None
+        outcome = run_case(case) if bug is None else run_case(case, bug.plant, until=bug.finding)
+        print(json.dumps(asdict(outcome)), file=answers, flush=True)

@@ -7,7 +7,12 @@ What is not ordered may run in either order on a GPU, whatever order this run to
 
 Device memory comes from torch's caching allocator, which hands a freed block to the next request on the stream that it
 was allocated on, at once. So whatever another stream still does with the block must be ordered before that request's
-first use, unless `record_stream` has named the stream.
+first use, unless `record_stream` has named the stream. Which block a request gets, and when the driver has to make one,
+says `caching_allocator.py`.
+
+Some calls block the host, or make it wait for all that it has launched, when they are made first: a group's first
+collective of a kind, a kernel's first launch, a request for which there is no block. They are counted, and noted in the
+rank's log of calls (`communicators.py`), but order no accesses: another run of the program may have had them before.
 
 The clock is a rough one: a lane's operations take as long as their bytes or their arithmetic take at the `Rates`, and
 the host some microseconds per call. It compares schedules and predicts no seconds.
@@ -24,6 +29,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from tests.cuda_model.caching_allocator import Block, CachingAllocator
+from tests.cuda_model.communicators import CallLog
 
 HOST = -1
 """The main thread. Other threads of the host have lower numbers; streams count from 0."""
@@ -108,6 +116,9 @@ class Memory:
         slab: page-locked pages of the package's own, which are unlocked when the device has finished all its work.
             Other pinned memory is of torch's allocator, which waits for copies before it hands a block out again.
         recorded: streams that `record_stream` named.
+        blocks: of device memory, in each of the model's allocators.
+        is_from_outside: it was there before the model, with values.
+        changed: the model's count of operations at the latest write.
         born, born_tick: when it was allocated: on the model's count of allocations and frees, on the clock of `lane`.
     """
 
@@ -124,6 +135,9 @@ class Memory:
     writes: list[Access] = field(default_factory=list)
     latest: dict[int, Access] = field(default_factory=dict)
     recorded: set[int] = field(default_factory=set)
+    blocks: tuple[Block, ...] = ()
+    is_from_outside: bool = False
+    changed: int = 0
 
 
 @dataclass(frozen=True)
@@ -144,7 +158,8 @@ class StreamModel:
     `thread`. Not safe for threads that run at the same time: the model's own threads take turns (`model_threads.py`).
 
     Attributes:
-        findings: unordered accesses, in words -> how often.
+        findings: unordered accesses, uses of memory that is freed or that nothing has written, and work on another
+            device, in words -> how often.
         early_frees: blocks that were freed before their stream had seen every use: right as long as another wait comes
             before the next allocation, in words -> how often.
         waits: of the host for the device, (phase, why, place) -> how often.
@@ -153,6 +168,11 @@ class StreamModel:
         busy: seconds that each lane worked.
         live_nbytes, peak_nbytes: of device memory: now, and the most since `reset_counts`.
         pinned_nbytes, pinned_peak_nbytes: likewise of page-locked host memory.
+        allocator, expandable: what torch's allocator would do for these requests, as it is by default, and with
+            expandable segments.
+        first_calls: of the host, which waits for the device meanwhile: "cudaMalloc" and "first launch", by phase.
+        log: of collectives.
+        num_operations: so far.
         phase: of the program, by which counts are kept.
         names: of the lanes.
         current_stream: returns the stream that the calling thread's operations go to.
@@ -173,6 +193,11 @@ class StreamModel:
         self.busy: Counter[int] = Counter()
         self.live_nbytes = self.peak_nbytes = 0
         self.pinned_nbytes = self.pinned_peak_nbytes = 0
+        self.allocator, self.expandable = CachingAllocator(), CachingAllocator(expandable=True)
+        self.first_calls: Counter[tuple[str, str]] = Counter()
+        self.log = CallLog(self)
+        self.num_operations = 0
+        self._launched: set[str] = set()
         self._root = root
         self._clocks: dict[int, Clock] = {HOST: {}, MAIN: {}}
         self._ticks: Counter[int] = Counter()
@@ -288,6 +313,8 @@ class StreamModel:
                 self.pinned_nbytes -= memory.nbytes
             if memory.on_device:
                 self._note_late_uses(memory)
+                for allocator, block in zip((self.allocator, self.expandable), memory.blocks, strict=True):
+                    allocator.free(block)
             elif memory.slab:
                 self.synchronize("unlocking of pages")
 
@@ -297,10 +324,18 @@ class StreamModel:
         memory.lane = self.current_stream() if memory.on_device else HOST
         memory.born_tick = self._ticks[memory.lane]
         if memory.on_device:
+            mallocs = self.allocator.num_mallocs
+            memory.blocks = tuple(each.malloc(memory.lane, memory.nbytes) for each in (self.allocator, self.expandable))
+            if self.allocator.num_mallocs > mallocs:
+                self._wait_at_first("cudaMalloc")
             self.live_nbytes += memory.nbytes
             self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes)
         elif memory.pinned:
             self._count_pinned(memory.nbytes)
+
+    def _wait_at_first(self, what: str) -> None:
+        self.first_calls[self.phase, what] += 1
+        self.log.host_waited_for_all()
 
     def _count_pinned(self, nbytes: int) -> None:
         self.pinned_nbytes += nbytes
@@ -343,15 +378,21 @@ class StreamModel:
         """
         with self._lock:
             place = self.place()
+            self.num_operations += 1
             if lane >= 0:
                 self._ticks[self.thread] += 1  # the call itself: what other threads launched later is not ordered by it
                 self.spend(self.rates.launch_seconds)
                 self.join(lane, self.moment(self.thread))
                 self.kernels[self.phase, place] += 1
                 self.kernel_nbytes[self.phase, place] += nbytes
+                if what not in self._launched and not what.endswith("copy"):
+                    self._launched.add(what)
+                    self._wait_at_first("first launch")
             self._ticks[lane] += 1
             for use in (*reads, *writes):
                 access = self._access(lane, use, what, place)
+                if not use.memory.alive:
+                    self.find(f"USED AFTER FREE: memory of {use.memory.place}: {self._name(access)}")
                 if use.memory.on_device:
                     self._check_reuse(use.memory, access)
             for use in reads:
@@ -369,6 +410,10 @@ class StreamModel:
         return Access(lane, self._ticks[lane], self.thread, self._ticks[self.thread], use.start, use.stop, what, place)
 
     def _read(self, memory: Memory, access: Access) -> None:
+        if not memory.is_from_outside and not any(
+            w.start < access.stop and access.start < w.stop for w in memory.writes
+        ):
+            self.find(f"READ BEFORE ANY WRITE: memory of {memory.place}: {self._name(access)}")
         for earlier in memory.writes:
             self._check(memory, access, earlier, "READ AFTER WRITE")
         span = access.start, access.stop
@@ -385,6 +430,7 @@ class StreamModel:
         memory.reads = [r for r in memory.reads if r.start < access.start or r.stop > access.stop]
         memory.writes = [w for w in memory.writes if w.start < access.start or w.stop > access.stop]
         memory.writes.append(access)
+        memory.changed = self.num_operations
         memory.latest[access.lane] = access
 
     def _is_ordered(self, earlier: Access, access: Access) -> bool:
@@ -440,7 +486,7 @@ class StreamModel:
 
     def reset_counts(self) -> None:
         """Begins to count anew: kernels, waits, the clock and the peaks. Findings stay."""
-        for counter in (self.waits, self.control, self.kernels, self.kernel_nbytes, self.busy):
+        for counter in (self.waits, self.control, self.kernels, self.kernel_nbytes, self.busy, self.first_calls):
             counter.clear()
         self.peak_nbytes, self.pinned_peak_nbytes = self.live_nbytes, self.pinned_nbytes
         self._begin = max(self._seconds.values())

@@ -27,9 +27,27 @@ def test_every_access_is_ordered(name: str, outcome_of: Outcomes) -> None:
     assert not outcome.error
     known = CASES[name].open
     if known:  # strictly: a finding that is gone is taken out of the table
-        assert any(known in finding for finding in outcome.findings)
+        assert outcome.findings
+        assert all(known in finding for finding in outcome.findings)
     else:
         assert not outcome.findings
+    # Of what a step waits for, too: the run is the same.
+    waits = sum(outcome.waits.values())
+    assert waits == MORE_WAITS[name] if name in MORE_WAITS else waits <= 1, outcome.waits
+    # After the first steps every request finds a block, and nothing of the device waits for the driver.
+    assert outcome.mallocs == MALLOCS.get(name, 0), outcome.mallocs
+    late = {text.split(" in ")[0].split(": the first ")[1].split(" of ")[0] for text in outcome.late}
+    assert late <= LATE, outcome.late
+
+
+MORE_WAITS: dict[str, int] = {}
+"""Of the host for the device in a step, where there is more than one."""
+
+MALLOCS: dict[str, int] = {}
+"""Calls of the driver for memory in the third step."""
+
+LATE = {"all_gather", "all_reduce", "all_to_all", "broadcast", "reduce", "reduce_scatter", "message"}
+"""Kinds of collectives that a group uses for the first time in a step, which blocks the host there."""
 
 
 def test_there_are_cases_of_every_kind() -> None:

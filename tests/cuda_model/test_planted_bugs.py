@@ -14,10 +14,11 @@ from tests.cuda_model.planted_bugs import BUGS
 @pytest.mark.parametrize("name", BUGS)
 def test_it_is_found(name: str, outcome_of: Callable[..., SimpleNamespace]) -> None:
     bug = BUGS[name]
-    assert not CASES[bug.case].open
+    known = CASES[bug.case].open
+    assert not known or known not in bug.finding
     outcome = outcome_of(bug.case, name)
     assert not outcome.error
-    assert any(bug.finding in text for text in (*outcome.findings, *outcome.early_frees))
+    assert any(bug.finding in text for text in (*outcome.findings, *outcome.early_frees, *outcome.late))
 
 
 def test_there_are_many() -> None:

@@ -7,6 +7,8 @@ import contextlib
 import pytest
 
 from tests.cuda_model import model_threads
+from tests.cuda_model.caching_allocator import CachingAllocator
+from tests.cuda_model.communicators import Call, deadlocks
 from tests.cuda_model.stream_model import HOST, MAIN, Memory, StreamModel, Use
 
 
@@ -181,6 +183,145 @@ def test_the_clock_overlaps_streams(model: StreamModel) -> None:
     model.join(side, model.moment(MAIN))
     _write(model, side, second)
     assert model.elapsed_seconds() == pytest.approx(2.0, abs=1e-3)
+
+
+# -- memory that is not there
+
+
+def test_freed_memory_is_not_used(model: StreamModel) -> None:
+    memory = _device(model)
+    _write(model, MAIN, memory)
+    model.free(memory)
+    _read(model, MAIN, memory)
+    assert _kinds(model) == ["USED AFTER FREE"]
+
+
+def test_memory_is_written_before_it_is_read(model: StreamModel) -> None:
+    memory = _device(model)
+    _write(model, MAIN, memory, 0, 50)
+    _read(model, MAIN, memory, 40, 60)  # padding behind what is written
+    assert not model.findings
+    _read(model, MAIN, memory, 50, 60)
+    assert _kinds(model) == ["READ BEFORE ANY WRITE"]
+
+
+def test_memory_from_outside_has_values(model: StreamModel) -> None:
+    memory = model.allocate(100, on_device=False)
+    memory.is_from_outside = True
+    model.run_on_host([Use(memory, 0, 100)], [], "read", 0.0)
+    assert not model.findings
+
+
+# -- the caching allocator
+
+
+_MIB = 1 << 20
+
+
+def test_a_freed_block_is_split_and_merged_again() -> None:
+    allocator = CachingAllocator()
+    first = allocator.malloc(0, 40 * _MIB)
+    allocator.free(first)
+    parts = [allocator.malloc(0, 20 * _MIB) for _ in range(2)]
+    assert (allocator.num_mallocs, allocator.reserved) == (1, 40 * _MIB)
+    for part in parts:
+        allocator.free(part)
+    allocator.malloc(0, 40 * _MIB)
+    assert allocator.num_mallocs == 1
+
+
+def test_the_smallest_block_that_fits_is_taken() -> None:
+    allocator = CachingAllocator()
+    large, small = allocator.malloc(0, 60 * _MIB), allocator.malloc(0, 20 * _MIB)
+    allocator.free(large)
+    allocator.free(small)
+    allocator.malloc(0, 20 * _MIB)
+    allocator.malloc(0, 60 * _MIB)
+    assert allocator.num_mallocs == 2
+
+
+def test_streams_and_small_requests_have_pools_of_their_own() -> None:
+    allocator = CachingAllocator()
+    allocator.free(allocator.malloc(0, 1000))
+    assert allocator.reserved == 2 * _MIB
+    allocator.malloc(1, 1000)
+    allocator.malloc(0, 2 * _MIB)
+    assert allocator.reserved == 24 * _MIB
+    assert allocator.allocated == 2 * _MIB + 1024
+
+
+@pytest.mark.parametrize(("expandable", "reserved"), [(False, 160), (True, 80)])
+def test_expandable_segments_serve_large_requests_from_what_small_ones_left(expandable: bool, reserved: int) -> None:
+    allocator = CachingAllocator(expandable=expandable)
+    for block in [allocator.malloc(0, 20 * _MIB) for _ in range(4)]:
+        allocator.free(block)
+    allocator.malloc(0, 80 * _MIB)
+    assert allocator.reserved == reserved * _MIB
+
+
+# -- what blocks the host at first
+
+
+def test_a_request_without_a_block_asks_the_driver_once(model: StreamModel) -> None:
+    model.phase = "forward"
+    for _ in range(3):
+        model.free(_device(model))
+    assert model.first_calls["forward", "cudaMalloc"] == 1
+
+
+def test_a_kernel_is_loaded_at_its_first_launch(model: StreamModel) -> None:
+    memory = _device(model)
+    model.phase = "forward"
+    _write(model, MAIN, memory)
+    _write(model, MAIN, memory)
+    assert model.first_calls["forward", "first launch"] == 1
+
+
+def test_first_uses_after_construction_are_late(model: StreamModel) -> None:
+    model.log.first_use("gather", (0, 1), "all_gather")
+    model.phase = "backward"
+    model.log.first_use("gather", (0, 1), "all_gather")
+    assert not model.log.late
+    model.log.first_use("gather", (0, 1), "broadcast")
+    assert len(model.log.late) == 1
+
+
+# -- several ranks
+
+
+def _call(model: StreamModel, lane: int, name: str, *, waits: bool = False) -> None:
+    model.launch(lane, [], [], "all_gather", 1.0)
+    model.log.launch(name, (0, 1), "collective", "all_gather", lane)
+    if waits:
+        model.wait_on_host(model.moment(lane), "a wait")
+
+
+def _rank(*order: str, waits: bool = False, connects: bool = False, allocates: bool = False) -> list[Call]:
+    model = StreamModel()
+    lanes = {name: model.add_stream(name) for name in sorted(order)}
+    for name in order:
+        if connects:
+            model.log.first_use(name, (0, 1), "all_gather")
+        _call(model, lanes[name], name, waits=waits)
+        if allocates:
+            _device(model, 30 * _MIB)
+    return model.log.calls
+
+
+def test_communicators_in_another_order_are_fine_as_long_as_nothing_waits() -> None:
+    assert deadlocks({0: _rank("gather", "reduce"), 1: _rank("reduce", "gather")}) == []
+
+
+@pytest.mark.parametrize("why", ["waits", "connects", "allocates"])
+def test_else_the_ranks_wait_for_each_other(why: str) -> None:
+    [circle] = deadlocks({0: _rank("gather", "reduce", **{why: True}), 1: _rank("reduce", "gather", **{why: True})})
+    assert "a circle" in circle
+    assert deadlocks({rank: _rank("gather", "reduce", **{why: True}) for rank in range(2)}) == []
+
+
+def test_a_rank_that_stays_away_is_named() -> None:
+    [text] = deadlocks({0: _rank("gather", "gather"), 1: _rank("gather")})
+    assert text.startswith("rank 1 never takes part in all_gather in gather")
 
 
 # -- threads

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import zeroaccel
 from tests.cuda_model.configurations import Case
-from tests.cuda_model.gated_network import GatedNetwork
+from tests.cuda_model.gated_network import GatedNetwork, attention_network, staged_network, token_loss
+from tests.cuda_model.network_size import Size
 from tests.cuda_model.stream_model import StreamModel
+from zeroaccel.config.parallel import ParallelConfig, PipelineConfig
 from zeroaccel.zero.engine import Engine
+
+_ROUNDS = "gradient_accumulation_steps"
 
 
 @dataclass
@@ -44,7 +50,7 @@ class Program:
     def backward(self, engine: Engine | None = None) -> None:
         """The micro-steps up to the boundary, without the last `step`."""
         engine = engine or self.engine
-        rounds = self.case.config["gradient_accumulation_steps"]
+        rounds = self.case.config[_ROUNDS]
         for round_ in range(rounds):
             self.phase("forward")
             loss = engine(self.tokens)
@@ -68,11 +74,28 @@ class Program:
 
 def new_engine(case: Case) -> tuple[Engine, Tensor]:
     """An engine of a case on the device, and a batch."""
+    mesh: dict[str, Any] = dict(case.mesh)
+    kind: Callable[[Size], nn.Module] = GatedNetwork
+    pipeline = None
+    if "pp" in mesh:
+        kind, pipeline = staged_network, PipelineConfig(loss=token_loss)
+    elif "sp" in mesh:
+        kind = attention_network
+    elif "tp" in mesh:
+        mesh["tp_plan"] = _SPLIT_LAYERS
     with torch.device("cuda"):
-        network = GatedNetwork(case.size)
+        network = kind(case.size)
         tokens = torch.zeros(1, case.size.tokens, dtype=torch.long)
-    engine, *_ = zeroaccel.initialize(network, config=dict(case.config))
+    # The check at the start compares values, which large tensors have not.
+    parallel = ParallelConfig(**mesh, verify_cut=False) if mesh else None
+    engine, *_ = zeroaccel.initialize(network, config=dict(case.config), parallel=parallel, pipeline=pipeline)
     return engine, tokens
+
+
+_SPLIT_LAYERS = {
+    **dict.fromkeys(("query", "key", "value", "gate", "up"), "colwise"),
+    **dict.fromkeys(("mix", "down"), "rowwise"),
+}
 
 
 def plain(program: Program) -> None:
@@ -151,6 +174,53 @@ def two_engines(program: Program) -> None:
     program.step(program.others[0])
 
 
+def sequence_parts(program: Program) -> None:
+    """A step over a sequence that several ranks share."""
+    engine = program.engine
+    program.phase("forward")
+    batch = engine.sequence_group.shard({"input_ids": program.tokens, "labels": program.tokens})
+    labels = batch["shift_labels"]
+    loss = engine.sequence_group.mean_loss(engine(**batch, labels=labels).loss, labels)
+    program.phase("backward")
+    engine.backward(loss)
+    program.step()
+
+
+def stages(program: Program) -> None:
+    """A step of a pipeline, whose micro-batches all stages see."""
+    program.phase("batch")
+    program.engine.train_batch(iter([(program.tokens, program.tokens)] * program.case.config[_ROUNDS]))
+    program.phase("")
+
+
+def outcomes_read_late(program: Program) -> None:
+    """Two steps, before the outcome of the first is read."""
+    plain(program)
+    plain(program)
+    program.phase("outcome")
+    program.engine.finish_update()
+    program.phase("")
+
+
+def aborted_pass(program: Program) -> None:
+    """A forward fails in its first block, with later ones gathered ahead; the program resets the engine and goes on."""
+    program.phase("forward")
+    hook = program.engine.module.layers[0].register_forward_pre_hook(_fail)
+    with contextlib.suppress(_AbortedError):
+        program.engine(program.tokens)
+    hook.remove()
+    program.engine.reset()
+    plain(program)
+
+
+class _AbortedError(Exception):
+    """Raised by the program's own module."""
+
+
+def _fail(module: nn.Module, args: object) -> None:
+    raise _AbortedError
+
+
 def background_save(program: Program) -> None:
     """A checkpoint is saved in the background while the next step is computed."""
     plain(program)
@@ -161,6 +231,7 @@ def background_save(program: Program) -> None:
 LOOPS: Mapping[str, Callable[[Program], None]] = {
     loop.__name__: loop
     for loop in (
+        aborted_pass,
         background_save,
         evaluation_before_step,
         evaluation_on_another_stream,
@@ -168,7 +239,10 @@ LOOPS: Mapping[str, Callable[[Program], None]] = {
         full_parameters,
         graph_dropped,
         input_changed_in_place,
+        outcomes_read_late,
         plain,
+        sequence_parts,
+        stages,
         two_engines,
     )
 }
