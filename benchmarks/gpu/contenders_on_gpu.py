@@ -1,4 +1,4 @@
-"""The step of plain torch, and of DeepSpeed, on one GPU with the same model, batch and settings as ours."""
+"""The step of plain torch, of FSDP2 and of DeepSpeed on one GPU with the same model, batch and settings as ours."""
 
 from __future__ import annotations
 
@@ -30,6 +30,30 @@ def torch_step(size: Size) -> Step:
     def step() -> None:
         model(tokens).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def fsdp2_step(size: Size) -> Step:
+    """Blocks are sharded by `fully_shard`, in bf16 with fp32 masters and reductions in bf16, as ours are."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    if not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    network, tokens = _network(size)
+    mesh = init_device_mesh("cuda", (1,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    for module in (*network.layers, network):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
+
+    def step() -> None:
+        network(tokens).backward()
+        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
 

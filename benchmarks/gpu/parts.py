@@ -96,6 +96,68 @@ def machine(run: Run) -> None:
         run.add(f"device to {kind} memory", host.numel() / milliseconds(to_host) / 1e6, "GB/s")
 
 
+def start(run: Run) -> None:
+    """The first minutes: what a start takes, kernel by kernel and step by step, and which devices it uses."""
+    from zeroaccel.ops.device_kernels import compile_kernels
+
+    begun = time.perf_counter()
+
+    def passed(name: str) -> None:
+        nonlocal begun
+        torch.cuda.synchronize()
+        now = time.perf_counter()
+        run.add(name, now - begun, "s")
+        begun = now
+
+    # Of two devices not the first: what a thread does without selecting one shows there.
+    device = torch.device("cuda", torch.cuda.device_count() - 1)
+    torch.cuda.set_device(device)
+    torch.zeros(1, device=device)
+    passed("a context")
+    compile_kernels(device)
+    passed("NVRTC, and loading the kernels")
+    work = Workload("stage 3, both on host", run.size)
+    passed("initialize")
+    for name in ("first", "second", "third"):
+        work.step()
+        passed(f"{name} step")
+    with tempfile.TemporaryDirectory() as folder:
+        work.engine.save_checkpoint(folder)
+    passed("checkpoint")
+    used = _devices_used()
+    if used is None or torch.cuda.device_count() == 1:
+        run.skip("devices with memory of this process", "one device, or no nvidia-smi that sees this process")
+    else:
+        run.add("devices with memory of this process", used, "of 1")
+    work.close()
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _devices_used() -> int | None:
+    """On how many devices this process has memory, by nvidia-smi; None where that does not see it."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    query = ["nvidia-smi", "--query-compute-apps=pid,gpu_uuid", "--format=csv,noheader"]
+    lines = subprocess.run(query, capture_output=True, text=True, check=False).stdout.splitlines()
+    own = {line.split(",")[1].strip() for line in lines if line.split(",")[0].strip() == str(os.getpid())}
+    return len(own) or None
+
+
+def promise(run: Run) -> None:
+    """README's claim: equal losses, gradient norms and weights at every stage and place, with AdamW and with SGD."""
+    from two_ranks import EXACT, results, with_sgd
+
+    for optimizer, change in (("AdamW", dict), ("SGD with momentum", with_sgd)):
+        first = None
+        for name, config in EXACT.items():
+            found = results(change(config))
+            first = first or found
+            run.add(f"{optimizer}, {name}", float(found == first), "", note="" if found == first else f"{found}")
+
+
 def tests(run: Run) -> None:
     """tests/gpu: the promise between stages, the bits of the kernels, pinned memory, the lane."""
     command = [sys.executable, "-m", "pytest", "tests/gpu", "-q", "-p", "no:cacheprovider", "--tb", "short", "-rf"]
@@ -241,16 +303,22 @@ def lane(run: Run) -> None:
     """One update of host-resident state, by the cores, by the device, and split between them."""
     from zeroaccel.offload.device_lane import AdamLane
     from zeroaccel.ops import Adam
+    from zeroaccel.ops.device_kernels import kernels_for
     from zeroaccel.ops.hybrid_update import HybridUpdate
 
-    numel = 50_000_000
+    device = _device()
+    own_kernels = kernels_for(device)
+    if own_kernels is None:
+        run.skip("updates on the device", "no kernels on this machine")
+        return
+    numel = 50_000_000 if run.size == "large" else 1_000_000
     for pinned in (True, False):
         for ratio in (1.0, 0.5, 0.0, None):
             tensors = [torch.randn(numel), torch.empty(numel, dtype=torch.bfloat16), torch.randn(numel).bfloat16()]
             master, out, grad = [tensor.pin_memory() if pinned else tensor for tensor in tensors]
             optimizer = Adam([master])
             if ratio != 1.0:
-                optimizer.hybrid = HybridUpdate(AdamLane(torch.device("cuda")), ratio)
+                optimizer.hybrid = HybridUpdate(AdamLane(device, own_kernels), ratio)
 
             def step(
                 optimizer: Adam = optimizer, master: Tensor = master, grad: Tensor = grad, out: Tensor = out
@@ -274,6 +342,7 @@ def ranks(run: Run) -> None:
         **os.environ,
         **{"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"},
         **{"NCCL_SOCKET_IFNAME": "lo", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"},
+        **{"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT"},
         **{"NCCL_NVLS_ENABLE": "0", "NCCL_MULTI_RANK_GPU_ENABLE": "1", "MASTER_PORT": "29555"},
     }
     script = str(Path(__file__).with_name("two_ranks.py"))
@@ -306,6 +375,10 @@ def ranks(run: Run) -> None:
         if line.startswith("FIGURE "):
             name, _, verdict = line.removeprefix("FIGURE ").partition(": ")
             run.add(name, float(verdict == "same"), "", note=verdict)
+    construction, _, steps = texts[0].partition("STEPS BEGIN")
+    run.add("communicators made at construction", construction.count("Init COMPLETE"))
+    # Of the first plan: later ones make groups of their own.
+    run.add("communicators made in steps", steps.partition("STEPS END")[0].count("Init COMPLETE"), "of 0")
     codes = [process.returncode for process in started]
     run.add("ranks that ended well", sum(code == 0 for code in codes), "of 2", note=texts[0].strip()[-200:])
 
@@ -343,8 +416,8 @@ def sanitizer(run: Run) -> None:
 
 
 def side_by_side(run: Run) -> None:
-    """The same step by plain torch with fused AdamW, and by DeepSpeed where it is installed; ratios to ours."""
-    from contenders_on_gpu import deepspeed_step, torch_step
+    """The same step by plain torch with fused AdamW, FSDP2, and DeepSpeed where it is installed; ratios to ours."""
+    from contenders_on_gpu import deepspeed_step, fsdp2_step, torch_step
 
     ours = {}
     for name in PLANS:
@@ -353,6 +426,8 @@ def side_by_side(run: Run) -> None:
         work.close()
     plain = milliseconds(torch_step(SIZES[run.size]))
     run.add("plain torch, fused AdamW", plain, "ms", note=f"ours, stage 2: {ours['stage 2'] / plain:.2f}x")
+    sharded = milliseconds(fsdp2_step(SIZES[run.size]))
+    run.add("FSDP2", sharded, "ms", note=f"ours, stage 3: {ours['stage 3'] / sharded:.2f}x")
     for name in ("stage 2", "stage 2, optimizer on host", "stage 3, both on host"):
         try:
             theirs = milliseconds(deepspeed_step(SIZES[run.size], PLANS[name]))
@@ -382,6 +457,9 @@ def largest(run: Run) -> None:
 
 PARTS: dict[str, Callable[[Run], None]] = {
     part.__name__: part
-    for part in (machine, tests, kernels, waits, overlap, memory, lane, ranks, sanitizer, side_by_side, largest)
+    for part in (
+        *(machine, start, tests, promise, kernels, waits, overlap, memory, lane),
+        *(ranks, sanitizer, side_by_side, largest),
+    )
 }
 """By name, in order."""

@@ -1,4 +1,4 @@
-"""One of two ranks that share a GPU over NCCL: the losses of every plan beside those of stage 0; see `parts.ranks`.
+"""One of two ranks that share a GPU over NCCL: the results of every plan beside those of stage 0; see `parts.ranks`.
 
 Prints a line `FIGURE name: same`, or what differs, for each.
 """
@@ -6,6 +6,7 @@ Prints a line `FIGURE name: same`, or what differs, for each.
 from __future__ import annotations
 
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -47,35 +48,56 @@ STEPS = 4
 ROUNDED_BOUND = 0.02  # of the loss; int8 weights and int4 gradients are off by a few per mille of it
 
 
-def losses(config: dict[str, Any]) -> list[float]:
+Results = list[tuple[float, float | None, int]]
+"""Of each step: the loss, the norm of the gradients, and a checksum of the weights."""
+
+
+def with_sgd(config: dict[str, Any]) -> dict[str, Any]:
+    """The same with SGD: Adam hides the scale of a gradient."""
+    return {**config, "optimizer": {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}}}
+
+
+def results(config: dict[str, Any]) -> Results:
     """Of a few steps, from the same weights and batches."""
     torch.manual_seed(0)
-    device = torch.device("cuda", 0)
+    device = torch.device("cuda", torch.cuda.current_device())
     with torch.device(device):
         network = GatedNetwork(SIZE)
     engine, *_ = zeroaccel.initialize(network, config=config)
+    print("STEPS BEGIN", flush=True)
     torch.manual_seed(1 + engine.collectives.rank)
-    found = []
+    found: Results = []
     for _ in range(STEPS):
         loss = engine(torch.randint(SIZE.vocabulary, (1, SIZE.tokens), device=device))
         engine.backward(loss)
         engine.step()
-        found.append(float(loss))
+        found.append((float(loss.detach()), engine.get_global_grad_norm(), _checksum(list(network.parameters()))))
+    print("STEPS END", flush=True)
     engine.destroy()
     return found
 
 
+def _checksum(params: list[torch.nn.Parameter]) -> int:
+    checksum = 0
+    for param in params:
+        with zeroaccel.zero.GatheredParameters([param]):
+            checksum = zlib.crc32(str(param.detach().float().cpu().tolist()).encode(), checksum)
+    return checksum
+
+
 def main() -> int:
-    first: list[float] = []
+    first: Results = []
     different = False
     for name, config in EXACT.items():
-        found = losses(config)
+        found = results(config)
         first = first or found
         different |= found != first
         print(f"FIGURE two ranks, {name}: {'same' if found == first else f'{found} for {first}'}", flush=True)
     for name, config in ROUNDED.items():
-        found = losses(config)
-        close = all(abs(one - other) <= ROUNDED_BOUND * other for one, other in zip(found, first, strict=True))
+        found = results(config)
+        close = all(
+            abs(one - other) <= ROUNDED_BOUND * other for (one, *_), (other, *_) in zip(found, first, strict=True)
+        )
         different |= not close
         print(f"FIGURE two ranks, {name}, close: {'same' if close else f'{found} for {first}'}", flush=True)
     return int(different)

@@ -205,6 +205,8 @@ def _one_word(original: Callable[..., Any], stats: DeviceStats, summary: Tensor)
     made = torch.empty
 
     def empty(*shape: Any, **options: Any) -> Tensor:
+        if not options.get("pin_memory"):
+            return made(*shape, **options)
         if not _WORD:
             _WORD.append(made(*shape, **options))
         return _WORD[0]

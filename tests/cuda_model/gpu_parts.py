@@ -1,0 +1,93 @@
+"""Runs the parts of `benchmarks/gpu` on the model: what they construct and call is there, what they measure is not.
+
+Parts that start programs of their own run these programs' functions here. Queries of a device have stand-ins.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from tests.cuda_model.modelled_ranks import modelled_rank  # first: it loads the library before torch
+
+import torch  # isort: skip
+
+from tests.cuda_model.network_size import Size
+from tests.cuda_model.replacements import Replacements
+from tests.cuda_model.stream_model import StreamModel
+from zeroaccel.ops import device_kernels
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+_PLANS = ("stage 2", "stage 3", "stage 2, optimizer on host", "stage 3, both on host")  # that parts name
+_EXACT = ("stage 0", "stage 3, both on host")
+_SIZE = Size(layers=2, tokens=32)
+
+
+def run_part(name: str) -> dict[str, Any]:
+    """The figures of a part, by name; what the model has found; and the error that it raised, if it did."""
+    sys.path[:0] = [str(BENCHMARKS / "gpu"), str(BENCHMARKS)]
+    import parts  # type: ignore[import-not-found]
+    import plans  # type: ignore[import-not-found]
+    import two_ranks  # type: ignore[import-not-found]
+
+    figures: dict[str, float | None] = {}
+    error, model, replacements = "", StreamModel(), Replacements()
+    run = parts.Run("small", 60.0, lambda figure: figures.update({figure.name: figure.value}), {})
+    try:
+        with modelled_rank(2 if name == "ranks" else 1, model):
+            replacements.set(plans, "SIZES", {"small": _SIZE})
+            for module in (parts, sys.modules["workloads"]):
+                replacements.set(module, "SIZES", {"small": _SIZE})
+                replacements.set(module, "PLANS", {key: plans.PLANS[key] for key in _PLANS})
+            replacements.set(two_ranks, "SIZE", _SIZE)
+            replacements.set(two_ranks, "STEPS", 1)
+            replacements.set(two_ranks, "EXACT", {key: two_ranks.EXACT[key] for key in _EXACT})
+            replacements.set(device_kernels, "compile_kernels", lambda device: None)
+            for attribute, value in _queries().items():
+                replacements.set(torch.cuda, attribute, value)
+            if name == "ranks":
+                for config in two_ranks.ROUNDED.values():
+                    two_ranks.results(config)
+            elif name == "largest":
+                _train_smallest(replacements)
+            else:
+                replacements.set(parts, "milliseconds", _once)
+                parts.PARTS[name](run)
+    except Exception:
+        error = traceback.format_exc()
+    finally:
+        replacements.undo()
+        del sys.path[:2]
+    return {"figures": figures, "findings": dict(model.findings), "error": error}
+
+
+def _once(call: Any, count: int = 5) -> float:
+    call()
+    torch.cuda.synchronize()
+    return 1.0
+
+
+def _train_smallest(replacements: Replacements) -> None:
+    import largest_model  # type: ignore[import-not-found]
+
+    shape = replace(largest_model.SIZES["1B"], hidden=64, layers=2, heads=4, vocabulary=512, sequence=32, batch=1)
+    largest_model.train(shape, deadline=0.0)
+
+
+def _queries() -> dict[str, Any]:
+    """What a device is asked for, which the model has not."""
+    properties = SimpleNamespace(name="the stream model", total_memory=80 << 30)
+    return {
+        "get_device_properties": lambda device=None: properties,
+        "nccl": SimpleNamespace(version=lambda: (2, 28, 0)),
+        "memory_stats": lambda device=None: defaultdict(int),
+        "empty_cache": lambda: None,
+        "reset_peak_memory_stats": lambda device=None: None,
+        "set_sync_debug_mode": lambda mode: None,
+        "set_per_process_memory_fraction": lambda fraction, device=None: None,
+    }
