@@ -73,17 +73,13 @@ class CallLog:
         self._on_lane: dict[int, list[tuple[int, Key]]] = {}
         self._host_saw: set[Key] = set()  # complete before the host goes on, by other ways than its clock
         self._connected: set[tuple[str, str]] = set()
+        self._used: set[tuple[str, str]] = set()
 
     def first_use(self, communicator: str, ranks: tuple[int, ...], what: str) -> None:
         """A collective or message of a kind is about to be called; see [Note: first uses]."""
         if (communicator, what) in self._connected or len(ranks) == 1:
             return
         self._connected.add((communicator, what))
-        if {(communicator, kind) for kind in ("all_gather", "reduce_scatter")} <= self._connected:
-            # Ranks may begin a gather and a reduction in different orders, which within one communicator is a deadlock.
-            self._model.find(
-                f"ONE COMMUNICATOR: {communicator} carries gathers and reductions, at {self._model.place()}"
-            )
         call = self._made(communicator, ranks, f"connect {what}", f"first {what}", self._all())
         self._host_saw = {call.key}
         if call.phase:
@@ -97,6 +93,12 @@ class CallLog:
         Args:
             beside: how many of those before it run with it.
         """
+        if self._model.phase:
+            self._used.add((communicator, op))
+            if {(communicator, kind) for kind in ("all_gather", "reduce_scatter")} <= self._used:
+                # Ranks may begin a gather and a reduction in different orders: within one communicator, a deadlock.
+                place = self._model.place()
+                self._model.find(f"ONE COMMUNICATOR: {communicator} carries gathers and reductions, at {place}")
         clock = self._model.moment(lane).clock
         after = set(self._host_saw)
         for other, entries in self._on_lane.items():

@@ -143,9 +143,7 @@ class _Groups:
 
 def _name_of(group: dist.ProcessGroup) -> str:
     """Of a process group, the same on all its ranks: torch numbers the groups that it makes."""
-    topology = topologies._current[1] if topologies._current else None
-    kind = next((kind for kind in ("gather", "reduce") if group is getattr(topology, f"{kind}_group", None)), "group")
-    return f"{kind} {group.group_name}"
+    return f"group {group.group_name}"
 
 
 def replace_collectives(cuda: FakeCuda, replacements: Replacements, said: Said) -> None:

@@ -90,6 +90,14 @@ def _no_record_stream(file: str, function: str) -> _Plant:
     return _without("torch.Tensor", "record_stream", file, function)
 
 
+def _both(*plants: _Plant) -> _Plant:
+    def plant(replacements: Replacements) -> None:
+        for each in plants:
+            each(replacements)
+
+    return plant
+
+
 def _with(owner: str, method: str, replaced: Callable[..., Any]) -> _Plant:
     """Replaces a method; `replaced` is called with the original one before its arguments."""
 
@@ -170,6 +178,12 @@ def _end_of_one_stream(original: Callable[..., Any], tiles: Any, begin: Any, end
     original(tiles, begin, ends[:1])
 
 
+def _select_nothing(replacements: Replacements) -> None:
+    from zeroaccel.ops import device_threads
+
+    replacements.set(device_threads, "_select", lambda device: None)
+
+
 def _streams_of_current_device(original: Callable[..., Any], lane: AdamLane, *arguments: Any) -> Any:
     import torch
 
@@ -231,6 +245,18 @@ def _new_kind_in_a_hook(original: Callable[..., Any], reducer: GradReducer, *arg
 
     torch.distributed.broadcast(torch.zeros(1, device=reducer.device), 0)
     original(reducer, *arguments, **how)
+
+
+def _connect_nothing(replacements: Replacements) -> None:
+    from zeroaccel.comm import topology
+
+    replacements.everywhere(topology.connect, lambda *arguments, **how: None)
+
+
+def _connect_no_peers(replacements: Replacements) -> None:
+    from zeroaccel.comm import topology
+
+    replacements.everywhere(topology.connect_peers, lambda *arguments, **how: None)
 
 
 def _one_communicator(original: Callable[..., Any], ranks: Collectives, *arguments: Any, **how: Any) -> None:
@@ -408,18 +434,24 @@ BUGS: Mapping[str, Bug] = {
     ),
     "streams of the current instead of the engine's device": Bug(
         "stage 2, half of each update on the device during the next step",
-        _with("zeroaccel.offload.device_lane.AdamLane", "start", _streams_of_current_device),
+        _both(_select_nothing, _with("zeroaccel.offload.device_lane.AdamLane", "start", _streams_of_current_device)),
         "ANOTHER DEVICE: a stream",
     ),
     "a checkpoint is copied on a stream of the current device": Bug(
-        _BACKGROUND, _with(f"{_WRITER}.RankFileWriter", "copy", _copies_on_current_device), "ANOTHER DEVICE: a stream"
+        _BACKGROUND,
+        _both(_select_nothing, _with(f"{_WRITER}.RankFileWriter", "copy", _copies_on_current_device)),
+        "ANOTHER DEVICE: a stream",
     ),
     "the end of a checkpoint's copies is recorded on another stream": Bug(
         _BACKGROUND, _with(f"{_WRITER}.DeviceChunkCopies", "mark", _event_of_default_stream), "READ AFTER WRITE"
     ),
+    "the thread of an update selects no device": Bug(
+        "stage 2, half of each update on the device during the next step", _select_nothing, "ANOTHER DEVICE: the choice"
+    ),
+    "the threads of a save select no device": Bug(_BACKGROUND, _select_nothing, "ANOTHER DEVICE: the choice"),
     "a thread waits for the current device": Bug(
         _BACKGROUND,
-        _with(f"{_WRITER}.RankFileWriter", "write", _wait_for_current_device),
+        _both(_select_nothing, _with(f"{_WRITER}.RankFileWriter", "write", _wait_for_current_device)),
         "ANOTHER DEVICE: a wait",
     ),
     "one pinned word for several steps' outcomes": Bug(
@@ -428,6 +460,10 @@ BUGS: Mapping[str, Bug] = {
     "a new kind of collective in backward": Bug(
         "stage 3", _with("zeroaccel.zero.grad_reducer.GradReducer", "end", _new_kind_in_a_hook), "the first broadcast"
     ),
+    "communicators are connected at their first use": Bug(
+        "stage 3, MiCS", _connect_nothing, "the first reduce_scatter"
+    ),
+    "pairs of stages are connected at their first message": Bug("stage 1, pp", _connect_no_peers, "the first message"),
     "gathers on the reductions' communicator": Bug(
         "stage 3", _with("zeroaccel.comm.collectives.Collectives", "__init__", _one_communicator), "ONE COMMUNICATOR"
     ),

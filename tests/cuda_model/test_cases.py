@@ -26,14 +26,15 @@ def test_every_access_is_ordered(name: str, outcome_of: Outcomes) -> None:
     outcome = outcome_of(name)
     assert not outcome.error
     known = CASES[name].open
+    if known:  # strictly: a finding that is gone is taken out of the table
+        assert outcome.findings
     assert all(known and known in finding for finding in outcome.findings), outcome.findings
     # Of what a step waits for, too: the run is the same.
     waits = sum(outcome.waits.values())
     assert waits == MORE_WAITS[name] if name in MORE_WAITS else waits <= 1, outcome.waits
     # After the first steps every request finds a block, and nothing of the device waits for the driver.
     assert outcome.mallocs == MALLOCS.get(name, 0), outcome.mallocs
-    late = {text.split(" in ")[0].split(": the first ")[1].split(" of ")[0] for text in outcome.late}
-    assert late <= LATE, outcome.late
+    assert not outcome.late
 
 
 # Of the host for the device in a step, where there is more than one.
@@ -59,10 +60,10 @@ MORE_WAITS: dict[str, int] = {
     "stage 3, parameters in files, one buffer": 14,
     "stage 3, both on the host, a measured part of each update on the device": 14,
     "stage 3, qwZ, parameters on the host": 2,
-    # Ulysses asks whether the sequences are packed; a pipeline's norm and losses travel over the host.
+    # Ulysses asks whether the sequences are packed; the norm of a pipeline travels over the host.
     "stage 3, sp": 2,
-    "stage 1, pp": 3,
-    "stage 3, pp": 3,
+    "stage 1, pp": 2,
+    "stage 3, pp": 2,
     # Programs that do more than step.
     "evaluation before the step, both on the host": 2,
     "evaluation on another stream, parameters on the host": 2,
@@ -78,9 +79,6 @@ MORE_WAITS: dict[str, int] = {
 }
 
 MALLOCS: dict[str, int] = {}  # calls of the driver for memory in the third step
-
-# Kinds of collectives that a group may use for the first time in a step, which blocks the host there.
-LATE = {"all_gather", "all_reduce", "all_to_all", "broadcast", "reduce", "reduce_scatter", "message"}
 
 
 def test_there_are_cases_of_every_kind() -> None:
