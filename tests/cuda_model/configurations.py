@@ -281,6 +281,15 @@ PEAKS: Mapping[str, Peak] = dict(
 
 SLOW = frozenset(
     {
+        "a checkpoint saved in the background",
+        "an aborted pass, both on the host",
+        "evaluation before the step, both on the host",
+        "stage 1, tp",
+        "stage 2, half of each update on the device",
+        "stage 3, both on the host, a measured part of each update on the device",
+        "stage 3, both on the host, two buffers for a unit",
+        "stage 3, both on the host, unpinned",
+        "stage 3, pp",
         "stage 1, accumulation",
         "stage 2, fp16",
         "stage 2, one rank",

@@ -34,7 +34,14 @@ class ModelProcess:
             self._outcomes[case, bug] = self._run(case, bug)
         return self._outcomes[case, bug]
 
+    def part(self, name: str) -> SimpleNamespace:
+        """Of a part of `benchmarks/gpu`, as `gpu_parts.run_part`."""
+        return self._ask({"part": name})
+
     def _run(self, case: str, bug: str | None) -> SimpleNamespace:
+        return self._ask({"case": case, "bug": bug})
+
+    def _ask(self, request: dict[str, str | None]) -> SimpleNamespace:
         if self._process is None:
             command = [sys.executable, "-m", "tests.cuda_model", "--serve"]
             with self._log.open("w") as log:
@@ -44,7 +51,7 @@ class ModelProcess:
         assert self._process.stdin is not None, "the process has a pipe"
         assert self._process.stdout is not None, "the process has a pipe"
         try:
-            self._process.stdin.write(json.dumps({"case": case, "bug": bug}) + "\n")
+            self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
             answer = self._process.stdout.readline()
         except BaseException:  # an answer that comes too late must not be taken for the next one's

@@ -16,6 +16,7 @@ from tests.cuda_model.modelled_ranks import modelled_rank  # first: it loads the
 
 from tests.cuda_model.communicators import Call  # isort: skip
 from tests.cuda_model.configurations import Case, case_of
+from tests.cuda_model.gpu_parts import run_part
 from tests.cuda_model.modelled_collectives import Said
 from tests.cuda_model.planted_bugs import BUGS
 from tests.cuda_model.replacements import Replacements
@@ -176,11 +177,14 @@ def _in_words(counts: Counter[tuple[str, str, str]]) -> dict[str, int]:
 
 
 def serve() -> None:
-    """Answers requests, {"case": name, "bug": name or null}, one a line, each with an outcome."""
+    """Answers requests, {"case": name, "bug": name or null} or {"part": name}, one a line, each with an outcome."""
     # Answers alone go to the standard output: what the package prints goes elsewhere.
     answers, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
         request: dict[str, Any] = json.loads(line)
+        if "part" in request:
+            print(json.dumps(run_part(request["part"])), file=answers, flush=True)
+            continue
         case, bug = case_of(request["case"]), BUGS[request["bug"]] if request["bug"] else None
         outcome = run_case(case) if bug is None else run_case(case, bug.plant, until=bug.finding)
         print(json.dumps(asdict(outcome)), file=answers, flush=True)
