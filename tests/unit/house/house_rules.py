@@ -216,6 +216,11 @@ class Source:
         """Every node of the tree; a dozen rules go through all of them."""
         return tuple(ast.walk(self.tree))
 
+    @cached_property
+    def import_nodes(self) -> tuple[ast.Import | ast.ImportFrom, ...]:
+        """Every import, in a function or for typing included; three rules follow them."""
+        return tuple(node for node in self.nodes if isinstance(node, (ast.Import, ast.ImportFrom)))
+
     @property
     def folder(self) -> str:
         """The folder this file belongs to: "comm" for zeroaccel/comm/..., "" for zeroaccel/*.py, "cli" for cli/..."""
@@ -277,18 +282,16 @@ def _imports(source: Source, modules: Iterable[str]) -> Iterator[tuple[ast.stmt,
     known = set(modules)
     here = module_name(source.path)
     package = here if source.path.name == "__init__.py" else here.rpartition(".")[0]
-    for node in source.nodes:
+    for node in source.import_nodes:
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
+        else:
             base = node.module or ""
             if node.level:
                 parent = package.split(".")[: len(package.split(".")) - node.level + 1]
                 base = ".".join([*parent, base] if base else parent)
             # `from package import name` means the module of that name where there is one.
             targets = [f"{base}.{alias.name}" if f"{base}.{alias.name}" in known else base for alias in node.names]
-        else:
-            continue
         for target in targets:
             if target == "zeroaccel" or target.startswith("zeroaccel."):
                 yield node, target
