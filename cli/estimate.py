@@ -210,7 +210,7 @@ def _plans(what: Subject, requested: Workload, capacity: Capacity) -> list[PlanR
     try:
         return plan_table(what, requested, capacity)
     except UsageError as error:
-        if requested.pp == requested.sp == requested.tp == 1:
+        if not requested.mesh.splits_samples:
             raise
         raise ConfigError(str(error), fix="--meshes shows which meshes there are") from None
 
@@ -245,7 +245,7 @@ def _report(model: str, workload: Workload, capacity: Capacity, rows: list[PlanR
         for place in ("device", "host", "disk"):
             plan[place]["total"] = getattr(row.estimate, place).total
         plans.append({**plan, "fits": row.fits, "short_of": row.short_of, "recommended": row.recommended})
-    is_plain = workload.pp == workload.sp == workload.tp == 1
+    is_plain = not workload.mesh.splits_samples
     traffic = [asdict(sent) for sent in traffic_table(rows[0].estimate.numel, workload)] if is_plain else []
     report = {"model": model, "workload": asdict(workload), "capacity": asdict(capacity), "plans": plans}
     return report | ({"traffic": traffic} if traffic else {})
@@ -255,7 +255,7 @@ def _title(model: str, workload: Workload, rows: list[PlanRow]) -> str:
     ranks = f"{workload.ranks} rank{'s' if workload.ranks > 1 else ''}"
     words = [
         f"{model}: {rows[0].estimate.numel / 1e9:.3g} B parameters",
-        ranks if workload.pp == workload.sp == workload.tp == 1 else f"{ranks} as {workload.mesh_name}",
+        f"{ranks} as {workload.mesh_name}" if workload.mesh.splits_samples else ranks,
         workload.precision,
         f"batch {workload.batch} x {workload.sequence}",
     ]
@@ -289,7 +289,7 @@ def _show(model: str, workload: Workload, capacity: Capacity, rows: list[PlanRow
     if is_plain:
         click.echo(f"{_title(model, workload, rows)}; GB")
     console.print(table)
-    if workload.pp == workload.sp == workload.tp == 1:
+    if not workload.mesh.splits_samples:
         _show_traffic(rows[0].estimate.numel, workload)
     if words := _parameters_in_host_memory(rows, workload):
         click.echo(words, err=True)

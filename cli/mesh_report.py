@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from zeroaccel.config.parallel import AXES
+
 if TYPE_CHECKING:
     from zeroaccel.estimate import Capacity, MeshRow, PlanRow, Subject, Workload
 
@@ -59,7 +61,7 @@ def mesh_remarks(what: Subject, workload: Workload, capacity: Capacity, plan: Pl
     """What ranks of one mesh send under a plan, and whether more of it crosses machines than has to."""
     from zeroaccel.estimate import MeshRow, link_bytes, needless_crossing
 
-    if workload.pp == workload.sp == workload.tp == 1:
+    if not workload.mesh.splits_samples:
         return
     links = link_bytes(plan, workload)
     parts = [f"{link.axis} {_gb(link.inside)}" + (f" + {_gb(link.across)}" if link.across else "") for link in links]
@@ -89,8 +91,8 @@ def _cells(row: MeshRow) -> tuple[str, ...]:
 
 
 def _as_json(row: MeshRow) -> dict[str, Any]:
-    sizes = {axis: getattr(row.workload, axis) for axis in ("pp", "sp", "tp")}
-    mesh = {**sizes, "dp": row.workload.mesh.dp_shard, "accumulation": row.workload.accumulation}
+    mesh = {axis: getattr(row.workload.mesh, axis) for axis in AXES if not axis.startswith("dp")}
+    mesh |= {"dp": row.workload.mesh.dp_shard, "accumulation": row.workload.accumulation}
     if row.plan is None:
         return {"mesh": mesh, "refused": row.refused}
     one = row.plan.estimate

@@ -104,7 +104,7 @@ class PlanTable:
         self.model = model
         self._first = 0 if model is None else 3
         self._name, self._sequence, self._batch = "", "2048", "1"
-        self._mesh: tuple[int, int, int] | None = None
+        self._mesh: tuple[int, ...] | None = None
         self._plan: tuple[int, str, str] | None = None
         self._answered = False
 
@@ -166,14 +166,14 @@ class PlanTable:
             for row in rows
             if row.plan is not None
         ]
-        start = next((row for row in rows if _sizes_of(row.workload) == self._mesh and row.plan), None)
+        start = next((row for row in rows if row.workload.sizes == self._mesh and row.plan), None)
         start = start or next((row for row in rows if row.recommended), None)
         heading = f"{'mesh':<20}{'plan':<18}{'GiB':>7}{'sends, GB':>11}{'idle':>5}"
         footing = "of a process, at its peak and per step; as many samples per step on each"
         words = f"Which mesh of {workload.ranks} processes?"
         reply = self._prompts.choose(words, options, start, back=back, heading=heading, footing=footing)
         if reply is not BACK:
-            self._mesh = _sizes_of(reply.workload)
+            self._mesh = reply.workload.sizes
         return reply
 
     def _ask_plan(self, state: WizardState, back: bool) -> Any:
@@ -228,10 +228,6 @@ def _processes(state: WizardState) -> int:
     return processes
 
 
-def _sizes_of(workload: Workload) -> tuple[int, int, int]:
-    return workload.pp, workload.sp, workload.tp
-
-
 def _settings_of(row: PlanRow) -> tuple[int, str, str]:
     return row.estimate.stage, row.estimate.offload_optimizer, row.estimate.offload_param
 
@@ -254,7 +250,7 @@ def memory_summary(model: Model, machine: Machine, answers: Mapping[str, Any], j
         one = estimate(model.name, workload, [plan], on_cpu=capacity.on_cpu)[0]
     fits, short_of = check_capacity(one, workload, capacity)
     words = {True: "which fits", False: f"which does not fit: {short_of}", None: "of unknown room"}[fits]
-    mesh = f" as {workload.mesh_name}" if max(_sizes_of(workload)) > 1 else ""
+    mesh = f" as {workload.mesh_name}" if workload.mesh.splits_samples else ""
     return f"{model.name} takes {_sizes(one, workload)}{mesh}, {words}"
 
 
@@ -321,11 +317,10 @@ def _mesh_rows(model: Model, workload: Workload, capacity: Capacity) -> list[Mes
 def _plan(model: Model, row: PlanRow, workload: Workload, *, note: str = "") -> Plan:
     one = row.estimate
     answers: dict[str, Any] = dict(zip(PLANNED, (one.stage, one.offload_optimizer, one.offload_param), strict=True))
-    pp, sp, tp = _sizes_of(workload)
     if workload.ranks > 1:
-        answers["use_parallelism_config"] = max(pp, sp, tp) > 1
-    if max(pp, sp, tp) > 1:
-        answers |= {"tp_size": tp, "sp_size": sp, "pp_size": pp}
+        answers["use_parallelism_config"] = workload.mesh.splits_samples
+    if workload.mesh.splits_samples:
+        answers |= {f"{axis}_size": getattr(workload, axis) for axis in ("tp", "sp", "pp")}
     needs = {
         "offload_optimizer_nvme_path": one.disk.optimizer * workload.local_ranks,
         "offload_param_nvme_path": one.disk.params * workload.local_ranks,

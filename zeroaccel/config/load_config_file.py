@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from zeroaccel.config.auto_values import Facts, Filled, after, as_written, fill, spelled
 from zeroaccel.config.checks import contradictions
 from zeroaccel.config.diagnostics import KeyPath, Problem, Provenance, dotted, from_pydantic, report
-from zeroaccel.config.document import key_paths, read_document
+from zeroaccel.config.document import Document, key_paths, read_document
 from zeroaccel.config.normalize import NormalizedConfig, UnknownKeys
 from zeroaccel.config.schema import Config
 from zeroaccel.config.support import refusals, support_notes
@@ -25,7 +25,7 @@ from zeroaccel.logs import log_note
 
 
 def load_config(
-    source: Mapping[str, Any] | str | os.PathLike[str] | Config,
+    source: Mapping[str, Any] | str | os.PathLike[str] | Document | Config,
     *,
     sources: Mapping[str, str] | None = None,
     facts: Facts | None = None,
@@ -40,7 +40,8 @@ def load_config(
 
     Args:
         source: a dict, which is not changed; the path of a file; JSON text; or urlsafe base64 of JSON. Comments,
-            trailing commas and unquoted keys (JSON5) are read. A `Config` is returned as it is.
+            trailing commas and unquoted keys (JSON5) are read. Or one of these that is read already; a `Config` is
+            returned as it is.
         sources: dotted path, as written -> where its value came from, for a dict merged from several places; used in
             messages and in `Config.sources`.
         facts: what every "auto" is filled from. A `Config` has been made with its own.
@@ -63,7 +64,7 @@ def load_config(
     if isinstance(source, Config):
         return source
     # 1. Read, and remember where each key was written.
-    document = read_document(source)
+    document = source if isinstance(source, Document) else read_document(source)
     order = list(key_paths(document.tree))
     places = {**document.places}
     if sources is not None:

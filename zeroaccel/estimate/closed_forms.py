@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeroaccel.estimate.extrapolate import MemoryTrace, Moment, extrapolate_depth
-from zeroaccel.estimate.simulate import PHASES, Simulated, StepKind, short_traces, simulate, simulated
+from zeroaccel.estimate.mesh_parts import PHASES
+from zeroaccel.estimate.simulate import Simulated, StepKind, short_traces, simulate, simulated
 from zeroaccel.estimate.subject import Subject
 from zeroaccel.estimate.workload import Workload
 

@@ -1,7 +1,7 @@
 """A decoder of today's open shape: gated MLP, heads of 128, RMS norms; the shapes of common models by their names.
 
 Only its sizes matter; it is never trained. A pipeline's stage is a decoder of fewer blocks, without what comes before
-or after them. `mesh_parts` lets ranks share its layers and sequences.
+or after them. The axes of a mesh let ranks share its layers and sequences.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,59 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zeroaccel.parallel.ulysses import UlyssesAttention
+from zeroaccel.setup.axis_estimate import Shape
 
 # Parameters -> layers (Brown et al. 2020, table 2.1); the nearest by its logarithm.
 _DEPTHS = {125e6: 12, 350e6: 24, 1.3e9: 24, 2.7e9: 32, 6.7e9: 32, 13e9: 40, 30e9: 48, 66e9: 64, 175e9: 96}
 _VOCABULARY = 32_000
 _HEAD_DIM = 128
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of a `Decoder`.
-
-    Attributes:
-        layers: blocks.
-        width: of the residual stream.
-        inner: of the MLPs.
-        vocabulary: rows of the embedding and of the head.
-        heads: of queries; 0 for as many as `head_dim` goes into the width.
-        head_dim: 0 for 128, or 16 where the width is no multiple of it.
-        key_heads: of keys and values; 0 for as many as of queries.
-        tied: the head is the embedding.
-        biased: queries, keys and values have biases.
-    """
-
-    layers: int
-    width: int
-    inner: int
-    vocabulary: int
-    heads: int = 0
-    head_dim: int = 0
-    key_heads: int = 0
-    tied: bool = False
-    biased: bool = False
-
-    def __post_init__(self) -> None:
-        head_dim = self.head_dim or (_HEAD_DIM if self.width % _HEAD_DIM == 0 else 16)
-        heads = self.heads or max(1, self.width // head_dim)
-        if not self.heads:
-            head_dim = self.width // heads
-        for name, value in (("head_dim", head_dim), ("heads", heads), ("key_heads", self.key_heads or heads)):
-            object.__setattr__(self, name, value)
-
-    @property
-    def block_numel(self) -> int:
-        """Parameters of one layer."""
-        queries, keys = self.heads * self.head_dim, self.key_heads * self.head_dim
-        attention = 2 * self.width * (queries + keys) + (queries + 2 * keys) * self.biased
-        return attention + 3 * self.width * self.inner + 2 * self.width
-
-    @property
-    def numel(self) -> int:
-        """Parameters of the decoder."""
-        tables = 1 if self.tied else 2
-        return self.layers * self.block_numel + tables * self.vocabulary * self.width + self.width
 
 
 # From the config.json that each was published with.

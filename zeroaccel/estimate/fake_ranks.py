@@ -16,12 +16,16 @@ from zeroaccel.comm.hangs.hang_report import rank_list
 from zeroaccel.comm.topology import Topology
 from zeroaccel.config import Fact
 from zeroaccel.config.parallel import ParallelConfig
+from zeroaccel.parallel.axes import AXES
 from zeroaccel.setup.ranks import JobRanks
 
 _POOLED_BLOCKS = 2  # that `comm.buffer_pool.BufferPool` retains
-TRAFFIC_AXES = ("dp", "sp", "tp", "pp")
-"""Axes of a mesh along which something is sent; "dp" stands for what ZeRO shards over, dp_shard x sp."""
 _MOMENTS = ("earlier", "last", "step")
+
+
+def traffic_axes() -> tuple[str, ...]:
+    """Axes of a mesh along which ranks send bytes; "dp" stands for those over which ZeRO shards, dp_shard x sp."""
+    return "dp", *(axis.name for axis in AXES)
 
 
 @dataclass
@@ -47,7 +51,7 @@ class SentBytes:
 
     def as_tuple(self) -> tuple[int, ...]:
         """In the order of the axes, three each: before the last micro-step, in it, in the update."""
-        return tuple(self.counts.get((axis, moment), 0) for axis in TRAFFIC_AXES for moment in _MOMENTS)
+        return tuple(self.counts.get((axis, moment), 0) for axis in traffic_axes() for moment in _MOMENTS)
 
 
 def sent_per_step(counts: Sequence[int], simulated: int, accumulation: int) -> dict[str, int]:
@@ -62,7 +66,7 @@ def sent_per_step(counts: Sequence[int], simulated: int, accumulation: int) -> d
         {'dp': 47}
     """
     sent = {}
-    for index, axis in enumerate(TRAFFIC_AXES):
+    for index, axis in enumerate(traffic_axes()):
         earlier, last, step = counts[3 * index : 3 * index + 3]
         repeats = (accumulation - 1) / (simulated - 1) if simulated > 1 else 0.0
         if total := round(earlier * repeats) + last + step:

@@ -7,6 +7,7 @@ ranks of an axis are, which are numbered as by `ParallelConfig`.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,9 +18,10 @@ from torch import nn
 
 from zeroaccel.config.parallel import AXES
 from zeroaccel.errors import UsageError
+from zeroaccel.estimate.mesh_parts import axes_of
 from zeroaccel.estimate.plans import PlanRow, first_that_fits
 from zeroaccel.estimate.subject import Subject, subject
-from zeroaccel.estimate.workload import Capacity, Workload
+from zeroaccel.estimate.workload import SAMPLE_AXES, Capacity, Workload
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,7 @@ def link_bytes(row: PlanRow, workload: Workload) -> tuple[LinkBytes, ...]:
 def crossing_share(workload: Workload, axis: str) -> float:
     """The part of what ranks send along an axis that goes to other machines.
 
-    Along dp and sp each rank sends as much to each other rank of its group, along tp to the next one in a ring, along
-    pp to those of the stages before and after.
+    See `AxisEstimate.receivers`. Where ZeRO shards, each rank sends the same to every other rank.
 
     Example:
         >>> crossing_share(Workload(ranks=16, ranks_per_machine=8, tp=16), "tp")
@@ -88,14 +89,15 @@ def crossing_share(workload: Workload, axis: str) -> float:
         >>> crossing_share(Workload(ranks=16, ranks_per_machine=8, tp=8), "tp")
         0.0
     """
+    receivers = {one.name: one.receivers for one in axes_of(workload.mesh)}.get(axis, "all")
     crossing = pairs = 0
     for group in _groups(workload, axis):
         machines = [rank // workload.local_ranks for rank in group]
-        if axis in ("dp", "sp"):
+        if receivers == "all":
             pairs += len(group) * (len(group) - 1)
             crossing += len(group) ** 2 - sum(count**2 for count in Counter(machines).values())
         else:
-            following = [*machines[1:], *(machines[:1] if axis == "tp" else [])]
+            following = [*machines[1:], *(machines[:1] if receivers == "ring" else [])]
             pairs += len(following)
             crossing += sum(one != other for one, other in zip(machines, following, strict=False))
     return crossing / pairs if pairs else 0.0
@@ -114,17 +116,15 @@ def _groups(workload: Workload, axis: str) -> Iterator[list[int]]:
 
 def meshes_of(workload: Workload) -> Iterator[Workload]:
     """The same samples on every mesh that the ranks can form, plain data parallelism first."""
-    sizes = [size for size in range(1, workload.ranks + 1) if workload.ranks % size == 0]
+    divisors = [size for size in range(1, workload.ranks + 1) if workload.ranks % size == 0]
     found = []
-    for pp in sizes:
-        for sp in sizes:
-            for tp in sizes:
-                if workload.ranks % (pp * sp * tp) == 0:
-                    try:
-                        found.append(workload.on_mesh(pp, sp, tp))
-                    except UsageError:  # a mesh that the engine does not have, or a sequence that sp does not divide
-                        continue
-    return iter(sorted(found, key=lambda one: (one.pp * one.sp * one.tp, one.pp, one.sp)))
+    for sizes in itertools.product(divisors, repeat=len(SAMPLE_AXES)):
+        if workload.ranks % math.prod(sizes) == 0:
+            try:
+                found.append(workload.on_mesh(*sizes))
+            except UsageError:  # a mesh that the engine does not have, or a sequence that sp does not divide
+                continue
+    return iter(sorted(found, key=lambda one: (one.sample_ranks, one.sizes)))
 
 
 def mesh_table(
@@ -166,16 +166,22 @@ def mesh_row(what: Subject, workload: Workload, capacity: Capacity) -> MeshRow:
         plan = first_that_fits(what, workload, capacity)
     except UsageError as error:
         return MeshRow(workload, refused=str(error))
-    idle = (workload.pp - 1) / (workload.accumulation + workload.pp - 1)
+    idle = sum((axis.idle(workload.accumulation) for axis in axes_of(workload.mesh)), 0.0)
     return MeshRow(workload, plan, link_bytes(plan, workload), idle)
 
 
 def _order(row: MeshRow) -> tuple[float, ...]:
     assert row.plan is not None, "a mesh that fits has a plan"
-    one, split = row.plan.estimate, row.workload.pp * row.workload.sp * row.workload.tp
+    one = row.plan.estimate
     offloads = (one.offload_optimizer != "none") + (one.offload_param != "none")
-    crosses = sum(link.across for link in row.links if link.axis in ("tp", "sp"))  # waits for slow links in every block
-    return offloads, crosses > 0, split, row.across, row.idle, row.inside
+    crosses = any(_crossing_in_blocks(row))  # waits for slow links in every block
+    return offloads, crosses, row.workload.sample_ranks, row.across, row.idle, row.inside
+
+
+def _crossing_in_blocks(row: MeshRow) -> list[LinkBytes]:
+    """Links across machines whose ranks wait for each other in every block."""
+    in_blocks = {axis.name for axis in axes_of(row.workload.mesh) if axis.in_blocks}
+    return [link for link in row.links if link.axis in in_blocks and link.across]
 
 
 def needless_crossing(what: Subject, row: MeshRow, capacity: Capacity) -> str:
@@ -184,7 +190,7 @@ def needless_crossing(what: Subject, row: MeshRow, capacity: Capacity) -> str:
     Returns:
         "" if no such traffic crosses machines.
     """
-    crossing = [link for link in row.links if link.axis in ("tp", "sp") and link.across]
+    crossing = _crossing_in_blocks(row)
     if not crossing:
         return ""
     link, chosen, local = max(crossing, key=lambda one: one.across), row.workload, row.workload.local_ranks
@@ -192,9 +198,13 @@ def needless_crossing(what: Subject, row: MeshRow, capacity: Capacity) -> str:
         f"{link.axis} {getattr(chosen, link.axis)} reaches across machines of {local} "
         f"rank{'s' if local > 1 else ''}: each rank sends {link.across / 1e9:.3g} GB per step to others for it"
     )
-    tp = math.gcd(chosen.tp, local)
-    sp = math.gcd(chosen.sp, local // tp)
-    better = mesh_row(what, chosen.on_mesh(chosen.pp, sp, tp), capacity)
+    in_blocks = {axis.name for axis in axes_of(chosen.mesh) if axis.in_blocks}
+    sizes = dict(zip(SAMPLE_AXES, chosen.sizes, strict=True))
+    for axis in reversed(SAMPLE_AXES):  # neighbours first
+        if axis in in_blocks:
+            sizes[axis] = math.gcd(sizes[axis], local)
+            local //= sizes[axis]
+    better = mesh_row(what, chosen.on_mesh(*sizes.values()), capacity)
     if better.plan is None:
         return words
     fits = {True: "", None: "", False: ", but does not fit"}[better.plan.fits]

@@ -17,7 +17,7 @@ from torch import nn
 from zeroaccel.config import CommPlan
 from zeroaccel.config.comm_plan import step_traffic
 from zeroaccel.config.schema_zero import OffloadOptimizer, OffloadParam
-from zeroaccel.estimate.mesh_parts import stages_to_compare
+from zeroaccel.estimate.mesh_parts import places_of
 from zeroaccel.estimate.simulate import Simulated, simulate
 from zeroaccel.estimate.subject import Subject, numel_of, subject
 from zeroaccel.estimate.workload import Capacity, Estimate, MemoryByKind, Offload, Workload
@@ -96,7 +96,7 @@ def estimates(
     simulate: Callable[..., Simulated] = simulate,
 ) -> Iterator[Estimate]:
     """As `estimate`, each plan when it is asked for."""
-    whole_numel = numel_of(what) if workload.pp * workload.tp > 1 else None
+    whole_numel = numel_of(what) if workload.mesh.splits_samples else None
     simulated: dict[tuple[int, bool], dict[int, Simulated]] = {}
     for stage, optimizer, param in plans:
         # Without accumulation there is nothing between micro-steps that stage 2 could shard.
@@ -106,7 +106,7 @@ def estimates(
         if kind not in simulated:
             simulated[kind] = {
                 index: simulate(what, workload, kind[0], on_cpu=on_cpu, offloads_params=kind[1], pipeline_stage=index)
-                for index in stages_to_compare(what, workload)
+                for index in places_of(what, workload)
             }
         of_stages = {
             index: _with_offload(one, workload, stage, optimizer, param, on_cpu=on_cpu)

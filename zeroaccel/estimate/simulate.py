@@ -27,10 +27,11 @@ from torch.utils.checkpoint import checkpoint
 from zeroaccel.errors import UsageError
 from zeroaccel.estimate.extrapolate import MemoryTrace, Moment, extrapolate_depth
 from zeroaccel.estimate.fake_ranks import FakeRanks, SentBytes, sent_per_step
-from zeroaccel.estimate.mesh_parts import StageStep, micro_steps, part_of, run_stage
+from zeroaccel.estimate.mesh_parts import PHASES, micro_steps, part_of
 from zeroaccel.estimate.shapes_only import META, ShapesOnly
-from zeroaccel.estimate.subject import Step, Subject
+from zeroaccel.estimate.subject import Subject
 from zeroaccel.estimate.workload import MemoryByKind, Workload
+from zeroaccel.setup.axis_estimate import Schedule
 from zeroaccel.setup.build import build
 from zeroaccel.setup.job import JobSpec
 from zeroaccel.setup.plan import TrainPlan
@@ -90,7 +91,7 @@ def simulate(
     traces, more = short_traces(subject, workload, kind)
     trace = extrapolate_depth(traces, more) if more else traces[0]
     if trace is None:
-        (trace,), _ = short_traces(replace(subject, build_short=None), workload, kind)
+        (trace,), _ = short_traces(subject, workload, kind, most=0)
     return simulated(trace, workload, pipeline_stage)
 
 
@@ -109,7 +110,7 @@ def short_traces(
     """Runs a model with a few of its equal blocks, in three lengths.
 
     Args:
-        most: run only so many of the lengths, the shortest ones.
+        most: run only so many of the lengths, the shortest ones; 0 runs the model as it is.
         every_operation: with a moment for each, rather than for those that change the memory, or of the model as it is,
             those that reach a new peak.
 
@@ -119,17 +120,17 @@ def short_traces(
     """
     sent = SentBytes()
     part = part_of(subject, workload, kind.pipeline_stage, sent)
-    how = _How(kind.on_cpu, kind.offloads_params, part.shapes_only, sent, "operations" if every_operation else "peaks")
+    how = _How(
+        kind.on_cpu, kind.offloads_params, subject.shapes_only, sent, "operations" if every_operation else "peaks"
+    )
     # Only stage 3, and shards apart from their parameters, look ahead over a window of elements.
     looks_ahead = kind.stage == 3 or kind.offloads_params
-    shortest = _EDGES + (-(-_WINDOW_NUMEL // max(part.layer_numel, 1)) if looks_ahead else 0)
-    if part.build_short is None or shortest + 2 >= part.layers:
-        return [_trace(part.build, part.name, workload, kind.stage, how)], 0
+    shortest = _EDGES + (-(-_WINDOW_NUMEL // max(subject.layer_numel, 1)) if looks_ahead else 0)
+    if most == 0 or shortest + 2 >= part.layers:
+        return [_trace(partial(part.build, None), subject.name, workload, kind.stage, how)], 0
     lengths = range(shortest, shortest + 3)
     how = how if every_operation else how._replace(record="changes")
-    traces = [
-        _trace(partial(part.build_short, layers), part.name, workload, kind.stage, how) for layers in lengths[:most]
-    ]
+    traces = [_trace(partial(part.build, layers), subject.name, workload, kind.stage, how) for layers in lengths[:most]]
     return traces, part.layers - lengths[-1]
 
 
@@ -161,7 +162,7 @@ def simulated(trace: MemoryTrace, workload: Workload, pipeline_stage: int) -> Si
 
 
 def _trace(
-    build: Callable[[], tuple[nn.Module, Step]], name: str, workload: Workload, stage: int, how: _How
+    build: Callable[[], tuple[nn.Module, Schedule]], name: str, workload: Workload, stage: int, how: _How
 ) -> MemoryTrace:
     """Memory over the second of two steps."""
     if how.shapes_only:
@@ -189,23 +190,23 @@ def _left(address: int) -> None:
 
 
 def _run_two_steps(
-    build: Callable[[], tuple[nn.Module, Step]], workload: Workload, stage: int, how: _How
+    build: Callable[[], tuple[nn.Module, Schedule]], workload: Workload, stage: int, how: _How
 ) -> MemoryTrace:
     recorder = _PeakRecorder(how.record)
     with MemoryTracker(_SHAPES if how.shapes_only else None) as tracker:
-        model, step = build()
+        model, schedule = build()
         numel = sum(param.numel() for param in model.parameters())
         collectives = FakeRanks(workload.shard_ranks, how.sent, receives_in_host_memory=how.on_cpu)
         device = META if how.shapes_only else torch.device("cpu")
         engine = _engine(model, workload, stage, collectives, device, offloads_params=how.offloads_params)
         tracker.follow(buffer.full for unit in engine.units for buffer in unit.buffers)
         # The first step records the prefetch trace, and leaves receive buffers in the pool.
-        _run_step(engine, step, workload, recorder, how.sent)
+        _run_step(engine, schedule, recorder, how.sent)
         engine.note_fixed()
         recorder.begin(engine)
         how.sent.begin()
         tracker.begin(recorder.record)
-        _run_step(engine, step, workload, recorder, how.sent)
+        _run_step(engine, schedule, recorder, how.sent)
         moments = recorder.moments
         recorder.engine = None
         buffers = [buffer for unit in engine.units for buffer in unit.buffers]
@@ -213,9 +214,6 @@ def _run_two_steps(
         trained = tuple(b.masters.range.numel for b in buffers if b.trainable)
         engine.destroy()
     return MemoryTrace(numel, tuple(moments), shards, trained, how.sent.as_tuple())
-
-
-PHASES = ("forward", "backward", "step")
 
 
 class _PeakRecorder:
@@ -249,27 +247,9 @@ class _PeakRecorder:
             self.moments.append(Moment(self.phase, total, *self.engine.memory_by_kind(resizable)))
 
 
-def _run_step(
-    engine: _EngineWithoutValues, step: Step | StageStep, workload: Workload, recorder: _PeakRecorder, sent: SentBytes
-) -> None:
-    if isinstance(step, StageStep):
-        for phase in run_stage(engine, step, workload, sent):
-            recorder.phase = phase
-        return
-    output: Any = None
-    # `output` lives until the next micro-step's replaces it, as in a training loop.
-    last = engine.gradient_accumulation_steps() - 1
-    for number in range(last + 1):
-        recorder.phase = len(PHASES) * number
-        sent.moment = "last" if number == last else "earlier"
-        output = step(engine, workload.batch, workload.sequence // workload.sp)
-        loss = output[0] if isinstance(output, tuple) else output
-        recorder.phase += 1
-        engine.backward(loss)
-        recorder.phase += 1
-        sent.moment = "step"
-        engine.step()
-    del output
+def _run_step(engine: _EngineWithoutValues, schedule: Schedule, recorder: _PeakRecorder, sent: SentBytes) -> None:
+    for recorder.phase, sent.moment in schedule(engine):
+        pass  # the schedule runs the phase when it is asked for the next one
 
 
 # -- what is replaced

@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from zeroaccel.config.bounds import parse_plain_json, read_at_most
 from zeroaccel.config.diagnostics import near_names
 from zeroaccel.errors import ConfigError, UsageError
-from zeroaccel.estimate.decoder import MODELS, Decoder, Shape, known_shape, plain_names, shape_of
+from zeroaccel.estimate.decoder import MODELS, Decoder, known_shape, plain_names, shape_of
 from zeroaccel.estimate.known_models import CONFIGS, ModelConfig
+from zeroaccel.setup.axis_estimate import Shape
 
 _MOST_NBYTES = 4 << 20
 

@@ -5,17 +5,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
-from zeroaccel.config.parallel import ParallelConfig
+from zeroaccel.config.parallel import AXES, ParallelConfig
 from zeroaccel.errors import UsageError
 
 Precision = Literal["fp32", "fp16", "bf16"]
 Offload = Literal["none", "cpu", "nvme"]
 OptimizerName = Literal["adam", "lion", "adagrad", "momentum", "sgd"]
 
+SAMPLE_AXES = ("pp", "sp", "tp")
+"""Axes of a mesh whose ranks work on the same samples; a `Workload` has a field for each."""
 _STATES: dict[str, int] = {"adam": 2, "lion": 1, "adagrad": 1, "momentum": 1, "sgd": 0}
 
 
@@ -83,12 +86,12 @@ class Workload:
     @property
     def mesh(self) -> ParallelConfig:
         """The mesh of all ranks."""
-        return ParallelConfig(pp=self.pp, sp=self.sp, tp=self.tp).resolve(self.ranks)
+        return ParallelConfig.from_sizes(dict(zip(SAMPLE_AXES, self.sizes, strict=True))).resolve(self.ranks)
 
     @property
     def mesh_name(self) -> str:
         """ "dp 4 x tp 2"."""
-        sizes = {"pp": self.pp, "dp": self.mesh.dp_shard, "sp": self.sp, "tp": self.tp}
+        sizes = {axis.removesuffix("_shard"): getattr(self.mesh, axis) for axis in AXES}
         return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "1 rank"
 
     @property
@@ -96,10 +99,25 @@ class Workload:
         """Ranks that ZeRO shards over: those of `dp_shard` and `sp`, which have the same parameters."""
         return self.mesh.dp_shard * self.sp
 
-    def on_mesh(self, pp: int, sp: int, tp: int) -> Workload:
-        """The same samples per step on another mesh: fewer ranks that see different ones take more micro-steps each."""
-        micro_steps = self.accumulation * pp * sp * tp // (self.pp * self.sp * self.tp)
-        return replace(self, pp=pp, sp=sp, tp=tp, accumulation=max(micro_steps, 1))
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Ranks along each of `SAMPLE_AXES`."""
+        return tuple(getattr(self, axis) for axis in SAMPLE_AXES)
+
+    @property
+    def sample_ranks(self) -> int:
+        """Ranks that work on the same sample."""
+        return math.prod(self.sizes)
+
+    def on_mesh(self, *sizes: int) -> Workload:
+        """The same samples per step on another mesh: fewer ranks that see different ones take more micro-steps each.
+
+        Args:
+            sizes: see `sizes`.
+        """
+        changed: dict[str, Any] = dict(zip(SAMPLE_AXES, sizes, strict=True))
+        micro_steps = self.accumulation * math.prod(sizes) // self.sample_ranks
+        return replace(self, **changed, accumulation=max(micro_steps, 1))
 
     @property
     def tokens(self) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from zeroaccel.parallel.experts import ExpertAxis
 from zeroaccel.parallel.pipeline import PipelineAxis
-from zeroaccel.parallel.tensor import TensorAxis
+from zeroaccel.parallel.tensor_axis import TensorAxis
 from zeroaccel.parallel.ulysses import SequenceAxis
 from zeroaccel.setup.axis import Axis
 

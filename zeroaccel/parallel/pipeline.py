@@ -1,14 +1,17 @@
-"""The `pp` axis: ranks with the stages of one pipeline.
+"""The `pp` axis: ranks with the stages of one pipeline, in a training and in an estimate.
 
-Apart from `pipeline_engine`, so that a training without stages does not wait for torch's schedules to be imported.
+Apart from `pipeline_engine`, so that a training without stages does not wait for torch's schedules to be imported. An
+estimate has the blocks of one stage, in the order of 1F1B; it counts messages and allocates their buffers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from zeroaccel.checkpoint.save_plan import WholeModel
 from zeroaccel.comm.collectives import Collectives
@@ -18,10 +21,12 @@ from zeroaccel.config import Config
 from zeroaccel.config.parallel import INTERLEAVED, ZERO_BUBBLE, ParallelConfig, PipelineConfig
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.optim.optimizer_kinds import OptimizerKind
-from zeroaccel.parallel.pipeline_cut import Stage, cut, own_params
+from zeroaccel.parallel.pipeline_cut import Stage, cut, divide, own_params
 from zeroaccel.setup.axis import Axis
+from zeroaccel.setup.axis_estimate import AxisEstimate, EstimatedJob, Schedule, Shape
 from zeroaccel.setup.job import JobSpec
 from zeroaccel.setup.optimizer_plan import OptimizerPlan
+from zeroaccel.zero.engine import Engine
 from zeroaccel.zero.engine_base import EngineBase
 from zeroaccel.zero.from_config import EngineSettings
 from zeroaccel.zero.layout import Split
@@ -45,6 +50,10 @@ class PipelineAxis(Axis):
         if mesh.pp == 1 and job.pipeline is None:
             return None
         return cls(PipelineGroup(topology, mesh.groups(cls.name)), job.pipeline or PipelineConfig())
+
+    @classmethod
+    def estimate(cls, mesh: ParallelConfig) -> AxisEstimate | None:
+        return PipelineEstimate(mesh.pp) if mesh.pp > 1 else None
 
     @property
     def engine_type(self) -> type[EngineBase]:
@@ -148,3 +157,152 @@ class PipelineAxis(Axis):
                     got="none",
                     fix="choose another PipelineConfig(split), or leave pp at 1",
                 )
+
+
+# -- estimates
+
+_StageForward = Callable[[Engine, Tensor, Tensor | None], Tensor]
+"""(engine, token ids, hidden states of the previous stage) -> hidden states for the next one, or the loss."""
+
+
+class PipelineEstimate(AxisEstimate):
+    """Ranks with the stages of one pipeline, which send to the stages before and after them."""
+
+    name: ClassVar[str] = "pp"
+    receivers: ClassVar[Literal["all", "ring", "line"]] = "line"
+
+    def places(self, shape: Shape | None) -> Sequence[int]:
+        """The first stage, the last, and of those between the one with the most blocks times micro-batches in flight"""
+        between = range(1, self.size - 1)
+        if shape is None or len(between) < 2 or self.size > shape.layers:
+            return range(self.size)
+        numbers = [len(self.blocks(shape, index)) for index in range(self.size)]
+        return [0, max(between, key=lambda index: numbers[index] * (self.size - index)), self.size - 1]
+
+    def micro_steps(self, place: int) -> int:
+        return self.size - place + 2
+
+    def idle(self, accumulation: int) -> float:
+        return (self.size - 1) / (accumulation + self.size - 1)
+
+    def check(self, name: str, shape: Shape) -> None:
+        if self.size > shape.layers:
+            raise UsageError(f"{name}: pp {self.size}", expected=f"at most its {shape.layers} blocks", got=self.size)
+
+    def blocks(self, shape: Shape, place: int) -> range:
+        """By matrix elements, as `PipelineConfig` divides by default.
+
+        Example:
+            >>> PipelineEstimate(4).blocks(Shape(layers=8, width=64, inner=256, vocabulary=1000), 1)
+            range(2, 4)
+        """
+        queries, keys = shape.heads * shape.head_dim, shape.key_heads * shape.head_dim
+        block = shape.width * (2 * (queries + keys) + 3 * shape.inner)
+        firsts = divide([*[block] * (shape.layers - 1), block + shape.vocabulary * shape.width], self.size)
+        return range(*[*firsts, shape.layers][place : place + 2])
+
+    def share(self, job: EstimatedJob, model: nn.Module) -> Schedule:
+        stage = _Stage(job, self.size, min(job.accumulation, self.micro_steps(job.place)))
+        if job.shape is not None:
+            stage.width = job.shape.width
+            stage.shared_numel = job.shape.vocabulary * job.shape.width if job.shape.tied else 0
+        else:
+            stage.cut(model)
+        return stage.run
+
+
+class _Stage:
+    """One stage of a pipeline.
+
+    Args:
+        count: stages.
+        micro_steps: to run.
+
+    Attributes:
+        forward: of a micro-batch.
+        width: of the hidden states, (batch, sequence, width), that go between stages.
+        shared_numel: elements of the parameter that the first and the last stage share, if any.
+        received: direction -> the buffers of a schedule, made once, as torch's schedules have them.
+    """
+
+    def __init__(self, job: EstimatedJob, count: int, micro_steps: int) -> None:
+        self.job, self.count, self.micro_steps = job, count, micro_steps
+        self.is_first, self.is_last = job.place == 0, job.place == count - 1
+        self.forward: _StageForward = self._forward_decoder
+        self.width = self.shared_numel = 0
+        self.received: dict[str, list[Tensor]] = {}
+
+    def cut(self, model: nn.Module) -> None:
+        """Cuts a causal model of transformers, as `initialize` does."""
+        stage: Stage = cut(model, self.job.place, self.count, PipelineConfig(), verify=False)
+        config: Any = getattr(model, "config", None)
+        if config is None:
+            raise UsageError(
+                f"{self.job.name}: pp {self.count}",
+                expected="a causal model of transformers",
+                got=type(model).__name__,
+            )
+
+        def forward(engine: Engine, ids: Tensor, received: Tensor | None) -> Tensor:
+            return stage.run(stage.parts[0], engine, {"input_ids": ids, "labels": ids}, received)
+
+        self.forward, self.width = forward, int(config.get_text_config().hidden_size)
+        self.shared_numel = sum(item.param.numel() for item in stage.shared if item.param is not None)
+        for item in stage.shared:
+            if item.copy is not None:
+                self.shared_numel += item.copy.value.numel()
+                item.copy.is_trained = True
+
+    def _forward_decoder(self, engine: Engine, ids: Tensor, received: Tensor | None) -> Tensor:
+        output: Tensor = engine(ids if received is None else received)
+        return F.cross_entropy(output.flatten(0, -2), ids.flatten()) if self.is_last else output
+
+    def run(self, engine: Engine) -> Iterator[tuple[int, str]]:
+        """One step in the order of 1F1B. (PipeDream-flush, Narayanan et al., 2021, arXiv:2006.09503)
+
+        What `PipelineEngine` does for a micro-batch; a `Schedule`.
+        """
+        job, name = self.job, PipelineEstimate.name
+        count = self.micro_steps
+        warm = min(count, self.count - job.place)
+        actions = [("forward", micro) for micro in range(warm)]
+        for micro in range(count):
+            actions.append(("backward", micro))
+            if warm + micro < count:
+                actions.append(("forward", warm + micro))
+        nbytes = job.batch * job.sequence * self.width * job.dtype.itemsize
+        shared_nbytes = self.shared_numel * job.dtype.itemsize
+        if not self.received:
+            self._make_buffers(next(engine.module.parameters()).device)
+        outputs: dict[int, Tensor] = {}
+        for number, (kind, micro) in enumerate(actions):
+            is_last = micro == count - 1
+            moment = "last" if is_last else "earlier"
+            if kind == "forward":
+                yield 3 * number, moment
+                received = None if self.is_first else self.received["forward"][micro].detach().requires_grad_()
+                outputs[micro] = self.forward(engine, torch.zeros(job.batch, job.sequence, dtype=torch.long), received)
+                job.count(name, 0 if self.is_last else nbytes)
+                continue
+            yield 3 * number + 1, moment
+            engine.set_gradient_accumulation_boundary(is_last)
+            engine._begin_backward(direct=False)
+            gradient = None if self.is_last else self.received["backward"][micro]
+            torch.autograd.backward([outputs.pop(micro)], [gradient])
+            engine._end_backward()
+            job.count(name, 0 if self.is_first else nbytes)
+            job.count(name, shared_nbytes if self.is_last else 0)  # the gradient of the copy
+            if not is_last:
+                engine.step()
+        yield 3 * len(actions) + 2, "step"
+        job.count(name, shared_nbytes if self.is_first else 0)  # the values of the copy
+        engine.step()
+
+    def _make_buffers(self, device: torch.device) -> None:
+        """For all micro-batches of a step, as torch's schedules have them."""
+        hidden = self.job.batch, self.job.sequence, self.width
+        for direction, has in (("forward", not self.is_first), ("backward", not self.is_last)):
+            self.received[direction] = [
+                torch.empty(hidden, dtype=self.job.dtype, device=device)
+                for _ in range(self.job.accumulation if has else 0)
+            ]

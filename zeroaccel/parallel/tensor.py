@@ -14,32 +14,20 @@ import hashlib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zeroaccel.comm.collectives import Collectives
-from zeroaccel.comm.topology import RankGroup, Topology, connect, mesh_of, subgroup, track
 from zeroaccel.comm.tracked_group import TrackedGroup
-from zeroaccel.config import Config
-from zeroaccel.config.parallel import ParallelConfig
-from zeroaccel.errors import ConfigError, UsageError, listed
+from zeroaccel.errors import UsageError, listed
 from zeroaccel.nested import leaves_of
-from zeroaccel.optim.optimizer_kinds import OptimizerKind
-from zeroaccel.setup.axis import Axis
-from zeroaccel.setup.cut_check import Cut
-from zeroaccel.setup.job import JobSpec
-from zeroaccel.setup.optimizer_plan import OptimizerPlan
-from zeroaccel.zero.build_units import refuse_split
-from zeroaccel.zero.engine_base import EngineBase
-from zeroaccel.zero.from_config import EngineSettings
-from zeroaccel.zero.hooks import check_not_compiled
 from zeroaccel.zero.layout import Split
 
 if TYPE_CHECKING:
@@ -85,105 +73,6 @@ def _styles() -> dict[str, Callable[[], ParallelStyle]]:
         # A norm of each head, (B, S, heads, d): all ranks have its weights, and each has gradients of its heads.
         _HEAD_NORM: lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
     }
-
-
-class TensorAxis(Axis):
-    """The `tp` axis: ranks with parts of the same layers."""
-
-    name: ClassVar[str] = "tp"
-    refuses_compiled: ClassVar[str] = "a graph cannot contain the group that sums a layer's parts (tensor parallelism)"
-
-    def __init__(self, group: RankGroup, topology: Topology, tp_plan: Mapping[str, str] | str | None) -> None:
-        self._group, self._topology, self._plan = group, topology, tp_plan
-        self._layers = SplitLayers([], group.size)
-
-    @property
-    def cut(self) -> Cut | None:
-        return TensorCut(self._layers, self._group)
-
-    @classmethod
-    def join(cls, mesh: ParallelConfig, topology: Topology, job: JobSpec) -> TensorAxis | None:
-        if mesh.tp == 1:
-            return None
-        groups = mesh.groups(cls.name)
-        group = subgroup(topology, groups)
-        connect(topology, {"layers": (group.reduce_group, ("all_gather", "all_reduce", "reduce_scatter"))})
-        track(topology, groups)
-        return cls(group, topology, mesh.tp_plan)
-
-    @property
-    def splits(self) -> Mapping[int, Split]:
-        return self._layers.splits
-
-    def divide(self, model: nn.Module, others: Sequence[Axis]) -> None:
-        """Finds the layers to split. Changes nothing of the model.
-
-        Raises:
-            UsageError: the plan does not fit the model, or the model is compiled.
-        """
-        check_not_compiled(model, self.refuses_compiled)
-        self._layers = SplitLayers.of(model, mesh_of(self._topology, self._group), self._group.rank, self._plan)
-
-    def keep(self, modules: Iterable[nn.Module]) -> None:
-        self._layers.keep(modules)
-
-    def splits_of(self, module: nn.Module) -> Mapping[str, Split]:
-        return self._layers.splits_of(module)
-
-    def check(
-        self, config: Config, settings: EngineSettings, optimizer: OptimizerPlan, names: Mapping[int, str]
-    ) -> None:
-        zero = config.zero_optimization
-        for key in ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights"):
-            if getattr(zero, key):
-                raise ConfigError(
-                    config.where(f"zero_optimization.{key}"),
-                    expected="false with tensor parallelism",
-                    got=True,
-                    fix="remove the key, or leave tp at 1",
-                )
-        if OptimizerKind.COUPLED in optimizer.group_kinds:
-            raise UsageError(
-                f"optimizer {type(optimizer.optimizer).__name__}",
-                expected="one that updates elements or tensors by themselves, with tensor parallelism",
-                got="one whose rule sums over several parameters",
-                fix="use AdamW, SGD or the like, or leave tp at 1",
-            )
-        for param, index in optimizer.groups.items():
-            if param in self.splits and optimizer.group_kinds[index] is OptimizerKind.PER_TENSOR:
-                refuse_split(names[param])
-
-    def connect(self, collectives: Collectives) -> None:
-        collectives.parts = Collectives(self._topology, self._group, recorder=collectives.flight_recorder)
-        collectives.observe(self.name, collectives.parts)
-        if (tracked := self._topology.tracked.get(self._group.ranks)) is not None:
-            collectives.observe(self.name, tracked)
-
-    def attach(self, engine: EngineBase, loader: Any) -> None:
-        # Stages of a pipeline compare their batches themselves, as not all of them run the model at the same time.
-        ranks = engine.collectives
-        self._layers.attach(engine.module, ranks if ranks.peers is ranks.job else None)
-
-    def undo(self) -> None:
-        self._layers.detach()
-
-
-class TensorCut(Cut):
-    """Layers that ranks share, for the check at the start."""
-
-    whole = "whole layers"
-    by_tokens = False
-    cure = "correct tp_plan (docs/tensor_parallel.md), or train it with tp=1"
-
-    def __init__(self, layers: SplitLayers, group: RankGroup) -> None:
-        self._layers, self._split = layers, layers.modules
-        self.name, self.size, self.index = f"tensor parallelism (tp={layers.size})", layers.size, group.rank
-
-    def computing(self, *, whole: bool) -> AbstractContextManager[None]:
-        return self._layers.computing(whole=whole)
-
-    def is_split(self, module: nn.Module) -> bool:
-        return id(module) in self._split
 
 
 class SplitLayers:

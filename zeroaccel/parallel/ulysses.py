@@ -31,7 +31,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,7 @@ from zeroaccel.config.parallel import ParallelConfig
 from zeroaccel.errors import UsageError
 from zeroaccel.parallel.sequence import SequenceGroup
 from zeroaccel.setup.axis import Axis
+from zeroaccel.setup.axis_estimate import AxisEstimate, EstimatedJob, Shape
 from zeroaccel.setup.cut_check import Cut
 from zeroaccel.setup.job import JobSpec
 from zeroaccel.zero.engine_base import EngineBase
@@ -518,6 +519,10 @@ class SequenceAxis(Axis):
         return cls(group, mesh.tp, verifies=mesh.verify_cut)
 
     @classmethod
+    def estimate(cls, mesh: ParallelConfig) -> AxisEstimate | None:
+        return SequenceEstimate(mesh.sp, mesh.tp) if mesh.sp > 1 else None
+
+    @classmethod
     def check_launched(cls, mesh: ParallelConfig, sources: Mapping[str, str]) -> None:
         """Refuses a launch with `sp` for a caller that names no mesh: the script has to cut its batches.
 
@@ -558,3 +563,52 @@ class SequenceAxis(Axis):
         if self._attention is not None:
             self._attention.undo()
             self._attention = None
+
+
+class SequenceEstimate(AxisEstimate):
+    """Sequence parallelism in an estimate: 1 / sp of the tokens; the engine's own code exchanges heads.
+
+    Args:
+        layer_ranks: ranks that share the attention heads already (`tp`).
+    """
+
+    name: ClassVar[str] = "sp"
+    in_blocks: ClassVar[bool] = True
+
+    def __init__(self, size: int, layer_ranks: int) -> None:
+        super().__init__(size)
+        self._layer_ranks = layer_ranks
+
+    def tokens(self, sequence: int) -> int:
+        return sequence // self.size
+
+    def check(self, name: str, shape: Shape) -> None:
+        self.divide_heads(name, queries=shape.heads // self._layer_ranks)  # heads of keys are copied
+
+    def share(self, job: EstimatedJob, model: nn.Module) -> None:
+        # No process group: exchanges go through ranks that do not exist.
+        group = SequenceGroup(job.ranks(self.size, self.name), cast(Any, None))
+        if job.shape is None:
+            _UlyssesWithoutValues(model, group)
+            return
+        exchange = _ExchangeOnly(group)
+        for module in model.modules():
+            if "exchange" in vars(module):
+                vars(module)["exchange"] = exchange
+
+
+class _ExchangeOnly(UlyssesAttention):
+    """The exchange of heads by itself, for a decoder that calls it."""
+
+    def __init__(self, group: SequenceGroup) -> None:
+        self.group = group
+        self._positions = {}
+
+
+class _UlyssesWithoutValues(UlyssesAttention):
+    """As in training, without a look at positions and masks: sequences are neither packed nor padded."""
+
+    def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tokens = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+        self._sequences = WholeSequences(tokens.shape[1] * self.group.size, None, None)
+        return None

@@ -1,4 +1,4 @@
-"""`Axis`: what set-up, engine, checkpoints and traffic know of an axis of the mesh.
+"""`Axis`: what set-up, engine, checkpoints, traffic and estimates know of an axis of the mesh.
 
 The axes themselves are in `parallel/`; `parallel/axes.py` has the table of them. A new axis is one class and one line
 of that table.
@@ -16,6 +16,7 @@ from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.topology import Topology
 from zeroaccel.config import Config
 from zeroaccel.config.parallel import ParallelConfig
+from zeroaccel.setup.axis_estimate import AxisEstimate
 from zeroaccel.setup.cut_check import Cut
 from zeroaccel.setup.job import JobSpec
 from zeroaccel.setup.optimizer_plan import OptimizerPlan
@@ -62,6 +63,11 @@ class Axis:
         Args:
             sources: launch setting -> where it was written.
         """
+
+    @classmethod
+    def estimate(cls, mesh: ParallelConfig) -> AxisEstimate | None:
+        """The axis' part of an estimate; None where it has one rank, or changes neither memory nor traffic."""
+        return None
 
     @property
     def engine_type(self) -> type[EngineBase] | None:

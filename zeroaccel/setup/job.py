@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.config import Config, Facts
+from zeroaccel.config.document import Document, read_document
 from zeroaccel.config.normalize import UnknownKeys
 from zeroaccel.config.parallel import ParallelConfig, PipelineConfig
 from zeroaccel.optim.optimizer_kinds import OptimizerKind
@@ -68,3 +70,18 @@ class JobSpec:
     optimizer_kind: OptimizerKind | str | None = None
     loop: LoopRules = field(default_factory=LoopRules)
     compilation: Compilation | None = None
+
+    @cached_property
+    def document(self) -> Document | Config:
+        """The config as it was written, read once.
+
+        Raises:
+            ConfigError: no such file, not readable, not JSON, or not an object.
+        """
+        source = {} if self.config is None else self.config
+        return source if isinstance(source, Config) else read_document(source)
+
+    @property
+    def config_tree(self) -> Mapping[str, Any]:
+        """The keys of the config as they were written."""
+        return self.document.raw if isinstance(self.document, Config) else self.document.tree

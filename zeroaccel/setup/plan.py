@@ -45,7 +45,6 @@ from zeroaccel.zero.from_config import (
     placement_of,
     unit_specs_of,
 )
-from zeroaccel.zero.layout import Split
 from zeroaccel.zero.wrap_policy import UnitSpec
 
 
@@ -121,20 +120,21 @@ class TrainPlan:
         trained.check(config, shards, tiers)
         batch = _batch(config, ranks.samplers.value, training=trained.optimizer is not None)
         splits = {key: split for axis in ranks.axes for key, split in axis.splits.items()}
+        device, groups, kinds = ranks.topology.device, trained.groups, trained.group_kinds
         plan = cls(
             engine=engine_settings_of(config, shards, batch, ranks.world_size, ranks.samplers.value, job.loop),
             comm=comm_plan(config, ranks.world_size, _shard_size(ranks, config)),
             tiers=tiers,
             optimizer=trained,
             axes={axis.name: axis.facts() for axis in ranks.axes},
-            parameters=tuple(_parameters(job.model, trained.groups)),
+            parameters=tuple(_parameters(job.model, groups)),
             job=job,
             ranks=ranks,
             config=config,
             names=names,
             units=unit_specs_of(job.model, config, shards),
-            placement=_placement(job.model, config, shards, tiers, trained, ranks.topology.device, splits),
-            unoptimized=[p for p in job.model.parameters() if p.requires_grad and id(p) not in trained.groups],
+            placement=placement_of(job.model, config, shards, groups, device, tiers, kinds, splits),
+            unoptimized=[p for p in job.model.parameters() if p.requires_grad and id(p) not in groups],
             recomputation=_recomputation(job.model, config),
             loader=_loader(job, config, batch, ranks),
         )
@@ -234,8 +234,7 @@ def _config(job: JobSpec, ranks: JobRanks) -> Config:
         world_size=ranks.samplers,
         training=job.facts.training or job.optimizer is not None,
     )
-    source = {} if job.config is None else job.config
-    config = load_config(source, sources=job.sources or None, facts=facts, unknown_keys=job.unknown_keys)
+    config = load_config(job.document, sources=job.sources or None, facts=facts, unknown_keys=job.unknown_keys)
     if config.log_level is not None:
         set_log_level(config.log_level)
         for note in config.notes:
@@ -250,18 +249,6 @@ def _divide(job: JobSpec, ranks: JobRanks) -> tuple[Any, Any]:
         axis.divide(job.model, ranks.axes[:index])
         optimizer, params = axis.own_params(optimizer, params)
     return optimizer, params
-
-
-def _placement(
-    model: nn.Module,
-    config: Config,
-    shards: ShardPlan,
-    tiers: TierPlan,
-    optimizer: OptimizerPlan,
-    device: torch.device,
-    splits: Mapping[int, Split],
-) -> Placement:
-    return placement_of(model, config, shards, optimizer.groups, device, tiers, optimizer.group_kinds, splits)
 
 
 def _shard_size(ranks: JobRanks, config: Config) -> int | None:

@@ -11,13 +11,12 @@ from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.environment import core_set, fair_threads, omp_threads_chosen, usable_cores
 from zeroaccel.comm.mesh_layout import data_groups, shard_size_of
 from zeroaccel.comm.topology import Topology, init_process_group
-from zeroaccel.config import Config, Fact
-from zeroaccel.config.document import read_document
+from zeroaccel.config import Fact
 from zeroaccel.config.parallel import AXES, ParallelConfig, RankGroups, with_config_axes
 from zeroaccel.errors import UsageError
 from zeroaccel.ops.dispatch import use_threads
 from zeroaccel.setup.axis import Axis
-from zeroaccel.setup.job import ConfigSource, JobSpec
+from zeroaccel.setup.job import JobSpec
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ def join_ranks(job: JobSpec, axes: Sequence[type[Axis]], launched: Callable[[], 
         asked = None if job.parallel is None else ParallelConfig.of(job.parallel, "initialize(parallel)")
         if job.mesh is None and asked is None:
             asked = launched()
-        asked = with_config_axes(_as_written(job.config), asked)
+        asked = with_config_axes(job.config_tree, asked)
         if job.mesh is not None and asked is not None:
             raise UsageError("initialize", expected="a mesh or a ParallelConfig", got="both", fix="leave one out")
         mesh = (asked or ParallelConfig()).resolve(collectives.world_size)
@@ -133,12 +132,6 @@ def _of_device_mesh(
 
 def _join_axes(axes: Sequence[type[Axis]], mesh: ParallelConfig, topology: Topology, job: JobSpec) -> tuple[Axis, ...]:
     return tuple(made for axis in axes if (made := axis.join(mesh, topology, job)) is not None)
-
-
-def _as_written(config: ConfigSource | None) -> Mapping[str, Any]:
-    if config is None:
-        return {}
-    return config.raw if isinstance(config, Config) else read_document(config).tree
 
 
 def _check_same_mesh(mesh: ParallelConfig, collectives: Collectives) -> None:

@@ -18,12 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zeroaccel.cli.pages.estimate_page import positions
 from zeroaccel.errors import ConfigError, UsageError, ZeroAccelError
 from zeroaccel.estimate import PLANS, Capacity, ClosedForms, Estimate, Workload, estimate, plan_table, subject
-from zeroaccel.estimate.decoder import Decoder, Shape, known_shape, shape_of
+from zeroaccel.estimate.decoder import Decoder, known_shape, shape_of
 from zeroaccel.estimate.extrapolate import MemoryTrace, Moment, extrapolate_depth
 from zeroaccel.estimate.known_models import CONFIGS
 from zeroaccel.estimate.shapes_only import RULES, ShapesOnly
 from zeroaccel.estimate.simulate import simulate
 from zeroaccel.estimate.subject import Step, Subject, predict_tokens
+from zeroaccel.setup.axis_estimate import Shape
 
 PLAIN = [(stage, "none", "none") for stage in range(4)]
 TINY = {

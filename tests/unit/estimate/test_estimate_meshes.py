@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from tests.support.commands import typed
 from tests.support.mesh_training import NEEDS_SPLIT_LAYERS, NEEDS_STAGES
@@ -23,11 +24,12 @@ from zeroaccel.estimate import (
     needless_crossing,
     traffic_table,
 )
-from zeroaccel.estimate.decoder import Decoder, Shape
-from zeroaccel.estimate.mesh_parts import stage_firsts
+from zeroaccel.estimate.decoder import Decoder
 from zeroaccel.estimate.meshes import crossing_share, meshes_of
 from zeroaccel.estimate.simulate import simulate
 from zeroaccel.estimate.subject import predict_tokens
+from zeroaccel.parallel.axes import AXES
+from zeroaccel.parallel.pipeline import PipelineEstimate
 from zeroaccel.parallel.traffic import (
     SplitLayerShape,
     pipeline_traffic,
@@ -35,6 +37,8 @@ from zeroaccel.parallel.traffic import (
     shard_traffic,
     tensor_traffic,
 )
+from zeroaccel.setup.axis import Axis
+from zeroaccel.setup.axis_estimate import AxisEstimate, EstimatedJob, Shape
 
 SHAPE = Shape(8, 128, 256, 512, heads=8, head_dim=16, key_heads=4)
 ROOMY = Capacity(device=10**12)
@@ -92,6 +96,31 @@ def test_bytes_of_each_axis_are_those_of_the_closed_forms() -> None:
     assert _sent(staged) == {"pp": form_of_stages.inside}
 
 
+class _HalfEstimate(AxisEstimate):
+    name = "half"
+
+    def share(self, job: EstimatedJob, model: nn.Module) -> None:
+        """Leaves out the second half of the blocks."""
+        assert isinstance(model, Decoder)
+        model.blocks = model.blocks[: len(model.blocks) // 2]
+
+
+class _HalfAxis(Axis):
+    name = "half"
+
+    @classmethod
+    def estimate(cls, mesh: ParallelConfig) -> AxisEstimate:
+        return _HalfEstimate(2)
+
+
+def test_a_new_axis_brings_its_part_of_an_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = simulate(_subject(), Workload(sequence=64), 1)
+    monkeypatch.setattr("zeroaccel.estimate.mesh_parts.AXES", [*AXES, _HalfAxis])
+    half = simulate(_subject(), Workload(sequence=64), 1)
+    assert half.numel == whole.numel - SHAPE.layers // 2 * SHAPE.block_numel
+    assert half.peak.optimizer < whole.peak.optimizer
+
+
 def test_gpt2_is_cut_by_the_names_of_its_layers(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 128}
@@ -145,7 +174,15 @@ def test_a_model_of_transformers_is_cut_as_the_same_decoder(axes: dict[str, int]
 
 def test_first_stages_have_more_micro_batches_in_flight() -> None:
     assert _stage_1(Workload(ranks=4, sequence=512, pp=4, accumulation=8)).pipeline_stage == 0
-    assert stage_firsts(SHAPE, 4) == [0, 2, 4, 6]
+    stages = PipelineEstimate(4)
+    assert [stages.blocks(SHAPE, place).start for place in range(4)] == [0, 2, 4, 6]
+
+
+def test_a_deep_stage_whose_memory_does_not_grow_evenly_is_simulated_whole() -> None:
+    shape = replace(SHAPE, layers=24)
+    workload = Workload(ranks=8, sequence=64, pp=2, accumulation=6)
+    deep = estimate(_subject(shape), workload, [(3, "none", "none")])[0]
+    assert deep.numel == shape.numel
 
 
 def test_meshes_have_the_same_samples_per_step() -> None:
@@ -191,6 +228,8 @@ def test_what_a_model_cannot_be_cut_into() -> None:
     assert (
         mesh_row(_subject(), Workload(ranks=8, sequence=64, sp=8), ROOMY).plan is not None
     )  # heads of keys are copied
+    six = mesh_row(_subject(replace(SHAPE, heads=6, key_heads=2)), Workload(ranks=4, sequence=64, tp=2, sp=2), ROOMY)
+    assert six.refused == "small: sp 2: expected a divisor of its 3 heads of queries, got 2"
     tied = _subject(replace(SHAPE, tied=True))
     assert mesh_row(tied, Workload(ranks=2, sequence=64, tp=2), ROOMY).plan is not None
     assert mesh_row(tied, Workload(ranks=2, sequence=64, pp=2, accumulation=2), ROOMY).plan is not None

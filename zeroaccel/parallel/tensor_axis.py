@@ -1,0 +1,297 @@
+"""The `tp` axis: ranks with parts of the same layers, in a training and in an estimate.
+
+`tensor.py` splits the layers of a training. In an estimate, layers of the model's plan have 1 / tp of their weights;
+sums over ranks are copies, since torch's are out of place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, ClassVar, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from zeroaccel.comm.collectives import Collectives
+from zeroaccel.comm.topology import RankGroup, Topology, connect, mesh_of, subgroup, track
+from zeroaccel.config import Config
+from zeroaccel.config.parallel import ParallelConfig
+from zeroaccel.errors import ConfigError, UsageError
+from zeroaccel.optim.optimizer_kinds import OptimizerKind
+from zeroaccel.parallel.tensor import SplitLayers, is_transposed, layer_styles, local_head_counts
+from zeroaccel.setup.axis import Axis
+from zeroaccel.setup.axis_estimate import AxisEstimate, EstimatedJob, Shape
+from zeroaccel.setup.cut_check import Cut
+from zeroaccel.setup.job import JobSpec
+from zeroaccel.setup.optimizer_plan import OptimizerPlan
+from zeroaccel.zero.build_units import refuse_split
+from zeroaccel.zero.engine_base import EngineBase
+from zeroaccel.zero.from_config import EngineSettings
+from zeroaccel.zero.hooks import check_not_compiled
+from zeroaccel.zero.layout import Split
+
+
+class TensorAxis(Axis):
+    """The `tp` axis: ranks with parts of the same layers."""
+
+    name: ClassVar[str] = "tp"
+    refuses_compiled: ClassVar[str] = "a graph cannot contain the group that sums a layer's parts (tensor parallelism)"
+
+    def __init__(self, group: RankGroup, topology: Topology, tp_plan: Mapping[str, str] | str | None) -> None:
+        self._group, self._topology, self._plan = group, topology, tp_plan
+        self._layers = SplitLayers([], group.size)
+
+    @property
+    def cut(self) -> Cut | None:
+        return TensorCut(self._layers, self._group)
+
+    @classmethod
+    def join(cls, mesh: ParallelConfig, topology: Topology, job: JobSpec) -> TensorAxis | None:
+        if mesh.tp == 1:
+            return None
+        groups = mesh.groups(cls.name)
+        group = subgroup(topology, groups)
+        connect(topology, {"layers": (group.reduce_group, ("all_gather", "all_reduce", "reduce_scatter"))})
+        track(topology, groups)
+        return cls(group, topology, mesh.tp_plan)
+
+    @classmethod
+    def estimate(cls, mesh: ParallelConfig) -> AxisEstimate | None:
+        return TensorEstimate(mesh.tp) if mesh.tp > 1 else None
+
+    @property
+    def splits(self) -> Mapping[int, Split]:
+        return self._layers.splits
+
+    def divide(self, model: nn.Module, others: Sequence[Axis]) -> None:
+        """Finds the layers to split. Changes nothing of the model.
+
+        Raises:
+            UsageError: the plan does not fit the model, or the model is compiled.
+        """
+        check_not_compiled(model, self.refuses_compiled)
+        self._layers = SplitLayers.of(model, mesh_of(self._topology, self._group), self._group.rank, self._plan)
+
+    def keep(self, modules: Iterable[nn.Module]) -> None:
+        self._layers.keep(modules)
+
+    def splits_of(self, module: nn.Module) -> Mapping[str, Split]:
+        return self._layers.splits_of(module)
+
+    def check(
+        self, config: Config, settings: EngineSettings, optimizer: OptimizerPlan, names: Mapping[int, str]
+    ) -> None:
+        zero = config.zero_optimization
+        for key in ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights"):
+            if getattr(zero, key):
+                raise ConfigError(
+                    config.where(f"zero_optimization.{key}"),
+                    expected="false with tensor parallelism",
+                    got=True,
+                    fix="remove the key, or leave tp at 1",
+                )
+        if OptimizerKind.COUPLED in optimizer.group_kinds:
+            raise UsageError(
+                f"optimizer {type(optimizer.optimizer).__name__}",
+                expected="one that updates elements or tensors by themselves, with tensor parallelism",
+                got="one whose rule sums over several parameters",
+                fix="use AdamW, SGD or the like, or leave tp at 1",
+            )
+        for param, index in optimizer.groups.items():
+            if param in self.splits and optimizer.group_kinds[index] is OptimizerKind.PER_TENSOR:
+                refuse_split(names[param])
+
+    def connect(self, collectives: Collectives) -> None:
+        collectives.parts = Collectives(self._topology, self._group, recorder=collectives.flight_recorder)
+        collectives.observe(self.name, collectives.parts)
+        if (tracked := self._topology.tracked.get(self._group.ranks)) is not None:
+            collectives.observe(self.name, tracked)
+
+    def attach(self, engine: EngineBase, loader: Any) -> None:
+        # Stages of a pipeline compare their batches themselves, as not all of them run the model at the same time.
+        ranks = engine.collectives
+        self._layers.attach(engine.module, ranks if ranks.peers is ranks.job else None)
+
+    def undo(self) -> None:
+        self._layers.detach()
+
+
+class TensorCut(Cut):
+    """Layers that ranks share, for the check at the start."""
+
+    whole = "whole layers"
+    by_tokens = False
+    cure = "correct tp_plan (docs/tensor_parallel.md), or train it with tp=1"
+
+    def __init__(self, layers: SplitLayers, group: RankGroup) -> None:
+        self._layers, self._split = layers, layers.modules
+        self.name, self.size, self.index = f"tensor parallelism (tp={layers.size})", layers.size, group.rank
+
+    def computing(self, *, whole: bool) -> AbstractContextManager[None]:
+        return self._layers.computing(whole=whole)
+
+    def is_split(self, module: nn.Module) -> bool:
+        return id(module) in self._split
+
+
+# -- estimates
+
+_ROWS, _COLUMNS = 0, 1
+# Kind of module -> style -> the dims of its parameters that are cut, as torch's styles cut them.
+_CUT_DIMS: dict[type[nn.Module], dict[str, dict[str, int]]] = {
+    nn.Linear: {
+        **{style: {"weight": _ROWS, "bias": _ROWS} for style in ("colwise", "colwise_gather_output", "colwise_rep")},
+        **{style: {"weight": _COLUMNS} for style in ("rowwise", "rowwise_split_input", "rowwise_rep")},
+    },
+    nn.Embedding: {"embedding_rowwise": {"weight": _ROWS}, "embedding_colwise": {"weight": _COLUMNS}},
+}
+# GPT-2's linear layers have weights of (inputs, outputs).
+_CUT_DIMS_TRANSPOSED: dict[str, dict[str, int]] = {
+    **{style: {"weight": _COLUMNS, "bias": _ROWS} for style in ("colwise", "packed_colwise_2", "packed_colwise_3")},
+    "rowwise": {"weight": _ROWS},
+}
+_GATHERED = ("colwise_gather_output", "colwise_rep", "embedding_colwise")
+_SPLIT_INPUT = ("rowwise_split_input", "rowwise_rep")
+
+
+class TensorEstimate(AxisEstimate):
+    """Ranks with parts of the same layers, which sum and gather in rings."""
+
+    name: ClassVar[str] = "tp"
+    receivers: ClassVar[Literal["all", "ring", "line"]] = "ring"
+    in_blocks: ClassVar[bool] = True
+
+    def check(self, name: str, shape: Shape) -> None:
+        self.divide_heads(name, queries=shape.heads, keys=shape.key_heads)
+
+    def share(self, job: EstimatedJob, model: nn.Module) -> None:
+        """Reduces the layers of the model's plan.
+
+        Raises:
+            UsageError: as of `initialize` with tensor parallelism.
+        """
+        count, size = partial(job.count, self.name), self.size
+        styles = layer_styles(model, size)
+        parts: dict[int, nn.Parameter] = {}
+        whole = list(model.parameters())  # until the end, so that the id of one is no other's
+        for name, style in styles.items():
+            _share_layer(name, model.get_submodule(name), style, size, parts, count)
+        for prefix, module in model.named_modules():
+            if any(id(param) in parts for param in module._parameters.values() if param is not None):
+                raise UsageError(
+                    f"tensor parallelism: {prefix}",
+                    expected="tied parameters with the same split",
+                    got="one that is whole",
+                )
+        for parent in {name.rpartition(".")[0]: None for name in styles}:
+            attention = model.get_submodule(parent)
+            vars(attention).update(local_head_counts(attention, size))
+        del whole
+
+
+def _share_layer(
+    name: str,
+    module: nn.Module,
+    style: str,
+    size: int,
+    parts: dict[int, nn.Parameter],
+    count: Callable[[float], None],
+) -> None:
+    dims = _cut_dims(module).get(style)
+    if dims is None:
+        if style != "replicated_with_grad_allreduce":
+            raise UsageError(f"tensor parallelism: {name}", expected="a style of its kind of layer", got=style)
+        return
+    for key, dim in dims.items():
+        param = module._parameters.get(key)
+        if param is not None:
+            module._parameters[key] = _part(f"{name}.{key}", param, dim, size, parts)
+    if is_transposed(module) and "bias" in dims:
+        vars(module)["nf"] //= size  # outputs, by which its forward shapes them
+    module.forward = _forward_of_part(module.forward, style, size, count)
+
+
+def _cut_dims(module: nn.Module) -> dict[str, dict[str, int]]:
+    """Style -> the dims of its parameters that are cut, for a module of its kind."""
+    if is_transposed(module):
+        return _CUT_DIMS_TRANSPOSED
+    return next((dims for kind, dims in _CUT_DIMS.items() if isinstance(module, kind)), {})
+
+
+def _part(name: str, param: nn.Parameter, dim: int, size: int, parts: dict[int, nn.Parameter]) -> nn.Parameter:
+    if id(param) not in parts:
+        shape = list(param.shape)
+        if shape[dim] % size:
+            raise UsageError(
+                f"tensor parallelism: parameter {name}", expected=f"a multiple of {size} in dim {dim}", got=shape[dim]
+            )
+        shape[dim] //= size
+        parts[id(param)] = nn.Parameter(param.detach().new_empty(shape), param.requires_grad)
+    return parts[id(param)]
+
+
+def _forward_of_part(
+    forward: Callable[..., Tensor], style: str, size: int, count: Callable[[float], None]
+) -> Callable[..., Tensor]:
+    def count_sum(nbytes: int) -> None:
+        count(2 * (size - 1) / size * nbytes)  # as a ring does
+
+    def count_gather(nbytes: int) -> None:
+        count((size - 1) * nbytes)
+
+    def shared(x: Tensor) -> Tensor:
+        if style in _SPLIT_INPUT:
+            x = x[..., : x.shape[-1] // size]
+        elif style.startswith(("colwise", "packed_colwise")):
+            x = cast(Tensor, _Shared.apply(x, count_sum))  # type: ignore[no-untyped-call]
+        out = forward(x)
+        if style in _GATHERED:
+            return cast(Tensor, _Joined.apply(out, size, count_gather))  # type: ignore[no-untyped-call]
+        if "rowwise" in style:
+            return cast(Tensor, _Summed.apply(out, count_sum))  # type: ignore[no-untyped-call]
+        return out
+
+    return shared
+
+
+class _Summed(torch.autograd.Function):
+    """A sum over the ranks, whose gradient is the same on all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, count: Callable[[int], None]) -> Tensor:
+        count(x.nbytes)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0], None
+
+
+class _Shared(torch.autograd.Function):
+    """An input that all ranks have; each has a part of its gradient, and the ranks sum them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, count: Callable[[int], None]) -> Tensor:
+        ctx.count = count
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.count(grads[0].nbytes)
+        return grads[0].clone(), None
+
+
+class _Joined(torch.autograd.Function):
+    """The ranks' parts of the last dim, one after the other."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: int, count: Callable[[int], None]) -> Tensor:
+        ctx.width = x.shape[-1]
+        count(x.nbytes)
+        return x.new_empty((*x.shape[:-1], size * x.shape[-1]))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0][..., : ctx.width].contiguous(), None, None
