@@ -121,7 +121,7 @@ def test_sums_over_the_shards_give_the_bits_of_one_process(ranks: Ranks, stage: 
 
 
 def _run(stage: int, changes: dict[str, Any]) -> Run:
-    return train(_settings(stage, "bf16", **changes), 6, optimizer=EstimatesStepSize)
+    return train(_settings(stage, "bf16", **changes), 4, optimizer=EstimatesStepSize)
 
 
 def test_replicas_add_each_shard_once(ranks: Ranks) -> None:

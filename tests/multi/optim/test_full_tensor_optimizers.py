@@ -103,12 +103,12 @@ def _settings(stage: int, precision: str, accumulation: int = 1, **changes: Any)
     return settings
 
 
-def _run(stage: int, rule: str, precision: str, accumulation: int, changes: dict[str, Any], steps: int = 8) -> Run:
+def _run(stage: int, rule: str, precision: str, accumulation: int, changes: dict[str, Any], steps: int = 5) -> Run:
     settings = _settings(stage, precision, accumulation, gradient_clipping=0.5, **changes)
     return train(settings, steps, optimizer=RULES[rule], optimizer_kind="per_tensor")
 
 
-def _plain(rule: str, steps: int = 8, *, precision: str = "fp32", clipping: float = 0.0) -> tuple[Run, Run]:
+def _plain(rule: str, steps: int = 5, *, precision: str = "fp32", clipping: float = 0.0) -> tuple[Run, Run]:
     """A run of the engine at stage 1, and the optimizer itself on the unsharded model with its gradients."""
     torch.manual_seed(7)
     whole = Toy()
