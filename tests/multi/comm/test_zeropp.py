@@ -25,7 +25,7 @@ from zeroaccel.zero.engine import Engine
 
 def _trained(changes: list[dict[str, Any]], precision: str, **common: Any) -> list[Run]:
     """One run per set of changes, in one call of the pool."""
-    return [train(config(3, precision, **common, **change), steps=5) for change in changes]
+    return [train(config(3, precision, **common, **change), steps=8) for change in changes]
 
 
 EXACT: dict[str, dict[str, Any]] = {

@@ -10,7 +10,7 @@ import torch
 from tests.support.pool import Ranks
 from tests.support.training import ADAMW, SGD, Toy, batches, config, train
 
-STEPS = 6
+STEPS = 10
 
 
 def _plain_loop(
