@@ -175,14 +175,17 @@ def test_nccl_groups_are_connected_in_order_and_once(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch, "ones", lambda size, device: torch.zeros(1))
     place = _place("cpu:gloo,cuda:nccl", "cuda")
     first, second, alone = (_Group(n) for n in (2, 2, 1))
-    connect(place, {"a": first, "b": second, "c": alone})  # type: ignore[dict-item]
-    connect(place, {"b": second, "a": first})  # type: ignore[dict-item]
+    connect(place, {"a": (first, SUM), "b": (second, SUM), "c": (alone, SUM)})  # type: ignore[dict-item]
+    connect(place, {"b": (second, SUM), "a": (first, SUM)})  # type: ignore[dict-item]
     assert used == [first, second]
     assert [call.label for call in place.flight_recorder.recent()] == ["connect a", "connect b"]
     assert place.flight_recorder.longest_wait is None
     used.clear()
-    connect(_place("gloo", "cpu"), {"a": first})  # type: ignore[dict-item]
+    connect(_place("gloo", "cpu"), {"a": (first, SUM)})  # type: ignore[dict-item]
     assert used == []
+
+
+SUM = ["all_reduce"]
 
 
 class _Group:
