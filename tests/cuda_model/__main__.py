@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from tests.cuda_model import run
+from tests.cuda_model.communicators import deadlocks
 from tests.cuda_model.configurations import CASES, PEAKS, case_of
 from tests.cuda_model.planted_bugs import BUGS
 
@@ -36,6 +37,18 @@ def _row(name: str, outcome: run.Outcome) -> str:
     return f"{name:66}{numbers}"
 
 
+def _show_logs(name: str) -> None:
+    """Of a case or a bug."""
+    bug = BUGS.get(name)
+    logs = run.call_logs(case_of(bug.case if bug else name), bug.plant if bug else None)
+    for rank, calls in logs.items():
+        print(f"rank {rank} of {name}: {len(calls)} calls; those at which the host waits for the others:")
+        for call in calls:
+            if call.key.what.startswith("connect") or call.key.what == "host collective":
+                print(f"    {call}")
+    print("\n".join(deadlocks(logs)) or "all ranks complete their calls")
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.cuda_model", description=__doc__)
@@ -43,9 +56,14 @@ def main() -> None:
     parser.add_argument("--bugs", action="store_true", help="plant bugs instead of running the cases as they are")
     parser.add_argument("--serve", action="store_true", help="answer requests of the tests")
     parser.add_argument("--details", action="store_true", help="show findings, waits and collectives with their places")
+    parser.add_argument("--logs", action="store_true", help="show what every rank of a case or bug calls")
     options = parser.parse_args()
     if options.serve:
         run.serve()
+        return
+    if options.logs:
+        for name in options.names:
+            _show_logs(name)
         return
     print(_HEAD)
     for name in BUGS if options.bugs else [*CASES, *PEAKS]:
