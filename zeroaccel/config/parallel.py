@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,11 +10,19 @@ from typing import Any
 
 from zeroaccel.config.section import out_of_quotes
 from zeroaccel.errors import UsageError
+from zeroaccel.logs import log_once
 
 # Keys of `tensor_parallel` that ask for another cut, or another way to compute, than there is.
 _OWN_PLANS = (
     *("partition_config", "preset_model", "injection_policy_tuple", "vocab_parallel_lm_head"),
     *("vocab_parallel_ce_backend", "tp_overlap_comm", "replace_with_kernel_inject", "kernel_inject"),
+)
+
+# Keys of `expert_parallel` that say how tokens are routed, which the model's own router does.
+_OWN_ROUTING = (
+    *("load_balance_coeff", "route_norm", "route_scale", "routed_scaling_factor", "score_apply", "score_func", "top_k"),
+    *("num_expert_groups", "num_limited_groups", "expert_activation", "comm_max_tokens_per_rank"),
+    "expert_tensor_parallel_size",
 )
 
 AXES = ("pp", "dp_replicate", "dp_shard", "sp", "tp")
@@ -267,11 +276,12 @@ def with_config_axes(tree: Mapping[str, Any], parallel: ParallelConfig | None) -
     """The mesh of an argument and of a config, which says how many ranks share sequences and layers.
 
     Args:
-        tree: of the config, as it was written: `sequence_parallel_size`, and `tensor_parallel.autotp_size` with its
-            older forms. What is wrong in it is for `load_config` to say.
+        tree: of the config, as it was written: `sequence_parallel_size`, `expert_parallel.autoep_size`, and
+            `tensor_parallel.autotp_size` with its older forms. What is wrong in it is for `load_config` to say.
 
     Raises:
-        UsageError: they say different sizes; or the config says by keys of its own how layers are cut or run.
+        UsageError: they say different sizes; or the config says by keys of its own how layers are cut or run, or
+            tokens routed.
 
     Example:
         >>> with_config_axes({"tensor_parallel": {"autotp_size": 2}}, None)
@@ -280,6 +290,8 @@ def with_config_axes(tree: Mapping[str, Any], parallel: ParallelConfig | None) -
     sequence, layers = out_of_quotes(int, tree.get("sequence_parallel_size")), _autotp_size(tree)
     if isinstance(sequence, int) and sequence > 1:
         parallel = _with_axis(parallel, "sp", sequence, "sequence_parallel_size")
+    if (experts := _autoep_size(tree)) > 1:
+        parallel = _with_axis(parallel, "ep", experts, "expert_parallel.autoep_size")
     if layers > 1:
         parallel = _with_axis(parallel, "tp", layers, "tensor_parallel.autotp_size")
         parallel = replace(parallel, tp_plan="auto" if parallel.tp_plan is None else parallel.tp_plan)
@@ -293,6 +305,26 @@ def _with_axis(parallel: ParallelConfig | None, axis: str, size: int, key: str) 
         raise UsageError(f"ParallelConfig({axis})", expected=expected, got=getattr(mesh, axis))
     changed: dict[str, Any] = {axis: size}
     return replace(mesh, **changed)
+
+
+def _autoep_size(tree: Mapping[str, Any]) -> int:
+    """How many ranks divide experts; 1 where a config says nothing of it, or does not enable it."""
+    section = tree.get("expert_parallel")
+    if not isinstance(section, Mapping) or section.get("enabled") is not True:
+        return 1
+    for key in _OWN_ROUTING:
+        if section.get(key) not in (None, 1 if key == "expert_tensor_parallel_size" else None):
+            raise UsageError(
+                f"expert_parallel.{key}",
+                expected="nothing: the model's own routers and experts say it",
+                got=section[key],
+                fix="remove it, or set it in the model's config",
+            )
+    # Patterns and presets by which DeepSpeed finds experts, and its kernels: found and computed as the model has them.
+    for key in sorted(section.keys() - {"enabled", "autoep_size", *_OWN_ROUTING}):
+        log_once(logging.INFO, f"expert_parallel.{key}: does nothing: experts are found by transformers' interface")
+    size = section.get("autoep_size")
+    return size if isinstance(size, int) and not isinstance(size, bool) else 1
 
 
 def _autotp_size(tree: Mapping[str, Any]) -> int:

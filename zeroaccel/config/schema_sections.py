@@ -287,7 +287,7 @@ class ExpertParallel(UnreadSection):
     """Experts of a mixture-of-experts model divided among ranks."""
 
     unread = (
-        "autoep_size expert_tensor_parallel_size validate_folding_routing async_split_plan preset_model "
+        "expert_tensor_parallel_size validate_folding_routing async_split_plan preset_model "
         "moe_layer_pattern expert_pattern router_pattern use_grouped_mm disable_triton_grouped_mm route_norm "
         "route_scale score_apply combine_impl row_weighting_impl gate_up_impl comm_backend comm_num_sm "
         "comm_qp_margin comm_max_tokens_per_rank num_expert_groups num_limited_groups score_func top_k "
@@ -297,6 +297,8 @@ class ExpertParallel(UnreadSection):
 
     enabled: Flag = False
     """Use it."""
+    autoep_size: PositiveCount = 1
+    """Ranks that divide the experts of each layer."""
 
 
 class CompileArguments(ConfigSection):

@@ -343,7 +343,9 @@ KEYS: Mapping[str, SupportStatus] = {
     "use_data_before_expert_parallelism": _unsupported(
         "neighbours divide experts: ParallelConfig(ep=) has one order of ranks"
     ),
-    "expert_parallel": _refused("experts are divided by ParallelConfig(ep=)", switch="enabled"),
+    "expert_parallel": _WORKS,
+    "expert_parallel.enabled": _WORKS,
+    "expert_parallel.autoep_size": _WORKS,
     "tensor_parallel": _WORKS,
     "tensor_parallel.autotp_size": _WORKS,
     "tensor_parallel.tensor_parallel": _WORKS,

@@ -281,7 +281,7 @@ def test_explain_covers_launch_and_json() -> None:
     assert "  launch file  deepspeed_config.zero_stage\n" in said
     assert "also         stage3_prefetch_bucket_size" in typed("config explain stage3_prefetch_bucket_size").out
     assert "refused: the batch size does not follow the number of ranks" in typed("config explain elasticity").out
-    assert "refused: experts are divided by ParallelConfig(ep=)" in typed("config explain expert_parallel.top_k").out
+    assert "Ranks that divide the experts of each layer." in typed("config explain expert_parallel.autoep_size").out
 
 
 def test_the_schemas_are_json_schema() -> None:

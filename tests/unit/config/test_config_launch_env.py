@@ -35,7 +35,8 @@ FULL = LaunchedSettings(
     "dynamo_backend": "inductor", "dynamo_mode": "max-autotune", "dynamo_use_fullgraph": false,
     "dynamo_use_dynamic": true, "dynamo_use_regional_compilation": true, "debug": false,
     "use_parallelism_config": true, "dp_replicate_size": 2, "dp_shard_size": 4, "pp_size": 1, "sp_size": 2,
-    "tp_size": 1, "sp_seq_length": 4096, "sp_seq_length_is_variable": true, "sp_attn_implementation": "sdpa"}
+    "tp_size": 1, "ep_size": 4, "sp_seq_length": 4096, "sp_seq_length_is_variable": true,
+    "sp_attn_implementation": "sdpa"}
     """)
 )
 

@@ -180,13 +180,13 @@ def test_sections_that_are_on_without_saying_so_are_refused(tree: dict[str, Any]
 
 
 def test_making_a_feature_available_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "expert_parallel"
-    tree = {"expert_parallel": {"enabled": True}}
+    name = "weight_quantization"
+    tree = {"weight_quantization": {"enabled": True}}
     with pytest.raises(ConfigError):
         load_config(tree)
     works = dataclasses.replace(KEYS[name], kind=Kind.WORKS, reason="", switch="")
     monkeypatch.setattr(support, "KEYS", {**KEYS, name: works})
-    assert load_config(tree).expert_parallel.enabled
+    assert load_config(tree).weight_quantization.enabled
 
 
 def test_a_config_as_training_libraries_hand_it_over() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zeroaccel.config.parallel import ParallelConfig
+from zeroaccel.config.parallel import ParallelConfig, with_config_axes
 from zeroaccel.errors import UsageError
 
 
@@ -33,3 +33,33 @@ def test_ep_is_no_factor_of_the_mesh() -> None:
 def test_sizes_that_do_not_go_together_are_named(sizes: dict[str, int], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         ParallelConfig(**sizes).resolve(4)
+
+
+@pytest.mark.parametrize(
+    ("section", "ep"),
+    [
+        ({"enabled": True, "autoep_size": 4, "preset_model": "mixtral"}, 4),
+        ({"enabled": True}, None),
+        ({"enabled": False, "autoep_size": 4, "top_k": 2}, None),
+        ({"autoep_size": 4}, None),
+    ],
+)
+def test_the_json_says_how_many_ranks_divide_experts(section: dict[str, object], ep: int | None) -> None:
+    mesh = with_config_axes({"expert_parallel": section}, None)
+    assert (None if mesh is None else mesh.ep) == ep
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("top_k", 1), ("load_balance_coeff", 0.1), ("expert_tensor_parallel_size", 2)]
+)
+def test_routing_that_is_not_the_models_is_refused(key: str, value: object) -> None:
+    section = {"enabled": True, "autoep_size": 2, key: value}
+    with pytest.raises(UsageError, match=f"expert_parallel.{key}: expected nothing"):
+        with_config_axes({"expert_parallel": section}, None)
+
+
+def test_sizes_of_json_and_program_must_agree() -> None:
+    section = {"enabled": True, "autoep_size": 2}
+    assert with_config_axes({"expert_parallel": section}, ParallelConfig(ep=2)) == ParallelConfig(ep=2)
+    with pytest.raises(UsageError, match=r"ParallelConfig\(ep\): expected 2, as expert_parallel.autoep_size"):
+        with_config_axes({"expert_parallel": section}, ParallelConfig(ep=4))

@@ -139,7 +139,7 @@ def _json_facts(path: str, _: int) -> JsonFacts:
         decided["zero_stage"] = stage
     mesh = with_config_axes(config.raw, None)
     if mesh is not None:
-        decided |= {f"{axis}_size": getattr(mesh, axis) for axis in ("sp", "tp") if getattr(mesh, axis) > 1}
+        decided |= {f"{axis}_size": getattr(mesh, axis) for axis in ("sp", "tp", "ep") if getattr(mesh, axis) > 1}
     if "mixed_precision" not in open_keys:
         on = [name for name in ("fp16", "bf16") if getattr(config, name).enabled]
         decided["mixed_precision"] = on[0] if on else "no"

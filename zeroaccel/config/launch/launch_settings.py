@@ -261,6 +261,8 @@ class ParallelSettings(ConfigSection):
     """Processes that share each sequence (Ulysses). [default: 1]"""
     tp_size: Annotated[PositiveCount | None, AlsoSpelled("parallelism_config_tp_size")] = None
     """Processes that share each layer (tensor parallelism). [default: 1]"""
+    ep_size: PositiveCount | None = None
+    """Processes that divide the experts of each layer; they see samples of their own. [default: 1]"""
     sp_seq_length: Annotated[PositiveCount | None, AlsoSpelled("parallelism_config_sp_seq_length")] = None
     """Tokens of every sequence, where all are as long; for scripts of accelerate, as lengths may vary here."""
     sp_seq_length_is_variable: Annotated[Flag | None, AlsoSpelled("parallelism_config_sp_seq_length_is_variable")] = (

@@ -53,7 +53,7 @@ class LaunchedSettings:
             arguments of torch.compile; a backend of "no" compiles nothing.
         debug: check the arguments of the collectives that scripts call.
         use_parallelism_config: the sizes that follow count.
-        dp_replicate_size, dp_shard_size, pp_size, sp_size, tp_size: of the mesh, see `ParallelConfig`.
+        dp_replicate_size, dp_shard_size, pp_size, sp_size, tp_size, ep_size: of the mesh, see `ParallelConfig`.
         sp_seq_length, sp_seq_length_is_variable, sp_attn_implementation: for accelerate.
     """
 
@@ -86,6 +86,7 @@ class LaunchedSettings:
     pp_size: int | None = None
     sp_size: int | None = None
     tp_size: int | None = None
+    ep_size: int | None = None
     sp_seq_length: int | None = None
     sp_seq_length_is_variable: bool | None = None
     sp_attn_implementation: str | None = None
@@ -95,7 +96,7 @@ class LaunchedSettings:
         """The mesh that the launch asks for."""
         if not self.use_parallelism_config:
             return None
-        return ParallelConfig.from_sizes({axis: getattr(self, f"{axis}_size") for axis in AXES})
+        return ParallelConfig.from_sizes({axis: getattr(self, f"{axis}_size") for axis in (*AXES, "ep")})
 
 
 def _integer(text: str) -> int:

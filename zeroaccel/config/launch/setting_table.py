@@ -170,6 +170,7 @@ SETTINGS: Mapping[str, Setting] = {
         Setting("pp_size", _MESH, rank_variable=f"{_SIZES}_PP_SIZE"),
         Setting("sp_size", _MESH, rank_variable=f"{_SIZES}_SP_SIZE"),
         Setting("tp_size", _MESH, rank_variable=f"{_SIZES}_TP_SIZE"),
+        Setting("ep_size", _MESH, rank_variable=f"{_SIZES}_EP_SIZE"),
         Setting("sp_seq_length", _MESH, rank_variable=f"{_SIZES}_SP_SEQ_LENGTH"),
         Setting(
             "sp_seq_length_is_variable", _MESH, takes_value=True, rank_variable=f"{_SIZES}_SP_SEQ_LENGTH_IS_VARIABLE"
