@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from zeroaccel.comm.collectives import Collectives
-from zeroaccel.comm.hangs.hang_report import first_difference
+from zeroaccel.comm.hangs.hang_report import first_difference, parted_blocks
 from zeroaccel.comm.topology import init_process_group
 
 T = TypeVar("T")
@@ -126,10 +126,12 @@ def disagreement_report(collectives: Collectives) -> str:
     To be called when the digests of their flight recorders differ. The same text on every rank.
     """
     histories = collectives.gather_objects(collectives.flight_recorder.recent(per_kind=128), "compare histories")
-    difference = first_difference(dict(enumerate(histories)), collectives.named)
+    recent = dict(enumerate(histories))
+    difference = first_difference(recent, collectives.named)
     if not difference:
         return "the ranks have gone through different collectives, longer ago than they remember"
-    return f"the ranks have gone through different collectives: {difference}"
+    parted = parted_blocks(recent, collectives.named)
+    return f"the ranks have gone through different collectives: {difference}" + (f". {parted}" if parted else "")
 
 
 def _bytes(obj: object) -> torch.Tensor:

@@ -10,6 +10,13 @@ reverse order of their creation (among the ready nodes it takes that with the hi
 only for nodes created later). A nested backward, as re-entrant checkpointing runs it, is over when the outer one goes
 on. So the graph need not be touched, and an input that many units share delays no reshard. Several uses of one unit may
 be pending at a time (two forwards before one backward, a layer applied twice); the unit is resharded after the last.
+
+[Note: uses that a backward passes by] A gather needs all ranks, and a gradient may reach a block on some of them only:
+elsewhere the block was an identity, or its output was dropped. So where a backward passes such a use by, its rank goes
+through its turn: the unit is unsharded and resharded in its place in the order, and its gradient counts as zero. Also
+the prefetching of all ranks stays one. That no gradient comes may also be the same on all ranks, for a part that is
+detached; it is not gathered for that. So a use has a turn where the same backward has reached another block of its
+list, and it could have had a gradient.
 """
 
 from __future__ import annotations
@@ -29,16 +36,26 @@ class ForwardUse:
 
     Attributes:
         started, ended: time of its forward, on the coordinator's clock.
+        forward: number of the forward of the root in which it ran.
         backward: number of the backward that has reached it; 0 before.
         task: number of the autograd graph task that reached it; a nested one has a higher number.
+        may_get_grad: a gradient may come, on this rank or on another.
     """
 
-    __slots__ = ("backward", "ended", "started", "task", "unit")
+    __slots__ = ("backward", "ended", "forward", "may_get_grad", "started", "task", "unit")
 
-    def __init__(self, unit: ParamUnit, started: int) -> None:
+    def __init__(self, unit: ParamUnit, started: int, forward: int) -> None:
         self.unit = unit
         self.started = self.ended = started
+        self.forward = forward
         self.backward = self.task = 0
+        self.may_get_grad = True
+
+    @property
+    def siblings(self) -> tuple[int, str] | None:
+        """What the blocks of one list have in common in one forward; None for what is in no list."""
+        parent, _, name = self.unit.name.rpartition(".")
+        return (self.forward, parent) if name.isdigit() else None
 
 
 class ParamCoordinator:
@@ -73,12 +90,14 @@ class ParamCoordinator:
         self._trace = trace
         self._running: list[ForwardUse] = []
         self._clock = 0
-        self._num_backwards = 0
+        self._num_forwards = self._num_backwards = 0
+        self._reached: set[tuple[int, str] | None] = set()  # the lists of which this backward has reached a block
         self._pending: dict[str, list[ForwardUse]] = {unit.name: [] for unit in units}  # in their backward
         self._live: dict[str, int] = {}  # unsharded or gathering -> elements
         self._swapping_in: list[str] = []  # shards being read from a tier; gathered when the next unit is needed
         self._external: dict[str, list[ParamUnit]] = {}  # unit -> other units whose parameters its modules read
         self._pinned: set[str] = set()
+        self._read_outside: set[str] = set()  # in this pass, by a module of no unit, which may have views
         self._second_order = 0  # number of the backward that will be differentiated; 0 for none
         self._recent: list[ParamUnit] = []  # unpinned, and not freed yet
         self.in_backward = False
@@ -94,6 +113,10 @@ class ParamCoordinator:
         """No unit's module is in its forward, and no backward runs."""
         return not (self._running or self.in_backward)
 
+    def needed_by(self, unit: ParamUnit) -> tuple[ParamUnit, ...]:
+        """A unit, and those of which its modules read parameters."""
+        return (unit, *self._external.get(unit.name, ()))
+
     def is_running(self, unit: ParamUnit) -> bool:
         """Whether a module of `unit` is in its forward."""
         return any(use.unit is unit for use in self._running)
@@ -103,6 +126,7 @@ class ParamCoordinator:
     def root_pre_forward(self, *, training: bool) -> None:
         """The root's forward begins."""
         if not (self._running or self.in_backward):  # else the root calls itself, or is recomputed
+            self._num_forwards += 1
             self._trace.begin("train" if training else "eval")
 
     def pre_forward(self, unit: ParamUnit, task: int = -1) -> ForwardUse:
@@ -113,31 +137,40 @@ class ParamCoordinator:
         """
         if self.in_backward:
             self._end_nested_backwards(task)
-        use = ForwardUse(unit, self._tick())
+        use = ForwardUse(unit, self._tick(), self._num_forwards)
+        use.task = task + 1  # of a nested backward behind its recomputation, at least
         self._running.append(use)
         try:
-            for needed in self._needed_by(unit):
+            for needed in self.needed_by(unit):
                 self._ensure_unsharded(needed)
         except BaseException:  # e.g. a collective that timed out; the module will not run, so it gets no post_forward
             self._running.pop()
             raise
         return use
 
-    def post_forward(self, use: ForwardUse, *, opaque: bool = False) -> None:
+    def post_forward(self, use: ForwardUse, *, opaque: bool = False, has_grad: bool = True) -> None:
         """After the module has run, or raised: reshards what is not needed again soon.
 
         Args:
             opaque: its output shows no tensors, so that no hook will report its backward; it stays unsharded.
+            has_grad: its output has a history. Without, another rank's may have one if the unit is trainable.
         """
         assert self._running and self._running[-1] is use, f"{use.unit.name} left forward out of order"
         self._running.pop()
         use.ended = self._tick()
-        if torch.is_grad_enabled() and not self.in_backward:
-            self._ahead[use.unit.name].add(use)
-        if opaque or self.in_backward:  # in recomputation its backward follows at once
+        if self.in_backward:
+            if torch.is_grad_enabled():  # recomputed: its backward follows at once, on other ranks if not on this one
+                self._add_pending(use)
             return
-        for candidate in self._needed_by(use.unit):
-            if not self.is_running(candidate):
+        if torch.is_grad_enabled():
+            use.may_get_grad = has_grad or any(buffer.trainable for buffer in use.unit.buffers)
+            self._ahead[use.unit.name].add(use)
+        if opaque:
+            return
+        # What a module around this one reads may be a view that it uses once more.
+        needed = {id(unit) for running in self._running for unit in self.needed_by(running.unit)}
+        for candidate in self.needed_by(use.unit):
+            if id(candidate) not in needed and candidate.name not in self._read_outside:
                 self._reshard(candidate)
 
     def root_post_forward(self, *, training: bool) -> None:
@@ -165,6 +198,7 @@ class ParamCoordinator:
         """A backward begins; several may go through one graph."""
         self.in_backward = True
         self._num_backwards += 1
+        self._reached.clear()
 
     def pre_backward(self, use: ForwardUse, task: int) -> None:
         """The gradient of an output of this use has arrived: unshards what its forward computed with.
@@ -174,22 +208,48 @@ class ParamCoordinator:
         """
         if use.backward == self._num_backwards:  # a use has one pre_backward, though each of its outputs has a hook
             return
-        use.backward, use.task = self._num_backwards, task
-        self._ahead[use.unit.name].discard(use)
+        self._reached.add(use.siblings)
         self._end_nested_backwards(task)
+        for each in (*self._passed_by(use.ended), use):
+            self._reach(each, task)
+
+    def pass_rest(self) -> None:
+        """Autograd is through: what it has not reached on this rank has its turn, before gradients are waited for."""
+        for use in self._passed_by(0):
+            self._reach(use, None)
+
+    def _passed_by(self, after: int) -> list[ForwardUse]:
+        """The uses that ran after a time and have a turn without a gradient, the latest first."""
+        if self.on_demand is not None:
+            return []
+        uses = (use for uses in self._ahead.values() for use in uses if use.started > after and use.may_get_grad)
+        passed = [use for use in uses if use.siblings is not None and use.siblings in self._reached]
+        return sorted(passed, key=lambda use: -use.started)
+
+    def _reach(self, use: ForwardUse, task: int | None) -> None:
+        """The turn of a use in the backward; without a task, when no other is running."""
         # See [Note: forward uses]: everything that ran after this use is over now, so its memory can be freed before
         # this unit is gathered. Uses of an outer task are only interrupted by this one.
         for other in {id(u): u for uses in self._pending.values() for u in uses if u.started > use.ended}.values():
-            if other.task == task:
+            if task is None or other.task == task or not other.backward:
                 self.post_backward(other)
-        for unit in self._needed_by(use.unit):
+        use.backward = self._num_backwards
+        if task is not None:
+            use.task = task
+        self._ahead[use.unit.name].discard(use)
+        for unit in self.needed_by(use.unit):
             if not self._pending[unit.name]:
                 self._ensure_unsharded(unit)
-            self._pending[unit.name].append(use)
+        self._add_pending(use)
+
+    def _add_pending(self, use: ForwardUse) -> None:
+        for unit in self.needed_by(use.unit):
+            if use not in self._pending[unit.name]:
+                self._pending[unit.name].append(use)
 
     def post_backward(self, use: ForwardUse) -> None:
         """The backward of this use is over: reshards each of its units that has no other use pending."""
-        for unit in self._needed_by(use.unit):
+        for unit in self.needed_by(use.unit):
             uses = self._pending[unit.name]
             if use in uses:
                 uses.remove(use)
@@ -277,15 +337,13 @@ class ParamCoordinator:
             self.on_demand.unshard(unit)
         self._unshard(unit)
         unit.wait()
+        self._read_outside.add(unit.name)
 
     # -- moving units
 
     def _tick(self) -> int:
         self._clock += 1
         return self._clock
-
-    def _needed_by(self, unit: ParamUnit) -> tuple[ParamUnit, ...]:
-        return (unit, *self._external.get(unit.name, ()))
 
     def _is_external(self, unit: ParamUnit) -> bool:
         return any(unit in others for others in self._external.values())
@@ -345,6 +403,7 @@ class ParamCoordinator:
     def _reshard_all(self) -> None:
         if self._second_order:
             return
+        self._read_outside.clear()
         for name in self._live.keys() - self._pinned:
             self._units[name].reshard()
             del self._live[name]

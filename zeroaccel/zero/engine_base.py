@@ -494,6 +494,7 @@ class EngineBase(nn.Module):
         self.grad_reducer.begin(reduce=self.settings.plan.grads or is_last, on_shard_ready=early)
 
     def _end_backward(self) -> None:
+        self._coordinator.pass_rest()
         if self._step.collects_gradients:
             self._report.begin("reduce")
             # The stages of a pipeline end their last backwards one after the other: all ranks join only in `step`.

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from types import FrameType
@@ -32,7 +32,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zeroaccel.errors import EngineStateError, UsageError
 from zeroaccel.logs import log_once
-from zeroaccel.nested import leaves_of
+from zeroaccel.nested import leaves_of, map_tensors
 from zeroaccel.telemetry.timeline import Mark, Timeline
 from zeroaccel.zero.access.full_params import overwrite
 from zeroaccel.zero.access.param_registry import ParamHandle, ParamRegistry, handle_of
@@ -198,15 +198,18 @@ class Hooks:
             if not (inner and coordinator.is_running(unit)):
                 self._uses.append((module, coordinator.pre_forward(unit, torch._C._current_graph_task_id())))
 
-        def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             if not self._uses or self._uses[-1][0] is not module:
-                return  # an inner module, or a foreign pre-hook raised before ours ran
+                return None  # an inner module, or a foreign pre-hook raised before ours ran
             _, use = self._uses.pop()
+            own = _in_own_memory(output, module, coordinator.needed_by(unit))
             training = torch.is_grad_enabled()
-            if training:
-                for node in _producers(output):
-                    node.register_prehook(lambda _: self._pre_backward(use))
-            coordinator.post_forward(use, opaque=training and next(tensors_in(output), None) is None)
+            nodes = _producers(own) if training else []
+            for node in nodes:
+                node.register_prehook(lambda _: self._pre_backward(use))
+            opaque = training and next(tensors_in(own), None) is None
+            coordinator.post_forward(use, opaque=opaque, has_grad=bool(nodes))
+            return None if own is output else own
 
         return before, after
 
@@ -492,6 +495,52 @@ def tensors_in(value: Any, *, within_object: bool = False) -> Iterator[Tensor]:
         elif hasattr(leaf, "__dict__") and not within_object and not isinstance(leaf, (type, nn.Module)):
             for item in vars(leaf).values():  # objects in objects are not followed: they may refer to anything
                 yield from tensors_in(item, within_object=True)
+
+
+class _OwnMemory(torch.autograd.Function):
+    """A view of parameters as a tensor of its own, with the strides of the view: that of an expand stays small."""
+
+    @staticmethod
+    def forward(ctx: Any, view: Tensor) -> Tensor:
+        """Copies the elements from the first to the last that the view shows."""
+        copy = torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device=view.device)
+        if view.numel():
+            numel = 1 + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
+            copy.as_strided((numel,), (1,)).copy_(view.as_strided((numel,), (1,)))
+        return copy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        """The view's gradient is that of the copy."""
+        return grads[0]
+
+
+def _in_own_memory(output: Any, module: nn.Module, units: Iterable[ParamUnit]) -> Any:
+    """A module's output, with copies of views of parameters whose memory is freed behind the module.
+
+    Raises:
+        EngineStateError: one is inside an object that cannot be made anew.
+    """
+    storages = {b.full.untyped_storage()._cdata: b for unit in units for b in unit.buffers if not b.persistent}
+
+    def is_view(tensor: Tensor) -> bool:
+        # A parameter itself reports when it is read; a tensor of another class has no storage that could be asked for.
+        plain = type(tensor) is Tensor and tensor.layout is torch.strided
+        return plain and tensor.untyped_storage()._cdata in storages
+
+    if not any(is_view(tensor) for tensor in tensors_in(output)):
+        return output
+    own: Callable[[Tensor], Tensor] = _OwnMemory.apply
+    copied = map_tensors(lambda tensor: own(tensor) if is_view(tensor) else tensor, output)
+    if (view := next(filter(is_view, tensors_in(copied)), None)) is not None:
+        buffer = storages[view.untyped_storage()._cdata]
+        raise EngineStateError(
+            f"forward of {type(module).__name__}",
+            expected="lists, tuples or mappings around a view of a parameter, which is sharded next",
+            got=f"a view of {' or '.join(slot.fqn for slot in buffer.layout.slots[:3])} inside {type(output).__name__}",
+            fix="return a clone() of it, or run the module at stage 2",
+        )
+    return copied
 
 
 def _producers(output: Any) -> list[Any]:

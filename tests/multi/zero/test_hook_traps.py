@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -215,6 +216,51 @@ class PartlyUsed(Toy):
         return Block.forward(layer, x)
 
 
+class PassedBy(Toy):
+    """Blocks that are an identity in some steps, or whose output is dropped: other ones on each rank."""
+
+    def __init__(self, recompute: bool | None = None, drops: bool = True) -> None:
+        super().__init__(layers=4)
+        self.recompute, self.drops, self.calls = recompute, drops, 0
+        for number, layer in enumerate(self.layers):
+            layer.forward = lambda x, number=number, layer=layer: self._maybe(number, layer, x)
+
+    def _is_out(self, number: int) -> bool:
+        return (self.calls * (2 + torch.distributed.get_rank()) + number) % 3 == 0
+
+    def _maybe(self, number: int, layer: Block, x: Tensor) -> Tensor:
+        return x if self._is_out(number) and not self.drops else Block.forward(layer, x)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.calls += 1
+        x = self.embed(tokens[:, :-1])
+        for number, layer in enumerate(self.layers):
+            y = layer(x) if self.recompute is None else checkpoint(layer, x, use_reentrant=self.recompute)
+            x = x if self.drops and self._is_out(number) else y
+        return _loss(self.head(self.norm(x)), tokens)
+
+
+class ReturnsViews(Toy):
+    """Modules that return views of their own parameter, as position embeddings do; one is read before its module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.ModuleList(nn.Embedding(7, WIDTH) for _ in range(2))
+        self.mixed = nn.Linear(WIDTH, WIDTH)
+        first, second = self.positions
+        first.forward = lambda count: first.weight[None].expand(count, -1, -1)
+        second.forward = lambda count: {"at": [second.weight[1:].T, second.weight[0]]}
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        up = self.layers[1].up.weight.T
+        x = self.embed(tokens[:, :-1]) + self.mixed(self.positions[0](len(tokens)))
+        for layer in self.layers:
+            x = layer(x)
+        views, first = self.positions[1](len(tokens))["at"]
+        x = x + torch.cat([first[None], views.T]) + (x @ up)[..., :WIDTH]
+        return _loss(self.head(self.norm(x)), tokens)
+
+
 class Penalised(Toy):
     """A penalty on the gradient with respect to an input: a backward within forward, which is differentiated itself."""
 
@@ -325,6 +371,11 @@ TRAPS: dict[str, Callable[[], nn.Module]] = {
     "branches": Encoder,
     "mixture of experts": MixtureOfExperts,
     "partly used": PartlyUsed,
+    "views of parameters": ReturnsViews,
+    "output dropped": PassedBy,
+    "output dropped, recomputed": partial(PassedBy, False),
+    "an identity, recomputed": partial(PassedBy, False, False),
+    "an identity, recomputed in a nested backward": partial(PassedBy, True, False),
     "gradient penalty": Penalised,
     "own functions": OwnFunctions,
     "compiled blocks": _compiled,

@@ -147,13 +147,14 @@ def compose(
     else:
         unreachable = [statuses[rank] for rank in silent if rank in statuses and _is_elsewhere(statuses[rank])]
         hosts = sorted({status.who for status in unreachable})
-        advice = _advice(states.values(), silent, difference, hosts, names)
+        parted = parted_blocks({rank: state.recent for rank, state in states.items()}, names)
+        advice = parted or _advice(states.values(), silent, difference, hosts, names)
     lines.append(f"  {advice}")
     return "\n".join(lines)
 
 
 def _sentence(ranks: Sequence[int], names: Names) -> str:
-    return f"R{names(ranks)[1:]} {'were' if len(ranks) > 1 else 'was'}"
+    return f"{_sentence_of(ranks, names)} {'were' if len(ranks) > 1 else 'was'}"
 
 
 def _is_elsewhere(status: ProcessStatus) -> bool:
@@ -177,17 +178,77 @@ def first_difference(recent: Mapping[int, Sequence[Call]], names: Names | None =
 
 
 def _first_of_kind(kind: Kind, recent: Mapping[int, Sequence[Call]], names: Names) -> str:
+    for calls in _calls_by_number(kind, recent):
+        reference = calls[min(calls)]
+        if not all(call.same_as(reference) for call in calls.values()):
+            return f"{kind} #{reference.seq} is {_variants(calls, names)}"
+    return ""
+
+
+def _calls_by_number(kind: Kind, recent: Mapping[int, Sequence[Call]]) -> Iterator[Mapping[int, Call]]:
+    """The calls of one kind, number by number, by rank."""
     by_seq: dict[int, dict[int, Call]] = {}
     for rank, calls in recent.items():
         for call in calls:
             if call.kind == kind:
                 by_seq.setdefault(call.seq, {})[rank] = call
-    for seq in sorted(by_seq):
-        calls_here = by_seq[seq]
-        reference = calls_here[min(calls_here)]
-        if not all(call.same_as(reference) for call in calls_here.values()):
-            return f"{kind} #{seq} is {_variants(calls_here, names)}"
+    return (by_seq[seq] for seq in sorted(by_seq))
+
+
+def parted_blocks(recent: Mapping[int, Sequence[Call]], names: Names | None = None) -> str:
+    """Which block of a list some ranks left out, and what to do, where the first other gather says so; else "".
+
+    Args:
+        recent: per rank its newest calls.
+        names: puts ranks into words; by default `rank_list`.
+
+    Example:
+        >>> first = Call("gather", 7, "all_gather", "unshard layers.1", 8, "float32", "forward")
+        >>> second = first._replace(label="unshard layers.2")
+        >>> parted_blocks({0: [first], 1: [second]}).partition(";")[0]
+        'Rank 1 left out layers.1 in forward, which rank 0 runs'
+    """
+    for calls in _calls_by_number("gather", recent):
+        if len({call.label for call in calls.values()}) > 1:
+            return _left_out(calls, names or rank_list)
     return ""
+
+
+def _left_out(calls: Mapping[int, Call], names: Names) -> str:
+    blocks: dict[str, list[int]] = {}
+    for rank in sorted(calls):
+        blocks.setdefault(calls[rank].label.removeprefix("unshard "), []).append(rank)
+    if not all(call.label.startswith("unshard ") and call.phase for call in calls.values()):
+        return ""
+    block = _missed(blocks, calls)
+    if not block:
+        return ""
+    ranks = blocks[block]
+    others = [rank for rank in sorted(calls) if rank not in ranks]
+    phase = calls[ranks[0]].phase.partition(" ")[0]
+    around = block.rpartition(".")[0].rpartition(".")[0]  # the list itself has no forward; "" names the model
+    return (
+        f"{_sentence_of(others, names)} left out {block} in {phase}, which {names(ranks)} "
+        f"{'run' if len(ranks) > 1 else 'runs'}; all ranks must leave out the same blocks (LayerDrop: seed its draw "
+        f'alike), or have one unit of what runs them (zero_optimization.leaf_module.names ["{around}"]), or train at '
+        "stage 2."
+    )
+
+
+def _missed(blocks: Mapping[str, Sequence[int]], calls: Mapping[int, Call]) -> str:
+    """Which of the blocks that ranks are at was left out by the others; "" where the order does not say."""
+    numbers = {block: int(number) for block in blocks if (number := block.rpartition(".")[2]).isdigit()}
+    in_forward = [block for block, ranks in blocks.items() if calls[ranks[0]].phase.startswith("forward")]
+    if len(numbers) == 1 or len(in_forward) == 1:  # the others are behind the list, or in backward already
+        return next(iter(numbers)) if len(numbers) == 1 else in_forward[0]
+    if len({block.rpartition(".")[0] for block in numbers}) != 1:
+        return ""
+    # Blocks run in the order of their numbers, and in backward against it: who is ahead has left one out.
+    return (min if in_forward else max)(numbers, key=lambda block: numbers[block])
+
+
+def _sentence_of(ranks: Sequence[int], names: Names) -> str:
+    return f"R{names(ranks)[1:]}"
 
 
 def _variants(calls: Mapping[int, Call], names: Names) -> str:

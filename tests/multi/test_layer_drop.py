@@ -1,0 +1,32 @@
+"""LayerDrop that each rank draws by itself: right below stage 3 and with one unit; else named with the cure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import torch
+
+from tests.multi import layer_drop
+from tests.multi.job import run_job
+from tests.multi.pool import Pool
+
+
+def test_ranks_may_drop_other_layers(ranks: Callable[[int], Pool]) -> None:
+    leaf = {"leaf_module": {"names": ["wav2vec2.encoder"]}}
+    expected = ranks(2).run(layer_drop.train, 0)
+    for stage, changes in ((2, {}), (3, leaf)):
+        for own, (norms, weights) in zip(expected, ranks(2).run(layer_drop.train, stage, **changes), strict=True):
+            assert norms == own[0]
+            assert all(torch.equal(weight, own[1][name]) for name, weight in weights.items())
+
+
+def test_at_stage_3_the_error_names_block_ranks_and_cure() -> None:
+    limit = {"ZEROACCEL_COLLECTIVE_TIMEOUT": "8"}
+    result = run_job(2, "tests/multi/layer_drop.py", [], timeout=60, env=limit)
+    assert result.returncodes == (75, 75), result.stderr
+    message = (
+        r"Rank [01] left out wav2vec2\.encoder\.layers\.\d in (forward|backward), which rank [01] runs; .*LayerDrop"
+        r'.*leaf_module\.names \["wav2vec2\.encoder"\]'
+    )
+    assert re.search(message, result.stderr), result.stderr
