@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
 
-from tests.multi.harness.training import SGD, config
+from tests.support.training import SGD, config
 from zeroaccel import initialize
 
 SIZES: dict[str, Any] = {

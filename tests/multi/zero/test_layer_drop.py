@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import torch
 
-from tests.multi.harness.job import run_job
-from tests.multi.harness.pool import Pool
 from tests.multi.zero import layer_drop
+from tests.support.job import run_job
+from tests.support.pool import Pool
 
 
 def test_ranks_may_drop_other_layers(ranks: Callable[[int], Pool]) -> None:
