@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from zeroaccel.logs import log_once
+from zeroaccel.ops.kernel_cache import cached_image
 from zeroaccel.ops.nvrtc import DriverModule, KernelError, open_nvrtc
 
 SOURCE = Path(__file__).with_suffix(".cu")
@@ -277,7 +278,7 @@ def kernels_for(device: torch.device) -> DeviceKernels | None:
 
 
 def compile_kernels(device: torch.device) -> DeviceKernels:
-    """Compiles the kernels for a CUDA device with an index, and loads them.
+    """Compiles the kernels for a CUDA device with an index, or takes them from the user's cache, and loads them.
 
     Raises:
         KernelError: there is no compiler or no driver, or one of them fails.
@@ -289,7 +290,9 @@ def compile_kernels(device: torch.device) -> DeviceKernels:
     nvrtc = open_nvrtc()
     target = nvrtc.target(torch.cuda.get_device_capability(device))
     source = SOURCE.read_text(encoding="utf-8")
-    return DeviceKernels(DriverModule(nvrtc.compile(source, SOURCE.name, target), device, kernel_names(source)))
+    key = [source, target, *nvrtc.facts()]
+    image = cached_image(key, lambda: nvrtc.compile(source, SOURCE.name, target))
+    return DeviceKernels(DriverModule(image, device, kernel_names(source)))
 
 
 def _compile(device: torch.device) -> DeviceKernels | None:

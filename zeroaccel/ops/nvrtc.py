@@ -35,6 +35,12 @@ class Nvrtc:
         self._library = library
         library.nvrtcGetErrorString.restype = ctypes.c_char_p
 
+    def facts(self) -> tuple[str, ...]:
+        """What decides the result of `compile`, apart from its arguments: the version, and the options."""
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        self._call("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
+        return f"NVRTC {major.value}.{minor.value}", *_OPTIONS
+
     def architectures(self) -> list[int]:
         """The compute capabilities that it knows, 80 for 8.0, ascending."""
         count = ctypes.c_int()

@@ -75,6 +75,7 @@ ENVIRONMENT_READERS = {
     "cli/launch/node.py": "what the launching machine hands on, for the ranks it starts",
     "cli/launch/runner.py": "inside a rank: how many started beside it, and where to leave its error",
     "zeroaccel/comm/environment.py": "what the launcher or a command says of the job, and the limit for hangs",
+    "zeroaccel/ops/kernel_cache.py": "where files of the user are cached",
     "zeroaccel/compat/__main__.py": "hands the facade on to the processes that a script starts",
     "zeroaccel/compat/startup/sitecustomize.py": "whether the facade was handed on to this process",
     "zeroaccel/accelerate/zero_plugin.py": "what the launcher says of training",

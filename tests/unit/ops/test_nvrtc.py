@@ -141,8 +141,11 @@ def test_what_the_driver_refuses_is_named(driver: ctypes.CDLL) -> None:
 
 
 @pytest.fixture
-def messages(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+def messages(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> Callable[[], list[str]]:
     """What is logged; as in a process in which nothing has been compiled or logged yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(device_kernels, "_compiled", {})
     monkeypatch.setattr("zeroaccel.logs._seen", set())
     monkeypatch.setattr(logger, "propagate", True)
@@ -166,6 +169,9 @@ class Compiler:
     def __init__(self, failure: str | None) -> None:
         self._failure = failure
         self.compiled = 0
+
+    def facts(self) -> tuple[str, ...]:
+        return ("NVRTC of a test",)
 
     def target(self, capability: tuple[int, int]) -> str:
         return f"sm_{capability[0]}{capability[1]}"
@@ -221,3 +227,4 @@ def test_devices_are_compiled_for_once_each(messages: Callable[[], list[str]], m
     assert loaded == [(b"image", CUDA), (b"image", torch.device("cuda", 1))]
     assert messages() == []
     assert kernels_for(torch.device("cpu")) is None
+    assert compiler.compiled == 1  # the second device of this kind takes what the first one left

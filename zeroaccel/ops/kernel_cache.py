@@ -1,0 +1,70 @@
+"""Compiled kernels in a folder of the user, so that a process loads in milliseconds what takes a second to compile.
+
+A file is named by everything that decides its content, and begins with a checksum of it. Processes of one machine may
+write the same file at once: each writes a temporary one and renames it. Other users can neither read nor write it, as
+what is in it runs in this user's processes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+_DIGEST_NBYTES = 32
+
+
+def cached_image(key: Sequence[str], compile_image: Callable[[], bytes], folder: Path | None = None) -> bytes:
+    """What `compile_image` makes, from the cache where it is there and sound; else it is compiled, and cached.
+
+    Args:
+        key: all that decides the result: the source, the architecture, the compiler's version and options.
+        folder: by default `zeroaccel/kernels` in the user's cache (XDG_CACHE_HOME, or ~/.cache).
+    """
+    name = hashlib.sha256("\0".join(key).encode()).hexdigest()
+    path = (folder or cache_folder()) / name
+    image = _read(path)
+    if image is None:
+        image = compile_image()
+        with suppress(OSError):  # a home that is full, or read-only: the next process compiles again
+            _write(path, image)
+    return image
+
+
+def cache_folder() -> Path:
+    """Where this user's compiled kernels are (XDG Base Directory Specification)."""
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    base = Path(home) if os.path.isabs(home) else Path(os.path.expanduser("~"), ".cache")
+    return base / "zeroaccel" / "kernels"
+
+
+def _is_private(folder: Path) -> bool:
+    """Whether nobody else can have put a file there."""
+    status = folder.stat()
+    return status.st_uid == os.getuid() and not status.st_mode & 0o077
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        content = path.read_bytes() if _is_private(path.parent) else b""
+    except OSError:
+        return None
+    digest, image = content[:_DIGEST_NBYTES], content[_DIGEST_NBYTES:]
+    return image if image and hashlib.sha256(image).digest() == digest else None
+
+
+def _write(path: Path, image: bytes) -> None:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not _is_private(path.parent):
+        return
+    handle, temporary = tempfile.mkstemp(dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(hashlib.sha256(image).digest() + image)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
