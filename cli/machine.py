@@ -213,6 +213,15 @@ def _job(environ: Mapping[str, str]) -> str:
     return ""
 
 
+def allocator_variable() -> str:
+    """The variable that asks this torch for segments that grow, which torch 2.10 renamed; "" where it has none."""
+    version = _version("torch")
+    if "rocm" in version:
+        return ""
+    numbers = [int(part) for part in version.split(".")[:2] if part.isdigit()]
+    return "PYTORCH_CUDA_ALLOC_CONF" if numbers < [2, 10] else "PYTORCH_ALLOC_CONF"
+
+
 def _version(package: str) -> str:
     try:
         return metadata.version(package)

@@ -26,6 +26,7 @@ from zeroaccel.config.launch.launch_settings import LaunchSettings
 from zeroaccel.errors import ConfigError
 
 from ..machine import (
+    allocator_variable,
     devices,
     divide_cores,
     is_known_host,
@@ -179,7 +180,11 @@ def plan_launch(
         command=program.command(),
         num_local=num_local,
         device="cuda" if num_devices else "cpu",
-        environment={**_environment(settings, threads), **(child_env or {})},
+        environment={
+            **_environment(settings, threads),
+            **(_device_memory(environ) if num_devices else {}),
+            **(child_env or {}),
+        },
         host=host,
         port=port,
         address="" if is_dry and not is_known_host(host) else _own_address(host),
@@ -333,6 +338,13 @@ def _environment(settings: LaunchSettings, threads: str | None) -> dict[str, str
     if settings.debug:
         environment["ZEROACCEL_DEBUG"] = "1"
     return environment
+
+
+def _device_memory(environ: Mapping[str, str]) -> dict[str, str]:
+    """Segments that grow: between fixed ones, units of different sizes leave gaps that fit no other unit."""
+    variable = allocator_variable()
+    is_set = any(name in environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))  # if only to ""
+    return {variable: "expandable_segments:True"} if variable and not is_set else {}
 
 
 def _about_processes(settings: LaunchSettings, num_local: int, devices: int) -> str:

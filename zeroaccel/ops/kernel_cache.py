@@ -42,7 +42,7 @@ def cache_folder() -> Path:
 
 
 def _is_private(folder: Path) -> bool:
-    """Whether nobody else can have put a file there."""
+    """Whether only this user can have put a file there."""
     status = folder.stat()
     return status.st_uid == os.getuid() and not status.st_mode & 0o077
 

@@ -75,6 +75,29 @@ def test_several_machines_share_the_processes(machine: pytest.MonkeyPatch) -> No
     assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("127.0.0.1", "29500")
 
 
+@pytest.mark.parametrize(
+    ("version", "given", "expected"),
+    [
+        ("2.13.0+cu130", {}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        ("2.9.1", {}, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
+        ("2.13.0+rocm7.0", {}, {}),
+        ("2.13.0", {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}, {}),
+        ("2.13.0", {"PYTORCH_ALLOC_CONF": ""}, {}),
+    ],
+)
+def test_device_memory_grows_unless_the_user_says(
+    machine: pytest.MonkeyPatch, version: str, given: dict[str, str], expected: dict[str, str]
+) -> None:
+    machine.setattr(plan_module, "devices", lambda: (GPU,))
+    machine.setattr("zeroaccel.cli.machine._version", lambda package: version)
+    environment = _plan({}, {**PATH, **given}).environment
+    assert {name: value for name, value in environment.items() if name.endswith("ALLOC_CONF")} == expected
+
+
+def test_the_host_has_no_device_memory(machine: pytest.MonkeyPatch) -> None:
+    assert not any(name.endswith("ALLOC_CONF") for name in _plan({}).environment)
+
+
 def test_more_processes_than_accelerators_is_a_warning(machine: pytest.MonkeyPatch) -> None:
     machine.setattr(plan_module, "devices", lambda: (GPU,))
     assert "2 processes share 1 accelerator" in _plan({"num_processes": 2}).warnings[0]

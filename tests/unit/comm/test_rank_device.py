@@ -168,24 +168,28 @@ def test_a_group_without_nccl_beside_devices_is_named(
 
 
 def test_nccl_groups_are_connected_in_order_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Groups of two fake ranks: each is used once, on the host's time, in the order of the call."""
-    used: list[dist.ProcessGroup] = []
-    monkeypatch.setattr(dist, "all_reduce", lambda one, group: used.append(group))
+    """Groups of two fake ranks: each kind is used once, on the host's time, in the order of the call."""
+    used: list[tuple[str, dist.ProcessGroup]] = []
+    monkeypatch.setattr(topology, "issue_first", lambda kind, one, group: used.append((kind, group)))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch, "ones", lambda size, device: torch.zeros(1))
     place = _place("cpu:gloo,cuda:nccl", "cuda")
     first, second, alone = (_Group(n) for n in (2, 2, 1))
-    connect(place, {"a": (first, SUM), "b": (second, SUM), "c": (alone, SUM)})  # type: ignore[dict-item]
-    connect(place, {"b": (second, SUM), "a": (first, SUM)})  # type: ignore[dict-item]
-    assert used == [first, second]
-    assert [call.label for call in place.flight_recorder.recent()] == ["connect a", "connect b"]
+    sums, both = ("all_reduce",), ("all_reduce", "all_gather")
+    connect(place, {"a": (first, sums), "b": (second, both), "c": (alone, both)})  # type: ignore[dict-item]
+    connect(place, {"b": (second, sums), "a": (first, both)})  # type: ignore[dict-item]
+    expected = [("all_reduce", first), ("all_reduce", second), ("all_gather", second), ("all_gather", first)]
+    assert used == expected
+    assert [call.label for call in place.flight_recorder.recent()] == [
+        "connect a",
+        "connect b",
+        "connect b",
+        "connect a",
+    ]
     assert place.flight_recorder.longest_wait is None
     used.clear()
-    connect(_place("gloo", "cpu"), {"a": (first, SUM)})  # type: ignore[dict-item]
+    connect(_place("gloo", "cpu"), {"a": (first, sums)})  # type: ignore[dict-item]
     assert used == []
-
-
-SUM = ["all_reduce"]
 
 
 class _Group:

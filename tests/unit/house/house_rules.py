@@ -91,7 +91,7 @@ MAX_CODE_LINES: Mapping[str, int] = {
     "": 835,
     "accelerate": 3320,
     "checkpoint": 6010,
-    "cli": 6940,
+    "cli": 6980,
     "comm": 3450,
     "compat": 2970,
     "config": 4390,
@@ -140,6 +140,7 @@ NAMED_BY_ACCELERATE = {"data_loader", "local_sgd", "logging", "state", "tracking
 SMALL_MODULE_LINES = 60
 # Modules with one importer and under 60 code lines that are not merged into it, and why.
 SMALL_MODULES = {
+    "zeroaccel/ops/kernel_cache.py": "reads the environment, and knows neither kernels nor a compiler",
     "zeroaccel/accelerate/beside_accelerate.py": "the one file that touches another library's modules, and undoes it",
     "zeroaccel/compat/transformers_calls.py": "patches another library's classes, and `uninstall` finds it by its name",
     "zeroaccel/offload/device_lane.py": "streams and copies, of which the tables that import it and `ops` know nothing",
