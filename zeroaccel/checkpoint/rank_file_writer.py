@@ -67,8 +67,7 @@ class ChunkCopies:
         device: where the tensors are.
     """
 
-    def __init__(self, device: torch.device = CPU) -> None:
-        self.device = device
+    device = CPU
 
     def stream(self) -> AbstractContextManager[None]:
         """What the thread that copies runs in."""
@@ -91,7 +90,7 @@ class DeviceChunkCopies(ChunkCopies):
     """
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
+        self.device = device
         self._stream = torch.cuda.Stream(device)
         launched = torch.cuda.Event()
         launched.record(torch.cuda.current_stream(device))
