@@ -70,7 +70,7 @@ def test_abandoned_files_are_removed_and_no_others(tmp_path: Path) -> None:
 def test_a_folder_behind_a_link_is_not_saved_into(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "tag").symlink_to(tmp_path / "real")
-    with pytest.raises(CheckpointError, match=r"tag: a symbolic link: expected a folder of its own"):
+    with pytest.raises(CheckpointError, match=r"tag: a symbolic link: expected a real folder"):
         FolderLock(tmp_path / "tag")
 
 

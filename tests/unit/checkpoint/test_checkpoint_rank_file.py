@@ -181,6 +181,8 @@ def test_names_of_files_are_reported_from_others() -> None:
 class Deferred(rank_file_writer.ChunkCopies):
     """A device's copies: each takes effect only when something waits for a mark behind it."""
 
+    device = torch.device("cpu")
+
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._queue: list[tuple[Tensor, Tensor]] = []
