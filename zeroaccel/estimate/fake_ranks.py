@@ -62,7 +62,7 @@ def sent_per_step(counts: Sequence[int], simulated: int, accumulation: int) -> d
         simulated: micro-steps that were run, of `accumulation`; all but the last are alike.
 
     Example:
-        >>> sent_per_step((10, 12, 5, *[0] * 9), simulated=2, accumulation=4)
+        >>> sent_per_step((10, 12, 5, *[0] * 12), simulated=2, accumulation=4)
         {'dp': 47}
     """
     sent = {}

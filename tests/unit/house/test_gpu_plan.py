@@ -42,7 +42,7 @@ def test_mistakes_are_named(gpu: Callable[..., int], tmp_path: Path, capsys: pyt
     for part in ("wait", "everything"):
         with pytest.raises(SystemExit, match="2"):
             gpu(part)
-        assert f"no part '{part}'; there are machine, tests" in capsys.readouterr().err
+        assert f"no part '{part}'; there are machine, start, tests" in capsys.readouterr().err
     (tmp_path / "file").touch()
     assert gpu("--no-predictions", "--out", tmp_path / "file") == 2
     assert "file: expected a folder that can be written (File exists)" in capsys.readouterr().err
