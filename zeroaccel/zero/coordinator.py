@@ -36,26 +36,21 @@ class ForwardUse:
 
     Attributes:
         started, ended: time of its forward, on the coordinator's clock.
-        forward: number of the forward of the root in which it ran.
+        siblings: what the blocks of one list have in common in one forward of the root; None for what is in no list.
         backward: number of the backward that has reached it; 0 before.
         task: number of the autograd graph task that reached it; a nested one has a higher number.
         may_get_grad: a gradient may come, on this rank or on another.
     """
 
-    __slots__ = ("backward", "ended", "forward", "may_get_grad", "started", "task", "unit")
+    __slots__ = ("backward", "ended", "may_get_grad", "siblings", "started", "task", "unit")
 
     def __init__(self, unit: ParamUnit, started: int, forward: int) -> None:
         self.unit = unit
         self.started = self.ended = started
-        self.forward = forward
+        parent, _, name = unit.name.rpartition(".")
+        self.siblings = (forward, parent) if name.isdigit() else None
         self.backward = self.task = 0
         self.may_get_grad = True
-
-    @property
-    def siblings(self) -> tuple[int, str] | None:
-        """What the blocks of one list have in common in one forward; None for what is in no list."""
-        parent, _, name = self.unit.name.rpartition(".")
-        return (self.forward, parent) if name.isdigit() else None
 
 
 class ParamCoordinator:
@@ -86,6 +81,7 @@ class ParamCoordinator:
     ) -> None:
         self._on_over = on_over
         self._ahead: dict[str, set[ForwardUse]] = {unit.name: set() for unit in units}  # a backward has not reached
+        self._turns: list[ForwardUse] = []  # those of them that a backward may pass by, in the order of their ends
         self._units = {unit.name: unit for unit in units}
         self._trace = trace
         self._running: list[ForwardUse] = []
@@ -165,6 +161,8 @@ class ParamCoordinator:
         if torch.is_grad_enabled():
             use.may_get_grad = has_grad or any(buffer.trainable for buffer in use.unit.buffers)
             self._ahead[use.unit.name].add(use)
+            if use.may_get_grad and use.siblings is not None:
+                self._turns.append(use)
         if opaque:
             return
         # What a module around this one reads may be a view that it uses once more.
@@ -222,9 +220,13 @@ class ParamCoordinator:
         """The uses that ran after a time and have a turn without a gradient, the latest first."""
         if self.on_demand is not None:
             return []
-        uses = (use for uses in self._ahead.values() for use in uses if use.started > after and use.may_get_grad)
-        passed = [use for use in uses if use.siblings is not None and use.siblings in self._reached]
-        return sorted(passed, key=lambda use: -use.started)
+        passed = []
+        for use in reversed(self._turns):
+            if use.ended <= after:
+                break
+            if use.started > after and use.siblings in self._reached:
+                passed.append(use)
+        return sorted(passed, key=lambda use: -use.started) if len(passed) > 1 else passed
 
     def _reach(self, use: ForwardUse, task: int | None) -> None:
         """The turn of a use in the backward; without a task, when no other is running."""
@@ -237,6 +239,8 @@ class ParamCoordinator:
         if task is not None:
             use.task = task
         self._ahead[use.unit.name].discard(use)
+        if use in self._turns:
+            self._turns.remove(use)
         for unit in self.needed_by(use.unit):
             if not self._pending[unit.name]:
                 self._ensure_unsharded(unit)
@@ -349,6 +353,7 @@ class ParamCoordinator:
         return any(unit in others for others in self._external.values())
 
     def _forget_ahead(self) -> None:
+        self._turns.clear()
         for uses in self._ahead.values():
             uses.clear()
 

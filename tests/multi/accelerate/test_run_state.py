@@ -173,7 +173,7 @@ def test_a_state_that_does_not_fit_or_is_damaged_is_refused_on_all_ranks(ranks: 
 
 def _unsaved(folder: str) -> str:
     run = Run(2, ADAMW)
-    run.average.state["made"] = Path("x")
+    run.average.state["made"] = object()
     try:
         save_run(folder, run.parts, run.engine.collectives, torch.device("cpu"))
     except UsageError as error:
@@ -185,7 +185,7 @@ def _unsaved(folder: str) -> str:
 
 def test_what_cannot_be_saved_is_named_and_nothing_is_written(ranks: Ranks, tmp_path: Path) -> None:
     for told in ranks(2).run(_unsaved, str(tmp_path / "state")):
-        assert re.search(r"state of object 0 \(Average\)\['made'\].*pathlib", told), told
+        assert re.search(r"state of object 0 \(Average\)\['made'\].*builtins.object", told), told
     assert not (tmp_path / "state").exists()
 
 

@@ -188,6 +188,7 @@ def _refused() -> dict[str, str]:
         }
         model = _model()
         first, _, _, _ = deepspeed.initialize(model=model, config=CONFIG)
+        first.backward(first(torch.ones(1, 4)).sum())  # without gradients that wait, the second takes the model over
         told["second engine"] = _named_error(deepspeed.initialize, model=model, config=CONFIG)
         first.destroy()
         told["destroyed"] = _named_error(first, torch.ones(1, 4))
