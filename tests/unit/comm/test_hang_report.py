@@ -74,7 +74,10 @@ def test_each_kind_is_compared_by_itself() -> None:
 
 
 def test_ranks_at_one_place_share_a_line() -> None:
-    waiting = {rank: RankState(rank, waiting=_call(3, "a"), where="t.py:1 in f") for rank in range(1000)}
+    within = ("", ", inside wait", ", inside follow")
+    waiting = {
+        rank: RankState(rank, waiting=_call(3, "a"), where=f"t.py:1 in f{within[rank % 3]}") for rank in range(1000)
+    }
     text = compose(ALARM, waiting | {500: RankState(500, finished=_call(2, "z"), where="t.py:9 in eval")}, 1000)
     assert text.splitlines()[1:3] == [
         '  ranks 0-499, 501-999: waiting for gather #3 all_gather "a" (8 x float32, forward); '

@@ -285,7 +285,8 @@ def _describe(state: RankState) -> str:
         return f"{state.exit_reason}{step}{last}"
     where = f"; main thread at {state.where}" if state.where else ""
     if state.waiting is not None:
-        return f"waiting for {state.waiting}{step}{where}"
+        # Ranks that wait alike share a line, whichever function of the wait each is in: the call says it already.
+        return f"waiting for {state.waiting}{step}{where.partition(', inside ')[0]}"
     last = f"last finished {state.finished}" if state.finished else "none finished yet"
     return f"in no collective{step}; {last}{where}"
 
