@@ -284,6 +284,14 @@ class ParamUnit:
         """Whether each gather swaps a shard in first; see `ShardStorage`."""
         return any(buffer.shard.is_swapped for buffer in self.buffers)
 
+    def watch_uses(self) -> None:
+        """From now on reads and writes of its parameters while it is sharded are errors."""
+        for buffer in self._gathered:
+            if not buffer.watches_uses:
+                buffer.watches_uses = True
+                if self._state is ShardState.SHARDED:
+                    buffer.point(unsharded=False)
+
     def fqns(self) -> Iterator[str]:
         """Names of all its parameters."""
         return (slot.fqn for buffer in self.buffers for slot in buffer.layout.slots)

@@ -11,7 +11,8 @@ with it, and accept writes, such as `fill_`, which would be lost. So while it is
 such as `param.data`, which are checked as the parameter is. Within a pass of the model what reads values gathers them,
 as a module does that reads a parameter of another; outside it is an error, as is every write. The object stays the
 same, and is an ordinary `nn.Parameter` while it is unsharded, so that computing with it costs nothing. A deep copy has
-no values; it becomes an ordinary parameter when it is overwritten.
+no values; it becomes an ordinary parameter when it is overwritten. A DTensor is one of a subclass of `DTensor` instead,
+with the same checks; its deep copy is an error.
 
 Whether a function of torch reads values is tried on tensors of the meta device, which have none: names of functions
 would be a list of torch's versions.
@@ -19,6 +20,7 @@ would be a list of torch's versions.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import weakref
@@ -132,72 +134,43 @@ class _ShardedUse:
 
     Attributes:
         gather: unshards it where a pass of the model is running, and returns without it elsewhere.
+        ordinary: the class that the parameter has while it is unsharded.
         copy: the parameter, of a deep copy that has no values yet.
         is_filled: the copy has been overwritten.
     """
 
     fqn: str
     gather: Callable[[], None]
+    ordinary: type[Tensor] = nn.Parameter
     copy: weakref.ref[nn.Parameter] | None = None
     is_filled: bool = False
 
 
 def as_sharded(param: nn.Parameter, fqn: str, gather: Callable[[], None]) -> None:
-    """Makes uses of an ordinary parameter's values errors; of others, such as DTensors, the class is left as it is."""
-    # Exactly nn.Parameter: the memory layout of an object with another class, or with slots, may differ.
-    if type(param) is nn.Parameter:
-        vars(param)[_RECORD] = _ShardedUse(fqn, gather)
+    """Makes uses of the values of a parameter or a DTensor errors; objects of other classes stay as they are."""
+    # Exactly these classes: the memory layout of an object with another class, or with slots, may differ.
+    ordinary = type(param)
+    if ordinary is nn.Parameter:
         _change_class(param, ShardedParameter)
+    elif _split(param) is not None and ordinary is _dtensor():
+        _change_class(param, _sharded_dtensor())
+    else:
+        return
+    vars(param)[_RECORD] = _ShardedUse(fqn, gather, ordinary)
 
 
 def as_ordinary(param: nn.Parameter) -> None:
     """Undoes `as_sharded`."""
-    if type(param) is ShardedParameter:
-        _change_class(param, nn.Parameter)
-        del vars(param)[_RECORD]
+    if isinstance(param, _Checked):
+        _change_class(param, vars(param).pop(_RECORD).ordinary)
 
 
-def _change_class(param: Any, to: type[nn.Parameter]) -> None:
+def _change_class(param: Any, to: type[Tensor]) -> None:
     param.__class__ = to
 
 
-class ShardedParameter(nn.Parameter):
-    """A parameter for as long as it is sharded. Made by `as_sharded` and by copying one only.
-
-    Raises:
-        EngineStateError: it, a view or a cast of it is written; or read, outside a pass of its model.
-    """
-
-    def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
-        """`type(param)(data)` is how programs make another parameter: an ordinary one."""
-        return nn.Parameter(data, requires_grad)
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        return _call(func, args, kwargs or {})
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        with torch._C.DisableTorchFunctionSubclass():
-            copied = memo[id(self)] = nn.Parameter(self.data.clone(), self.requires_grad)
-        record = vars(self)[_RECORD]
-        vars(copied)[_RECORD] = _ShardedUse(record.fqn, _gather_nothing, weakref.ref(copied))
-        _change_class(copied, ShardedParameter)
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise _no_values(self, "pickling")
-
-
-class _ShardedValues(Tensor):
-    """A view or a cast of what a sharded parameter shows.
-
-    Attributes:
-        record: of the parameter.
-    """
-
-    record: _ShardedUse
+class _Checked(Tensor):
+    """A tensor whose values are not here: torch's functions hand it to `_call`, which lets some of them go on."""
 
     @classmethod
     def __torch_function__(
@@ -210,6 +183,50 @@ class _ShardedValues(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise _no_values(self, "pickling")
+
+
+class ShardedParameter(_Checked, nn.Parameter):
+    """A parameter for as long as it is sharded. Made by `as_sharded` and by copying one only.
+
+    Raises:
+        EngineStateError: it, a view or a cast of it is written; or read, outside a pass of its model.
+    """
+
+    def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
+        """`type(param)(data)` is how programs make another parameter: an ordinary one."""
+        return nn.Parameter(data, requires_grad)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        with torch._C.DisableTorchFunctionSubclass():
+            copied = memo[id(self)] = nn.Parameter(self.data.clone(), self.requires_grad)
+        record = vars(self)[_RECORD]
+        vars(copied)[_RECORD] = _ShardedUse(record.fqn, _gather_nothing, copy=weakref.ref(copied))
+        _change_class(copied, ShardedParameter)
+        return copied
+
+
+class _ShardedValues(_Checked):
+    """A view or a cast of what a sharded parameter shows."""
+
+
+@functools.cache
+def _dtensor() -> type[Tensor]:
+    from torch.distributed.tensor import DTensor
+
+    return DTensor
+
+
+@functools.cache
+def _sharded_dtensor() -> type[Tensor]:
+    """The class of a DTensor while it is sharded; its own methods do not come to torch's functions."""
+    dtensor: Any = _dtensor()
+
+    def checked(method: str) -> Callable[..., Any]:
+        whole = getattr(dtensor, method)
+        return functools.wraps(whole)(lambda self, *args, **kwargs: _call(whole, (self, *args), kwargs))
+
+    methods = {method: checked(method) for method in ("to_local", "full_tensor", "redistribute")}
+    return type("ShardedDTensor", (_Checked, dtensor), {"__slots__": (), **methods})
 
 
 def _gather_nothing() -> None:
@@ -255,7 +272,7 @@ def _is_metadata(func: Callable[..., Any], call: str) -> bool:
 
 
 def _sharded(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    return [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, (ShardedParameter, _ShardedValues))]
+    return [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _Checked)]
 
 
 def _reads_values(func: Callable[..., Any], call: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -268,7 +285,7 @@ def _reads_values(func: Callable[..., Any], call: str, args: Sequence[Any], kwar
         if not isinstance(leaf, Tensor):
             return leaf
         empty = torch.empty((), dtype=leaf.dtype, device="meta").expand(leaf.shape)
-        if isinstance(leaf, (ShardedParameter, _ShardedValues)):
+        if isinstance(leaf, _Checked):
             views.add(empty.untyped_storage()._cdata)
         return empty
 
@@ -282,7 +299,7 @@ def _reads_values(func: Callable[..., Any], call: str, args: Sequence[Any], kwar
         return True
 
 
-def _no_values(tensor: ShardedParameter | _ShardedValues, call: str) -> EngineStateError:
+def _no_values(tensor: _Checked, call: str) -> EngineStateError:
     record = _record(tensor)
     if record.copy is not None:
         return EngineStateError(
@@ -321,9 +338,7 @@ def _check_targets(func: Callable[..., Any], call: str, args: Sequence[Any], kwa
                 as_ordinary(param)
 
 
-def _targets(
-    func: Callable[..., Any], call: str, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Iterator[ShardedParameter | _ShardedValues]:
+def _targets(func: Callable[..., Any], call: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[_Checked]:
     """The sharded tensors among the arguments that the call would write."""
     targets: list[Any] = [kwargs.get("out")]
     if call == "data":
@@ -334,17 +349,17 @@ def _targets(
         targets.append(args[0] if args else kwargs.get("tensor", kwargs.get("input")))
     for value in targets:
         for tensor in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(tensor, (ShardedParameter, _ShardedValues)):
+            if isinstance(tensor, _Checked):
                 yield tensor
 
 
 def _is_other_storage(param: Tensor, data: Tensor) -> bool:
     """Whether new data are other values; another dtype or device is a conversion, which `param_check.py` reports."""
-    if isinstance(data, _ShardedValues):
+    if isinstance(data, _Checked) and _record(data) is _record(param):
         return False
     if _record(param).copy is None and (data.dtype, data.device) != (param.dtype, param.device):
         return False
-    return bool(data.untyped_storage()._cdata != param.untyped_storage()._cdata)
+    return bool(local(data).untyped_storage()._cdata != local(param).untyped_storage()._cdata)
 
 
 def _checked(result: Any, call: str, args: Sequence[Any]) -> Any:
@@ -354,26 +369,27 @@ def _checked(result: Any, call: str, args: Sequence[Any]) -> Any:
             type(result)([_checked(item, call, args) for item in result]) if type(result) in (list, tuple) else result
         )
     source = args[0] if args else None
-    if not isinstance(source, (ShardedParameter, _ShardedValues)) or _record(source).is_filled:
+    if not isinstance(source, _Checked) or _record(source).is_filled:
         return result
     if call == "__iter__":
         return iter(_checked(source.unbind(0), call, args))
-    if type(result) is not Tensor or result.is_sparse:
+    split = _split(source)
+    if type(result) is not (Tensor if split is None else _dtensor()) or result.is_sparse:
         return result
-    if call not in _CASTS and result.untyped_storage()._cdata != source.untyped_storage()._cdata:
+    if call not in _CASTS and local(result).untyped_storage()._cdata != local(source).untyped_storage()._cdata:
         return result
     # A view: a write to it would be lost as one to the parameter is, so it carries the parameter's record.
-    if call == "detach" and isinstance(source, ShardedParameter):  # nn.Parameter(param) wants the same class
-        detached = result.as_subclass(ShardedParameter)
-        vars(detached)[_RECORD] = _record(source)
-        return detached
-    values = result.as_subclass(_ShardedValues)
-    values.record = _record(source)
-    return values
+    if split is not None:
+        _change_class(result, _sharded_dtensor())
+    else:  # nn.Parameter(param) wants the same class of what it detaches
+        keeps_class = call == "detach" and isinstance(source, ShardedParameter)
+        result = result.as_subclass(ShardedParameter if keeps_class else _ShardedValues)
+    vars(result)[_RECORD] = _record(source)
+    return result
 
 
 def _record(tensor: Any) -> Any:
-    return tensor.record if isinstance(tensor, _ShardedValues) else vars(tensor)[_RECORD]
+    return vars(tensor)[_RECORD]
 
 
 def function_name(func: Callable[..., Any]) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import zeroaccel
 from tests.support.pool import Ranks
 from tests.support.training import SGD, Run, config, differences, train
+from zeroaccel import zero
 from zeroaccel.comm.hierarchical import HierarchicalCollectives
 from zeroaccel.comm.topology import init_process_group
 from zeroaccel.errors import UsageError
@@ -104,6 +106,39 @@ def test_zero_with_tensor_parallelism(ranks: Ranks, precision: str, dtype: torch
         assert plain.norms[0] > 0.1
         for name, weight in plain.weights.items():
             assert torch.allclose(run.weights[name].float(), weight.float(), atol=tolerance), name
+
+
+def _reads_of_dtensors() -> list[str]:
+    mesh = _mesh(2, 2)
+    model = Network()
+    _cut(model, mesh["tp"])
+    engine, *_ = zeroaccel.initialize(model, config=config(3), mesh=mesh["dp"])
+    weight: Any = model.layers[1].up.weight
+    reads: tuple[Callable[[], object], ...] = (
+        lambda: weight.square().sum(),
+        lambda: weight.data.mul(2),
+        lambda: weight.detach().add_(1),
+        lambda: weight.to_local(),
+        lambda: weight.full_tensor(),
+        lambda: copy.deepcopy(weight),
+    )
+    said = []
+    for read in reads:
+        with pytest.raises(zeroaccel.errors.EngineStateError) as raised:
+            read()
+        said.append(str(raised.value))
+    with zero.GatheredParameters(weight):
+        assert type(weight.full_tensor()) is Tensor
+        assert weight.full_tensor().isfinite().all()
+    engine.destroy()
+    return said
+
+
+def test_reads_of_sharded_dtensors_are_named(ranks: Ranks) -> None:
+    for said in ranks(4).run(_reads_of_dtensors):
+        assert all(line.startswith("parameter layers.1.up.weight: expected no ") for line in said)
+        called = ["square", "mul", "add_", "to_local", "full_tensor", "deepcopy"]
+        assert [line.partition(", got ")[2].split("'")[1] for line in said] == called
 
 
 def _replicated(sizes: tuple[int, ...]) -> tuple[Run, int]:

@@ -68,6 +68,12 @@ def full_elements(model: nn.Module) -> int:
     return sum(found.values())
 
 
+def _refused(use: Callable[[], object]) -> str:
+    with pytest.raises(EngineStateError) as raised:
+        use()
+    return str(raised.value)
+
+
 def _same(stage: int, precision: str, how: str, folder: str) -> Run:
     rank = torch.distributed.get_rank()
     torch.manual_seed(7 + rank)  # rank 0's values count
@@ -79,7 +85,7 @@ def _same(stage: int, precision: str, how: str, folder: str) -> Run:
         with zero.Init(remote_device=device, nvme_path=folder if how == "nvme" else None):
             model = Elaborate()
         assert all(handle_of(param) is not None for param in model.parameters())
-        assert bool(model.layers[1].up.weight.isnan().all())
+        assert "weight of Linear number 5: expected no read" in _refused(lambda: model.layers[1].up.weight.norm())
         if how == "nvme":
             assert list(Path(folder).iterdir()) == []  # unlinked: gone with the process
         with zero.GatheredParameters(model.parameters()):
@@ -137,7 +143,7 @@ def _sizes() -> None:
     there = nn.Linear(16, 16)
     values = there.weight.detach().clone()
     zero.Init(there)
-    assert bool(there.weight.isnan().all())
+    assert "got 'fill_'; write inside zero.GatheredParameters" in _refused(lambda: there.weight.data.fill_(1))
     with zero.GatheredParameters(there.weight):
         assert torch.equal(there.weight, values)
     with zero.GatheredParameters(model[0].weight, modifier_rank=1), torch.no_grad():
@@ -207,7 +213,7 @@ def test_nothing_is_left_and_mistakes_are_named(ranks: Ranks) -> None:
         assert "only NaN, as a copy or a cast of a sharded parameter has" in copied
         assert "forward of a copied Linear: weight of Linear number 0 was sharded when it was copied" in copy_called
         assert "copy inside zero.GatheredParameters(model.parameters())" in copy_called
-        assert "pickling a model of zero.Init" in pickled
+        assert "parameter weight of Linear number 0: expected no read of its values while it is sharded" in pickled
         assert len(called) == 2
         for error in called:
             assert "forward of Linear: weight of Linear number 0 is sharded by zero.Init" in error

@@ -109,8 +109,8 @@ class ModuleShards:
     """The sharded parameters of one `zero.Init`, or of one load.
 
     Life of a module: 1. `shard` when it is built (or `reserve` where its values come later), 2. `unshard_for_use`
-    whenever one of its parameters is used after all, 3. `reshard_all` when that is over. From then until an engine
-    takes its parameters, a call of the module is refused.
+    whenever one of its parameters is used after all, 3. `reshard_all` and `watch_uses` when that is over. From then
+    until an engine takes its parameters, a call of the module is refused, and so is a read of a parameter.
 
     Args:
         how_to_call: the fix in that refusal.
@@ -195,6 +195,12 @@ class ModuleShards:
         """Reshards all unsharded units, with the values of rank 0. (all ranks)"""
         for unit in list(self._unsharded.values()):
             self._reshard_one(unit)
+
+    @_without_modes
+    def watch_uses(self) -> None:
+        """From now on what reads or writes a sharded parameter raises; see [Note: sharded parameters]."""
+        for unit in self.registry.units:
+            unit.watch_uses()
 
     def _reshard_one(self, unit: ParamUnit) -> None:
         del self._unsharded[id(unit)]
@@ -361,6 +367,7 @@ class Init:
             # An existing model is sharded module by module too, so that it is never in memory twice.
             for part in module.modules() if module is not None else ():
                 self._shards.shard(part)
+            self._shards.watch_uses()
 
     def __enter__(self) -> Init:
         if self._shards is None:
@@ -382,6 +389,7 @@ class Init:
         if error is None:  # else the other ranks may not come here
             self.finish_all()
             self._shards.reshard_all()
+            self._shards.watch_uses()
 
     def note(self, module: nn.Module) -> None:
         """A parameter is being registered in `module`. (all ranks)"""

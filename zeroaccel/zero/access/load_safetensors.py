@@ -136,6 +136,7 @@ def load_safetensors(
                 _load_module(module, names, folder, shards)
         for (module, own), name in plan.buffers.items():
             _load_buffer(module, own, name, folder, where.device)
+    shards.watch_uses()
     return folder.read_nbytes
 
 
