@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from zeroaccel.comm.collectives import Collectives
-from zeroaccel.zero.param_unit import ParamUnit, ShardState
+from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit, ShardState
 from zeroaccel.zero.prefetch import PrefetchTrace
 from zeroaccel.zero.wrap_policy import ROOT
 
@@ -298,12 +298,22 @@ class ParamCoordinator:
 
     # -- outside forward and backward
 
-    def pin(self, unit: ParamUnit) -> None:
-        """Unshards a unit until `unpin`, whatever passes run meanwhile."""
+    def pin(self, unit: ParamUnit, wanted: Sequence[tuple[FlatBuffer, int]] | None = None) -> None:
+        """Unshards a unit until `unpin`, whatever passes run meanwhile.
+
+        Args:
+            wanted: the parameters of it that are enough, (buffer, index of the slot); None for all.
+        """
         if unit.name in self._units:
             self._pinned.add(unit.name)
-            self._unshard(unit, exact=True)
-            unit.wait()
+            if wanted is None or self.on_demand is not None:
+                self._unshard(unit, exact=True)
+                unit.wait()
+                return
+            self._drop_recent_but(unit)
+            unit.unshard_some(wanted)
+            if unit.state is ShardState.UNSHARDED:
+                self._live[unit.name] = unit.numel
 
     def unpin(self, unit: ParamUnit, *, keep_values: bool = False) -> None:
         """Reshards a pinned unit, unless a pass is using it.
@@ -313,9 +323,10 @@ class ParamCoordinator:
         """
         if unit.name in self._units:
             self._pinned.discard(unit.name)
+            # Ranks that go different ways would disagree on who has them.
+            keep_values = keep_values and self.on_demand is None
+            unit.hide_some(keep_values=keep_values)
             if not (self.is_running(unit) or self._pending[unit.name]):
-                # Ranks that go different ways would disagree on who has them.
-                keep_values = keep_values and self.on_demand is None
                 unit.reshard(keep_views=True, keep_values=keep_values)
                 if keep_values:
                     self._drop_recent_but(unit)

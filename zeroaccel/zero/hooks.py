@@ -386,22 +386,18 @@ class StateDictHooks:
 
         def leave_out_nans(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
             for name, handle in owned.items():
-                if prefix + name in state and _is_absent(handle):
+                if prefix + name in state and handle.is_absent:
                     log_once(logging.WARNING, _EMPTY)
                     state[prefix + name] = state[prefix + name].new_empty(0)
 
         self._handles.append(module.register_state_dict_post_hook(_Attached(leave_out_nans)))
 
 
-def _is_absent(handle: ParamHandle) -> bool:
-    return handle.unit.state is ShardState.SHARDED and not handle.unit.persistent
-
-
 def _refuse_absent(owned: Mapping[str, ParamHandle]) -> None:
     """Raises EngineStateError where a state dict would have NaN without saying so."""
-    absent = next(filter(_is_absent, owned.values()), None)
+    absent = next((handle for handle in owned.values() if handle.is_absent), None)
     if absent is not None:
-        raise _reads_nan("state_dict()", absent.unit)
+        raise _reads_nan("state_dict()", absent.slot.fqn)
 
 
 def _refuse_partial(owned: Mapping[str, ParamHandle]) -> None:
@@ -480,7 +476,7 @@ class WatchedParameters(dict[str, "nn.Parameter | None"]):
     def __reduce__(self) -> Any:
         absent = next((unit for unit in self._units.values() if unit.state is ShardState.SHARDED), None)
         if absent is not None:
-            raise _reads_nan("pickling the model", absent)
+            raise _reads_nan("pickling the model", next(absent.fqns()))
         return dict, (dict(self),)
 
 
@@ -555,9 +551,9 @@ def _producers(output: Any) -> list[Any]:
     return list(nodes)
 
 
-def _reads_nan(call: str, unit: ParamUnit) -> EngineStateError:
+def _reads_nan(call: str, fqn: str) -> EngineStateError:
     return EngineStateError(
-        f"{call}: {next(unit.fqns())} is sharded, and reads as NaN",
+        f"{call}: {fqn} is sharded, and reads as NaN",
         fix="do it inside engine.gathered(), or save with the checkpoint calls",
     )
 

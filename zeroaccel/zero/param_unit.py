@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +62,8 @@ class FlatBuffer:
             models are built, when constructors may come back to them.
         on_read: called when the values of a sharded parameter are read; unshards them during a pass.
         versions: torch's counters of in-place writes to the parameters, for those writes that have been accepted.
+        valid: while sharded: slots whose present values are in `full`.
+        shown: of those, the ones whose parameters are views of it all the same.
     """
 
     def __init__(
@@ -89,6 +91,8 @@ class FlatBuffer:
         self.watches_uses = watches_uses
         self.on_read: Callable[[], None] | None = None
         self.versions = [param._version for param in self.params]
+        self.valid: set[int] = set()
+        self.shown: set[int] = set()
         # One element, expanded to every shape: shape and dtype of a sharded parameter are right, at no memory.
         absent = torch.full((), _absent_value(dtype), dtype=dtype)
         self._absent = [absent.to(device).expand(slot.shape) for slot in layout.slots]
@@ -150,12 +154,12 @@ class FlatBuffer:
         self.point(unsharded=True)
 
     def point(self, *, unsharded: bool) -> None:
-        """Points every parameter at its view of the full buffer, or at NaN."""
-        data_of = self._views if unsharded else self._absent
-        for param, data, slot in zip(self.params, data_of, self.layout.slots, strict=True):
+        """Points every parameter at its view of the full buffer, or at NaN, except those that are shown."""
+        for index, (param, slot) in enumerate(zip(self.params, self.layout.slots, strict=True)):
+            is_present = unsharded or index in self.shown
             as_ordinary(param)
-            set_local(param, data)
-            if self.watches_uses and not unsharded:
+            set_local(param, self._views[index] if is_present else self._absent[index])
+            if self.watches_uses and not is_present:
                 as_sharded(param, slot.fqn, self._read)
 
     def _read(self) -> None:
@@ -168,6 +172,24 @@ class FlatBuffer:
         if self.secondary.is_valid and not exact:
             return self.secondary.all_gather(self.full, collectives, label)
         return self.shard.all_gather(self.full, collectives, label, exact=exact)
+
+    def missing(self, wanted: Iterable[int]) -> list[FlatRange]:
+        """The elements of slots whose values are not in `full`; neighbours in one range, with the padding between."""
+        runs: list[FlatRange] = []
+        last = -2
+        for index in sorted(set(wanted) - self.valid):
+            slot = self.layout.slots[index].range
+            if index == last + 1:
+                runs[-1] = FlatRange(runs[-1].start, slot.end)
+            else:
+                runs.append(slot)
+            last = index
+        return runs
+
+    def all_gather_part(self, part: FlatRange, collectives: Collectives, label: str) -> Work:
+        """Starts to gather the elements of `part` into `full`; this rank's are there."""
+        numels = [(part & self.layout.shard(rank)).numel for rank in range(self.layout.world_size)]
+        return self.shard.all_gather_part(part, self.full, self.holders(collectives), label, numels)
 
     def allocate(self) -> None:
         """Allocates the full buffer's storage (again)."""
@@ -243,6 +265,8 @@ class ParamUnit:
 
     Lifecycle (all ranks, in the same order): 1. `unshard()` starts the all-gather, 2. `wait()` before the first use,
     3. `reshard()` after the last. Each is a no-op where it has nothing to do; anything illegal raises ShardStateError.
+    Of a sharded unit, `unshard_some()` gathers some parameters and shows them until `hide_some()`, through any of the
+    others' gathers.
 
     Args:
         sharded: whether the full buffers have no values, so that it starts sharded.
@@ -266,7 +290,6 @@ class ParamUnit:
         self._collectives = collectives
         self._works: list[Work] = []
         self._exact = True
-        self._has_values = False  # while sharded: the full buffers have the present values, though nothing shows them
         self._state = ShardState.UNSHARDED
         if sharded:
             self.reshard()
@@ -312,15 +335,19 @@ class ParamUnit:
         Raises:
             OffloadError: a rank cannot read its shard back; on every rank.
         """
-        if not exact:
+        if not exact and not any(buffer.shown for buffer in self._gathered):
             self.drop_values()
+        else:  # beside parameters that are shown, which a program may have written, come exact ones
+            exact = True
         if exact and not self._exact:
             self.reshard()
         if self._state is not ShardState.SHARDED:
             return
-        if self._has_values:
-            self._has_values = False
-            self._move(ShardState.GATHERING)  # done already
+        if any(buffer.valid for buffer in self._gathered):
+            self._exact = True
+            works = self._gather_missing(f"unshard the rest of {self.name}", every=True)
+            self._move(ShardState.GATHERING)
+            self._works += works
             return
         # A persistent unit is read by everything until the next step, so only exact values may ever be in it.
         self._exact = exact or self.persistent
@@ -336,16 +363,89 @@ class ParamUnit:
             buffer.allocate()
             self._works.append(buffer.all_gather(self._collectives, label, exact=self._exact))
 
+    def unshard_some(self, wanted: Sequence[tuple[FlatBuffer, int]]) -> None:
+        """Gathers some parameters, (buffer, index of the slot), and shows them until `hide_some`. (all ranks)
+
+        Where `hide_some` has kept values of others, a loop goes through the unit: then all that is missing is gathered.
+
+        Raises:
+            OffloadError: as `unshard`.
+        """
+        # A buffer that no other rank has is brought up to date by `unshard` only.
+        refreshes = any(buffer.persistent and buffer.trainable for buffer in self.buffers)
+        slots = sum(len(buffer.layout.slots) for buffer in self._gathered)
+        if self._state is not ShardState.SHARDED or refreshes or len(wanted) == slots:
+            self.unshard()
+            self.wait()
+            return
+        in_loop = any(buffer.valid - buffer.shown for buffer in self._gathered)
+        is_missing = any(not buffer.persistent and index not in buffer.valid for buffer, index in wanted)
+        before = [set(buffer.shown) for buffer in self._gathered]
+        for buffer, index in wanted:
+            if not buffer.persistent:
+                buffer.shown.add(index)
+        try:
+            label = f"unshard the rest of {self.name}" if in_loop else f"unshard {len(wanted)} of {self.name}"
+            for work in self._gather_missing(label, every=in_loop and is_missing):
+                work.wait()
+        except BaseException:
+            for buffer, shown in zip(self._gathered, before, strict=True):
+                buffer.shown = shown
+            raise
+        for buffer in self._gathered:
+            buffer.point(unsharded=False)
+
+    def _gather_missing(self, label: str, *, every: bool) -> list[Work]:
+        """Starts to gather values that `full` lacks: of all parameters, or of those that are shown. (all ranks)"""
+        runs: list[tuple[FlatBuffer, FlatRange]] = []
+        for buffer in self._gathered:
+            wanted = range(len(buffer.layout.slots)) if every else buffer.shown
+            own = buffer.missing(wanted)
+            if own:
+                buffer.allocate()
+            runs += [(buffer, run) for run in own]
+
+        def read() -> None:
+            for buffer, run in runs:
+                buffer.shard.copy_own(run, buffer.full)
+
+        if self.is_swapped and runs:
+            self._read_agreed(read, label)
+        else:
+            read()
+        for buffer in self._gathered:
+            buffer.valid |= set(range(len(buffer.layout.slots))) if every else buffer.shown
+        return [buffer.all_gather_part(run, self._collectives, label) for buffer, run in runs]
+
+    def hide_some(self, *, keep_values: bool = False) -> None:
+        """Undoes `unshard_some`; views that the program has of the values live on.
+
+        Args:
+            keep_values: as for `reshard`.
+        """
+        if any(buffer.shown for buffer in self._gathered):
+            for buffer in self._gathered:
+                buffer.shown.clear()
+            if self._state is ShardState.SHARDED:
+                self._cover(keep_views=True, keep_values=keep_values)
+
     def _swap_in(self, label: str) -> None:
-        """Brings shards into memory; the ranks agree that all could, before any starts the gather. (all ranks)"""
+        """Brings shards into memory. (all ranks)"""
+
+        def read() -> None:
+            for buffer in self.buffers:
+                buffer.shard.swap_in()
+
         self.prefetch()  # of all buffers, before the first is waited for
+        self._read_agreed(read, label)
+
+    def _read_agreed(self, read: Callable[[], None], label: str) -> None:
+        """Reads from tiers; the ranks agree that all could, before any starts the gather. (all ranks)"""
         error: OffloadError | None = None
-        for buffer in self.buffers:
-            if error is None:
-                try:
-                    buffer.shard.swap_in()
-                except OffloadError as raised:
-                    error = raised
+        try:
+            read()
+        except OffloadError as raised:
+            error = raised
         # A disk fails on one rank. Without this small all-reduce the others would hang in a gather it never joins.
         failed = torch.tensor([float(error is not None)])
         self._collectives.everyone.all_reduce(failed, "max", f"fetch of {self.name}")
@@ -381,6 +481,7 @@ class ParamUnit:
             keep_views: the program may hold views of the full parameters: let their storage live as long as they do.
             keep_values: for the next `unshard`, which then gathers nothing, until `drop_values`. (on all ranks alike)
         """
+        # What `unshard_some` shows stays.
         if self._state is ShardState.SHARDED:
             self._release()  # of a prefetch that no gather followed
             return
@@ -390,26 +491,39 @@ class ParamUnit:
             if not self._exact:
                 # Only of values to compute with: backward then reads the very values that forward read.
                 buffer.secondary.keep(buffer.full, self._collectives)
+            buffer.valid = set(range(len(buffer.layout.slots)))
+        self._cover(keep_views=keep_views, keep_values=keep_values)
+        self._exact = True
+
+    def _cover(self, *, keep_views: bool, keep_values: bool) -> None:
+        """Has parameters read as NaN, except those that are shown, and frees values that are not kept."""
+        for buffer in self._gathered:
             buffer.point(unsharded=False)
             if keep_values:
                 buffer.let_go_of_views()
-            elif keep_views:
-                buffer.replace_storage()
-            else:
-                buffer.free()
-        self._has_values = keep_values and not self.persistent
-        self._exact = True
+                continue
+            buffer.valid = set(buffer.shown)
+            if not buffer.shown:
+                if keep_views:
+                    buffer.replace_storage()
+                else:
+                    buffer.free()
 
     def drop_values(self) -> None:
         """Frees what `reshard(keep_values=True)` has kept; without it nothing."""
-        if self._has_values:
-            self._has_values = False
-            for buffer in self._gathered:
-                buffer.free()
+        for buffer in self._gathered if self._state is ShardState.SHARDED else ():
+            if buffer.valid != buffer.shown:
+                buffer.valid = set(buffer.shown)
+                if not buffer.shown:
+                    buffer.free()
 
     def drop_copies(self) -> None:
         """The weights are new, or about to be: drops the copies of the old ones."""
         self.drop_values()
+        self.drop_secondary()
+
+    def drop_secondary(self) -> None:
+        """As `drop_copies`, where the full buffers have the new weights."""
         for buffer in self.buffers:
             buffer.secondary.drop()
 

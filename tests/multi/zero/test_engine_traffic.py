@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +16,10 @@ from torch import Tensor, nn
 
 import zeroaccel
 from tests.support.pool import Ranks
-from tests.support.training import Toy, batches, config, recording
+from tests.support.training import Toy, batches, config, offloaded, recording
 from zeroaccel.comm.collectives import Work
 from zeroaccel.comm.recording import RecordingCollectives
+from zeroaccel.errors import EngineStateError
 from zeroaccel.zero import GatheredParameters, Init
 from zeroaccel.zero.engine import Engine
 from zeroaccel.zero.layout import ALIGN_NUMEL
@@ -152,6 +154,95 @@ def test_a_loop_that_gathers_one_parameter_at_a_time_gathers_each_unit_once(rank
     for read, written, numel in ranks(2).run(_visit_each_parameter, precision):
         assert read <= 1.02 * numel
         assert written <= 1.02 * numel
+
+
+def _sent(counted: RecordingCollectives) -> int:
+    """Elements of two bytes that all ranks sent to each other rank since the last call."""
+    nbytes = sum(call.nbytes for call in counted.calls if call.op == "all_gather")
+    total = sum(counted.gather_objects(nbytes, "count")) // (counted.world_size - 1)
+    counted.reset()
+    return total // 2
+
+
+def _gather_parts(changes: dict[str, Any]) -> None:
+    torch.manual_seed(7)
+    counted = recording()
+    model = Trained()
+    engine, *_ = zeroaccel.initialize(model, config=config(3, "bf16", **changes), collectives=counted)
+    data = batches(counted.rank, 3)
+    _step(engine, data[:1])
+    expected = {name: value.clone() for name, value in engine.iter_named_full_params()}
+    up, down = model.layers[1].up, model.layers[1].down
+    unit = next(unit.numel for unit in engine.units if "layers.1.up.weight" in unit.fqns())
+
+    def forget() -> None:
+        engine.finish_update()
+        counted.reset()
+
+    # One parameter: its elements, from the ranks that have them.
+    for name, param in model.named_parameters():
+        forget()
+        with GatheredParameters([param]):
+            assert torch.equal(param, expected[name]), name
+        assert _sent(counted) == param.numel(), name
+        assert zeroaccel.zero.safe_get_full_fp32_param(param) is not None
+        assert _sent(counted) == 2 * param.numel(), name
+    # Neighbours in one message, and nothing twice: an inner block, the same again, then a loop over the unit.
+    forget()
+    with GatheredParameters([up.weight, up.bias]):
+        assert (
+            up.weight.numel() + up.bias.numel() <= _sent(counted) <= up.weight.numel() + up.bias.numel() + ALIGN_NUMEL
+        )
+        with GatheredParameters([down.weight]):
+            assert torch.equal(down.weight, expected["layers.1.down.weight"])
+        assert _sent(counted) == down.weight.numel()
+        with pytest.raises(EngineStateError, match=r"layers\.1\.down\.bias"):
+            model.layers[1].down.bias.sum()
+    with GatheredParameters([up.weight]):
+        assert torch.equal(up.weight, expected["layers.1.up.weight"])
+    assert _sent(counted) == 0
+    with GatheredParameters([down.bias]):
+        assert torch.equal(down.bias, expected["layers.1.down.bias"])
+    assert _sent(counted) <= unit - up.weight.numel() - up.bias.numel() - down.weight.numel()
+    # A forward inside gathers the rest of its unit, and leaves alone what the block shows and writes.
+    forget()
+    with GatheredParameters([up.weight], modifier_rank=0), torch.no_grad():
+        before = engine(data[1])
+        up.weight.zero_()
+    with pytest.raises(EngineStateError, match=r"layers\.1\.up\.weight"):
+        up.weight.sum()
+    with torch.no_grad():
+        assert engine(data[1]) != before
+    with GatheredParameters([up.weight]):
+        assert not bool(up.weight.any())
+    # A view of a parameter that the program goes on to use in backward.
+    with GatheredParameters([down.weight]):
+        penalty = down.weight.float().square().sum()
+    engine.backward(engine(data[2]) + penalty)
+    engine.step()
+    engine.destroy()
+
+
+@pytest.mark.parametrize("tier", ["none", "cpu", "nvme"])
+def test_a_block_gathers_the_parameters_that_it_names(ranks: Ranks, tmp_path: Path, tier: str) -> None:
+    ranks(3 if tier == "none" else 2).run(_gather_parts, {} if tier == "none" else offloaded(tmp_path, tier, tier))
+
+
+def _stream_full(stage: int) -> tuple[int, int]:
+    counted = recording()
+    engine, *_ = zeroaccel.initialize(Trained(), config=config(stage, "bf16"), collectives=counted)
+    counted.reset()
+    for _ in engine.iter_named_full_params():
+        pass
+    sent, numel = _sent(counted), _padded_numel(engine, counted.world_size)[0]
+    engine.destroy()
+    return sent, numel
+
+
+def test_all_full_parameters_are_gathered_once(ranks: Ranks) -> None:
+    assert [sent for sent, _ in ranks(2).run(_stream_full, 2)] == [0, 0]
+    for sent, numel in ranks(2).run(_stream_full, 3):
+        assert sent == numel
 
 
 def _visit_before_the_engine() -> int:

@@ -220,16 +220,20 @@ class ModuleShards:
             self.shard(unit.modules[0])
 
     @_without_modes
-    def _pin(self, unit: ParamUnit) -> None:
+    def _pin(self, unit: ParamUnit, wanted: Sequence[tuple[FlatBuffer, int]] | None = None) -> None:
         if id(unit) in self._unsharded:
             self._reshard_one(unit)
         if unit is not self._recent:
             self._drop_recent()
+        if wanted is not None:
+            unit.unshard_some(wanted)
+            return
         unit.unshard()
         unit.wait()
 
     @_without_modes
     def _unpin(self, unit: ParamUnit, *, keep_values: bool = False) -> None:
+        unit.hide_some(keep_values=keep_values)
         unit.reshard(keep_views=True, keep_values=keep_values)
         if keep_values:
             self._recent = unit

@@ -77,7 +77,7 @@ class GatheredParameters:
                 raise UsageError("GatheredParameters(modifier_rank)", expected=f"0 to {ranks - 1}", got=self._rank)
             if self._rank is not None:
                 _refuse_split(handles)
-            registry.acquire(_units(handles))
+            registry.acquire(_units(handles), handles)
             for handle in handles:
                 registry.write_detector.enter(handle.buffer, handle.index, writes=self._rank is not None)
                 if self._rank is not None and handle.buffer.masters.reads_weights:
@@ -167,6 +167,7 @@ def gathered(registry: ParamRegistry, coordinator: ParamCoordinator, budget: int
     sharded = [unit for unit in registry.units if not unit.persistent]
     pinned = _that_fit(sharded, budget)
     registry.acquire(pinned)
+    registry.complete()  # ranks that go different ways know of full units only
     coordinator.end_step()  # a unit left unsharded on some ranks only would be gathered by the others alone
     coordinator.on_demand = on_demand = OnDemandUnshard(sharded, collectives)
     try:
@@ -200,7 +201,7 @@ def store(handle: ParamHandle, before: Tensor | None = None) -> None:
     with torch.no_grad():
         if not buffer.persistent:  # whose shard is the full buffer itself
             buffer.shard.write(own, buffer.full[own.at(0)])
-            handle.unit.drop_copies()
+            handle.unit.drop_secondary()
         _require_settled(handle)
         # A replicated optimizer has the masters of the full parameter on every rank, and so all of them follow.
         part = handle.slot.range & buffer.masters.range

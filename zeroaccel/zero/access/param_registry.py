@@ -23,7 +23,7 @@ from zeroaccel.errors import EngineStateError
 from zeroaccel.zero.grad_reducer import GradReducer
 from zeroaccel.zero.layout import FlatRange, Slot
 from zeroaccel.zero.param_check import WriteDetector
-from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit
+from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit, ShardState
 from zeroaccel.zero.precision import LossScale
 from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
 from zeroaccel.zero.tensor_subclasses import local
@@ -41,6 +41,12 @@ class Updates(Protocol):
 
     def require_settled(self, call: str) -> None:
         """Raises EngineStateError while masters are ahead of the weights."""
+
+
+class Pin(Protocol):
+    """What a registry unshards a unit with; with `wanted`, those parameters of it at least."""
+
+    def __call__(self, unit: ParamUnit, wanted: Sequence[tuple[FlatBuffer, int]] | None = None, /) -> None: ...
 
 
 class Unpin(Protocol):
@@ -88,6 +94,12 @@ class ParamHandle:
         return self.slot.range & self.buffer.layout.shard(rank)
 
     @property
+    def is_absent(self) -> bool:
+        """Whether the parameter reads as NaN here."""
+        is_sharded = self.unit.state is ShardState.SHARDED and not self.buffer.persistent
+        return is_sharded and self.index not in self.buffer.shown
+
+    @property
     def replaced(self) -> bool:
         """Whether the program assigned other storage, or another shape, than the unit's."""
         data = local(self.param)
@@ -111,7 +123,7 @@ class ParamRegistry:
         self,
         collectives: Collectives,
         *,
-        pin: Callable[[ParamUnit], None],
+        pin: Pin,
         unpin: Unpin,
         on_empty: Callable[[ParamUnit], None] | None = None,
         training: Training | None = None,
@@ -196,14 +208,19 @@ class ParamRegistry:
         """Whether the unit has holders."""
         return id(unit) in self._holders
 
-    def acquire(self, units: Sequence[ParamUnit]) -> None:
-        """Unshards units until `release`; counted. (all ranks, with the same units in the same order)"""
-        # Counted per unit, since nested `GatheredParameters` may name parameters of one unit: only the first gathers,
-        # and only the last reshards.
+    def acquire(self, units: Sequence[ParamUnit], handles: Sequence[ParamHandle] = ()) -> None:
+        """Unshards units until `release`; counted. (all ranks, with the same units in the same order)
+
+        Args:
+            handles: the parameters that are wanted, where not all of the units are.
+        """
+        # Counted per unit, since nested `GatheredParameters` may name parameters of one unit: an inner one gathers what
+        # the outer ones have not, and only the last reshards.
         for unit in units:
             count = self._holders.get(id(unit), 0)
-            if not count:
-                self._pin(unit)
+            if not count or unit.state is ShardState.SHARDED:
+                wanted = [(handle.buffer, handle.index) for handle in handles if handle.unit is unit]
+                self._pin(unit, wanted or None)
             self._holders[id(unit)] = count + 1
 
     def release(self, units: Sequence[ParamUnit], *, keep_values: bool = False) -> None:
@@ -218,6 +235,12 @@ class ParamRegistry:
                 self._holders[id(unit)] = count
             else:
                 self._unpin(unit, keep_values=keep_values and unit is units[-1])
+
+    def complete(self) -> None:
+        """Unshards all parameters of every unit that has holders. (all ranks)"""
+        for unit in self.units:
+            if self.is_acquired(unit) and unit.state is ShardState.SHARDED:
+                self._pin(unit)
 
     def require_free(self, call: str) -> None:
         """Raises EngineStateError while a unit has holders, as `call` would change its weights."""

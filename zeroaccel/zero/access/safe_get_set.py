@@ -29,8 +29,6 @@ from zeroaccel.zero.layout import FlatRange, FlatTensor, whole_of
 from zeroaccel.zero.param_check import fingerprint
 from zeroaccel.zero.storage.masters import MasterPiece
 
-_GATHERED_NUMEL = 1 << 22  # of each rank at a time
-
 
 @dataclass(frozen=True)
 class _Values:
@@ -318,22 +316,10 @@ def _copied(handle: ParamHandle, values: _Values, part: FlatRange) -> Tensor:
 
 
 def _assembled(handle: ParamHandle, own: Tensor, label: str) -> Tensor:
-    """(numel,) fp32 from each rank's elements. Sends as many as the rank with most of them has, to each other rank."""
-    slot, ranks = handle.slot, handle.buffer.layout.world_size
-    reaches = [handle.reach(rank) for rank in range(ranks)]
-    # Rounds of equal size, though shards of an owner layout are not: one rank may have the full parameter, so rounds
-    # bound the receive buffer to W times `_GATHERED_NUMEL`.
-    longest = max(reach.numel for reach in reaches)
-    out = torch.empty(slot.numel, dtype=torch.float32, device=own.device)
-    for first in range(0, longest, _GATHERED_NUMEL):
-        count = min(_GATHERED_NUMEL, longest - first)
-        mine, rows = own.new_zeros(count), own.new_empty(ranks * count)
-        part = own[first : first + count]
-        mine[: part.numel()] = part
-        handle.buffer.holders(handle.registry.collectives).all_gather(rows, mine, label).wait()
-        for rank, reach in enumerate(reaches):
-            arrived = FlatRange(reach.start + first, reach.start + first + count) & reach
-            out[arrived.at(slot.start)] = rows[rank * count : rank * count + arrived.numel]
+    """(numel,) fp32 from each rank's elements, each of which is sent to each other rank, and nothing else."""
+    numels = [handle.reach(rank).numel for rank in range(handle.buffer.layout.world_size)]
+    out = torch.empty(handle.slot.numel, dtype=torch.float32, device=own.device)
+    handle.buffer.holders(handle.registry.collectives).all_gather(out, own, label, numels).wait()
     return out
 
 

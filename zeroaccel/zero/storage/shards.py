@@ -193,6 +193,26 @@ class ShardStorage(ABC):
         with self._copies.stream():
             return _CopiedGather(self._copied, self._gather(own, full, collectives, label, exact=exact), full.device)
 
+    def copy_own(self, part: FlatRange, full: Tensor) -> None:
+        """Copies those elements of `part` that are this rank's into `full`, (N,), for `all_gather_part`.
+
+        Raises:
+            OffloadError: they cannot be read back.
+        """
+        own = part & self._shard
+        if own:
+            full[own.at(0)].copy_(self.read(own))
+
+    def all_gather_part(
+        self, part: FlatRange, full: Tensor, collectives: Collectives, label: str, numels: Sequence[int]
+    ) -> Work:
+        """All-gather of the elements of `part` only, into `full`, which has this rank's.
+
+        Args:
+            numels: elements of `part` in the shard of each rank.
+        """
+        return collectives.all_gather(full[part.at(0)], full[(part & self._shard).at(0)], label, numels)
+
     def _gather(self, source: Tensor, full: Tensor, collectives: Collectives, label: str, *, exact: bool) -> Work:
         # qwZ rounds what is sent; weights that are saved, written or shown to the program are gathered exactly.
         if collectives.quantized_weights and not exact:
