@@ -54,11 +54,6 @@ def check_model_device(model: nn.Module, device: torch.device) -> None:
     )
 
 
-def mixes_devices(error: RuntimeError) -> bool:
-    """Whether an operation failed since its tensors are on several devices."""
-    return bool(_MIXED.search(str(error)))
-
-
 def misplaced_inputs(
     error: RuntimeError, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
 ) -> UsageError | None:
@@ -69,7 +64,7 @@ def misplaced_inputs(
     Args:
         device: of the parameters.
     """
-    if not mixes_devices(error):
+    if not _MIXED.search(str(error)):
         return None
     elsewhere: dict[torch.device, list[str]] = defaultdict(list)
     named = {f"args[{index}]": value for index, value in enumerate(args)} | dict(kwargs)

@@ -27,11 +27,11 @@ from zeroaccel.telemetry.step_report import OffloadReport, StepReport
 from zeroaccel.zero.access.full_params import gathered, iter_named_full_params
 from zeroaccel.zero.access.param_registry import ParamRegistry, Training
 from zeroaccel.zero.coordinator import ParamCoordinator
-from zeroaccel.zero.device_check import misplaced_inputs, mixes_devices
+from zeroaccel.zero.device_check import misplaced_inputs
 from zeroaccel.zero.from_config import EngineSettings
 from zeroaccel.zero.grad_norm import FactorRule, GradCheck
 from zeroaccel.zero.grad_reducer import GradReducer
-from zeroaccel.zero.hooks import Hooks, StateDictHooks
+from zeroaccel.zero.hooks import Hooks, StateDictHooks, freed_view
 from zeroaccel.zero.param_check import ParamIntegrityCheck
 from zeroaccel.zero.param_unit import ParamUnit, ShardState
 from zeroaccel.zero.precision import LossScale, cast_floats
@@ -262,9 +262,7 @@ class EngineBase(nn.Module):
         try:
             return self.module(*args, **kwargs)
         except RuntimeError as error:
-            if not mixes_devices(error):
-                raise
-            mistake = misplaced_inputs(error, args, kwargs, self.collectives.topology.device)
+            mistake = freed_view(error) or misplaced_inputs(error, args, kwargs, self.collectives.topology.device)
             if mistake is None:
                 raise
             raise mistake from error

@@ -202,7 +202,11 @@ class Hooks:
             if not self._uses or self._uses[-1][0] is not module:
                 return None  # an inner module, or a foreign pre-hook raised before ours ran
             _, use = self._uses.pop()
-            own = _in_own_memory(output, module, coordinator.needed_by(unit))
+            try:
+                own = _in_own_memory(output, module, coordinator.needed_by(unit))
+            except EngineStateError:
+                coordinator.post_forward(use)
+                raise
             training = torch.is_grad_enabled()
             nodes = _producers(own) if training else []
             for node in nodes:
@@ -537,6 +541,19 @@ def _in_own_memory(output: Any, module: nn.Module, units: Iterable[ParamUnit]) -
             fix="return a clone() of it, or run the module at stage 2",
         )
     return copied
+
+
+def freed_view(error: RuntimeError) -> EngineStateError | None:
+    """What to raise where an operation found a tensor without memory; None for another error."""
+    if not any(words in str(error) for words in ("data is not allocated yet", "Cannot access data pointer")):
+        return None
+    return EngineStateError(
+        "engine.forward",
+        expected="views of a module's parameters to be used within the module: its parameters are sharded behind it",
+        got=f"a view that a module has kept; torch says: {str(error).splitlines()[0]}",
+        fix="keep a clone() of it; or name the modules that share it in zero_optimization.leaf_module; or train at "
+        "stage 2",
+    )
 
 
 def _producers(output: Any) -> list[Any]:

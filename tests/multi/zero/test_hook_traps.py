@@ -9,6 +9,7 @@ import math
 import warnings
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -396,6 +397,56 @@ def test_stage_3_gives_the_bits_of_stage_0(ranks: Ranks, trap: str) -> None:
     for changes in ({}, {"stage3_max_reuse_distance": 0, "reduce_bucket_size": 300}):
         sharded = ranks(2).run(_train, config(3, "bf16", **changes), trap)
         assert [differences(a, b) for a, b in zip(expected, sharded, strict=True)] == [[], []], changes
+
+
+class KeepsViews(Toy):
+    """A block that leaves a view of its parameter to the code behind it, by an attribute or inside an object."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        first, forward = self.layers[0], self.layers[0].forward
+
+        def kept(x: Tensor) -> Any:
+            view = first.up.weight.T
+            if way == "attribute":
+                first.kept = view
+                return forward(x)
+            return SimpleNamespace(out=forward(x), view=view)
+
+        first.forward = kept
+        self.way = way
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.layers[0](self.embed(tokens[:, :-1]))
+        x, view = (x, self.layers[0].kept) if self.way == "attribute" else (x.out, x.view)
+        return _loss(self.head(self.norm(self.layers[1](x) + (x @ view)[..., :WIDTH])), tokens)
+
+
+def _kept(stage: int, way: str) -> str:
+    engine, *_ = zeroaccel.initialize(KeepsViews(way), config=config(stage, stage3_max_reuse_distance=0))
+    try:
+        for batch in batches(engine.collectives.rank, 2):
+            _step(engine, batch)
+    except EngineStateError as error:
+        return str(error)
+    finally:
+        engine.reset()
+        engine.destroy()
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("way", "says"),
+    [
+        ("attribute", "engine.forward: expected views of a module's parameters to be used within the module"),
+        ("object", "forward of Block: expected lists, tuples or mappings around a view of a parameter, which is"),
+    ],
+)
+def test_views_of_parameters_that_outlive_their_module_are_named(ranks: Ranks, way: str, says: str) -> None:
+    assert ranks(2).run(_kept, 0, way) == ["", ""]
+    for said in ranks(2).run(_kept, 3, way):
+        assert said.startswith(says)
+        assert "clone() of it" in said
 
 
 # -- what goes wrong inside a hook stays with its engine
