@@ -15,6 +15,7 @@ _BIG_MODELS = (
     "accelerate's own works beside zeroaccel; to run or train a model that does not fit, prepare it at stage 3, built "
     "inside zeroaccel.zero.Init()"
 )
+_TRACKERS = 'Accelerator(log_with="mlflow") and the like, or an instance of GeneralTracker'
 _OTHER_DEVICES = "an Accelerator computes on CUDA devices and CPUs"
 _ZERO = "ZeroPlugin(zero_stage=3) shards parameters, gradients and optimizer states"
 _MEGATRON = "models are split by ZeRO; `zeroaccel estimate` tells which stage fits"
@@ -66,9 +67,8 @@ ABSENT: Mapping[str, str] = {
     **_rows(_OTHER_DEVICES, "SageMakerDistributedType ComputeEnvironment install_xla"),
     **_rows("the loss scale is the engine's: engine.loss_scale", "get_grad_scaler"),
     **_rows("accelerator.autocast() is one", "get_mixed_precision_context_manager"),
-    **_rows("wandb, tensorboard and instances of GeneralTracker", "AimTracker CometMLTracker MLflowTracker"),
-    **_rows("wandb, tensorboard and instances of GeneralTracker", "ClearMLTracker DVCLiveTracker SwanLabTracker"),
-    **_rows("wandb, tensorboard and instances of GeneralTracker", "TrackioTracker"),
+    **_rows(_TRACKERS, "AimTracker CometMLTracker MLflowTracker ClearMLTracker DVCLiveTracker SwanLabTracker"),
+    **_rows(_TRACKERS, "TrackioTracker"),
     **_rows("accelerate's own scripts have data of their own; write a DataLoader", "mocked_dataloaders"),
 }
 """Name of accelerate -> what does the same here."""

@@ -88,7 +88,7 @@ class PrecisionType(_Named):
 
 
 class LoggerType(_Named):
-    """Trackers of `Accelerator(log_with)`; those that are not here are refused there, by name."""
+    """Trackers of `Accelerator(log_with)`."""
 
     ALL = "all"
     AIM = "aim"

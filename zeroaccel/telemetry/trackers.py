@@ -1,4 +1,4 @@
-"""Trackers: where the metrics of a run are written. TensorBoard, Weights & Biases, CSV files, or a class of the user's.
+"""Trackers: where the metrics of a run are written. TensorBoard, Weights & Biases, files, accelerate's, or the user's.
 
 They have two users. `Trackers` serves `Accelerator.log`: scripts choose trackers by name or pass their own, and log on
 every rank without asking which one writes. `Monitors` serves the engine: the config's sections tensorboard, wandb,
@@ -261,12 +261,79 @@ class JsonlTracker(GeneralTracker):
         self._file.write(json.dumps(content, default=str) + "\n")
 
 
+class AccelerateTracker(GeneralTracker):
+    """A service that accelerate has a tracker for, which does the work: its other methods can be called here.
+
+    Args:
+        run_name: the first argument of accelerate's class: a project, or an experiment.
+        kwargs: the others.
+    """
+
+    def __init__(self, run_name: str, /, **kwargs: Any) -> None:
+        self._inner: Any = self.load()(run_name, **kwargs)
+        # Else it asks accelerate's PartialState whether this process logs, which `Trackers` knows.
+        self._inner.main_process_only = False
+        if hasattr(self._inner, "start"):  # earlier versions start in the constructor
+            self._inner.start()
+
+    @classmethod
+    def load(cls) -> Any:
+        """Accelerate's class.
+
+        Raises:
+            ConfigError: accelerate is not installed, or is of a version without that tracker.
+        """
+        try:
+            return importlib.import_module("accelerate.tracking").LOGGER_TYPE_TO_CLASS[cls.name]
+        except (ImportError, KeyError) as error:
+            raise ConfigError(
+                f"Accelerator(log_with): {cls.name}",
+                expected="a version of accelerate that has this tracker",
+                got=f"{type(error).__name__}: {error}",
+                fix="pip install -U accelerate, or log with something else",
+            ) from error
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_inner":
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+    @property
+    def tracker(self) -> Any:
+        """The service's object, such as the run."""
+        return self._inner.tracker
+
+    def store_init_configuration(self, values: Mapping[str, Any]) -> None:
+        """As accelerate's tracker stores it."""
+        self._inner.store_init_configuration(dict(values))
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """As accelerate's tracker logs; tensors of one element as numbers."""
+        plain = {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+        self._inner.log(plain, step=step, **kwargs)
+
+    def finish(self) -> None:
+        """Ends the run."""
+        self._inner.finish()
+
+
+def _of_accelerate(service: str, *, folder: bool = False) -> type[GeneralTracker]:
+    return type(service, (AccelerateTracker,), {"name": service, "requires_logging_directory": folder})
+
+
 # -- trackers of scripts
 
-_BY_NAME: Mapping[str, type[TensorBoardTracker] | type[WandBTracker] | type[JsonlTracker]] = {
+_BY_NAME: Mapping[str, Callable[..., GeneralTracker]] = {
     "tensorboard": TensorBoardTracker,
     "wandb": WandBTracker,
     "jsonl": JsonlTracker,
+    "trackio": _of_accelerate("trackio"),
+    "mlflow": _of_accelerate("mlflow"),
+    "swanlab": _of_accelerate("swanlab"),
+    "comet_ml": _of_accelerate("comet_ml"),
+    "clearml": _of_accelerate("clearml"),
+    "dvclive": _of_accelerate("dvclive"),
+    "aim": _of_accelerate("aim", folder=True),
 }
 _NEED_NO_PACKAGE = {"jsonl"}
 
@@ -332,10 +399,11 @@ class Trackers:
                 tracker.store_init_configuration(config)
 
     def _started(self, name: str, project_name: str, kwargs: Mapping[str, Any]) -> GeneralTracker:
-        kind = _BY_NAME[name]
+        kind: Any = _BY_NAME[name]
         folder: dict[str, Any] = {"logging_dir": self._logging_dir} if kind.requires_logging_directory else {}
         try:
-            return kind(project_name, **folder, **kwargs)
+            tracker: GeneralTracker = kind(project_name, **folder, **kwargs)
+            return tracker
         except OSError as error:
             got = f"{error.filename or self._logging_dir} ({error.strerror})"
             raise ConfigError(f"init_trackers: {name}", expected="a folder to write to", got=got) from error
@@ -410,11 +478,13 @@ class Trackers:
                 raise ConfigError(
                     where,
                     expected=f"the package {item} to be installed",
-                    fix=f"pip install 'zeroaccel[track]' (or {item}), or log with something else",
+                    fix=f"pip install {item}, or log with something else",
                 )
         elif not isinstance(item, GeneralTracker):
             raise ConfigError(where, expected="names or instances of GeneralTracker", got=type(item).__name__)
         kind: Any = _BY_NAME[item] if isinstance(item, str) else item
+        if isinstance(kind, type) and issubclass(kind, AccelerateTracker):
+            kind.load()
         if kind.requires_logging_directory and self._logging_dir is None:
             raise ConfigError(
                 f"{where}: {kind.name}",

@@ -127,15 +127,56 @@ def test_wandb_is_reported_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     run.finish.assert_called_once_with()
 
 
+def _installed(monkeypatch: pytest.MonkeyPatch, name: str) -> Any:
+    module = MagicMock()
+    module.__spec__ = ModuleSpec(name, None, origin="here")
+    monkeypatch.setitem(sys.modules, name, module)
+    return module
+
+
+def test_services_that_accelerate_has_trackers_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = pytest.importorskip("accelerate.state").PartialState
+    state(cpu=True)  # as an Accelerator does
+    monkeypatch.setattr(state, "_shared_state", dict(state._shared_state))
+    trackio, mlflow = _installed(monkeypatch, "trackio"), _installed(monkeypatch, "mlflow")
+    mlflow.search_experiments.return_value = []
+    mlflow.utils.validation.MAX_PARAM_VAL_LENGTH = mlflow.utils.validation.MAX_PARAMS_TAGS_PER_BATCH = 100
+    Trackers(["trackio", "mlflow"], None, is_main_process=False).init("project", {"lr": 0.1})
+    trackio.init.assert_not_called()
+    trackers = Trackers(["trackio", "mlflow"], None, is_main_process=True)
+    trackers.init("project", {"lr": 0.1}, {"trackio": {"space_id": "us/board"}, "mlflow": {"run_name": "first"}})
+    trackio.init.assert_called_once_with(project="project", space_id="us/board")
+    assert mlflow.create_experiment.call_args.kwargs["name"] == "project"
+    assert mlflow.start_run.call_args.kwargs["run_name"] == "first"
+    mlflow.log_params.assert_called_once_with({"lr": 0.1})
+    trackers.log({"loss": torch.tensor(2.5)}, step=3)
+    trackio.init.return_value.log.assert_called_once_with({"loss": 2.5}, step=3)
+    mlflow.log_metrics.assert_called_once_with({"loss": 2.5}, step=3)
+    assert trackers.get("trackio", unwrap=True) is trackio.init.return_value
+    trackers.get("mlflow").log_artifact("a.txt")
+    mlflow.log_artifact.assert_called_once_with(local_path="a.txt", artifact_path=None)
+    trackers.finish()
+    mlflow.end_run.assert_called_once_with()
+
+
+def test_a_service_that_this_accelerate_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    _installed(monkeypatch, "swanlab")
+    tracking = pytest.importorskip("accelerate.tracking")
+    monkeypatch.delitem(tracking.LOGGER_TYPE_TO_CLASS, "swanlab")
+    with pytest.raises(ConfigError, match=r"Accelerator\(log_with\): swanlab: expected a version of accelerate that"):
+        Trackers("swanlab", None, is_main_process=False)
+
+
 @pytest.mark.parametrize(
     ("log_with", "logging_dir", "message"),
     [
         (
-            "comet_ml",
+            "neptune",
             "logs",
-            r"log_with\): expected \"all\", .*'wandb', 'jsonl', or an instance.*got 'comet_ml'",
+            r"log_with\): expected \"all\", .*'wandb', 'jsonl', .*'aim', or an instance.*got 'neptune'",
         ),
         ("wandb", "logs", r"log_with\): expected the package wandb to be installed.*pip install"),
+        ("comet_ml", "logs", r"log_with\): expected the package comet_ml to be installed.*pip install"),
         ("tensorboard", None, "log_with.: tensorboard: expected a folder to write to.*project_dir"),
         (3, "logs", "names or instances of GeneralTracker, got 'int'"),
     ],
