@@ -155,7 +155,7 @@ def _tracked(folder: str) -> tuple[list[Any], str, list[str]]:
     except OSError as error:
         ended = str(error)
     refused = [
-        _said(lambda: Accelerator(log_with="comet_ml")),
+        _said(lambda: Accelerator(log_with="neptune")),
         _said(lambda: Accelerator(log_with="tensorboard")),
         _said(lambda: Accelerator().save_state()),
         _said(lambda: Accelerator().load_state()),
@@ -171,7 +171,7 @@ def test_trackers_log_on_one_rank_and_fail_on_all(ranks: Ranks, tmp_path: Path) 
     assert "the disk is gone" in zero[1]
     assert "the disk is gone" in one[1]
     for _, _, (unknown, folderless, unnamed, nowhere, two) in (zero, one):
-        assert "got 'comet_ml'" in unknown
+        assert "got 'neptune'" in unknown
         assert "a folder to write to" in folderless
         assert "automatic_checkpoint_naming=True" in unnamed
         assert "project_dir=" in nowhere
