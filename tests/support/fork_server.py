@@ -3,13 +3,14 @@
     python -m tests.support.fork_server SOCKET [MODULE ...]
 
 `processes.start` is the other end. A request names what a command line would: words, environment, folder, files. The
-fork becomes what a new interpreter would be with these: signals, streams, `sys.path`, `__main__`, an orderly end of the
-interpreter. Its own `subprocess` forks too, except in ranks, so the ranks of a launcher start as cheaply. What a fork
-cannot show is in `needs_interpreter`, and a fork differs from an interpreter in this:
+fork becomes what a new interpreter would be with these: signals, streams, `sys.path`, `__main__`. Its own `subprocess`
+forks too, except in ranks, so the ranks of a launcher start as cheaply. What a fork cannot show is in
+`needs_interpreter`, and a fork differs from an interpreter in this:
 
 - all forks have the same hash seed;
 - /proc shows the command line and the first environment of this process;
-- modules of the package and of torch are imported already.
+- modules of the package and of torch are imported already, and some of numba and pandas;
+- its end frees no modules: threads, exit handlers and streams end as they do there, then the process does.
 """
 
 from __future__ import annotations
@@ -52,12 +53,21 @@ _PRELOADED = (
     "torch._dynamo",
     "torch.distributed.elastic.multiprocessing",
     "torch.distributed.launcher.api",
+    "torch.distributed.checkpoint.hf_storage",
+    "torch.distributed.pipelining",
     "torch.utils.data",
-    "zeroaccel.setup.build",
+    "zeroaccel.initialization",
     "zeroaccel.inference",
     "zeroaccel.accelerate",
+    "zeroaccel.checkpoint",
+    "zeroaccel.comm.pipeline_group",
+    "zeroaccel.compat",
     "zeroaccel.cli.main",
+    "numpy.ma",
+    "jinja2",
+    "PIL.Image",
 )
+_PRELOADED_WITH_A_THREAD = ("pandas", "pyarrow.compute", "pyarrow.dataset")  # one of jemalloc, which starts it in forks
 # Variables that are read when the interpreter starts or torch is imported; the prefixes of the others are harmless.
 _READ_AT_START = (
     "PYTHON",
@@ -193,16 +203,33 @@ def _preload(names: Sequence[str]) -> _Origin:
 
     atexit.register = record  # type: ignore[assignment]
     os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # a thread would not be in the forks
-    for name in names:
-        with contextlib.suppress(ModuleNotFoundError):
-            importlib.import_module(name)
-    atexit.register = register
+    _import(names)
+    _load_kernels()
     if (threads := len(os.listdir("/proc/self/task"))) != 1:
         raise RuntimeError(f"importing {names} has started {threads - 1} threads, which forks would lack")
+    _import(_PRELOADED_WITH_A_THREAD)
+    atexit.register = register
     gc.collect()
     gc.freeze()  # so that a collection in a fork copies no pages
     registry: Mapping[Any, Any] = weakref.finalize._registry  # type: ignore[attr-defined]
     return _Origin(environment, path, exits, frozenset(registry))
+
+
+def _import(names: Sequence[str]) -> None:
+    for name in names:
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(name)
+
+
+def _load_kernels() -> None:
+    """Runs the kernels of every step: with the first, numba imports for half a second."""
+    import torch
+
+    from zeroaccel.ops import reductions
+
+    numbers = torch.ones(2, 2)
+    reductions.sum_ranks(torch.empty(2), numbers, 1.0)
+    reductions.l2_norm([numbers])
 
 
 # ---- In the fork ----
@@ -250,7 +277,17 @@ def _become(request: Request, files: dict[int, int], origin: _Origin) -> NoRetur
         code = _run(rest, request.environment, origin)
     except BaseException:
         traceback.print_exc()
-    ctypes.pythonapi.Py_Exit(code)  # the end of an interpreter: threads, exit handlers, streams, modules
+    _end(code)
+
+
+def _end(code: int) -> NoReturn:
+    """Ends as an interpreter does, apart from freeing its modules, which would take longer than most programs."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    ctypes.pythonapi.fflush(None)
     os._exit(code)
 
 
