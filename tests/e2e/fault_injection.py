@@ -32,6 +32,7 @@ Starter = Literal["ranks", "torchrun", "launch"]
 """Each rank by itself, torchrun, or `zeroaccel launch`."""
 
 SCRIPT = ROOT / "tests" / "e2e" / "endless_training.py"
+MACHINE = ROOT / "tests" / "e2e" / "inside_machine.py"
 _LOOK_SECONDS = 0.02
 _numbers = count()  # of the networks of this process
 
@@ -46,9 +47,8 @@ class Network:
         return {"a": "10.231.77.1", "b": "10.231.77.2"}[machine]
 
     def inside(self, machine: str) -> list[str]:
-        """The words that a command begins with to run on a machine, which has a name of its own."""
-        named = f'hostname machine-{machine} && exec "$@"'
-        return ["ip", "netns", "exec", f"{self.name}{machine}", "unshare", "--uts", "sh", "-c", named, "sh"]
+        """The script, with arguments, that runs Python's words behind it on a machine, which has a name of its own."""
+        return [str(MACHINE), f"{self.name}{machine}", f"machine-{machine}"]
 
     def cut(self) -> None:
         """Pulls the cable of "b" out of the switch."""
@@ -156,7 +156,7 @@ def starting(
     try:
         for name, prefix, words, variables in _commands(starter, ranks, port, net, [str(SCRIPT), str(pids)], flags):
             with open(folder / f"{name}.txt", "wb") as output:
-                command = [*prefix, sys.executable, *words]
+                command = [sys.executable, *prefix, *words]
                 job.started[name] = start(command, variables | own, ROOT, stdout=output, stderr=output)
         wait = time_limits.Limit(patience)
         while len(files := [file for file in pids.iterdir() if file.name.isdigit()]) < ranks:
@@ -176,7 +176,7 @@ _Command = tuple[str, list[str], list[str], dict[str, str]]
 def _commands(
     starter: Starter, ranks: int, port: int, net: Network | None, script: list[str], flags: Sequence[str]
 ) -> Iterator[_Command]:
-    """(name, prefix, words after python, environment) of each process that is to be started."""
+    """(name, prefix of the words after python, those words, environment) of each process that is to be started."""
     outside = outside_any_job() | ({"GLOO_SOCKET_IFNAME": "eth0"} if net else {})
     address = net.address("a") if net else "127.0.0.1"
     machines = ["a", "b"] if net else [""]

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
+import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 
-from tests.support.environment import outside_any_job
+from tests.support.job import JobResult, run_command
 from zeroaccel.cli import doctor
 from zeroaccel.cli.machine import Device, Machine
-from zeroaccel.cli.main import main
 from zeroaccel.offload import page_locked
 
 SCRIPT = """
@@ -36,30 +34,23 @@ raise AssertionError("it should have been ended")
 """
 
 
-def _zeroaccel(folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: object, **environment: str) -> Result:
-    """Runs a command here; the jobs that it starts are processes of their own."""
-    monkeypatch.chdir(folder)
-    for name in os.environ:
-        if name not in outside_any_job():
-            monkeypatch.delenv(name)
-    return CliRunner().invoke(main, [str(word) for word in arguments], env=environment)
+def _zeroaccel(folder: Path, *arguments: object, **environment: str) -> JobResult:
+    return run_command([sys.executable, "-m", "zeroaccel.cli", *arguments], 100.0, environment, folder)
 
 
-def test_every_stage_works_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    result = _zeroaccel(tmp_path, monkeypatch, "test", "--cpu")
-    assert result.exit_code == 0, result.stderr
+def test_every_stage_works_here(tmp_path: Path) -> None:
+    result = _zeroaccel(tmp_path, "test", "--cpu")
+    assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     assert len(lines) == 7
     assert all("works, the same losses as stage 0" in line for line in lines)
 
 
-def test_a_script_that_shards_as_it_should(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_that_shards_as_it_should(tmp_path: Path) -> None:
     # With two micro-steps per step stages 0 and 1 sum in another order, so that the plain run is at stage 2.
     (tmp_path / "train.py").write_text(SCRIPT)
-    result = _zeroaccel(
-        tmp_path, monkeypatch, "verify", "--steps", 3, "--num_processes", 2, "--cpu", "train.py", "seeded", "twice"
-    )
-    assert result.exit_code == 0, result.stderr
+    result = _zeroaccel(tmp_path, "verify", "--steps", 3, "--num_processes", 2, "--cpu", "train.py", "seeded", "twice")
+    assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     assert "loss, stage 2" in lines[1]
     assert "loss, stage 3 as configured" in lines[1]
@@ -67,10 +58,10 @@ def test_a_script_that_shards_as_it_should(tmp_path: Path, monkeypatch: pytest.M
     assert lines[-2:] == ["largest difference of a loss or a gradient norm on any rank: 0", "the same to the last bit"]
 
 
-def test_doctor_finds_what_is_broken_and_says_what_mends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_finds_what_is_broken_and_says_what_mends_it(tmp_path: Path) -> None:
     (tmp_path / "zeroaccel.yaml").write_text("zero_stge: 3\n")
-    result = _zeroaccel(tmp_path, monkeypatch, "doctor", "--quick", "--json", XDG_CONFIG_HOME=str(tmp_path))
-    assert result.exit_code == 1, result.stderr
+    result = _zeroaccel(tmp_path, "doctor", "--quick", "--json", XDG_CONFIG_HOME=str(tmp_path))
+    assert result.returncode == 1, result.stderr
     seen = {one["feature"]: one for one in json.loads(result.stdout)}
     assert seen["launch file"]["verdict"] == "BROKEN"
     assert "zero_stge" in seen["launch file"]["detail"]
@@ -79,21 +70,21 @@ def test_doctor_finds_what_is_broken_and_says_what_mends_it(tmp_path: Path, monk
     assert {one["verdict"] for one in seen.values()} <= {"works", "falls back", "missing", "BROKEN"}
 
     (tmp_path / "zeroaccel.yaml").unlink()
-    result = _zeroaccel(tmp_path, monkeypatch, "doctor", XDG_CONFIG_HOME=str(tmp_path), NO_COLOR="1")
-    assert result.exit_code == 0, result.stdout
+    result = _zeroaccel(tmp_path, "doctor", XDG_CONFIG_HOME=str(tmp_path), NO_COLOR="1")
+    assert result.returncode == 0, result.stdout
     assert "by gloo, all-gather" in result.stdout or "by NCCL" in result.stdout
     assert "GB/s" in next(line for line in result.stdout.splitlines() if line.startswith("copies in memory"))
     assert result.stdout.isascii()
 
 
-def test_env_is_for_reports_and_keeps_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    result = _zeroaccel(tmp_path, monkeypatch, "env", "--json", ACCELERATE_THING="x", ZEROACCEL_API_TOKEN="hidden")
+def test_env_is_for_reports_and_keeps_secrets(tmp_path: Path) -> None:
+    result = _zeroaccel(tmp_path, "env", "--json", ACCELERATE_THING="x", ZEROACCEL_API_TOKEN="hidden")
     facts = json.loads(result.stdout)
     assert facts["torch"].startswith("2.")
     assert facts["ACCELERATE_THING"] == "x"
     assert facts["ZEROACCEL_API_TOKEN"] == "(set)"
     assert "hidden" not in result.stdout
-    result = _zeroaccel(tmp_path, monkeypatch, "env", "--json", ZEROACCEL_CONFIG="nowhere.yaml")
+    result = _zeroaccel(tmp_path, "env", "--json", ZEROACCEL_CONFIG="nowhere.yaml")
     assert json.loads(result.stdout)["launch file"] == "nowhere.yaml (environment ZEROACCEL_CONFIG), which is no file"
 
 
