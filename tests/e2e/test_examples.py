@@ -23,7 +23,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.support.environment import ROOT
-from tests.support.job import run_command
+from tests.support.job import run_command, running_command
 from tests.support.pool import Ranks
 from zeroaccel.accelerate.accelerator_state import PartialState
 
@@ -191,3 +191,17 @@ def test_what_the_config_file_has_is_used(run: Runner, tmp_path: Path, sections:
     assert max(rates) == pytest.approx(0.01, rel=0.6 if sections == ("optimizer", "scheduler") else 1e-3)
     assert rates[-1] == pytest.approx(0.0, abs=1e-3)
     assert (tmp_path / "out" / "step_6" / "run_state.json").exists()
+
+
+def test_a_generator_follows_its_trainer_by_deltas(tmp_path: Path) -> None:
+    folder, scripts = tmp_path / "policy", ROOT / "examples" / "reinforcement"
+    launch = (sys.executable, "-m", "zeroaccel.cli", "launch", "--cpu", "--num_processes", 2)
+    with running_command([sys.executable, scripts / "generate.py", "--folder", folder]) as generator:
+        trained = run_command([*launch, scripts / "train.py", "--folder", folder], timeout=100.0)
+        assert trained.returncode == 0, trained.stderr
+        sampled = generator.wait()
+    assert sampled.returncode == 0, sampled.stderr
+    assert sampled.stdout == "sampled with version 31\n"
+    lines = re.findall(r"step (\d+): reward ([01]\.\d+), \d+ bytes from this rank\n", trained.stdout)
+    assert [step for step, _ in lines] == ["10", "20", "30"], trained.stdout
+    assert float(lines[0][1]) < float(lines[2][1]) > 0.5

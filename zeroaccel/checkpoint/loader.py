@@ -93,6 +93,7 @@ def refresh_copies(units: Sequence[ParamUnit]) -> None:
         stale = False
         unit.drop_copies()
         for buffer in unit.buffers:
+            buffer.note_written(buffer.own)
             buffer.masters.publish()
             stale |= buffer.trainable and not buffer.masters.is_replicated
         # Each rank has rounded its own masters; what is persistent is read by all of them.

@@ -22,6 +22,7 @@ from zeroaccel.offload.host_buffers import empty_on_host
 from zeroaccel.ops.coupled import CoupledOptimizer, Reductions
 from zeroaccel.ops.shard_step import ShardOptimizer
 from zeroaccel.optim.optimizer_kinds import OptimizerKind
+from zeroaccel.rollout.weight_stream import WeightSender
 from zeroaccel.setup.compilation import check_no_recorded_graphs, compilation_of
 from zeroaccel.setup.cut_check import verify_cuts
 from zeroaccel.setup.plan import TrainPlan
@@ -97,7 +98,8 @@ def _complete(engine: EngineBase, plan: TrainPlan) -> None:
     """Adds to an engine what ends with it: checkpoints, axes, and what the config changes outside of the engine."""
     ranks, model = plan.ranks, plan.job.model
     whole = next((axis.whole for axis in ranks.axes if axis.whole is not None), None)
-    engine.checkpointer = Checkpointer(engine, _checkpoint_settings(plan.config), whole, ranks.mesh)
+    engine.checkpointer = checkpointer = Checkpointer(engine, _checkpoint_settings(plan.config), whole, ranks.mesh)
+    engine.weight_sender = WeightSender(engine, checkpointer.state)
     engine.at_destroy(partial(ranks.topology.names.forget, ranks.mesh))
     if (dtype := autocast_of(plan.config)) is not None:
         engine.at_destroy(Autocast(model, engine.collectives.topology.device, dtype).undo)

@@ -133,6 +133,29 @@ class Checkpoints(Protocol):
         """Before weights change: a save in the background must have copied them. (all ranks)"""
 
 
+class WeightStreams(Protocol):
+    """Sends an engine's weights to other programs; see `rollout/weight_stream.py`. The calls are documented at
+    `Engine`, the packets in `rollout/receiver.py`.
+    """
+
+    version: int
+
+    def stream_weights(
+        self,
+        *,
+        dtype: torch.dtype | None,
+        names: Any,
+        bucket_bytes: int,
+        merge_adapters: bool,
+        only_rank: int | None,
+        as_saved: bool,
+    ) -> Iterator[Any]: ...
+
+    def stream_deltas(self, since: int | None) -> Iterator[Any]: ...
+
+    def mark_changes(self, *, enabled: bool) -> None: ...
+
+
 class EngineBase(nn.Module):
     """What engines have in common: one model, its optimizer and scheduler, and the parts of a training step.
 
@@ -222,6 +245,7 @@ class EngineBase(nn.Module):
         self._integrity = ParamIntegrityCheck(model, units, trained=optimizer is not None)
         self._state_offload = StateOffload(self.units, self.grad_reducer, optimizer)
         self._checkpointer: Checkpoints | None = None
+        self._weight_sender: WeightStreams | None = None
         self._refuses_compiled = parts.refuses_compiled
         self._undo: list[Callable[[], None]] = []
         self._destroyed = False
@@ -803,6 +827,83 @@ class EngineBase(nn.Module):
         """
         self.finish_update()
         return iter_named_full_params(self.registry)
+
+    @property
+    def weight_sender(self) -> WeightStreams:
+        """Streams this engine's weights; `initialize` sets it."""
+        assert self._weight_sender is not None, "an engine without a sender, as only estimates make it"
+        return self._weight_sender
+
+    @weight_sender.setter
+    def weight_sender(self, sender: WeightStreams) -> None:
+        self._weight_sender = sender
+
+    def stream_weights(
+        self,
+        *,
+        dtype: torch.dtype | None = None,
+        names: Iterable[str] | Callable[[str], bool] | None = None,
+        bucket_bytes: int = 1 << 28,
+        merge_adapters: bool = False,
+        only_rank: int | None = None,
+        as_saved: bool = True,
+    ) -> Iterator[Any]:
+        """Packets of all weights, gathered unit by unit, each byte once. (all ranks, to the end)
+
+        A packet has a `manifest`, plain data, and a `payload`, a tensor of bytes that is valid until the next one. The
+        stream holds one unit and one bucket of `bucket_bytes` at a time. Tied parameters come once; persistent buffers
+        come too.
+
+        Args:
+            dtype: of floating-point values, float32, bfloat16 or float16; None for their own.
+            names: of parameters and buffers to send, or whether to send a name. Only these are gathered.
+            bucket_bytes: a multiple of 16; a larger tensor comes in pieces.
+            merge_adapters: send the weights that PEFT's adapters are on with these merged in, by the adapter's own
+                rule, under the names that they have without adapters. The engine's weights stay as they are.
+            only_rank: of the job; packets of other ranks have no payload. None gives all ranks the bytes.
+            as_saved: with the names and layouts of `save_pretrained`; False for those of the model's parameters, which
+                deltas have.
+
+        Raises:
+            UsageError: an argument is wrong or differs between ranks; on every rank.
+            EngineStateError: another stream is open.
+        """
+        wanted = names if names is None or callable(names) else tuple(names)
+        return self.weight_sender.stream_weights(
+            dtype=dtype,
+            names=wanted,
+            bucket_bytes=bucket_bytes,
+            merge_adapters=merge_adapters,
+            only_rank=only_rank,
+            as_saved=as_saved,
+        )
+
+    def mark_changes(self, enabled: bool = True) -> None:
+        """Has each step mark the 16-bit weights that it changes, one bit for each, for `stream_deltas`.
+
+        Off at the start, and then nothing is stored. Weights of other dtypes count as changed at all times.
+        """
+        self.weight_sender.mark_changes(enabled=enabled)
+
+    def stream_deltas(self, since: int | None = None) -> Iterator[Any]:
+        """Packets of the weights that have changed, each rank's of its own shard; gathers nothing. (all, to the end)
+
+        All ranks send their packets; a receiver has the version when those of all have come. Where all values of a
+        parameter are fewer bytes than the changed values with positions, they come without positions.
+
+        Args:
+            since: the version, `engine.streamed_version` of then, that the receivers have. If it is not that of the
+                last complete stream of all weights or of deltas, the packets have all weights.
+
+        Raises:
+            EngineStateError: `mark_changes` was not called, or another stream is open.
+        """
+        return self.weight_sender.stream_deltas(since)
+
+    @property
+    def streamed_version(self) -> int:
+        """The number of the last stream of weights that began; 0 before the first."""
+        return self.weight_sender.version
 
     def offload_states(
         self,

@@ -23,6 +23,7 @@ from zeroaccel.comm.collectives import Collectives, Work
 from zeroaccel.errors import OffloadError, ShardStateError
 from zeroaccel.offload.tier import Tier
 from zeroaccel.telemetry.timeline import span
+from zeroaccel.zero.changed_bits import ChangedBits
 from zeroaccel.zero.layout import FlatLayout, FlatRange, holders, whole_of
 from zeroaccel.zero.storage.copy_stream import CopyStream
 from zeroaccel.zero.storage.masters import MasterPlace, MasterStorage, NoMasters
@@ -64,6 +65,7 @@ class FlatBuffer:
         versions: torch's counters of in-place writes to the parameters, for those writes that have been accepted.
         valid: while sharded: slots whose present values are in `full`.
         shown: of those, the ones whose parameters are views of it all the same.
+        changed: marks elements of the shard that change; None while the engine does not mark.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class FlatBuffer:
         self.versions = [param._version for param in self.params]
         self.valid: set[int] = set()
         self.shown: set[int] = set()
+        self.changed: ChangedBits | None = None
         # One element, expanded to every shape: shape and dtype of a sharded parameter are right, at no memory.
         absent = torch.full((), _absent_value(dtype), dtype=dtype)
         self._absent = [absent.to(device).expand(slot.shape) for slot in layout.slots]
@@ -226,6 +229,11 @@ class FlatBuffer:
             set_local(param, whole_of(slot, local(param).clone(), collectives))
         if not self.persistent:
             self.free()
+
+    def note_written(self, part: FlatRange) -> None:
+        """Weights in a range of it are about to be others, or are already, by something else than a step."""
+        if self.changed is not None:
+            self.changed.add(part)
 
     def accept_write(self, index: int) -> None:
         """What has been written to a parameter so far is in the shard and the master, or was undone."""

@@ -204,7 +204,8 @@ class ShardedOptimizer:
     ) -> None:
         # Rounded copies are written by the kernel that updates the masters, while those are in cache: one pass less.
         out = buffer.masters.stage_weights()
-        self.update(buffer, grad, grad_scale, following.get(id(buffer)), out, self.optimizer.param_groups)
+        with self._marking(buffer, out):
+            self.update(buffer, grad, grad_scale, following.get(id(buffer)), out, self.optimizer.param_groups)
         if out is not None:
             self._commit(buffer)
 
@@ -275,8 +276,9 @@ class ShardedOptimizer:
         for gradient in gradients:
             buffer = gradient.buffer
             out = buffer.masters.stage_weights()
-            for piece in buffer.masters.pieces:
-                self._take_weights(piece, out)
+            with self._marking(buffer, out):
+                for piece in buffer.masters.pieces:
+                    self._take_weights(piece, out)
             if out is not None:
                 self._commit(buffer)
             self._finish(buffer, done)
@@ -316,12 +318,13 @@ class ShardedOptimizer:
 
     def _change_buffer(self, buffer: FlatBuffer, call: Callable[[], object], following: MasterStorage | None) -> None:
         out = buffer.masters.stage_weights()
-        for pieces in buffer.masters.chunks(following):
-            if pieces and not self._calls_together:
-                with restricted(self.optimizer, [piece.param for piece in pieces]):
-                    self._call_again(call)
-            for piece in pieces:
-                self._take_weights(piece, out)
+        with self._marking(buffer, out):
+            for pieces in buffer.masters.chunks(following):
+                if pieces and not self._calls_together:
+                    with restricted(self.optimizer, [piece.param for piece in pieces]):
+                        self._call_again(call)
+                for piece in pieces:
+                    self._take_weights(piece, out)
         if out is not None:
             self._commit(buffer)
 
@@ -363,11 +366,27 @@ class ShardedOptimizer:
         staged = buffer.masters.stage_weights()
         assert new is not None and staged is not None, "masters that are the weights that forward computes with"
         target = staged[buffer.masters.range]
-        if target.device == new.device or target.device.type == "cpu":
-            target.copy_(new)
-        else:
-            self._copy_stream().to_device(target, new)
+        with self._marking(buffer, staged):
+            if target.device == new.device or target.device.type == "cpu":
+                target.copy_(new)
+            else:
+                self._copy_stream().to_device(target, new)
         buffer.shard.commit()
+
+    @contextmanager
+    def _marking(self, buffer: FlatBuffer, out: FlatTensor | None) -> Iterator[None]:
+        """Marks which weights of this rank's shard the block changes in `out`, if the engine marks them."""
+        if buffer.changed is None or out is None or buffer.dtype.itemsize != 2:
+            yield
+            return
+        own = buffer.own & buffer.masters.range
+        before = buffer.shard.read(own).clone()  # of a staged tier it is what the tier has
+        yield
+        self._finish_host_writes()
+        if self._copies is not None:
+            self._copies.wait()
+        after = out[own]
+        buffer.changed.compare(before.to(after.device), after)
 
     @contextmanager
     def _rounded(self, piece: MasterPiece, out: FlatTensor | None) -> Iterator[Tensor | None]:

@@ -198,6 +198,7 @@ def store(handle: ParamHandle, before: Tensor | None = None) -> None:
     """
     buffer = handle.buffer
     own = handle.slot.range & buffer.own
+    buffer.note_written(own)
     with torch.no_grad():
         if not buffer.persistent:  # whose shard is the full buffer itself
             buffer.shard.write(own, buffer.full[own.at(0)])
@@ -217,6 +218,7 @@ def overwrite(handle: ParamHandle, value: Tensor) -> None:
     buffer, slot = handle.buffer, handle.slot
     own = slot.range & buffer.own
     _require_settled(handle)
+    buffer.note_written(own)
     with torch.no_grad():
         # The master takes the value itself, not what the shard rounds it to: fp32 values keep their bits.
         flat = value.detach().reshape(-1).to(buffer.full.device)

@@ -82,6 +82,7 @@ def _set_masters(handle: ParamHandle, flat: Tensor) -> None:
     _write(handle, _masters(handle), values)
     with torch.no_grad():  # after the master: in fp32 that is part of these already
         buffer, own = handle.buffer, _own(handle)
+        buffer.note_written(own)
         buffer.shard.write(own, values[own])
         handle.unit.drop_copies()
         if buffer.full.untyped_storage().nbytes():

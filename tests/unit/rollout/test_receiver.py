@@ -1,0 +1,133 @@
+"""The receiver: what it takes, what it refuses, and that it changes nothing before a version is complete."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from zeroaccel.ops import changed
+from zeroaccel.ops.changed import mark_changed
+from zeroaccel.rollout import receiver as receiver_module
+from zeroaccel.rollout.receiver import (
+    Packet,
+    WeightReceiver,
+    WeightsRefusedError,
+    encode_positions,
+    receive_files,
+    refusal_file,
+    write_packet,
+)
+from zeroaccel.zero.changed_bits import ChangedBits
+from zeroaccel.zero.layout import FlatRange
+
+
+def packet(values: Tensor, version: int = 1, since: int | None = None, name: str = "w", **changes: Any) -> Packet:
+    shape = changes.pop("shape", list(values.shape))
+    entry = {"name": name, "shape": shape, "dtype": str(values.dtype)[6:], "offset": 0, "numel": values.numel()}
+    entry |= {"start": changes.pop("start", 0), "cut": [values.numel(), 1, 0], "positions": 0}
+    head = {"version": version, "since": since, "sender": 0, "senders": 1, "index": 0, "last": True, "ties": {}}
+    return Packet({**head, "tensors": [entry], **changes}, values.reshape(-1).view(torch.uint8))
+
+
+@pytest.mark.parametrize("numel", [1, 7, 300, 70000])
+def test_positions_come_back(numel: int) -> None:
+    generator = torch.Generator().manual_seed(numel)
+    for density in (0.0, 0.001, 0.02, 1.0):
+        before = torch.zeros(numel, dtype=torch.bfloat16)
+        after = torch.where(torch.rand(numel, generator=generator) < density, 1.0, 0.0).bfloat16()
+        bits = torch.zeros(-(-numel // 8), dtype=torch.uint8)
+        mark_changed(before, after, bits)
+        on_device = torch.zeros_like(bits)
+        _by_operations(before, after, on_device)
+        assert torch.equal(bits, on_device)
+        marks = ChangedBits(FlatRange(64, 64 + numel), torch.device("cpu"), has_bits=True)
+        marks.compare(before, after)
+        found = marks.positions()
+        assert found is not None
+        assert torch.equal(found, after.nonzero().view(-1))
+        encoded = encode_positions(found)
+        assert torch.equal(receiver_module._decode_positions(encoded), found)
+        assert encoded.numel() <= found.numel() + numel / 255 + 1
+        if numel > 2:
+            marks.add(FlatRange(0, 66))
+            marks.add(FlatRange(64 + numel - 1, 10**9))
+            expected = sorted({0, 1, numel - 1, *after.nonzero().view(-1).tolist()})
+            more = marks.positions()
+            assert more is not None
+            assert more.tolist() == expected
+        marks.clear()
+        assert marks.bits is None
+
+
+def _by_operations(before: Tensor, after: Tensor, bits: Tensor) -> None:
+    """As devices do."""
+    changed._mark_on_device(before.view(torch.int16), after.view(torch.int16), bits)
+
+
+REFUSED = [
+    (packet(torch.ones(3), name="v"), "this receiver has no tensor 'v'"),
+    (packet(torch.ones(4)), r"w: expected float32 \[3\], got float32 \[4\]"),
+    (packet(torch.ones(3).bfloat16()), r"w: expected float32 \[3\], got bfloat16 \[3\]"),
+    (
+        packet(torch.ones(3), since=4),
+        "version 1 changes version 4: expected version 4 here, got None; send all weights",
+    ),
+    (packet(torch.ones(3), index=1), "version 1, sender 0: expected packet 0, got 1"),
+    (Packet(packet(torch.ones(3)).manifest, None), "expected a packet with a payload"),
+]
+
+
+@pytest.mark.parametrize(("refused", "said"), REFUSED)
+def test_a_version_that_does_not_fit_changes_nothing(refused: Packet, said: str) -> None:
+    weights = {"w": torch.zeros(3)}
+    receiver = WeightReceiver(weights)
+    with pytest.raises(WeightsRefusedError, match=said):
+        receiver.take(refused)
+    assert receiver.take(packet(torch.ones(3))) is False  # the rest of the same version
+    assert receiver.version is None
+    assert not weights["w"].any()
+    assert receiver.take(packet(torch.ones(3), version=2))
+    assert weights["w"].all()
+
+
+def test_senders_and_versions_that_are_not_complete_change_nothing() -> None:
+    weights = {"a": torch.zeros(2), "b": torch.zeros(2), "tied": torch.zeros(2)}
+    receiver = WeightReceiver(weights, rename=lambda name: None if name == "left out" else name)
+    one, two = torch.ones(2), torch.full((2,), 2.0)
+    assert not receiver.take(packet(one, name="a", senders=2, last=False))
+    assert not receiver.take(packet(one, name="left out", senders=2, index=1))
+    assert not receiver.take(packet(two, version=2, name="a", senders=2))  # version 1 is never completed
+    assert not any(value.any() for value in weights.values())
+    assert receiver.take(packet(two, version=2, name="b", senders=2, sender=1, ties={"tied": "b"}))
+    assert [value.tolist() for value in weights.values()] == [[2.0, 2.0]] * 3
+    assert receiver.missing == set()
+
+
+def test_files_are_taken_once_all_senders_have_written(tmp_path: Path) -> None:
+    weights = {"w": torch.zeros(3), "v": torch.zeros(3)}
+    receiver = WeightReceiver(weights)
+    write_packet(packet(torch.ones(3), senders=2), tmp_path)
+    assert not receive_files(receiver, tmp_path, "gen")
+    write_packet(packet(torch.ones(3), senders=2, sender=1, name="v"), tmp_path)
+    assert receive_files(receiver, tmp_path, "gen")
+    assert all(value.all() for value in weights.values())
+    write_packet(packet(torch.zeros(3), version=3, since=2), tmp_path)  # version 2 never came
+    assert not receive_files(receiver, tmp_path, "gen")
+    assert "expected version 2 here, got 1; send all weights" in refusal_file(tmp_path, "gen").read_text()
+    write_packet(packet(torch.zeros(4), version=4), tmp_path)
+    with pytest.raises(WeightsRefusedError, match="version 4, w: expected float32"):
+        receive_files(receiver, tmp_path, "gen")
+    assert receiver.version == 1
+
+
+def test_the_receiver_is_a_file_that_needs_torch_only(tmp_path: Path) -> None:
+    copy = tmp_path / "receiver.py"
+    copy.write_text(Path(receiver_module.__file__).read_text())
+    program = "import receiver, sys; assert not any(name.startswith('zeroaccel') for name in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, env={"PYTHONPATH": str(tmp_path)})

@@ -1,0 +1,63 @@
+"""Marks 16-bit elements whose bits have changed: one bit each, in a pass over both and without a copy.
+
+`zero/changed_bits.py` keeps the bits. On a device the same runs as torch operations, in tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zeroaccel.ops.dispatch import launch, unowned_array
+from zeroaccel.ops.number_formats import Array, compiled
+
+_TILE_NUMEL = 1 << 24  # bounds what a device needs besides: 32 MiB
+
+
+def mark_changed(before: Tensor, after: Tensor, bits: Tensor) -> None:
+    """Sets the bit of each element that differs, and leaves the others.
+
+    Args:
+        before, after: (N,) of one 16-bit dtype, on one device.
+        bits: (N / 8 rounded up,) uint8; bit i % 8 of byte i // 8 is that of element i.
+
+    Example:
+        >>> bits = torch.zeros(2, dtype=torch.uint8)
+        >>> before = torch.zeros(9, dtype=torch.bfloat16)
+        >>> after = before.clone()
+        >>> after[8], after[1] = 1.0, -0.0
+        >>> mark_changed(before, after, bits)
+        >>> bits
+        tensor([2, 1], dtype=torch.uint8)
+    """
+    one, other = before.view(torch.int16), after.view(torch.int16)
+    if one.device.type != "cpu":
+        _mark_on_device(one, other, bits)
+        return
+
+    def bind() -> Callable[[int, int], None]:
+        x, y, b = [unowned_array(tensor) for tensor in (one, other, bits)]
+        return lambda start, stop: _mark(x[start:stop], y[start:stop], b[start // 8 : (stop + 7) // 8])
+
+    launch("mark changed", one.numel(), bind, reads=[one, other, bits], writes=[bits])
+
+
+@compiled
+def _mark(before: Array, after: Array, bits: Array) -> None:
+    for byte in range(bits.size):
+        marks = np.uint32(0)
+        for i in range(byte * 8, min(byte * 8 + 8, before.size)):
+            marks |= np.uint32(np.uint32(before[i] != after[i]) << np.uint32(i & 7))
+        bits[byte] |= np.uint8(marks)
+
+
+def _mark_on_device(before: Tensor, after: Tensor, bits: Tensor) -> None:
+    weights = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=bits.device)
+    for first in range(0, before.numel(), _TILE_NUMEL):
+        differs = before[first : first + _TILE_NUMEL] != after[first : first + _TILE_NUMEL]
+        padded = torch.nn.functional.pad(differs, (0, -differs.numel() % 8))
+        marks = (padded.view(-1, 8) * weights).sum(1, dtype=torch.uint8)
+        bits[first // 8 : first // 8 + marks.numel()].bitwise_or_(marks)

@@ -1,0 +1,440 @@
+"""The receiving side of weight streams: packets, and `WeightReceiver`, which swaps them in when a version is complete.
+
+This file imports torch and nothing of zeroaccel: copy it into the program that generates. It defines the packets that
+`weight_stream.py` makes and the ways that `sinks.py` sends them.
+
+A packet is a manifest, plain data, and a payload of bytes. A version of the weights is a run of packets from each
+sender; the last of a run says so. In a manifest, a tensor's entry is about elements of one tensor:
+
+    name, shape, dtype   of the full tensor
+    offset, numel        where the values begin in the payload, in bytes, and how many there are
+    start, cut           element of the part where they begin; how the part lies in the full tensor
+    positions            0: the values follow each other. Else: bytes of positions behind the values
+
+`cut` is (run, parts, part): element i of the part is element ((i // run) * parts + part) * run + i % run of the full
+tensor, flattened. [Note: positions] Positions are differences, from `start` - 1 on and less one: a byte below 255 ends
+one, and each byte of 255 before it adds 255.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "ALIGN_NBYTES",
+    "Channel",
+    "Packet",
+    "WeightReceiver",
+    "WeightsRefusedError",
+    "encode_positions",
+    "receive_files",
+    "receive_version",
+    "refusal_file",
+    "values_of",
+    "write_packet",
+]
+
+ALIGN_NBYTES = 16
+"""Values begin at multiples of it in a payload."""
+
+distributed: Any = torch.distributed
+
+_ESCAPE = 255
+_ABORTED = -1
+_TEXT_NBYTES = 4096
+
+
+class WeightsRefusedError(ValueError):
+    """A version of the weights does not fit the receiver, which stays at the version that it has."""
+
+
+@dataclass(frozen=True)
+class Packet:
+    """A manifest and the bytes that it describes.
+
+    Attributes:
+        manifest: `version`; `since`, the version that the values change, or None for all values; `sender` of `senders`;
+            `index` of this packet among those of its sender, and whether it is `last`; `tensors`; `ties`, alias ->
+            name.
+        payload: (n,) uint8; valid until the sender makes the next packet. None on a rank that only takes part.
+    """
+
+    manifest: dict[str, Any]
+    payload: Tensor | None
+
+
+@dataclass
+class WeightReceiver:
+    """Takes packets, and changes the weights only when all packets of a version have come.
+
+    Example:
+        >>> weights = {"w": torch.zeros(3)}
+        >>> receiver = WeightReceiver(weights)
+        >>> entry = {"name": "w", "shape": [3], "dtype": "float32", "cut": [3, 1, 0]}
+        >>> entry |= {"offset": 0, "numel": 3, "start": 0, "positions": 0}
+        >>> manifest = {"version": 1, "since": None, "sender": 0, "senders": 1, "index": 0, "last": True, "ties": {}}
+        >>> values = torch.ones(3)
+        >>> receiver.take(Packet({**manifest, "tensors": [entry]}, values.view(torch.uint8)))
+        True
+        >>> receiver.version, weights["w"]
+        (1, tensor([1., 1., 1.]))
+
+    Args:
+        tensors: the generator's weights by name, contiguous; they are changed in place.
+        rename: a name of the sender -> the name in `tensors`; None for what this receiver leaves out.
+
+    Attributes:
+        version: of the weights in `tensors`; None before the first.
+        missing: names in `tensors` of which no version has had values.
+    """
+
+    tensors: Mapping[str, Tensor]
+    rename: Callable[[str], str | None] = field(default=lambda name: name)
+    version: int | None = None
+
+    def __post_init__(self) -> None:
+        self.missing = set(self.tensors)
+        self._staged: dict[int, list[Packet]] = {}
+        self._coming: int | None = None
+        self._refused: int | None = None
+
+    def take(self, packet: Packet) -> bool:
+        """Keeps a copy of a packet. Whether its version is complete, and swapped in.
+
+        Raises:
+            WeightsRefusedError: the version changes another one than this receiver has, so that it needs all weights;
+                or a name, shape or dtype does not fit, or a packet is missing. Further packets of it are ignored.
+        """
+        manifest = packet.manifest
+        version = int(manifest["version"])
+        if version == self._refused:
+            return False
+        if version != self._coming:  # an earlier one that was not complete is of no use any more
+            self.drop()
+            self._coming = version
+        try:
+            self._check(packet)
+        except WeightsRefusedError:
+            self.drop()
+            self._refused = version
+            raise
+        payload = packet.payload
+        assert payload is not None
+        self._staged.setdefault(manifest["sender"], []).append(Packet(manifest, payload.detach().clone()))
+        complete = [packets for packets in self._staged.values() if packets[-1].manifest["last"]]
+        if len(complete) < manifest["senders"]:
+            return False
+        self._swap()
+        self.version = version
+        self.drop()
+        return True
+
+    def drop(self) -> None:
+        """Forgets the packets of a version that is not complete."""
+        self._staged.clear()
+        self._coming = None
+
+    def _check(self, packet: Packet) -> None:
+        manifest, version = packet.manifest, packet.manifest["version"]
+        if packet.payload is None:
+            raise WeightsRefusedError(f"version {version}: expected a packet with a payload, got None")
+        since = manifest["since"]
+        if since is not None and since != self.version:
+            raise WeightsRefusedError(
+                f"version {version} changes version {since}: expected version {since} here, got {self.version}; "
+                "send all weights"
+            )
+        earlier = len(self._staged.get(manifest["sender"], ()))
+        if manifest["index"] != earlier:
+            where = f"version {version}, sender {manifest['sender']}"
+            raise WeightsRefusedError(f"{where}: expected packet {earlier}, got {manifest['index']}")
+        for entry in manifest["tensors"]:
+            own = self._own(entry["name"])
+            if own is None:
+                continue
+            name, tensor = own
+            if tensor is None:
+                raise WeightsRefusedError(f"version {version}: this receiver has no tensor {name!r}")
+            got = (list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+            if got != (list(entry["shape"]), entry["dtype"]):
+                raise WeightsRefusedError(
+                    f"version {version}, {name}: expected {got[1]} {got[0]}, got {entry['dtype']} {entry['shape']}"
+                )
+            if not tensor.is_contiguous():
+                raise WeightsRefusedError(f"version {version}, {name}: expected a contiguous tensor")
+
+    def _own(self, sent: str) -> tuple[str, Tensor | None] | None:
+        name = self.rename(sent)
+        return None if name is None else (name, self.tensors.get(name))
+
+    def _swap(self) -> None:
+        changed: dict[str, Tensor] = {}
+        ties: dict[str, str] = {}
+        with torch.no_grad():
+            for packets in self._staged.values():
+                for packet in packets:
+                    ties.update(packet.manifest["ties"])
+                    for entry in packet.manifest["tensors"]:
+                        own = self._own(entry["name"])
+                        if own is not None and own[1] is not None:
+                            assert packet.payload is not None
+                            _write(own[1], entry, packet.payload)
+                            changed[entry["name"]] = own[1]
+                            self.missing.discard(own[0])
+            for alias, name in ties.items():  # where the receiver has them apart
+                own = self._own(alias)
+                if own is not None and own[1] is not None and name in changed:
+                    if own[1].data_ptr() != changed[name].data_ptr():
+                        own[1].copy_(changed[name])
+                    self.missing.discard(own[0])
+
+
+def values_of(entry: Mapping[str, Any], payload: Tensor) -> Tensor:
+    """(numel,) the values of an entry: a view of the payload."""
+    dtype: torch.dtype = getattr(torch, entry["dtype"])
+    end = entry["offset"] + entry["numel"] * dtype.itemsize
+    return payload[entry["offset"] : end].view(dtype)
+
+
+def _write(tensor: Tensor, entry: Mapping[str, Any], payload: Tensor) -> None:
+    values, flat = values_of(entry, payload).to(tensor.device), tensor.view(-1)
+    run, parts, part = entry["cut"]
+    start, count = entry["start"], entry["numel"]
+    if not entry["positions"] and parts == 1:
+        flat[start : start + count] = values
+        return
+    if entry["positions"]:
+        end = entry["offset"] + values.numel() * values.itemsize
+        places = _decode_positions(payload[end : end + entry["positions"]]) + start
+    else:
+        places = torch.arange(start, start + count, device=payload.device)
+    rows = places // run
+    places = (rows * parts + part) * run + (places - rows * run)
+    # By bits: an index put of NaNs and signed zeros keeps them in any dtype.
+    flat[places.to(tensor.device)] = values
+
+
+def encode_positions(positions: Tensor) -> Tensor:
+    """uint8, see [Note: positions].
+
+    Args:
+        positions: (n,) int64, ascending, from 0.
+
+    Example:
+        >>> encode_positions(torch.tensor([0, 3, 600])).tolist()
+        [0, 2, 255, 255, 86]
+    """
+    if not positions.numel():
+        return torch.empty(0, dtype=torch.uint8, device=positions.device)
+    gaps = torch.diff(positions, prepend=positions.new_full((1,), -1)) - 1
+    ends = torch.cumsum(gaps // _ESCAPE + 1, 0) - 1
+    encoded = torch.full((int(ends[-1].item()) + 1,), _ESCAPE, dtype=torch.uint8, device=positions.device)
+    encoded[ends] = (gaps % _ESCAPE).to(torch.uint8)
+    return encoded
+
+
+def _decode_positions(encoded: Tensor) -> Tensor:
+    ends = encoded != _ESCAPE
+    sums = torch.cumsum(encoded.to(torch.int64) + ends, 0)
+    return sums[ends] - 1
+
+
+# -- by a group of torch.distributed, which one sender and all receivers are in
+
+
+class Channel:
+    """A gloo group of one sender, its rank 0, and the receivers, which need no other group in common.
+
+    Args:
+        store: that all of them reach, such as a `torch.distributed.TCPStore`.
+        sender: number of the sender; senders have channels of their own.
+        rank: 0 for the sender, 1 to `receivers` for the receivers.
+        timeout_seconds: how long any call waits for the others.
+
+    Attributes:
+        broken: why the channel is of no use any more; "" while it is.
+    """
+
+    def __init__(self, store: Any, sender: int, rank: int, receivers: int, timeout_seconds: float = 300.0) -> None:
+        self.sender, self.rank, self.size, self.broken = sender, rank, receivers + 1, ""
+        own = distributed.PrefixStore(f"weights/{sender}", store)
+        self._group: Any = distributed.ProcessGroupGloo(own, rank, self.size, timedelta(seconds=timeout_seconds))
+
+    def send(self, packet: Packet | None) -> None:
+        """Sends a packet to the receivers, from host memory; None says that no more will come.
+
+        Raises:
+            ConnectionError: a receiver is gone.
+        """
+        if packet is None:
+            self._broadcast(torch.tensor([_ABORTED, 0]))
+            return
+        assert packet.payload is not None, "a packet without a payload"
+        manifest = torch.frombuffer(bytearray(json.dumps(packet.manifest).encode()), dtype=torch.uint8)
+        self._broadcast(torch.tensor([manifest.numel(), packet.payload.numel()]))
+        self._broadcast(manifest)
+        if packet.payload.numel():
+            self._broadcast(packet.payload.cpu())
+
+    def receive(self) -> Packet | None:
+        """The next packet; None where the sender breaks the version off.
+
+        Raises:
+            ConnectionError: the sender is gone.
+        """
+        manifest_nbytes, nbytes = self._broadcast(torch.zeros(2, dtype=torch.int64)).tolist()
+        if manifest_nbytes == _ABORTED:
+            return None
+        manifest = self._broadcast(torch.empty(manifest_nbytes, dtype=torch.uint8))
+        payload = torch.empty(nbytes, dtype=torch.uint8)
+        return Packet(json.loads(bytes(manifest.tolist())), self._broadcast(payload) if nbytes else payload)
+
+    def exchange(self, text: str) -> list[str]:
+        """The text of each, cut at 4096 bytes; rank 0's first."""
+        own = torch.zeros(_TEXT_NBYTES, dtype=torch.uint8)
+        encoded = text.encode()[:_TEXT_NBYTES]
+        own[: len(encoded)] = torch.frombuffer(bytearray(encoded or b"\0"), dtype=torch.uint8)[: len(encoded)]
+        rows = [torch.empty_like(own) for _ in range(self.size)]
+        self._wait(lambda: self._group.allgather([rows], [own]))
+        return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
+
+    def _broadcast(self, tensor: Tensor) -> Tensor:
+        self._wait(lambda: self._group.broadcast(tensor, 0))
+        return tensor
+
+    def _wait(self, start: Callable[[], Any]) -> None:
+        if self.broken:
+            raise ConnectionError(self.broken)
+        try:
+            start().wait()
+        except RuntimeError as error:
+            self.broken = f"weights of sender {self.sender}: the other side is gone ({str(error)[:200]})"
+            raise ConnectionError(self.broken) from error
+
+
+def receive_version(receiver: WeightReceiver, channels: Sequence[Channel]) -> str:
+    """Receives one version, of which each channel has the packets of one sender. (all receivers)
+
+    A receiver that refuses it takes part to the end, where senders and receivers exchange why.
+
+    Returns:
+        Why this receiver does not have the version; "" if it does.
+
+    Raises:
+        ConnectionError: a sender is gone; the receiver stays at the version that it has.
+    """
+    refusal = ""
+    try:
+        for channel in channels:
+            last = False
+            while not last:
+                packet = channel.receive()
+                if packet is None:
+                    refusal, last = refusal or f"sender {channel.sender} broke the version off", True
+                    continue
+                last = packet.manifest["last"]
+                if not refusal:
+                    try:
+                        receiver.take(packet)
+                    except WeightsRefusedError as error:
+                        refusal = str(error)
+        for channel in channels:
+            channel.exchange(refusal)
+    except ConnectionError:
+        receiver.drop()
+        raise
+    if refusal:
+        receiver.drop()
+    return refusal
+
+
+# -- by files, in shared memory such as /dev/shm
+
+
+def write_packet(packet: Packet, folder: Path) -> Path:
+    """Writes a packet under a hidden name, and gives the complete file its final one."""
+    manifest = packet.manifest
+    assert packet.payload is not None, "a packet without a payload"
+    path = folder / f"weights-{manifest['version']:08d}-{manifest['sender']:05d}-{manifest['index']:06d}"
+    text = json.dumps(manifest).encode()
+    nbytes = ALIGN_NBYTES + len(text) + -len(text) % ALIGN_NBYTES
+    hidden = path.with_name(f".{path.name}")
+    # Mapped rather than written, so that the payload goes straight into the memory of the file.
+    mapped = torch.from_file(str(hidden), shared=True, size=nbytes + packet.payload.numel(), dtype=torch.uint8)
+    head = len(text).to_bytes(8, "little").ljust(ALIGN_NBYTES, b"\0") + text.ljust(nbytes - ALIGN_NBYTES)
+    mapped[:nbytes] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+    mapped[nbytes:] = packet.payload
+    os.replace(hidden, path)
+    return path
+
+
+def _read_packet(path: Path) -> Packet:
+    mapped = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+    length = int.from_bytes(bytes(mapped[:8].tolist()), "little")
+    text = bytes(mapped[ALIGN_NBYTES : ALIGN_NBYTES + length].tolist())
+    return Packet(json.loads(text), mapped[ALIGN_NBYTES + length + -length % ALIGN_NBYTES :])
+
+
+def refusal_file(folder: Path, receiver: str) -> Path:
+    """Where a receiver of this name says why it could not take a version."""
+    return folder / f"refused-{receiver}"
+
+
+def receive_files(receiver: WeightReceiver, folder: Path | str, name: str, timeout_seconds: float = 0.0) -> bool:
+    """Takes the versions that are complete in a folder. Whether the receiver has a newer one now.
+
+    A version that it refuses is named in `refusal_file`, which the sender reads before the next one.
+
+    Args:
+        name: of this receiver, unique in the folder.
+        timeout_seconds: how long to wait for a newer version.
+
+    Raises:
+        WeightsRefusedError: a version does not fit, other than by changing one that this receiver has not: then the
+            sender is only asked for all weights.
+    """
+    folder, before = Path(folder), receiver.version
+    until = time.monotonic() + timeout_seconds
+    while True:
+        for paths in _complete_versions(folder, receiver.version):
+            try:
+                for path in paths:
+                    receiver.take(_read_packet(path))
+            except WeightsRefusedError as error:
+                refusal_file(folder, name).write_text(str(error))
+                if "send all weights" not in str(error):
+                    raise
+            except FileNotFoundError:  # the sender has removed it: a newer one has come
+                receiver.drop()
+        if receiver.version != before or time.monotonic() >= until:
+            return receiver.version != before
+        time.sleep(0.01)
+
+
+def _complete_versions(folder: Path, after: int | None) -> list[list[Path]]:
+    """The files of each version that is newer and has all its packets, the oldest first."""
+    files: dict[int, list[Path]] = {}
+    for path in sorted(folder.glob("weights-*")):
+        files.setdefault(int(path.name.split("-")[1]), []).append(path)
+    complete = []
+    for version, paths in files.items():
+        if after is not None and version <= after:
+            continue
+        last: dict[str, Path] = {path.name.split("-")[2]: path for path in paths}
+        try:
+            manifests = [_read_packet(path).manifest for path in last.values()]
+        except FileNotFoundError:
+            continue
+        if all(manifest["last"] for manifest in manifests) and len(last) == manifests[0]["senders"]:
+            complete.append(paths)
+    return complete

@@ -1,0 +1,470 @@
+"""Weights for other programs: all of them in packed buckets, unit by unit, or what changed, shard by shard.
+
+`initialize` hands a `WeightSender` to the engine, whose calls delegate to it. It makes packets (`receiver.py` defines
+them); `sinks.py` sends them. `stream_weights` gathers each byte once, and holds one unit and one bucket;
+`stream_deltas` gathers nothing: each rank sends what it has, and marks of `zero/changed_bits.py` say which elements.
+
+[Note: versions] Each stream has a number of its own. A stream of all weights in their own dtypes is a base: the next
+delta is of what has changed since, and becomes the base of the one after it. A delta since another version than the
+base, and one whose marks were lost, has all values of every shard: whole, and still without a gather.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroaccel.checkpoint.save_plan import EngineState, persistent_buffers
+from zeroaccel.comm.agree import agree_or_raise, agreed
+from zeroaccel.errors import EngineStateError, UsageError
+from zeroaccel.rollout.library_models import adapter_layers, merged_weights, saved_layout, stream_name
+from zeroaccel.rollout.receiver import ALIGN_NBYTES, Packet, encode_positions
+from zeroaccel.zero.access.param_registry import ParamHandle
+from zeroaccel.zero.changed_bits import ChangedBits
+from zeroaccel.zero.engine_base import EngineBase
+from zeroaccel.zero.layout import FlatRange, Slot
+from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit
+
+Names = Collection[str] | Callable[[str], bool] | None
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class _StreamRequest:
+    """What a stream of weights is of; the same on all ranks.
+
+    Attributes:
+        dtype: of floating-point values; None for their own.
+        wants: whether a parameter or buffer of this name is sent.
+        is_whole: of everything, as the engine has it.
+        rank: of the job, whose packets have payloads; None for all.
+    """
+
+    dtype: torch.dtype | None
+    wants: Callable[[str], bool]
+    is_whole: bool
+    merges: bool
+    as_saved: bool
+    rank: int | None
+    bucket_nbytes: int
+
+
+@dataclass
+class _Bucket:
+    """Packs values one after the other into one buffer of bytes.
+
+    Attributes:
+        head: of all manifests of this stream.
+        data: (nbytes,) uint8, made with the first value; none on a rank that only takes part.
+    """
+
+    nbytes: int
+    head: dict[str, Any]
+    has_payload: bool
+    data: Tensor | None = None
+    used: int = 0
+    count: int = 0
+    entries: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, name: str, value: Tensor, dtype: torch.dtype) -> Iterator[Packet]:
+        """Packs a full tensor, in pieces where it does not fit; yields the packets that it fills."""
+        flat, start = value.reshape(-1) if self.has_payload else value, 0
+        while start < value.numel() or not value.numel():
+            room = (self.nbytes - self.used) // dtype.itemsize
+            count = min(room, value.numel() - start)
+            if value.numel() and not count:
+                yield self.packet(last=False)
+                continue
+            entry = {"name": name, "shape": list(value.shape), "dtype": str(dtype).removeprefix("torch.")}
+            cut = [max(value.numel(), 1), 1, 0]
+            self.entries.append(
+                {**entry, "offset": self.used, "numel": count, "start": start, "cut": cut, "positions": 0}
+            )
+            nbytes = count * dtype.itemsize
+            if self.has_payload:
+                if self.data is None:
+                    self.data = torch.empty(self.nbytes, dtype=torch.uint8, device=value.device)
+                self.data[self.used : self.used + nbytes].view(dtype).copy_(flat[start : start + count])
+            self.used = min(self.nbytes, self.used + nbytes + -nbytes % ALIGN_NBYTES)
+            start += count
+            if not value.numel():
+                return
+
+    def packet(self, *, last: bool, ties: dict[str, str] | None = None) -> Packet:
+        """What is packed so far, which the next values overwrite."""
+        manifest = {**self.head, "index": self.count, "last": last, "tensors": self.entries, "ties": ties or {}}
+        payload = None
+        if self.has_payload:
+            payload = torch.empty(0, dtype=torch.uint8) if self.data is None else self.data[: self.used]
+        self.count, self.used, self.entries = self.count + 1, 0, []
+        return Packet(manifest, payload)
+
+
+class WeightSender:
+    """Streams of one engine. The calls are documented at `Engine`; all are collective.
+
+    Attributes:
+        version: of the last stream that began; 0 before the first.
+        base: of the last stream that a delta may be of; None where none was.
+    """
+
+    def __init__(self, engine: EngineBase, state: Callable[[], EngineState]) -> None:
+        self._engine = engine
+        self._state = state
+        self._ranks = engine.collectives.job
+        self._is_open = self._may_be_base = False
+        self.version = 0
+        self.base: int | None = None
+
+    @property
+    def _marks(self) -> bool:
+        return any(buffer.changed is not None for unit in self._engine.units for buffer in unit.buffers)
+
+    # -- all weights
+
+    def stream_weights(
+        self,
+        *,
+        dtype: torch.dtype | None,
+        names: Names,
+        bucket_bytes: int,
+        merge_adapters: bool,
+        only_rank: int | None,
+        as_saved: bool,
+    ) -> Iterator[Packet]:
+        """See `Engine.stream_weights`. Checks now, and gathers as packets are asked for."""
+        with agreed(self._ranks, "stream_weights"):
+            self._require_closed("stream_weights")
+            request = self._request(dtype, names, bucket_bytes, merge_adapters, only_rank, as_saved=as_saved)
+        facts = (str(dtype), bucket_bytes, merge_adapters, only_rank, as_saved, self._wanted_names(request))
+        if any(other != facts for other in self._ranks.gather_objects(facts, "stream_weights: arguments")):
+            raise UsageError("engine.stream_weights()", expected="the same arguments on all ranks", got=facts[:5])
+        self._engine.finish_update()
+        self._begin()
+        self._may_be_base = request.is_whole
+        return _Stream(self._weights(request), self._end)
+
+    def _request(
+        self,
+        dtype: torch.dtype | None,
+        names: Names,
+        bucket_bytes: int,
+        merges: bool,
+        only_rank: int | None,
+        *,
+        as_saved: bool,
+    ) -> _StreamRequest:
+        where = "engine.stream_weights"
+        state = self._state()
+        if dtype is not None and dtype not in _FLOATS:
+            raise UsageError(f"{where}(dtype)", expected="float32, bfloat16, float16 or None", got=dtype)
+        if type(bucket_bytes) is not int or bucket_bytes < ALIGN_NBYTES or bucket_bytes % ALIGN_NBYTES:
+            raise UsageError(f"{where}(bucket_bytes)", expected=f"a multiple of {ALIGN_NBYTES}", got=bucket_bytes)
+        if only_rank is not None and not (type(only_rank) is int and 0 <= only_rank < self._ranks.world_size):
+            raise UsageError(f"{where}(only_rank)", expected=f"0 to {self._ranks.world_size - 1}", got=only_rank)
+        if only_rank is not None and state.whole_model is not None and self._num_stages > 1:
+            raise UsageError(
+                f"{where}(only_rank)",
+                expected="None where stages of a pipeline have different layers",
+                got=only_rank,
+                fix="send the packets of the first rank of each stage",
+            )
+        named = self._all_names()
+        wants = names if callable(names) else (lambda name: True) if names is None else frozenset(names).__contains__
+        if names is not None and not callable(names):
+            unknown = sorted(set(names) - named)
+            if unknown and self._num_stages == 1:
+                raise UsageError(f"{where}(names)", expected="names of parameters or buffers", got=unknown[0])
+        if merges and any(buffer.is_split for buffer in state.buffers() if buffer.params):
+            raise UsageError(
+                f"{where}(merge_adapters)", expected="layers that every rank has whole", got="layers that tp or ep cuts"
+            )
+        is_whole = names is None and dtype is None and not merges
+        return _StreamRequest(dtype, wants, is_whole, merges, as_saved, only_rank, bucket_bytes)
+
+    def _weights(self, request: _StreamRequest) -> Iterator[Packet]:
+        engine, state = self._engine, self._state()
+        receives = request.rank is None or request.rank == self._ranks.rank
+        leads = self._leads()
+        head = {"version": self.version, "since": None, "sender": leads.index(state.lead), "senders": len(leads)}
+        bucket = _Bucket(request.bucket_nbytes, head, receives)
+        failure: Exception | None = None
+        for unit in engine.units:
+            handles = self._wanted(unit, request)
+            if not handles:
+                continue
+            units = [unit, *self._adapter_units(handles, request)]
+            engine.registry.acquire(units, handles if len(units) == 1 and not request.merges else ())
+            try:
+                merged: dict[int, Tensor] = {}
+                if request.merges and receives and failure is None:
+                    try:
+                        merged = merged_weights(engine.module, [handle.param for handle in handles])
+                    except Exception as error:  # the other ranks go on to gather, and so does this one
+                        failure = error
+                values = {
+                    name: merged.get(id(handle.param), state.whole(handle.slot, _view(handle)))
+                    for handle in handles
+                    if (name := self._sent_name(handle.slot.fqn, request)) is not None
+                }
+                yield from self._packed(values, bucket, request)
+                del merged, values
+            finally:
+                engine.registry.release(units)
+        if state.lead == self._ranks.rank or request.rank is not None or self._num_stages == 1:
+            buffers = {name: value.detach() for name, value in persistent_buffers(engine.module) if request.wants(name)}
+            yield from self._packed(buffers, bucket, request)
+        agree_or_raise(self._ranks, failure, "stream_weights: adapters")
+        ties = {
+            alias: name
+            for fqn, first in state.ties.items()
+            if (alias := self._sent_name(fqn, request)) and (name := self._sent_name(first, request))
+        }
+        yield bucket.packet(last=True, ties=ties)
+
+    def _packed(self, values: dict[str, Tensor], bucket: _Bucket, request: _StreamRequest) -> Iterator[Packet]:
+        if request.as_saved:
+            saved = saved_layout(self._engine.module, values, merged=request.merges)
+            self._may_be_base &= saved.keys() == values.keys()
+            values = saved
+        for name, value in values.items():
+            casts = request.dtype is not None and value.is_floating_point()
+            yield from bucket.add(name, value, request.dtype if casts and request.dtype is not None else value.dtype)
+
+    def _wanted(self, unit: ParamUnit, request: _StreamRequest) -> list[ParamHandle]:
+        handles = [self._engine.registry.handle(param) for buffer in unit.buffers for param in buffer.params]
+        return [
+            handle
+            for handle in handles
+            if handle is not None
+            and request.wants(handle.slot.fqn)
+            and self._sent_name(handle.slot.fqn, request) is not None
+        ]
+
+    def _adapter_units(self, handles: Iterable[ParamHandle], request: _StreamRequest) -> list[ParamUnit]:
+        """Other units with parameters of the adapters on these; none where a block has its own adapters."""
+        if not request.merges:
+            return []
+        from_layers = {id(handle.unit): handle.unit for handle in handles}
+        others: dict[int, ParamUnit] = {}
+        own = {id(handle.param) for handle in handles}
+        for _, layer in adapter_layers(self._engine.module):
+            if any(id(param) in own for param in layer.base_layer.parameters(recurse=False)):
+                for param in layer.parameters():
+                    handle = self._engine.registry.handle(param)
+                    if handle is not None and id(handle.unit) not in from_layers:
+                        others[id(handle.unit)] = handle.unit
+        return [unit for unit in self._engine.units if id(unit) in others]
+
+    def _sent_name(self, fqn: str, request: _StreamRequest) -> str | None:
+        return stream_name(self._engine.module, fqn) if request.merges else fqn
+
+    # -- what changed
+
+    def mark_changes(self, *, enabled: bool) -> None:
+        """See `Engine.mark_changes`."""
+        for unit in self._engine.units:
+            for buffer in unit.buffers:
+                if not enabled:
+                    buffer.changed = None
+                elif buffer.changed is None:
+                    buffer.changed = ChangedBits(
+                        buffer.own, _place(buffer), has_bits=buffer.dtype.itemsize == 2 or not buffer.trainable
+                    )
+        self.base = None
+
+    def stream_deltas(self, since: int | None) -> Iterator[Packet]:
+        """See `Engine.stream_deltas`. Checks now, and reads shards as packets are asked for."""
+        with agreed(self._ranks, "stream_deltas"):
+            self._require_closed("stream_deltas")
+            if not self._marks:
+                raise EngineStateError(
+                    "engine.stream_deltas()",
+                    expected="marks of changed weights",
+                    got="none",
+                    fix="call engine.mark_changes() before the first stream",
+                )
+            if since is not None and type(since) is not int:
+                raise UsageError("engine.stream_deltas(since)", expected="the number of a version", got=since)
+        facts = self._ranks.gather_objects((since, self.base), "stream_deltas: since")
+        if len(set(facts)) > 1:
+            raise UsageError("engine.stream_deltas(since)", expected="the same on all ranks", got=facts)
+        self._engine.finish_update()
+        is_delta = since is not None and since == self.base
+        self._begin()
+        self._may_be_base = True
+        return _Stream(self._deltas(since if is_delta else None), self._end)
+
+    def _deltas(self, since: int | None) -> Iterator[Packet]:
+        state, version = self._state(), self._engine.weights_version
+        head = {"version": self.version, "since": since, "sender": self._ranks.rank, "senders": self._ranks.world_size}
+        index = 0
+        for buffer in state.buffers():
+            if not state.saves(buffer):
+                continue
+            if self._engine.weights_version != version:
+                raise EngineStateError("engine.step() within a stream of weights", fix="step before or after it")
+            entries, payload = _changed_parts(buffer, every=since is None)
+            if entries:
+                manifest: dict[str, Any] = {**head, "index": index, "last": False, "tensors": entries, "ties": {}}
+                yield Packet(manifest, payload)
+                index += 1
+        own = persistent_buffers(self._engine.module) if state.lead == self._ranks.rank else ()
+        bucket_nbytes = sum(value.nbytes + ALIGN_NBYTES for _, value in own) if own else 0
+        bucket = _Bucket(bucket_nbytes, head, has_payload=True, count=index)
+        if bucket_nbytes:
+            for name, value in persistent_buffers(self._engine.module):
+                yield from bucket.add(name, value.detach(), value.dtype)
+        yield bucket.packet(last=True, ties=dict(state.ties))
+
+    # -- one stream at a time
+
+    def _require_closed(self, call: str) -> None:
+        self._engine.require_states_loaded()
+        if self._is_open:
+            raise EngineStateError(
+                f"engine.{call}()",
+                expected="no other stream of weights",
+                got="one that has not come to its end",
+                fix="go through its packets to the last, or close it on all ranks",
+            )
+
+    def _begin(self) -> None:
+        self.version += 1
+        self._is_open = True
+
+    def _end(self, done: bool) -> None:
+        """A stream is over: the marks begin anew, if what was sent can be the base of a delta."""
+        self._is_open = False
+        if done and self._may_be_base and self._marks:
+            self.base = self.version
+            for unit in self._engine.units:
+                for buffer in unit.buffers:
+                    assert buffer.changed is not None, "marks on some buffers only"
+                    buffer.changed.clear()
+
+    # -- names and ranks
+
+    def _all_names(self) -> set[str]:
+        names = {slot.fqn for buffer in self._state().buffers() for slot in buffer.layout.slots}
+        return names | {name for name, _ in persistent_buffers(self._engine.module)}
+
+    def _wanted_names(self, request: _StreamRequest) -> str:
+        """A digest of them, to compare over ranks of one stage; "" where stages have names of their own."""
+        if self._num_stages > 1:
+            return ""
+        names = sorted(filter(request.wants, self._all_names()))
+        return hashlib.sha256("\n".join(names).encode()).hexdigest()
+
+    @property
+    def _num_stages(self) -> int:
+        ranks = self._engine.collectives
+        return ranks.job.world_size // ranks.peers.world_size
+
+    def _leads(self) -> list[int]:
+        """The first rank of each stage."""
+        return list(range(0, self._ranks.world_size, self._engine.collectives.peers.world_size))
+
+
+class _Stream(Iterator[Packet]):
+    """Packets whose end is noted once, even if the program closes them before the first."""
+
+    def __init__(self, packets: Iterator[Packet], end: Callable[[bool], None]) -> None:
+        self._packets, self._end = packets, end
+        self._is_over = False
+
+    def __next__(self) -> Packet:
+        try:
+            return next(self._packets)
+        except StopIteration:
+            self._finish(True)
+            raise
+        except BaseException:
+            self._finish(False)
+            raise
+
+    def close(self) -> None:
+        """Breaks it off. (all ranks, after the same packet)"""
+        self._packets.close()  # type: ignore[attr-defined]
+        self._finish(False)
+
+    def _finish(self, done: bool) -> None:
+        if not self._is_over:
+            self._is_over = True
+            self._end(done)
+
+
+def _view(handle: ParamHandle) -> Tensor:
+    return handle.buffer.view(handle.index).detach()
+
+
+def _place(buffer: FlatBuffer) -> torch.device:
+    """Where the shard is compared: where a step writes it."""
+    return next(buffer.shard.tensors(), torch.empty(0)).device
+
+
+def _changed_parts(buffer: FlatBuffer, *, every: bool) -> tuple[list[dict[str, Any]], Tensor]:
+    """Entries of this rank's elements of a buffer, changed or all, and their payload."""
+    assert buffer.changed is not None, "a delta of a buffer without marks"
+    marked = None if every else buffer.changed.positions()
+    entries: list[dict[str, Any]] = []
+    pieces: list[Tensor] = []
+    used = 0
+    if marked is not None and not marked.numel():
+        return entries, torch.empty(0, dtype=torch.uint8)
+    values = buffer.shard.read(buffer.own)  # one read of a tier, however many parameters are in it
+    for slot, part in buffer.layout.slots_in(buffer.own):
+        places, chosen = _chosen(marked, part, buffer.own, values)
+        if not chosen.numel():
+            continue
+        run, parts, index = _cut(slot)
+        chosen_bytes = chosen.contiguous().view(torch.uint8)
+        entries.append(
+            {
+                "name": slot.fqn,
+                "shape": list(slot.whole_shape),
+                "dtype": str(buffer.dtype).removeprefix("torch."),
+                "offset": used,
+                "numel": chosen.numel(),
+                "start": part.start - slot.start,
+                "cut": [run, parts, index],
+                "positions": places.numel(),
+            }
+        )
+        nbytes = chosen_bytes.numel() + places.numel()
+        padding = chosen_bytes.new_zeros(-nbytes % ALIGN_NBYTES)
+        pieces += [chosen_bytes, places.to(chosen_bytes.device), padding]
+        used += nbytes + padding.numel()
+    return entries, torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
+
+
+def _chosen(marked: Tensor | None, part: FlatRange, own: FlatRange, values: Tensor) -> tuple[Tensor, Tensor]:
+    """(encoded positions, values) of the marked elements of a part; no positions where all values are fewer bytes."""
+    everything = values[part.at(own.start)]
+    nothing = torch.empty(0, dtype=torch.uint8)
+    if marked is None:
+        return nothing, everything
+    bounds = torch.tensor([part.start - own.start, part.end - own.start], device=marked.device)
+    first, end = torch.searchsorted(marked, bounds).tolist()
+    inside = marked[first:end]
+    places = encode_positions(inside - (part.start - own.start))
+    if places.numel() + inside.numel() * values.itemsize >= everything.nbytes:
+        return nothing, everything
+    return places, values[inside.to(values.device)]
+
+
+def _cut(slot: Slot) -> tuple[int, int, int]:
+    """(run, parts, part) of a slot: where its elements lie in the full parameter; see `receiver.py`."""
+    split = slot.split
+    if split is None:
+        return max(slot.numel, 1), 1, 0
+    run = slot.numel
+    for size in slot.shape[: split.dim]:
+        run //= max(size, 1)
+    return max(run // split.blocks, 1), split.parts, split.index

@@ -1,0 +1,87 @@
+"""Which 16-bit weights have changed: one bit per element of this rank's shard of a flat buffer.
+
+Off, until `engine.mark_changes()` gives each `FlatBuffer` its `ChangedBits`. A step compares the weights that it rounds
+with those before it; a write from outside marks all that it writes. The bits add up over steps until `clear`.
+Weights of other sizes have no bits: all of them count as changed. `rollout/` sends what is marked.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zeroaccel.ops.changed import mark_changed
+from zeroaccel.zero.layout import FlatRange
+
+_TILE_NBYTES = 1 << 20  # of bits that are examined together
+
+
+class ChangedBits:
+    """The bits of one rank's shard, made when the first element changes.
+
+    Args:
+        own: the shard's elements, S of them.
+        has_bits: False for elements without bits, of which all are changed at all times.
+
+    Attributes:
+        own: as given.
+        bits: (S / 8 rounded up,) uint8; bit i % 8 of byte i // 8 is that of element i. None where none has changed.
+    """
+
+    def __init__(self, own: FlatRange, device: torch.device, *, has_bits: bool) -> None:
+        self.own = own
+        self.bits: Tensor | None = None
+        self._device = device
+        self._has_bits = has_bits
+        self._all = not has_bits
+
+    def compare(self, before: Tensor, after: Tensor) -> None:
+        """Marks elements whose bits differ.
+
+        Args:
+            before, after: (S,) of 16 bits, on one device.
+        """
+        if not self._all:
+            mark_changed(before, after, self._made())
+
+    def add(self, part: FlatRange) -> None:
+        """Marks a range of the buffer."""
+        part = part & self.own
+        if part and not self._all:
+            places = torch.arange(part.start - self.own.start, part.end - self.own.start, device=self._device)
+            marks = torch.zeros(8 * self._made().numel(), dtype=torch.bool, device=self._device)
+            marks[places] = True
+            self._made().bitwise_or_(_packed(marks))
+
+    def add_all(self) -> None:
+        """Marks every element, and needs no bits for it."""
+        self._all, self.bits = True, None
+
+    def clear(self) -> None:
+        """Marks none."""
+        self._all, self.bits = not self._has_bits, None
+
+    def positions(self) -> Tensor | None:
+        """(n,) int64: the marked elements, ascending from 0 at the first of the shard; None where all are."""
+        if self._all:
+            return None
+        if self.bits is None:
+            return torch.empty(0, dtype=torch.int64, device=self._device)
+        found = []
+        shifts = torch.arange(8, device=self._device)
+        for first in range(0, self.bits.numel(), _TILE_NBYTES):
+            tile = self.bits[first : first + _TILE_NBYTES]
+            places = tile.nonzero().view(-1)
+            marked = ((tile[places].view(-1, 1) >> shifts) & 1).bool()
+            found.append(((places + first).view(-1, 1) * 8 + shifts)[marked])
+        return torch.cat(found)
+
+    def _made(self) -> Tensor:
+        if self.bits is None:
+            self.bits = torch.zeros(-(-self.own.numel // 8), dtype=torch.uint8, device=self._device)
+        return self.bits
+
+
+def _packed(marks: Tensor) -> Tensor:
+    weights = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=marks.device)
+    return (marks.view(-1, 8) * weights).sum(1, dtype=torch.uint8)
