@@ -174,10 +174,6 @@ def _on_default_stream(original: Callable[..., Any], kernels: DeviceKernels, *ar
         original(kernels, *arguments)
 
 
-def _end_of_one_stream(original: Callable[..., Any], tiles: Any, begin: Any, ends: Any) -> None:
-    original(tiles, begin, ends[:1])
-
-
 def _select_nothing(replacements: Replacements) -> None:
     from zeroaccel.ops import device_threads
 
@@ -429,8 +425,13 @@ BUGS: Mapping[str, Bug] = {
     "a kernel of the lane runs on the wrong stream": Bug(
         _SMALL_TILES, _with("zeroaccel.ops.device_kernels.DeviceKernels", "update", _on_default_stream), "AFTER"
     ),
+    "weights are copied to the device before they have arrived on the host": Bug(
+        "stage 3, parameters on the host",
+        _with("zeroaccel.zero.storage.copy_stream.CopyStream", "_await_writes", lambda original, copies: None),
+        "READ AFTER WRITE",
+    ),
     "only one of the lane's streams is waited for": Bug(
-        _SMALL_TILES, _with("zeroaccel.offload.device_lane._Tiles", "__init__", _end_of_one_stream), "not ordered after"
+        _SMALL_TILES, _with("zeroaccel.offload.device_lane.AdamLane", "_join", lambda original, lane: None), "not ordered after"
     ),
     "streams of the current instead of the engine's device": Bug(
         "stage 2, half of each update on the device during the next step",

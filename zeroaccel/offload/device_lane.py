@@ -39,7 +39,12 @@ class AdamLane:
         for index, start in enumerate(range(0, grad.numel(), _TILE_NUMEL)):
             span = slice(start, min(start + _TILE_NUMEL, grad.numel()))
             self._tile([tensor[span] for tensor in written], grad[span], scalars, self._streams[index % 2])
-        return _Tiles(begin, [self._mark(stream) for stream in self._streams])
+        self._join()
+        return _Tiles(begin, self._mark(self._streams[0]))
+
+    def _join(self) -> None:
+        """The first stream ends behind the second, so that the host waits once for both."""
+        self._streams[0].wait_stream(self._streams[1])
 
     def _mark(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -66,18 +71,17 @@ class _Tiles:
 
     Args:
         begin: before the first tile.
-        ends: behind the last tile of each stream.
+        end: behind the last tile of both streams.
     """
 
-    def __init__(self, begin: torch.cuda.Event, ends: Sequence[torch.cuda.Event]) -> None:
+    def __init__(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> None:
         self._begin = begin
-        self._ends = ends
+        self._end = end
 
     def wait(self) -> float:
         """Seconds from the start to the end of the last tile, by the device's clock."""
         # The host asks once it has updated its own part. A lane that was done long before would else seem as slow as
         # the host, and its part of the update never grew.
-        for event in self._ends:
-            event.synchronize()
-        milliseconds: float = max(self._begin.elapsed_time(event) for event in self._ends)
+        self._end.synchronize()
+        milliseconds: float = self._begin.elapsed_time(self._end)
         return milliseconds / 1e3

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.weak import WeakIdKeyDictionary
 
 from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
@@ -59,6 +60,11 @@ class SequenceGroup:
         self.collectives, self.process_group = collectives, process_group
         self.checks = checks or collectives
         self.rank, self.size = collectives.rank, collectives.world_size
+        self._counted: Any = WeakIdKeyDictionary()  # positions that `shard` has made
+
+    def counts_from_0(self, positions: Tensor) -> bool:
+        """Whether `shard` has made these positions: each row is one sequence, which need not be read on the device."""
+        return positions in self._counted
 
     @classmethod
     def of(
@@ -103,11 +109,15 @@ class SequenceGroup:
         labels = whole.pop("labels", None)
         if labels is not None and SHIFTED_LABELS not in whole:
             whole[SHIFTED_LABELS] = functional.pad(labels, (0, 1), value=IGNORED_LABEL)[..., 1:]
-        if "position_ids" not in whole:
+        counts = "position_ids" not in whole
+        if counts:
             ids = whole["input_ids"] if "input_ids" in whole else whole["inputs_embeds"]
             whole["position_ids"] = torch.arange(length, device=ids.device).expand(len(ids), -1)
         own = slice(self.rank * (length // self.size), (self.rank + 1) * (length // self.size))
-        return {name: value[:, own].contiguous() if _is_cut(value) else value for name, value in whole.items()}
+        cut = {name: value[:, own].contiguous() if _is_cut(value) else value for name, value in whole.items()}
+        if counts:
+            self._counted[cut["position_ids"]] = True
+        return cut
 
     def mean_loss(self, loss: Tensor, labels: Tensor) -> Tensor:
         """The loss of whole sequences, the same value on each rank of the group. (all ranks of the group)

@@ -164,6 +164,7 @@ class UlyssesAttention:
         self._check_same(tokens, padding, positions, kwargs.get("past_key_values"))
         assert isinstance(tokens, Tensor), "_check_same refuses anything else"
         run, group = tokens.shape[1], self.group
+        counts = positions is None or group.counts_from_0(positions)
         if positions is None:
             first = group.rank * run
             positions = torch.arange(first, first + run, device=tokens.device)
@@ -173,7 +174,7 @@ class UlyssesAttention:
         packed = (torch.diff(whole, prepend=whole[:, :1] - 1, dim=1) != 1).cumsum(1)
         all_padding = None if padding is None else group.gather(padding.to(torch.bool))
         # Padded rows may count positions in any way; where there is a padding mask, it says what is seen.
-        is_packed = all_padding is None and bool((packed[:, -1] > 0).any())
+        is_packed = all_padding is None and not counts and bool((packed[:, -1] > 0).any())
         self._sequences = WholeSequences(whole.shape[1], all_padding, packed if is_packed else None)
         if all_padding is None:
             all_padding = torch.ones_like(whole, dtype=torch.bool)

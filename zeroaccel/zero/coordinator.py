@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from zeroaccel.comm.collectives import Collectives
-from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit, ShardState
+from zeroaccel.zero.param_unit import FetchOutcome, FlatBuffer, ParamUnit, ShardState
 from zeroaccel.zero.prefetch import PrefetchTrace
 from zeroaccel.zero.wrap_policy import ROOT
 
@@ -68,17 +68,27 @@ class ParamCoordinator:
         end_backward                    reshard everything
 
     Args:
+        collectives: of the ranks that gather; for an agreement per pass on what they read from files.
         on_over: called with a unit's name when the last of its uses is over in a backward; not where modules of other
             units read its parameters, whose gradients may come later.
 
     Attributes:
         in_backward: between `begin_backward` and `end_backward`.
         on_demand: unshards units while ranks run different numbers of forwards; None while they run the same.
+        agrees_at_end: on what was read from files in a backward; False where its gradients are stepped with before.
     """
 
     def __init__(
-        self, units: Sequence[ParamUnit], trace: PrefetchTrace, on_over: Callable[[str], None] = lambda name: None
+        self,
+        units: Sequence[ParamUnit],
+        trace: PrefetchTrace,
+        collectives: Collectives,
+        on_over: Callable[[str], None] = lambda name: None,
     ) -> None:
+        self._ranks = collectives.everyone
+        self._outcome = FetchOutcome()
+        self._in_root = False
+        self.agrees_at_end = True
         self._on_over = on_over
         self._ahead: dict[str, set[ForwardUse]] = {unit.name: set() for unit in units}  # a backward has not reached
         self._turns: list[ForwardUse] = []  # those of them that a backward may pass by, in the order of their ends
@@ -123,6 +133,7 @@ class ParamCoordinator:
         """The root's forward begins."""
         if not (self._running or self.in_backward):  # else the root calls itself, or is recomputed
             self._num_forwards += 1
+            self._in_root = True
             self._trace.begin("train" if training else "eval")
 
     def pre_forward(self, unit: ParamUnit, task: int = -1) -> ForwardUse:
@@ -172,10 +183,17 @@ class ParamCoordinator:
                 self._reshard(candidate)
 
     def root_post_forward(self, *, training: bool) -> None:
-        """After the root's forward; when no backward is to come, everything is resharded."""
+        """After the root's forward; when no backward is to come, everything is resharded.
+
+        Raises:
+            OffloadError: a rank could not read a shard; on every rank.
+        """
         if not training and not self.in_backward and not self._running and not any(self._pending.values()):
             self._reshard_all()
             self._trace.end()
+        if not (self.in_backward or self._running):
+            self._in_root = False
+            self._outcome.agree(self._ranks, "forward")
 
     def unshard_external(self, unit: ParamUnit) -> None:
         """A parameter of `unit` is read outside its own modules, e.g. by a tied head that reads the embedding.
@@ -194,7 +212,7 @@ class ParamCoordinator:
 
     def begin_backward(self) -> None:
         """A backward begins; several may go through one graph."""
-        self.in_backward = True
+        self.in_backward = self.agrees_at_end = True
         self._num_backwards += 1
         self._reached.clear()
 
@@ -270,7 +288,15 @@ class ParamCoordinator:
         self._second_order = self._num_backwards
 
     def end_backward(self) -> None:
-        """The backward is over: everything is resharded, unless it is to be differentiated."""
+        """The backward is over: everything is resharded, unless it is to be differentiated.
+
+        Raises:
+            OffloadError: a rank could not read a shard; on every rank.
+        """
+        self._close_backward()
+        self._outcome.agree(self._ranks, "backward")
+
+    def _close_backward(self) -> None:
         self.in_backward = False
         for uses in self._pending.values():
             uses.clear()
@@ -293,7 +319,9 @@ class ParamCoordinator:
         self._forget_ahead()
         self._second_order = 0
         self.drop_recent()
-        self.end_backward()
+        self._close_backward()
+        self._in_root = False
+        self._outcome.forget()
         self._trace.forget()
 
     # -- outside forward and backward
@@ -405,7 +433,9 @@ class ParamCoordinator:
             self._drop_recent_but(unit)
         else:  # a pass begins
             self.drop_recent()
-        unit.unshard(exact=exact)
+        # Until the end of a pass nothing of it leaves the engine, so one agreement there is enough.
+        defers = not exact and (self.agrees_at_end if self.in_backward else self._in_root)
+        unit.unshard(exact=exact, outcome=self._outcome if defers else None)
         self._live[unit.name] = unit.numel
 
     def _reshard(self, unit: ParamUnit) -> None:

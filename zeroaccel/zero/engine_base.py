@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from zeroaccel.comm.collectives import Collectives
-from zeroaccel.errors import CollectiveError, EngineStateError, UsageError
+from zeroaccel.errors import CollectiveError, EngineStateError, OffloadError, UsageError
 from zeroaccel.optim.rank_facts import HyperparameterCheck
 from zeroaccel.telemetry.step_report import OffloadReport, StepReport
 from zeroaccel.zero.access.full_params import gathered, iter_named_full_params
@@ -225,7 +225,7 @@ class EngineBase(nn.Module):
         sharded_units = [unit for unit in units if not unit.persistent]
         self._peers_are_job = collectives.peers is collectives.job
         self.trace = PrefetchTrace({unit.name: unit.numel for unit in units}, settings.limits)
-        self._coordinator = ParamCoordinator(sharded_units, self.trace, self.grad_reducer.on_unit_over)
+        self._coordinator = ParamCoordinator(sharded_units, self.trace, collectives, self.grad_reducer.on_unit_over)
         optimized = [param for _, buffer in trained for param in buffer.params] if optimizer else []
         self._hooks = Hooks(
             model, sharded_units, self._coordinator, self, optimized=optimized, unoptimized=parts.unoptimized
@@ -513,6 +513,7 @@ class EngineBase(nn.Module):
         is_last = self._step.is_last_backward = self._step.syncs and self.is_gradient_accumulation_boundary()
         weights = self.weight_update
         early = weights.begin_backward(self._compare_settings) if is_last and weights else None
+        self._coordinator.agrees_at_end = early is None
         self.grad_reducer.begin(reduce=self.settings.plan.grads or is_last, on_shard_ready=early)
 
     def _end_backward(self) -> None:
@@ -524,7 +525,11 @@ class EngineBase(nn.Module):
             self.grad_reducer.end(None if joins is None else joins.join_facts)
             self._report.end("reduce")
             self._step.num_backwards += 1
-        self._coordinator.end_backward()
+        try:
+            self._coordinator.end_backward()
+        except OffloadError:  # the gradients, those of earlier micro-steps too, have NaN for what was not read
+            self.reset()
+            raise
         self._step.in_backward = self._step.is_direct = False
 
     # -- gradient accumulation

@@ -206,7 +206,7 @@ def join_facts_on_host(
 def _outcome_of_histories(facts: Tensor) -> None:
     """Replaces two digests, as (largest, -smallest), by whether they differ: what ranks elsewhere can compare."""
     facts[1] = facts[1] != -facts[2]
-    facts[2] = 0.0
+    facts[2].zero_()  # an assignment of a number would be a copy that the host waits for
 
 
 def join_facts_on_device(largest: Tensor, digests: RankDigests, collectives: Collectives) -> Tensor:

@@ -196,6 +196,9 @@ class FlatBuffer:
 
     def allocate(self) -> None:
         """Allocates the full buffer's storage (again)."""
+        if not self._views:
+            self.full = torch.empty(self.layout.numel, dtype=self.dtype, device=self.full.device)
+            self._views = self._cut()
         storage = self.full.untyped_storage()
         if storage.nbytes() == 0:
             storage.resize_(self.nbytes)
@@ -210,10 +213,11 @@ class FlatBuffer:
             self.replace_storage()  # a numpy array shares it
 
     def replace_storage(self) -> None:
-        """Goes on with new, unallocated storage: existing views keep the old one with its present values."""
-        self.full = torch.empty(self.layout.numel, dtype=self.dtype, device=self.full.device)
-        self._views = self._cut()
+        """Lets existing views keep the storage, with its present values; the next `allocate` makes another one."""
+        # torch gives a tensor N elements only with their memory: until then one element stands for all of them.
+        self.full = self.full.new_empty(1).expand(self.layout.numel)
         self.full.untyped_storage().resize_(0)
+        self._views = []
 
     def let_go_of_views(self) -> None:
         """Leaves the present memory to the views that the program has of it: `full` goes on with a copy."""
@@ -263,6 +267,38 @@ def _absent_value(dtype: torch.dtype) -> float | bool:
     if dtype is torch.bool:
         return False
     return math.nan if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
+
+
+class FetchOutcome:
+    """Whether all shards of a pass could be read from their tier, which the ranks agree on once, at its end.
+
+    A disk fails on one rank. That rank goes on with NaN in place of what it could not read, so that no other waits for
+    it in a gather; nothing leaves the pass before `agree`.
+    """
+
+    def __init__(self) -> None:
+        self._error: OffloadError | None = None
+        self._has_fetched = False
+
+    def note(self, error: OffloadError | None) -> None:
+        """A unit was read, or was not. (all ranks)"""
+        self._has_fetched = True
+        self._error = self._error or error
+
+    def agree(self, collectives: Collectives, label: str) -> None:
+        """Raises OffloadError where a rank has failed since the last call, on every rank; one small all-reduce."""
+        error, has_fetched = self._error, self._has_fetched
+        self._error, self._has_fetched = None, False
+        if not has_fetched:
+            return
+        failed = torch.tensor([float(error is not None)])
+        collectives.all_reduce(failed, "max", label)
+        if failed.item():
+            agree_or_raise(collectives, error, f"{label}: fetch")
+
+    def forget(self) -> None:
+        """The pass was broken off, on all ranks."""
+        self._error, self._has_fetched = None, False
 
 
 class ParamUnit:
@@ -333,15 +369,16 @@ class ParamUnit:
             for buffer in self.buffers:
                 buffer.shard.prefetch()
 
-    def unshard(self, *, exact: bool = True) -> None:
+    def unshard(self, *, exact: bool = True, outcome: FetchOutcome | None = None) -> None:
         """Starts gathering the full parameters: all-gather over the shard group, (S,) -> (N,) per buffer.
 
         Args:
             exact: False for weights to compute with: they may be rounded, and come from the secondary copy where there
                 is one, and leave one. It is for uses that all ranks make alike.
+            outcome: of the pass, at whose end the ranks agree on what they could read; None agrees here.
 
         Raises:
-            OffloadError: a rank cannot read its shard back; on every rank.
+            OffloadError: a rank cannot read its shard back; on every rank. Not with `outcome`.
         """
         if not exact and not any(buffer.shown for buffer in self._gathered):
             self.drop_values()
@@ -362,7 +399,7 @@ class ParamUnit:
         label = f"unshard {self.name}"
         if self.is_swapped:
             with span("copy", self.name, "wait for a tier"):
-                self._swap_in(label)
+                self._swap_in(label, outcome)
         self._move(ShardState.GATHERING)
         for buffer in self.buffers:
             if buffer.persistent and not buffer.trainable:
@@ -437,29 +474,40 @@ class ParamUnit:
             if self._state is ShardState.SHARDED:
                 self._cover(keep_views=True, keep_values=keep_values)
 
-    def _swap_in(self, label: str) -> None:
-        """Brings shards into memory. (all ranks)"""
+    def _swap_in(self, label: str, outcome: FetchOutcome | None) -> None:
+        """Brings shards into memory, all of them on every rank or with an error for `outcome`. (all ranks)"""
 
         def read() -> None:
             for buffer in self.buffers:
                 buffer.shard.swap_in()
 
         self.prefetch()  # of all buffers, before the first is waited for
-        self._read_agreed(read, label)
+        if outcome is None:
+            self._read_agreed(read, label)
+            return
+        error: OffloadError | None = None
+        for buffer in self.buffers:
+            try:
+                buffer.shard.swap_in()
+            except OffloadError as raised:  # the gather takes place all the same, since the other ranks take part
+                error = error or raised
+                buffer.shard.stage().values.fill_(_absent_value(buffer.dtype))
+        outcome.note(error)
 
     def _read_agreed(self, read: Callable[[], None], label: str) -> None:
         """Reads from tiers; the ranks agree that all could, before any starts the gather. (all ranks)"""
-        error: OffloadError | None = None
+        outcome = FetchOutcome()
         try:
             read()
+            outcome.note(None)
         except OffloadError as raised:
-            error = raised
+            outcome.note(raised)
         # A disk fails on one rank. Without this small all-reduce the others would hang in a gather it never joins.
-        failed = torch.tensor([float(error is not None)])
-        self._collectives.everyone.all_reduce(failed, "max", f"fetch of {self.name}")
-        if failed.item():
+        try:
+            outcome.agree(self._collectives.everyone, label)
+        except OffloadError:
             self._release()
-            agree_or_raise(self._collectives.everyone, error, f"{label}: fetch")
+            raise
 
     def _release(self) -> None:
         """Gives what was swapped in, or is on its way, back to its tier."""

@@ -447,7 +447,7 @@ class ShardedOptimizer:
     def _settle(self, buffers: Sequence[FlatBuffer]) -> None:
         begun = time.perf_counter()
         try:
-            self._finish_host_writes()
+            self._writes_host = False  # what is in host memory to stay arrives later; see `CopyStream.finish_writes`
             for buffer in buffers:
                 buffer.shard.settle()
                 buffer.masters.settle()

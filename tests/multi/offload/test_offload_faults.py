@@ -88,6 +88,50 @@ def test_a_shard_that_cannot_be_read_is_reported_on_every_rank(ranks: Ranks, tmp
         assert went_on
 
 
+def _fails_in_a_pass(phase: str, settings: dict[str, Any], reads: int) -> tuple[str, bool]:
+    """(what the pass said, whether training goes on as it would have without it)."""
+    losses, said = [], ""
+    for failing in (False, True):
+        engine = _engine(settings)
+        rank, tokens = engine.collectives.rank, batches(engine.collectives.rank, 4)
+        losses.append([_step(engine, tokens[0])])
+        real, left = os.preadv, [reads]
+
+        def preadv(*arguments: Any, real: Any = real, left: list[int] = left) -> int:
+            left[0] -= 1
+            if left[0] < 0:
+                raise OSError(errno.EIO, "Input/output error")
+            return int(real(*arguments))
+
+        if phase == "forward" and failing and rank == 1:
+            file_io.os.preadv = preadv
+        try:
+            loss = engine(tokens[3])
+            if phase == "backward" and failing and rank == 1:
+                file_io.os.preadv = preadv
+            engine.backward(loss)
+        except OffloadError as raised:
+            said = str(raised)
+        finally:
+            file_io.os.preadv = real
+        engine.reset()
+        losses[-1] += [_step(engine, batch) for batch in tokens[1:]]
+        engine.destroy()
+    return said, losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("reads", [0, 1])
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_pass_whose_shards_cannot_be_read_ends_on_every_rank(
+    ranks: Ranks, tmp_path: Path, phase: str, reads: int
+) -> None:
+    settings = config(3, "bf16", stage3_max_reuse_distance=0, **offloaded(tmp_path, "none", "nvme"))
+    for said, goes_on in ranks(2).run(_fails_in_a_pass, phase, settings, reads):
+        assert "cannot read (Input/output error)" in said
+        assert said.endswith("[rank 1]")
+        assert goes_on
+
+
 class _DeviceOnly(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         raise RuntimeError("device kernels only")

@@ -8,7 +8,6 @@ import re
 import threading
 import time
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -150,13 +149,23 @@ class TimedEvent:
         return (end.at - self.at) * 1e3
 
 
+class TimedStream:
+    """Work on a stream of the device, in seconds."""
+
+    def __init__(self, device: object = None) -> None:
+        self.now = 0.0
+
+    def wait_stream(self, other: TimedStream) -> None:
+        self.now = max(self.now, other.now)
+
+
 def test_a_device_ten_times_as_fast_gets_ten_elevenths(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device's part ends long before the host asks: its rate is that of its own clock."""
     clock = TimedEvent.clock = Clock()
     monkeypatch.setattr(hybrid_update.time, "perf_counter", lambda: clock.now)
     monkeypatch.setattr(torch.cuda, "Event", TimedEvent)
     lane: Any = object.__new__(AdamLane)
-    lane._streams = [SimpleNamespace(now=0.0) for _ in range(2)]
+    lane._streams = [TimedStream() for _ in range(2)]
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(device_lane, "_TILE_NUMEL", 1 << 10)
 
@@ -180,7 +189,7 @@ def test_the_lane_has_the_bits_of_the_host(dtype: torch.dtype, monkeypatch: pyte
     TimedEvent.clock = Clock()
     monkeypatch.setattr(torch.cuda, "Event", TimedEvent)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(now=0.0))
+    monkeypatch.setattr(torch.cuda, "Stream", TimedStream)
     monkeypatch.setattr(device_lane, "_TILE_NUMEL", 1 << 10)
     lane = AdamLane(torch.device("cpu"), host_kernels())
     for rounded in (True, False):

@@ -91,7 +91,9 @@ class CopyStream:
         self._to_device = torch.cuda.Stream(device)
         self._to_host = torch.cuda.Stream(device)
         self._joining = torch.cuda.Stream(device)  # waits for what makes a source, apart from the copies before it
-        self._last_read: torch.cuda.Event | None = None  # behind the copies that the host has not seen through
+        # Behind the copies of each direction that the host has not seen through.
+        self._last_read: torch.cuda.Event | None = None
+        self._last_write: torch.cuda.Event | None = None
 
     def stream(self) -> AbstractContextManager[None]:
         """Makes the stream of the copies to the device the current one, for work that follows a copy."""
@@ -106,6 +108,7 @@ class CopyStream:
         """
         # Before the copy: the allocator may have reused memory of `target` that kernels of this stream still read.
         self._to_device.wait_stream(torch.cuda.current_stream(self._device))
+        self._await_writes()
         with torch.cuda.stream(self._to_device):
             with span("copy", "to device", lane="copies to device"):
                 target.copy_(source, non_blocking=self.pinned)
@@ -139,12 +142,19 @@ class CopyStream:
         return CopyHandle(host, source, ready, copied)
 
     def write_host(self, target: Tensor, source: Tensor) -> None:
-        """Starts target = source, in host memory, which has the values after `finish`."""
+        """Starts target = source, in host memory, which has the values after `finish_writes`."""
         self._to_host.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._to_host), span("copy", "to host", lane="copies to host"):
             target.copy_(source, non_blocking=self.pinned)
+            self._last_write = torch.cuda.Event()
+            self._last_write.record()
         # The caller drops the source at once; its memory is used again when the copy is through, not before.
         source.record_stream(self._to_host)
+
+    def _await_writes(self) -> None:
+        """Makes copies to the device wait for the values of host memory that still come from it."""
+        if self._last_write is not None:
+            self._to_device.wait_event(self._last_write)
 
     def join(self) -> None:
         """Makes the current stream wait until every source of a copy to the host was made and examined."""
@@ -160,11 +170,18 @@ class CopyStream:
             self._last_read.synchronize()
         self._last_read = None
 
+    def finish_writes(self) -> None:
+        """Returns when host memory has what `write_host` copies there."""
+        if self._last_write is not None and not self._last_write.query():
+            self._last_write.synchronize()
+        self._last_write = None
+
     def finish(self) -> None:
         """Returns when the copies of both directions are through. One wait of the host, on one event."""
         if self._last_read is not None:
             self._to_host.wait_event(self._last_read)
             self._last_read = None
+        self._last_write = None
         event = torch.cuda.Event()
         event.record(self._to_host)
         event.synchronize()

@@ -274,11 +274,17 @@ class MemoryShard(ShardStorage):
         return self._memory.values.device
 
     def elements(self, part: FlatRange) -> Tensor:
+        self._await_writes()
         return self._memory[part]
 
     def write(self, part: FlatRange, values: Tensor) -> None:
         self._await_copies()
+        self._await_writes()
         self._memory[part].copy_(values)
+
+    def replace(self, values: Tensor) -> None:
+        self._await_writes()
+        super().replace(values)
 
     def stage(self) -> FlatTensor:
         self._await_copies()
@@ -294,10 +300,16 @@ class MemoryShard(ShardStorage):
             self._copies.finish_reads()  # of all shards, so that the first one that is written waits for the others
         self._copied = None
 
+    def _await_writes(self) -> None:
+        """Before the host reads or writes: the device may still write, in an update that the host has only issued."""
+        if self._copies is not None:
+            self._copies.finish_writes()
+
     def tensors(self) -> Iterator[Tensor]:
         yield self._memory.values
 
     def load(self, fill: FillRange, flush: Callable[[], None]) -> None:
+        self._await_writes()
         fill(self.range, self.stage().values)  # what stays in memory can wait for a flush of many
 
 
