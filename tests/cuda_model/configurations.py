@@ -53,8 +53,10 @@ def config(
 ) -> Config:
     """A config with one optimizer; `zero` goes into `zero_optimization`."""
     params: dict[str, Any] = {"lr": 1e-4}
-    if optimizer == "SGD":
+    if optimizer in ("SGD", "RMSprop"):
         params["momentum"] = 0.9
+    if optimizer == "RMSprop":
+        params["centered"] = True
     if "/" in optimizer:  # a format of its moments
         optimizer, _, params["moments_dtype"] = optimizer.partition("/")
     sections = {} if precision == "fp32" else {precision: {"enabled": True}}

@@ -100,6 +100,7 @@ COUNTS: dict[str, tuple[int, float, int, int]] = {
     "stage 3, fp16": (20, 32.0, 1, 0),
     "stage 3, qgZ": (20, 32.0, 1, 0),
     "stage 2, SGD with momentum": (24, 30.0, 1, 0),
+    "stage 3, RMSprop": (20, 40.0, 1, 0),
     "stage 2, bf16 moments": (24, 30.0, 1, 0),
     "stage 2, int8 moments": (24, 26.1, 1, 0),
     "stage 2, optimizer on the host": (4, 2.0, 1, 0),

@@ -74,7 +74,7 @@ class OptimizerSection(ConfigSection):
     inner: ClassVar[Mapping[str, tuple[str, ...]]] = {"params": _OPTIMIZER_PARAMS}
 
     type: Name | None = None
-    """Name of the optimizer: Adam, AdamW, Adagrad, Lion, SGD, Lamb, Muon, or any class of torch.optim."""
+    """Name of the optimizer: Adam, AdamW, Adagrad, Lion, RMSprop, SGD, Lamb, Muon, or any class of torch.optim."""
     params: Arguments = Field(default_factory=dict)
     """Its arguments."""
     kind: OptimizerKindName | None = None

@@ -3,7 +3,7 @@
 On the level of comm, below zero, and imports neither: nothing here knows of ranks, stages or tiers.
 """
 
-from zeroaccel.ops.elementwise import CPUSGD, SGD, Adagrad, Adam, CPUAdagrad, CPUAdam, CPULion, Lion
+from zeroaccel.ops.elementwise import CPUSGD, SGD, Adagrad, Adam, CPUAdagrad, CPUAdam, CPULion, Lion, RMSprop
 from zeroaccel.ops.reductions import l2_norm, sum_ranks
 from zeroaccel.ops.shard_step import ShardStep
 from zeroaccel.ops.tensorwise import Lamb, Muon
@@ -19,6 +19,7 @@ __all__ = [
     "Lamb",
     "Lion",
     "Muon",
+    "RMSprop",
     "ShardStep",
     "l2_norm",
     "sum_ranks",

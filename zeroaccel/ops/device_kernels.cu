@@ -318,6 +318,43 @@ extern "C" __global__ void __launch_bounds__(THREADS) adagrad(
     }
 }
 
+// `momentum_buffer` is null without momentum, `grad_avg` where it is not centered.
+extern "C" __global__ void __launch_bounds__(THREADS) rmsprop(
+    float* master, float* square_avg, float* momentum_buffer, float* grad_avg, const void* grad, void* out,
+    const float* control, float factor, float l2, float alpha, float weight, float eps, float momentum,
+    float negative_lr, i64 numel, int grad_kind, int moment_kind, int out_kind) {
+    if (!applies(control, &factor)) return;
+    u32 xs[ITEMS], ss[ITEMS], bs[ITEMS], as[ITEMS], gs[ITEMS];
+    i64 first = first_item();
+    load_items(master, first, numel, FLOAT32, xs);
+    load_items(square_avg, first, numel, FLOAT32, ss);
+    load_items(momentum_buffer, first, momentum_buffer ? numel : 0, FLOAT32, bs);
+    load_items(grad_avg, first, grad_avg ? numel : 0, FLOAT32, as);
+    load_items(grad, first, numel, grad_kind, gs);
+#pragma unroll
+    for (int k = 0; k < ITEMS; ++k) {
+        float x = __uint_as_float(xs[k]);
+        float d = __fadd_rn(__fmul_rn(number_of(gs[k], grad_kind), factor), __fmul_rn(l2, x));
+        float s = __fadd_rn(__fmul_rn(__uint_as_float(ss[k]), alpha), __fmul_rn(__fmul_rn(weight, d), d));
+        float a = __uint_as_float(as[k]);
+        a = __fadd_rn(a, __fmul_rn(weight, __fsub_rn(d, a)));
+        float c = grad_avg ? __fsub_rn(s, __fmul_rn(a, a)) : s;
+        if (grad_avg && c < 0.0f) c = 0.0f;
+        d = __fdiv_rn(d, __fadd_rn(__fsqrt_rn(c), eps));
+        if (momentum_buffer) d = __fadd_rn(__fmul_rn(momentum, __uint_as_float(bs[k])), d);
+        x = __fadd_rn(x, __fmul_rn(negative_lr, d));
+        i64 i = first + k * THREADS;
+        __syncwarp();
+        if (i < numel) {
+            square_avg[i] = s;
+            if (grad_avg) grad_avg[i] = a;
+            if (momentum_buffer) momentum_buffer[i] = d;
+            master[i] = x;
+            store_out(out, i, x, out_kind);
+        }
+    }
+}
+
 // `momentum_buffer` is null without momentum.
 extern "C" __global__ void __launch_bounds__(THREADS) sgd(
     float* master, float* momentum_buffer, const void* grad, void* out, const float* control, float factor, float l2,

@@ -1,4 +1,4 @@
-"""The native elementwise optimizers: Adam and AdamW, Adagrad, Lion, SGD.
+"""The native elementwise optimizers: Adam and AdamW, Adagrad, Lion, RMSprop, SGD.
 
 Each class names its kernel of `updates`, its state, its coefficients, and the kernel's formula in torch operations for
 other devices than the CPU; how a step runs is in `shard_step.py`. Elementwise rules may be stepped on any piece of a
@@ -232,6 +232,83 @@ class Lion(ShardOptimizer):
 
 CPULion = Lion
 """DeepSpeed's name of the class; here it serves every device."""
+
+
+class RMSprop(ShardOptimizer):
+    """RMSprop (Hinton 2012), with the arguments of torch.optim.RMSprop.
+
+    ``state[param] = {"step": int, "square_avg": Tensor}``, float32 and shaped like the parameter; with momentum also
+    ``"momentum_buffer"``, centered also ``"grad_avg"``.
+
+    Args:
+        params: float32 by the time they are stepped; parameters or groups, as for any torch optimizer.
+        lr: learning rate, at least 0.
+        alpha: of the mean of squares, in [0, 1).
+        eps: added to the denominator, at least 0.
+        weight_decay: at least 0; weight_decay * weights joins the gradient (L2).
+        momentum: at least 0.
+        centered: divide by the deviation from the mean gradient.
+
+    Raises:
+        UsageError: for a hyperparameter out of its range.
+    """
+
+    kernel = staticmethod(updates.rmsprop)
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-2,
+        alpha: float = 0.99,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        momentum: float = 0.0,
+        centered: bool = False,
+    ) -> None:
+        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay), ("momentum", momentum)):
+            require(value >= 0, f"RMSprop, {name}", "a number of at least 0", value)
+        require(0.0 <= alpha < 1.0, "RMSprop, alpha", "a number in [0, 1)", alpha)
+        defaults = {
+            "lr": lr,
+            "alpha": alpha,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "centered": centered,
+        }
+        super().__init__(params, defaults)
+
+    def _advance(self, group: Hyperparameters, param: Tensor) -> tuple[list[Tensor | None], list[float | np.uint32]]:
+        state, momentum, alpha = self.state[param], float(group["momentum"]), float(group["alpha"])
+        state["step"] = int(state.get("step", 0)) + 1
+        names = {"square_avg": True, "momentum_buffer": bool(momentum), "grad_avg": bool(group["centered"])}
+        for name in (name for name, is_used in names.items() if is_used and name not in state):
+            state[name] = self._empty_state(param, param.shape, param.dtype).zero_()
+        coefficients: list[float | np.uint32] = [
+            float(group["weight_decay"]),
+            alpha,
+            1 - alpha,
+            float(group["eps"]),
+            momentum,
+            -float(group["lr"]),
+        ]
+        return [state[name] if is_used else None for name, is_used in names.items()], coefficients
+
+    def _update_tile(self, x: Tensor, buffers: Sequence[Tensor], d: Tensor, coefficients: Sequence[float]) -> None:
+        l2, alpha, weight, eps, momentum, negative_lr = coefficients
+        s, *others = buffers
+        d += x * l2
+        s.mul_(alpha).add_((d * weight).mul_(d))
+        root = s.sqrt()
+        if len(others) > bool(momentum):  # the last of them is the mean gradient
+            a = others[-1]
+            a += (d - a).mul_(weight)
+            root = (s - a * a).clamp_(min=0.0).sqrt()
+        d.div_(root.add_(eps))
+        if momentum:
+            d.add_(others[0].mul_(momentum))
+            others[0].copy_(d)
+        x += d.mul_(negative_lr)
 
 
 class SGD(ShardOptimizer):

@@ -369,6 +369,54 @@ def adagrad(
 
 
 @compiled
+def rmsprop(
+    master: Array,
+    square_avg: Array,
+    momentum_buffer: Array | None,
+    grad_avg: Array | None,
+    grad: Array,
+    out: Array | None,
+    grad_scale: np.float32,
+    l2: np.float32,
+    alpha: np.float32,
+    weight: np.float32,
+    eps: np.float32,
+    momentum: np.float32,
+    negative_lr: np.float32,
+) -> None:
+    """RMSprop (Hinton 2012, lecture 6e; centered as in Graves 2013, arXiv:1308.0850, in the form of torch.optim.RMSprop).
+
+    ```text
+    d = grad * grad_scale + l2 * x
+    s = s * alpha + (weight * d) * d        weight = 1 - alpha
+    a = a + weight * (d - a)                without `grad_avg` left out, and c = s
+    c = max(s - a * a, 0)                   torch takes the root of what rounding makes negative: NaN
+    d = d / (sqrt(c) + eps)
+    d = b = momentum * b + d                left out without `momentum_buffer`
+    x = x + negative_lr * d
+    ```
+    """
+    for i in range(master.size):
+        x = master[i]
+        d = load(grad, i) * grad_scale + l2 * x
+        s = square_avg[i] * alpha + (weight * d) * d
+        square_avg[i] = s
+        if grad_avg is not None:
+            a = grad_avg[i]
+            a = a + weight * (d - a)
+            grad_avg[i] = a
+            s = s - a * a
+            s = np.float32(0) if s < np.float32(0) else s
+        d = d / (np.sqrt(s) + eps)
+        if momentum_buffer is not None:
+            d = momentum * momentum_buffer[i] + d
+            momentum_buffer[i] = d
+        x = x + negative_lr * d
+        master[i] = x
+        store(out, i, x)
+
+
+@compiled
 def sgd(
     master: Array,
     momentum_buffer: Array | None,

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from zeroaccel.config.diagnostics import closest
 from zeroaccel.errors import ConfigError
 from zeroaccel.logs import logger
-from zeroaccel.ops.elementwise import SGD, Adagrad, Adam, Lion
+from zeroaccel.ops.elementwise import SGD, Adagrad, Adam, Lion, RMSprop
 from zeroaccel.ops.tensorwise import Lamb, Muon
 
 MUON_SETTINGS = (
@@ -135,6 +135,7 @@ _OWN: Mapping[str, tuple[Callable[..., Optimizer], Callable[..., Optimizer], tup
     "adamw": (_adamw, Adam, ("adam_w_mode", "torch_adam", "foreach", "fused", "fp32_optimizer_states")),
     "lion": (Lion, Lion, ()),
     "adagrad": (Adagrad, Adagrad, ()),
+    "rmsprop": (RMSprop, RMSprop, ()),
     "sgd": (SGD, SGD, ()),
     "lamb": (Lamb, Lamb, ()),
 }
@@ -149,7 +150,7 @@ _REFUSED = {
 
 def known_optimizers() -> list[str]:
     """Every name `optimizer.type` takes, own kernels first."""
-    own = ["Adam", "AdamW", "Lion", "Adagrad", "SGD", "Lamb", "Muon"]
+    own = ["Adam", "AdamW", "Lion", "Adagrad", "RMSprop", "SGD", "Lamb", "Muon"]
     return own + sorted(name for name in _TORCH if name not in own and name.lower() not in _REFUSED)
 
 
@@ -161,8 +162,8 @@ def build_optimizer(
 ) -> Optimizer:
     """An optimizer of the named type.
 
-    Adam, AdamW, Lion, Adagrad and SGD (any case) have kernels of their own that update, unscale, clip and round in
-    one pass; `moments_dtype` ("fp32", "bf16", "int8"; not of SGD) is theirs alone; `torch_adam: true` takes torch's.
+    Adam, AdamW, Lion, Adagrad, RMSprop and SGD (any case) have kernels of their own that update, unscale, clip and
+    round in one pass; `moments_dtype` ("fp32", "bf16", "int8"; not of RMSprop and SGD) is theirs alone; `torch_adam: true` takes torch's.
     "Adam" means decoupled weight decay unless `adam_w_mode` is false, as in DeepSpeed. Lamb and Muon (any case) are
     `ops.lamb` and `ops.muon`, on full tensors. Any other `torch.optim` class goes by its exact name, and each of them
     by "torch.optim." before it.

@@ -25,6 +25,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "SGD": {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9, "nesterov": True}},
     "Lion": {"type": "Lion", "params": {"lr": 1e-3, "weight_decay": 0.1}},
     "Adagrad": {"type": "Adagrad", "params": {"lr": 1e-2}},
+    "RMSprop": {"type": "RMSprop", "params": {"lr": 1e-3, "momentum": 0.9, "centered": True}},
     "bf16 moments": {"type": "AdamW", "params": {"lr": 1e-2, "moments_dtype": "bf16"}},
     "int8 moments": {"type": "AdamW", "params": {"lr": 1e-2, "moments_dtype": "int8"}},
 }

@@ -27,7 +27,8 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "Lion": {"type": "Lion", "params": {"lr": 1e-3, "weight_decay": 0.1}},
     "Adagrad": {"type": "Adagrad", "params": {"lr": 1e-2}},
     "bf16 moments": {"type": "AdamW", "params": {"lr": 1e-2, "moments_dtype": "bf16"}},
-    "RMSprop": {"type": "RMSprop", "params": {"lr": 1e-3}},  # a torch class: the host has to know before it steps
+    # A torch class: the host has to know before it steps.
+    "torch RMSprop": {"type": "torch.optim.RMSprop", "params": {"lr": 1e-3}},
 }
 
 

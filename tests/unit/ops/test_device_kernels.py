@@ -15,7 +15,7 @@ from tests.support.tensors import every_pattern
 from tests.unit.ops.kernels_on_host import HostRunner, host_kernels
 from zeroaccel.comm import quantized
 from zeroaccel.comm.quantized import INT4, INT8, Codec, RowOrder
-from zeroaccel.ops import SGD, Adagrad, Adam, Lion, reductions, shard_step, step_control
+from zeroaccel.ops import SGD, Adagrad, Adam, Lion, RMSprop, reductions, shard_step, step_control
 from zeroaccel.ops.device_kernels import SOURCE, Argument, DeviceKernels, kernel_names
 from zeroaccel.ops.reductions import max_abs, norm_exponent, square_sums
 from zeroaccel.ops.shard_step import ShardOptimizer
@@ -31,6 +31,9 @@ OPTIMIZERS: dict[str, Callable[[Tensor], ShardOptimizer]] = {
     "lion-bf16": lambda x: Lion([x], lr=0.01, moments_dtype="bf16"),
     "adagrad": lambda x: Adagrad([x], lr=0.01, weight_decay=0.1),
     "adagrad-bf16": lambda x: Adagrad([x], lr=0.01, moments_dtype="bf16"),
+    "rmsprop": lambda x: RMSprop([x], lr=0.01, weight_decay=0.1),
+    "rmsprop-centered": lambda x: RMSprop([x], lr=0.01, centered=True),
+    "rmsprop-momentum": lambda x: RMSprop([x], lr=0.01, momentum=0.9, centered=True),
     "sgd": lambda x: SGD([x], lr=0.01, weight_decay=0.1),
     "momentum": lambda x: SGD([x], lr=0.01, momentum=0.9, dampening=0.3),
     "nesterov": lambda x: SGD([x], lr=0.01, momentum=0.9, nesterov=True, weight_decay=0.1),
@@ -74,7 +77,7 @@ def fill(tensor: Tensor, name: str, seed: int) -> None:
         tensor.copy_(torch.randint(low, high, tensor.shape, generator=random(seed)))
         return
     values = spread(tensor.numel(), seed)
-    tensor.copy_(values.abs() if name in ("exp_avg_sq", "sum") else values)
+    tensor.copy_(values.abs() if name in ("exp_avg_sq", "sum", "square_avg") else values)
 
 
 def both_updates(

@@ -15,6 +15,7 @@ UPDATES: dict[Any, tuple[tuple[Any, ...], int]] = {  # kernel -> (dtypes of buff
     updates.adam: ((np.float32, np.float32), 8),
     updates.lion: ((np.float32,), 6),
     updates.adagrad: ((np.float32,), 3),
+    updates.rmsprop: ((np.float32,) * 3, 6),
     updates.sgd: ((np.float32,), 6),
 }
 NUMPY_DTYPES = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.int16}
@@ -31,7 +32,7 @@ def compiled_ir(kernel: Any, *arguments: Any) -> str:
 def update_ir(kernel: Any, buffers: tuple[Any, ...], coefficients: int, dtype: Any) -> str:
     state = [np.zeros(8, np.float32), *(np.zeros(8, kind) for kind in buffers)]
     grad, out = (np.zeros(8, dtype) for _ in range(2))
-    key = [] if kernel is updates.sgd else [np.uint32(7)]
+    key = [] if kernel in (updates.sgd, updates.rmsprop) else [np.uint32(7)]
     return compiled_ir(kernel, *state, grad, out, np.float32(0.5), *key, *[np.float32(0.5)] * coefficients)
 
 

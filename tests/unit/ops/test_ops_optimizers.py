@@ -1,4 +1,4 @@
-"""Adam, Lion, Adagrad, SGD: the right numbers, the same however the vector is cut, and torch's optimizer interface."""
+"""Adam, Lion, Adagrad, RMSprop, SGD: the right numbers, the same however the vector is cut, and torch's optimizer interface."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from zeroaccel.ops import (
     CPUAdam,
     CPULion,
     Lion,
+    RMSprop,
     ShardStep,
     dispatch,
     shard_step,
@@ -39,6 +40,8 @@ OPTIMIZERS = {
     "adam-l2": (Adam, {"weight_decay": 0.1, "adamw_mode": False, "bias_correction": False}),
     "lion": (Lion, {"weight_decay": 0.1}),
     "adagrad": (Adagrad, {"weight_decay": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.1}),
+    "rmsprop": (RMSprop, {"weight_decay": 0.1}),
+    "rmsprop-centered": (RMSprop, {"momentum": 0.9, "centered": True}),
     "sgd": (SGD, {"lr": 0.1, "weight_decay": 0.1}),
     "nesterov": (SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
     "dampened": (SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.3}),
@@ -110,13 +113,14 @@ def test_a_hundred_steps_end_within_a_few_ulp_of_torch(ours: Make, theirs: Make)
     assert not torch.allclose(reference, start)
 
 
-@pytest.mark.parametrize("name", ["sgd", "nesterov", "dampened"])
-def test_sgd_is_torchs_sgd(name: str) -> None:
+@pytest.mark.parametrize("name", ["sgd", "nesterov", "dampened", "rmsprop", "rmsprop-centered"])
+def test_sgd_and_rmsprop_are_torchs(name: str) -> None:
     """A walk as long as this rounds at the magnitude it has come to, so the tolerance is in units of that."""
-    options = OPTIMIZERS[name][1]
+    kind, options = OPTIMIZERS[name]
+    counterpart = getattr(torch.optim, kind.__name__)
     start = normal(1003)
-    mine = trained(lambda params: SGD(params, **options), start, 100)
-    reference = trained(lambda params: torch.optim.SGD(params, foreach=False, **options), start, 100)
+    mine = trained(lambda params: kind(params, **options), start, 100)
+    reference = trained(lambda params: counterpart(params, foreach=False, **options), start, 100)
     torch.testing.assert_close(mine, reference, rtol=1e-6, atol=1e-6 * reference.abs().max().item())
 
 
@@ -448,6 +452,7 @@ def test_autograd_notices_that_the_weights_changed() -> None:
         (lambda p: Adam(p, betas=(0.9, 1.0)), r"Adam, betas: expected two numbers in \[0, 1\)"),
         (lambda p: Lion(p, betas=(0.9,)), "Lion, betas"),
         (lambda p: Adagrad(p, lr_decay=-1.0), "Adagrad, lr_decay"),
+        (lambda p: RMSprop(p, alpha=1.0), "RMSprop, alpha"),
         (
             lambda p: Adam(p, moments_dtype="fp8"),
             'Adam, moments_dtype: expected "fp32" or "bf16" or "int8", got \'fp8\'',

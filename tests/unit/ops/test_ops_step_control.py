@@ -16,7 +16,7 @@ from tests.support.tensors import normal
 from tests.unit.ops.kernels_on_host import host_kernels
 from tests.unit.ops.test_ops_optimizers import rounded_sqrt
 from zeroaccel.errors import UsageError
-from zeroaccel.ops import SGD, Adagrad, Adam, Lion, reductions, step_control
+from zeroaccel.ops import SGD, Adagrad, Adam, Lion, RMSprop, reductions, step_control
 from zeroaccel.ops.reductions import max_abs, max_abs_into, norm_exponent, norm_from, square_sums, square_sums_into
 from zeroaccel.ops.shard_step import ShardOptimizer
 from zeroaccel.ops.step_control import finalize, largest_of_facts, write_facts
@@ -28,6 +28,7 @@ OPTIMIZERS: dict[str, Callable[[Tensor], ShardOptimizer]] = {
     "adam-bf16": lambda x: Adam([x], lr=0.01, adamw_mode=False, weight_decay=0.1, moments_dtype="bf16"),
     "adam-int8": lambda x: Adam([x], lr=0.01, moments_dtype="int8"),
     "lion": lambda x: Lion([x], lr=0.01, moments_dtype="bf16"),
+    "rmsprop": lambda x: RMSprop([x], lr=0.01, momentum=0.9),
     "adagrad": lambda x: Adagrad([x], lr=0.01, initial_accumulator_value=0.1),
     "sgd": lambda x: SGD([x], lr=0.01, momentum=0.9, dampening=0.5),
 }

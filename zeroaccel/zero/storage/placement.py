@@ -549,5 +549,5 @@ def check_update_time(optimizer: Optimizer, during: UpdateTime, where: str) -> N
     if during != "step" and not isinstance(optimizer, ShardStep):
         raise ConfigError(
             f'{where}.update_during "{during}": {type(optimizer).__name__} updates in step() only',
-            fix='name Adam, AdamW, Lion, Adagrad or SGD in the optimizer section, or set the key to "step"',
+            fix='name Adam, AdamW, Lion, Adagrad, RMSprop or SGD in the optimizer section, or set the key to "step"',
         )
