@@ -384,7 +384,7 @@ def rmsprop(
     momentum: np.float32,
     negative_lr: np.float32,
 ) -> None:
-    """RMSprop (Hinton 2012, lecture 6e; centered as in Graves 2013, arXiv:1308.0850, in the form of torch.optim.RMSprop).
+    """RMSprop (Hinton 2012, lecture 6e; centered: Graves 2013, arXiv:1308.0850; in the form of torch.optim.RMSprop).
 
     ```text
     d = grad * grad_scale + l2 * x

@@ -163,7 +163,8 @@ def build_optimizer(
     """An optimizer of the named type.
 
     Adam, AdamW, Lion, Adagrad, RMSprop and SGD (any case) have kernels of their own that update, unscale, clip and
-    round in one pass; `moments_dtype` ("fp32", "bf16", "int8"; not of RMSprop and SGD) is theirs alone; `torch_adam: true` takes torch's.
+    round in one pass; `moments_dtype` ("fp32", "bf16", "int8"; not of RMSprop and SGD) is theirs
+    alone; `torch_adam: true` takes torch's.
     "Adam" means decoupled weight decay unless `adam_w_mode` is false, as in DeepSpeed. Lamb and Muon (any case) are
     `ops.lamb` and `ops.muon`, on full tensors. Any other `torch.optim` class goes by its exact name, and each of them
     by "torch.optim." before it.

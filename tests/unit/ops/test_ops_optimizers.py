@@ -1,4 +1,4 @@
-"""Adam, Lion, Adagrad, RMSprop, SGD: the right numbers, the same however the vector is cut, and torch's optimizer interface."""
+"""Elementwise optimizers: the right numbers, the same however the vector is cut, and torch's optimizer interface."""
 
 from __future__ import annotations
 
