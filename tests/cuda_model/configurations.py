@@ -215,6 +215,8 @@ CASES: Mapping[str, Case] = {
     ),
     "full parameters read and written": Case(config(3, **_TRAVELS), 4, "full_parameters"),
     "full parameters read and written, both on the host": Case(config(3, **_BOTH_ON_HOST), 1, "full_parameters"),
+    "weights to a generator": Case(config(3, **_TRAVELS), 4, "weights_to_a_generator"),
+    "weights to a generator, both on the host": Case(config(3, **_BOTH_ON_HOST), 1, "weights_to_a_generator"),
     "an input changed in place, activations on the host": Case(
         _with_activations(config(2)), loop="input_changed_in_place"
     ),

@@ -71,6 +71,8 @@ MORE_WAITS: dict[str, int] = {
     # Programs that want values on the host: of parameters, and of chunks of a checkpoint.
     "full parameters read and written": 2,
     "full parameters read and written, both on the host": 24,
+    "weights to a generator": 2,
+    "weights to a generator, both on the host": 3,
     "a checkpoint saved in the background": 4,
     "a checkpoint saved in the background, small chunks": 39,
     "a checkpoint saved in the background, both on the host": 2,

@@ -140,6 +140,20 @@ def full_parameters(program: Program) -> None:
         parameters[0].mul_(0.5)
 
 
+def weights_to_a_generator(program: Program) -> None:
+    """All weights are streamed; a step marks what it changes; shards are sent; one parameter of a unit is gathered."""
+    engine = program.engine
+    if not engine.streamed_version:
+        engine.mark_changes()
+        for packet in engine.stream_weights(bucket_bytes=1 << 12):
+            packet.payload.sum()
+    plain(program)
+    for packet in engine.stream_deltas(None):  # how many are marked is no question for tensors without values
+        packet.payload.sum()
+    with zeroaccel.zero.GatheredParameters(next(engine.module.layers[0].parameters())):
+        pass
+
+
 def input_changed_in_place(program: Program) -> None:
     """A block's input is changed in place after the block ran."""
     engine, network = program.engine, program.engine.module
@@ -237,6 +251,7 @@ LOOPS: Mapping[str, Callable[[Program], None]] = {
         evaluation_on_another_stream,
         forward_and_backward,
         full_parameters,
+        weights_to_a_generator,
         graph_dropped,
         input_changed_in_place,
         outcomes_read_late,

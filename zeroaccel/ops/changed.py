@@ -55,7 +55,7 @@ def _mark(before: Array, after: Array, bits: Array) -> None:
 
 
 def _mark_on_device(before: Tensor, after: Tensor, bits: Tensor) -> None:
-    weights = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=bits.device)
+    weights = 2 ** torch.arange(8, dtype=torch.uint8, device=bits.device)  # made there: no copy from the host
     for first in range(0, before.numel(), _TILE_NUMEL):
         differs = before[first : first + _TILE_NUMEL] != after[first : first + _TILE_NUMEL]
         padded = torch.nn.functional.pad(differs, (0, -differs.numel() % 8))

@@ -83,5 +83,5 @@ class ChangedBits:
 
 
 def _packed(marks: Tensor) -> Tensor:
-    weights = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=marks.device)
+    weights = 2 ** torch.arange(8, dtype=torch.uint8, device=marks.device)
     return (marks.view(-1, 8) * weights).sum(1, dtype=torch.uint8)

@@ -1,0 +1,285 @@
+"""What weights for a generator cost: gathered bytes, the peak of a stream, deltas of 200 steps, and 1,024 ranks.
+
+    python benchmarks/rollout_streams.py [--steps 200] [--markdown FILE] [--check]
+
+Trains the GPT of examples/train_gpt.py on its text, ZeRO-3 in bf16 on two CPU ranks. A receiver beside rank 0 is
+compared with the engine, bit for bit, after each delta. Bytes are counted by `RecordingCollectives`; the table of a
+large job follows from closed forms and the measured payload.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+
+LAYERS, WIDTH, HEADS, LENGTH, BATCH = 4, 256, 4, 128, 8
+SMALL_RATE, LARGE_RATE, LARGE_STEPS = 3e-6, 1e-3, 20
+BUCKET = 1 << 20
+PAYLOAD_BAR, LOOP_BAR = 0.03, 1.02
+# A large job: ranks, parameters, bytes per second of a rank's link and of the generator's.
+RANKS, NUMEL, LINK, UNITS = 1024, 671e9, 50e9, 61
+
+
+def _engine(rate: float, weights: dict[str, Any] | None = None) -> tuple[Any, Any, Iterator[Any]]:
+    import torch
+    from train_gpt import GPT, batches, corpus
+
+    import zeroaccel
+    from zeroaccel.comm.collectives import Collectives
+    from zeroaccel.comm.recording import RecordingCollectives
+    from zeroaccel.comm.topology import current_topology, init_process_group
+
+    init_process_group()
+    counted = RecordingCollectives(Collectives(current_topology()))
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "bf16": {"enabled": True},
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": rate, "weight_decay": 0.01}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    }
+    model = GPT(WIDTH, LAYERS, HEADS)
+    if weights is not None:
+        model.load_state_dict(weights)
+    engine, *_ = zeroaccel.initialize(model, config=config, collectives=counted)
+    text, _ = corpus(None, at_least=LENGTH + 1)
+    return engine, counted, batches(text, BATCH, LENGTH, seed=counted.rank)
+
+
+def _step(engine: Any, data: Iterator[Any]) -> float:
+    from torch.nn import functional
+
+    inputs, targets = next(data)
+    begun = time.perf_counter()
+    loss = functional.cross_entropy(engine(inputs).flatten(0, 1), targets.flatten())
+    engine.backward(loss)
+    engine.step()
+    return time.perf_counter() - begun
+
+
+def _gathers() -> dict[str, float]:
+    """Elements that each way gathers, over those of the padded model, and the peak of a stream in units and buckets."""
+    from zeroaccel.zero import GatheredParameters
+
+    engine, counted, data = _engine(SMALL_RATE)
+    _step(engine, data)
+    numel = sum(buffer.layout.numel for unit in engine.units for buffer in unit.buffers)
+    largest = max(sum(buffer.nbytes for buffer in unit.buffers) for unit in engine.units)
+
+    def gathered() -> float:
+        total = sum(call.numel for call in counted.calls if call.op == "all_gather")
+        counted.reset()
+        return total / numel
+
+    def resident() -> int:
+        return sum(buffer.full.untyped_storage().nbytes() for unit in engine.units for buffer in unit.buffers)
+
+    found: dict[str, float] = {"model": numel}
+    counted.reset()
+    for _, param in engine.module.named_parameters():
+        with GatheredParameters([param]):
+            pass
+    found["loop"] = gathered()
+    param = max(engine.module.parameters(), key=lambda item: item.numel())
+    engine.finish_update()
+    counted.reset()
+    with GatheredParameters([param]):
+        pass
+    found["one"] = gathered() * numel / param.numel()
+    units = buckets = 0.0
+    for packet in engine.stream_weights(bucket_bytes=BUCKET):
+        units = max(units, resident() / largest)
+        buckets = max(buckets, packet.payload.untyped_storage().nbytes() / BUCKET)
+    found |= {"stream": gathered(), "units": units, "buckets": buckets}
+    engine.mark_changes()
+    counted.reset()
+    for _ in engine.stream_deltas():
+        pass
+    found["deltas"] = gathered()
+    engine.destroy()
+    return found
+
+
+def _trained(steps: int) -> dict[str, Any]:
+    """Weights after so many steps at the larger rate."""
+    from zeroaccel.zero import safe_get_full_fp32_param
+
+    engine, _, data = _engine(LARGE_RATE)
+    for _ in range(steps):
+        _step(engine, data)
+    weights = {name: safe_get_full_fp32_param(param) for name, param in engine.module.named_parameters()}
+    engine.destroy()
+    return weights
+
+
+def _follow(rate: float, steps: int, start: dict[str, Any] | None = None) -> dict[str, float]:
+    """Payloads of deltas over the bytes of the weights; fails where a bit of the receiver differs."""
+    import torch
+
+    from zeroaccel.rollout import Packet, WeightReceiver
+
+    engine, counted, data = _engine(rate, start)
+    weights = {name: torch.empty_like(value) for name, value in engine.iter_named_full_params()}
+    nbytes = sum(value.nbytes for value in weights.values())
+    receiver = WeightReceiver(weights)
+    engine.mark_changes()
+    for packet in engine.stream_weights():
+        receiver.take(packet)
+    shares, changed = [], []
+    for _ in range(steps):
+        _step(engine, data)
+        before = {name: value.clone() for name, value in weights.items()}
+        own = [Packet(p.manifest, p.payload.clone()) for p in engine.stream_deltas(engine.streamed_version)]
+        packets = [packet for of_rank in counted.gather_objects(own, "send") for packet in of_rank]
+        for packet in packets:
+            receiver.take(packet)
+        for name, value in engine.iter_named_full_params():
+            assert torch.equal(weights[name].view(torch.int16), value.view(torch.int16)), name
+        shares.append(sum(packet.payload.numel() for packet in packets) / nbytes)
+        differing = sum(int((before[n].view(torch.int16) != v.view(torch.int16)).sum()) for n, v in weights.items())
+        changed.append(differing * 2 / nbytes)
+    marks = sum(b.own.numel // 8 for unit in engine.units for b in unit.buffers)
+    own_numel = sum(b.own.numel for unit in engine.units for b in unit.buffers)
+    engine.destroy()
+    return {
+        "mean": statistics.mean(shares),
+        "most": max(shares),
+        "changed": statistics.mean(changed),
+        "bits": marks * 8 / own_numel,
+        "steps": steps,
+    }
+
+
+def _step_times(rounds: int) -> list[float]:
+    """Seconds of a step with marks / without, of one engine in turn."""
+    engine, _, data = _engine(SMALL_RATE)
+    ratios = []
+    for _ in range(3):
+        _step(engine, data)
+    for number in range(rounds):
+        took = {}
+        for marks in (bool(number % 2), not number % 2):
+            engine.mark_changes(marks)
+            _step(engine, data)  # makes the bits
+            took[marks] = min(_step(engine, data) for _ in range(3))
+        ratios.append(took[True] / took[False])
+    engine.destroy()
+    return ratios
+
+
+def measure(steps: int) -> None:
+    """One rank's part."""
+    import torch
+
+    torch.set_num_threads(1)
+    found = {
+        "gathers": _gathers(),
+        "small": _follow(SMALL_RATE, steps, _trained(steps)),
+        "fresh": _follow(SMALL_RATE, steps),
+        "large": _follow(LARGE_RATE, min(steps, LARGE_STEPS)),
+        "times": _step_times(9),
+    }
+    if torch.distributed.get_rank() == 0:
+        print(json.dumps(found), flush=True)
+
+
+def _large_job(payload: float) -> Iterator[str]:
+    """Rows for `RANKS` ranks that hold `NUMEL` bf16 weights; every link carries `LINK` bytes per second."""
+    weights = 2 * NUMEL
+    shard = weights / RANKS
+    gathered = weights - shard  # what a rank receives in gathers of all units
+    rows = [
+        ("gather all units, one rank sends them", gathered, weights, UNITS * (RANKS - 1), gathered + weights),
+        ("the same as a stream: gathers and sends overlap", gathered, weights, UNITS * (RANKS - 1), weights),
+        ("all values of every shard, no gather", 0.0, shard, 0, weights),
+        (f"delta of {payload:.2%}, no gather", 0.0, shard * payload, 0, weights * payload),
+    ]
+    for name, received, sent, messages, serial in rows:
+        yield (f"| {name} | {received / 1e9:,.1f} | {messages:,} | {sent / 1e9:,.3f} | {serial / LINK:,.2f} |")
+
+
+def report(found: dict[str, Any]) -> Iterator[str]:
+    """The tables."""
+    gathers, small, fresh, large, times = (found[key] for key in ("gathers", "small", "fresh", "large", "times"))
+    yield f"# Weights to a generator, {date.today()}"
+    yield ""
+    yield (
+        f"The GPT of examples/train_gpt.py, width {WIDTH}, {LAYERS} blocks, {gathers['model']:,.0f} padded elements, "
+        "bf16, ZeRO-3, two CPU ranks; every call counted."
+    )
+    yield ""
+    yield "| way | gathered elements / the model's |"
+    yield "| --- | --- |"
+    yield f"| a loop over named_parameters() with GatheredParameters | {gathers['loop']:.3f} (bar {LOOP_BAR}) |"
+    yield f"| engine.stream_weights() | {gathers['stream']:.3f} |"
+    yield f"| engine.stream_deltas() | {gathers['deltas']:.3f} |"
+    yield f"| GatheredParameters of the largest weight, over that weight | {gathers['one']:.3f} |"
+    yield ""
+    yield f"A stream held at most {gathers['units']:.2f} of the largest unit and {gathers['buckets']:.2f} buckets."
+    yield ""
+    yield "| AdamW, learning rate | from | steps | changed elements, mean | payload / bf16 weights, mean | largest |"
+    yield "| --- | --- | --- | --- | --- | --- |"
+    after = f"{small['steps']} steps at {LARGE_RATE:g}"
+    for rate, begins, run in ((SMALL_RATE, after, small), (SMALL_RATE, "new", fresh), (LARGE_RATE, "new", large)):
+        yield f"| {rate:g} | {begins} | {run['steps']} | {run['changed']:.2%} | {run['mean']:.2%} | {run['most']:.2%} |"
+    yield ""
+    yield (
+        "The receiver had the engine's bits after each step. Payloads are positions and values of each shard; bar of "
+        f"the first mean: {PAYLOAD_BAR:.0%}. Marks take {small['bits']:.2f} bits per element."
+    )
+    yield ""
+    spread = f"{min(times):.3f}..{max(times):.3f}, {len(times)} rounds"
+    yield f"Step with marks / step without: {statistics.median(times):.3f} ({spread})."
+    yield ""
+    yield (
+        f"Closed forms for {RANKS:,} ranks and {NUMEL / 1e9:.0f} B bf16 parameters in {UNITS} units, links of "
+        f"{LINK / 1e9:.0f} GB/s for each rank and for the generator; times are bytes over links, "
+        "with nothing overlapped unless a row says so."
+    )
+    yield ""
+    yield "| way | gathered, GB received per rank | messages received in gathers | sent by a sending rank, GB | s |"
+    yield "| --- | --- | --- | --- | --- |"
+    yield from _large_job(small["mean"])
+    yield ""
+    yield f"Marks of changed elements: {NUMEL / RANKS / 8 / 1e6:,.0f} MB per rank."
+
+
+def main() -> None:
+    """Runs the ranks, and prints or writes the report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--markdown", type=Path)
+    parser.add_argument("--check", action="store_true", help="exit code 1 where a bar is not met")
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.rank:
+        return measure(asked.steps)
+    launch = [sys.executable, "-m", "zeroaccel.cli", "launch", "--cpu", "--num_processes", "2", __file__]
+    result = subprocess.run(
+        [*launch, "--rank", "--steps", str(asked.steps)], capture_output=True, text=True, check=False
+    )
+    if result.returncode:
+        raise SystemExit(result.stderr[-4000:])
+    found = json.loads(next(line for line in result.stdout.splitlines() if line.startswith("{")))
+    text = "\n".join(report(found)) + "\n"
+    if asked.markdown:
+        asked.markdown.write_text(text)
+    print(text)
+    missed = found["small"]["mean"] > PAYLOAD_BAR or found["gathers"]["loop"] > LOOP_BAR
+    if asked.check and missed:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
