@@ -236,7 +236,7 @@ def report(found: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield (
         "The receiver had the engine's bits after each step. Payloads are positions and values of each shard; bar of "
-        f"the first mean: {PAYLOAD_BAR:.0%}. Marks take {small['bits']:.2f} bits per element."
+        f"the first mean: {PAYLOAD_BAR:.0%}, {'met' if small['mean'] <= PAYLOAD_BAR else 'missed'}. Marks take {small['bits']:.2f} bits per element."
     )
     yield ""
     spread = f"{min(times):.3f}..{max(times):.3f}, {len(times)} rounds"
