@@ -234,9 +234,10 @@ def report(found: dict[str, Any]) -> Iterator[str]:
     for rate, begins, run in ((SMALL_RATE, after, small), (SMALL_RATE, "new", fresh), (LARGE_RATE, "new", large)):
         yield f"| {rate:g} | {begins} | {run['steps']} | {run['changed']:.2%} | {run['mean']:.2%} | {run['most']:.2%} |"
     yield ""
+    verdict = "met" if small["mean"] <= PAYLOAD_BAR else "missed"
     yield (
         "The receiver had the engine's bits after each step. Payloads are positions and values of each shard; bar of "
-        f"the first mean: {PAYLOAD_BAR:.0%}, {'met' if small['mean'] <= PAYLOAD_BAR else 'missed'}. Marks take {small['bits']:.2f} bits per element."
+        f"the first mean: {PAYLOAD_BAR:.0%}, {verdict}. Marks take {small['bits']:.2f} bits per element."
     )
     yield ""
     spread = f"{min(times):.3f}..{max(times):.3f}, {len(times)} rounds"
