@@ -24,6 +24,9 @@ _COLUMNS = (
     "reserved",
     "expandable",
 )
+_MARKDOWN_HEAD = (
+    "| case | findings | kernels | boundary | B/param | waits | control | late | ms |\n|---" + "|---" * 8 + "|"
+)
 _HEAD = f"{'case':66}" + "".join(f"{column:>{max(9, len(column) + 1)}}" for column in _COLUMNS)
 
 
@@ -35,6 +38,20 @@ def _row(name: str, outcome: run.Outcome) -> str:
         f"{outcome.reserved_nbytes / 1e6:9.1f}{outcome.expandable_nbytes / 1e6:11.1f}"
     )
     return f"{name:66}{numbers}"
+
+
+def _markdown(name: str, outcome: run.Outcome) -> str:
+    numbers = (
+        sum(outcome.findings.values()),
+        outcome.kernels,
+        outcome.boundary_kernels,
+        outcome.boundary_bytes,
+        outcome.num_waits,
+        outcome.num_control,
+        sum(outcome.late.values()),
+        round(outcome.ms, 2),
+    )
+    return f"| {name} | {' | '.join(str(number) for number in numbers)} |"
 
 
 def _show_logs(name: str) -> None:
@@ -57,6 +74,7 @@ def main() -> None:
     parser.add_argument("--serve", action="store_true", help="answer requests of the tests")
     parser.add_argument("--details", action="store_true", help="show findings, waits and collectives with their places")
     parser.add_argument("--logs", action="store_true", help="show what every rank of a case or bug calls")
+    parser.add_argument("--markdown", action="store_true", help="print the table for a page")
     options = parser.parse_args()
     if options.serve:
         run.serve()
@@ -65,13 +83,15 @@ def main() -> None:
         for name in options.names:
             _show_logs(name)
         return
-    print(_HEAD)
+    print(_MARKDOWN_HEAD if options.markdown else _HEAD)
     for name in BUGS if options.bugs else [*CASES, *PEAKS]:
         if options.names and not any(part in name for part in options.names):
             continue
         bug = BUGS[name] if options.bugs else None
         outcome = run.run_case(case_of(bug.case if bug else name), bug.plant if bug else None)
-        print(_row(name, outcome), flush=True)
+        print(_markdown(name, outcome) if options.markdown else _row(name, outcome), flush=True)
+        if options.markdown and not outcome.error:
+            continue
         details = {
             **outcome.findings,
             **(outcome.early_frees | outcome.late | outcome.waits | outcome.control if options.details else {}),
