@@ -20,6 +20,13 @@ _OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--
 _TORCHS_OWN = "libcaffe2_nvrtc.so"  # of torch: linked against the compiler's library, wherever that lies
 
 
+# Of cuda.h: no binary for the device, an unsupported version of PTX, a driver that does not match, one without support.
+_OF_OLD_DRIVERS = frozenset({209, 222, 803, 804})
+_OLD_DRIVER = (
+    "; the driver is older than CUDA {}, of this torch: update it, or install a torch for the CUDA of nvidia-smi"
+)
+
+
 class KernelError(RuntimeError):
     """Kernels cannot be compiled, loaded or launched; the message says why, in words."""
 
@@ -191,7 +198,8 @@ class DriverModule:
         if status:
             words = ctypes.c_char_p()
             self._driver.cuGetErrorString(status, ctypes.byref(words))
-            raise KernelError(f"{function} on {self._device}: {(words.value or b'').decode()} ({status})")
+            fix = _OLD_DRIVER.format(torch.version.cuda) if status in _OF_OLD_DRIVERS else ""
+            raise KernelError(f"{function} on {self._device}: {(words.value or b'').decode()} ({status}){fix}")
 
 
 def argument_addresses(arguments: Sequence[object]) -> ctypes.Array[ctypes.c_void_p]:

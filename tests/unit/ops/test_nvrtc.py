@@ -155,6 +155,18 @@ def messages(
     return lambda: caplog.messages
 
 
+@pytest.mark.parametrize(("status", "is_old"), [(222, True), (209, True), (1, False)])
+def test_an_old_driver_is_named_with_what_to_do(status: int, is_old: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    module = object.__new__(nvrtc.DriverModule)
+    module._device = torch.device("cuda", 3)
+    module._driver = SimpleNamespace(cuModuleLoadData=lambda: status, cuGetErrorString=lambda status, words: None)
+    with pytest.raises(KernelError, match=rf"cuModuleLoadData on cuda:3:  \({status}\)") as raised:
+        module._call("cuModuleLoadData")
+    said = "the driver is older than CUDA 13.0, of this torch: update it, or install a torch for the CUDA of nvidia-smi"
+    assert str(raised.value).endswith(said) == is_old
+
+
 def test_a_missing_compiler_is_named_once(messages: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvrtc, "_candidates", lambda: iter(["libnot-there.so"]))
     assert kernels_for(CUDA) is kernels_for(CUDA) is None
