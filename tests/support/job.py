@@ -63,6 +63,7 @@ def run_job(
     env: Mapping[str, str] | None = None,
     cwd: Path = ROOT,
     fresh: bool = False,
+    imports: tuple[str, ...] = (),
 ) -> JobResult:
     """Runs a Python script as ranks 0 ... `nproc` - 1 of one job and waits for all of them.
 
@@ -71,6 +72,7 @@ def run_job(
         env: variables set on top of those of a rank.
         cwd: the folder it runs in.
         fresh: whether each rank has to be a new interpreter, rather than a fork of one (`tests/support/processes.py`).
+        imports: modules that the ranks have imported when they start.
 
     Raises:
         JobTimeout: the job had not ended by itself.
@@ -78,7 +80,7 @@ def run_job(
     port = free_port()
     command = [sys.executable, os.fspath(script_path), *map(str, args)]
     environments = [rank_environment(rank, nproc, port) | dict(env or {}) for rank in range(nproc)]
-    return _run(command, environments, timeout, cwd, fresh)
+    return _run(command, environments, timeout, cwd, fresh, imports)
 
 
 def run_command(
@@ -89,7 +91,7 @@ def run_command(
     fresh: bool = False,
 ) -> JobResult:
     """Runs one command outside any job, as a person at a shell would; arguments as in `run_job`."""
-    return _run([str(word) for word in argv], [outside_any_job() | dict(env or {})], timeout, cwd, fresh)
+    return _run([str(word) for word in argv], [outside_any_job() | dict(env or {})], timeout, cwd, fresh, ())
 
 
 class RunningJob:
@@ -100,7 +102,13 @@ class RunningJob:
     """
 
     def __init__(
-        self, command: list[str], environments: list[dict[str, str]], cwd: Path, fresh: bool, folder: str
+        self,
+        command: list[str],
+        environments: list[dict[str, str]],
+        cwd: Path,
+        fresh: bool,
+        folder: str,
+        imports: tuple[str, ...] = (),
     ) -> None:
         self._command, self._folder = command, folder
         self.processes: list[Process] = []
@@ -108,7 +116,7 @@ class RunningJob:
             for rank, environment in enumerate(environments):
                 output = Path(folder, str(rank))
                 with open(output.with_suffix(".out"), "wb") as out, open(output.with_suffix(".err"), "wb") as err:
-                    self.processes.append(start(command, environment, cwd, out, err, fresh=fresh))
+                    self.processes.append(start(command, environment, cwd, out, err, fresh=fresh, imports=imports))
         except BaseException:
             self.kill()
             raise
@@ -159,9 +167,16 @@ def running_command(
             job.kill()
 
 
-def _run(command: list[str], environments: list[dict[str, str]], timeout: float, cwd: Path, fresh: bool) -> JobResult:
+def _run(
+    command: list[str],
+    environments: list[dict[str, str]],
+    timeout: float,
+    cwd: Path,
+    fresh: bool,
+    imports: tuple[str, ...],
+) -> JobResult:
     with tempfile.TemporaryDirectory(prefix="job-") as folder:
-        return RunningJob(command, environments, cwd, fresh, folder).wait(timeout)
+        return RunningJob(command, environments, cwd, fresh, folder, imports).wait(timeout)
 
 
 def _all_ended(processes: list[Process], limit: time_limits.Limit) -> bool:

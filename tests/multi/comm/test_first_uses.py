@@ -9,13 +9,14 @@ from pathlib import Path
 
 from tests.support.job import run_job
 from tests.support.mesh_training import NEEDS_SPLIT_LAYERS, NEEDS_STAGES
+from tests.support.pool import IMPORTS
 
 SCRIPT = Path(__file__).with_name("first_uses.py")
 
 
 def _first_uses(ranks: int, *cases: str) -> dict[str, list[str]]:
     """Per case, what each rank used first in training."""
-    result = run_job(ranks, SCRIPT, cases, timeout=90)
+    result = run_job(ranks, SCRIPT, cases, timeout=90, imports=IMPORTS)
     assert result.returncode == 0, result.stderr
     lines = [line.rpartition(": ") for line in result.stdout.splitlines()]
     return {case: [used for name, _, used in lines if name == case] for case in cases}

@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.environment import ROOT
 from tests.support.job import run_job
+from tests.support.pool import IMPORTS
 
 pytest.importorskip("transformers")
 
@@ -23,7 +24,7 @@ pytest.importorskip("transformers")
     ],
 )
 def test_a_rank_of_a_mesh_is_as_estimated(arguments: list[object], bounds: tuple[float, float]) -> None:
-    result = run_job(2, ROOT / "benchmarks" / "estimate_mesh.py", [*arguments, "--steps", 4])
+    result = run_job(2, ROOT / "benchmarks" / "estimate_mesh.py", [*arguments, "--steps", 3], imports=IMPORTS)
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     estimated, measured = found["estimated"], found["measured"]

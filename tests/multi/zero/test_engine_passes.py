@@ -145,7 +145,7 @@ DRIVERS: dict[str, Driver] = {
 }
 
 
-def drive(settings: dict[str, Any], name: str, make: Callable[[], nn.Module] = Toy, steps: int = 4) -> Run:
+def drive(settings: dict[str, Any], name: str, make: Callable[[], nn.Module] = Toy, steps: int = 3) -> Run:
     torch.manual_seed(7)
     model = make()
     engine, *_ = zeroaccel.initialize(model, config=settings)

@@ -106,7 +106,7 @@ def _everything(stage: int, precision: str, world_size: int, **changes: Any) -> 
     return found if rank == world_size - 1 else {}
 
 
-@pytest.mark.parametrize(("precision", "world_size", "stages"), [("bf16", 2, (0, 1, 2, 3)), ("fp16", 3, (0, 3))])
+@pytest.mark.parametrize(("precision", "world_size", "stages"), [("bf16", 2, (0, 1, 3)), ("fp16", 3, (2,))])
 def test_every_stage_shows_and_takes_the_same_values(
     ranks: Ranks, tmp_path: Path, precision: str, world_size: int, stages: tuple[int, ...]
 ) -> None:

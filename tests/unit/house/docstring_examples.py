@@ -14,6 +14,7 @@ import inspect
 import io
 import pkgutil
 import sys
+import warnings
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -53,6 +54,7 @@ def examples() -> Iterator[doctest.DocTest]:
 
 def main() -> int:
     """Exit status 0 if all pass."""
+    warnings.simplefilter("ignore")
     logger.setLevel("ERROR")
     failures = 0
     found = list(examples())
