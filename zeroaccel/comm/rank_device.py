@@ -149,3 +149,14 @@ def warn_of_unused_devices(backend: str) -> None:
             ' init_process_group("cpu:gloo,cuda:nccl"), or let zeroaccel make it (CUDA_VISIBLE_DEVICES="" says that the'
             " CPU is meant)",
         )
+
+
+def warn_of_another_accelerator() -> None:
+    """Says once that this machine's accelerator is none that training uses: an XPU or MPS device, say."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is not None and accelerator.type != "cuda":
+        log_once(
+            logging.WARNING,
+            "training is on the CPU: zeroaccel uses CUDA devices and CPUs, and not the accelerator"
+            f' "{accelerator.type}" that this torch finds',
+        )

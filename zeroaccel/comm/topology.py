@@ -46,6 +46,7 @@ from zeroaccel.comm.rank_device import (
     named_device,
     rank_device,
     sole_device,
+    warn_of_another_accelerator,
     warn_of_unused_devices,
 )
 from zeroaccel.comm.tracked_group import TrackedGroup
@@ -356,6 +357,8 @@ def _build(
     simulated = "fake" in backend  # torch's group without peers, for measurements
     if not (accelerated or simulated or _made_default_group) and own_device is None:
         warn_of_unused_devices(backend)
+    if not (accelerated or simulated) and own_device is None:
+        warn_of_another_accelerator()
     if world_size == 1:
         own = named_device(own_device) if own_device is not None else sole_device() if accelerated else CPU
         return _sole_rank(default, own, backend, transports)

@@ -167,6 +167,20 @@ def test_a_group_without_nccl_beside_devices_is_named(
     assert lines == []
 
 
+def test_an_accelerator_that_training_does_not_use_is_named(
+    machine: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(0)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    for kind, count in (("cuda", 0), ("xpu", 1), ("mps", 1)):
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda kind=kind: torch.device(kind))
+        with log_lines() as lines:
+            assert init_process_group().device == torch.device("cpu")
+            destroy()
+        assert len(lines) == count
+        assert all(f'not the accelerator "{kind}" that' in line for line in lines)
+
+
 def test_nccl_groups_are_connected_in_order_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of two fake ranks: each kind is used once, on the host's time, in the order of the call."""
     used: list[tuple[str, dist.ProcessGroup]] = []
