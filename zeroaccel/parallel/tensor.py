@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zeroaccel.comm.collectives import Collectives
-from zeroaccel.comm.tracked_group import TrackedGroup
 from zeroaccel.errors import UsageError, listed
 from zeroaccel.nested import leaves_of
+from zeroaccel.parallel.tensor_modules import MODULE_STYLES, PARAMETER_STYLES, SplitModule, note_calls
 from zeroaccel.zero.layout import Split
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ _COUNTS = (
     *("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "n_head", "n_heads"),
     "split_size",
 )
-_ATTENTION_LAYERS = ("q_proj", "k_proj", "v_proj", "c_attn")
+_ATTENTION_LAYERS = ("q_proj", "k_proj", "v_proj", "c_attn", "q_b_proj", "kv_b_proj")
 # Layers by the last part of their names, as DeepSpeed's AutoTP goes by names (docs/tensor_parallel.md): those whose
 # output is added to the residual stream are cut by rows, those before them by columns.
 _ROWWISE = frozenset({"o_proj", "down_proj", "out_proj", "dense_4h_to_h", "fc2", "fc_out", "wo", "w2", "c_proj"})
@@ -52,7 +52,10 @@ _COLUMNWISE = frozenset(
     | {"wi", "wi_0", "wi_1", "w1", "w3", "c_fc", "q_attn"}
 )
 # Several layers in one, each cut by itself: style -> how many.
-_PACKED = {"packed_colwise_2": 2, "packed_colwise_3": 3}
+_PACKED = {"packed_colwise": 2, "packed_colwise_2": 2, "packed_colwise_3": 3}
+_WHOLE = "replicate"
+# What takes and returns whole tensors, so that it may as well be whole.
+_WHOLE_ENDS = ("colwise_gather_output", "colwise_rep", "embedding_rowwise", "embedding_colwise")
 
 
 def _styles() -> dict[str, Callable[[], ParallelStyle]]:
@@ -84,7 +87,7 @@ class SplitLayers:
         size: ranks that share them.
     """
 
-    def __init__(self, layers: list[_SplitLayer], size: int) -> None:
+    def __init__(self, layers: list[_SplitLayer | SplitModule], size: int) -> None:
         self._layers = layers
         self._heads: list[tuple[nn.Module, dict[str, int]]] = []
         self._first_batch: RemovableHandle | None = None
@@ -111,9 +114,13 @@ class SplitLayers:
         size = int(mesh.size())
         styles = _matched(model, plan)
         _check_heads(model, size, styles)
-        layers, splits = [], dict[int, Split]()
-        for name, style in styles.items():
-            layer = _SplitLayer.of(name, model.get_submodule(name), style, mesh, index)
+        layers, splits = list[_SplitLayer | SplitModule](), dict[int, Split]()
+        for name, (style, own) in by_module(model, styles).items():
+            layer: _SplitLayer | SplitModule
+            if style in MODULE_STYLES:
+                layer = SplitModule.of(name, model, style, own, mesh, index)
+            else:
+                layer = _SplitLayer.of(name, model.get_submodule(name), style, mesh, index)
             for key, split in layer.splits().items():
                 if splits.setdefault(key, split) != split:
                     raise _tied(name)
@@ -275,7 +282,7 @@ class _SplitLayer:
             )
         if self.takes_whole and not self.cuts:
             return args
-        self._note("forward")
+        note_calls(self.mesh, self.name, "forward")
         inputs = self._spread(args[0]) if self.takes_whole else self.prepare(module, args)
         for key, placements in self.placements.items():
             # In the instance's own dict, which is read before its parameters: there stays what the engine knows.
@@ -292,8 +299,12 @@ class _SplitLayer:
         if self.takes_whole:
             return self._joined(output) if self.cuts else output
         finished = self.finish(module, args, output)
+        if "shared_expert" in self.name and isinstance(finished, Tensor):
+            # Llama 4 adds to it in place, which autograd forbids of what a DTensor shows.
+            finished = finished.clone()
         if isinstance(finished, Tensor) and finished.requires_grad:
-            finished.register_hook(lambda grad: self._note("backward"))  # before anything of this layer's backward
+            # Before anything of this layer's backward.
+            finished.register_hook(lambda grad: note_calls(self.mesh, self.name, "backward"))
         return finished
 
     def _spread(self, source: Tensor) -> Any:
@@ -319,12 +330,6 @@ class _SplitLayer:
     def _output_dim(self) -> int:
         """Along which dim of the weight outputs lie."""
         return 1 if is_transposed(self.module) else 0
-
-    def _note(self, phase: str) -> None:
-        """Says for messages and counts which layer the next calls of the group are for."""
-        group = self.mesh.get_group()
-        if isinstance(group, TrackedGroup):
-            group.label, group.flight_recorder.phase = self.name, phase
 
 
 def _cuts(
@@ -450,11 +455,13 @@ def _matched(model: nn.Module, plan: Mapping[str, str] | str | None) -> dict[str
             got="none",
             fix='pass tp_plan={"layers.*.up": "colwise", "layers.*.down": "rowwise"}',
         )
-    known = _styles()
+    known = {*_styles(), *PARAMETER_STYLES, *MODULE_STYLES, _WHOLE}
     unknown = {pattern: style for pattern, style in patterns.items() if style not in known}
     found: dict[str, tuple[str, str]] = {}
     unused = []
     names = [name for name, _ in model.named_modules() if name]
+    # Parameters as well, of modules whose style says what becomes of them.
+    names += [name for name, _ in model.named_parameters()]
     for pattern, style in patterns.items():
         shape = re.compile(r"(?:.*\.)?" + re.escape(pattern).replace(r"\*", r"[^.]+"))
         matches = [name for name in names if shape.fullmatch(name)]
@@ -481,7 +488,52 @@ def _matched(model: nn.Module, plan: Mapping[str, str] | str | None) -> dict[str
             got="no match",
             fix=f"modules are named like {listed(names[-3:])}",
         )
-    return {name: found[name][0] for name in names if name in found}
+    styles = {name: found[name][0] for name in names if name in found and found[name][0] != _WHOLE}
+    return styles if own is None else _of_variant(model, styles)
+
+
+def _of_variant(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
+    """A plan of transformers, which is for all variants of a model, without what this one does not need.
+
+    That is the head of a model whose head is tied to an embedding that is whole, and a norm of heads without weights.
+    """
+    whole = {
+        id(param)
+        for name, module in model.named_modules()
+        if name not in styles
+        for param in module.parameters(recurse=False)
+    }
+
+    def is_needed(name: str, style: str) -> bool:
+        owner, _, key = name.rpartition(".")
+        if key in getattr(model.get_submodule(owner), "_parameters", {}):
+            return True
+        params = list(model.get_submodule(name).parameters())
+        tied = style in _WHOLE_ENDS and any(id(param) in whole for param in params)
+        return not tied and (bool(params) or style != _HEAD_NORM)
+
+    return {name: style for name, style in styles.items() if is_needed(name, style)}
+
+
+def by_module(model: nn.Module, styles: Mapping[str, str]) -> dict[str, tuple[str, dict[str, str]]]:
+    """Name of a module -> its style, and those of its parameters that have styles of their own.
+
+    Raises:
+        UsageError: a parameter has one, and its module none that allows it.
+    """
+    params = [name for name, _ in model.named_parameters() if name in styles]  # in the same order on all ranks
+    found: dict[str, tuple[str, dict[str, str]]] = {name: (styles[name], {}) for name in styles if name not in params}
+    for name in params:
+        module, _, key = name.rpartition(".")
+        style, own = found.get(module, ("none", {}))
+        if style not in MODULE_STYLES:
+            raise UsageError(
+                f"ParallelConfig(tp_plan): {name}",
+                expected=f"a style of its module {module} beside its own: {', '.join(MODULE_STYLES)}",
+                got=style,
+            )
+        own[key] = styles[name]
+    return found
 
 
 def _check_heads(model: nn.Module, size: int, styles: Mapping[str, str]) -> None:

@@ -19,8 +19,10 @@ from zeroaccel.comm.topology import RankGroup, Topology, connect, mesh_of, subgr
 from zeroaccel.config import Config
 from zeroaccel.config.parallel import ParallelConfig
 from zeroaccel.errors import ConfigError, UsageError
+from zeroaccel.nested import map_tensors
 from zeroaccel.optim.optimizer_kinds import OptimizerKind
-from zeroaccel.parallel.tensor import SplitLayers, is_transposed, layer_styles, local_head_counts
+from zeroaccel.parallel.tensor import SplitLayers, by_module, is_transposed, layer_styles, local_head_counts
+from zeroaccel.parallel.tensor_modules import EXPERTS, MODULE_STYLES, ROTARY, cuts_of, rotary_features
 from zeroaccel.setup.axis import Axis
 from zeroaccel.setup.axis_estimate import AxisEstimate, EstimatedJob, Shape
 from zeroaccel.setup.cut_check import Cut
@@ -176,8 +178,11 @@ class TensorEstimate(AxisEstimate):
         styles = layer_styles(model, size)
         parts: dict[int, nn.Parameter] = {}
         whole = list(model.parameters())  # until the end, so that the id of one is no other's
-        for name, style in styles.items():
-            _share_layer(name, model.get_submodule(name), style, size, parts, count)
+        for name, (style, own) in by_module(model, styles).items():
+            if style in MODULE_STYLES:
+                _share_module(name, model, style, own, size, parts, count)
+            else:
+                _share_layer(name, model.get_submodule(name), style, size, parts, count)
         for prefix, module in model.named_modules():
             if any(id(param) in parts for param in module._parameters.values() if param is not None):
                 raise UsageError(
@@ -213,6 +218,46 @@ def _share_layer(
     module.forward = _forward_of_part(module.forward, style, size, count)
 
 
+def _share_module(
+    name: str,
+    model: nn.Module,
+    style: str,
+    own: Mapping[str, str],
+    size: int,
+    parts: dict[int, nn.Parameter],
+    count: Callable[[float], None],
+) -> None:
+    module = model.get_submodule(name)
+    for key, split in cuts_of(name, module, style, own, Split(0, size, 0)).items():
+        module._parameters[key] = _part(f"{name}.{key}", module.get_parameter(key), split.dim, size, parts)
+
+    def shared(tensor: Tensor) -> Tensor:
+        floats = tensor.is_floating_point()
+        return cast(Tensor, _Shared.apply(tensor, partial(_count_sum, count, size))) if floats else tensor  # type: ignore[no-untyped-call]
+
+    forward = module.forward
+    if style == EXPERTS:
+
+        def of_part(*args: Any, **kwargs: Any) -> Tensor:
+            args, kwargs = map_tensors(shared, (args, kwargs))
+            out = forward(*args, **kwargs)
+            return cast(Tensor, _Summed.apply(out, partial(_count_sum, count, size)))  # type: ignore[no-untyped-call]
+
+        module.forward = of_part
+    elif style == ROTARY:
+        features = rotary_features(name, model)
+
+        def of_whole(source: Tensor) -> Tensor:
+            first, last = forward(source).tensor_split([-features], -1)
+            return torch.cat([first, shared(last)], -1)
+
+        module.forward = of_whole
+
+
+def _count_sum(count: Callable[[float], None], size: int, nbytes: int) -> None:
+    count(2 * (size - 1) / size * nbytes)  # as a ring does
+
+
 def _cut_dims(module: nn.Module) -> dict[str, dict[str, int]]:
     """Style -> the dims of its parameters that are cut, for a module of its kind."""
     if is_transposed(module):
@@ -235,8 +280,7 @@ def _part(name: str, param: nn.Parameter, dim: int, size: int, parts: dict[int, 
 def _forward_of_part(
     forward: Callable[..., Tensor], style: str, size: int, count: Callable[[float], None]
 ) -> Callable[..., Tensor]:
-    def count_sum(nbytes: int) -> None:
-        count(2 * (size - 1) / size * nbytes)  # as a ring does
+    count_sum = partial(_count_sum, count, size)
 
     def count_gather(nbytes: int) -> None:
         count((size - 1) * nbytes)

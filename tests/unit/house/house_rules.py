@@ -100,8 +100,12 @@ MAX_CODE_LINES: Mapping[str, int] = {
     "offload": 980,
     "ops": 2230,
     "optim": 1300,
+<<<<<<< HEAD
     "parallel": 2945,
     "rollout": 830,
+=======
+    "parallel": 3150,
+>>>>>>> 79f249d (Tensor parallelism divides experts and latent attention by transformers' own plans (issue 27))
     "setup": 1420,
     "telemetry": 1090,
     "utils": 60,
@@ -120,6 +124,7 @@ LONG_FILES = {
 HOOKS_ELSEWHERE = {
     "zeroaccel/parallel/ulysses.py": "arguments of one model's forward, also where there is no engine yet",
     "zeroaccel/parallel/tensor.py": "hooks that torch's styles of tensor parallelism make for split layers",
+    "zeroaccel/parallel/tensor_modules.py": "inputs and outputs of the modules whose parameters ranks share",
 }
 STORAGE_FOLDER = "zeroaccel/zero/storage"
 # What distinguishes storages from each other, and how many functions outside their folder may ask for it.

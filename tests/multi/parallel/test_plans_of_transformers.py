@@ -1,0 +1,87 @@
+"""Tensor parallelism by transformers' own plans: each family of models at tp 2 beside one process, or refused.
+
+python -m pytest -m slow tests/multi/parallel/test_plans_of_transformers.py --sweep-report build/plans.jsonl
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+import zeroaccel
+from tests.support.mesh_training import NEEDS_SPLIT_LAYERS
+from tests.support.pool import Pool, RankFailure, Ranks
+from tests.support.sweeps import Case, Sweep, table
+from tests.support.training import Run, config
+from zeroaccel.config.parallel import ParallelConfig
+from zeroaccel.errors import ZeroAccelError
+
+pytest.importorskip("transformers")
+
+from tests.multi.zero import zoo
+
+HEADS = ("causal LM", "image-text to text", "seq2seq")
+STEPS, SECONDS = 2, 60.0
+SGD = {"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}}
+
+
+def _family(kind: str, name: str, seed: int) -> tuple[str, str]:
+    """(outcome, detail); dropout is off, as a part of a layer would draw otherwise than the whole."""
+    try:
+        model, batch = zoo.build(kind, name, seed)
+    except zoo.NotBuilt as error:
+        return "not built", str(error)
+    if not getattr(model, "_tp_plan", None):
+        return "without a plan", ""
+    plain, found = copy.deepcopy(model.eval()), Run()
+    optimizer = torch.optim.SGD(plain.parameters(), **SGD["params"])  # type: ignore[arg-type]
+    expected = Run()
+    for step in range(STEPS):
+        zoo.seed_all(seed + step)
+        loss = zoo.loss_of(plain(**batch))
+        loss.backward()
+        expected.losses.append(loss.item())
+        expected.norms.append(nn.utils.clip_grad_norm_(plain.parameters(), 1e9).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    try:
+        engine, *_ = zeroaccel.initialize(model, config=config(3, optimizer=SGD), parallel=ParallelConfig(tp=2))
+    except ZeroAccelError as error:
+        return "refused", str(error)
+    engine.eval()
+    for step in range(STEPS):
+        zoo.seed_all(seed + step)
+        loss = zoo.loss_of(engine(**batch))
+        engine.backward(loss)
+        engine.step()
+        found.losses.append(loss.item())
+        found.norms.append(engine.get_global_grad_norm())
+    engine.destroy()
+    is_close = found.losses == pytest.approx(expected.losses, rel=2e-6)
+    is_close &= found.norms == pytest.approx(expected.norms, rel=2e-5)
+    return ("equal" if is_close else "different"), f"{found.losses} {expected.losses} {found.norms} {expected.norms}"
+
+
+def _look(pool: Pool, head: str, kind: str, name: str, seed: int) -> Case:
+    try:
+        answers = pool.run(_family, kind, name, seed, timeout=SECONDS)
+    except RankFailure as failure:
+        return Case("plans", name, head, "failed", str(failure)[-2000:])
+    return Case("plans", name, head, *answers[0])
+
+
+@NEEDS_SPLIT_LAYERS
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_every_plan_gives_the_numbers_of_one_process(ranks: Ranks, sweep: Sweep) -> None:
+    families = {kind: (head, kind, name) for head, kind, name in reversed(zoo.classes()) if head in HEADS}
+    chosen = list(families.values())[: sweep.count or None]
+    cases = [sweep.add(_look(ranks(2), *each, sweep.seed)) for each in chosen]
+    print(f"\n--sweep-seed {sweep.seed}\n{table(cases)}")
+    outcomes = Counter(case.outcome for case in cases)
+    assert outcomes["different"] == 0, [case for case in cases if case.outcome == "different"]
+    assert sweep.count or outcomes["equal"] >= 135, outcomes

@@ -1,0 +1,226 @@
+"""Modules that ranks of the `tp` axis share though they are no linear layers: experts, attention with own parameters.
+
+A plan of transformers gives such a module a style, and styles of linear layers to its parameters:
+
+```text
+layers.*.mlp.experts                moe_tp_experts   parameters (E, 2I, H) and (E, H, I): each rank has a part of I of
+layers.*.mlp.experts.gate_up_proj   packed_colwise   every expert, whose outputs are summed, as of colwise and rowwise
+layers.*.mlp.experts.down_proj      rowwise          linear layers one behind the other
+layers.*.self_attn                  local_params     computes with this rank's part of a parameter of its own
+layers.*.self_attn.sinks            colwise
+layers.*.self_attn.kv_a_proj        mla_kv_a_proj    a whole linear layer; of its outputs each rank uses the last ones,
+                                                     of the rotary part, for its own heads: their gradients are summed
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from zeroaccel.comm.tracked_group import TrackedGroup
+from zeroaccel.errors import UsageError, listed
+from zeroaccel.nested import map_tensors
+from zeroaccel.zero.layout import Split
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+# Style of a parameter -> the dim that is cut, counted from the last one, and the blocks that are cut by themselves.
+PARAMETER_STYLES: Mapping[str, tuple[int, int]] = {
+    "colwise": (-2, 1),
+    "packed_colwise": (-2, 2),
+    "rowwise": (-1, 1),
+    "packed_rowwise": (-1, 2),
+}
+EXPERTS, OWN_PARAMETERS, ROTARY, IDENTITY = "moe_tp_experts", "local_params", "mla_kv_a_proj", "moe_identity_expert"
+MODULE_STYLES = (EXPERTS, OWN_PARAMETERS, ROTARY, IDENTITY)
+
+
+def note_calls(mesh: DeviceMesh, name: str, phase: str) -> None:
+    """Says for messages and counts which module the next calls of the group are for."""
+    group = mesh.get_group()
+    if isinstance(group, TrackedGroup):
+        group.label, group.flight_recorder.phase = name, phase
+
+
+@dataclass
+class SplitModule:
+    """A module that computes with this rank's parts of its parameters, which are ordinary tensors.
+
+    Attributes:
+        cuts: how parameters are cut that are, by their names in the module.
+        enter, leave: what inputs and outputs go through, on their way through the module; None for nothing.
+        takes_whole: it computes with whole parameters now, which the ranks gather at each call.
+    """
+
+    name: str
+    module: nn.Module
+    mesh: DeviceMesh
+    cuts: Mapping[str, Split]
+    enter: Callable[[Tensor], Tensor] | None
+    leave: Callable[[Tensor], Tensor] | None
+    takes_whole: bool = False
+    _handles: list[RemovableHandle] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls, name: str, model: nn.Module, style: str, own: Mapping[str, str], mesh: DeviceMesh, index: int
+    ) -> SplitModule:
+        """A module of a style, for the rank at a place of the mesh.
+
+        Args:
+            own: the styles of its parameters.
+
+        Raises:
+            UsageError: a parameter has no style that fits the module's, or the parts would differ in size.
+        """
+        module = model.get_submodule(name)
+        cuts = cuts_of(name, module, style, own, Split(0, int(mesh.size()), index))
+        enter = leave = None
+        if style == EXPERTS:
+            enter, leave = partial(_with_summed_gradient, mesh), partial(_summed, mesh)
+        elif style == ROTARY:
+            leave = partial(_with_summed_gradient_of_last, mesh, rotary_features(name, model))
+        elif style == IDENTITY:  # the sum over the ranks counts its output once
+            enter = partial(torch.mul, other=1.0 / int(mesh.size()))
+        return cls(name, module, mesh, cuts, enter, leave)
+
+    def splits(self) -> dict[int, Split]:
+        """id(parameter) -> how it is cut, of those that are."""
+        return {id(self.module.get_parameter(key)): split for key, split in self.cuts.items()}
+
+    def attach(self) -> None:
+        """From now on it computes with parts, and exchanges inputs and outputs."""
+        # Within the engine's own hooks, as those of linear layers.
+        before = self.module.register_forward_pre_hook(self._before, with_kwargs=True)
+        after = self.module.register_forward_hook(self._after, prepend=True, always_call=True)
+        self._handles += before, after
+
+    def detach(self) -> None:
+        """Undoes it."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        note_calls(self.mesh, self.name, "forward")
+        if self.takes_whole:
+            # In the instance's own dict, which is read before its parameters.
+            vars(module).update({key: self._whole(key) for key in self.cuts})
+        elif self.enter is not None:
+            return map_tensors(partial(_if_floating, self.enter), (args, kwargs))
+        return None
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if self.takes_whole:
+            for key in self.cuts:
+                vars(module).pop(key, None)
+        elif self.leave is not None and output is not None:  # None: the forward raised
+            left = map_tensors(partial(_if_floating, self.leave), output)
+            if isinstance(left, Tensor) and left.requires_grad:
+                left.register_hook(lambda grad: note_calls(self.mesh, self.name, "backward"))
+            return left
+        return None
+
+    def _whole(self, key: str) -> Tensor:
+        """A parameter from the parts of all ranks."""
+        from torch.distributed.tensor import DTensor, Shard
+
+        split, part = self.cuts[key], self.module.get_parameter(key).detach()
+        parts: Any = DTensor.from_local(part, self.mesh, [Shard(split.dim)], run_check=False)
+        return split.join(parts.full_tensor().chunk(split.parts, split.dim))
+
+
+def cuts_of(name: str, module: nn.Module, style: str, own: Mapping[str, str], parts: Split) -> dict[str, Split]:
+    """How the parameters of a module are cut, by their names in it.
+
+    Args:
+        own: the styles of its parameters.
+        parts: says all but dim and blocks.
+
+    Raises:
+        UsageError: a parameter has no style that fits the module's, or the parts would differ in size.
+    """
+    where = f"tensor parallelism: {name}"
+    names = [key for key, _ in module.named_parameters(recurse=False)]
+    if style == EXPERTS and (whole := [key for key in names if key not in own]):
+        raise UsageError(
+            where,
+            expected=f"a style in tp_plan for each parameter of {style}, whose outputs are summed",
+            got=f"none for {listed(whole)}",
+            fix="leave the module and its parameters out of tp_plan",
+        )
+    if style in (ROTARY, IDENTITY) and own:
+        raise UsageError(where, expected=f"no styles of parameters with {style}", got=dict(own))
+    cuts = {}
+    for key, kind in own.items():
+        shape = module.get_parameter(key).shape
+        offset, blocks = PARAMETER_STYLES.get(kind, (0, 1))
+        dim = max(0, len(shape) + offset)
+        if not offset or (len(shape) == 1 and kind not in ("colwise", "packed_colwise")):
+            raise UsageError(
+                f"{where}.{key}",
+                expected=f"a style of parameters: {', '.join(PARAMETER_STYLES)}; of one dim only those by columns",
+                got=f"{kind} for shape {tuple(shape)}",
+            )
+        if shape[dim] % (parts.parts * blocks):
+            raise UsageError(
+                f"tensor parallelism: parameter {name}.{key}",
+                expected=f"a multiple of {parts.parts * blocks} in dim {dim}, as tp is {parts.parts}",
+                got=f"{shape[dim]} of shape {tuple(shape)}",
+                fix="choose another tp, or leave the module and its parameters out of tp_plan",
+            )
+        cuts[key] = Split(dim, parts.parts, parts.index, blocks)
+    return cuts
+
+
+def rotary_features(name: str, model: nn.Module) -> int:
+    """How many of the last outputs of a projection go to attention without another layer: DeepSeek's rotary part.
+
+    Raises:
+        UsageError: the attention that it is in does not say it.
+    """
+    attention = model.get_submodule(name.rpartition(".")[0])
+    found = getattr(attention, "qk_rope_head_dim", None)
+    if not isinstance(found, int):
+        raise UsageError(
+            f"tensor parallelism: {name}, {ROTARY}",
+            expected=f"{type(attention).__name__} to have qk_rope_head_dim",
+            got=found,
+            fix="leave the attention out of tp_plan",
+        )
+    return found
+
+
+def _if_floating(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    return function(tensor) if tensor.is_floating_point() else tensor
+
+
+def _with_summed_gradient(mesh: DeviceMesh, tensor: Tensor) -> Tensor:
+    """A tensor that all ranks have, of whose gradient each has a part."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    spread: Any = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
+    shared: Tensor = spread.to_local(grad_placements=[Partial()])
+    return shared
+
+
+def _summed(mesh: DeviceMesh, output: Tensor) -> Tensor:
+    """The sum of all ranks' outputs; all ranks have its gradient."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    parts: Any = DTensor.from_local(output, mesh, [Partial()], run_check=False)
+    total: Tensor = parts.redistribute(placements=[Replicate()]).to_local()
+    return total
+
+
+def _with_summed_gradient_of_last(mesh: DeviceMesh, features: int, output: Tensor) -> Tensor:
+    """Of the last features each rank has a part of the gradient; of the others every rank has all of it."""
+    first, last = output.split([output.shape[-1] - features, features], -1)
+    return torch.cat([first, _with_summed_gradient(mesh, last)], -1)
