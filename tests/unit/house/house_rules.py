@@ -100,12 +100,8 @@ MAX_CODE_LINES: Mapping[str, int] = {
     "offload": 980,
     "ops": 2230,
     "optim": 1300,
-<<<<<<< HEAD
-    "parallel": 2945,
-    "rollout": 830,
-=======
     "parallel": 3150,
->>>>>>> 79f249d (Tensor parallelism divides experts and latent attention by transformers' own plans (issue 27))
+    "rollout": 830,
     "setup": 1420,
     "telemetry": 1090,
     "utils": 60,
