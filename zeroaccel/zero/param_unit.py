@@ -556,7 +556,8 @@ class ParamUnit:
         for buffer in self._gathered:
             buffer.point(unsharded=False)
             if keep_values:
-                buffer.let_go_of_views()
+                if buffer.valid:  # else it has no memory that views could be of
+                    buffer.let_go_of_views()
                 continue
             buffer.valid = set(buffer.shown)
             if not buffer.shown:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -271,3 +272,25 @@ def _without_an_engine() -> None:
 
 def test_ordinary_parameters_are_let_alone(ranks: Ranks) -> None:
     ranks(2).run(_without_an_engine)
+
+
+def _one_of_two_buffers() -> list[float]:
+    """Frozen and trained parameters of a unit lie in two buffers, of which each block gathers from one."""
+    model = Toy()
+    model.layers[1].norm.requires_grad_(False)
+    values = {name: param.detach().clone() for name, param in model.named_parameters()}
+    engine, *_ = zeroaccel.initialize(model, config=config(3))
+    for name in ("layers.1.up.weight", "layers.1.norm.weight", "layers.1.down.weight", "layers.1.norm.weight"):
+        param = model.get_parameter(name)
+        with GatheredParameters(param):
+            view = param.detach()[0]  # lives on
+            assert torch.equal(param, values[name]), name
+    assert torch.equal(view, values["layers.1.norm.weight"][0])
+    losses = steps(engine, 2)
+    engine.destroy()
+    return losses
+
+
+def test_parameters_of_one_buffer_of_several(ranks: Ranks) -> None:
+    first, second = ranks(2).run(_one_of_two_buffers)
+    assert all(map(math.isfinite, [*first, *second]))
