@@ -79,23 +79,30 @@ def _fit(subject: Subject, workloads: Sequence[Workload], kind: StepKind) -> _Fi
     if len(checks) < 2 or len(workloads) <= len(corners) + len(checks):
         return None
 
-    def run(one: Workload, most: int = 3) -> tuple[list[MemoryTrace], int]:
-        traces, more = short_traces(subject, one, kind, most=most, every_operation=True)
+    def run(one: Workload, lengths: Sequence[int]) -> tuple[list[MemoryTrace], int]:
+        traces, more = short_traces(subject, one, kind, lengths=lengths, every_operation=True)
         return [_with_short_updates(trace) for trace in traces], more
 
-    runs = [run(one) for one in corners]
-    shortest = _FittedTrace.through(corners, [traces[0] for traces, _ in runs])
-    if shortest is None:
-        return None
-    for one in checks:
-        (found,), _ = run(one, 1)
-        if not shortest.agrees(one, found):
+    # Of the lengths only the first corner needs the third, to see that they grow evenly.
+    # One corner shows with a third length that memory grows evenly over depth; the second check, that others do.
+    full, more = run(more_tokens, (0, 1, 2))
+    runs = [run(low, (0, 1))[0], full, run(more_ranks, (0, 1))[0]]
+    for length, one in enumerate(checks):
+        (found,), _ = run(one, (length,))
+        form = _FittedTrace.through(corners, [traces[length if more else 0] for traces in runs])
+        if form is None or not form.agrees(one, found):
             return None
-    at_lengths = [_changes(traces) for traces in zip(*(traces for traces, _ in runs), strict=True)]
-    more = runs[0][1]
-    return _FittedTrace.through(
-        corners, [extrapolate_depth(traces, more) if more else traces[0] for traces in zip(*at_lengths, strict=True)]
-    )
+    at_lengths = [_changes(traces) for traces in zip(*runs, strict=False)]
+    if not more:
+        return _FittedTrace.through(corners, at_lengths[0])
+    lengths = [_changes([trace])[0] for trace in full]
+    if all(len(one.moments) == len(traces[0].moments) for one, traces in zip(lengths, at_lengths, strict=False)):
+        return _FittedTrace.through(
+            corners, [extrapolate_depth(lengths, more, shorter) for shorter in zip(*at_lengths, strict=True)]
+        )
+    # At some moments the memory of others changes where that of this corner does not: they need the third, too.
+    at_lengths.append(_changes([run(low, (2,))[0][0], full[2], run(more_ranks, (2,))[0][0]]))
+    return _FittedTrace.through(corners, [extrapolate_depth(traces, more) for traces in zip(*at_lengths, strict=True)])
 
 
 def _with_short_updates(trace: MemoryTrace) -> MemoryTrace:

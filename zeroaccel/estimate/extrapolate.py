@@ -52,28 +52,39 @@ class MemoryTrace:
     sent: tuple[int, ...] = ()
 
 
-def extrapolate_depth(traces: Sequence[MemoryTrace], more: int) -> MemoryTrace | None:
+def extrapolate_depth(
+    traces: Sequence[MemoryTrace], more: int, shorter: Sequence[MemoryTrace] | None = None
+) -> MemoryTrace | None:
     """The trace of a model with `more` blocks than the last of three; None if they do not grow evenly.
 
     Args:
         traces: of models with n, n + 1 and n + 2 blocks.
+        shorter: the first two of another workload with the same operations; its trace is asked for, which grows where
+            the three do.
     """
-    phases = [[list(group) for _, group in groupby(trace.moments, lambda moment: moment.phase)] for trace in traces]
+    phases = [_by_phase(trace.moments) for trace in traces]
+    others = [_by_phase(trace.moments) for trace in shorter or ()]
     moments: list[Moment] = []
-    for groups in zip_longest(*phases, fillvalue=[]):
+    for groups in zip_longest(*phases, *others, fillvalue=[]):
         grown = _grow(groups, more)
         if grown is None:
             return None
         moments += (Moment(*amounts) for amounts in grown)
+    traces = [*traces, *(shorter or ())]
     shards = _grow([trace.shards for trace in traces], more, repeat=True)
     trained = _grow([[(numel,) for numel in trace.trained] for trace in traces], more, repeat=True)
     numel = _grow([[(trace.numel,)] for trace in traces], more)
     if shards is None or trained is None or numel is None:
         return None
     pairs = tuple((elements, nbytes) for elements, nbytes in shards)
-    second, third = (trace.sent for trace in traces[1:])
-    sent = tuple(last + more * (last - before) for before, last in zip(second, third, strict=True))
+    before, last = (trace.sent for trace in traces[-2:])
+    more += 1 if shorter else 0
+    sent = tuple(new + more * (new - old) for old, new in zip(before, last, strict=True))
     return MemoryTrace(numel[0][0], tuple(moments), pairs, tuple(count for (count,) in trained), sent)
+
+
+def _by_phase(moments: Sequence[Moment]) -> list[list[Moment]]:
+    return [list(group) for _, group in groupby(moments, lambda moment: moment.phase)]
 
 
 def _grow(
@@ -82,11 +93,14 @@ def _grow(
     """The amounts of the third of three sequences, grown `more` times again; None if they do not grow evenly.
 
     Args:
+        sequences: two more are the first two of other amounts, which grow at the same places; those are returned.
         repeat: insert the amounts of `more` blocks, too, beside those of the blocks at both ends.
     """
-    first, second, third = sequences
+    first, second, third, *others = sequences
     if not any(sequences):
         return []
+    if others and [len(one) for one in others] != [len(first), len(second)]:
+        return None
     size = len(third) - len(second)
     if size != len(second) - len(first) or not first or len(third) > 2 * len(first) + 1:
         return None
@@ -101,7 +115,11 @@ def _grow(
                 break
         else:
             return None
-        grown.append(tuple(three + round(more * sum(step) / 2) for three, step in zip(amounts, steps, strict=True)))
+        if others:
+            pairs = zip(others[0][index - 2 * skipped], others[1][index - skipped], strict=True)
+            grown.append(tuple(new + (more + 1) * (new - old) for old, new in pairs))
+        else:
+            grown.append(tuple(three + round(more * sum(step) / 2) for three, step in zip(amounts, steps, strict=True)))
     middle = len(third) // 2
     inserted = grown[middle - size : middle] * more if repeat else []
     return [*grown[:middle], *inserted, *grown[middle:]]

@@ -34,7 +34,7 @@ class ShapesOnly:
     """
 
     def __init__(self) -> None:
-        self._made: dict[Any, tuple[Any, ...] | None] = {}
+        self._made: dict[Any, tuple[Any, ...]] = {}  # () where an operation has to be asked each time
         self._of: dict[Any, _OperationFacts] = {}
 
     def result(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -46,24 +46,22 @@ class ShapesOnly:
             kwargs = {**kwargs, "device": META, "pin_memory": False}
         if facts.is_view:
             return func(*args, **kwargs)
-        key = func, _key(args), _key(tuple(kwargs.items()))
-        if key in self._made:
-            made = self._made[key]
-        else:
+        key = func, _key(args), _key(tuple(kwargs.items())) if kwargs else None
+        made = self._made.get(key)
+        if made is None:
             made = _by_rule(func, args, kwargs)
             if made is None:
                 result = func(*args, **kwargs)
-                made = _layouts(result)
-            self._made[key] = made
-            if made is None:
+                self._made[key] = _layouts(result)
                 return result
-        if made is None:
+            self._made[key] = made
+        if not made:
             return func(*args, **kwargs)
-        tensors = tuple(
+        tensors = [
             None if layout is None else torch.empty_strided(layout[0], layout[1], dtype=layout[2], device=META)
             for layout in made
-        )
-        return tensors if facts.returns_tuple else tensors[0]
+        ]
+        return tuple(tensors) if facts.returns_tuple else tensors[0]
 
 
 @dataclass(frozen=True)
@@ -87,18 +85,16 @@ class _OperationFacts:
 
 
 def _key(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.shape, value.stride(), value.dtype
     if isinstance(value, (tuple, list)):
-        return tuple(map(_key, value))
+        return tuple([(one.shape, one.stride(), one.dtype) if isinstance(one, Tensor) else _key(one) for one in value])
     return type(value), value  # 1, 1.0 and True are equal, and make results of other types
 
 
-def _layouts(result: Any) -> tuple[Any, ...] | None:
-    """(size, stride, dtype) of each tensor; None where something else is returned, or a list of them."""
+def _layouts(result: Any) -> tuple[Any, ...]:
+    """(size, stride, dtype) of each tensor; () where something else is returned, or a list of them."""
     results = result if isinstance(result, tuple) else (result,)
     if not all(one is None or isinstance(one, Tensor) for one in results):
-        return None
+        return ()
     return tuple(None if one is None else (one.shape, one.stride(), one.dtype) for one in results)
 
 

@@ -91,7 +91,7 @@ def simulate(
     traces, more = short_traces(subject, workload, kind)
     trace = extrapolate_depth(traces, more) if more else traces[0]
     if trace is None:
-        (trace,), _ = short_traces(subject, workload, kind, most=0)
+        (trace,), _ = short_traces(subject, workload, kind, lengths=())
     return simulated(trace, workload, pipeline_stage)
 
 
@@ -105,12 +105,17 @@ class StepKind(NamedTuple):
 
 
 def short_traces(
-    subject: Subject, workload: Workload, kind: StepKind, *, most: int = 3, every_operation: bool = False
+    subject: Subject,
+    workload: Workload,
+    kind: StepKind,
+    *,
+    lengths: Sequence[int] = (0, 1, 2),
+    every_operation: bool = False,
 ) -> tuple[list[MemoryTrace], int]:
     """Runs a model with a few of its equal blocks, in three lengths.
 
     Args:
-        most: run only so many of the lengths, the shortest ones; 0 runs the model as it is.
+        lengths: which of the three are run; () runs the model as it is.
         every_operation: with a moment for each, rather than for those that change the memory, or of the model as it is,
             those that reach a new peak.
 
@@ -126,12 +131,11 @@ def short_traces(
     # Only stage 3, and shards apart from their parameters, look ahead over a window of elements.
     looks_ahead = kind.stage == 3 or kind.offloads_params
     shortest = _EDGES + (-(-_WINDOW_NUMEL // max(subject.layer_numel, 1)) if looks_ahead else 0)
-    if most == 0 or shortest + 2 >= part.layers:
+    if not lengths or shortest + 2 >= part.layers:
         return [_trace(partial(part.build, None), subject.name, workload, kind.stage, how)], 0
-    lengths = range(shortest, shortest + 3)
     how = how if every_operation else how._replace(record="changes")
-    traces = [_trace(partial(part.build, layers), subject.name, workload, kind.stage, how) for layers in lengths[:most]]
-    return traces, part.layers - lengths[-1]
+    traces = [_trace(partial(part.build, shortest + more), subject.name, workload, kind.stage, how) for more in lengths]
+    return traces, part.layers - shortest - 2
 
 
 _EDGES = 4  # blocks at both ends that may be treated in another way than those between
@@ -205,7 +209,7 @@ def _run_two_steps(
         engine.note_fixed()
         recorder.begin(engine)
         how.sent.begin()
-        tracker.begin(recorder.record)
+        tracker.begin(recorder.record, skips_views=recorder.skips_views)
         _run_step(engine, schedule, recorder, how.sent)
         moments = recorder.moments
         recorder.engine = None
@@ -217,10 +221,11 @@ def _run_two_steps(
 
 
 class _PeakRecorder:
-    """Records memory by kind at every new peak of a step, at every change, or after every operation.
+    """Records memory by kind at every new peak of a step, at every change, or after every operation but views.
 
     Operations that change nothing come once per unit at one place, some of them, and no two lengths of a model could be
-    laid beside each other with them; but two workloads can only with them, as what one adds may be what it frees.
+    laid beside each other with them; but two workloads can only with them, as what one adds may be what it frees. A
+    view adds nothing, so it never is where the peak is.
 
     Attributes:
         phase: number of phases of the step that are complete.
@@ -235,6 +240,10 @@ class _PeakRecorder:
 
     def begin(self, engine: _EngineWithoutValues) -> None:
         self.engine, self.phase, self.moments, self._highest = engine, 0, [], 0
+
+    @property
+    def skips_views(self) -> bool:
+        return self._record == "operations"
 
     def record(self, total: int, resizable: int) -> None:
         if self.engine is None:
@@ -269,8 +278,10 @@ class MemoryTracker(TorchDispatchMode):
     def __init__(self, shapes: ShapesOnly | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._on_change: Callable[[int, int], None] | None = None
+        self._skips_views = False
         self._shapes = shapes
         self._nbytes: dict[int, int] = {}
+        self._alive: dict[int, _StorageReference] = {}
         self._fixed = 0
         self._resizable: list[torch.UntypedStorage] = []
 
@@ -283,10 +294,13 @@ class MemoryTracker(TorchDispatchMode):
             return args[0].fake_device  # two of three calls, so it takes the shortest way
         else:
             result = func(*args, **(kwargs or {}))
-        for leaf in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(leaf, Tensor):
-                self._add(leaf.untyped_storage())
-        if self._on_change is not None:
+        if isinstance(result, Tensor):
+            self._add(result.untyped_storage())
+        elif isinstance(result, (tuple, list)):
+            for leaf in result:
+                if isinstance(leaf, Tensor):
+                    self._add(leaf.untyped_storage())
+        if self._on_change is not None and not (self._skips_views and func.is_view):
             self._measure(self._on_change)
         return result
 
@@ -302,9 +316,9 @@ class MemoryTracker(TorchDispatchMode):
             self._nbytes[storage._cdata] = 0  # not to be added again
             self._resizable.append(storage)
 
-    def begin(self, on_change: Callable[[int, int], None]) -> None:
+    def begin(self, on_change: Callable[[int, int], None], *, skips_views: bool = False) -> None:
         """Calls `on_change` now and after each operation, with the bytes that are alive, and of these the resizable."""
-        self._on_change = on_change
+        self._on_change, self._skips_views = on_change, skips_views
         self._measure(on_change)
 
     def _measure(self, on_change: Callable[[int, int], None]) -> None:
@@ -316,10 +330,22 @@ class MemoryTracker(TorchDispatchMode):
         if key not in self._nbytes:
             self._nbytes[key] = nbytes = storage.nbytes()
             self._fixed += nbytes
-            weakref.finalize(storage, self._subtract, key)
+            self._alive[key] = _StorageReference(storage, self._free)
+
+    def _free(self, reference: _StorageReference) -> None:
+        del self._alive[reference.key]
+        self._subtract(reference.key)
 
     def _subtract(self, key: int) -> None:
         self._fixed -= self._nbytes.pop(key, 0)
+
+
+class _StorageReference(weakref.ref[torch.UntypedStorage]):
+    __slots__ = ("key",)
+
+    def __init__(self, storage: torch.UntypedStorage, callback: Callable[[_StorageReference], None]) -> None:
+        super().__init__(storage, callback)  # type: ignore[call-arg]
+        self.key = storage._cdata
 
 
 class _StatesOnly(torch.optim.Optimizer):
@@ -359,9 +385,7 @@ class _EngineWithoutValues(Engine):
         Args:
             unsharded: bytes of the units' full buffers.
         """
-        reducer = self.grad_reducer
-        gradients = reducer.nbytes() + reducer.in_flight_nbytes()
-        return self._shards_nbytes + unsharded, self._optimizer_nbytes, gradients, reducer.shard_nbytes()
+        return self._shards_nbytes + unsharded, self._optimizer_nbytes, *self.grad_reducer.nbytes_now()
 
     def _check_gradients(self, *, norm: bool) -> GradCheck:
         self._finish_reductions()

@@ -336,15 +336,20 @@ class GradReducer:
         tensors = [t for g in self.gradients for t in (g.flat, g.full if g.full is not None else g.shard)]
         return sum(t.numel() * t.itemsize for t in tensors if t is not None)
 
-    def shard_nbytes(self) -> int:
-        """Bytes of the gradients that are reduced to this rank's shards; with a step on the host they are there."""
-        shards = (gradients.shard for gradients in self.gradients if gradients.full is None)
-        return sum(shard.nbytes for shard in shards if shard is not None)
-
-    def in_flight_nbytes(self) -> int:
-        """Bytes of the gradients that are being reduced, and of what they are reduced into."""
-        tensors = {id(tensor): tensor for reduce in self._inflight for tensor in (reduce.flat, reduce.reduced)}
-        return sum(tensor.nbytes for tensor in tensors.values())
+    def nbytes_now(self) -> tuple[int, int]:
+        """Bytes of all gradients with those in flight and what they are reduced into, and of these, of the shards; with
+        a step on the host the shards are there. An estimate asks after every operation."""
+        others = shards = 0
+        for gradients in self.gradients:
+            others += 0 if gradients.flat is None else gradients.flat.nbytes
+            if gradients.full is not None:
+                others += gradients.full.nbytes
+            elif gradients.shard is not None:
+                shards += gradients.shard.nbytes
+        if self._inflight:
+            tensors = {id(tensor): tensor for reduce in self._inflight for tensor in (reduce.flat, reduce.reduced)}
+            others += sum(tensor.nbytes for tensor in tensors.values())
+        return others + shards, shards
 
     # -- launching
 

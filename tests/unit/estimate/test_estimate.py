@@ -501,6 +501,22 @@ def test_closed_forms_say_what_simulations_do(shape: Shape, changes: dict[str, A
     assert forms.simulated == {one for one in chosen if one.shard_ranks == 1}  # it shards nothing
 
 
+def test_a_closed_form_takes_nine_simulations() -> None:
+    shape, lengths = Shape(layers=12, width=16384, inner=24576, vocabulary=32_000), []
+
+    def build(layers: int = shape.layers) -> tuple[nn.Module, Step]:
+        lengths.append(layers)
+        return Decoder(replace(shape, layers=layers)), predict_tokens
+
+    model = Subject("m", "", build, shape.layers, build, shape.block_numel, shapes_only=True, shape=shape)
+    at = [one for one in positions(Workload(ranks=4, sequence=32)) if not one.checkpointing]
+    forms = ClosedForms(at)
+    for one in at:
+        forms(model, one, 1)
+    # Three corners and two checks at the first two lengths; the third at one corner.
+    assert sorted(lengths) == [4] * 4 + [5] * 4 + [6]
+
+
 class _Scores(nn.Module):
     """Keeps the scores of its attention, which grow with the square of a sequence."""
 
