@@ -628,8 +628,10 @@ class _BlockCut:
         }
         with evaluating(self.model), contextlib.ExitStack() as undo:
             for module, record in wrapped.items():
-                module.__dict__["forward"] = partial(record, module.forward)
-                undo.callback(module.__dict__.pop, "forward")
+                own = {key: value for key, value in vars(module).items() if key == "forward"}  # a patched one returns
+                vars(module)["forward"] = partial(record, module.forward)
+                undo.callback(vars(module).update, own)
+                undo.callback(vars(module).pop, "forward")
             try:
                 trace.result = self._logits(self.model(input_ids=self.ids, use_cache=False, return_dict=True))
             except ZeroAccelError:

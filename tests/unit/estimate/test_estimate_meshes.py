@@ -156,6 +156,7 @@ def test_parts_of_a_model_add_up_to_it() -> None:
         pytest.param({"tp": 2}, marks=NEEDS_SPLIT_LAYERS),
         {"sp": 2},
         pytest.param({"pp": 2, "accumulation": 2}, marks=NEEDS_STAGES),
+        pytest.param({"pp": 2, "tp": 2, "ranks": 4, "accumulation": 2}, marks=[NEEDS_SPLIT_LAYERS, NEEDS_STAGES]),
     ],
     ids=str,
 )
@@ -164,7 +165,7 @@ def test_a_model_of_transformers_is_cut_as_the_same_decoder(axes: dict[str, int]
     if "tp" in axes and transformers.__version__.startswith("4."):
         pytest.skip("plans of transformers 4 split fewer layers than `Decoder`, which does as those of 5")
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    workload = Workload(ranks=2, sequence=32, **axes)  # type: ignore[arg-type]
+    workload = Workload(**{"ranks": 2, "sequence": 32, **axes})  # type: ignore[arg-type]
     (one,) = estimate(str(tmp_path), workload, [(1, "none", "none")])
     own = _stage_1(workload)
     assert dict(one.sent) == dict(own.sent)
