@@ -381,6 +381,7 @@ def mistaken(what: str) -> str:
     settings = config(3 if what == "sharded" else 1, "fp32", accumulation, optimizer=SGD, **keys)
     if what == "early":
         settings["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "update_during": "backward"}
+    engine: Any = None
     try:
         arguments: dict[str, Any] = {}
         if what == "schedule":
@@ -406,6 +407,9 @@ def mistaken(what: str) -> str:
         _use_wrongly(engine, what)
     except (ZeroAccelError, AttributeError) as error:
         return f"{type(error).__name__}: {error}"
+    finally:
+        if engine is not None:
+            engine.destroy()  # else later tests' messages name ranks by this mesh
     raise AssertionError("it was taken")
 
 

@@ -305,12 +305,16 @@ def _mistaken(what: str) -> str:
     if what == "heads":
         model.config.num_attention_heads = 3  # type: ignore[union-attr]
     keys: dict[str, Any] = {"mics_shard_size": 4} if what == "key" else {}
+    engine: Any = None
     try:
         parallel = ParallelConfig(**MESHES.get(what, {"sp": 2}))
         engine, *_ = zeroaccel.initialize(model, config=config(3, "fp32", optimizer=SGD, **keys), parallel=parallel)
         _use_wrongly(engine, what)
     except ZeroAccelError as error:
         return f"{type(error).__name__}: {error}"
+    finally:
+        if engine is not None:
+            engine.destroy()  # else later tests' messages name ranks by this mesh
     raise AssertionError("it was taken")
 
 
