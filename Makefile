@@ -17,6 +17,12 @@ INSTALLED := $(VENV)/.installed
 # each would compile the package anew where Python is told to keep no bytecode.
 PYTEST    := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 
+# Runs tests, and `make lint` beside them: tests that wait leave a core to it. What it says comes last.
+define beside_lint
+@mkdir -p build; $(MAKE) --no-print-directory lint >build/lint.txt 2>&1 & lint=$$!; \
+$(1); tests=$$?; wait $$lint; lint=$$?; cat build/lint.txt; exit $$((tests ? tests : lint))
+endef
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all test-versions lint docs bench gpu release clean
 
@@ -26,11 +32,11 @@ help:  ## Show the targets
 demo: $(INSTALLED)  ## Train a small GPT on real text with ZeRO-3 in bf16 on two processes; OFFLOAD=cpu or nvme
 	$(BIN)/zeroaccel launch --num_processes 2 examples/train_gpt.py --offload $(OFFLOAD) --report build/demo $(DEMO_ARGS)
 
-test: lint  ## Lint, check the types and run the tests, all but a few slow ones
-	$(PYTEST) -m "not slow" $(TEST_ARGS)
+test: $(INSTALLED)  ## Lint, check the types and run the tests, all but a few slow ones
+	$(call beside_lint,$(PYTEST) -m "not slow" $(TEST_ARGS))
 
-test-all: lint  ## The same with the slow ones
-	$(PYTEST) $(TEST_ARGS)
+test-all: $(INSTALLED)  ## The same with the slow ones
+	$(call beside_lint,$(PYTEST) $(TEST_ARGS))
 
 test-versions: $(INSTALLED)  ## Run them with the oldest and newest torch and Hugging Face libraries, an environment each
 	$(BIN)/python .ci/versions.py $(VERSIONS_ARGS)

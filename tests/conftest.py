@@ -51,7 +51,7 @@ SLOW = (
     "tests/multi/checkpoint/test_checkpoint_matrix.py::test_any_ranks_and_stage_to_any_other[3-",
     "tests/multi/checkpoint/test_checkpoint_matrix.py::test_any_ranks_and_stage_to_any_other[4-1",
     "tests/multi/checkpoint/test_checkpoint_matrix.py::test_any_ranks_and_stage_to_any_other[4-3",
-    "tests/multi/compat/test_compat_engine.py::test_a_job_is_joined_by_its_address",
+    "tests/multi/compat/test_compat_jobs.py::test_a_job_is_joined_by_its_address",
     "tests/multi/zero/test_device_boundary.py::test_bits_on_several_ranks[1-3",
     "tests/multi/zero/test_engine_hangs.py::test_an_evaluation_on_rank_0_only",
     "tests/multi/zero/test_engine_hangs.py::test_ranks_that_take_different_branches",

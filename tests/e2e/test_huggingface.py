@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,11 @@ import pytest
 
 from tests.support.job import run_command
 
-pytest.importorskip("transformers")
-pytest.importorskip("peft")
-pytest.importorskip("trl")
-
-pytestmark = pytest.mark.timeout(300)
+LIBRARIES = ("transformers", "peft", "trl")  # not imported here, which takes seconds
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not all(map(find_spec, LIBRARIES)), reason=f"needs {', '.join(LIBRARIES)}"),
+]
 
 STAGES = ("0", "1", "2", "3")
 RUNS = {

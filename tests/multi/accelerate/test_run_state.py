@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -136,17 +137,21 @@ def _load(folder: str) -> tuple[int, int, int]:
     return run.engine.global_steps, run.train.epoch, run.train.batches_given
 
 
+def _refusal(run: Run, call: Callable[..., object], folder: str) -> str:
+    try:
+        call(folder, run.parts, run.engine.collectives, torch.device("cpu"))
+    except (CheckpointError, UsageError) as error:
+        return str(error)
+    finally:
+        run.engine.destroy()
+    return "it was taken"
+
+
 def _refused(folder: str, objects: int = 1) -> str:
     """What loading says; as a result, for a rank that fails ends the pool."""
     run = Run(3, ADAMW)
     run.parts.objects = [Average() for _ in range(objects)]
-    try:
-        load_run(folder, run.parts, run.engine.collectives, torch.device("cpu"))
-    except CheckpointError as error:
-        return str(error)
-    finally:
-        run.engine.destroy()
-    return "loaded"
+    return _refusal(run, load_run, folder)
 
 
 def test_another_number_of_ranks_takes_over(ranks: Ranks, tmp_path: Path) -> None:
@@ -174,13 +179,7 @@ def test_a_state_that_does_not_fit_or_is_damaged_is_refused_on_all_ranks(ranks: 
 def _unsaved(folder: str) -> str:
     run = Run(2, ADAMW)
     run.average.state["made"] = object()
-    try:
-        save_run(folder, run.parts, run.engine.collectives, torch.device("cpu"))
-    except UsageError as error:
-        return str(error)
-    finally:
-        run.engine.destroy()
-    return "saved"
+    return _refusal(run, save_run, folder)
 
 
 def test_what_cannot_be_saved_is_named_and_nothing_is_written(ranks: Ranks, tmp_path: Path) -> None:

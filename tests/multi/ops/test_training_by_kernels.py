@@ -67,7 +67,7 @@ def _on_device(engine: Engine) -> None:
     engine._boundary._checks_on_device = True
 
 
-def _both(settings: Mapping[str, Any], steps: int = 6) -> tuple[list[str], Run, set[str]]:
+def _both(settings: Mapping[str, Any], steps: int = 4) -> tuple[list[str], Run, set[str]]:
     """Differences of a training by the host's loops and one by the kernels, the latter, and what was launched."""
     wanted = train(settings, steps)
     with by_kernels() as launched:

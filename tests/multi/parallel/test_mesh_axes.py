@@ -23,7 +23,7 @@ from zeroaccel.zero import safe_get_full_fp32_param, safe_get_full_optimizer_sta
 transformers = pytest.importorskip("transformers")
 
 
-VOCABULARY, BATCH, LENGTH, MICRO_BATCHES, STEPS = 64, 2, 8, 3, 3
+VOCABULARY, BATCH, LENGTH, MICRO_BATCHES, STEPS = 64, 2, 8, 3, 2
 # The bias of keys has a gradient of rounding errors alone, which Adam with a small eps makes steps of any sign of.
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-4}}
 SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}

@@ -28,7 +28,7 @@ transformers = pytest.importorskip("transformers")
 pytestmark = NEEDS_STAGES
 
 
-VOCABULARY, BATCH, LENGTH, MICRO_BATCHES, STEPS = 61, 2, 8, 4, 3
+VOCABULARY, BATCH, LENGTH, MICRO_BATCHES, STEPS = 61, 2, 8, 4, 2
 
 
 def causal(kind: str, tied: bool = False) -> nn.Module:
@@ -341,7 +341,7 @@ def resumed(settings: Mapping[str, Any], pp: int, load: str, save: str, steps: i
 
 def test_checkpoints_are_of_the_whole_model(ranks: Ranks, tmp_path: Path) -> None:
     settings = config(2, "bf16", MICRO_BATCHES)
-    whole = ranks(2).run(resumed, settings, 1, "", "", STEPS)[0]
+    whole = ranks(2).run(resumed, settings, 1, "", "", 3)[0]
     before = ranks(4).run(resumed, settings, 2, "", f"{tmp_path}/staged", 1)[0]
     assert before.losses == whole.losses[:1]
     # Two stages to one, with as many data-parallel ranks: the same training; and back.

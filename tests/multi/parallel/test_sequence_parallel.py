@@ -26,7 +26,7 @@ LOOKS_EAGER_UP = pytest.mark.skipif(
 
 Batch = dict[str, Tensor]
 
-VOCAB, BATCH, LENGTH, STEPS = 61, 2, 16, 3
+VOCAB, BATCH, LENGTH, STEPS = 61, 2, 16, 2
 SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
 
 

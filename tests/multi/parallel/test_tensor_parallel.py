@@ -433,9 +433,8 @@ def _same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[str]:
 @pytest.mark.parametrize(
     ("saved", "stage", "loaded"),
     [
-        ((4, 2), 3, [(4, 1, 3), (4, 4, 2), (2, 2, 0), (2, 1, 3)]),
-        ((4, 1), 2, [(4, 2, 3), (2, 2, 2)]),
-        ((2, 2), 0, [(4, 2, 1), (4, 4, 3)]),
+        ((4, 2), 3, [(4, 4, 2), (2, 1, 3), (2, 2, 0)]),
+        ((2, 1), 2, [(4, 2, 3)]),
     ],
 )
 def test_checkpoints_are_of_any_mesh(

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
 
 from tests.support.training import SGD, config
 from zeroaccel import initialize
@@ -21,6 +20,8 @@ STEPS = 4
 
 def train(stage: int, **changes: Any) -> tuple[list[float], dict[str, Tensor]]:
     """The norms of the steps, and the weights after them."""
+    from transformers import Wav2Vec2Config, Wav2Vec2ForCTC  # in ranks: the tests' own process needs it for nothing
+
     torch.manual_seed(3)
     model = Wav2Vec2ForCTC(Wav2Vec2Config(layerdrop=0.5, **SIZES))
     engine, *_ = initialize(model, config=config(stage, optimizer=SGD, **changes))

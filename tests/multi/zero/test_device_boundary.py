@@ -38,7 +38,7 @@ def on_device(engine: Engine) -> None:
     engine._boundary._checks_on_device = True
 
 
-def _both(settings: Mapping[str, Any], steps: int = 6) -> list[Run]:
+def _both(settings: Mapping[str, Any], steps: int = 4) -> list[Run]:
     return [train(settings, steps), train(settings, steps, before=on_device)]
 
 

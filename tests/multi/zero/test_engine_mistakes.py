@@ -199,6 +199,20 @@ class Matrices(nn.Module):
         return x.float().square().mean()
 
 
+def _trains_as(engine: Any, plain: nn.Module, reference: torch.optim.Optimizer) -> bool:
+    """Whether two steps give the weights of a model that one process trains; destroys the engine."""
+    for step in range(2):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        engine.backward(engine(x))
+        engine.step()
+        plain(x).backward()
+        reference.step()
+        reference.zero_grad()
+    engine.destroy()
+    pairs = zip(engine.module.parameters(), plain.parameters(), strict=True)
+    return all(torch.equal(one, other) for one, other in pairs)
+
+
 def _full_tensor_optimizer(kind: str, stage: int, lr: float) -> tuple[str, bool]:
     """(the error, whether training moved the weights as in one process)."""
     torch.manual_seed(3)
@@ -210,16 +224,7 @@ def _full_tensor_optimizer(kind: str, stage: int, lr: float) -> tuple[str, bool]
         engine, *_ = zeroaccel.initialize(model, make(model.parameters(), lr=lr), config=_without_optimizer(stage))
     except ConfigError as error:
         return str(error), False
-    for step in range(2):
-        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
-        engine.backward(engine(x))
-        engine.step()
-        plain(x).backward()
-        reference.step()
-        reference.zero_grad()
-    engine.destroy()
-    pairs = zip(model.parameters(), plain.parameters(), strict=True)
-    return "", all(torch.equal(one, other) for one, other in pairs)
+    return "", _trains_as(engine, plain, reference)
 
 
 @pytest.mark.parametrize("lr", [1e-2, 1e-6])
@@ -287,16 +292,7 @@ def _mixed_rules(stage: int) -> tuple[list[tuple[int, ...]], bool]:
     reference = rules(plain)
     engine, optimizer, *_ = zeroaccel.initialize(model, rules(model), config=_without_optimizer(stage))
     shapes = [tuple(param.shape) for group in optimizer.param_groups for param in group["params"]]
-    for step in range(2):
-        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
-        engine.backward(engine(x))
-        engine.step()
-        plain(x).backward()
-        reference.step()
-        reference.zero_grad()
-    engine.destroy()
-    pairs = zip(model.parameters(), plain.parameters(), strict=True)
-    return shapes, all(torch.equal(one, other) for one, other in pairs)
+    return shapes, _trains_as(engine, plain, reference)
 
 
 def test_an_optimizer_of_unknown_class_steps_whole_tensors_in_every_group(ranks: Ranks) -> None:

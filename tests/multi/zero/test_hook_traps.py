@@ -388,7 +388,7 @@ def _train(settings: dict[str, Any], trap: str) -> Run:
     with warnings.catch_warnings():
         if "compiled" in trap:
             warnings.simplefilter("ignore")  # the compiler looks at .grad of everything it sees
-        return train(settings, 4, make=TRAPS[trap])
+        return train(settings, 3, make=TRAPS[trap])
 
 
 @pytest.mark.parametrize("trap", TRAPS)

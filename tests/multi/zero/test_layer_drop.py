@@ -9,7 +9,7 @@ import torch
 
 from tests.multi.zero import layer_drop
 from tests.support.job import run_job
-from tests.support.pool import Pool
+from tests.support.pool import IMPORTS, Pool
 
 
 def test_ranks_may_drop_other_layers(ranks: Callable[[int], Pool]) -> None:
@@ -23,7 +23,7 @@ def test_ranks_may_drop_other_layers(ranks: Callable[[int], Pool]) -> None:
 
 def test_at_stage_3_the_error_names_block_ranks_and_cure() -> None:
     limit = {"ZEROACCEL_COLLECTIVE_TIMEOUT": "8"}
-    result = run_job(2, "tests/multi/zero/layer_drop.py", [], timeout=60, env=limit)
+    result = run_job(2, "tests/multi/zero/layer_drop.py", [], timeout=60, env=limit, imports=IMPORTS)
     assert result.returncodes == (75, 75), result.stderr
     message = (
         r"Rank [01] left out wav2vec2\.encoder\.layers\.\d in (forward|backward), which rank [01] runs; .*LayerDrop"

@@ -13,7 +13,7 @@ from tests.support.training import ADAMW, SGD, Toy, batches, config, train
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {"AdamW": ADAMW, "SGD": SGD}  # SGD with momentum
 STEPS = 5
-# The last case alone shows a wrong weight of later micro-steps: clipping hides a factor of the whole gradient.
+# The last case alone shows a wrong weight of all micro-steps: clipping hides a factor of the whole gradient from SGD.
 CASES = ((3, 1, 0.3), (2, 3, 0.3), (2, 3, 0.0))  # ranks, micro-steps, clipping
 
 

@@ -241,16 +241,16 @@ def test_what_a_model_cannot_be_cut_into() -> None:
 
 
 def test_the_command_prints_meshes() -> None:
-    job = "--ranks 4 --ranks_per_machine 2 --seq 64 --device_memory 80GB"
+    job = "--ranks 2 --ranks_per_machine 1 --seq 64 --device_memory 80GB"
     said = typed(f"estimate 2m {job} --meshes")
     lines = said.out.splitlines()
     assert lines[1].split() == ["mesh", "micro-steps", "plan", "memory", "inside", "across", "idle", "fits"]
-    assert lines[2].startswith("dp 4 ")
+    assert lines[2].startswith("dp 2 ")
     assert lines[2].rstrip().endswith("recommended")
     assert all(len(line.rstrip()) <= 80 for line in lines)
     report = json.loads(typed(f"estimate 2m {job} --meshes --json").out)
     assert report["meshes"][0]["links"][0]["axis"] == "dp"
-    said = typed(f"estimate 125m {job} --tp_size 4")
+    said = typed("estimate 125m --ranks 4 --ranks_per_machine 2 --seq 64 --device_memory 80GB --tp_size 4")
     assert "GB that a rank sends per step, stage 1: tp 0." in said.out
     assert "tp 4 reaches across machines of 2 ranks" in said.err
 

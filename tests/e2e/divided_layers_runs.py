@@ -1,14 +1,16 @@
-"""A Trainer with `autoep_size` in its DeepSpeed config, as its user writes it; run on every rank, with the facade on.
+"""A Trainer whose DeepSpeed config divides layers, as its user writes it; run on every rank, with the facade on.
 
-    expert_parallel_runs.py FOLDER KIND:AUTOEP_SIZE:STAGE[:RESUMED_FROM] ...
+    divided_layers_runs.py FOLDER AXIS:KIND:SIZE:STAGE[:RESUMED_FROM] ...
 
-RESUMED_FROM is an earlier case's KIND:AUTOEP_SIZE:STAGE with dashes, whose checkpoint after two of four steps it goes
-on from. Prints, on rank 0, one JSON line per case: losses and the folder.
+AXIS is "tp" for `autotp_size` or "ep" for `autoep_size`. RESUMED_FROM is an earlier case with dashes, whose checkpoint
+after two of four steps it goes on from. Prints, on rank 0, one JSON line per case: losses, the evaluation's, and the
+folder.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,11 @@ from transformers import Trainer, TrainingArguments
 VOCABULARY = 64
 SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "use_cache": False}
-SIZES |= {"num_local_experts": 4, "num_experts_per_tok": 2}
+SECTIONS: dict[str, dict[str, Any]] = {
+    "tp": {"tensor_parallel": {"autotp_size": 0}},
+    "ep": {"expert_parallel": {"enabled": True, "autoep_size": 0}},
+}
+OF_AXIS: dict[str, dict[str, Any]] = {"tp": {}, "ep": {"num_local_experts": 4, "num_experts_per_tok": 2}}
 
 
 class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -37,23 +43,28 @@ class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": self._ids[index], "labels": self._ids[index].clone()}
 
 
-def run(folder: Path, kind: str, size: int, stage: int, resumed: Path | None) -> dict[str, Any]:
+def run(folder: Path, axis: str, kind: str, size: int, stage: int, resumed: Path | None) -> dict[str, Any]:
+    (section,) = SECTIONS[axis]
     settings: dict[str, Any] = {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
         "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True},
-        "expert_parallel": {"enabled": True, "autoep_size": size},
+        section: {**SECTIONS[axis][section], f"auto{axis}_size": size},
     }
     arguments = TrainingArguments(
         str(folder),
         deepspeed=settings,
-        per_device_train_batch_size=2,
+        # A step is of as many samples whatever shares the layers.
+        per_device_train_batch_size=2 * size // int(os.environ["WORLD_SIZE"]) if axis == "tp" else 2,
+        per_device_eval_batch_size=2,
         max_steps=4,
         optim="sgd",  # Adam makes steps of what rounding leaves where a gradient is almost 0
         learning_rate=0.1,
         logging_steps=1,
+        eval_strategy="steps",
+        eval_steps=4,
         save_strategy="steps",
         save_steps=2,
         report_to=[],
@@ -63,19 +74,24 @@ def run(folder: Path, kind: str, size: int, stage: int, resumed: Path | None) ->
     )
     torch.manual_seed(5)
     model, config = (getattr(transformers, kind + name) for name in ("ForCausalLM", "Config"))
-    trainer = Trainer(model=model(config(**SIZES)), args=arguments, train_dataset=Samples(64))
+    made = model(config(**SIZES, **OF_AXIS[axis]))
+    trainer = Trainer(model=made, args=arguments, train_dataset=Samples(64), eval_dataset=Samples(8))
     trainer.train(resume_from_checkpoint=None if resumed is None else str(resumed / "checkpoint-2"))
     trainer.save_model(str(folder / "final"))
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return {"losses": losses, "folder": str(folder)}
+    history = trainer.state.log_history
+    return {
+        "losses": [entry["loss"] for entry in history if "loss" in entry],
+        "evaluated": [entry["eval_loss"] for entry in history if "eval_loss" in entry],
+        "folder": str(folder),
+    }
 
 
 def main() -> None:
     root, *cases = sys.argv[1:]
     for case in cases:
-        kind, size, stage, *resumed = case.split(":")
+        axis, kind, size, stage, *resumed = case.split(":")
         before = Path(root) / resumed[0] if resumed else None
-        result = run(Path(root) / case.replace(":", "-"), kind, int(size), int(stage), before)
+        result = run(Path(root) / case.replace(":", "-"), axis, kind, int(size), int(stage), before)
         if torch.distributed.get_rank() == 0:
             print(json.dumps({"case": case, **result}), flush=True)
 

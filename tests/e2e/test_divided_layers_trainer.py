@@ -1,0 +1,63 @@
+"""transformers' Trainer with `autotp_size` or `autoep_size` in its DeepSpeed config, on an unedited program."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.support.job import run_command
+from tests.support.mesh_training import NEEDS_SPLIT_LAYERS
+from zeroaccel.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+pytestmark = pytest.mark.slow
+
+
+def _runs(folder: Path, ranks: int, cases: list[str]) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
+    """What each case prints, and its weights."""
+    program = Path(__file__).with_name("divided_layers_runs.py")
+    command = [sys.executable, "-m", "zeroaccel.cli", "launch", "--num_processes", ranks, "--engine", "zeroaccel"]
+    result = run_command([*command, program, folder, *cases], timeout=240)
+    assert result.returncode == 0, result.stderr[-6000:]
+    lines = (json.loads(text) for text in result.stdout.splitlines() if text.startswith('{"case"'))
+    runs = {line["case"]: line for line in lines}
+    return runs, {case: load_file(Path(runs[case]["folder"]) / "final" / "model.safetensors") for case in cases}
+
+
+@NEEDS_SPLIT_LAYERS
+def test_layers_split_by_the_json_train_as_whole_ones(tmp_path: Path) -> None:
+    cases = ["tp:Llama:2:2", "tp:Llama:2:3", "tp:Llama:1:2"]
+    runs, weights = _runs(tmp_path, 2, cases)
+    split, sharded, whole = cases
+    assert runs[split]["losses"] == runs[sharded]["losses"]
+    assert runs[split]["losses"] == pytest.approx(runs[whole]["losses"], rel=2e-6)
+    assert runs[split]["evaluated"] == pytest.approx(runs[whole]["evaluated"], rel=2e-6)
+    assert weights[split].keys() == weights[sharded].keys() == weights[whole].keys()
+    for name, value in weights[whole].items():
+        assert torch.equal(weights[split][name], weights[sharded][name]), name
+        assert torch.allclose(weights[split][name], value, rtol=1e-4, atol=3e-6), name
+    saved = get_fp32_state_dict_from_zero_checkpoint(Path(runs[split]["folder"]) / "checkpoint-4")
+    assert all(torch.equal(saved[name], value) for name, value in weights[split].items())
+
+
+@pytest.mark.parametrize("kind", ["Mixtral", "GptOss"])
+def test_divided_experts_train_as_whole_ones_and_resume_on_any_ep(tmp_path: Path, kind: str) -> None:
+    first = f"ep-{kind}-2-3"
+    cases = [f"ep:{kind}:2:3", f"ep:{kind}:1:3", f"ep:{kind}:1:3:{first}", f"ep:{kind}:4:3:{first}"]
+    runs, weights = _runs(tmp_path, 4, cases)
+    divided, whole, *_ = cases
+    for case in cases[1:]:
+        assert runs[case]["losses"] == pytest.approx(runs[divided]["losses"], rel=1e-5), case
+        assert weights[case].keys() == weights[divided].keys()
+    for name, value in weights[whole].items():
+        for case in cases:
+            assert torch.allclose(weights[case][name], value, rtol=1e-4, atol=3e-6), (case, name)
