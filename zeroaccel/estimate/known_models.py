@@ -99,3 +99,6 @@ CONFIGS: Mapping[str, ModelConfig] = {
     "smollm3-3b": _config("smollm3", 3_075_098_624, 2048, 11008, 36, 16, 4),
 }
 """From the config.json that each was published with."""
+
+READ_PICTURES = ("gemma-3-4b", "gemma-3-12b", "gemma-3-27b", "llama-4-scout", "llama-4-maverick")
+"""Published with a vision tower and a projector beside the text model; those are left out."""

@@ -26,7 +26,7 @@ from zeroaccel.config.bounds import parse_plain_json, read_at_most
 from zeroaccel.config.diagnostics import near_names
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.estimate.decoder import MODELS, Decoder, known_shape, plain_names, shape_of
-from zeroaccel.estimate.known_models import CONFIGS, ModelConfig
+from zeroaccel.estimate.known_models import CONFIGS, READ_PICTURES, ModelConfig
 from zeroaccel.setup.axis_estimate import Shape
 
 _MOST_NBYTES = 4 << 20
@@ -263,6 +263,8 @@ def _of_known_config(name: str, known: ModelConfig) -> Subject:
         return model, _transformers_step
 
     note = f"{known.numel:,} parameters in {periods * known.period} layers of {known.model_type}"
+    if any(known is CONFIGS[one] for one in READ_PICTURES):
+        note += ": the text model alone, without its vision tower and projector"
     return Subject(name, note, build, periods, build, known.numel // periods)
 
 

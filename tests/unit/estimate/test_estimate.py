@@ -20,7 +20,7 @@ from zeroaccel.errors import ConfigError, UsageError, ZeroAccelError
 from zeroaccel.estimate import PLANS, Capacity, ClosedForms, Estimate, Workload, estimate, plan_table, subject
 from zeroaccel.estimate.decoder import Decoder, known_shape, shape_of
 from zeroaccel.estimate.extrapolate import MemoryTrace, Moment, extrapolate_depth
-from zeroaccel.estimate.known_models import CONFIGS
+from zeroaccel.estimate.known_models import CONFIGS, READ_PICTURES
 from zeroaccel.estimate.shapes_only import RULES, ShapesOnly
 from zeroaccel.estimate.simulate import simulate
 from zeroaccel.estimate.subject import Step, Subject, predict_tokens
@@ -408,6 +408,16 @@ def test_known_configs_have_their_published_numbers_of_parameters(name: str) -> 
     with torch.device("meta"):
         model, _ = subject(name).build()
     assert sum(param.numel() for param in model.parameters()) == known.numel
+
+
+def test_a_model_that_reads_pictures_is_said_to_be_without_its_tower() -> None:
+    for name in (*READ_PICTURES, "google/gemma-3-27b-it"):
+        assert subject(name).note.endswith("the text model alone, without its vision tower and projector")
+    assert "tower" not in subject("gemma-3-1b").note + subject("qwen3-8b").note
+    # Every text part of a larger model is in the list, but Gemma 3 1B, which has no tower.
+    assert {name for name, one in CONFIGS.items() if one.model_type.endswith("_text")} - {"gemma-3-1b"} == {
+        *READ_PICTURES
+    }
 
 
 def test_a_mixture_takes_memory_for_all_its_experts() -> None:
