@@ -323,7 +323,7 @@ def resumed(settings: Mapping[str, Any], pp: int, load: str, save: str, steps: i
     )
     if load:
         engine.load_checkpoint(load)
-    data = batches("gpt2", engine.collectives.rank)
+    data = batches("gpt2", engine.collectives.rank, 3 * MICRO_BATCHES)
     for _ in range(engine.global_steps * MICRO_BATCHES):
         next(data)
     run = Run()
