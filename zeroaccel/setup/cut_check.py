@@ -32,7 +32,7 @@ from zeroaccel.nested import leaves_of
 from zeroaccel.setup.trial_forward import NoBatch, trial_batch, without_trace
 from zeroaccel.zero.engine_base import EngineBase
 
-_MOST_TOKENS, _TOKENS_PER_RANK = 64, 8
+_LEAST_TOKENS, _MOST_TOKENS, _TOKENS_PER_RANK = 16, 64, 4
 _SEEDS = (0, 1, 2)
 _TOLERANCE = 1e-3
 _HALF_TOLERANCE = 3e-2
@@ -127,7 +127,7 @@ class _Difference:
 
 def _verify(engine: EngineBase, cut: Cut) -> None:
     """Refuses a model that a cut changes, unless the trial cannot be made: then the log says so. (all ranks)"""
-    tokens = cut.size * max(1, min(_TOKENS_PER_RANK, _MOST_TOKENS // cut.size))
+    tokens = cut.size * max(1, min(max(_TOKENS_PER_RANK, _LEAST_TOKENS // cut.size), _MOST_TOKENS // cut.size))
     trial = _Comparison(engine, cut, tokens)
     reason, difference = trial.run(_SEEDS[0], _TOLERANCE)
     tolerance = _TOLERANCE

@@ -161,7 +161,9 @@ def _planted(factor: float) -> MixtureRun:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GradReducer, "_start_reduction", wrong)
-        return _divided("Mixtral", [config(1, optimizer=OPTIMIZERS["adamw"], gradient_clipping=0.5)], ParallelConfig(ep=2))[0]
+        return _divided(
+            "Mixtral", [config(1, optimizer=OPTIMIZERS["adamw"], gradient_clipping=0.5)], ParallelConfig(ep=2)
+        )[0]
 
 
 @pytest.mark.parametrize("factor", [2.0, 0.5])
