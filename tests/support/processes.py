@@ -6,6 +6,7 @@ A test asks for a new interpreter by `fresh` where its subject is the interprete
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import pickle
 import select
@@ -101,7 +102,8 @@ class _Fork:
 
     def kill(self) -> None:
         if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and its report is on the way
+                os.kill(self.pid, signal.SIGKILL)
 
     def _look(self, timeout: float | None) -> int | None:
         if self.returncode is None and select.select([self._report], [], [], timeout)[0]:
