@@ -369,6 +369,7 @@ def write_packet(packet: Packet, folder: Path) -> Path:
     text = json.dumps(manifest).encode()
     nbytes = ALIGN_NBYTES + len(text) + -len(text) % ALIGN_NBYTES
     hidden = path.with_name(f".{path.name}")
+    _reserve(hidden, nbytes + packet.payload.numel())
     # Mapped rather than written, so that the payload goes straight into the memory of the file.
     mapped = torch.from_file(str(hidden), shared=True, size=nbytes + packet.payload.numel(), dtype=torch.uint8)
     head = len(text).to_bytes(8, "little").ljust(ALIGN_NBYTES, b"\0") + text.ljust(nbytes - ALIGN_NBYTES)
@@ -376,6 +377,21 @@ def write_packet(packet: Packet, folder: Path) -> Path:
     mapped[nbytes:] = packet.payload
     os.replace(hidden, path)
     return path
+
+
+def _reserve(path: Path, nbytes: int) -> None:
+    """Makes a file whose memory is its own: a mapping of more than is free ends the process when it is written.
+
+    Raises:
+        OSError: there is no room; nothing is left of the file.
+    """
+    try:
+        with path.open("wb") as file:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, nbytes)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise OSError(error.errno, f"{error.strerror}: no room for a packet of {nbytes} bytes", str(path)) from error
 
 
 def _read_packet(path: Path) -> Packet:

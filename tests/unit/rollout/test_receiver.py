@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -124,6 +126,17 @@ def test_files_are_taken_once_all_senders_have_written(tmp_path: Path) -> None:
     with pytest.raises(WeightsRefusedError, match="version 4, w: expected float32"):
         receive_files(receiver, tmp_path, "gen")
     assert receiver.version == 1
+
+
+def test_a_folder_without_room_is_an_error_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*args: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuses)
+    with pytest.raises(OSError, match=r"no room for a packet of [0-9]+ bytes") as raised:
+        write_packet(packet(torch.ones(3)), tmp_path)
+    assert raised.value.errno == errno.ENOSPC
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_receiver_is_a_file_that_needs_torch_only(tmp_path: Path) -> None:
