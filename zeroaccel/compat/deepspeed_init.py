@@ -22,6 +22,7 @@ from zeroaccel.compat.assertions import asserting
 from zeroaccel.compat.parameters import attach, attach_whole
 from zeroaccel.config import load_config
 from zeroaccel.errors import UsageError
+from zeroaccel.zero import GatheredParameters
 from zeroaccel.zero.access.deferred_init import Init as OwnInit
 
 _HOW_TO_CALL = (
@@ -29,6 +30,24 @@ _HOW_TO_CALL = (
     "accelerate prepares no DeepSpeed engine where ACCELERATE_USE_CPU is true: leave it out of the environment"
 )
 _SECTIONS = ("zero_optimization", "optimizer", "scheduler", "fp16", "bf16")
+
+
+class DeepSpeedGatheredParameters(GatheredParameters):
+    """`zeroaccel.zero.GatheredParameters`; as in DeepSpeed, a write at stage 3 without a `modifier_rank` is lost.
+
+    A warning names the parameters. At other stages, where DeepSpeed's does nothing, it stays an error.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        listed = [params] if isinstance(params, torch.Tensor) else list(params or ())
+        discards = any(hasattr(param, "ds_id") for param in listed)
+        super().__init__(listed, modifier_rank, fwd_module, enabled, discard_writes=discards)
 
 
 class DeepSpeedInit(OwnInit):

@@ -41,7 +41,8 @@ def _same(module: str, names: str) -> dict[str, str]:
 
 
 _INIT = {
-    **_same(_ZERO, "GatheredParameters register_external_parameter"),
+    **_same(_ZERO, "register_external_parameter"),
+    "GatheredParameters": f"{_SHARDING}:DeepSpeedGatheredParameters",
     "Init": f"{_SHARDING}:DeepSpeedInit",
     "ZeroParamStatus": "zeroaccel.compat.parameters:ZeroParamStatus",
     "unregister_external_parameter": f"{_STUBS}:unregister_external_parameter",

@@ -10,6 +10,7 @@ sender; the last of a run says so. In a manifest, a tensor's entry is about elem
     offset, numel        where the values begin in the payload, in bytes, and how many there are
     start, cut           element of the part where they begin; how the part lies in the full tensor
     positions            0: the values follow each other. Else: bytes of positions behind the values
+    high                 0: the values are plain. Else: bytes of coded high bytes, behind the values' low bytes
 
 `cut` is (run, parts, part): element i of the part is element ((i // run) * parts + part) * run + i % run of the full
 tensor, flattened. [Note: positions] Positions are differences, from `start` - 1 on and less one: a byte below 255 ends
@@ -36,6 +37,7 @@ __all__ = [
     "Packet",
     "WeightReceiver",
     "WeightsRefusedError",
+    "encode_high_bytes",
     "encode_positions",
     "receive_files",
     "receive_version",
@@ -50,6 +52,7 @@ ALIGN_NBYTES = 16
 distributed: Any = torch.distributed
 
 _ESCAPE = 255
+_CODED = 15
 _ABORTED = -1
 _TEXT_NBYTES = 4096
 
@@ -200,10 +203,19 @@ class WeightReceiver:
 
 
 def values_of(entry: Mapping[str, Any], payload: Tensor) -> Tensor:
-    """(numel,) the values of an entry: a view of the payload."""
+    """(numel,) the values of an entry: a view of the payload, unless they are coded."""
     dtype: torch.dtype = getattr(torch, entry["dtype"])
-    end = entry["offset"] + entry["numel"] * dtype.itemsize
-    return payload[entry["offset"] : end].view(dtype)
+    own = payload[entry["offset"] : _end_of_values(entry)]
+    if not entry.get("high"):
+        return own.view(dtype)
+    low, coded = own[: entry["numel"]], own[entry["numel"] :]
+    return torch.stack([low, _decode_high_bytes(coded, low.numel())], dim=1).view(-1).view(dtype)
+
+
+def _end_of_values(entry: Mapping[str, Any]) -> int:
+    dtype: torch.dtype = getattr(torch, entry["dtype"])
+    nbytes = entry["numel"] + entry["high"] if entry.get("high") else entry["numel"] * dtype.itemsize
+    return int(entry["offset"] + nbytes)
 
 
 def _write(tensor: Tensor, entry: Mapping[str, Any], payload: Tensor) -> None:
@@ -214,7 +226,7 @@ def _write(tensor: Tensor, entry: Mapping[str, Any], payload: Tensor) -> None:
         flat[start : start + count] = values
         return
     if entry["positions"]:
-        end = entry["offset"] + values.numel() * values.itemsize
+        end = _end_of_values(entry)
         places = _decode_positions(payload[end : end + entry["positions"]]) + start
     else:
         places = torch.arange(start, start + count, device=payload.device)
@@ -247,6 +259,32 @@ def _decode_positions(encoded: Tensor) -> Tensor:
     ends = encoded != _ESCAPE
     sums = torch.cumsum(encoded.to(torch.int64) + ends, 0)
     return sums[ends] - 1
+
+
+def encode_high_bytes(high: Tensor) -> Tensor:
+    """uint8, see [Note: high bytes].
+
+    Args:
+        high: (n,) uint8.
+
+    Example:
+        >>> encode_high_bytes(torch.tensor([7, 9, 7], dtype=torch.uint8))[_CODED:].tolist()
+        [16, 0]
+    """
+    table = torch.bincount(high, minlength=256).topk(_CODED).indices
+    numbers = torch.full((256,), _CODED, dtype=torch.uint8, device=high.device)
+    numbers[table] = torch.arange(_CODED, dtype=torch.uint8, device=high.device)
+    codes = numbers[high.long()]
+    pairs = torch.nn.functional.pad(codes, (0, codes.numel() % 2)).view(-1, 2)
+    return torch.cat([table.to(torch.uint8), pairs[:, 0] | pairs[:, 1] << 4, high[codes == _CODED]])
+
+
+def _decode_high_bytes(coded: Tensor, numel: int) -> Tensor:
+    packed = coded[_CODED : _CODED + (numel + 1) // 2]
+    codes = torch.stack([packed & 15, packed >> 4], dim=1).view(-1)[:numel]
+    high = coded[: _CODED + 1][codes.long()]
+    high[codes == _CODED] = coded[_CODED + packed.numel() :]
+    return high
 
 
 # -- by a group of torch.distributed, which one sender and all receivers are in

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from zeroaccel.checkpoint.save_plan import EngineState, persistent_buffers
 from zeroaccel.comm.agree import agree_or_raise, agreed
 from zeroaccel.errors import EngineStateError, UsageError
 from zeroaccel.rollout.library_models import adapter_layers, merged_weights, saved_layout, stream_name
-from zeroaccel.rollout.receiver import ALIGN_NBYTES, Packet, encode_positions
+from zeroaccel.rollout.receiver import ALIGN_NBYTES, Packet, encode_high_bytes, encode_positions
 from zeroaccel.zero.access.param_registry import ParamHandle
 from zeroaccel.zero.changed_bits import ChangedBits
 from zeroaccel.zero.engine_base import EngineBase
@@ -420,43 +420,63 @@ def _changed_parts(buffer: FlatBuffer, *, every: bool) -> tuple[list[dict[str, A
         return entries, torch.empty(0, dtype=torch.uint8)
     values = buffer.shard.read(buffer.own)  # one read of a tier, however many parameters are in it
     for slot, part in buffer.layout.slots_in(buffer.own):
-        places, chosen = _chosen(marked, part, buffer.own, values)
-        if not chosen.numel():
+        chosen = _chosen(marked, part, buffer.own, values)
+        if not chosen.numel:
             continue
         run, parts, index = _cut(slot)
-        chosen_bytes = chosen.contiguous().view(torch.uint8)
         entries.append(
             {
                 "name": slot.fqn,
                 "shape": list(slot.whole_shape),
                 "dtype": str(buffer.dtype).removeprefix("torch."),
                 "offset": used,
-                "numel": chosen.numel(),
+                "numel": chosen.numel,
                 "start": part.start - slot.start,
                 "cut": [run, parts, index],
-                "positions": places.numel(),
+                "high": chosen.high,
+                "positions": chosen.places.numel(),
             }
         )
-        nbytes = chosen_bytes.numel() + places.numel()
-        padding = chosen_bytes.new_zeros(-nbytes % ALIGN_NBYTES)
-        pieces += [chosen_bytes, places.to(chosen_bytes.device), padding]
+        nbytes = chosen.values.numel() + chosen.places.numel()
+        padding = chosen.values.new_zeros(-nbytes % ALIGN_NBYTES)
+        pieces += [chosen.values, chosen.places.to(chosen.values.device), padding]
         used += nbytes + padding.numel()
     return entries, torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
 
 
-def _chosen(marked: Tensor | None, part: FlatRange, own: FlatRange, values: Tensor) -> tuple[Tensor, Tensor]:
-    """(encoded positions, values) of the marked elements of a part; no positions where all values are fewer bytes."""
+class _Chosen(NamedTuple):
+    """Values of `numel` elements, their bytes, of them `high` coded; encoded positions, none for all elements."""
+
+    numel: int
+    values: Tensor
+    high: int
+    places: Tensor
+
+
+def _chosen(marked: Tensor | None, part: FlatRange, own: FlatRange, values: Tensor) -> _Chosen:
+    """The marked elements of a part; all of them where those are fewer bytes."""
     everything = values[part.at(own.start)]
-    nothing = torch.empty(0, dtype=torch.uint8)
+    whole = _Chosen(part.numel, everything.contiguous().view(torch.uint8), 0, torch.empty(0, dtype=torch.uint8))
     if marked is None:
-        return nothing, everything
+        return whole
     bounds = torch.tensor([part.start - own.start, part.end - own.start], device=marked.device)
     first, end = torch.searchsorted(marked, bounds).tolist()
     inside = marked[first:end]
     places = encode_positions(inside - (part.start - own.start))
-    if places.numel() + inside.numel() * values.itemsize >= everything.nbytes:
-        return nothing, everything
-    return places, values[inside.to(values.device)]
+    chosen, high = _coded(values[inside.to(values.device)])
+    if places.numel() + chosen.numel() >= everything.nbytes:
+        return whole
+    return _Chosen(inside.numel(), chosen, high, places)
+
+
+def _coded(values: Tensor) -> tuple[Tensor, int]:
+    """Their bytes, and how many of those are coded high bytes: none where that would not be fewer."""
+    plain = values.contiguous().view(torch.uint8)
+    if values.itemsize != 2 or not values.numel():
+        return plain, 0
+    low, high = plain.view(-1, 2).unbind(1)
+    coded = encode_high_bytes(high)
+    return (torch.cat([low, coded]), coded.numel()) if coded.numel() < high.numel() else (plain, 0)
 
 
 def _cut(slot: Slot) -> tuple[int, int, int]:

@@ -14,7 +14,8 @@ torchvision and timm are stood in for (`pictures/`). The folder of sources has c
     trl                github.com/huggingface/trl: trl/scripts/, trl/accelerate_configs/
 
 DeepSpeed-Chat imports `no_init_weights` of `transformers.modeling_utils`, which transformers 5 does not have: its rows
-need an environment with "transformers==4.56.2" "accelerate==1.10.1" "datasets==4.0.0". A row whose script or packages
+need an environment with "transformers==4.56.2" "accelerate==1.10.1" "datasets==4.0.0". Rows with a generator need one
+with "trl==1.10.0", whose client does without CUDA; `generator/` is vLLM's part of that. A row whose script or packages
 are missing is not run, and its line says what is missing.
 
 Each run gets two CPU ranks, its seeds from `on_path/sitecustomize.py`, and a log in the working folder,
@@ -28,9 +29,12 @@ import json
 import os
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -66,21 +70,24 @@ class Runner:
         (folder / "out").mkdir(parents=True)
         if script.after:
             shutil.copytree(self._named(script.after, way) / "out", folder / "out", dirs_exist_ok=True)
-        command = self._command(script, way, folder)
+        ports = dict(zip(("port", "group_port"), _free_ports(2), strict=True))
+        command = self._command(script, way, folder, ports)
         begun = time.perf_counter()
         with (folder / "log").open("w") as log:
             log.write(f"$ {shlex.join(command)}\n")
             log.flush()
+            environment = self._environment(script, way, folder)
             try:
-                status = subprocess.run(
-                    command,
-                    cwd=self._work,
-                    env=self._environment(script, way, folder),
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    timeout=self._seconds,
-                    check=False,
-                ).returncode
+                with self._generator(script, folder, ports["port"], environment):
+                    status = subprocess.run(
+                        command,
+                        cwd=self._work,
+                        env=environment,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        timeout=self._seconds,
+                        check=False,
+                    ).returncode
             except subprocess.TimeoutExpired:
                 status = -1
         losses = [[float(line) for line in path.read_text().split()] for path in sorted(folder.glob("losses.*"))]
@@ -90,6 +97,23 @@ class Runner:
             made["losses"] = [[float(measured)]]
         result.write_text(json.dumps(made))
         return made
+
+    @contextmanager
+    def _generator(self, script: Script, folder: Path, port: int, environment: dict[str, str]) -> Iterator[None]:
+        if not script.generator:
+            yield
+            return
+        server = str(_HERE / "generator" / "server.py")
+        asked = ["--model", script.generator, "--port", str(port), "--log", str(folder / "received")]
+        with (folder / "generator.log").open("w") as log:
+            process = subprocess.Popen(
+                [sys.executable, server, *asked], cwd=self._work, env=environment, stdout=log, stderr=subprocess.STDOUT
+            )
+            try:
+                yield
+            finally:
+                process.kill()
+                process.wait()
 
     def is_done(self, script: Script) -> bool:
         """Whether both runs of a row have left their results."""
@@ -106,7 +130,7 @@ class Runner:
     def _named(self, name: str, way: str) -> Path:
         return self._work / "runs" / name.replace(" ", "_").replace(",", "") / way
 
-    def _command(self, script: Script, way: str, folder: Path) -> list[str]:
+    def _command(self, script: Script, way: str, folder: Path, ports: dict[str, int]) -> list[str]:
         if script.imports and way == "zeroaccel":
             path = str(self._changed(script, folder))
         else:
@@ -119,7 +143,7 @@ class Runner:
         else:
             launcher, arguments = script.plain, f"{script.arguments} {script.plain_extra}"
         line = f"{launcher} {path} {arguments}"
-        return [sys.executable, *shlex.split(line.format(out=folder / "out", sources=self._sources))]
+        return [sys.executable, *shlex.split(line.format(out=folder / "out", sources=self._sources, **ports))]
 
     def _changed(self, script: Script, folder: Path) -> Path:
         """A copy of the script in which nothing is changed but the package that it imports."""
@@ -140,6 +164,8 @@ class Runner:
         path = [str(_HERE / "on_path")]
         if script.command == "deepspeed" and way == "zeroaccel":
             path.append(str(self._work / "commands" / "lib"))
+        if script.generator:
+            path.append(str(_HERE / "generator"))
         if script.pictures:
             path.append(str(_HERE / "pictures"))
         if script.path.startswith("DeepSpeedExamples/applications"):
@@ -162,6 +188,12 @@ class Runner:
             # accelerate makes DDP of ranks on CPUs by this variable, and with it looks at no DeepSpeed plugin.
             **({"ACCELERATE_USE_CPU": "true"} if way == "plain" else {}),
         }
+
+
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as opened:
+        sockets = [opened.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [server.getsockname()[1] for server in sockets]
 
 
 def compare(here: list[list[float]], plain: list[list[float]]) -> float | None:

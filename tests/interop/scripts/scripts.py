@@ -39,6 +39,7 @@ class Script:
         plainly: name of the row whose plain run is this one's too; its own by default.
         dummies: the DDP run finds accelerate's classes for sections of DeepSpeed's config, which accelerate.utils has
             with DeepSpeed only: the script imports them always, and uses none of them under DDP.
+        generator: the model that `generator/server.py` serves meanwhile, on the ports `{port}` and `{group_port}`.
         needs: packages that the script imports beside those of this tree's environment; `module:name` where versions
             of the module differ in having the name.
     """
@@ -57,6 +58,7 @@ class Script:
     imports: bool = False
     measure: str = ""
     command: str = "zeroaccel launch"
+    generator: str = ""
     one_order: bool = False
     one_schedule: bool = False
     plainly: str = ""
@@ -295,4 +297,37 @@ TRL = tuple(
     for stage in ("zero2", "zero1", "zero3")
 )
 
-SCRIPTS = (*DEEPSPEED, *ACCELERATE, *TRANSFORMERS, *TRL, *IMPORTS)
+_SERVED = (
+    "--use_vllm True --vllm_mode server --vllm_server_host 127.0.0.1 --vllm_server_port {port} "
+    "--vllm_group_port {group_port}"
+)
+_LORA = "--use_peft True --lora_r 4 --lora_target_modules q_proj v_proj down_proj"
+_POLARIS = "--dataset_name HuggingFaceH4/Polaris-Dataset-53K --reward_funcs made_rewards.share_of_vowels"
+_RL_DATA = {
+    "grpo": _TRL_DATA["grpo"],
+    "rloo": f"{_POLARIS} --max_completion_length 8 --num_generations 4 --num_iterations 2 --beta 0.1",
+}
+
+
+def _served_row(name: str, stage: int, kind: str, extra: str) -> Script:
+    return Script(
+        f"trl.scripts.{name} {kind}, generator, zero{stage}.yaml",
+        f"-m trl.scripts.{name}",
+        f"{_TRL} {_RL_DATA[name]} {_SERVED} {extra}",
+        launch=f"--config_file {{sources}}/trl/trl/accelerate_configs/zero{stage}.yaml --num_processes 2 "
+        "--mixed_precision no",
+        plain_extra=_PLAIN,
+        plainly="" if stage == 2 else f"trl.scripts.{name} {kind}, generator, zero2.yaml",
+        generator="HuggingFaceTB/SmolLM-360M",
+        needs=("trl.generation.vllm_client:c10d", "requests"),
+    )
+
+
+SERVED = tuple(
+    _served_row(name, stage, kind, extra)
+    for name in _RL_DATA
+    for kind, extra in (("full", ""), ("LoRA", _LORA))
+    for stage in (2, 3)
+)
+
+SCRIPTS = (*DEEPSPEED, *ACCELERATE, *TRANSFORMERS, *TRL, *SERVED, *IMPORTS)

@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.multi.compat.facade_engines import CONFIG, make_engine, small_model, with_facade
+from tests.multi.compat.facade_engines import CONFIG, loss_of, make_engine, small_model, with_facade
 from tests.support.pool import Ranks
+from zeroaccel.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("ranks_without_libraries")
 
@@ -165,6 +166,49 @@ def _gathered(model: nn.Module) -> Any:
     import deepspeed
 
     return deepspeed.zero.GatheredParameters(list(model.parameters()))
+
+
+def _writes_without_a_rank(persistent_numel: int) -> tuple[list[bool], bool, str]:
+    """As PEFT merges an adapter and unmerges it, DoRA's by other tensors; rank 1 writes more than rank 0."""
+    section = {"stage": 3, "stage3_param_persistence_threshold": persistent_numel}
+    engine = make_engine(3, zero_optimization=section)
+    model, kept = engine.module, []
+    with _gathered(model):
+        before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    for how in ("in place", "other tensors", "on one rank"):
+        with _gathered(model):
+            for name, param in model.named_parameters():
+                if how == "in place":
+                    param.data += 1
+                elif how == "other tensors":
+                    param.data = param.data + 1
+                elif engine.global_rank == 1 and name.endswith("bias"):
+                    param.data.zero_()
+        with _gathered(model):
+            kept.append(all(torch.equal(param, before[name]) for name, param in model.named_parameters()))
+    loss = loss_of(engine)
+    engine.backward(loss)
+    engine.step()
+    plain = make_engine(3, zero_optimization=section)
+    expected = loss_of(plain)
+    plain.destroy()
+    engine.destroy()
+    refused = make_engine(2)
+    with (
+        pytest.raises(UsageError, match=r"0\.weight.* written without a modifier_rank") as caught,
+        _gathered(refused.module),
+    ):
+        next(refused.module.parameters()).data += 1
+    return kept, torch.equal(loss, expected), str(caught.value)
+
+
+@pytest.mark.parametrize("persistent_numel", [0, 10_000], ids=["sharded", "persistent"])
+def test_writes_without_a_modifier_rank_are_undone_at_stage_3(ranks: Ranks, persistent_numel: int) -> None:
+    """And stay an error at other stages, where nothing is gathered and a write would stay on its rank."""
+    for kept, equal, said in ranks(2).run(with_facade, _writes_without_a_rank, persistent_numel):
+        assert kept == [True, True, True]
+        assert equal
+        assert "modifier_rank=0" in said
 
 
 def test_a_state_dict_at_stage_3_on_one_rank_has_no_elements(ranks: Ranks) -> None:

@@ -93,7 +93,7 @@ MAX_CODE_LINES: Mapping[str, int] = {
     "checkpoint": 6010,
     "cli": 6980,
     "comm": 3490,
-    "compat": 2970,
+    "compat": 2990,
     "config": 4390,
     "data": 800,
     "estimate": 1755,
@@ -101,11 +101,11 @@ MAX_CODE_LINES: Mapping[str, int] = {
     "ops": 2230,
     "optim": 1300,
     "parallel": 3160,
-    "rollout": 830,
+    "rollout": 870,
     "setup": 1420,
     "telemetry": 1090,
     "utils": 60,
-    "zero": 7720,
+    "zero": 7740,
 }
 LOOSE_LINES = 100
 MAX_FUNCTION_LINES, LONG_FUNCTION_LINES, MAX_LONG_FUNCTIONS = 100, 60, 8

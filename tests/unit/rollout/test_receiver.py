@@ -20,6 +20,7 @@ from zeroaccel.rollout.receiver import (
     Packet,
     WeightReceiver,
     WeightsRefusedError,
+    encode_high_bytes,
     encode_positions,
     receive_files,
     refusal_file,
@@ -65,6 +66,16 @@ def test_positions_come_back(numel: int) -> None:
             assert more.tolist() == expected
         marks.clear()
         assert marks.bits is None
+
+
+@pytest.mark.parametrize("numel", [1, 2, 31, 5000])
+@pytest.mark.parametrize("kinds", [1, 15, 16, 256])
+def test_high_bytes_come_back(numel: int, kinds: int) -> None:
+    high = torch.randint(0, kinds, (numel,), generator=torch.Generator().manual_seed(numel)).to(torch.uint8) * 7
+    coded = encode_high_bytes(high)
+    assert torch.equal(receiver_module._decode_high_bytes(coded, numel), high)
+    if kinds <= 15:
+        assert coded.numel() == 15 + (numel + 1) // 2
 
 
 def _by_operations(before: Tensor, after: Tensor, bits: Tensor) -> None:

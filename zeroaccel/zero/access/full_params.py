@@ -7,11 +7,14 @@ of a unit; gathers for ranks that go different ways are in `coordinator.py`, opt
 
 [Note: writes] A write inside `GatheredParameters` counts if a `modifier_rank` was named: that rank's values go to all
 ranks, into the shard and, where they differ from what the master rounds to, into the master; elements that were not
-written keep all their fp32 bits. Without a named rank the values are compared, by a hash, with those at the beginning.
+written keep all their fp32 bits. Without a named rank the values are compared, by a hash, with those at the beginning:
+a write is an error, or with `discard_writes` is undone, as in DeepSpeed (TRL merges an adapter so, and unmerges it with
+the rounding of two additions).
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
@@ -22,10 +25,16 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from zeroaccel.comm.agree import agree_or_raise, agreed
 from zeroaccel.errors import UsageError
+from zeroaccel.logs import log_once
 from zeroaccel.zero.access.param_registry import ParamHandle, ParamRegistry, handle_of
 from zeroaccel.zero.coordinator import OnDemandUnshard, ParamCoordinator
 from zeroaccel.zero.layout import FlatTensor, whole_of
 from zeroaccel.zero.param_unit import ParamUnit
+from zeroaccel.zero.tensor_subclasses import set_local
+
+
+class _UnownedWrite(UsageError):
+    """A write that no rank was named for."""
 
 
 class GatheredParameters:
@@ -47,10 +56,12 @@ class GatheredParameters:
         modifier_rank: the rank whose writes count. Without it, a write is an error.
         fwd_module: accepted for DeepSpeed's signature; not needed.
         enabled: False makes it do nothing.
+        discard_writes: without a `modifier_rank` the block undoes its writes at the end, and warns of them.
 
     Raises:
         UsageError: on every rank, on leaving: the block wrote a parameter without a `modifier_rank`, or replaced its
-            storage. On entering: there is no rank `modifier_rank`, or it has only a part of a parameter.
+            storage, and was not to discard that. On entering: there is no rank `modifier_rank`, or it has only a part
+            of a parameter.
     """
 
     def __init__(
@@ -59,10 +70,14 @@ class GatheredParameters:
         modifier_rank: int | None = None,
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
+        *,
+        discard_writes: bool = False,
     ) -> None:
         listed = [params] if isinstance(params, Tensor) else list(params or ())
         self._params = listed if enabled else []
         self._rank = modifier_rank
+        self._discards = discard_writes and modifier_rank is None
+        self._before: dict[int, Tensor] = {}
         self._handles: list[ParamHandle] = []
         self._masters: dict[int, Tensor] = {}
         self._saving = ExitStack()
@@ -80,6 +95,8 @@ class GatheredParameters:
             registry.acquire(_units(handles), handles)
             for handle in handles:
                 registry.write_detector.enter(handle.buffer, handle.index, writes=self._rank is not None)
+                if self._discards and handle.buffer.persistent:  # of a sharded one the shard has them
+                    self._before[id(handle)] = handle.buffer.view(handle.index).detach().clone()
                 if self._rank is not None and handle.buffer.masters.reads_weights:
                     _require_settled(handle)  # these masters can be read only while the weights are as they are
                     self._masters[id(handle)] = handle.buffer.masters.read(handle.reach(handle.buffer.rank))
@@ -98,6 +115,11 @@ class GatheredParameters:
             keep_values = kind is None and (self._rank is None or not any(h.buffer.shard.rounds_writes for h in own))
             try:
                 self._settle(registry, own, error)
+            except _UnownedWrite as write:
+                keep_values = False
+                if not self._discards:
+                    raise
+                self._undo(own, write)
             except BaseException:
                 keep_values = False
                 raise
@@ -111,7 +133,9 @@ class GatheredParameters:
         # Errors may differ between ranks: all agree before the broadcast, so that none waits there for one that raised.
         error = raised if isinstance(raised, Exception) else None
         if raised is None:
-            error = _replaced(handles) or (None if self._rank is not None else _written(registry, handles))
+            error = _replaced(handles, self._discards)
+            if error is None and self._rank is None:
+                error = _written(registry, handles)
         elif error is None:
             return  # the program is ending (KeyboardInterrupt, SystemExit): no collective any more
         label = f"GatheredParameters({handles[0].slot.fqn}, {len(handles)} in all)"
@@ -128,6 +152,16 @@ class GatheredParameters:
             registry.everyone.broadcast(view.view(-1), self._rank, f"new values of {handle.slot.fqn}")
             store(handle, self._masters.get(id(handle)))
             registry.write_detector.refresh(handle.buffer, handle.index)
+
+    def _undo(self, handles: Sequence[ParamHandle], write: _UnownedWrite) -> None:
+        log_once(logging.WARNING, f"{str(write).partition(';')[0]:.300}: the values from before the block are kept")
+        with torch.no_grad():
+            for handle in handles:
+                view = handle.buffer.view(handle.index)
+                set_local(handle.param, view)
+                before = self._before.pop(id(handle), None)
+                if before is not None:
+                    view.detach().copy_(before)
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
@@ -262,11 +296,11 @@ def _that_fit(units: Sequence[ParamUnit], budget: int | None) -> list[ParamUnit]
     return chosen
 
 
-def _replaced(handles: Sequence[ParamHandle]) -> UsageError | None:
+def _replaced(handles: Sequence[ParamHandle], discards: bool) -> UsageError | None:
     names = [handle.slot.fqn for handle in handles if handle.replaced]
     if not names:
         return None
-    return UsageError(
+    return (_UnownedWrite if discards else UsageError)(
         f"GatheredParameters: {', '.join(names)}",
         expected="parameters to be changed in place",
         got="other storage assigned to .data",
@@ -292,7 +326,7 @@ def _written(registry: ParamRegistry, handles: Sequence[ParamHandle]) -> UsageEr
     if not names:
         return None
     differs = any(handle.buffer.persistent for handle in handles)
-    return UsageError(
+    return _UnownedWrite(
         f"GatheredParameters: {', '.join(names)} written without a modifier_rank",
         fix="pass the rank whose values count: GatheredParameters(params, modifier_rank=0)"
         + ("; this rank's copy is no longer that of the others" if differs else "; the values are as they were before"),

@@ -1,0 +1,5 @@
+"""A name that TRL imports."""
+
+
+class StructuredOutputsParams:
+    """Rules for what is generated, of which there are none here."""
