@@ -460,13 +460,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) square_sums(
 
 // ---- the decisions of a step: `step_control.py`; one thread ----
 
-extern "C" __global__ void write_facts(const int* largest, i64 history, i64 settings, double* facts) {
+extern "C" __global__ void write_facts(const int* largest, i64 history, i64 settings, int stop, double* facts) {
     u32 top = (u32)*largest;
     facts[0] = top >= INFINITY_BITS ? double_of(0x7ff0000000000000ull) : (double)__uint_as_float(top);
     facts[1] = (double)history;
     facts[2] = -(double)history;
     facts[3] = (double)settings;
     facts[4] = -(double)settings;
+    facts[5] = (double)stop;
 }
 
 extern "C" __global__ void largest_of_facts(const double* facts, int* largest) {
@@ -501,6 +502,7 @@ extern "C" __global__ void finalize(
     summary[1] = norm;
     summary[2] = same_history ? 1.0 : 0.0;
     summary[3] = same_settings ? 1.0 : 0.0;
+    summary[4] = facts[5];
 }
 
 // ---- codes: the format of `comm/quantized.py`; a warp has a block, blockIdx.y is the row ----

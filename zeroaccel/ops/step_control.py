@@ -4,10 +4,11 @@ Kernels of the optimizers read what is decided here (`control`), so the host may
 the update takes place. What the host wants to know itself (`summary`) it reads once, when it likes:
 
 ```text
-facts: (5,) float64     [largest, history, -history, settings, -settings], joined over the ranks by one all-reduce MAX
+facts: (6,) float64     [largest, history, -history, settings, -settings, stop], joined over the ranks by one
+                        all-reduce MAX
 sums: (2,) int64        of `reductions.square_sums_into`, joined by one all-reduce SUM
 control: (2,) float32   [factor of every gradient, whether the update applies (1 or 0)]
-summary: (4,) float64   [finite (1 or 0), norm, same history (1 or 0), same settings (1 or 0)]
+summary: (5,) float64   [finite (1 or 0), norm, same history (1 or 0), same settings (1 or 0), stop (1 or 0)]
 ```
 
 The arithmetic is that of the host: `reductions.norm_from` and `zero/grad_norm.py:clip_factor` in float64, to the
@@ -25,28 +26,29 @@ from zeroaccel.ops.device_kernels import kernels_for
 from zeroaccel.ops.reductions import SUM_BITS, power_of_two
 
 
-def write_facts(largest: Tensor, history: int, settings: int, facts: Tensor) -> None:
+def write_facts(largest: Tensor, history: int, settings: int, stop: bool, facts: Tensor) -> None:
     """Writes what the ranks compare at a step, in the form of which one maximum tells all.
 
     Example:
-        >>> largest, facts = torch.tensor([2.5]).view(torch.int32), torch.empty(5, dtype=torch.float64)
-        >>> write_facts(largest, 7, 9, facts)
+        >>> largest, facts = torch.tensor([2.5]).view(torch.int32), torch.empty(6, dtype=torch.float64)
+        >>> write_facts(largest, 7, 9, True, facts)
         >>> facts.tolist()
-        [2.5, 7.0, -7.0, 9.0, -9.0]
+        [2.5, 7.0, -7.0, 9.0, -9.0, 1.0]
 
     Args:
         largest: (1,) int32, of `reductions.max_abs_into`.
         history: digest below 2**52 of the collectives this rank has issued.
         settings: likewise, of its optimizer's hyperparameters.
-        facts: (5,) float64 on the device of `largest`; gets inf as the largest where it is inf or NaN.
+        stop: this rank was asked to stop.
+        facts: (6,) float64 on the device of `largest`; gets inf as the largest where it is inf or NaN.
     """
     kernels = kernels_for(facts.device)
     if kernels is not None:
-        kernels.write_facts(largest, history, settings, facts)
+        kernels.write_facts(largest, history, settings, stop, facts)
         return
     value = largest.view(torch.float32).to(torch.float64)
     facts[:1].copy_(torch.where(value.isfinite(), value, math.inf))
-    for place, digest in enumerate((history, -history, settings, -settings), start=1):
+    for place, digest in enumerate((history, -history, settings, -settings, int(stop)), start=1):
         facts[place].fill_(digest)
 
 
@@ -73,23 +75,23 @@ def finalize(
     """Decides whether and by which factor the update applies, from what the ranks have joined.
 
     Example:
-        >>> facts = torch.tensor([2.0, 7.0, -7.0, 9.0, -9.0], dtype=torch.float64)
-        >>> control, summary = torch.empty(2), torch.empty(4, dtype=torch.float64)
+        >>> facts = torch.tensor([2.0, 7.0, -7.0, 9.0, -9.0, 0.0], dtype=torch.float64)
+        >>> control, summary = torch.empty(2), torch.empty(5, dtype=torch.float64)
         >>> settings = {"clipping": 0.0, "grad_factor": 1.0, "skip_overflow": True}
         >>> finalize(facts, None, scale=4.0, **settings, control=control, summary=summary)
         >>> control.tolist(), summary.tolist()
-        ([0.25, 1.0], [1.0, nan, 1.0, 1.0])
+        ([0.25, 1.0], [1.0, nan, 1.0, 1.0, 0.0])
 
     Args:
-        facts: (5,) float64, see `write_facts`.
+        facts: (6,) float64, see `write_facts`.
         sums: (2,) int64, of `reductions.square_sums_into` with the largest of `facts`; None where no norm is wanted.
         scale: the loss scale, which the gradients are still multiplied by.
         clipping: the largest norm of the unscaled gradients; 0 for any.
         grad_factor: of the program; the smaller one of this and the clipping factor counts.
         skip_overflow: whether gradients that are not finite leave everything as it is.
         control: (2,) float32, gets [min(clip factor, grad_factor) / scale, whether the update applies].
-        summary: (4,) float64, gets [finite, norm, same history, same settings]; the norm is still scaled, and NaN
-            where it was not computed or the others are not all 1.
+        summary: (5,) float64, gets [finite, norm, same history, same settings, stop]; the norm is still scaled, and
+            NaN where it was not computed or the three checks are not all 1.
     """
     kernels = kernels_for(facts.device)
     if kernels is not None:
@@ -115,7 +117,7 @@ def finalize(
         applies = applies & finite
     control.copy_(torch.stack((factor, applies.to(torch.float64))))
     flags = [flag.to(torch.float64) for flag in (finite, same_history, same_settings)]
-    summary.copy_(torch.stack((flags[0], norm, *flags[1:])))
+    summary.copy_(torch.stack((flags[0], norm, *flags[1:], facts[5])))
 
 
 def _norm(largest: Tensor, sums: Tensor) -> Tensor:

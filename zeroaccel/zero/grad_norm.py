@@ -37,12 +37,14 @@ class GradStats:
         norm: the global L2 norm, still multiplied by the loss scale; NaN when not computed or not finite.
         same_history: every rank issued the same collectives since the start.
         same_settings: every rank's optimizer has the same hyperparameters.
+        stop: a rank was asked to stop before it joined this step.
     """
 
     finite: bool
     norm: float
     same_history: bool
     same_settings: bool
+    stop: bool = False
 
     def unscaled_norm(self, loss_scale: float) -> float | None:
         """The norm of the gradients themselves; inf where one is not finite, None where it was not computed."""
@@ -102,7 +104,7 @@ class DeviceStats:
     """A `GradCheck` on the device, where the update reads its outcome. See [Note: boundary].
 
     Args:
-        facts: (5,) float64 of all ranks: the largest magnitude, and the two digests as (largest, -smallest).
+        facts: (6,) float64 of all ranks: the largest magnitude, the two digests as (largest, -smallest), and `stop`.
         sums: (2,) int64 of all ranks, as `square_sums`; None where no norm was asked for.
     """
 
@@ -119,7 +121,7 @@ class DeviceStats:
         Where the ranks differ no update applies either. Also starts to copy the statistics to the host.
         """
         control = torch.empty(2, dtype=torch.float32, device=self._facts.device)
-        summary = torch.empty(4, dtype=torch.float64, device=self._facts.device)
+        summary = torch.empty(5, dtype=torch.float64, device=self._facts.device)
         finalize(
             self._facts,
             self._sums,
@@ -139,7 +141,7 @@ class DeviceStats:
         if summary.device.type != "cuda":
             self._host = summary
             return
-        self._host = torch.empty(4, dtype=torch.float64, pin_memory=True)
+        self._host = torch.empty(5, dtype=torch.float64, pin_memory=True)
         self._host.copy_(summary, non_blocking=True)
         self._event = torch.cuda.Event()
         self._event.record()
@@ -151,8 +153,8 @@ class DeviceStats:
             assert self._host is not None, "the statistics were not copied"
             if self._event is not None:
                 self._event.synchronize()
-            finite, norm, same_history, same_settings = self._host.tolist()
-            self._stats = GradStats(bool(finite), norm, bool(same_history), bool(same_settings))
+            finite, norm, *flags = self._host.tolist()
+            self._stats = GradStats(bool(finite), norm, *map(bool, flags))
         return self._stats
 
     @property
@@ -169,21 +171,23 @@ class DeviceStats:
 
 @dataclass(frozen=True)
 class RankDigests:
-    """What is compared between the ranks at a step: digests below 2^52, which a float64 has exactly.
+    """What a rank tells the others at a step: digests below 2^52, which a float64 has exactly, and whether to stop.
 
     Attributes:
         history: of the collectives that this rank has issued.
         settings: of its optimizer's hyperparameters.
+        stop: it was asked to stop.
     """
 
     history: int
     settings: int
+    stop: bool = False
 
 
 def join_facts_on_host(
     shards: Sequence[Tensor], digests: RankDigests, collectives: Collectives, device: torch.device
 ) -> Tensor:
-    """(5,) float64 in host memory, of all ranks: as `step_control.write_facts`. One small all-reduce.
+    """(6,) float64 in host memory, of all ranks: as `step_control.write_facts`. One small all-reduce.
 
     In a pipeline two: histories are compared within its stages, which issue collectives of their own.
 
@@ -191,10 +195,10 @@ def join_facts_on_host(
         shards: the mean gradients of this rank's own elements, in host memory, any float dtype, any number.
         device: that the ranks compute on, and by which the facts travel.
     """
-    # One collective carries three answers: an overflow anywhere, and two digests as (value, -value), so that one
-    # maximum shows the largest and the smallest of each.
+    # One collective carries four answers: an overflow anywhere, two digests as (value, -value), so that one maximum
+    # shows the largest and the smallest of each, and a stop anywhere.
     largest = max((max_abs(shard) for shard in shards), default=0.0)
-    values = [largest, digests.history, -digests.history, digests.settings, -digests.settings]
+    values = [largest, digests.history, -digests.history, digests.settings, -digests.settings, digests.stop]
     facts = torch.tensor(values, dtype=torch.float64)
     if collectives.peers is not collectives.job:
         _all_reduce(facts, "max", FACTS_LABEL, collectives.peers, device)
@@ -215,8 +219,8 @@ def join_facts_on_device(largest: Tensor, digests: RankDigests, collectives: Col
     Args:
         largest: (1,) int32, of `max_abs_into` over this rank's gradients.
     """
-    facts = torch.empty(5, dtype=torch.float64, device=largest.device)
-    write_facts(largest, digests.history, digests.settings, facts)
+    facts = torch.empty(6, dtype=torch.float64, device=largest.device)
+    write_facts(largest, digests.history, digests.settings, digests.stop, facts)
     if collectives.peers is not collectives.job:
         collectives.peers.all_reduce_on_device(facts, "max", FACTS_LABEL)
         _outcome_of_histories(facts)
@@ -235,20 +239,20 @@ def stats_on_host(
         device: that the ranks compute on, and by which the sums travel.
         norm: whether to compute the norm too.
     """
-    largest, latest, earliest, highest, lowest = facts.tolist()
-    same_history, same_settings = latest == -earliest, highest == -lowest
+    largest, latest, earliest, highest, lowest, stop = facts.tolist()
+    same_history, same_settings, stop = latest == -earliest, highest == -lowest, bool(stop)
     finite = math.isfinite(largest)
     if not (finite and same_history and same_settings and norm):
-        return GradStats(finite, math.nan, same_history, same_settings)
+        return GradStats(finite, math.nan, same_history, same_settings, stop)
     if largest == 0.0:
-        return GradStats(True, 0.0, same_history, same_settings)
+        return GradStats(True, 0.0, same_history, same_settings, stop)
     # Every rank scales by the power of two above the global maximum, so no square overflows its 50 bits.
     exponent = norm_exponent(largest)
     sums = torch.zeros(2, dtype=torch.int64)
     for shard in counted:
         sums += torch.tensor(square_sums(shard, exponent), dtype=torch.int64)
     _all_reduce(sums, "sum", NORM_LABEL, collectives.job, device)
-    return GradStats(True, norm_from(int(sums[0]), int(sums[1]), exponent), same_history, same_settings)
+    return GradStats(True, norm_from(int(sums[0]), int(sums[1]), exponent), same_history, same_settings, stop)
 
 
 def _all_reduce(
