@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         ConfigError,
         EngineStateError,
         OffloadError,
+        Preempted,
         UsageError,
         ZeroAccelError,
     )
@@ -69,6 +70,7 @@ __all__ = [
     "ParallelConfig",
     "PartialState",
     "PipelineConfig",
+    "Preempted",
     "ProfileKwargs",
     "ProjectConfiguration",
     "UsageError",
@@ -99,7 +101,8 @@ _PROVIDES = {
     "accelerate.zero_plugin": "DeepSpeedPlugin ZeroPlugin",
     "config.parallel": "ParallelConfig PipelineConfig",
     "data": "DataLoaderConfiguration skip_first_batches",
-    "errors": "CheckpointError CollectiveError ConfigError EngineStateError OffloadError UsageError ZeroAccelError",
+    "errors": "CheckpointError CollectiveError ConfigError EngineStateError OffloadError Preempted UsageError "
+    "ZeroAccelError",
     "initialization": "initialize",
     "seeds": "set_seed synchronize_rng_states",
     "telemetry.trackers": "GeneralTracker",

@@ -10,6 +10,8 @@ ZeroAccelError                 exit code 1
  +- OffloadError     (RuntimeError) 74   offloaded data cannot be written or read back
  +- CollectiveError  (RuntimeError) 75   a collective failed, or the ranks are not at the same one
      +- CollectiveTimeoutError           ... and one of them waited longer than the limit
+
+Preempted        (SystemExit)      85   no error: the run was asked to stop, and has been saved
 ```
 
 Every message has an address: *where* (a config key path, a parameter name, file:line), what was expected,
@@ -32,6 +34,7 @@ __all__ = [
     "ConfigError",
     "EngineStateError",
     "OffloadError",
+    "Preempted",
     "ShardStateError",
     "UsageError",
     "ZeroAccelError",
@@ -124,6 +127,20 @@ class CollectiveError(ZeroAccelError, RuntimeError):
 
 class CollectiveTimeoutError(CollectiveError):
     """A collective waited longer than the limit because the ranks were not at the same one."""
+
+
+class Preempted(SystemExit):
+    """The run was asked to stop and has been saved: start the job again. Ends the process unless it is caught.
+
+    Args:
+        headline: what was saved.
+    """
+
+    exit_code: ClassVar[int] = 85  # as HTCondor expects of a job that has saved itself to be continued
+
+    def __init__(self, headline: str) -> None:
+        super().__init__(self.exit_code)
+        self.headline = headline
 
 
 _OWN_FOLDERS = (f"{os.path.dirname(os.path.abspath(__file__))}{os.sep}", f"{os.sep}site-packages{os.sep}torch{os.sep}")

@@ -43,11 +43,11 @@ from zeroaccel.config.launch.launch_settings import LaunchSettings, Streams
 from zeroaccel.errors import CollectiveError, ConfigError
 
 from . import runner
-from .failures import AFTER_FAILURE_SECONDS, RankEnd, Report, read_report
+from .failures import AFTER_FAILURE_SECONDS, RankEnd, Report, preemption, read_report
 from .launch_plan import LaunchPlan
 from .orphans import LAUNCH_ID, ProcessWatch, end_orphans, wake_stopped
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # the last is SLURM's warning
 
 
 class StopSignals:
@@ -318,7 +318,8 @@ def run_plan(plan: LaunchPlan, log: Callable[[str], None], arrival_seconds: floa
         except ChildFailedError as error:
             return JobEnd(tuple(files.end_of(rank, failure) for rank, failure in sorted(error.failures.items())))
         except SignalException as error:
-            return JobEnd(signal=int(error.sigval))
+            ends = files.ends()
+            return JobEnd(ends) if preemption(ends, plan.num_local) else JobEnd(signal=int(error.sigval))
         except (RendezvousError, DistError) as error:
             if ends := files.ends():
                 return JobEnd(ends)  # the agent has lost the store, but the ranks have reported why they end

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from zeroaccel.errors import Preempted
+
 ReportKind = Literal["exception", "on_purpose", "exit", "interrupt"]
 
 _NEVER_A_CONSEQUENCE = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
@@ -121,6 +123,12 @@ def first_failure(ends: Sequence[RankEnd]) -> RankEnd:
 def exit_code(end: RankEnd) -> int:
     """The launcher's exit code for this end: the same, or 128 + n for signal n as in a shell."""
     return end.exit_code if end.exit_code > 0 else 128 - end.exit_code
+
+
+def preemption(ends: Sequence[RankEnd], num_ranks: int) -> str:
+    """What a preempted run has saved; "" where not all ranks have ended so."""
+    reports = [end.report for end in ends if end.report is not None and exit_code(end) == Preempted.exit_code]
+    return reports[0].headline if reports and len(reports) == num_ranks else ""
 
 
 def explain_failure(

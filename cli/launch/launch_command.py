@@ -22,12 +22,12 @@ from zeroaccel.config.launch.launch_json import check_json
 from zeroaccel.config.launch.launch_settings import LaunchSettings, launch_settings, wrong_settings
 from zeroaccel.config.launch.launch_sources import ExplicitSettings, check_variables, gather, launched_environment
 from zeroaccel.config.schema import Config
-from zeroaccel.errors import ConfigError
+from zeroaccel.errors import ConfigError, Preempted
 from zeroaccel.offload.offload_folder import examine_folder
 
 from ..machine import gib, local_disks
 from .cluster_env import cluster_environment
-from .failures import exit_code, explain_failure, first_failure
+from .failures import exit_code, explain_failure, first_failure, preemption
 from .foreign_flags import ForeignFlags, foreign_flag_options, resolve_devices
 from .launch_flags import LaunchCommand, setting_flags, settings_from_flags
 from .launch_plan import LaunchPlan, Program, ProgramKind, local_rank_option, plan_launch
@@ -267,6 +267,9 @@ def _run(plan: LaunchPlan) -> int:
         return 128 + end.signal
     if not end.failures:
         return 0
+    if saved := preemption(end.failures, plan.num_local):
+        _log(f"preempted: {saved}; start the same command again to go on")
+        return Preempted.exit_code
     settings = plan.settings
     first_rank = min(failure.rank - failure.local_rank for failure in end.failures)
     _log(

@@ -79,7 +79,9 @@ class Reporter:
 
     def exited(self, exit_: SystemExit) -> int:
         """Reports a `sys.exit` with anything but success. Returns the exit code."""
-        if isinstance(exit_.code, int):
+        if isinstance(exit_.code, int) and hasattr(exit_, "headline"):  # the end of a run that has saved itself
+            headline, code = str(exit_.headline), exit_.code
+        elif isinstance(exit_.code, int):
             headline, code = f"sys.exit({exit_.code}) at {_place(exit_)}", exit_.code
         else:
             headline, code = f"{exit_.code} (sys.exit at {_place(exit_)})", 1

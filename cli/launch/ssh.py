@@ -28,10 +28,10 @@ from typing import IO, Any, BinaryIO
 
 from zeroaccel.config.launch.launch_settings import LaunchSettings, launch_settings
 from zeroaccel.config.launch.launch_sources import ExplicitSettings
-from zeroaccel.errors import ConfigError
+from zeroaccel.errors import ConfigError, Preempted
 
 from ..machine import is_known_host, is_own_host
-from .failures import RankEnd, Report, exit_code, explain_failure, first_failure
+from .failures import RankEnd, Report, exit_code, explain_failure, first_failure, preemption
 from .hostfile import Host, read_hostfile, select_hosts
 from .launch_plan import DEFAULT_PORT, Program, plan_launch
 from .node import MODULE
@@ -41,7 +41,7 @@ _READY_SECONDS = 120.0  # Python has to start there, from a file system that may
 _SIBLING_GRACE_SECONDS = 3.0  # for machines that fail alike to report it, before the others are stopped
 _STOP_SECONDS = 20.0  # beyond --shutdown_timeout, for an orderly end of all machines
 _ACKNOWLEDGE_SECONDS = 4.0  # for a machine to acknowledge "stop"; then it counts as cut off, and is not waited for
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 @dataclass(frozen=True)
@@ -272,6 +272,10 @@ class _MultiNodeJob:
 
     def _conclude(self) -> int:
         """Reports how the job ended, the cause last. Returns the exit code."""
+        ends = [end for session in self._sessions for end in session.ends]
+        if saved := preemption(ends, sum(len(session.job.ranks) for session in self._sessions)):
+            self._log(f"preempted: {saved}; start the same command again to go on")
+            return Preempted.exit_code
         if self._signal:
             running = [session.job.host for session in self._sessions if session.code is None]
             self._log(

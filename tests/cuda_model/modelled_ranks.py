@@ -128,7 +128,9 @@ class _ModelKernels(DeviceKernels):
 
     def write_facts(self, largest: Tensor, history: int, settings: int, stop: bool, facts: Tensor) -> None:
         super().write_facts(largest, history, settings, stop, facts)
-        self._cuda.call(lambda small, out: step_control.write_facts(small, history, settings, stop, out), largest, facts)
+        self._cuda.call(
+            lambda small, out: step_control.write_facts(small, history, settings, stop, out), largest, facts
+        )
 
     def largest_of_facts(self, facts: Tensor, largest: Tensor) -> None:
         super().largest_of_facts(facts, largest)

@@ -29,6 +29,7 @@ class GradientState:
         sync_with_dataloader: the last batch of a loader ends the accumulation, full or not.
         sync_each_batch: reduce gradients in every micro-step.
         shared_generators: random generators that become rank 0's whenever an iteration over a loader begins.
+        at_next_batch: called before a loader reads its next batch; may raise.
     """
 
     _newest: ClassVar[dict[str, Any] | None] = None
@@ -52,6 +53,7 @@ class GradientState:
         self.adjust_scheduler = adjust_scheduler
         self.sync_with_dataloader = sync_with_dataloader
         self.sync_each_batch = sync_each_batch
+        self.at_next_batch: Callable[[], None] | None = None
         self._loaders: list[Any] = []
 
     @property
@@ -90,6 +92,11 @@ class GradientState:
         if self.shared_generators:
             synchronize_rng_states(self.shared_generators)
         self._loaders.append(loader)
+
+    def next_batch(self) -> None:
+        """Called by a loader before it reads a batch; not between the last batch and the end of an iteration."""
+        if self.at_next_batch is not None:
+            self.at_next_batch()
 
     def remove_dataloader(self, loader: Any) -> None:
         """Called by a loader when its iteration ends, or is abandoned."""

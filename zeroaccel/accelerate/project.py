@@ -30,6 +30,8 @@ class ProjectConfiguration:
         automatic_checkpoint_naming: states are `project_dir/checkpoints/checkpoint_0`, `_1` and so on.
         total_limit: how many of these are kept; None for all.
         iteration: number of the next one; set by `load_state` to follow the state that was loaded.
+        save_on_preemption: when a rank receives SIGTERM or SIGUSR1, save a numbered state between two batches and end
+            with exit code 85. Needs `automatic_checkpoint_naming`.
         save_on_each_node: refused if set: all ranks write into one folder, which they must share.
 
     Example:
@@ -46,6 +48,7 @@ class ProjectConfiguration:
     total_limit: int | None = None
     iteration: int = 0
     save_on_each_node: bool = False
+    save_on_preemption: bool = False
 
     def __post_init__(self) -> None:
         where = "ProjectConfiguration"
@@ -60,6 +63,12 @@ class ProjectConfiguration:
             raise ConfigError(f"{where}.total_limit", expected="at least 1, or None to keep all", got=self.total_limit)
         if self.iteration < 0:
             raise ConfigError(f"{where}.iteration", expected="0 or more", got=self.iteration)
+        if self.save_on_preemption and not self.automatic_checkpoint_naming:
+            raise ConfigError(
+                f"{where}.save_on_preemption",
+                expected="automatic_checkpoint_naming=True, which names the states that it saves",
+                got=False,
+            )
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:

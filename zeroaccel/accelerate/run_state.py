@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,7 +42,7 @@ from zeroaccel.comm.agree import agreed, from_rank_0
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.config.bounds import parse_plain_json, read_at_most
 from zeroaccel.data import PreparedLoader
-from zeroaccel.errors import CheckpointError, UsageError
+from zeroaccel.errors import CheckpointError, Preempted, UsageError
 from zeroaccel.logs import logger
 from zeroaccel.zero.access.safetensors_file import parse_header
 from zeroaccel.zero.engine_base import EngineBase
@@ -109,6 +110,8 @@ class RunSaving:
         self._objects: list[Any] = []
         self._save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
         self._load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
+        self._watched: weakref.WeakSet[EngineBase] = weakref.WeakSet()
+        self._is_preempted = False
 
     def register(self, obj: Any) -> None:
         missing = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(obj, name, None))]
@@ -149,6 +152,30 @@ class RunSaving:
                 background = any(item.config.checkpoint.async_save for item in self._state.prepared)
                 prune_states(self.project, in_flight=1 if background else 0)
         return str(saved)
+
+    def watch_preemption(self) -> None:
+        """Has the engines prepared so far note a preemption, upon which `leave_if_preempted` acts."""
+        if self.project.save_on_preemption:
+            for item in self._state.prepared:
+                if item.optimizer is not None and item.engine not in self._watched:
+                    self._watched.add(item.engine)
+                    item.engine.when_preempted(self._note_preemption)
+
+    def _note_preemption(self) -> None:
+        self._is_preempted = True
+
+    def leave_if_preempted(self, step: int) -> None:
+        """Between two batches: saves a state and raises Preempted, once a step has found the ranks preempted.
+
+        Not within an accumulation, whose gradients would be lost, and not during an evaluation. All ranks come here
+        alike, as all have found so in the same step.
+        """
+        engines = [item.engine for item in self._state.prepared]
+        if self._is_preempted and all(engine.training and not engine.has_gradients for engine in self._watched):
+            saved = self.save(None, step)
+            for engine in engines:
+                engine.wait_for_checkpoint()
+            raise Preempted(f"saved state {saved}")
 
     def load(self, folder: PathLike | None) -> tuple[str, int]:
         """Returns the folder and the accelerator's `step`."""

@@ -31,7 +31,7 @@ from zeroaccel.checkpoint.tensor_store import TensorStore
 from zeroaccel.checkpoint.weights import consolidated_state_dict, save_model_files, save_weights
 from zeroaccel.comm.agree import agreed
 from zeroaccel.config.parallel import ParallelConfig
-from zeroaccel.errors import CheckpointError, EngineStateError
+from zeroaccel.errors import CheckpointError, EngineStateError, Preempted
 from zeroaccel.logs import logger
 from zeroaccel.zero.engine_base import EngineBase
 from zeroaccel.zero.precision import DynamicLossScale
@@ -133,6 +133,12 @@ class Checkpointer:
         else:
             save.write_now(self._ranks)
             logger.info("saved checkpoint %s", save.folder)
+
+    def save_and_leave(self, save_dir: PathLike) -> None:
+        """Saves a checkpoint, waits until it is complete, and raises Preempted."""
+        self.save_checkpoint(save_dir, None, None, True, exclude_frozen=False)
+        self.wait()
+        raise Preempted(f"saved checkpoint {os.path.abspath(save_dir)} at step {self._engine.global_steps}")
 
     def save_16bit_model(self, path: PathLike, *, exclude_frozen: bool) -> None:
         self.prepare_to_save("save_16bit_model")

@@ -1,40 +1,56 @@
-"""Patches of two calls of transformers that fail where parameters are sharded.
+"""Patches of calls of transformers that fail where parameters are sharded.
 
 `PreTrainedModel.save_pretrained` without a state dict is `accelerate/pretrained_saving.py`'s. `Trainer.train` after
 `evaluate` goes on with the engine of the evaluation, which has no optimizer and is destroyed by then: the patch starts
-from the model. Both are patched when an engine is made, and only if transformers is imported; `detach()` restores the
-originals.
+from the model. `TrainingArguments(enable_jit_checkpoint=True)` has each rank save when its own timer says so; here the
+ranks agree on the step, and save after `on_step_end` has counted it. All are patched when an engine is made, and only
+if transformers is imported; `detach()` restores the originals.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any
 
 from zeroaccel.accelerate import pretrained_saving
+from zeroaccel.comm.stop_notice import stop_notice
 from zeroaccel.zero.engine_base import EngineBase
 
-_ORIGINALS: dict[type, Callable[..., Any]] = {}
+_ORIGINALS: dict[tuple[type, str], Callable[..., Any]] = {}
 
 
 def attach(engine: EngineBase) -> None:
-    """Makes the two calls use this engine until it is destroyed."""
+    """Makes the calls use this engine until it is destroyed."""
     pretrained_saving.attach(engine)
     owner = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
-    if owner is not None and owner not in _ORIGINALS:
-        _ORIGINALS[owner] = owner.__dict__["train"]
-        owner.train = _from_the_model(_ORIGINALS[owner])
+    if owner is not None:
+        _patch(owner, "train", _from_the_model)
+    # Trainer has set its handler before it makes an engine; the engine's own takes its place.
+    saver = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
+    if engine.optimizer is not None and hasattr(saver, "is_checkpoint_requested"):
+        callback = sys.modules[type(saver).__module__].JITCheckpointCallback
+        # The engine has stepped when this is called, and the Trainer has not counted it.
+        _patch(callback, "on_pre_optimizer_step", lambda original: lambda *args, **kwargs: None)
+        _patch(type(saver), "_enable_checkpoint", lambda original: lambda saver: stop_notice.give())
+        engine.when_preempted(functools.partial(setattr, saver, "is_checkpoint_requested", True))
+
+
+def _patch(owner: type, name: str, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    if (owner, name) not in _ORIGINALS:
+        _ORIGINALS[owner, name] = original = vars(owner)[name]
+        setattr(owner, name, change(original))
 
 
 def detach() -> None:
     """Restores the original calls."""
     pretrained_saving.detach()
     while _ORIGINALS:
-        owner, original = _ORIGINALS.popitem()
-        owner.train = original  # type: ignore[attr-defined]
+        (owner, name), original = _ORIGINALS.popitem()
+        setattr(owner, name, original)
 
 
 def _from_the_model(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -49,6 +49,7 @@ from zeroaccel.config.section import (
     MaybeDtype,
     Name,
     NonNegativeNumber,
+    PathText,
     PositiveCount,
     PositiveNumber,
     UnreadSection,
@@ -136,6 +137,8 @@ class Checkpoint(ConfigSection):
     """Checkpoints that stay in a folder: saving removes the oldest."""
     save_random_state: Flag = False
     """Save the state of the random generators too; a run of as many ranks resumes with it."""
+    save_on_preemption: PathText | None = None
+    """Folder for a checkpoint when a rank receives SIGTERM or SIGUSR1; the process then ends with exit code 85."""
 
 
 def _steps_per_print(value: object) -> object:

@@ -40,6 +40,9 @@ class LoaderProgress(Protocol):
     def add_dataloader(self, loader: Any) -> None:
         """An iteration over `loader` begins."""
 
+    def next_batch(self) -> None:
+        """The loader is about to read a batch."""
+
     def remove_dataloader(self, loader: Any) -> None:
         """The iteration has ended or was abandoned."""
 
@@ -150,6 +153,8 @@ class PreparedLoader(DataLoader[Any]):
 
     def iterate(self, start: int | None) -> Iterator[Any]:
         """The next epoch from batch `start` on; with None from the position."""
+        if self._progress is not None:
+            self._progress.next_batch()
         position = self._position
         if not position.next_:
             position.epoch, position.batches = position.epoch + 1, 0
@@ -164,6 +169,8 @@ class PreparedLoader(DataLoader[Any]):
             for loaded in self._source.epoch(position.epoch, position.batches):
                 self._advance(loaded, position)
                 yield self._place(loaded.batch)
+                if self._progress is not None and not loaded.last:
+                    self._progress.next_batch()
         finally:
             if self._progress is not None:
                 self._progress.remove_dataloader(self)

@@ -107,6 +107,8 @@ def _complete(engine: EngineBase, plan: TrainPlan) -> None:
         engine.at_destroy(axis.undo)
         axis.attach(engine, plan.loader)
     if plan.optimizer.optimizer is not None:
+        if (folder := plan.config.checkpoint.save_on_preemption) is not None:
+            engine.when_preempted(partial(checkpointer.save_and_leave, folder))
         _let_modes_change_weights(plan.optimizer.optimizer, engine)
     elif plan.job.config is None:
         log_always("initialize: no config and no optimizer, so the engine is for inference and keeps the model whole")

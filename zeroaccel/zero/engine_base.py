@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from zeroaccel.comm.collectives import Collectives
+from zeroaccel.comm.stop_notice import stop_notice
 from zeroaccel.errors import CollectiveError, EngineStateError, OffloadError, UsageError
 from zeroaccel.optim.rank_facts import HyperparameterCheck
 from zeroaccel.telemetry.step_report import OffloadReport, StepReport
@@ -248,6 +249,7 @@ class EngineBase(nn.Module):
         self._weight_sender: WeightStreams | None = None
         self._refuses_compiled = parts.refuses_compiled
         self._undo: list[Callable[[], None]] = []
+        self._at_stop: list[Callable[[], object]] = []
         self._destroyed = False
 
     def _build_boundary(self, weights: WeightUpdate) -> StepBoundary:
@@ -349,6 +351,37 @@ class EngineBase(nn.Module):
             self._update()
             self._report.end("step")
             self._report.step(self)
+            self._stop_if_asked()
+
+    def when_preempted(self, call: Callable[[], object]) -> None:
+        """Calls `call` once on all ranks, after the same step, when one was asked to stop. (all ranks, before step 1)
+
+        SIGTERM and SIGUSR1 ask a process. The ranks learn of it by the exchange that each step has anyway; on a GPU one
+        step later. `call` may save, and raise `zeroaccel.Preempted`.
+
+        Example:
+            >>> import torch, zeroaccel
+            >>> from zeroaccel.errors import Preempted
+            >>> model = torch.nn.Linear(4, 2)
+            >>> config = {"train_micro_batch_size_per_gpu": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+            >>> engine, *_ = zeroaccel.initialize(model=model, config=config)
+            >>> def leave():
+            ...     raise Preempted(f"saved nothing at step {engine.global_steps}")
+            >>> engine.when_preempted(leave)
+            >>> engine.destroy()
+        """
+        boundary = self._require_boundary("when_preempted")
+        if not boundary.sends_stop:
+            boundary.sends_stop = True
+            self.at_destroy(stop_notice.listen())
+        self._at_stop.append(call)
+
+    def _stop_if_asked(self) -> None:
+        if not self._at_stop or not self._require_boundary("step").stops(self.global_steps - 1):
+            return
+        calls, self._at_stop = self._at_stop, []
+        for call in calls:
+            call()
 
     def count_micro_step(self) -> None:
         """Counts a micro-batch as `step()` does where nothing is updated, for loops that call it at boundaries only."""

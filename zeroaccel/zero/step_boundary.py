@@ -15,6 +15,7 @@ from torch import Tensor
 
 from zeroaccel.comm.agree import disagreement_report
 from zeroaccel.comm.collectives import Collectives
+from zeroaccel.comm.stop_notice import stop_notice
 from zeroaccel.errors import CollectiveError, listed
 from zeroaccel.logs import logger
 from zeroaccel.ops.device_kernels import kernels_for
@@ -48,6 +49,7 @@ class StepBoundary:
     Attributes:
         check: of the gradients of the coming update; None before they are complete.
         factor: an upper bound of the clipping factor of the coming update, set by the program.
+        sends_stop: the ranks tell each other whether one of them was asked to stop.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class StepBoundary:
     ) -> None:
         self.check: GradCheck | None = None
         self.factor = 1.0
+        self.sends_stop = False
         self._reducer = reducer
         self._weights = weights
         self._hyperparameters = hyperparameters
@@ -70,6 +73,7 @@ class StepBoundary:
         kernels_for(reducer.device)  # compiled now, and not in the first step
         self._last: tuple[GradCheck, float] | None = None  # with the loss scale of then
         self._unverified: deque[tuple[int, DeviceStats]] = deque()  # steps that went on before the ranks were compared
+        self._before: GradCheck | None = None  # of the step before the last that `stops` was called at
 
     @property
     def grad_norm(self) -> float | None:
@@ -146,6 +150,20 @@ class StepBoundary:
             step, check = self._unverified.popleft()
             self.read(check, step)
 
+    def stops(self, step: int) -> bool:
+        """Whether a rank was asked to stop, the same on all ranks; once after each step.
+
+        On a device that of the step before, as the host would wait for this one's: a step more is done.
+
+        Raises:
+            CollectiveError, UsageError: as `read`, of the step before.
+        """
+        check = self._last[0] if self._last is not None else None
+        if self._checks_on_device:
+            self._before, check = check, self._before
+            step -= 1
+        return check is not None and self.read(check, step).stop
+
     def settings_may_be_late(self) -> bool:
         """Whether the ranks were compared already, so that a loop may have changed settings since."""
         return self.check is not None or self._reducer.facts is not None
@@ -220,4 +238,5 @@ class StepBoundary:
     def _digests(self) -> RankDigests:
         # Settings of an update during backward were compared before it began, and `apply` checks that they still hold.
         settings = 0 if self._weights.is_early else self._hyperparameters.digest()
-        return RankDigests(self._collectives.flight_recorder.digest(), settings)
+        stop = self.sends_stop and stop_notice.received
+        return RankDigests(self._collectives.flight_recorder.digest(), settings, stop)
