@@ -6,7 +6,6 @@ import json
 import shlex
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ from tests import time_limits
 from tests.e2e.hosts import alive, files_of
 from tests.support.environment import free_port
 from tests.support.job import JobResult, RunningJob, run_command, running_command
+from zeroaccel.errors import Preempted
 
 LAUNCH = (sys.executable, "-m", "zeroaccel.cli", "launch", "--num_processes", "2", "--cpu")
 
@@ -226,45 +226,66 @@ def test_ranks_have_the_shutdown_timeout_after_sigterm(
     assert (killed in result.stderr.splitlines()) == (not saved)
 
 
-# A step ends a little after each whole second, and the signal comes between: both ranks see it in the same step.
 PREEMPTED = """
-import os, time
+import os, sys
 from pathlib import Path
 
-import torch, transformers
-from transformers import Trainer, TrainerCallback, TrainingArguments
+import torch
+from torch.utils.data import DataLoader
 
-class UntilTheSecond(TrainerCallback):
-    def on_step_begin(self, args, state, control, **_):
-        if state.global_step == 2:
-            Path(os.environ['RANK']).write_text(f'{os.getpid()}\\n')
-        time.sleep(1 - time.time() % 1)
+from zeroaccel import Accelerator, ProjectConfiguration, ZeroPlugin, set_seed
 
-sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)
-torch.manual_seed(0)
-data = [{'input_ids': torch.arange(8), 'labels': torch.arange(8)}] * 4000
-settings = TrainingArguments(
-    'out', max_steps=1000, enable_jit_checkpoint=True, per_device_train_batch_size=2, report_to=[], save_strategy='no',
-    dataloader_pin_memory=False, disable_tqdm=True,
-)
-model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
-Trainer(model=model, args=settings, train_dataset=data, callbacks=[UntilTheSecond()]).train()
+project = ProjectConfiguration('run', automatic_checkpoint_naming=True, save_on_preemption=True)
+accelerator = Accelerator(zero_plugin=ZeroPlugin(zero_stage=2), project_config=project)
+set_seed(0)
+model = torch.nn.Linear(4, 1)
+loader = DataLoader(torch.randn(4000, 4), batch_size=2, shuffle=True)
+model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), loader)
+if Path('run').exists():
+    accelerator.load_state()
+    print(accelerator.process_index, model.global_steps, flush=True)
+    sys.exit()
+for (step, x) in enumerate(loader):
+    accelerator.backward(model(x).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+    if step == 3:
+        Path(os.environ['RANK']).write_text(f'{os.getpid()}\\n')
 """
 
 
+@pytest.mark.parametrize(
+    ("number", "to_launcher"),
+    [
+        pytest.param(signal.SIGTERM, True, id="SIGTERM"),
+        pytest.param(signal.SIGUSR1, True, id="SIGUSR1"),
+        pytest.param(signal.SIGTERM, False, id="one rank", marks=pytest.mark.slow),
+    ],
+)
+def test_a_preempted_job_is_saved_and_says_so(tmp_path: Path, number: signal.Signals, to_launcher: bool) -> None:
+    script = _script(tmp_path, PREEMPTED)
+    with _running(script, ["0", "1"]) as (job, processes):
+        job.send_signal(number) if to_launcher else processes[1].send_signal(number)
+        result = job.wait()
+    assert result.returncode == Preempted.exit_code
+    saved = tmp_path / "run" / "checkpoints" / "checkpoint_0"
+    last = f"zeroaccel: preempted: saved state {saved}; start the same command again to go on"
+    assert result.stderr.splitlines()[-1] == last
+    again = run_command([*LAUNCH, script], timeout=60.0, cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    (steps,) = {line.split()[1] for line in again.stdout.splitlines()}
+    assert int(steps) > 3
+
+
 @pytest.mark.slow
-def test_a_trainer_that_saves_just_in_time_finishes_its_checkpoint(tmp_path: Path) -> None:
+def test_a_trainer_that_is_preempted_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     if not hasattr(transformers.TrainingArguments, "enable_jit_checkpoint"):
         pytest.skip("this transformers has no enable_jit_checkpoint")
-    script = _script(tmp_path, PREEMPTED)
-    with _running(script, ["0", "1"], "--engine", "zeroaccel", "--zero_stage", "3") as (job, _):
-        time.sleep((0.5 - time.time()) % 1)
-        job.send_signal(signal.SIGTERM)
-        result = job.wait()
-    assert result.returncode == 128 + signal.SIGTERM
-    assert "were killed" not in result.stderr
-    (checkpoint,) = (tmp_path / "out").glob("checkpoint-*")
-    names = {path.name for path in checkpoint.iterdir()}
-    assert "checkpoint-is-incomplete.txt" not in names
-    assert {"trainer_state.json", "latest"} <= names
+    program = Path(__file__).with_name("preempted_trainer.py")
+    command = [*LAUNCH[:-1], "--engine", "zeroaccel", program, tmp_path, "3", "2", "0"]
+    result = run_command(command, timeout=100.0)
+    assert result.returncode == 0, result.stderr[-3000:]
+    outcome = json.loads(next(line for line in result.stdout.splitlines() if line.startswith('{"stage"')))
+    assert outcome["wrong"] == 0
+    assert outcome["preemptions"] >= 2
