@@ -28,5 +28,6 @@ ABOUT: Mapping[str, str] = {
     "hostfile": "the machines of a job that one of them starts",
     "slurm.sbatch": "job script for SLURM",
     "kubernetes.yaml": "job for Kubernetes, as a PyTorchJob",
+    "trainjob.yaml": "job for Kubernetes, as a TrainJob of Kubeflow Trainer v2",
 }
 """File of this folder -> what it is for."""

@@ -11,7 +11,7 @@ ZeroAccelError                 exit code 1
  +- CollectiveError  (RuntimeError) 75   a collective failed, or the ranks are not at the same one
      +- CollectiveTimeoutError           ... and one of them waited longer than the limit
 
-Preempted        (SystemExit)      85   no error: the run was asked to stop, and has been saved
+Preempted        (SystemExit)      85   no error: the run saved itself on a signal
 ```
 
 Every message has an address: *where* (a config key path, a parameter name, file:line), what was expected,
@@ -130,10 +130,10 @@ class CollectiveTimeoutError(CollectiveError):
 
 
 class Preempted(SystemExit):
-    """The run was asked to stop and has been saved: start the job again. Ends the process unless it is caught.
+    """A signal asked the run to stop, and it saved itself: start the job again. Ends the process unless caught.
 
     Args:
-        headline: what was saved.
+        headline: says which checkpoint has the run.
     """
 
     exit_code: ClassVar[int] = 85  # as HTCondor expects of a job that has saved itself to be continued

@@ -318,8 +318,7 @@ def run_plan(plan: LaunchPlan, log: Callable[[str], None], arrival_seconds: floa
         except ChildFailedError as error:
             return JobEnd(tuple(files.end_of(rank, failure) for rank, failure in sorted(error.failures.items())))
         except SignalException as error:
-            ends = files.ends()
-            return JobEnd(ends) if preemption(ends, plan.num_local) else JobEnd(signal=int(error.sigval))
+            return _end_by_signal(error, files.ends(), plan.num_local)
         except (RendezvousError, DistError) as error:
             if ends := files.ends():
                 return JobEnd(ends)  # the agent has lost the store, but the ranks have reported why they end
@@ -330,6 +329,10 @@ def run_plan(plan: LaunchPlan, log: Callable[[str], None], arrival_seconds: floa
                 end_orphans(launch_id)
             if is_temporary:
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def _end_by_signal(error: SignalException, ends: tuple[RankEnd, ...], num_local: int) -> JobEnd:
+    return JobEnd(ends) if preemption(ends, num_local) else JobEnd(signal=int(error.sigval))
 
 
 @contextmanager

@@ -27,10 +27,10 @@ def test_every_template_is_right(name: str) -> None:
     kind, _ = validate_file(str(TEMPLATES / name))
     assert kind == {"json": "JSON config", "yaml": "launch file", "sbatch": "job script", "hostfile": "hostfile"}.get(
         name.rpartition(".")[2], ""
-    ) or (name, kind) == ("kubernetes.yaml", "Kubernetes PyTorchJob")
+    ) or (name, kind) in (("kubernetes.yaml", "Kubernetes PyTorchJob"), ("trainjob.yaml", "Kubernetes TrainJob"))
 
 
-@pytest.mark.parametrize("name", ["slurm.sbatch", "kubernetes.yaml"])
+@pytest.mark.parametrize("name", ["slurm.sbatch", "kubernetes.yaml", "trainjob.yaml"])
 def test_the_page_of_clusters_has_the_file_as_it_is(name: str) -> None:
     assert (TEMPLATES / name).read_text() in (ROOT / "docs" / "clusters.md").read_text()
 
@@ -91,14 +91,24 @@ def test_the_job_script_of_slurm(tmp_path: Path) -> None:
     programs.mkdir()
     for name, text in {
         "srun": 'shift; SLURM_NODEID=0 exec "$@"',
-        "scontrol": "echo 127.0.0.1",
+        "scontrol": "[ $1 = requeue ] && echo $2 > requeued || echo 127.0.0.1",
         "zeroaccel": f'exec {sys.executable} -m zeroaccel.cli "$@"',
     }.items():
         (programs / name).write_text(f"#!/bin/sh\n{text}\n")
         (programs / name).chmod(0o755)
     text = (TEMPLATES / "slurm.sbatch").read_text()
     (tmp_path / "job").write_text(text.replace("PORT=29500", f"PORT={free_port()}"))
-    slurm = {"SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "here", "SLURM_GPUS_ON_NODE": "2", "ZEROACCEL_USE_CPU": "1"}
+    slurm = {
+        "SLURM_JOB_ID": "17",
+        "SLURM_NNODES": "1",
+        "SLURM_JOB_NODELIST": "here",
+        "SLURM_GPUS_ON_NODE": "2",
+        "ZEROACCEL_USE_CPU": "1",
+    }
     path = f"{programs}{os.pathsep}{outside_any_job()['PATH']}"
     facts = _launched(tmp_path, ["bash", "job"], PATH=path, **slurm)
     assert [fact.rpartition(",")[0] for fact in facts] == ["0,2,3,bf16", "1,2,3,bf16"]
+    assert not (tmp_path / "requeued").exists()
+    (programs / "zeroaccel").write_text("#!/bin/sh\nexit 85\n")
+    assert run_command(["bash", "job"], cwd=tmp_path, env={"PATH": path, **slurm}).returncode == 85
+    assert (tmp_path / "requeued").read_text() == "17\n"

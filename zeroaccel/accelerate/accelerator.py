@@ -226,8 +226,6 @@ class Accelerator(ControlFlow):
         self._loop = TrainingLoop(self.state, self.gradient_state)
         self._models = ModelSaving(self.state, self.collectives)
         self._run = RunSaving(self.state, self.dataloaders, self.collectives, project)
-        if project.save_on_preemption:
-            self.gradient_state.at_next_batch = lambda: self._run.leave_if_preempted(self.step)
         self._triggered = False
         join_accelerate(cpu=partial.device.type == "cpu")
 
@@ -408,7 +406,7 @@ class Accelerator(ControlFlow):
             )
         kinds = sort_objects(objects)
         prepared = self._preparation.prepare(kinds, optimizer_kind)
-        self._run.watch_preemption()
+        self._run.watch_preemption(self.gradient_state, self._loop)
         for index, loader in kinds.loaders:
             prepared[index] = self.prepare_data_loader(loader, device_placement)
         result = [prepared.get(index, value) for index, value in enumerate(objects)]

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from zeroaccel.accelerate.accelerator_state import AcceleratorState
+from zeroaccel.accelerate.prepared_optimizer import GradientState
 from zeroaccel.accelerate.project import (
     STATE_NAME,
     ProjectConfiguration,
@@ -36,6 +37,7 @@ from zeroaccel.accelerate.project import (
     prune_states,
     saved_states,
 )
+from zeroaccel.accelerate.training_loop import TrainingLoop
 from zeroaccel.checkpoint.atomic_write import remove_abandoned, write_durably
 from zeroaccel.checkpoint.plain_codec import decode, encode, random_state, restore_random_state
 from zeroaccel.comm.agree import agreed, from_rank_0
@@ -153,18 +155,20 @@ class RunSaving:
                 prune_states(self.project, in_flight=1 if background else 0)
         return str(saved)
 
-    def watch_preemption(self) -> None:
-        """Has the engines prepared so far note a preemption, upon which `leave_if_preempted` acts."""
-        if self.project.save_on_preemption:
-            for item in self._state.prepared:
-                if item.optimizer is not None and item.engine not in self._watched:
-                    self._watched.add(item.engine)
-                    item.engine.when_preempted(self._note_preemption)
+    def watch_preemption(self, gradients: GradientState, loop: TrainingLoop) -> None:
+        """Has the engines prepared so far note a preemption, and loaders save the run then at their next batch."""
+        if not self.project.save_on_preemption:
+            return
+        gradients.at_next_batch = lambda: self._leave_if_preempted(loop.step)
+        for item in self._state.prepared:
+            if item.optimizer is not None and item.engine not in self._watched:
+                self._watched.add(item.engine)
+                item.engine.when_preempted(self._note_preemption)
 
     def _note_preemption(self) -> None:
         self._is_preempted = True
 
-    def leave_if_preempted(self, step: int) -> None:
+    def _leave_if_preempted(self, step: int) -> None:
         """Between two batches: saves a state and raises Preempted, once a step has found the ranks preempted.
 
         Not within an accumulation, whose gradients would be lost, and not during an evaluation. All ranks come here

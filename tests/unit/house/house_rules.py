@@ -88,14 +88,14 @@ ENVIRONMENT_READERS = {
 
 # Folder -> its most code lines. A commit that raises one says what the lines are worth.
 MAX_CODE_LINES: Mapping[str, int] = {
-    "": 835,
-    "accelerate": 3320,
-    "checkpoint": 6010,
+    "": 841,
+    "accelerate": 3342,
+    "checkpoint": 6013,
     "cli": 6980,
-    "comm": 3490,
+    "comm": 3517,
     "compat": 2990,
     "config": 4390,
-    "data": 800,
+    "data": 802,
     "estimate": 1755,
     "offload": 980,
     "ops": 2230,
