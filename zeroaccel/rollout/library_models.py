@@ -1,7 +1,7 @@
 """What PEFT and transformers make of weights that leave the model: adapters are merged in, layouts are those of files.
 
 Adapters are merged into copies of the weights that they are on, by their own rule. For layers in the manner of PEFT: a
-wrapper with `base_layer`, `merge(safe_merge=True)` and `merged_adapters`. Layouts are converted unit by unit: what is
+wrapper with `base_layer`, `merge()` and `merged_adapters`. Layouts are converted unit by unit: what is
 converted together, such as the experts of a layer, is in one unit.
 """
 
@@ -17,17 +17,20 @@ from torch import Tensor, nn
 from zeroaccel.errors import UsageError
 
 
-def merged_weights(model: nn.Module, params: Iterable[nn.Parameter]) -> dict[int, Tensor]:
+def merged_weights(layers: Iterable[tuple[str, Any]], params: Iterable[nn.Parameter]) -> dict[int, Tensor]:
     """id(parameter) -> its value with the active adapters, for those of `params` that have any.
 
     Parameters of the layers around them are unsharded.
+
+    Args:
+        layers: those of `adapter_layers`.
 
     Raises:
         UsageError: adapters are merged into the weights already, or an adapter replaces a parameter.
     """
     wanted = {id(param) for param in params}
     merged: dict[int, Tensor] = {}
-    for name, layer in adapter_layers(model):
+    for name, layer in layers:
         if any(id(param) in wanted for param in layer.base_layer.parameters(recurse=False)):
             merged.update(_merged(name, layer))
     return {key: value for key, value in merged.items() if key in wanted}
@@ -53,11 +56,13 @@ def _merged(name: str, layer: Any) -> dict[int, Tensor]:
     before = {key: param.data for key, param in own.items()}
     try:
         with torch.no_grad():
-            layer.merge(safe_merge=True)  # which adds in a copy, and assigns it
+            for key, param in own.items():
+                param.data = before[key].clone()
+            layer.merge()
         after = dict(base.named_parameters(recurse=False))
         if any(after.get(key) is not param for key, param in own.items()):
             raise UsageError(f"engine.stream_weights(merge_adapters): {name}", expected="an adapter that adds in place")
-        return {id(param): param.data for key, param in own.items() if param.data is not before[key]}
+        return {id(param): param.data for param in own.values()}
     finally:
         for key, param in own.items():
             param.data = before[key]

@@ -195,17 +195,18 @@ class WeightSender:
         head = {"version": self.version, "since": None, "sender": leads.index(state.lead), "senders": len(leads)}
         bucket = _Bucket(request.bucket_nbytes, head, receives)
         failure: Exception | None = None
+        layers = list(adapter_layers(engine.module)) if request.merges else []
         for unit in engine.units:
             handles = self._wanted(unit, request)
             if not handles:
                 continue
-            units = [unit, *self._adapter_units(handles, request)]
+            units = [unit, *self._adapter_units(handles, layers)]
             engine.registry.acquire(units, handles if len(units) == 1 and not request.merges else ())
             try:
                 merged: dict[int, Tensor] = {}
                 if request.merges and receives and failure is None:
                     try:
-                        merged = merged_weights(engine.module, [handle.param for handle in handles])
+                        merged = merged_weights(layers, [handle.param for handle in handles])
                     except Exception as error:  # the other ranks go on to gather, and so does this one
                         failure = error
                 values = {
@@ -247,14 +248,12 @@ class WeightSender:
             and self._sent_name(handle.slot.fqn, request) is not None
         ]
 
-    def _adapter_units(self, handles: Iterable[ParamHandle], request: _StreamRequest) -> list[ParamUnit]:
+    def _adapter_units(self, handles: Iterable[ParamHandle], layers: Iterable[tuple[str, Any]]) -> list[ParamUnit]:
         """Other units with parameters of the adapters on these; none where a block has its own adapters."""
-        if not request.merges:
-            return []
         from_layers = {id(handle.unit): handle.unit for handle in handles}
         others: dict[int, ParamUnit] = {}
         own = {id(handle.param) for handle in handles}
-        for _, layer in adapter_layers(self._engine.module):
+        for _, layer in layers:
             if any(id(param) in own for param in layer.base_layer.parameters(recurse=False)):
                 for param in layer.parameters():
                     handle = self._engine.registry.handle(param)

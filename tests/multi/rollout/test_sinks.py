@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -99,6 +102,42 @@ def _wait(generator: Generator, count: int) -> list[str]:
 
 def test_a_group_with_another_program(ranks: Ranks) -> None:
     ranks(2).run(_over_channels)
+
+
+def _receives_one_packet(port: int) -> None:
+    channel = Channel(TCPStore("127.0.0.1", port, is_master=False), 0, 1, 1, timeout_seconds=60)
+    channel.receive()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _to_one_that_is_killed() -> list[float]:
+    engine = _engine()
+    rank, ranks = engine.collectives.rank, engine.collectives
+    losses = [_step(engine, 0)]
+    sink = store = None
+    if rank == 0:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        receiver = multiprocessing.get_context("fork").Process(target=_receives_one_packet, args=(store.port,))
+        receiver.start()
+        sink = ChannelSink(Channel(store, 0, 0, 1, timeout_seconds=60))
+    ranks.gather_objects(None, "the generator is there")
+    with pytest.raises(ConnectionError, match=r"weights of sender 0: the other side is gone .*\[rank 0\]"):
+        send(engine, engine.stream_weights(bucket_bytes=1 << 10, only_rank=0), sink)
+    losses += [_step(engine, index) for index in (1, 2)]
+    engine.destroy()
+    return losses
+
+
+def _uninterrupted() -> list[float]:
+    engine = _engine()
+    losses = [_step(engine, index) for index in range(3)]
+    engine.destroy()
+    return losses
+
+
+def test_a_receiver_that_is_killed_in_the_middle(ranks: Ranks) -> None:
+    """All ranks hear of it, and training goes on as if nothing had been sent."""
+    assert ranks(2).run(_to_one_that_is_killed) == ranks(2).run(_uninterrupted)
 
 
 class Dying(Sink):

@@ -139,8 +139,12 @@ class GatheredParameters:
         elif error is None:
             return  # the program is ending (KeyboardInterrupt, SystemExit): no collective any more
         label = f"GatheredParameters({handles[0].slot.fqn}, {len(handles)} in all)"
+        # One small all-reduce where no rank failed: a loop over a model comes here once per parameter.
+        failed = torch.tensor([float(error is not None)])
+        registry.everyone.all_reduce(failed, "max", label)
         try:
-            agree_or_raise(registry.everyone, error, label)
+            if failed.item():
+                agree_or_raise(registry.everyone, error, label)
         except Exception:
             if raised is None:
                 raise
