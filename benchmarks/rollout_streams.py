@@ -178,6 +178,38 @@ def _step_times(rounds: int) -> list[float]:
     return ratios
 
 
+def _adapter_times(rounds: int) -> list[float]:
+    """Seconds of a stream that merges LoRA of all layers / one that leaves adapters apart, in turn."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import zeroaccel
+
+    torch.manual_seed(0)
+    shape = {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 8, "num_attention_heads": 8}
+    base = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=4000)).bfloat16()
+    model = get_peft_model(base, LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False))
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": SMALL_RATE}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    }
+    engine, *_ = zeroaccel.initialize(model, config=config)
+    ratios = []
+    for number in range(rounds + 1):
+        took = {}
+        for merges in (bool(number % 2), not number % 2):
+            begun = time.perf_counter()
+            for _ in engine.stream_weights(merge_adapters=merges):
+                pass
+            took[merges] = time.perf_counter() - begun
+        ratios.append(took[True] / took[False])
+    engine.destroy()
+    return ratios[1:]
+
+
 def measure(steps: int) -> None:
     """One rank's part."""
     import torch
@@ -189,6 +221,7 @@ def measure(steps: int) -> None:
         "fresh": _follow(SMALL_RATE, steps),
         "large": _follow(LARGE_RATE, min(steps, LARGE_STEPS)),
         "times": _step_times(9),
+        "adapters": _adapter_times(9),
     }
     if torch.distributed.get_rank() == 0:
         print(json.dumps(found), flush=True)
@@ -242,6 +275,9 @@ def report(found: dict[str, Any]) -> Iterator[str]:
     yield ""
     spread = f"{min(times):.3f}..{max(times):.3f}, {len(times)} rounds"
     yield f"Step with marks / step without: {statistics.median(times):.3f} ({spread})."
+    merged = found["adapters"]
+    spread = f"{min(merged):.3f}..{max(merged):.3f}, {len(merged)} rounds"
+    yield f"Stream that merges LoRA of all layers / that leaves it apart: {statistics.median(merged):.3f} ({spread})."
     yield ""
     yield (
         f"Closed forms for {RANKS:,} ranks and {NUMEL / 1e9:.0f} B bf16 parameters in {UNITS} units, links of "
