@@ -9,6 +9,7 @@ per parameter and misses writes through `param.data`; `WriteDetector` hashes the
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -21,7 +22,7 @@ from zeroaccel.zero.layout import ALIGN_NUMEL, round_up
 from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit
 from zeroaccel.zero.tensor_subclasses import local
 
-_WORDS = 1 << 18  # int64 hashed at a time: what a core's cache holds
+_WORDS = 1 << 15  # int64 hashed at a time, beside as many weights: what a core's cache holds
 _DEVICE_WORDS = 1 << 23  # the same on an accelerator, where every kernel has to be launched
 
 
@@ -104,12 +105,24 @@ def fingerprint(data: Tensor) -> Tensor:
     words = data.detach().view(torch.uint8).view(torch.int64)
     total = torch.zeros(1, dtype=torch.int64, device=data.device)
     # Odd weights are invertible modulo 2^64, so no difference in one word is multiplied to zero. Sums of int64 wrap.
-    length = _WORDS if data.device.type == "cpu" else _DEVICE_WORDS
-    weights = torch.arange(1, 2 * min(words.numel(), length) + 1, 2, device=data.device)
+    on_host = data.device.type == "cpu"
+    length = _WORDS if on_host else _DEVICE_WORDS
+    weights = _host_weights(length) if on_host else _weights(min(words.numel(), length), data.device)
     for number, start in enumerate(range(0, words.numel(), length)):
         part = words[start : start + length]
-        total += (2 * number + 1) * (part * weights[: part.numel()]).sum()
+        own = weights[: part.numel()]
+        # dot of integers makes no products in memory; devices have none.
+        total += (2 * number + 1) * (torch.dot(part, own) if on_host else (part * own).sum())
     return total
+
+
+def _weights(count: int, device: torch.device) -> Tensor:
+    return torch.arange(1, 2 * count + 1, 2, device=device)
+
+
+@functools.cache
+def _host_weights(count: int) -> Tensor:
+    return _weights(count, torch.device("cpu"))
 
 
 _OTHERWISE = "say which are trained before initialize() or prepare(), or destroy() the engine and make another"
