@@ -541,8 +541,9 @@ def _check_heads(model: nn.Module, size: int, styles: Mapping[str, str]) -> None
     config = getattr(model, "config", None)
     if config is None or not any("attn" in name or "attention" in name for name in styles):
         return
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config  # of a model that reads pictures
     for key in _HEADS:
-        heads = getattr(config, key, None)
+        heads = getattr(text, key, None)
         if isinstance(heads, int) and heads % size:
             raise UsageError(
                 f"tensor parallelism: {key} of {type(model).__name__}",

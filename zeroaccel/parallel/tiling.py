@@ -238,14 +238,16 @@ class TiledModules:
     def __init__(self, modules: Iterable[nn.Module], tiles: int) -> None:
         _check_tiles("TiledModules(tiles)", tiles)
         self.tiles = tiles
-        self._modules = tuple(modules)
-        for module in self._modules:
+        self._before = [(module, vars(module).get("forward")) for module in modules]  # a module may have one of its own
+        for module, _ in self._before:
             module.forward = self._tiled(module.forward)
 
     def undo(self) -> None:
         """The modules compute as before."""
-        for module in self._modules:
+        for module, forward in self._before:
             vars(module).pop("forward", None)
+            if forward is not None:
+                vars(module)["forward"] = forward
 
     def _tiled(self, forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         def tiled(tokens: Tensor) -> Tensor:

@@ -101,6 +101,15 @@ def test_loss_and_gradients_are_those_of_the_whole(
     assert isinstance(model(**_batch()).logits, Tensor)
 
 
+def test_a_forward_that_a_module_has_of_its_own_comes_back() -> None:
+    layer = nn.Linear(2, 2)
+    layer.forward = doubled = lambda tokens: 2 * tokens  # type: ignore[method-assign]
+    tiling = TiledModules([layer], tiles=2)
+    assert torch.equal(layer(torch.ones(1, 4, 2)), torch.full((1, 4, 2), 2.0))
+    tiling.undo()
+    assert layer.forward is doubled
+
+
 def test_no_more_than_a_tile_is_held() -> None:
     model = _llama()
     with LargestTensor(VOCAB) as logits, LargestTensor(INNER) as inner:
