@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint as recompute
@@ -89,6 +90,7 @@ class Activations:
                 fix="call zeroaccel.activations.configure(tensor_parallel_group=...) first, or remove the key",
             )
         shares = PartitionedTensors(group) if section.partition_activations and group is not None else None
+        self._moves_inputs = section.cpu_checkpointing or shares is not None or slots is not None
         self.store = ActivationStore(on_host=section.cpu_checkpointing, partition=shares, slots=slots)
         self.profile = Profile()
 
@@ -102,6 +104,11 @@ class Activations:
         """See the module's `checkpoint`."""
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            if not self._moves_inputs:
+                traced: _Result = recompute(function, *args, use_reentrant=False, **kwargs)  # a part of the graph
+                return traced
+            _warn_not_compiled()
         leaves, spec = tree_flatten((args, kwargs))
         chosen = [index for index, leaf in enumerate(leaves) if _is_activation(leaf)]
         inputs = [leaves[index] for index in chosen]
@@ -273,6 +280,15 @@ class Recomputation:
             forward = block.__dict__.get("forward")
             if isinstance(forward, _Recomputed):
                 forward.restore(block)
+
+
+@_disable_dynamo
+def _warn_not_compiled() -> None:
+    log_once(
+        logging.WARNING,
+        "activation_checkpointing: recomputed functions are not compiled, since a graph cannot move their inputs: "
+        "remove cpu_checkpointing, partition_activations and contiguous_memory_optimization, or torch.compile",
+    )
 
 
 class _Recomputed:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+from dis import opmap
 from types import ModuleType
 from typing import Any
 
@@ -111,4 +112,8 @@ class AbsentModule(ModuleType):
         root = sys.modules[__name__.partition(".")[0]]
         if name in root.__all__:
             return getattr(root, name)
-        raise ImportError(f"{self.__name__} is not here, nor is its {name}: {ABSENT.get(name, self._reason)}")
+        frame = sys._getframe(1)
+        # torch's inductor asks every loaded module for names; what is no import has to see an AttributeError.
+        is_import = frame.f_code.co_code[frame.f_lasti] == opmap["IMPORT_FROM"]
+        said = f"{self.__name__} is not here, nor is its {name}: {ABSENT.get(name, self._reason)}"
+        raise (ImportError if is_import else AttributeError)(said)

@@ -19,7 +19,8 @@ from zeroaccel.config.launch.launch_sources import LaunchedSettings
 from zeroaccel.config.parallel import ParallelConfig
 from zeroaccel.data import DataLoaderConfiguration
 from zeroaccel.errors import ConfigError, UsageError
-from zeroaccel.setup.compilation import Compilation, backend_named
+from zeroaccel.setup.compilation import Compilation
+from zeroaccel.zero.compiled import backend_named
 
 _SHARED_GENERATORS = ("torch", "cuda", "numpy", "python")
 _COMPILE_OPTIONS = ("dynamo_mode", "dynamo_use_fullgraph", "dynamo_use_dynamic", "dynamo_use_regional_compilation")

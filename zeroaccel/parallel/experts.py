@@ -46,8 +46,8 @@ from zeroaccel.setup.axis import Axis
 from zeroaccel.setup.job import JobSpec
 from zeroaccel.setup.optimizer_plan import OptimizerPlan
 from zeroaccel.zero.build_units import refuse_split
+from zeroaccel.zero.compiled import check_not_compiled
 from zeroaccel.zero.from_config import EngineSettings
-from zeroaccel.zero.hooks import check_not_compiled
 from zeroaccel.zero.layout import Split
 from zeroaccel.zero.wrap_policy import is_mixture
 

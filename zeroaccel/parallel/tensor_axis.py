@@ -29,9 +29,9 @@ from zeroaccel.setup.cut_check import Cut
 from zeroaccel.setup.job import JobSpec
 from zeroaccel.setup.optimizer_plan import OptimizerPlan
 from zeroaccel.zero.build_units import refuse_split
+from zeroaccel.zero.compiled import check_not_compiled
 from zeroaccel.zero.engine_base import EngineBase
 from zeroaccel.zero.from_config import EngineSettings
-from zeroaccel.zero.hooks import check_not_compiled
 from zeroaccel.zero.layout import Split
 
 

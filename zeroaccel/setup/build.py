@@ -29,10 +29,10 @@ from zeroaccel.setup.plan import TrainPlan
 from zeroaccel.telemetry.step_report import EventSink, StepReport
 from zeroaccel.telemetry.trackers import build_monitors
 from zeroaccel.zero.build_units import build_units, plan_units, warn_unoptimized
+from zeroaccel.zero.compiled import check_backends_within, check_not_compiled, check_toolchain
 from zeroaccel.zero.engine import Engine
 from zeroaccel.zero.engine_base import EngineBase, EngineParts
 from zeroaccel.zero.from_config import autocast_of, buffer_dtypes_of, loss_scale_of
-from zeroaccel.zero.hooks import check_not_compiled
 from zeroaccel.zero.param_unit import ParamUnit
 from zeroaccel.zero.precision import Autocast, broadcast_buffers, cast_buffers
 from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
@@ -143,8 +143,10 @@ def _compile(plan: TrainPlan) -> str:
     if compilation is not None:
         if refusal:
             raise ConfigError(f"{compilation.setting}: {refusal}", fix="leave it out")
+        check_toolchain(compilation.backend, plan.ranks.topology.device, compilation.setting)
         compilation.apply(model, parameters_move=moves)
     check_not_compiled(model, refusal)
+    check_backends_within(model, plan.ranks.topology.device)
     return refusal
 
 

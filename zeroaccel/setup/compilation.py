@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from zeroaccel.activations import repeated_blocks
 from zeroaccel.config import Config
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.logs import log_once
-
-Backend = str | Callable[..., Any]
+from zeroaccel.zero.compiled import Backend, backend_named, compiler_config
 
 _MODES_WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 
@@ -99,9 +96,7 @@ def check_no_recorded_graphs(model: nn.Module) -> None:
         UsageError: such a mode of `torch.compile`; the message names the module.
     """
     for name, module in model.named_modules():
-        made: Any = getattr(module, "_compiled_call_impl", None)
-        settings = made.get_compiler_config() if hasattr(made, "get_compiler_config") else None
-        settings = settings or getattr(getattr(module, "dynamo_ctx", None), "compiler_config", None)
+        settings = compiler_config(module)
         if settings is not None and settings.get("triton.cudagraphs"):
             raise UsageError(
                 f"torch.compile of {name or type(module).__name__}",
@@ -110,29 +105,3 @@ def check_no_recorded_graphs(model: nn.Module) -> None:
                 got='triton.cudagraphs, as by mode "reduce-overhead" or "max-autotune"',
                 fix='compile it with mode "default" or "max-autotune-no-cudagraphs", or shard no parameters (stage 2)',
             )
-
-
-def backend_named(name: str, where: str) -> Backend:
-    """The backend of `torch.compile` with this name in any case of its letters, or the function that a path names.
-
-    Args:
-        where: address of the name, for the error.
-
-    Raises:
-        ConfigError: there is none.
-
-    Example:
-        >>> backend_named("Eager", "compile.backend")
-        'eager'
-    """
-    if name.lower() in torch.compiler.list_backends(exclude_tags=()):
-        return name.lower()
-    module, _, function = name.rpartition(".")
-    if module:
-        try:
-            found: Backend = getattr(importlib.import_module(module), function)
-        except (ImportError, AttributeError) as error:
-            raise ConfigError(f"{where}: {error}", expected="module.function of a backend", got=name) from error
-        return found
-    usual = ", ".join(["eager", "aot_eager", *torch.compiler.list_backends()])
-    raise ConfigError(where, expected=f"a backend of torch.compile ({usual}), or module.function", got=name)

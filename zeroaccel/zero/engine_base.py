@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.stop_notice import stop_notice
 from zeroaccel.errors import CollectiveError, EngineStateError, OffloadError, UsageError
@@ -27,6 +28,7 @@ from zeroaccel.optim.rank_facts import HyperparameterCheck
 from zeroaccel.telemetry.step_report import OffloadReport, StepReport
 from zeroaccel.zero.access.full_params import gathered, iter_named_full_params
 from zeroaccel.zero.access.param_registry import ParamRegistry, Training
+from zeroaccel.zero.compiled import backend_named, check_toolchain, compiler_failure, refuse_compiled_engine
 from zeroaccel.zero.coordinator import ParamCoordinator
 from zeroaccel.zero.device_check import misplaced_inputs
 from zeroaccel.zero.from_config import EngineSettings
@@ -272,6 +274,8 @@ class EngineBase(nn.Module):
 
     def run_forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; sharded parameters are gathered as their modules run."""
+        if torch.compiler.is_compiling():
+            refuse_compiled_engine()
         self.require_states_loaded()
         if self._checkpointer is not None:
             self._checkpointer.require_intact("forward")
@@ -288,7 +292,8 @@ class EngineBase(nn.Module):
         try:
             return self.module(*args, **kwargs)
         except RuntimeError as error:
-            mistake = freed_view(error) or misplaced_inputs(error, args, kwargs, self.collectives.topology.device)
+            mistake = compiler_failure(error, self.module) or freed_view(error)
+            mistake = mistake or misplaced_inputs(error, args, kwargs, self.collectives.topology.device)
             if mistake is None:
                 raise
             raise mistake from error
@@ -312,9 +317,15 @@ class EngineBase(nn.Module):
 
         Raises:
             UsageError: ranks share the layers of the model.
+            ConfigError: there is no such backend, or its own compiler is missing.
         """
         if self._refuses_compiled:
             raise UsageError(f"engine.compile(): {self._refuses_compiled}", fix="leave the model as it is")
+        backend, where = kwargs.get("backend", "inductor"), "engine.compile(backend)"
+        with agreed(self.collectives.job, "engine.compile"):
+            if isinstance(backend, str):
+                kwargs["backend"] = backend = backend_named(backend, where)
+            check_toolchain(backend, self.collectives.topology.device, where)
         self.module.compile(*args, **kwargs)
         self._hooks.attach_anew()
 

@@ -30,12 +30,19 @@ from torch.nn.modules.module import (
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from zeroaccel.errors import EngineStateError, UsageError
+from zeroaccel.errors import EngineStateError
 from zeroaccel.logs import log_once
 from zeroaccel.nested import leaves_of, map_tensors
 from zeroaccel.telemetry.timeline import Mark, Timeline
 from zeroaccel.zero.access.full_params import overwrite
 from zeroaccel.zero.access.param_registry import ParamHandle, ParamRegistry, handle_of
+from zeroaccel.zero.compiled import (
+    AroundCompiled,
+    check_not_compiled,
+    compiled_calls,
+    compiled_within,
+    is_compiled_within,
+)
 from zeroaccel.zero.coordinator import ForwardUse, ParamCoordinator
 from zeroaccel.zero.param_unit import ParamUnit, ShardState
 
@@ -85,17 +92,17 @@ class Hooks:
     ) -> None:
         self._coordinator = coordinator
         self._listener = listener
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[RemovableHandle | AroundCompiled] = []
         self._watched: list[nn.Module] = []
         self._uses: list[tuple[nn.Module, ForwardUse]] = []
         self._version = 0
-        self._compile_checked = False
+        self._compiled: dict[int, Any] = {}
         self._guard: RemovableHandle | None = None
         self._root, self._units, self._optimized, self._unoptimized = root, units, optimized, unoptimized
         self._attach()
 
     def attach_outside_graphs(self, refusal: str) -> None:
-        """Before a forward: attaches the hooks anew to a model that was compiled since. Checked once.
+        """Before a forward: attaches the hooks anew to a model that was compiled since.
 
         Args:
             refusal: why a compiled model cannot be used; "" where it can.
@@ -103,11 +110,9 @@ class Hooks:
         Raises:
             UsageError: the model was compiled, and there is a reason not to.
         """
-        if not self._compile_checked:
-            if _is_compiled_within(self._root):
-                check_not_compiled(self._root, refusal)
-                self.attach_anew()
-            self._compile_checked = True
+        if compiled_calls(self._root) != self._compiled:
+            check_not_compiled(self._root, refusal)
+            self.attach_anew()
 
     def attach_anew(self) -> None:
         """Between passes: takes the hooks off the model and attaches them for what is compiled in it now."""
@@ -116,23 +121,32 @@ class Hooks:
 
     def _attach(self) -> None:
         root, units = self._root, self._units
+        calls = compiled_calls(root)
         # Order matters: hooks of one module run in the order of registration, and always_call ones also after an
         # exception. The root's pre-hook has to come before, and its post-hook after, those of the root's own unit.
-        self._compile_checked = _is_compiled_within(root)
-        shield = _shield_from_compiler(root)
-        self._add(root.register_forward_pre_hook(shield(self._root_pre_forward)))
+        is_around = calls.get(id(root)) is not None
+        attach = torch.compiler.disable if calls else _unchanged  # [Note: hooks and graphs]; this imports the compiler
+        if not is_around:
+            self._add(root.register_forward_pre_hook(_Attached(attach(self._root_pre_forward))))
         for unit in units:
             parts = _owners_below(root, unit) if root in unit.modules else []
             for module in [*unit.modules, *parts]:
                 before, after = self._around(unit, inner=module not in unit.modules)
-                self._add(module.register_forward_pre_hook(shield(before, unit)))
-                self._add(module.register_forward_hook(shield(after), always_call=True))
-        self._add(root.register_forward_hook(shield(self._root_post_forward), always_call=True))
+                if calls.get(id(module)) is not None:
+                    self._add(AroundCompiled(module, before, after))
+                else:
+                    self._add(module.register_forward_pre_hook(_Attached(attach(before), unit)))
+                    self._add(module.register_forward_hook(_Attached(attach(after)), always_call=True))
+        if is_around:
+            self._add(AroundCompiled(root, self._root_pre_forward, self._root_post_forward))
+        else:
+            self._add(root.register_forward_hook(_Attached(attach(self._root_post_forward)), always_call=True))
         for param in self._optimized:
             self._add(param.register_post_accumulate_grad_hook(self._listener.on_grad_ready))
         for param in self._unoptimized:
             self._add(param.register_post_accumulate_grad_hook(_discard))
         self._watch(root, units)
+        self._compiled = compiled_calls(root)
 
     def guard_step(self, optimizer: Optimizer, permitted: Callable[[], bool]) -> None:
         """Makes `optimizer.step()` an error while not `permitted()`: it has no gradients and would do nothing."""
@@ -153,7 +167,7 @@ class Hooks:
         self._detach_from_model()
 
     def _detach_from_model(self) -> None:
-        for handle in self._handles:
+        for handle in reversed(self._handles):  # what is around a compiled call comes off before what it is around
             handle.remove()
         self._handles.clear()
         for module in self._watched:
@@ -164,7 +178,7 @@ class Hooks:
         """Drops the forwards in progress, after an exception."""
         self._uses.clear()
 
-    def _add(self, handle: RemovableHandle) -> None:
+    def _add(self, handle: RemovableHandle | AroundCompiled) -> None:
         self._handles.append(handle)
 
     # -- forward
@@ -232,7 +246,7 @@ class Hooks:
         for unit in units:
             for buffer in unit.buffers:
                 buffer.on_read = partial(self._read, unit)
-        compiled = _compiled_within(root)
+        compiled = compiled_within(root)
         self._modules = {id(module) for module in root.modules()}
         for module in root.modules():
             owned = {
@@ -279,7 +293,7 @@ class TimelineHooks:
         self._timeline, self._in_backward = timeline, in_backward
         self._running: list[tuple[nn.Module, Mark]] = []
         self._handles: list[RemovableHandle] = []
-        self.is_attached = not _is_compiled_within(root)
+        self.is_attached = not is_compiled_within(root)
         for unit in units if self.is_attached else ():
             for module in unit.modules:
                 before, after = self._around(unit.name)
@@ -605,39 +619,13 @@ def _discard(param: nn.Parameter) -> None:
 def _owners_below(root: nn.Module, unit: ParamUnit) -> list[nn.Module]:
     """The modules below the root that hold parameters of its unit; code may call them without it."""
     own = {id(param) for buffer in unit.buffers for param in buffer.params}
-    compiled = _compiled_within(root)
+    compiled = compiled_within(root)
     owners = [m for m in root.modules() if any(id(p) in own for p in m._parameters.values())]
     return [module for module in owners if module is not root and id(module) not in compiled]
 
 
-def _compiled_within(root: nn.Module) -> set[int]:
-    return {id(module) for outer in root.modules() if _is_compiled(outer) for module in outer.modules()}
-
-
-def _is_compiled_within(root: nn.Module) -> bool:
-    return any(_is_compiled(module) for module in root.modules())
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
-
-
-def check_not_compiled(root: nn.Module, refusal: str) -> None:
-    """Refuses a compiled model for a reason; "" refuses none."""
-    if refusal and _is_compiled_within(root):
-        raise UsageError(
-            "torch.compile",
-            expected=f"a model that is not compiled: {refusal}",
-            got=f"a compiled {type(root).__name__}",
-            fix="leave torch.compile out",
-        )
-
-
-def _shield_from_compiler(root: nn.Module) -> Callable[..., _Attached]:
-    """Keeps hooks out of compiled graphs: a block compiled with `module.compile()` has its hooks inside the graph."""
-    if _is_compiled_within(root):  # only here, as it imports the compiler
-        return lambda function, unit=None: _Attached(torch.compiler.disable(function), unit)
-    return _Attached
+def _unchanged(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
 
 
 class _Attached:

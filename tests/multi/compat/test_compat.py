@@ -102,6 +102,18 @@ def test_init_shards_unless_the_config_says_another_stage(ranks: Ranks) -> None:
     assert ranks(2).run(_sharded_when) == [[True, True, False, True]] * 2
 
 
+class _Layer(nn.Module):
+    """Of its own class: torch compiles no `module.compile()` of its own layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.inner(inputs)
+        return result
+
+
 def _compiled_afterwards(how: str) -> tuple[list[float], int]:
     """The losses, and how many graphs they took."""
     compat.install()
@@ -110,7 +122,9 @@ def _compiled_afterwards(how: str) -> tuple[list[float], int]:
 
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        engine, _, _, _ = deepspeed.initialize(model=_model(), config=CONFIG)
+        torch.manual_seed(0)
+        model = nn.Sequential(_Layer(), _Layer())
+        engine, _, _, _ = deepspeed.initialize(model=model, config=CONFIG)
         if how == "whole":
             engine.compile(backend="eager", compile_kwargs={"dynamic": False})
         for block in [module for module in engine.module if how == "blocks"]:

@@ -88,8 +88,8 @@ ENVIRONMENT_READERS = {
 
 # Folder -> its most code lines. A commit that raises one says what the lines are worth.
 MAX_CODE_LINES: Mapping[str, int] = {
-    "": 841,
-    "accelerate": 3342,
+    "": 857,
+    "accelerate": 3348,
     "checkpoint": 6013,
     "cli": 6980,
     "comm": 3517,
@@ -105,7 +105,7 @@ MAX_CODE_LINES: Mapping[str, int] = {
     "setup": 1420,
     "telemetry": 1090,
     "utils": 60,
-    "zero": 7770,
+    "zero": 7885,
 }
 LOOSE_LINES = 100
 MAX_FUNCTION_LINES, LONG_FUNCTION_LINES, MAX_LONG_FUNCTIONS = 100, 60, 8
@@ -151,6 +151,7 @@ SMALL_MODULES = {
 # Inside zeroaccel/zero/, from the bottom; a module imports from its own row and below.
 ENGINE_LAYERS: tuple[tuple[str, ...], ...] = (
     (
+        "compiled",
         "device_check",
         "layout",
         "precision",

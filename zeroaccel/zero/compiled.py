@@ -1,0 +1,201 @@
+"""`torch.compile` and the engine: what is compiled within a model, hooks around compiled calls, backends, errors.
+
+[Note: hooks and graphs] Hooks gather and count; within a graph the compiler would trace them. A module that is compiled
+itself (`module.compile()`) gets its hooks around the compiled call, outside of its graph. A module inside another one's
+graph keeps ordinary hooks, which the compiler may not trace: each one ends the graph there. So graphs end at the units
+of the engine and nowhere else.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch._compile import _disable_dynamo
+
+from zeroaccel.errors import ConfigError, EngineStateError, UsageError
+
+Backend = str | Callable[..., Any]
+
+_COMPILER = ("torch._dynamo", "torch._inductor", "torch._functorch")
+
+
+def compiled_within(root: nn.Module) -> set[int]:
+    """Ids of the compiled modules and of all that lie inside them."""
+    return {id(module) for outer in root.modules() if _is_compiled(outer) for module in outer.modules()}
+
+
+def compiled_calls(root: nn.Module) -> dict[int, Any]:
+    """The modules that are compiled themselves, by id, with their compiled calls; none without a compiler."""
+    if "torch._dynamo" not in sys.modules:
+        return {}
+    return {id(module): _compiled_call(module) for module in root.modules() if _is_compiled(module)}
+
+
+def is_compiled_within(root: nn.Module) -> bool:
+    """Whether the model, or a module of it, is compiled."""
+    return bool(compiled_calls(root))
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return _compiled_call(module) is not None or hasattr(module, "_orig_mod")
+
+
+def _compiled_call(module: nn.Module) -> Any:
+    return getattr(module, "_compiled_call_impl", None)
+
+
+def check_not_compiled(root: nn.Module, refusal: str) -> None:
+    """Refuses a compiled model for a reason; "" refuses none."""
+    if refusal and is_compiled_within(root):
+        raise UsageError(
+            "torch.compile",
+            expected=f"a model that is not compiled: {refusal}",
+            got=f"a compiled {type(root).__name__}",
+            fix="leave torch.compile out",
+        )
+
+
+class AroundCompiled:
+    """Hooks around the compiled call of a module, from construction to `remove`.
+
+    Args:
+        before: (module, args) -> None.
+        after: (module, args, output) -> another output, or None; also called, with None, where the forward raises.
+    """
+
+    def __init__(self, module: nn.Module, before: Callable[..., None], after: Callable[..., Any]) -> None:
+        self._module = module
+        self._compiled = inner = _compiled_call(module)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before(module, args)
+            output = None
+            try:
+                output = inner(*args, **kwargs)
+            except Exception:
+                after(module, args, None)
+                raise
+            replaced = after(module, args, output)
+            return output if replaced is None else replaced
+
+        self._call = torch.compiler.disable(call)
+        if hasattr(inner, "get_compiler_config"):
+            self._call.get_compiler_config = inner.get_compiler_config
+        module._compiled_call_impl = self._call
+
+    def remove(self) -> None:
+        """Gives the module its compiled call back, unless it was compiled again."""
+        if _compiled_call(self._module) is self._call:
+            self._module._compiled_call_impl = self._compiled
+
+
+@_disable_dynamo
+def refuse_compiled_engine() -> None:
+    """Raises EngineStateError; called from a graph that contains the engine, which ends there."""
+    raise EngineStateError(
+        "torch.compile(engine)",
+        expected="the model to be compiled, and not the engine around it, whose gathers a graph cannot contain",
+        fix="call engine.compile(...) with the same arguments",
+    )
+
+
+# -- backends
+
+
+def backend_named(name: str, where: str) -> Backend:
+    """The backend of `torch.compile` with this name in any case of its letters, or the function that a path names.
+
+    Args:
+        where: address of the name, for the error.
+
+    Raises:
+        ConfigError: there is none.
+
+    Example:
+        >>> backend_named("Eager", "compile.backend")
+        'eager'
+    """
+    if name.lower() in torch.compiler.list_backends(exclude_tags=()):
+        return name.lower()
+    module, _, function = name.rpartition(".")
+    if module:
+        try:
+            found: Backend = getattr(importlib.import_module(module), function)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(f"{where}: {error}", expected="module.function of a backend", got=name) from error
+        return found
+    usual = ", ".join(["eager", "aot_eager", *torch.compiler.list_backends()])
+    raise ConfigError(where, expected=f"a backend of torch.compile ({usual}), or module.function", got=name)
+
+
+def check_toolchain(backend: Backend, device: torch.device, where: str) -> None:
+    """Refuses inductor on a machine without the compiler that it calls, before anything is gathered.
+
+    Raises:
+        ConfigError: on a CPU there is no C++ compiler; on a GPU there is no Triton.
+    """
+    if backend != "inductor":
+        return
+    if device.type == "cpu":
+        from torch._inductor.cpp_builder import get_cpp_compiler
+        from torch._inductor.exc import InvalidCxxCompiler
+
+        try:
+            get_cpp_compiler()
+        except InvalidCxxCompiler as error:
+            raise ConfigError(
+                f'{where}: "inductor"',
+                expected="a C++ compiler on each machine, since inductor writes C++ for CPUs",
+                got=str(error).splitlines()[0],
+                fix='install g++, name the compiler in CXX, or take the backend "aot_eager"',
+            ) from error
+    elif importlib.util.find_spec("triton") is None:
+        raise ConfigError(
+            f'{where}: "inductor"',
+            expected="Triton, since inductor writes Triton kernels for GPUs",
+            got="no package triton",
+            fix='install triton, or take the backend "aot_eager"',
+        )
+
+
+def check_backends_within(root: nn.Module, device: torch.device) -> None:
+    """`check_toolchain` of what the program has compiled itself.
+
+    Raises:
+        ConfigError: as `check_toolchain`.
+    """
+    for name, module in root.named_modules():
+        if compiler_config(module) is not None:  # inductor's alone
+            check_toolchain("inductor", device, f"torch.compile of {name or type(module).__name__}")
+
+
+def compiler_config(module: nn.Module) -> Any:
+    """Inductor's settings for a module that is compiled by it; None for another backend or none."""
+    made = _compiled_call(module)
+    settings = made.get_compiler_config() if hasattr(made, "get_compiler_config") else None
+    return settings or getattr(getattr(module, "dynamo_ctx", None), "compiler_config", None)
+
+
+# -- errors
+
+
+def compiler_failure(error: BaseException, module: nn.Module) -> UsageError | None:
+    """The compiler's own error in words of the user; None for an error of another kind."""
+    kinds = [kind for kind in type(error).__mro__ if kind.__module__.startswith(_COMPILER)]
+    if not kinds:
+        return None
+    first = " ".join(line.strip() for line in str(error).splitlines()[:2])
+    breaks = type(error).__name__ == "Unsupported"
+    return UsageError(
+        f"torch.compile of {type(module).__name__}",
+        expected="one graph, because fullgraph is set" if breaks else "a forward that the compiler takes",
+        got=f"{type(error).__name__}: {first}",
+        fix="leave fullgraph out, or compile the blocks one by one: hooks that gather end a graph at each sharded unit"
+        if breaks
+        else 'try the backend "eager" or "aot_eager", or leave torch.compile out; torch\'s own error is above',
+    )
