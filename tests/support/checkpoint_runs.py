@@ -96,7 +96,7 @@ def train(engine: Engine, tokens: Sequence[Tensor]) -> list[float]:
 
 def snapshot(engine: Engine, client_state: dict[str, Any]) -> Snapshot:
     """The state now, and what `STEPS` more steps give; the engine is used up."""
-    contents = SavePlan.collect(engine.checkpointer.state(), exclude_frozen=False)
+    contents = SavePlan.collect(engine.checkpointer.state())
     pieces = {
         entry.key: (entry.start, entry.data.clone() if isinstance(entry.data, Tensor) else entry.data.copy())
         for entry in contents.entries

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zeroaccel.checkpoint.adapter_base import left_out
 from zeroaccel.checkpoint.background_save import BackgroundSave
 from zeroaccel.checkpoint.compatibility import CheckpointMisfit, check_model, check_optimizer
 from zeroaccel.checkpoint.find import find_checkpoint, newest_first
@@ -48,12 +49,14 @@ class CheckpointSettings:
         staging_nbytes: host memory per rank that a background save copies through.
         keep_last: checkpoints that stay in a folder; None for all.
         random_state: save the random generators too.
+        exclude_frozen: leave out all frozen parameters, or none; None: a base of adapters that has a name.
     """
 
     background: bool = False
     staging_nbytes: int = 1 << 30
     keep_last: int | None = None
     random_state: bool = False
+    exclude_frozen: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -111,18 +114,21 @@ class Checkpointer:
         client_state: dict[str, Any] | None,
         save_latest: bool,
         *,
-        exclude_frozen: bool,
+        exclude_frozen: bool | None,
     ) -> None:
         self.prepare_to_save("save_checkpoint")
         self.wait()
         engine = self._engine
         with agreed(self._ranks, "save_checkpoint: state"):
             self._require_boundary()
+            excludes = self._settings.exclude_frozen if exclude_frozen is None else exclude_frozen
+            parameters, base = left_out(engine.module, excludes)
         request = SaveRequest(
             save_dir,
             f"global_step{engine.global_steps}" if tag is None else tag,
             client_state if client_state is not None else {},
-            exclude_frozen,
+            parameters,
+            base,
             CommitRules(save_latest, self._settings.keep_last),
         )
         # After `prepare` the ranks have agreed on everything, so that writing needs no collectives and can go on in the
@@ -136,7 +142,7 @@ class Checkpointer:
 
     def save_and_leave(self, save_dir: PathLike) -> None:
         """Saves a checkpoint, waits until it is complete, and raises Preempted."""
-        self.save_checkpoint(save_dir, None, None, True, exclude_frozen=False)
+        self.save_checkpoint(save_dir, None, None, True, exclude_frozen=None)
         self.wait()
         raise Preempted(f"saved checkpoint {os.path.abspath(save_dir)} at step {self._engine.global_steps}")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from zeroaccel.checkpoint.adapter_base import base_name
 from zeroaccel.checkpoint.manifest import Manifest
 from zeroaccel.checkpoint.save_plan import EngineState, persistent_buffers
 from zeroaccel.errors import CheckpointError, listed
@@ -68,6 +69,15 @@ def check_model(engine_state: EngineState, manifest: Manifest, where: str, *, st
         )
     if problems:
         logger.warning("%s: %s", where, ". ".join(problems))
+    base = base_name(engine_state.model)
+    lacks = not all(record.saved for record in manifest.parameters.values())
+    if strict and lacks and manifest.base_model and manifest.base_model != base:
+        raise CheckpointMisfit(
+            f"{where}: the base under its adapters is not in it",
+            expected=f"adapters over {manifest.base_model}",
+            got=f"adapters over {base or 'a base without a name'}",
+            fix="load that base before; load_module_strict=False takes another one",
+        )
 
 
 def check_optimizer(optimizer: ShardedOptimizer, manifest: Manifest, where: str) -> None:

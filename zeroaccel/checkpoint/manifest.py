@@ -124,6 +124,7 @@ class Manifest:
     random_state: Any = None
     config: Any = None
     writer: Mapping[str, str] = field(default_factory=dict)
+    base_model: str = ""
 
     @property
     def global_steps(self) -> int:
@@ -374,6 +375,7 @@ def _check_kinds(manifest: Manifest) -> None:
         kinds += [("optimizer: scalars", manifest.optimizer["scalars"], dict)]
         kinds += [(f"optimizer: scalars: {fqn}", of, dict) for fqn, of in manifest.optimizer["scalars"].items()]
         kinds += [(f"optimizer: parameter {name!r}", name, str) for group in groups for name in group["params"]]
+    kinds += [("base_model", manifest.base_model, str)]
     if manifest.random_state is not None:
         kinds += [("random_state", manifest.random_state, list)]
     for what, value, kind in kinds:

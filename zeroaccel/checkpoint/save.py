@@ -75,14 +75,16 @@ class SaveRequest:
         root: the folder of checkpoints, the same on all ranks.
         tag: the name of this one.
         client_state: the caller's own plain data and tensors; rank 0's is saved.
-        exclude_frozen: leave out the values of parameters that need no gradient.
+        left_out: ids of the parameters whose values are left out.
+        base_model: where the adapters' base comes from; "" without adapters.
         rules: what follows the manifest.
     """
 
     root: str | os.PathLike[str]
     tag: object
     client_state: Mapping[str, Any]
-    exclude_frozen: bool
+    left_out: frozenset[int]
+    base_model: str
     rules: CommitRules
 
 
@@ -163,14 +165,14 @@ def prepare(
     with agreed(collectives, "save_checkpoint: what to save"):
         root = _folder_of(request.root)
         tag = check_new_tag(request.tag)
-        plan = SavePlan.collect(engine_state, exclude_frozen=request.exclude_frozen)
+        plan = SavePlan.collect(engine_state, left_out=request.left_out)
         if progress.random_state is not None:
             random_state = encode(progress.random_state, "random state", plan.keep)
         client_state = _encode_client_state(request.client_state, plan if engine_state.rank == 0 else None)
         if engine_state.rank == 0:
             common = _common(request, engine_state, progress, plan) | {"tag": tag, "client_state": client_state}
     if engine_state.whole_model is not None:
-        _join_parts(common, engine_state, plan, collectives, exclude_frozen=request.exclude_frozen)
+        _join_parts(common, engine_state, plan, collectives, left_out=request.left_out)
     save_id, processes = _agree_on_tag(tag, collectives)
     path = root / tag / rank_file_name(engine_state.rank, engine_state.world_size, save_id)
     with agreed(collectives, f"checkpoint {tag}: lay out"):
@@ -234,7 +236,7 @@ def _common(request: SaveRequest, engine_state: EngineState, progress: Progress,
     buffers = list(persistent_buffers(engine_state.model))
     for name, buffer in buffers:
         plan.add_full(f"buffer/{name}", buffer.clone())  # the next forward may change it
-    parameters = describe_parameters(engine_state, exclude_frozen=request.exclude_frozen)
+    parameters = describe_parameters(engine_state, left_out=request.left_out)
     return {
         "world_size": engine_state.world_size,
         "sharded": dict(progress.sharded),
@@ -242,6 +244,7 @@ def _common(request: SaveRequest, engine_state: EngineState, progress: Progress,
         "order": tuple(parameters),
         "ties": dict(engine_state.ties),
         "buffers": tuple(name for name, _ in buffers),
+        "base_model": request.base_model,
         "optimizer": _optimizer(engine_state, plan),
         "counters": dict(progress.counters),
         "loss_scale": encode(dict(progress.loss_scale), "loss scale", plan.keep),
@@ -257,7 +260,7 @@ def _join_parts(
     plan: SavePlan,
     collectives: Collectives,
     *,
-    exclude_frozen: bool,
+    left_out: frozenset[int],
 ) -> None:
     """Adds the parameters and buffers of other parts to rank 0's description. (all ranks)
 
@@ -268,7 +271,7 @@ def _join_parts(
     own: tuple[dict[str, Any], list[str], dict[str, int]] | None = None
     if engine_state.lead == engine_state.rank:
         groups = {} if engine_state.optimizer is None else dict(engine_state.optimizer.group_of)
-        own = describe_parameters(engine_state, exclude_frozen=exclude_frozen), list(buffers), groups
+        own = describe_parameters(engine_state, left_out=left_out), list(buffers), groups
     parameters: dict[str, Any] = {}
     savers: dict[str, int] = {}
     group_of: dict[str, int] = {}

@@ -142,18 +142,18 @@ class SavePlan:
     _plain_count: int = 0
 
     @classmethod
-    def collect(cls, holdings: EngineState, *, exclude_frozen: bool) -> SavePlan:
+    def collect(cls, holdings: EngineState, *, left_out: frozenset[int] = frozenset()) -> SavePlan:
         """This rank's part of the parameters, masters and states.
 
         Args:
-            exclude_frozen: leave out the values of parameters that need no gradient.
+            left_out: ids of the parameters whose values are left out.
 
         Raises:
             CheckpointError: the optimizer's state has a form that cannot be saved; it names the state.
         """
         plan = cls(holdings.rank)
         for buffer in filter(holdings.saves, holdings.buffers()):
-            plan._add_weights(buffer, exclude_frozen=exclude_frozen)
+            plan._add_weights(buffer, left_out)
             if holdings.optimizer is not None:
                 plan._add_states(holdings.optimizer, buffer)
         return plan
@@ -170,11 +170,11 @@ class SavePlan:
         data = tensor.detach().contiguous().view(-1)
         self.entries.append(SaveItem(key, dtype_name(tensor.dtype), tuple(tensor.shape), 0, data))
 
-    def _add_weights(self, buffer: FlatBuffer, *, exclude_frozen: bool) -> None:
+    def _add_weights(self, buffer: FlatBuffer, left_out: frozenset[int]) -> None:
         kind = "master" if buffer.trainable else "value"
         for slot, param in zip(buffer.layout.slots, buffer.params, strict=True):
             part = slot.range & buffer.own
-            if exclude_frozen and not param.requires_grad:
+            if id(param) in left_out:
                 continue
             if part:
                 self._add(f"{kind}/{slot.fqn}", slot, part, buffer.masters.elements(part))
@@ -249,7 +249,7 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield (f"{prefix}.{name}" if prefix else name), buffer
 
 
-def describe_parameters(holdings: EngineState, *, exclude_frozen: bool) -> dict[str, ParameterRecord]:
+def describe_parameters(holdings: EngineState, *, left_out: frozenset[int]) -> dict[str, ParameterRecord]:
     """fqn -> record, in the order of the model's names."""
     groups = holdings.optimizer.group_of if holdings.optimizer is not None else {}
     records = {
@@ -258,7 +258,7 @@ def describe_parameters(holdings: EngineState, *, exclude_frozen: bool) -> dict[
             slot.whole_shape,
             buffer.trainable,
             groups.get(slot.fqn),
-            saved=not (exclude_frozen and not param.requires_grad),
+            saved=id(param) not in left_out,
         )
         for buffer in holdings.buffers()
         for slot, param in zip(buffer.layout.slots, buffer.params, strict=True)

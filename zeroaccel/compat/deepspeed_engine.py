@@ -420,7 +420,7 @@ class DeepSpeedMembers(EngineBase):
         tag: object = None,
         client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
+        exclude_frozen_parameters: bool | None = None,
     ) -> bool:
         """As `Engine.save_checkpoint`, into rank 0's folder where the ranks name different ones. (all ranks)
 

@@ -137,6 +137,8 @@ class Checkpoint(ConfigSection):
     """Checkpoints that stay in a folder: saving removes the oldest."""
     save_random_state: Flag = False
     """Save the state of the random generators too; a run of as many ranks resumes with it."""
+    exclude_frozen_parameters: Flag | None = None
+    """Leave out the values of frozen parameters; absent, those of an adapters' base that has a name."""
     save_on_preemption: PathText | None = None
     """Folder for a checkpoint when a rank receives SIGTERM or SIGUSR1; the process then ends with exit code 85."""
 

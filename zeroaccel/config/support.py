@@ -319,6 +319,7 @@ KEYS: Mapping[str, SupportStatus] = {
     "checkpoint.staging_nbytes": _WORKS,
     "checkpoint.keep_last": _WORKS,
     "checkpoint.save_random_state": _WORKS,
+    "checkpoint.exclude_frozen_parameters": _WORKS,
     "checkpoint.save_on_preemption": _WORKS,
     "checkpoint.tag_validation": _ignored("the ranks always agree on the tag before anything is written"),
     "checkpoint.load_universal": _ignored("every checkpoint loads on any number of ranks"),

@@ -228,6 +228,7 @@ def _checkpoint_settings(config: Config) -> CheckpointSettings:
         staging_nbytes=section.staging_nbytes,
         keep_last=section.keep_last,
         random_state=section.save_random_state,
+        exclude_frozen=section.exclude_frozen_parameters,
     )
 
 

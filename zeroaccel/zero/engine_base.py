@@ -114,7 +114,7 @@ class Checkpoints(Protocol):
         client_state: dict[str, Any] | None,
         save_latest: bool,
         *,
-        exclude_frozen: bool,
+        exclude_frozen: bool | None,
     ) -> None: ...
 
     def load_checkpoint(
@@ -1005,7 +1005,7 @@ class EngineBase(nn.Module):
         tag: object = None,
         client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
+        exclude_frozen_parameters: bool | None = None,
     ) -> bool:
         """Saves everything a resumed run needs into `save_dir/<tag>`. (all ranks)
 
@@ -1017,7 +1017,9 @@ class EngineBase(nn.Module):
             tag: a name, the same on all ranks; `global_step<N>` by default. One that exists is replaced.
             client_state: plain data and tensors of the caller's, given back by `load_checkpoint`; rank 0's counts.
             save_latest: whether a load without a tag finds this one.
-            exclude_frozen_parameters: leave out the values of parameters that need no gradient.
+            exclude_frozen_parameters: leave out the values of parameters that need no gradient, or save all. By default
+                as the config's `checkpoint.exclude_frozen_parameters`; absent, a base of PEFT's is left out if it has a
+                name.
 
         Returns:
             True: it is saved, or on its way.

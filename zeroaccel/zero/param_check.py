@@ -143,8 +143,11 @@ class ParamIntegrityCheck:
         named = [(s.fqn, p, b) for b in self._buffers for s, p in zip(b.layout.slots, b.params, strict=True)]
         self._model = model
         # An Embedding with max_norm writes to its weight whenever it looks something up, as it would again next time.
-        renorming = [module for module in model.modules() if getattr(module, "max_norm", None) is not None]
-        self._renormed = {id(param) for module in renorming for param in module.parameters(recurse=False)}
+        writing = [module for module in model.modules() if getattr(module, "max_norm", None) is not None]
+        # PEFT's target_parameters parametrize a weight in each forward, and torch then sets it to itself.
+        wrappers = [module for module in model.modules() if hasattr(module, "parameter_name")]
+        writing += [inner for module in wrappers for inner in module.modules() if "base_layer" in module._modules]
+        self._written = {id(param) for module in writing for param in module.parameters(recurse=False)}
         self._param_ids = {id(param) for _, param, _ in named}
         self._structure = _structure(model)
         self._trained = [(fqn, param) for fqn, param, buffer in named if trained and buffer.trainable]
@@ -184,7 +187,7 @@ class ParamIntegrityCheck:
                 lasts = buffer.persistent and buffer.masters.aliases_weights
                 if not lasts and [param._version for param in buffer.params] != buffer.versions:
                     for index, param in enumerate(buffer.params):
-                        if param._version != buffer.versions[index] and id(param) not in self._renormed:
+                        if param._version != buffer.versions[index] and id(param) not in self._written:
                             raise _lost(buffer, index, "an in-place write")
                 # `param.data = other` changes no version counter, but the storage.
                 storage = buffer.full.untyped_storage()._cdata

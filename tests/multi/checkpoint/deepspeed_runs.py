@@ -60,7 +60,7 @@ def resume_deepspeed(root: Path, stage: int, precision: str, empty: bool, tag: s
     }
     engine, *_ = zeroaccel.initialize(model=model, optimizer=optimizer, config=config)
     _, client_state = engine.load_checkpoint(str(root), tag)
-    contents = SavePlan.collect(engine.checkpointer.state(), exclude_frozen=False)
+    contents = SavePlan.collect(engine.checkpointer.state())
     pieces = {entry.key: (entry.start, entry.data.clone()) for entry in contents.entries}
     scheduler = engine.lr_scheduler.state_dict()
     buffers = {name: value.clone() for name, value in model.named_buffers()}

@@ -22,7 +22,7 @@ Pieces = dict[str, tuple[int, torch.Tensor]]
 
 
 def pieces(engine: Engine) -> Pieces:
-    contents = SavePlan.collect(engine.checkpointer.state(), exclude_frozen=False)
+    contents = SavePlan.collect(engine.checkpointer.state())
     return {entry.key: (entry.start, entry.data.clone()) for entry in contents.entries}
 
 

@@ -1,0 +1,199 @@
+"""Training of PEFT's adapters: equal at every stage, and checkpoints without the base that it has a name for."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zeroaccel
+from tests.support.pool import Ranks
+from tests.support.refusals import message
+from zeroaccel import zero
+from zeroaccel.comm.collectives import Collectives
+from zeroaccel.comm.recording import RecordingCollectives
+from zeroaccel.comm.topology import init_process_group
+from zeroaccel.errors import CheckpointError
+
+peft = pytest.importorskip("peft")
+
+_KINDS: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "dora": {"use_dora": True},
+    "rank-stabilised": {"use_rslora": True},
+    "saved modules": {"modules_to_save": ["head"]},
+    "parameters": {"target_modules": [], "target_parameters": ["first.weight"]},
+}
+
+
+class Network(nn.Module):
+    """As a model of transformers, it has a config with a name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.config: dict[str, Any] = {"model_type": "custom", "_name_or_path": name}
+        self.name_or_path = name
+        self.first = nn.Linear(8, 16)
+        self.second = nn.Linear(16, 8)
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        result: Tensor = self.head(torch.tanh(self.second(torch.tanh(self.first(inputs)))))
+        return result
+
+
+def _adapted(kind: str, *, name: str = "org/base", adapters: int = 1, seed: int = 1) -> Any:
+    torch.manual_seed(0)
+    model = Network(name)
+    torch.manual_seed(seed)
+    settings = {"r": 2, "target_modules": ["first", "second"], "init_lora_weights": False, **_KINDS[kind]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        adapted = peft.get_peft_model(model, peft.LoraConfig(**settings))
+        for index in range(1, adapters):
+            adapted.add_adapter(f"other{index}", peft.LoraConfig(**settings))
+    for config in adapted.peft_config.values():
+        config.base_model_name_or_path = name
+    return adapted
+
+
+def _engine(model: Any, stage: int, **sections: Any) -> Any:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+    return zeroaccel.initialize(model, config=config | sections)[0]
+
+
+def _steps(engine: Any, count: int, seed: int = 7) -> list[float]:
+    generator = torch.Generator().manual_seed(seed)  # the same on all ranks: means are exact
+    losses = []
+    for _ in range(count):
+        loss = engine(torch.randn(2, 8, generator=generator)).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def _plain(kind: str) -> list[float]:
+    model = _adapted(kind)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    generator = torch.Generator().manual_seed(7)
+    losses = []
+    for _ in range(3):
+        loss = model(torch.randn(2, 8, generator=generator)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _at_stages(kind: str) -> tuple[list[float], list[list[float]]]:
+    runs = []
+    for stage in range(4):
+        engine = _engine(_adapted(kind, adapters=2), stage)
+        runs.append(_steps(engine, 3))
+        engine.destroy()
+    return _plain(kind), runs
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_adapters_train_alike_at_all_stages(ranks: Ranks, kind: str) -> None:
+    for plain, runs in ranks(2).run(_at_stages, kind):
+        assert runs == [runs[0]] * 4
+        assert runs[0] == pytest.approx(plain, abs=1e-6)
+
+
+def _gathers_of_attaching(folder: Path) -> tuple[list[Any], list[Any], list[float]]:
+    counted = RecordingCollectives(Collectives(init_process_group()))
+    place = folder / str(counted.rank)
+    _adapted("lora", seed=3).save_pretrained(place, save_embedding_layers=False)
+    config = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+    torch.manual_seed(0)
+    with zero.Init(config_dict_or_path=config | {"train_micro_batch_size_per_gpu": 2}, collectives=counted):
+        model = Network("org/base")
+    built = len(counted.calls)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["first", "second"]))
+    adapted.add_adapter("other", peft.LoraConfig(r=2, target_modules=["first", "second"], use_rslora=True))
+    attached = list(counted.calls[built:])
+    adapted.load_adapter(place, "loaded", is_trainable=True)
+    adapted.set_adapter("loaded")
+    loaded = list(counted.calls[built:])
+    engine = _engine(adapted, 3)
+    losses = _steps(engine, 3)
+    engine.destroy()
+    plain = _engine(_adapted("lora", seed=3), 3)
+    losses = [a - b for a, b in zip(losses, _steps(plain, 3), strict=True)]
+    plain.destroy()
+    return attached, loaded, losses
+
+
+def test_attaching_and_loading_adapters_to_a_sharded_model_gathers_nothing(ranks: Ranks, tmp_path: Path) -> None:
+    for attached, loaded, differences in ranks(2).run(_gathers_of_attaching, tmp_path):
+        assert (attached, loaded) == ([], [])
+        assert differences == [0.0] * 3
+
+
+def _resumed(folder: Path, kind: str, stages: tuple[int, int]) -> tuple[list[float], list[float], set[str]]:
+    engine = _engine(_adapted(kind, adapters=2), stages[0])
+    _steps(engine, 2)
+    engine.save_checkpoint(folder, "adapters")
+    expected = _steps(engine, 2, seed=8)
+    engine.destroy()
+    resumed = _engine(_adapted(kind, adapters=2, seed=2), stages[1])
+    resumed.load_checkpoint(folder)
+    losses = _steps(resumed, 2, seed=8)
+    resumed.destroy()
+    records = json.loads((folder / "adapters" / "manifest.json").read_text())["manifest"]["parameters"]
+    return expected, losses, {name for name, record in records.items() if not record["saved"]}
+
+
+@pytest.mark.parametrize("kind", ["lora", "saved modules"])
+def test_a_base_with_a_name_is_left_out_and_the_run_resumes(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    base = {f"{layer}.base_layer.{what}" for layer in ("first", "second") for what in ("weight", "bias")}
+    head = "head.original_module" if kind == "saved modules" else "head"
+    names = {f"base_model.model.{name}" for name in (*base, f"{head}.weight", f"{head}.bias")}
+    for expected, losses, absent in ranks(2).run(_resumed, tmp_path, kind, (3, 1)):
+        assert losses == expected
+        assert absent == names  # and the adapter that is not active is saved
+
+
+def _saved(folder: Path) -> tuple[list[int], str]:
+    """Bytes of checkpoints by setting and argument, and what another base says."""
+    nbytes = []
+    for tag, section, argument in (
+        ("default", None, None),
+        ("setting", False, None),
+        ("argument", None, False),
+        ("all frozen", False, True),
+        ("no name", None, None),
+    ):
+        sections = {} if section is None else {"checkpoint": {"exclude_frozen_parameters": section}}
+        engine = _engine(_adapted("lora", name="" if tag == "no name" else "org/base"), 2, **sections)
+        engine.save_checkpoint(folder, tag, exclude_frozen_parameters=argument)
+        engine.destroy()
+        records = json.loads((folder / tag / "manifest.json").read_text())["manifest"]["parameters"].values()
+        nbytes.append(sum(4 * torch.Size(record["shape"]).numel() for record in records if record["saved"]))
+    engine = _engine(_adapted("lora", name="org/other"), 2)
+    refusal = message(CheckpointError, engine.load_checkpoint, folder, "default")
+    engine.load_checkpoint(folder, "default", load_module_strict=False)
+    engine.load_checkpoint(folder, "setting")  # it has all values
+    engine.destroy()
+    return nbytes, refusal
+
+
+def test_a_setting_saves_the_base_and_another_base_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    adapters = 4 * 2 * (8 + 16 + 16 + 8)
+    base = 4 * (8 * 16 + 16 + 16 * 8 + 8 + 8 + 1)
+    for nbytes, refusal in ranks(2).run(_saved, tmp_path):
+        assert nbytes == [adapters, adapters + base, adapters + base, adapters, adapters + base]
+        assert "expected adapters over org/base, got 'adapters over org/other'" in refusal
+        assert "; load that base before; load_module_strict=False takes another one" in refusal
