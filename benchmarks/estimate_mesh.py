@@ -1,12 +1,13 @@
 """What a rank of a mesh holds at its peak and sends in a step, as `zeroaccel.estimate` predicts it and as it really is.
 
     zeroaccel launch --cpu --num_processes 2 benchmarks/estimate_mesh.py --tp 2      # or --sp 2, or --pp 2; as JSON
+    zeroaccel launch --cpu --num_processes 4 benchmarks/estimate_mesh.py --ep 2
 
-The model is a small Llama of transformers. Measured is the most that torch's CPU allocator has given out at a time, by
-its own profiler, on the rank with the most, in the step with the least: gloo's threads let go of a message a little
-after it has arrived, later on a busy machine, which is no memory that a step needs. And the bytes of every message:
-those of ZeRO and of sequences as the engine's meter counts them, those of layers and stages as torch's collectives are
-called.
+The model is a small Llama of transformers, with --ep a small Mixtral. Measured is the most that torch's CPU allocator
+has given out at a time, by its own profiler, on the rank with the most, in the step with the least: gloo's threads let
+go of a message a little after it has arrived, later on a busy machine, which is no memory that a step needs. And the
+bytes of every message: those of ZeRO and of sequences as the engine's meter counts them, with --ep by a recorder, those
+of layers and stages as torch's collectives are called.
 """
 
 from __future__ import annotations
@@ -24,9 +25,12 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import zeroaccel
+from zeroaccel.comm.collectives import Collectives
+from zeroaccel.comm.recording import RecordingCollectives
+from zeroaccel.comm.topology import init_process_group
 from zeroaccel.estimate import Workload, estimate
 
 BATCH, LENGTH = 4, 128
@@ -39,6 +43,8 @@ CONFIG = {
     "num_key_value_heads": 4,
 }
 
+
+EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
 
 _STEP = "step of the benchmark"
 _SILENT = ("::wait_tensor", "::_wrap_tensor_autograd")  # nothing is sent
@@ -75,6 +81,12 @@ def counted(engine: Any, sequences: Any) -> Iterator[Counter[str]]:
     def on(axis: str) -> Any:
         return lambda tag, rank, nbytes: sent.update({axis: nbytes})
 
+    if isinstance(engine.collectives, RecordingCollectives):
+        engine.collectives.reset()
+        yield sent
+        of_axes = engine.collectives.nbytes_by_axis()
+        sent.update({axis.removesuffix("_shard"): sum(links.values()) for axis, links in of_axes.items()})
+        return
     engine.collectives.meter = on("dp")
     if sequences is not None:
         sequences.collectives.meter = on("sp")
@@ -82,6 +94,14 @@ def counted(engine: Any, sequences: Any) -> Iterator[Counter[str]]:
         yield sent
     engine.collectives.meter = None
     sent["tp" if engine.collectives.parts is not None else "pp"] += layers.total
+
+
+MODELS: list[Any] = [(LlamaForCausalLM, LlamaConfig), (MixtralForCausalLM, MixtralConfig)]
+
+
+def _settings(sizes: dict[str, int]) -> Any:
+    model, settings = MODELS[sizes["ep"] > 1]
+    return settings(**CONFIG, **EXPERTS, architectures=[model.__name__])
 
 
 def measure(stage: int, accumulation: int, steps: int, sizes: dict[str, int]) -> tuple[int, dict[str, int]]:
@@ -96,11 +116,13 @@ def measure(stage: int, accumulation: int, steps: int, sizes: dict[str, int]) ->
     run = LENGTH // sizes["sp"]
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         torch.manual_seed(0)  # stages are those of one model
-        model = LlamaForCausalLM(LlamaConfig(**CONFIG))
-        engine, *_ = zeroaccel.initialize(model, config=config, parallel=zeroaccel.ParallelConfig(**sizes))
+        model = MODELS[sizes["ep"] > 1][0](_settings(sizes))
+        ranks = RecordingCollectives(Collectives(init_process_group())) if sizes["ep"] > 1 else None
+        parallel = zeroaccel.ParallelConfig(**sizes)
+        engine, *_ = zeroaccel.initialize(model, config=config, parallel=parallel, collectives=ranks)
         sequences = getattr(engine, "sequence_group", None)
         for _ in range(steps):
-            ids = torch.zeros(BATCH, run, dtype=torch.long)
+            ids = torch.randint(CONFIG["vocab_size"], (BATCH, run))
             with record_function(_STEP), counted(engine, sequences) as sent:
                 if sizes["pp"] > 1:
                     engine.train_batch(iter([{"input_ids": ids, "labels": ids}] * accumulation))
@@ -137,6 +159,7 @@ def _peaks(events: list[Any]) -> list[int]:
 @click.option("--pp", type=click.IntRange(1), default=1)
 @click.option("--sp", type=click.IntRange(1), default=1)
 @click.option("--tp", type=click.IntRange(1), default=1)
+@click.option("--ep", type=click.IntRange(1), default=1)
 def main(stage: int, accumulation: int, steps: int, **sizes: int) -> None:
     peak, sent = measure(stage, accumulation, steps, sizes)
     of_ranks: list[Any] = [None] * dist.get_world_size()
@@ -146,11 +169,15 @@ def main(stage: int, accumulation: int, steps: int, **sizes: int) -> None:
             ranks=dist.get_world_size(), batch=BATCH, sequence=LENGTH, accumulation=accumulation, **sizes
         )
         with tempfile.TemporaryDirectory() as folder:
-            LlamaConfig(**CONFIG, architectures=["LlamaForCausalLM"]).to_json_file(Path(folder) / "config.json", False)
+            _settings(sizes).to_json_file(Path(folder) / "config.json", False)
             (one,) = estimate(folder, workload, [(stage, "none", "none")], on_cpu=True)
         axes = {axis for _, sent in of_ranks for axis in sent}
         most = {axis: max(sent.get(axis, 0) for _, sent in of_ranks) for axis in sorted(axes)}
-        found = {"peak": one.device.total, "sent": dict(sorted(one.sent.items()))}
+        estimated = Counter(one.sent)
+        if sizes["ep"] > 1:  # which rank gets more tokens is up to the router
+            most["ep"] = round(sum(sent["ep"] for _, sent in of_ranks) / len(of_ranks))
+            estimated["dp"] += estimated.pop("dp of experts", 0)
+        found = {"peak": one.device.total, "sent": dict(sorted(estimated.items()))}
         print(json.dumps({"estimated": found, "measured": {"peak": max(peak for peak, _ in of_ranks), "sent": most}}))
     dist.destroy_process_group()
 

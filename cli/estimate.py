@@ -52,7 +52,7 @@ class Size(_Type):
 
 _GROUPS = {
     "The work": ("precision", "batch", "sequence", "accumulation", "checkpointing", "optimizer", "residual_masters"),
-    "Ranks and meshes": ("ranks", "ranks_per_machine", "pp", "sp", "tp", "meshes"),
+    "Ranks and meshes": ("ranks", "ranks_per_machine", "pp", "sp", "tp", "ep", "meshes"),
     "What there is": ("device_memory", "host_memory", "disk", "cpu"),
     "Output": ("as_json", "html_path", "plot"),
 }
@@ -93,6 +93,7 @@ _GROUPS = {
 @_option("--pp_size", "pp", type=COUNT, default=1, metavar="N", help="Stages of a pipeline. [default: 1]")
 @_option("--sp_size", "sp", type=COUNT, default=1, metavar="N", help="Ranks that share each sequence. [default: 1]")
 @_option("--tp_size", "tp", type=COUNT, default=1, metavar="N", help="Ranks that share each layer. [default: 1]")
+@_option("--ep_size", "ep", type=COUNT, default=1, metavar="N", help="Ranks that divide the experts. [default: 1]")
 @_option("--meshes", is_flag=True, help="A row per mesh of the ranks, for the same samples per step.")
 @_option("--cpu", is_flag=True, help="The ranks compute on the CPU of this machine.")
 @_option("--json", "as_json", is_flag=True, help="Print bytes as JSON.")
@@ -129,7 +130,7 @@ def estimate(
     """
     _check_chart(plot)
     check_page_path(html_path)
-    if meshes and (html_path or plot or max(workload["pp"], workload["sp"], workload["tp"]) > 1):
+    if meshes and (html_path or plot or max(workload[axis] for axis in ("pp", "sp", "tp", "ep")) > 1):
         raise click.UsageError("--meshes compares all meshes, in a table or as --json: leave out sizes, --html, --plot")
     with estimating(model) as line:
         what, requested, capacity = _question(model, ranks, device_memory, host_memory, disk, cpu, workload)
@@ -197,7 +198,7 @@ def _question(
 
 
 def _in_flags(message: str) -> str:
-    message = message.replace("Workload.", "--")
+    message = re.sub(r"ParallelConfig\((\w+)=(\d+)[^)]*\)", r"--\1_size \2", message.replace("Workload.", "--"))
     return message.replace("ParallelConfig", "--pp_size, --sp_size, --tp_size").replace(
         "start a multiple", "take a multiple"
     )
@@ -210,7 +211,7 @@ def _plans(what: Subject, requested: Workload, capacity: Capacity) -> list[PlanR
     try:
         return plan_table(what, requested, capacity)
     except UsageError as error:
-        if not requested.mesh.splits_samples:
+        if requested.is_plain:
             raise
         raise ConfigError(str(error), fix="--meshes shows which meshes there are") from None
 
@@ -245,7 +246,7 @@ def _report(model: str, workload: Workload, capacity: Capacity, rows: list[PlanR
         for place in ("device", "host", "disk"):
             plan[place]["total"] = getattr(row.estimate, place).total
         plans.append({**plan, "fits": row.fits, "short_of": row.short_of, "recommended": row.recommended})
-    is_plain = not workload.mesh.splits_samples
+    is_plain = workload.is_plain
     traffic = [asdict(sent) for sent in traffic_table(rows[0].estimate.numel, workload)] if is_plain else []
     report = {"model": model, "workload": asdict(workload), "capacity": asdict(capacity), "plans": plans}
     return report | ({"traffic": traffic} if traffic else {})
@@ -255,7 +256,7 @@ def _title(model: str, workload: Workload, rows: list[PlanRow]) -> str:
     ranks = f"{workload.ranks} rank{'s' if workload.ranks > 1 else ''}"
     words = [
         f"{model}: {rows[0].estimate.numel / 1e9:.3g} B parameters",
-        f"{ranks} as {workload.mesh_name}" if workload.mesh.splits_samples else ranks,
+        f"{ranks} as {workload.mesh_name}" if not workload.is_plain else ranks,
         workload.precision,
         f"batch {workload.batch} x {workload.sequence}",
     ]
@@ -289,7 +290,7 @@ def _show(model: str, workload: Workload, capacity: Capacity, rows: list[PlanRow
     if is_plain:
         click.echo(f"{_title(model, workload, rows)}; GB")
     console.print(table)
-    if not workload.mesh.splits_samples:
+    if workload.is_plain:
         _show_traffic(rows[0].estimate.numel, workload)
     if words := _parameters_in_host_memory(rows, workload):
         click.echo(words, err=True)

@@ -61,7 +61,7 @@ def mesh_remarks(what: Subject, workload: Workload, capacity: Capacity, plan: Pl
     """What ranks of one mesh send under a plan, and whether more of it crosses machines than has to."""
     from zeroaccel.estimate import MeshRow, link_bytes, needless_crossing
 
-    if not workload.mesh.splits_samples:
+    if workload.is_plain:
         return
     links = link_bytes(plan, workload)
     parts = [f"{link.axis} {_gb(link.inside)}" + (f" + {_gb(link.across)}" if link.across else "") for link in links]
@@ -92,7 +92,7 @@ def _cells(row: MeshRow) -> tuple[str, ...]:
 
 def _as_json(row: MeshRow) -> dict[str, Any]:
     mesh = {axis: getattr(row.workload.mesh, axis) for axis in AXES if not axis.startswith("dp")}
-    mesh |= {"dp": row.workload.mesh.dp_shard, "accumulation": row.workload.accumulation}
+    mesh |= {"ep": row.workload.ep, "dp": row.workload.mesh.dp_shard, "accumulation": row.workload.accumulation}
     if row.plan is None:
         return {"mesh": mesh, "refused": row.refused}
     one = row.plan.estimate

@@ -64,9 +64,9 @@ class ClosedForms:
         return simulate(subject, workload, **kind._asdict())
 
 
-def _family(workload: Workload) -> tuple[bool, bool]:
-    """What no closed form reaches across."""
-    return workload.checkpointing, workload.shard_ranks == 1
+def _family(workload: Workload) -> tuple[bool, int]:
+    """What no closed form reaches across: one rank, and one for each expert, which shard nothing of what they have."""
+    return workload.checkpointing, min(workload.shard_ranks, 2) + (workload.shard_ranks == workload.ep > 1)
 
 
 def _fit(subject: Subject, workloads: Sequence[Workload], kind: StepKind) -> _FittedTrace | None:

@@ -21,11 +21,16 @@ from zeroaccel.setup.ranks import JobRanks
 
 _POOLED_BLOCKS = 2  # that `comm.buffer_pool.BufferPool` retains
 _MOMENTS = ("earlier", "last", "step")
+EXPERT_SHARDS = "dp of experts"
 
 
 def traffic_axes() -> tuple[str, ...]:
-    """Axes of a mesh along which ranks send bytes; "dp" stands for those over which ZeRO shards, dp_shard x sp."""
-    return "dp", *(axis.name for axis in AXES)
+    """Axes of a mesh along which ranks send bytes.
+
+    "dp" stands for those over which ZeRO shards, dp_shard x sp; `EXPERT_SHARDS` for the part of them that has the same
+    experts.
+    """
+    return "dp", EXPERT_SHARDS, *(axis.name for axis in AXES)
 
 
 @dataclass
@@ -62,7 +67,7 @@ def sent_per_step(counts: Sequence[int], simulated: int, accumulation: int) -> d
         simulated: micro-steps that were run, of `accumulation`; all but the last are alike.
 
     Example:
-        >>> sent_per_step((10, 12, 5, *[0] * 12), simulated=2, accumulation=4)
+        >>> sent_per_step((10, 12, 5, *[0] * 15), simulated=2, accumulation=4)
         {'dp': 47}
     """
     sent = {}
@@ -82,10 +87,17 @@ class FakeRanks(Collectives):
         receives_in_host_memory: reductions receive the parts of all ranks in a buffer and add them there, as on gloo;
             NCCL needs no buffer of ours.
         sent: what is sent to each of the others is counted there, along `axis`.
+        experts: how many of them divide the experts; the others have the same ones.
     """
 
     def __init__(
-        self, world_size: int, sent: SentBytes, *, axis: str = "dp", receives_in_host_memory: bool = False
+        self,
+        world_size: int,
+        sent: SentBytes,
+        *,
+        axis: str = "dp",
+        receives_in_host_memory: bool = False,
+        experts: int = 1,
     ) -> None:
         # No super().__init__: there is no process group.
         self.rank = self.shard_rank = self.secondary_rank = 0
@@ -102,6 +114,12 @@ class FakeRanks(Collectives):
         self._receives = receives_in_host_memory and world_size > 1
         self._free: list[Tensor] = []
         self._sent, self._axis = sent, axis
+        if experts > 1:
+            alike = receives_in_host_memory
+            self.part_holders = FakeRanks(
+                world_size // experts, sent, axis=EXPERT_SHARDS, receives_in_host_memory=alike
+            )
+            self.part_holders.parts = FakeRanks(experts, sent, axis="ep")
 
     def as_job(self, device: torch.device) -> JobRanks:
         """A job of these ranks, for `TrainPlan.of`."""
@@ -132,6 +150,13 @@ class FakeRanks(Collectives):
 
     def all_to_all(self, out: Tensor, parts: Tensor, label: str) -> Work:
         self._count(parts[0].nbytes)
+        out.detach_()
+        return DONE
+
+    def exchange_rows(
+        self, out: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], label: str
+    ) -> Work:
+        self._sent.add(self._axis, (sum(sent) - sent[self.rank]) * rows.shape[1] * rows.element_size())
         out.detach_()
         return DONE
 

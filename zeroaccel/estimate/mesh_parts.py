@@ -5,7 +5,7 @@ Each axis of the mesh does its part by its `AxisEstimate`; this module names no 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from zeroaccel.estimate.workload import Workload
 from zeroaccel.parallel.axes import AXES
 from zeroaccel.setup.axis_estimate import AxisEstimate, EstimatedJob, Schedule
 from zeroaccel.zero.engine import Engine
+from zeroaccel.zero.layout import Split
 
 PHASES = ("forward", "backward", "step")
 """Of a micro-step."""
@@ -47,6 +48,11 @@ def places_of(subject: Subject, workload: Workload) -> Sequence[int]:
     """The places that can need the most memory, along the axis whose ranks have different parts."""
     places = [axis.places(subject.shape) for axis in axes_of(workload.mesh)]
     return max(places, key=len, default=(0,))
+
+
+def splits_of(model: nn.Module, workload: Workload) -> Mapping[int, Split]:
+    """id(parameter) -> how the engine cuts it when it lays out a part of a model."""
+    return {key: split for axis in axes_of(workload.mesh) for key, split in axis.splits(model).items()}
 
 
 def micro_steps(workload: Workload, place: int) -> int:
@@ -92,7 +98,8 @@ def part_of(subject: Subject, workload: Workload, place: int, sent: SentBytes) -
             short = subject.build_short
             return divided(*(subject.build() if layers is None or short is None else short(layers)))
 
-        return Part(build, subject.layers if subject.build_short is not None and not axes else 0)
+        alike = all(axis.blocks_alike for axis in axes)
+        return Part(build, subject.layers if subject.build_short is not None and alike else 0)
     blocks = min((axis.blocks(shape, place) for axis in axes), key=len)
 
     def build_decoder(layers: int | None) -> tuple[nn.Module, Schedule]:

@@ -16,11 +16,12 @@ from typing import Any
 
 from torch import nn
 
-from zeroaccel.config.parallel import AXES
+from zeroaccel.config.parallel import RankGroups
 from zeroaccel.errors import UsageError
+from zeroaccel.estimate.fake_ranks import EXPERT_SHARDS
 from zeroaccel.estimate.mesh_parts import axes_of
 from zeroaccel.estimate.plans import PlanRow, first_that_fits
-from zeroaccel.estimate.subject import Subject, subject
+from zeroaccel.estimate.subject import Subject, experts_of, subject
 from zeroaccel.estimate.workload import SAMPLE_AXES, Capacity, Workload
 
 
@@ -29,7 +30,7 @@ class LinkBytes:
     """Bytes that one rank sends in a step along one axis, mean over the ranks.
 
     Attributes:
-        axis: "dp" (what ZeRO shards over), "sp", "tp" or "pp".
+        axis: "dp" (what ZeRO shards over), "dp of experts" (over which it shards those), "ep", "sp", "tp" or "pp".
         inside, across: to ranks on its own machine, and on others.
     """
 
@@ -103,28 +104,31 @@ def crossing_share(workload: Workload, axis: str) -> float:
     return crossing / pairs if pairs else 0.0
 
 
-def _groups(workload: Workload, axis: str) -> Iterator[list[int]]:
+def _groups(workload: Workload, axis: str) -> RankGroups:
     """The ranks of each group of an axis."""
     mesh = workload.mesh
-    along = ("dp_replicate", "dp_shard", "sp") if axis == "dp" else (axis,)
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for rank in range(workload.ranks):
-        places = mesh.coordinates(rank)
-        groups.setdefault(tuple(places[other] for other in AXES if other not in along), []).append(rank)
-    yield from groups.values()
+    if axis == "dp":
+        return mesh.data_groups
+    if axis == "ep":
+        return mesh.expert_groups
+    return mesh.expert_holders if axis == EXPERT_SHARDS else mesh.groups(axis)
 
 
-def meshes_of(workload: Workload) -> Iterator[Workload]:
-    """The same samples on every mesh that the ranks can form, plain data parallelism first."""
+def meshes_of(workload: Workload, experts: int = 1) -> Iterator[Workload]:
+    """The same samples on every mesh that the ranks can form, plain data parallelism first.
+
+    Args:
+        experts: ranks that can divide the experts of the model's layers, at most.
+    """
     divisors = [size for size in range(1, workload.ranks + 1) if workload.ranks % size == 0]
     found = []
-    for sizes in itertools.product(divisors, repeat=len(SAMPLE_AXES)):
-        if workload.ranks % math.prod(sizes) == 0:
+    for *sizes, ep in itertools.product(*[divisors] * len(SAMPLE_AXES), divisors):
+        if workload.ranks % math.prod(sizes) == 0 and experts % ep == 0:
             try:
-                found.append(workload.on_mesh(*sizes))
+                found.append(workload.on_mesh(*sizes, ep=ep))
             except UsageError:  # a mesh that the engine does not have, or a sequence that sp does not divide
                 continue
-    return iter(sorted(found, key=lambda one: (one.sample_ranks, one.sizes)))
+    return iter(sorted(found, key=lambda one: (one.sample_ranks, one.sizes, one.ep)))
 
 
 def mesh_table(
@@ -151,7 +155,7 @@ def mesh_table(
     """
     what = model if isinstance(model, Subject) else subject(model)
     rows = []
-    for one in meshes_of(workload):
+    for one in meshes_of(workload, experts_of(what)):
         on_row(one)
         rows.append(mesh_row(what, one, capacity))
     best = min((row for row in rows if row.plan is not None and row.plan.fits), key=_order, default=None)
@@ -204,7 +208,7 @@ def needless_crossing(what: Subject, row: MeshRow, capacity: Capacity) -> str:
         if axis in in_blocks:
             sizes[axis] = math.gcd(sizes[axis], local)
             local //= sizes[axis]
-    better = mesh_row(what, chosen.on_mesh(*sizes.values()), capacity)
+    better = mesh_row(what, chosen.on_mesh(*sizes.values(), ep=chosen.ep), capacity)
     if better.plan is None:
         return words
     fits = {True: "", None: "", False: ", but does not fit"}[better.plan.fits]

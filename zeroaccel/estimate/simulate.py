@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from zeroaccel.errors import UsageError
 from zeroaccel.estimate.extrapolate import MemoryTrace, Moment, extrapolate_depth
 from zeroaccel.estimate.fake_ranks import FakeRanks, SentBytes, sent_per_step
-from zeroaccel.estimate.mesh_parts import PHASES, micro_steps, part_of
+from zeroaccel.estimate.mesh_parts import PHASES, micro_steps, part_of, splits_of
 from zeroaccel.estimate.shapes_only import META, ShapesOnly
 from zeroaccel.estimate.subject import Subject
 from zeroaccel.estimate.workload import MemoryByKind, Workload
@@ -200,7 +200,7 @@ def _run_two_steps(
     with MemoryTracker(_SHAPES if how.shapes_only else None) as tracker:
         model, schedule = build()
         numel = sum(param.numel() for param in model.parameters())
-        collectives = FakeRanks(workload.shard_ranks, how.sent, receives_in_host_memory=how.on_cpu)
+        collectives = FakeRanks(workload.shard_ranks, how.sent, receives_in_host_memory=how.on_cpu, experts=workload.ep)
         device = META if how.shapes_only else torch.device("cpu")
         engine = _engine(model, workload, stage, collectives, device, offloads_params=how.offloads_params)
         tracker.follow(buffer.full for unit in engine.units for buffer in unit.buffers)
@@ -216,8 +216,9 @@ def _run_two_steps(
         buffers = [buffer for unit in engine.units for buffer in unit.buffers]
         shards = tuple((b.own.numel, b.own.numel * b.dtype.itemsize) for b in buffers if not b.persistent)
         trained = tuple(b.masters.range.numel for b in buffers if b.trainable)
+        sent = how.sent.as_tuple()  # ending the engine joins parts of experts, which no step does
         engine.destroy()
-    return MemoryTrace(numel, tuple(moments), shards, trained, how.sent.as_tuple())
+    return MemoryTrace(numel, tuple(moments), shards, trained, sent)
 
 
 class _PeakRecorder:
@@ -417,7 +418,8 @@ def _engine(
     job = JobSpec(model, optimizer, config=config, collectives=collectives, engine_type=_EngineWithoutValues)
     plan = TrainPlan.of(job, collectives.as_job(device))
     # No tier: the tracker counts tensors only.
-    plan = replace(plan, placement=replace(plan.placement, offloads_params=offloads_params))
+    splits = splits_of(model, workload)
+    plan = replace(plan, placement=replace(plan.placement, offloads_params=offloads_params, splits=splits))
     return cast(_EngineWithoutValues, build(plan))
 
 

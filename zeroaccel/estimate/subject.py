@@ -27,6 +27,7 @@ from zeroaccel.config.diagnostics import near_names
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.estimate.decoder import MODELS, Decoder, known_shape, plain_names, shape_of
 from zeroaccel.estimate.known_models import CONFIGS, READ_PICTURES, ModelConfig
+from zeroaccel.parallel.experts import expert_count
 from zeroaccel.setup.axis_estimate import Shape
 
 _MOST_NBYTES = 4 << 20
@@ -182,10 +183,19 @@ def numel_of(what: Subject) -> int:
     """Parameters of the whole model; tied ones count once."""
     if what.shape is not None:
         return what.shape.numel
+    return _of_model(what, lambda model: sum(param.numel() for param in model.parameters()))
+
+
+def experts_of(what: Subject) -> int:
+    """The largest number of ranks that can divide the experts of the model's layers."""
+    return _of_model(what, expert_count) if what.shape is None else 1
+
+
+def _of_model(what: Subject, count: Callable[[nn.Module], int]) -> int:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
-        return sum(param.numel() for param in what.build()[0].parameters())
+        return count(what.build()[0])
 
 
 def predict_tokens(model: nn.Module, batch: int, sequence: int) -> tuple[Tensor, Any]:

@@ -37,6 +37,7 @@ class Workload:
         optimizer: which states are kept.
         residual_masters: masters of bf16 weights are kept as residuals (`data_types.master_weights`).
         pp, sp, tp: ranks along these axes of the mesh, see `ParallelConfig`; the others see different samples.
+        ep: of these others and `sp`, how many divide the experts of each layer.
 
     Raises:
         UsageError: a value that means nothing, or axes that do not divide the ranks; with more stages than micro-steps
@@ -59,6 +60,7 @@ class Workload:
     pp: int = 1
     sp: int = 1
     tp: int = 1
+    ep: int = 1
 
     def __post_init__(self) -> None:
         for name in ("ranks", "batch", "sequence", "accumulation"):
@@ -86,13 +88,20 @@ class Workload:
     @property
     def mesh(self) -> ParallelConfig:
         """The mesh of all ranks."""
-        return ParallelConfig.from_sizes(dict(zip(SAMPLE_AXES, self.sizes, strict=True))).resolve(self.ranks)
+        sizes = dict(zip(SAMPLE_AXES, self.sizes, strict=True))
+        return ParallelConfig.from_sizes({**sizes, "ep": self.ep}).resolve(self.ranks)
 
     @property
     def mesh_name(self) -> str:
-        """ "dp 4 x tp 2"."""
+        """ "dp 4 x tp 2", "dp 8, ep 4"."""
         sizes = {axis.removesuffix("_shard"): getattr(self.mesh, axis) for axis in AXES}
-        return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "1 rank"
+        product = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "1 rank"
+        return f"{product}, ep {self.ep}" if self.ep > 1 else product
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all ranks have all of the model, and samples of their own."""
+        return self.ep == 1 and not self.mesh.splits_samples
 
     @property
     def shard_ranks(self) -> int:
@@ -109,13 +118,14 @@ class Workload:
         """Ranks that work on the same sample."""
         return math.prod(self.sizes)
 
-    def on_mesh(self, *sizes: int) -> Workload:
+    def on_mesh(self, *sizes: int, ep: int = 1) -> Workload:
         """The same samples per step on another mesh: fewer ranks that see different ones take more micro-steps each.
 
         Args:
             sizes: see `sizes`.
+            ep: see `Workload`.
         """
-        changed: dict[str, Any] = dict(zip(SAMPLE_AXES, sizes, strict=True))
+        changed: dict[str, Any] = {**dict(zip(SAMPLE_AXES, sizes, strict=True)), "ep": ep}
         micro_steps = self.accumulation * math.prod(sizes) // self.sample_ranks
         return replace(self, **changed, accumulation=max(micro_steps, 1))
 

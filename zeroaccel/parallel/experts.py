@@ -27,6 +27,7 @@ projection of all experts, (E, ..): the interface of `use_experts_implementation
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -43,6 +44,7 @@ from zeroaccel.config.parallel import ParallelConfig
 from zeroaccel.errors import ConfigError, UsageError, listed
 from zeroaccel.optim.optimizer_kinds import OptimizerKind
 from zeroaccel.setup.axis import Axis
+from zeroaccel.setup.axis_estimate import AxisEstimate, EstimatedJob
 from zeroaccel.setup.job import JobSpec
 from zeroaccel.setup.optimizer_plan import OptimizerPlan
 from zeroaccel.zero.build_units import refuse_split
@@ -107,10 +109,13 @@ class ExpertAxis(Axis):
         connect(topology, groups)
         return cls(group, same, topology)
 
+    @classmethod
+    def estimate(cls, mesh: ParallelConfig) -> AxisEstimate | None:
+        return ExpertEstimate(mesh.ep) if mesh.ep > 1 else None
+
     @property
     def splits(self) -> Mapping[int, Split]:
-        split = Split(dim=0, parts=self._group.size, index=self._group.rank, in_data_group=True)
-        return {id(one.module.get_parameter(key)): split for one in self._experts for key in one.params}
+        return _splits(self._experts, self._group.size, self._group.rank)
 
     def divide(self, model: nn.Module, others: Sequence[Axis]) -> None:
         """Finds the experts. Changes nothing of the model.
@@ -177,6 +182,33 @@ class ExpertAxis(Axis):
                 vars(module).pop("forward", None)
             else:
                 vars(module)["forward"] = forward
+
+
+def _splits(found: Iterable[Experts], ranks: int, rank: int) -> dict[int, Split]:
+    split = Split(dim=0, parts=ranks, index=rank, in_data_group=True)
+    return {id(one.module.get_parameter(key)): split for one in found for key in one.params}
+
+
+class ExpertEstimate(AxisEstimate):
+    """Ranks with other experts, in an estimate: as many tokens go to each of them, which is their mean load."""
+
+    name: ClassVar[str] = "ep"
+    blocks_alike: ClassVar[bool] = True
+
+    def share(self, job: EstimatedJob, model: nn.Module) -> None:
+        ranks = job.ranks(self.size, self.name)
+        for one in find_experts(model, self.size):
+            one.module.forward = partial(_dispatched, one, one.module.forward, ranks, route=_even_route)
+
+    def splits(self, model: nn.Module) -> Mapping[int, Split]:
+        found = [_experts_of(name, module) for name, module in model.named_modules() if _has_interface(module)]
+        return _splits(found, self.size, 0)
+
+
+def expert_count(model: nn.Module) -> int:
+    """The largest number of ranks that can divide the experts of a model's layers; 1 where it has none to divide."""
+    counts: list[Any] = [module.num_experts for module in model.modules() if _has_interface(module)]
+    return math.gcd(*counts) or 1
 
 
 def find_experts(model: nn.Module, ranks: int) -> list[Experts]:
@@ -249,6 +281,44 @@ def _without_experts(model: nn.Module) -> UsageError:
 # -- the way of the tokens
 
 
+@dataclass(frozen=True)
+class _Route:
+    """Where the chosen tokens of one forward go.
+
+    Attributes:
+        order: (sum of `sent`,) places among the T K choices, by expert.
+        sent, received: rows to and from each rank.
+        ids: (sum of `received`,) which of its own experts each row that arrives is for: ranks one after another, and of
+            each its tokens by expert.
+    """
+
+    order: Tensor
+    sent: list[int]
+    received: list[int]
+    ids: Tensor
+
+
+def _route(chosen: Tensor, experts: int, ranks: Collectives) -> _Route:
+    """(all ranks of the group)"""
+    own = experts // ranks.world_size
+    counts = torch.bincount(chosen, minlength=experts)[:experts].view(ranks.world_size, own)
+    incoming = torch.empty_like(counts)
+    ranks.all_to_all(incoming, counts, "count tokens").wait()
+    sent, received = counts.sum(1).tolist(), incoming.sum(1).tolist()
+    order = chosen.argsort(stable=True)[: sum(sent)]
+    ids = torch.arange(own, device=chosen.device).repeat(ranks.world_size).repeat_interleave(incoming.view(-1))
+    return _Route(order, sent, received, ids)
+
+
+def _even_route(chosen: Tensor, experts: int, ranks: Collectives) -> _Route:
+    """As many tokens to each rank, for tensors without values."""
+    size, rows = ranks.world_size, chosen.numel()
+    counts = chosen.new_empty(size, experts // size)
+    ranks.all_to_all(torch.empty_like(counts), counts, "count tokens").wait()
+    even = [rows * (rank + 1) // size - rows * rank // size for rank in range(size)]
+    return _Route(chosen.argsort(stable=True), even, even, chosen.new_empty(rows))
+
+
 def _dispatched(
     experts: Experts,
     compute: Callable[..., Tensor],
@@ -256,6 +326,8 @@ def _dispatched(
     hidden_states: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
+    *,
+    route: Callable[[Tensor, int, Collectives], _Route] = _route,
 ) -> Tensor:
     """The forward of experts of which this rank has some. (all ranks of the group)
 
@@ -266,22 +338,16 @@ def _dispatched(
     """
     # The names are those that the interface has, as models may pass them.
     hidden, choices, weights = hidden_states, top_k_index, top_k_weights
-    own = experts.count // ranks.world_size
     chosen = choices.reshape(-1)
-    counts = torch.bincount(chosen, minlength=experts.count)[: experts.count].view(ranks.world_size, own)
-    incoming = torch.empty_like(counts)
-    ranks.all_to_all(incoming, counts, "count tokens").wait()
-    sent, received = counts.sum(1).tolist(), incoming.sum(1).tolist()
-    order = chosen.argsort(stable=True)[: sum(sent)]
+    found = route(chosen, experts.count, ranks)
+    order, sent, received, ids = found.order, found.sent, found.received, found.ids
     rows, scales = hidden[order // choices.shape[-1]], weights.reshape(-1)[order]
     rows, scales = _Send.apply(rows, scales, ranks, sent, received)  # type: ignore[no-untyped-call]
-    # Ranks one after another, and of each its tokens by expert.
-    ids = torch.arange(own, device=chosen.device).repeat(ranks.world_size).repeat_interleave(incoming.view(-1))
     idle = not len(rows)
     if idle:
         rows, scales = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), torch.cat([scales, scales.new_zeros(1)])
         ids = ids.new_zeros(1)
-    experts.module.num_experts = own  # type: ignore[assignment]
+    experts.module.num_experts = experts.count // ranks.world_size  # type: ignore[assignment]
     try:
         out = compute(rows, ids.unsqueeze(1).to(choices.dtype), scales.unsqueeze(1))
     finally:

@@ -6,7 +6,7 @@ part of that rank and counts the bytes that the rank would send. `Axis.estimate`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -16,6 +16,7 @@ from torch import nn
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.errors import UsageError
 from zeroaccel.zero.engine import Engine
+from zeroaccel.zero.layout import Split
 
 _HEAD_DIM = 128
 
@@ -109,11 +110,13 @@ class AxisEstimate:
         receivers: the ranks of its group to which a rank sends the same number of bytes: all others, the next in a
             ring, or the neighbours in a line.
         in_blocks: ranks wait for each other in every block, so that a group should not reach across machines.
+        blocks_alike: it has the same part of every block of any model, so that a few stand for all.
     """
 
     name: ClassVar[str]
     receivers: ClassVar[Literal["all", "ring", "line"]] = "all"
     in_blocks: ClassVar[bool] = False
+    blocks_alike: ClassVar[bool] = False
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -162,3 +165,7 @@ class AxisEstimate:
             UsageError: the model cannot be divided.
         """
         return None
+
+    def splits(self, model: nn.Module) -> Mapping[int, Split]:
+        """id(parameter) -> how the engine cuts it, of those that `share` leaves whole."""
+        return {}

@@ -27,7 +27,7 @@ from zeroaccel.estimate import (
 from zeroaccel.estimate.decoder import Decoder
 from zeroaccel.estimate.meshes import crossing_share, meshes_of
 from zeroaccel.estimate.simulate import simulate
-from zeroaccel.estimate.subject import predict_tokens
+from zeroaccel.estimate.subject import predict_tokens, subject
 from zeroaccel.parallel.axes import AXES
 from zeroaccel.parallel.pipeline import PipelineEstimate
 from zeroaccel.parallel.traffic import (
@@ -119,6 +119,49 @@ def test_a_new_axis_brings_its_part_of_an_estimate(monkeypatch: pytest.MonkeyPat
     half = simulate(_subject(), Workload(sequence=64), 1)
     assert half.numel == whole.numel - SHAPE.layers // 2 * SHAPE.block_numel
     assert half.peak.optimizer < whole.peak.optimizer
+
+
+def _mixture(folder: Path, **sizes: int) -> str:
+    transformers = pytest.importorskip("transformers")
+    layers = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_local_experts": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2, "vocab_size": 128}
+    settings = transformers.MixtralConfig(**{**layers, **heads, **sizes}, architectures=["MixtralForCausalLM"])
+    settings.save_pretrained(folder)
+    return str(folder)
+
+
+def test_ranks_divide_experts(tmp_path: Path) -> None:
+    model, tokens = _mixture(tmp_path), 2 * 64
+    of_ep = {}
+    for ep in (1, 2, 4):
+        workload = Workload(ranks=4, batch=2, sequence=64, ep=ep)
+        (of_ep[ep],) = estimate(model, workload, [(3, "none", "none")])
+    experts = 2 * 8 * 3 * 64 * 96
+    dense = of_ep[1].numel - experts
+    for ep, one in of_ep.items():
+        # Each rank has a fourth of all states, whoever shares the experts.
+        assert one.numel == dense + experts
+        assert one.device.optimizer == pytest.approx(12 * one.numel / 4, rel=0.01)
+        rows, counts = tokens * 2 * (ep - 1) // ep, (ep - 1) * (8 // ep) * 8
+        # Rows of 64 values in bf16, to the experts and back with a weight in fp32, forward and backward.
+        assert one.sent.get("ep", 0) == 2 * (rows * (2 * (2 * 64 * 2 + 4)) + counts)
+        # A gather and a sum of the experts that two ranks have, half to the other one.
+        assert one.sent.get("dp of experts", 0) == (2 * experts / 2 * 2 / 2 if ep == 2 else 0)
+    assert of_ep[4].sent["dp"] == of_ep[2].sent["dp"] < of_ep[1].sent["dp"] / 2
+
+
+def test_meshes_of_a_mixture(tmp_path: Path) -> None:
+    rows = mesh_table(_mixture(tmp_path, num_hidden_layers=1), Workload(ranks=2, sequence=64), ROOMY)
+    assert {row.workload.mesh_name for row in rows} >= {"dp 2", "dp 2, ep 2", "sp 2, ep 2", "tp 2"}
+    by_name = {row.workload.mesh_name: row for row in rows}
+    assert [link.axis for link in by_name["dp 2, ep 2"].links] == ["dp", "ep"]
+    apart = Workload(ranks=16, ranks_per_machine=4, ep=8)
+    assert crossing_share(apart, "ep") == pytest.approx(4 / 7)
+    assert crossing_share(apart, "dp of experts") == 1
+    with pytest.raises(UsageError, match=r"ParallelConfig\(ep=3\): expected a divisor of dp_shard x sp, 4 ranks"):
+        Workload(ranks=4, ep=3)
+    three = mesh_row(subject(str(tmp_path)), Workload(ranks=16, sequence=64, ep=16), ROOMY)
+    assert "expected a number of experts that is divisible by ep 16, got 8" in three.refused
 
 
 def test_gpt2_is_cut_by_the_names_of_its_layers(tmp_path: Path) -> None:
@@ -261,6 +304,8 @@ def test_the_command_prints_meshes() -> None:
         (["--tp_size", "3"], "--pp_size, --sp_size, --tp_size: expected sizes that divide the job's 4 ranks"),
         (["--pp_size", "2"], "--accumulation: expected at least 2 micro-steps"),
         (["--meshes", "--tp_size", "2"], "--meshes compares all meshes"),
+        (["--ep_size", "3"], "--ep_size 3: expected a divisor of dp_shard x sp, 4 ranks"),
+        (["--ep_size", "2"], "expected experts as modules of transformers 5"),
     ],
 )
 def test_mistakes_name_the_flags(arguments: list[str], message: str) -> None:
