@@ -21,8 +21,10 @@ from zeroaccel.errors import CheckpointError
 from zeroaccel.zero.access.safetensors_file import dtype_name
 from zeroaccel.zero.layout import FlatRange, Slot, whole_of
 from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit
+from zeroaccel.zero.quantized_weights import state_tensors
 from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
 from zeroaccel.zero.storage.shards import Elements
+from zeroaccel.zero.tensor_subclasses import named_tensors, scales_of
 
 _SAMPLED_NUMEL = 64
 
@@ -240,13 +242,14 @@ class SavePlan:
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The model's buffers that belong into a state dict, by name, each once."""
+    """The buffers that belong into a state dict, by name, each once; with the small state of quantised weights."""
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set and id(buffer) not in seen:
                 seen.add(id(buffer))
                 yield (f"{prefix}.{name}" if prefix else name), buffer
+    yield from state_tensors(model)
 
 
 def describe_parameters(holdings: EngineState, *, left_out: frozenset[int]) -> dict[str, ParameterRecord]:
@@ -263,7 +266,7 @@ def describe_parameters(holdings: EngineState, *, left_out: frozenset[int]) -> d
         for buffer in holdings.buffers()
         for slot, param in zip(buffer.layout.slots, buffer.params, strict=True)
     }
-    return {name: records[name] for name, _ in holdings.model.named_parameters()}
+    return {name: records[name] for name, _ in named_tensors(holdings.model)}
 
 
 def ties_of(model: nn.Module) -> dict[str, str]:
@@ -286,4 +289,6 @@ def state_dict_names(model: nn.Module) -> list[str]:
             *(name for name in module._buffers if name not in module._non_persistent_buffers_set),
         ]
         names += [f"{prefix}.{name}" if prefix else name for name in own]
-    return names
+    scaled = ((name, scales_of(param)) for name, param in model.named_parameters())
+    names += [f"{name}.{scale}" for name, scales in scaled for scale in scales or ()]
+    return names + [name for name, _ in state_tensors(model)]

@@ -35,6 +35,7 @@ from zeroaccel.zero.engine_base import EngineBase, EngineParts
 from zeroaccel.zero.from_config import autocast_of, buffer_dtypes_of, loss_scale_of
 from zeroaccel.zero.param_unit import ParamUnit
 from zeroaccel.zero.precision import Autocast, broadcast_buffers, cast_buffers
+from zeroaccel.zero.quantized_weights import broadcast_state, forbid_packing
 from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
 from zeroaccel.zero.storage.placement import BufferPlan, OffloadRules, TierSet, check_update_time, share_updates
 
@@ -62,6 +63,7 @@ def build(plan: TrainPlan) -> EngineBase:
     # Buffers first: their dtypes follow from those of the parameters.
     cast_buffers(model, ranks.topology.device, buffer_dtypes_of(model, plan.config))
     broadcast_buffers(model, collectives.everyone)
+    broadcast_state(model, collectives.everyone)
     buffers = plan_units(plan.units, plan.placement, collectives)
     with ExitStack() as undo:
         with agreed(job_ranks, "initialize: offload"):
@@ -97,6 +99,7 @@ def build(plan: TrainPlan) -> EngineBase:
 def _complete(engine: EngineBase, plan: TrainPlan) -> None:
     """Adds to an engine what ends with it: checkpoints, axes, and what the config changes outside of the engine."""
     ranks, model = plan.ranks, plan.job.model
+    engine.at_destroy(forbid_packing(model))
     whole = next((axis.whole for axis in ranks.axes if axis.whole is not None), None)
     engine.checkpointer = checkpointer = Checkpointer(engine, _checkpoint_settings(plan.config), whole, ranks.mesh)
     engine.weight_sender = WeightSender(engine, checkpointer.state)

@@ -45,6 +45,8 @@ from zeroaccel.zero.from_config import (
     placement_of,
     unit_specs_of,
 )
+from zeroaccel.zero.quantized_weights import attach_codes
+from zeroaccel.zero.tensor_subclasses import named_tensors
 from zeroaccel.zero.wrap_policy import UnitSpec
 
 
@@ -115,6 +117,7 @@ class TrainPlan:
         optimizer, params = _divide(job, ranks)
         shards, tiers = shard_plan(config), tier_plan(config)
         check_dtypes(job.model, DTYPES[config.precision])
+        attach_codes(job.model)
         names = {id(param): fqn for fqn, param in job.model.named_parameters()}
         trained = OptimizerPlan.of(job.model, optimizer, params, job.lr_scheduler, job.optimizer_kind, config, names)
         trained.check(config, shards, tiers)
@@ -220,7 +223,7 @@ def _words(fact: Any) -> str:
 
 
 def _parameters(model: nn.Module, groups: Mapping[int, int]) -> Iterator[ParameterFacts]:
-    for name, param in model.named_parameters():
+    for name, param in named_tensors(model):
         yield ParameterFacts(name, tuple(param.shape), param.dtype, param.requires_grad, groups.get(id(param)))
 
 

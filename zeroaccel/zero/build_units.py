@@ -23,8 +23,9 @@ from zeroaccel.zero.device_check import check_model_device
 from zeroaccel.zero.layout import FlatLayout, OwnerLoads, Split, holders
 from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit
 from zeroaccel.zero.precision import forget_cast
+from zeroaccel.zero.quantized_weights import check_quantized
 from zeroaccel.zero.storage.placement import BufferPlan, TierSet
-from zeroaccel.zero.tensor_subclasses import check_split, is_split, local
+from zeroaccel.zero.tensor_subclasses import check_split, is_split, local, scales_of
 from zeroaccel.zero.wrap_policy import UnitSpec
 
 
@@ -58,7 +59,7 @@ class Placement:
 
     def param_dtype(self, fqn: str, param: nn.Parameter) -> torch.dtype:
         """The dtype this parameter is stored and computed in."""
-        if not param.is_floating_point():
+        if not param.is_floating_point() or scales_of(param) is not None:
             return param.dtype
         if fqn in self.fp32_names:
             return torch.float32
@@ -139,6 +140,7 @@ def check_model(model: object, device: torch.device) -> None:
                 got=str(param.dtype),
                 fix="keep it as torch.view_as_real(...), or freeze it",
             )
+    check_quantized(model)
     _refuse_shared_memory(model)
     check_model_device(model, device)
 
@@ -247,14 +249,14 @@ def _plan_buffers(
     # One flat buffer per dtype and trainability: a collective moves one dtype, and a frozen buffer needs no gradients,
     # masters or second gather after a step. Split ones apart, as norms count their parts on every rank of their axis,
     # and those that are split in the data group have other shards.
-    kinds: dict[tuple[torch.dtype, bool, bool, bool, bool], list[tuple[str, nn.Parameter]]] = {}
+    kinds: dict[tuple[torch.dtype, bool, bool, bool, bool, bool], list[tuple[str, nn.Parameter]]] = {}
     for fqn, param in spec.params:
         kind = placement.param_dtype(fqn, param), placement.trainable(param), placement.needs_owner(param)
         cut = placement.splits.get(id(param))
-        apart = cut is not None or is_split(param), cut is not None and cut.in_data_group
+        apart = cut is not None or is_split(param), cut is not None and cut.in_data_group, scales_of(param) is not None
         kinds.setdefault((*kind, *apart), []).append((fqn, param))
     plans = []
-    for index, ((dtype, trainable, has_owners, split, _), named) in enumerate(kinds.items()):
+    for index, ((dtype, trainable, has_owners, split, _, is_code), named) in enumerate(kinds.items()):
         if has_owners and split:
             refuse_split(named[0][0])
         if trainable:  # parameters of one param group side by side: fewer ranges to step
@@ -286,7 +288,9 @@ def _plan_buffers(
                 persistent,
                 replicated=not placement.plan.optimizer,
                 by_parameter=has_owners or (placement.coupled and not placement.plan.optimizer),
-                as_int8=placement.quantized_frozen_weights and not (trainable or persistent) and dtype in QUANTIZABLE,
+                as_int8=placement.quantized_frozen_weights
+                and not (trainable or persistent or is_code)
+                and dtype in QUANTIZABLE,
             )
         )
     return plans

@@ -28,7 +28,7 @@ from zeroaccel.zero.layout import FlatLayout, FlatRange, holders, whole_of
 from zeroaccel.zero.storage.copy_stream import CopyStream
 from zeroaccel.zero.storage.masters import MasterPlace, MasterStorage, NoMasters
 from zeroaccel.zero.storage.shards import MemoryShard, SecondaryShard, ShardPlace, ShardStorage
-from zeroaccel.zero.tensor_subclasses import as_ordinary, as_sharded, is_split, local, set_local
+from zeroaccel.zero.tensor_subclasses import as_ordinary, as_sharded, is_split, local, scales_of, set_local
 
 
 class ShardState(enum.Enum):
@@ -83,6 +83,7 @@ class FlatBuffer:
     ) -> None:
         self.layout = layout
         self.params = tuple(params)
+        self._is_code = any(scales_of(param) is not None for param in self.params)  # which rounding would destroy
         self.dtype = dtype
         self.rank = rank
         self.trainable = trainable
@@ -174,7 +175,7 @@ class FlatBuffer:
         collectives = self.holders(collectives)
         if self.secondary.is_valid and not exact:
             return self.secondary.all_gather(self.full, collectives, label)
-        return self.shard.all_gather(self.full, collectives, label, exact=exact)
+        return self.shard.all_gather(self.full, collectives, label, exact=exact or self._is_code)
 
     def missing(self, wanted: Iterable[int]) -> list[FlatRange]:
         """The elements of slots whose values are not in `full`; neighbours in one range, with the padding between."""

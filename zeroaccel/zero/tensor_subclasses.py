@@ -55,6 +55,37 @@ def set_local(param: nn.Parameter, data: Tensor) -> None:
         param.data = data
     else:
         split._local_tensor = data
+    for owner, name in vars(param).get(_FOLLOWERS, ()):
+        setattr(owner, name, data)
+
+
+_SCALES, _FOLLOWERS = "_zero_scales", "_zero_followers"
+
+
+def mark_codes(param: nn.Parameter, scales: Mapping[str, nn.Parameter]) -> None:
+    """Notes that a frozen parameter's values are codes, whose dtype and bits stay, and which scales belong to it."""
+    vars(param)[_SCALES] = dict(scales)
+
+
+def scales_of(param: Tensor) -> Mapping[str, nn.Parameter] | None:
+    """Name -> the scales that are sharded with codes; None of a parameter that is no code."""
+    scales: Mapping[str, nn.Parameter] | None = vars(param).get(_SCALES)
+    return scales
+
+
+def follow(param: nn.Parameter, owner: object, name: str) -> None:
+    """Has an attribute be each tensor that becomes the parameter's data."""
+    followers = vars(param).setdefault(_FOLLOWERS, [])
+    if not any(known is owner for known, _ in followers):
+        followers.append((owner, name))
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The model's parameters, each once, and behind codes their scales."""
+    for fqn, param in model.named_parameters():
+        yield fqn, param
+        for name, scales in (scales_of(param) or {}).items():
+            yield f"{fqn}.{name}", scales
 
 
 def is_split(param: Tensor) -> bool:
@@ -154,6 +185,8 @@ def as_sharded(param: nn.Parameter, fqn: str, gather: Callable[[], None]) -> Non
         _change_class(param, ShardedParameter)
     elif _split(param) is not None and ordinary is _dtensor():
         _change_class(param, _sharded_dtensor())
+    elif scales_of(param) is not None:
+        _change_class(param, _sharded_codes(ordinary))
     else:
         return
     vars(param)[_RECORD] = _ShardedUse(fqn, gather, ordinary)
@@ -227,6 +260,14 @@ def _sharded_dtensor() -> type[Tensor]:
 
     methods = {method: checked(method) for method in ("to_local", "full_tensor", "redistribute")}
     return type("ShardedDTensor", (_Checked, dtensor), {"__slots__": (), **methods})
+
+
+@functools.cache
+def _sharded_codes(ordinary: Any) -> type[Tensor]:
+    """The class of a library's quantised weight while it is sharded, under the same name: programs look at that."""
+    return type(ordinary)(  # type: ignore[no-any-return]
+        ordinary.__name__, (_Checked, ordinary), {"__slots__": (), "__module__": ordinary.__module__}
+    )
 
 
 def _gather_nothing() -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from zeroaccel.errors import ConfigError
+from zeroaccel.zero.tensor_subclasses import scales_of
 
 LARGE_LEAF_NUMEL = 1 << 16
 """A leaf module outside the blocks with at least this many elements is a unit of its own."""
@@ -107,6 +108,7 @@ def group_parameters(
         key, name, modules = _home(param, owners[id(param)], model, persistent)
         spec = specs.setdefault(key, UnitSpec(name, modules, persistent=key == "persistent"))
         spec.params.append((fqn, param))
+        spec.params += [(f"{fqn}.{scale}", scales) for scale, scales in (scales_of(param) or {}).items()]
     return list(specs.values())
 
 

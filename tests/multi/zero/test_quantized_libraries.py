@@ -1,0 +1,284 @@
+"""A frozen base in a library's quantised classes: carried by its codes and scales, or a named error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import zeroaccel
+from tests.support.pool import Ranks
+from tests.support.refusals import refused
+from zeroaccel.comm.collectives import Collectives
+from zeroaccel.comm.recording import RecordingCollectives
+from zeroaccel.comm.topology import init_process_group
+from zeroaccel.errors import EngineStateError, UsageError
+from zeroaccel.zero.build_units import check_model
+
+WIDTH = 128
+KINDS = ["nf4, nested", "nf4", "fp4 in bfloat16", "int8"]
+
+
+class Params4bit(nn.Parameter):
+    """Stands in for the library's class where it is not installed."""
+
+    quant_state: Any
+
+    def __new__(cls, data: Tensor, requires_grad: bool = False) -> Params4bit:
+        return torch.Tensor._make_subclass(cls, data, requires_grad)  # type: ignore[return-value]
+
+
+Params4bit.__module__ = "bitsandbytes.nn.modules"
+
+
+class ScaledCodes:
+    """What the library calls a QuantState: scales of blocks of 64 values, and what each code stands for."""
+
+    nested = False
+
+    def __init__(self, absmax: Tensor, code: Tensor) -> None:
+        self.absmax, self.code = absmax, code
+
+    def as_dict(self, packed: bool) -> dict[str, Tensor]:
+        return {"absmax": self.absmax, "quant_map": self.code}
+
+
+class StandIn(nn.Module):
+    """A linear layer of 4-bit codes."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        weight = torch.randn(width * width // 64, 64)
+        absmax, code = weight.abs().amax(1), torch.linspace(-1, 1, 16)
+        codes = (weight[..., None] / absmax[:, None, None] - code).abs().argmin(-1).to(torch.uint8).view(-1, 2)
+        self.weight = Params4bit((codes[:, 0] << 4 | codes[:, 1])[:, None])
+        self.weight.quant_state = ScaledCodes(absmax, code)
+        self.width = width
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        state = self.weight.quant_state
+        codes = torch.stack((self.weight.data >> 4, self.weight.data & 15), 1).view(-1, 64).int()
+        base = (state.code[codes] * state.absmax[:, None]).view(self.width, self.width)
+        return inputs @ base.to(inputs.dtype).t()
+
+
+def _layer(kind: str) -> nn.Module:
+    if kind == "stand-in":
+        return StandIn(WIDTH)
+    bnb = pytest.importorskip("bitsandbytes")
+    if kind == "int8":
+        layer: nn.Module = bnb.nn.Linear8bitLt(WIDTH, WIDTH, bias=False, has_fp16_weights=False)
+    else:
+        storage = torch.bfloat16 if "bfloat16" in kind else torch.uint8
+        quant = {"quant_type": kind[:3], "compress_statistics": "nested" in kind, "quant_storage": storage}
+        layer = bnb.nn.Linear4bit(WIDTH, WIDTH, bias=False, compute_dtype=torch.float32, **quant)
+    with torch.no_grad():
+        layer.weight.copy_(torch.randn(WIDTH, WIDTH) / 8)  # type: ignore[operator]
+    return layer.to("cpu")
+
+
+class Adapted(nn.Module):
+    """A quantised layer that is frozen, and two small trained ones."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.base = _layer(kind)
+        self.down = nn.Linear(WIDTH, 4, bias=False)
+        self.up = nn.Linear(4, WIDTH, bias=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        result: Tensor = torch.tanh(self.base(inputs) + self.up(self.down(inputs)))
+        return result
+
+
+class Model(nn.Module):
+    """Blocks, recomputed in backward or not."""
+
+    def __init__(self, kind: str, recomputes: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Adapted(kind) for _ in range(3))
+        self.recomputes = recomputes
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        inputs.requires_grad_(self.recomputes == "reentrant")
+        for block in self.blocks:
+            if self.recomputes:
+                inputs = checkpoint(block, inputs, use_reentrant=self.recomputes == "reentrant")
+            else:
+                inputs = block(inputs)
+        return inputs.square().mean()
+
+
+STAGE_3 = {"stage": 3, "stage3_param_persistence_threshold": 0}
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "SGD": partial(torch.optim.SGD, lr=0.5, momentum=0.9),
+    "AdamW": partial(torch.optim.AdamW, lr=0.01),
+}
+
+
+def _inputs() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(2, WIDTH, generator=generator) for _ in range(4)]
+
+
+def _initialized(model: nn.Module, stage: int, optimizer: str, **zero: Any) -> Any:
+    trained = OPTIMIZERS[optimizer]([param for param in model.parameters() if param.requires_grad])
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {**STAGE_3, "stage": stage, **zero}}
+    return zeroaccel.initialize(model, trained, config=config)[0]
+
+
+def _steps(engine: Any, batches: list[Tensor]) -> list[float]:
+    losses = []
+    for inputs in batches:
+        loss = engine(inputs)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def _plain(model: nn.Module, optimizer: str) -> list[float]:
+    trained = OPTIMIZERS[optimizer]([param for param in model.parameters() if param.requires_grad])
+    losses = []
+    for inputs in _inputs():
+        loss = model(inputs)
+        loss.backward()
+        trained.step()
+        trained.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _losses(kind: str, folder: str) -> dict[tuple[Any, ...], tuple[list[float], list[float], int]]:
+    found = {}
+    for recomputes, optimizer in (("", "SGD"), ("non-reentrant", "AdamW"), ("reentrant", "SGD")):
+        expected = _plain(Model(kind, recomputes), optimizer)
+        places: list[tuple[int, dict[str, Any]]] = [(3, {})]
+        if not recomputes:
+            places += [(0, {}), (2, {}), (3, {"offload_param": {"device": "cpu"}})]
+            places += [(3, {"offload_param": {"device": "nvme", "nvme_path": folder}})]
+        for stage, zero in places:
+            engine = _initialized(Model(kind, recomputes), stage, optimizer, **zero)
+            losses = _steps(engine, _inputs())
+            nbytes = engine.model_state_nbytes()["params"]
+            engine.destroy()
+            found[recomputes, stage, str(zero)] = losses, expected, nbytes
+    return found
+
+
+@pytest.mark.parametrize("kind", ["stand-in", *KINDS])
+def test_a_quantized_base_has_the_losses_of_one_process(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    if kind != "stand-in":
+        pytest.importorskip("bitsandbytes")
+    for found in ranks(2).run(_losses, kind, str(tmp_path)):
+        for losses, expected, _ in found.values():
+            assert losses == pytest.approx(expected, abs=1e-6)
+            assert losses[0] != losses[-1]
+        # Scales are sharded with the codes; what is left on every rank are nested statistics and code books.
+        adapters = 3 * 2 * 4 * WIDTH * 4
+        per_value = {"int8": 1.0, "nf4, nested": 0.5 + 1 / 64}.get(kind, 0.5 + 4 / 64)
+        whole, sharded = found["", 0, "{}"][2], found["", 3, "{}"][2]
+        assert whole - adapters == pytest.approx(3 * WIDTH * WIDTH * per_value, rel=0.05)
+        assert sharded == pytest.approx(whole / 2, rel=0.05)
+
+
+def _evaluated_first(stages: tuple[int, ...]) -> list[list[float]]:
+    results = []
+    for stage in stages:
+        model = Model("nf4", "").eval()
+        engine = _initialized(model, stage, "SGD")
+        losses = _steps(engine, _inputs())
+        engine.destroy()
+        results.append(losses)
+    return results
+
+
+def test_the_kernel_for_evaluations_leaves_codes_alone(ranks: Ranks) -> None:
+    """A model in evaluation mode repacked its codes in the first forward: an error below stage 3, and wrong there."""
+    pytest.importorskip("bitsandbytes")
+    model = Model("nf4", "").eval()
+    for block in model.blocks:
+        block.base.support_avx512bf16_for_cpu = False
+    expected = _plain(model, "SGD")
+    for results in ranks(2).run(_evaluated_first, (0, 2, 3)):
+        for losses in results:
+            assert losses == pytest.approx(expected, abs=1e-6)
+
+
+def _gathers(kind: str) -> tuple[list[tuple[str, int]], str]:
+    recording = RecordingCollectives(Collectives(init_process_group()))
+    model = Model(kind, "")
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {**STAGE_3, "zero_quantized_weights": True}}
+    trained = OPTIMIZERS["SGD"]([param for param in model.parameters() if param.requires_grad])
+    engine = zeroaccel.initialize(model, trained, config=config, collectives=recording)[0]
+    recording.reset()
+    engine(_inputs()[0])
+    calls = [(call.dtype, call.numel) for call in recording.calls if call.label == "unshard blocks.0"]
+    engine.reset()
+    with pytest.raises(EngineStateError) as caught:
+        _ = model.blocks[0].base.weight + 1
+    engine.destroy()
+    return calls, str(caught.value)
+
+
+def test_gathers_are_of_codes_and_scales_which_nothing_rounds(ranks: Ranks) -> None:
+    """The codes of one block and its scales; the adapters alone are rounded (qwZ)."""
+    for calls, said in ranks(2).run(_gathers, "stand-in"):
+        codes, scales = WIDTH * WIDTH // 2, WIDTH * WIDTH // 64
+        assert sorted(calls) == [("float32", scales), ("float32", 2 * 4 * WIDTH), ("uint8", codes)]
+        assert codes + 4 * scales <= 0.30 * 2 * WIDTH * WIDTH
+        assert "parameter blocks.0.base.weight: expected no read of its values while it is sharded" in said
+
+
+def _bits(value: Tensor) -> list[int]:
+    bits: list[int] = value.detach().reshape(-1).view(torch.uint8).tolist()
+    return bits
+
+
+def _saved(kind: str, folder: str) -> tuple[list[float], list[float], list[str], bool]:
+    engine = _initialized(Model(kind, ""), 3, "AdamW")
+    _steps(engine, _inputs()[:2])
+    engine.save_checkpoint(folder)
+    state = engine.consolidated_state_dict()
+    losses = _steps(engine, _inputs()[2:])
+    engine.destroy()
+    model = Model(kind, "")
+    other = _initialized(model, 0, "AdamW")
+    other.load_checkpoint(folder)
+    names, same = list(model.state_dict()), True
+    if state is not None:
+        own = {name: value for name, value in model.state_dict().items() if name in state}
+        names = sorted(set(names) ^ set(state))
+        same = all(_bits(value) == _bits(state[name]) for name, value in own.items())
+    resumed = _steps(other, _inputs()[2:])
+    other.destroy()
+    return losses, resumed, names if state is not None else [], same
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpoints_and_state_dicts_have_codes_and_scales(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    pytest.importorskip("bitsandbytes")
+    for losses, resumed, differing, same in ranks(2).run(_saved, kind, str(tmp_path)):
+        assert resumed == losses
+        assert same
+        assert [name for name in differing if not name.endswith("weight_format")] == []
+
+
+def test_a_quantized_weight_that_cannot_be_carried_is_named() -> None:
+    layer = StandIn(WIDTH)
+    layer.weight.quant_state.packing_format_for_cpu = True
+    with refused(UsageError, "parameter weight", "packed for its CPU kernel", "before the first forward"):
+        check_model(layer, torch.device("cpu"))
+    layer.weight.quant_state = None
+    with refused(UsageError, "parameter weight", "the codes of a quantised weight", 'model.to("cpu")'):
+        check_model(layer, torch.device("cpu"))
+    layer.weight = Params4bit(torch.zeros(4, dtype=torch.bfloat16), requires_grad=True)
+    with refused(UsageError, "parameter weight", "cannot be trained", "requires_grad_(False)"):
+        check_model(layer, torch.device("cpu"))

@@ -1,0 +1,153 @@
+"""Frozen weights of quantised classes: the tensors that they consist of, which are sharded and gathered as they are.
+
+A library of quantised weights has a parameter of its own class for the codes, and keeps the scales beside it in plain
+attributes. `attach_codes` makes parameters of the scales that are large enough to be sharded, and notes them on the
+weight; `group_parameters` puts both into one unit. Codes and scales keep dtype and bits whatever the precision is, and
+no gather rounds them. Smaller state is on every rank; `broadcast_state` gives it the values of rank 0.
+
+bitsandbytes' classes are known by name, so that nothing imports the library: `Params4bit` (NF4, FP4) with `absmax`, and
+`Int8Params`, whose layer has a second reference to the codes, which follows the parameter. Its CPU kernel for
+evaluation packs 4-bit codes anew in the first forward and rounds the scales: `forbid_packing` turns that kernel off.
+Parameters of other classes are carried as they are; attributes of theirs belong to the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroaccel.comm.collectives import Collectives
+from zeroaccel.errors import UsageError
+from zeroaccel.zero.tensor_subclasses import follow, mark_codes, scales_of
+
+_SMALL = 64  # scales of at most this part of their codes' bytes are on every rank
+_LIBRARY = "bitsandbytes"
+
+
+def _kind(param: Tensor | None) -> str:
+    """The class of a quantised weight of bitsandbytes; "" for any other parameter."""
+    for kind in type(param).__mro__:
+        if kind.__module__.partition(".")[0] == _LIBRARY and kind.__name__ in ("Params4bit", "Int8Params"):
+            is_float = kind.__name__ == "Int8Params" and getattr(param, "has_fp16_weights", False)
+            return "" if is_float else kind.__name__
+    return ""
+
+
+def _quantized(model: nn.Module) -> Iterator[tuple[str, Any, Any, str]]:
+    """(fqn, module, weight, class) of every registration of a quantised weight."""
+    for prefix, module in model.named_modules():
+        for name, param in module._parameters.items():
+            if kind := _kind(param):
+                yield (f"{prefix}.{name}" if prefix else name), module, param, kind
+
+
+def check_quantized(model: nn.Module) -> None:
+    """Refuses quantised weights that cannot be carried.
+
+    Raises:
+        UsageError: one is to be trained, has no codes yet, or was packed for the library's kernel of evaluation.
+    """
+    for fqn, _, param, kind in _quantized(model):
+        if param.requires_grad:
+            raise UsageError(
+                f"parameter {fqn}",
+                expected="to be frozen, as its codes cannot be trained",
+                got=f"a quantised weight ({kind}) with requires_grad=True",
+                fix="call requires_grad_(False) and train adapters (peft.get_peft_model), or load it unquantised",
+            )
+        has_codes = param.quant_state is not None if kind == "Params4bit" else param.dtype is torch.int8
+        if not has_codes:
+            raise UsageError(
+                f"parameter {fqn}",
+                expected=f"the codes of a quantised weight ({kind})",
+                got=f"{param.dtype} values, which {_LIBRARY} quantises when they are moved to a device",
+                fix='call model.to("cpu") or model.to("cuda") before initialize() or prepare()',
+            )
+        if getattr(getattr(param, "quant_state", None), "packing_format_for_cpu", False):
+            raise UsageError(
+                f"parameter {fqn}",
+                expected="the codes and scales of its quantisation",
+                got=f"those that {_LIBRARY} packed for its CPU kernel in an evaluation, with scales in bf16",
+                fix="call initialize() or prepare() before the first forward, or load the model again",
+            )
+
+
+def attach_codes(model: nn.Module) -> None:
+    """Notes on every quantised weight which tensors belong to it; changes no value."""
+    for _, module, param, kind in _quantized(model):
+        if kind == "Int8Params":
+            _attach_int8(module, param)
+        elif scales_of(param) is None:
+            state = param.quant_state
+            mark_codes(param, {"absmax": _as_parameter(state, "absmax")} if _is_large(state.absmax, param) else {})
+
+
+def _attach_int8(module: Any, param: Any) -> None:
+    if param.CB is not None:
+        module.init_8bit_state()  # as the layer's first forward does: the layer has codes and scales from here on
+    mark_codes(param, {})  # a scale per row is small
+    module.state.CB = param.data
+    follow(param, module.state, "CB")
+
+
+def _is_large(scales: Tensor, codes: Tensor) -> bool:
+    return scales.nbytes * _SMALL > codes.nbytes
+
+
+def _as_parameter(owner: Any, name: str) -> nn.Parameter:
+    scales = nn.Parameter(getattr(owner, name).detach(), requires_grad=False)
+    mark_codes(scales, {})
+    setattr(owner, name, scales)
+    return scales
+
+
+def state_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The small state of quantised weights, by its name in a state dict of the library; each once."""
+    seen: set[int] = set()
+    for fqn, module, param, kind in _quantized(model):
+        if id(param) in seen:
+            continue
+        seen.add(id(param))
+        if kind == "Int8Params":
+            if module.state.SCB is not None:
+                yield f"{fqn.removesuffix('weight')}SCB", module.state.SCB
+            continue
+        for name, value in param.quant_state.as_dict(packed=True).items():
+            if name not in (scales_of(param) or {}):
+                yield f"{fqn}.{name}", value
+
+
+def broadcast_state(model: nn.Module, collectives: Collectives) -> None:
+    """Gives every rank the small state of rank 0's quantised weights. (all ranks)"""
+    for fqn, module, param, kind in _quantized(model):
+        if kind == "Int8Params":
+            tensors = {"SCB": module.state.SCB}
+        else:
+            state = param.quant_state
+            tensors = {"quant_map": state.code} | ({} if scales_of(param) else {"absmax": state.absmax})
+            if state.nested:
+                tensors |= {"nested_absmax": state.state2.absmax, "nested_quant_map": state.state2.code}
+                tensors |= {"nested_offset": state.offset}
+        for name, value in tensors.items():
+            flat = value.detach().contiguous().view(-1)
+            collectives.broadcast(flat, 0, f"{fqn}.{name}")
+            value.detach().copy_(flat.view(value.shape))
+
+
+def forbid_packing(model: nn.Module) -> Callable[[], None]:
+    """Has 4-bit layers compute from their codes in evaluations too; returns what undoes it."""
+    flag = "support_avx512bf16_for_cpu"
+    layers = [
+        module for _, module, _, kind in _quantized(model) if kind == "Params4bit" and getattr(module, flag, False)
+    ]
+    for layer in layers:
+        setattr(layer, flag, False)
+
+    def undo() -> None:
+        for layer in layers:
+            setattr(layer, flag, True)
+
+    return undo
