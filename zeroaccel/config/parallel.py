@@ -61,7 +61,7 @@ class ParallelConfig:
         tp_plan: the end of a module's name, where * is one part of it between dots, -> "colwise", "rowwise" or another
             style (docs/tensor_parallel.md). By default the plan of a transformers model; "auto" is the same, and for
             other models uses the names of their layers. With tp of 1 nothing is split.
-        verify_cut: compare the model that `sp` and `tp` cut with the whole one at the start, on a short batch.
+        verify_cut: compare the model that `sp`, `tp` and `ep` cut with the whole one at the start, on a short batch.
 
     Raises:
         UsageError: a size is not a positive integer, or passed by both names, or `tp_plan` is a text other than "auto".

@@ -28,7 +28,8 @@ projection of all experts, (E, ..): the interface of `use_experts_implementation
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -36,6 +37,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.topology import RankGroup, Topology, connect, subgroup
 from zeroaccel.comm.transport import GATHERS, HOPS, REDUCTIONS
@@ -45,6 +47,7 @@ from zeroaccel.errors import ConfigError, UsageError, listed
 from zeroaccel.optim.optimizer_kinds import OptimizerKind
 from zeroaccel.setup.axis import Axis
 from zeroaccel.setup.axis_estimate import AxisEstimate, EstimatedJob
+from zeroaccel.setup.cut_check import Cut
 from zeroaccel.setup.job import JobSpec
 from zeroaccel.setup.optimizer_plan import OptimizerPlan
 from zeroaccel.zero.build_units import refuse_split
@@ -95,6 +98,7 @@ class ExpertAxis(Axis):
         self._experts: list[Experts] = []
         self._tokens: Collectives | None = None
         self._before: list[tuple[nn.Module, Any]] = []
+        self._cut: ExpertCut | None = None
 
     @classmethod
     def join(cls, mesh: ParallelConfig, topology: Topology, job: JobSpec) -> ExpertAxis | None:
@@ -116,6 +120,10 @@ class ExpertAxis(Axis):
     @property
     def splits(self) -> Mapping[int, Split]:
         return _splits(self._experts, self._group.size, self._group.rank)
+
+    @property
+    def cut(self) -> Cut | None:
+        return self._cut
 
     def divide(self, model: nn.Module, others: Sequence[Axis]) -> None:
         """Finds the experts. Changes nothing of the model.
@@ -162,6 +170,7 @@ class ExpertAxis(Axis):
         holders = Collectives(self._topology, self._same, recorder=recorder)
         holders.parts = Collectives(self._topology, self._group, recorder=recorder)
         holders.job, holders.peers = collectives.job, collectives.peers
+        self._job = collectives.job
         # How many tokens go where differs between ranks.
         self._tokens = Collectives(self._topology, self._group, records_sizes=False, recorder=recorder)
         collectives.part_holders = holders
@@ -171,9 +180,11 @@ class ExpertAxis(Axis):
 
     def install(self, model: nn.Module) -> None:
         assert self._tokens is not None, "experts are divided after their ranks are connected"
-        for one in self._experts:
+        computed = [(one, one.module.forward) for one in self._experts]
+        for one, compute in computed:
             self._before.append((one.module, vars(one.module).get("forward")))
-            vars(one.module)["forward"] = partial(_dispatched, one, one.module.forward, self._tokens)
+            vars(one.module)["forward"] = partial(_dispatched, one, compute, self._tokens)
+        self._cut = ExpertCut(computed, self._tokens, self._job)
 
     def undo(self) -> None:
         while self._before:
@@ -182,6 +193,92 @@ class ExpertAxis(Axis):
                 vars(module).pop("forward", None)
             else:
                 vars(module)["forward"] = forward
+
+
+class ExpertCut(Cut):
+    """Experts that ranks divide, for the check at the start.
+
+    Whole, a module computes with the experts of all ranks, one layer at a time. Its gradients are those for a loss that
+    weighs the elements of its output; as all ranks have the trial's tokens, divided experts have them `size` times.
+
+    Args:
+        computed: the experts of each layer, and the module's own forward.
+        ranks: that divide them.
+        job: all ranks.
+    """
+
+    whole = "all experts on each rank"
+    by_tokens = False
+    cure = "train it with ep=1"
+
+    def __init__(
+        self, computed: Sequence[tuple[Experts, Callable[..., Tensor]]], ranks: Collectives, job: Collectives
+    ) -> None:
+        self._computed, self._ranks, self._job = computed, ranks, job
+        self._found: list[tuple[str, Tensor]] = []
+        self.name, self.size, self.index = f"{_WHERE} (ep={ranks.world_size})", ranks.world_size, ranks.rank
+
+    @contextmanager
+    def computing(self, *, whole: bool) -> Iterator[None]:
+        if whole:
+            with agreed(self._job, "initialize: memory for all experts of a layer"):
+                self._reserve()
+        before = [vars(one.module)["forward"] for one, _ in self._computed]
+        for (one, compute), divided in zip(self._computed, before, strict=True):
+            forward = compute if whole else divided
+            vars(one.module)["forward"] = partial(self._compare, one, forward, whole)
+        try:
+            yield
+        finally:
+            for (one, _), divided in zip(self._computed, before, strict=True):
+                vars(one.module)["forward"] = divided
+
+    def gradients(self) -> Iterable[tuple[str, Tensor]]:
+        found, self._found = self._found, []
+        return found
+
+    def _reserve(self) -> None:
+        """Fails where the experts of a layer and their gradients have no room, before ranks wait for each other."""
+        layers = [[one.module.get_parameter(key) for key in one.params] for one, _ in self._computed]
+        most = max((sum(part.numel() * part.element_size() for part in parts) for parts in layers), default=0)
+        torch.empty(2 * self.size * most, dtype=torch.uint8, device=self._ranks.topology.device)
+
+    def _compare(
+        self,
+        one: Experts,
+        forward: Callable[..., Tensor],
+        whole: bool,
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+    ) -> Tensor:
+        """The module's output; its gradients are for `gradients`. (all ranks of the group)"""
+        leaves = {"hidden states": hidden_states, "weights of the router": top_k_weights}
+        leaves = {name: value.detach().requires_grad_() for name, value in leaves.items()}
+        own: dict[str, Any] = {key: getattr(one.module, key) for key in one.params}
+        used = {key: (self._join(part) if whole else part.detach()).requires_grad_() for key, part in own.items()}
+        shadowed = {key: vars(one.module)[key] for key in own if key in vars(one.module)}
+        vars(one.module).update(used)
+        try:
+            with torch.enable_grad():
+                hidden, weights = leaves.values()
+                out = forward(hidden, top_k_index, weights)
+                loss = torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out).to(out.dtype)
+                grads = torch.autograd.grad(out, [*leaves.values(), *used.values()], loss, materialize_grads=True)
+        finally:
+            for key in own:
+                del vars(one.module)[key]
+            vars(one.module).update(shadowed)
+        inputs, params = grads[: len(leaves)], grads[len(leaves) :]
+        self._found = list(zip(leaves, inputs, strict=True))
+        for key, grad in zip(own, params, strict=True):
+            self._found.append((key, grad.chunk(self.size)[self.index] if whole else grad / self.size))
+        return out.detach()
+
+    def _join(self, part: Tensor) -> Tensor:
+        rows = part.new_empty(self.size * part.shape[0], *part.shape[1:]).detach()
+        self._ranks.all_gather(rows.view(-1), part.detach().contiguous().view(-1), "join experts").wait()
+        return rows
 
 
 def _splits(found: Iterable[Experts], ranks: int, rank: int) -> dict[int, Split]:
@@ -338,6 +435,7 @@ def _dispatched(
     """
     # The names are those that the interface has, as models may pass them.
     hidden, choices, weights = hidden_states, top_k_index, top_k_weights
+    _check_routing(experts.name, hidden, choices, weights)
     chosen = choices.reshape(-1)
     found = route(chosen, experts.count, ranks)
     order, sent, received, ids = found.order, found.sent, found.received, found.ids
@@ -355,6 +453,19 @@ def _dispatched(
     returned: Tensor = _Return.apply(out[:0] if idle else out, ranks, sent, received)  # type: ignore[no-untyped-call]
     placed = returned.new_zeros(chosen.numel(), returned.shape[1]).index_copy(0, order, returned)
     return placed.view(*choices.shape, -1).sum(1).to(hidden.dtype)
+
+
+def _check_routing(name: str, hidden: Tensor, choices: Tensor, weights: Tensor) -> None:
+    """Refuses a router that gives something else than K experts and K weights for each token."""
+    shapes = [tuple(one.shape) for one in (hidden, choices, weights)]
+    is_known = shapes[1] == shapes[2] and hidden.dim() == choices.dim() == 2 and len(hidden) == len(choices)
+    if not is_known or choices.dtype not in (torch.int64, torch.int32):
+        raise UsageError(
+            f"{_WHERE}: {name}",
+            expected="a router that gives each of T tokens (T, H) the numbers of K experts (T, K) and K weights (T, K)",
+            got=f"{shapes[0]}, {choices.dtype} {shapes[1]}, {shapes[2]}",
+            fix="leave ep at 1",
+        )
 
 
 def _exchanged(rows: Tensor, ranks: Collectives, received: Sequence[int], sent: Sequence[int], label: str) -> Tensor:

@@ -2,7 +2,8 @@
 
 A sequence that is cut is right only where everything but attention works on tokens by themselves, and a split layer
 only where what lies behind it works on parts. Models of which that is not true train, to other numbers. So a short
-batch goes through the model twice, whole and cut, and each module's output is compared.
+batch goes through the model twice, whole and cut, and each module's output is compared. Of an axis with a backward of
+its own, gradients are, too (`Cut.gradients`).
 
 Both forwards are the engine's own, so sharded and offloaded parameters are gathered unit by unit, as ever.
 
@@ -16,7 +17,7 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -69,6 +70,10 @@ class Cut(ABC):
     def part_of(self, batch: dict[str, Any]) -> dict[str, Any]:
         """This rank's part of a batch."""
         return batch
+
+    def gradients(self) -> Iterable[tuple[str, Tensor]]:
+        """Those that the module whose forward has just ended has for a loss of its own, by names: compared, too."""
+        return ()
 
     def is_split(self, module: nn.Module) -> bool:
         """Whether the cut changes what the module itself takes, returns, or does for its gradients."""
@@ -233,7 +238,7 @@ class _OutputSample:
     @classmethod
     def of(cls, output: Tensor, most_features: int) -> _OutputSample:
         step = -(-output.shape[-1] // most_features) if output.ndim else 1
-        values = output.detach()[..., ::step].float().clone()
+        values = (output.detach()[..., ::step] if output.ndim else output.detach()).float().clone()
         return cls(output.shape, values, values.square().mean().sqrt())
 
 
@@ -284,6 +289,11 @@ class _Record:
         first = next((leaf for _, leaf in leaves_of(output) if isinstance(leaf, Tensor)), None)
         if first is not None and first.is_floating_point() and first.numel():
             self._add(call, first, _FEATURES)
+
+    def gradient(self, call: tuple[str, int], name: str, value: Tensor) -> None:
+        """One of `Cut.gradients`, of the module."""
+        about = f"{call[0]}: gradient of {name}"
+        self._add((about, call[1]), value, _FEATURES)
 
     def output(self, output: Any) -> None:
         """What the model returns."""
@@ -363,7 +373,7 @@ def _wrapped(model: nn.Module, cut: Cut, record: _Record, *, in_fp32: bool) -> I
         if in_fp32:
             forward = partial(_run_in_fp32, module, forward, scratch)
         label = f"{name} ({type(module).__name__})" if name else type(module).__name__
-        forward = partial(_recorded, label, module, forward, record, cut.is_split(module))
+        forward = partial(_recorded, label, module, forward, record, cut)
         before.append((module, vars(module).get("forward")))
         vars(module)["forward"] = forward
     try:
@@ -380,11 +390,11 @@ def _recorded(
     module: nn.Module,
     forward: Callable[..., Any],
     record: _Record,
-    is_split: bool,
+    cut: Cut,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    if is_split:
+    if cut.is_split(module):
         record.stack.append(name)
         output = forward(*args, **kwargs)
         record.stack.pop()
@@ -393,6 +403,8 @@ def _recorded(
     call = record.begin(name, module, source)
     output = forward(*args, **kwargs)
     record.end(call, output)
+    for key, value in cut.gradients():
+        record.gradient(call, key, value)
     return output
 
 

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 import zeroaccel
+from tests.support.mixtures import MIXTURES, small_mixture
 from tests.support.pool import Ranks
 from tests.support.training import config
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.recording import RecordingCollectives
 from zeroaccel.comm.topology import init_process_group
 from zeroaccel.errors import UsageError
-from zeroaccel.parallel import ParallelConfig
+from zeroaccel.parallel import ParallelConfig, experts
 
 transformers = pytest.importorskip("transformers")
 
@@ -199,6 +200,103 @@ def test_a_plan_that_changes_numbers_is_refused(ranks: Ranks, kind: str, plan: M
 @pytest.mark.parametrize(("kind", "plan"), [("llama", PLAN), ("qwen3", {**PLAN, **NORMS})])
 def test_a_right_plan_is_taken(ranks: Ranks, kind: str, plan: Mapping[str, str]) -> None:
     assert set(ranks(2).run(_split_layers, kind, plan)) == {""}
+
+
+class _Centred(nn.Module):
+    """Experts whose outputs depend on the tokens that came with them."""
+
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.experts = experts
+        forward = experts.forward
+        experts.forward = lambda *args: (out := forward(*args)) - out.mean(0)
+
+    def forward(self, *args: Tensor) -> Tensor:
+        out: Tensor = self.experts(*args)
+        return out
+
+
+class _AllScores(nn.Module):
+    """A router that gives the weights of all experts, not of the chosen."""
+
+    def __init__(self, gate: nn.Module) -> None:
+        super().__init__()
+        self.gate = gate
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits, _, choices = self.gate(x)
+        return logits, logits.float().softmax(-1), choices
+
+
+def _mixture(kind: str) -> nn.Module:
+    if kind in MIXTURES:
+        return small_mixture(kind)
+    model = small_mixture("Mixtral", experts="eager")
+    block: Any = model.get_submodule("model.layers.1.mlp")
+    if kind == "centred":
+        block.experts = _Centred(block.experts)
+    elif kind == "all scores":
+        block.gate = _AllScores(block.gate)
+    return model
+
+
+def _scaled(function: Any, method: str, factor: float, place: int) -> Any:
+    """A method of an autograd function, whose result of this place is multiplied."""
+    right = getattr(function, method)
+
+    def wrong(ctx: Any, *args: Any) -> Any:
+        results = right(ctx, *args)
+        if not isinstance(results, tuple):
+            return results * factor
+        return tuple(one * factor if index == place else one for index, one in enumerate(results))
+
+    return staticmethod(wrong)
+
+
+def _divided_experts(kind: str, precision: str, stage: int, faults: list[tuple[str, str, float, int]]) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        for function, method, factor, place in faults:
+            found = getattr(experts, function)
+            patch.setattr(found, method, _scaled(found, method, factor, place))
+        unchecked: list[str] = []
+        patch.setattr("zeroaccel.setup.cut_check.log_once", lambda level, message: unchecked.append(message))
+        message = _refused(_mixture(kind), precision, stage, ParallelConfig(ep=2))
+    return "\n".join([message, *unchecked])
+
+
+OUTPUTS = ("_Return", "forward", 1.01, 0)
+# Those that are summed once more, or divided once more, by the ranks that divide experts: of all, or of inputs alone.
+GRADIENTS = [("_Return", "backward", 2.0, 0), ("_Return", "backward", 0.5, 0)]
+OF_INPUTS, OF_WEIGHTS = ("_Send", "backward", 2.0, 0), ("_Send", "backward", 0.5, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "faults", "says"),
+    [
+        ("Mixtral", [OUTPUTS], "model.layers.0.mlp.experts (MixtralExperts): expected numbers within 0.001"),
+        ("GptOss", [GRADIENTS[0]], "experts (GptOssExperts): gradient of hidden states: expected numbers within 0.001"),
+        ("Mixtral", [GRADIENTS[1]], "experts (MixtralExperts): gradient of hidden states: expected numbers within"),
+        ("Mixtral", [GRADIENTS[0], ("_Send", "backward", 0.5, 0), OF_WEIGHTS], "gradient of gate_up_proj: expected"),
+        ("Mixtral", [OF_INPUTS], "gradient of hidden states: expected numbers within"),
+        ("Mixtral", [OF_WEIGHTS], "gradient of weights of the router: expected numbers within"),
+        ("centred", [], "model.layers.1.mlp.experts.experts (MixtralExperts): expected numbers within 0.001"),
+        ("all scores", [], "model.layers.1.mlp.experts: expected a router that gives each of T tokens"),
+    ],
+    ids=["outputs", "doubled", "halved", "of experts", "of inputs", "of the router", "of the batch", "router"],
+)
+def test_experts_that_compute_something_else_are_refused(
+    ranks: Ranks, kind: str, faults: list[tuple[str, str, float, int]], says: str
+) -> None:
+    messages = ranks(2).run(_divided_experts, kind, "fp32", 3, faults)
+    assert len(set(messages)) == 1
+    assert messages[0].startswith("expert parallelism")
+    assert says in messages[0]
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_right_experts_are_taken(ranks: Ranks, kind: str) -> None:
+    for precision, stage in (("fp32", 1), ("bf16", 3)):
+        assert set(ranks(2).run(_divided_experts, kind, precision, stage, [])) == {""}
 
 
 def _random_states() -> list[Any]:

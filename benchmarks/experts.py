@@ -1,0 +1,176 @@
+"""A mixture whose parameters are mostly experts: divided among the ranks, sharded at stage 3, and with torch's FSDP2.
+
+    python benchmarks/experts.py --markdown benchmarks/results/experts-DATE.md
+
+Each round starts one job of every contender, in turn: a Mixtral with 16 experts a layer in fp32, AdamW, 4 gloo ranks,
+one sample per rank. A job's step is the median of its timed steps on its slowest rank; its peak is the most memory of
+a rank from before the model is made, beyond what the process had then. Ratios are of the same round, and their median
+counts, so a busy machine slows down what is compared alike. Gathers are bytes that a rank sends, by the engine's
+recorder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+RANKS, TOKENS, WARM, TIMED = 4, 128, 2, 5
+SIZES: dict[str, int] = {
+    **{"hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 512},
+    **{"num_attention_heads": 8, "num_key_value_heads": 4, "num_local_experts": 16, "num_experts_per_tok": 2},
+}
+CONTENDERS = ("ep 4", "stage 3", "FSDP2")
+
+
+def _model() -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    model: nn.Module = MixtralForCausalLM(MixtralConfig(**SIZES, use_cache=False))
+    return model
+
+
+def _experts_share() -> float:
+    with torch.device("meta"):
+        named = [(name, param.numel()) for name, param in _model().named_parameters()]
+    return sum(numel for name, numel in named if "experts" in name) / sum(numel for _, numel in named)
+
+
+def _batch() -> dict[str, Tensor]:
+    ids = torch.randint(SIZES["vocab_size"], (1, TOKENS), generator=torch.Generator().manual_seed(dist.get_rank()))
+    return {"input_ids": ids, "labels": ids}
+
+
+def _zeroaccel(ep: int) -> tuple[Callable[[], None], Callable[[], dict[str, int]]]:
+    """One step, and the bytes of gathers of weights since the last call: all, and those of experts alone."""
+    import zeroaccel
+    from zeroaccel.comm.collectives import Collectives
+    from zeroaccel.comm.recording import RecordingCollectives
+    from zeroaccel.comm.topology import init_process_group
+
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": {"stage": 3},
+    }
+    ranks = RecordingCollectives(Collectives(init_process_group()))
+    parallel = zeroaccel.ParallelConfig(ep=ep)
+    engine, *_ = zeroaccel.initialize(_model(), config=config, collectives=ranks, parallel=parallel)
+    batch = _batch()
+
+    def step() -> None:
+        engine.backward(engine(**batch).loss)
+        engine.step()
+
+    def gathers() -> dict[str, int]:
+        sent = sum(one.nbytes for one in ranks.traffic() if one.purpose == "unshard")
+        dense = sum(call.nbytes for call in ranks.calls if call.label.startswith("unshard"))
+        ranks.reset()
+        return {"gathers": sent, **({"gathers of experts": sent - dense} if ep > 1 else {})}
+
+    return step, gathers
+
+
+def _fsdp2() -> tuple[Callable[[], None], Callable[[], dict[str, int]]]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo")
+    mesh, model = init_device_mesh("cpu", (dist.get_world_size(),)), _model()
+    for block in model.model.layers:  # type: ignore[union-attr]
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer, batch = torch.optim.AdamW(model.parameters(), lr=1e-4), _batch()
+
+    def step() -> None:
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step, dict
+
+
+def measure(name: str) -> None:
+    """One job of a contender; rank 0 prints its figures. (all ranks)"""
+    import transformers  # noqa: F401  before memory is read
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    step, gathers = _fsdp2() if name == "FSDP2" else _zeroaccel(RANKS if name == "ep 4" else 1)
+    seconds = []
+    for number in range(WARM + TIMED):
+        dist.barrier()
+        if number == WARM + TIMED - 1:
+            gathers()
+        begun = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - begun)
+    peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    own = {"seconds": statistics.median(seconds[WARM:]), "peak": peak, **gathers()}
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, own)
+    if dist.get_rank() == 0:
+        print(json.dumps({key: max(one[key] for one in of_ranks) for key in own}), flush=True)
+
+
+def _job(name: str) -> dict[str, Any]:
+    launch = [sys.executable, "-m", "zeroaccel.cli", "launch", "--cpu", "--num_processes", str(RANKS), __file__]
+    result = subprocess.run([*launch, "--contender", name], capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise SystemExit(result.stderr[-4000:])
+    found: dict[str, Any] = json.loads(next(line for line in result.stdout.splitlines() if line.startswith("{")))
+    return found
+
+
+def _table(rounds: list[dict[str, dict[str, Any]]]) -> list[str]:
+    def against(name: str, key: str) -> str:
+        ratios = sorted(one[name][key] / one["stage 3"][key] for one in rounds)
+        return f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+
+    lines = [
+        "| | step / that of stage 3 | peak memory / that of stage 3 | gathers of weights, MB | of experts, MB |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for name in CONTENDERS:
+        last = rounds[-1][name]
+        sent = [f"{last[key] / 1e6:.1f}" if key in last else "-" for key in ("gathers", "gathers of experts")]
+        lines.append(f"| {name} | {against(name, 'seconds')} | {against(name, 'peak')} | {' | '.join(sent)} |")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--markdown", type=Path, help="append the table to this file")
+    parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.contender:
+        return measure(asked.contender)
+    rounds = [{name: _job(name) for name in CONTENDERS} for _ in range(asked.rounds)]
+    lines = [
+        f"Mixtral, {', '.join(f'{key} {value}' for key, value in SIZES.items())}:",
+        f"{_experts_share():.0%} of the parameters are experts; fp32, AdamW, {RANKS} gloo ranks, {TOKENS} tokens each.",
+        f"Medians over {asked.rounds} rounds, least and most in brackets.",
+        "",
+        *_table(rounds),
+    ]
+    print("\n".join(lines))
+    print(json.dumps(rounds), file=sys.stderr)
+    if asked.markdown is not None:
+        with asked.markdown.open("a") as file:
+            file.write("\n".join(["", *lines, ""]))
+
+
+if __name__ == "__main__":
+    main()
