@@ -44,6 +44,7 @@ from zeroaccel.errors import CollectiveError, ConfigError
 
 from . import runner
 from .failures import AFTER_FAILURE_SECONDS, RankEnd, Report, preemption, read_report
+from .launch_memory import LaunchMemory
 from .launch_plan import LaunchPlan
 from .orphans import LAUNCH_ID, ProcessWatch, end_orphans, wake_stopped
 
@@ -281,7 +282,7 @@ def run_plan(plan: LaunchPlan, log: Callable[[str], None], arrival_seconds: floa
         ConfigError: they want different things.
     """
     settings = plan.settings
-    launch_id = uuid.uuid4().hex
+    launch_id, memory = uuid.uuid4().hex, LaunchMemory.of(settings)
     is_temporary = settings.log_dir is None
     folder = Path(tempfile.mkdtemp(prefix="zeroaccel_") if settings.log_dir is None else settings.log_dir)
     succeeded = False
@@ -297,7 +298,7 @@ def run_plan(plan: LaunchPlan, log: Callable[[str], None], arrival_seconds: floa
     files = RankFiles(
         folder,
         settings,
-        lambda local_rank: {**plan.additions(local_rank), LAUNCH_ID: launch_id},
+        lambda local_rank: {**plan.additions(local_rank), LAUNCH_ID: launch_id, **memory.variables},
         stop_signals.processes_exist,
         log,
         streams,
@@ -327,6 +328,7 @@ def run_plan(plan: LaunchPlan, log: Callable[[str], None], arrival_seconds: floa
             if not succeeded:
                 stop_signals.processes_ended()
                 end_orphans(launch_id)
+            memory.close()
             if is_temporary:
                 shutil.rmtree(folder, ignore_errors=True)
 

@@ -349,7 +349,13 @@ FORWARDED_PREFIXES = (
 )  # fmt: skip
 """Prefixes of the variables that are copied to the other machines."""
 
-_NOT_FORWARDED = {"ZEROACCEL_SSH", "ZEROACCEL_CONFIG", "ZEROACCEL_HOSTFILE", "ZEROACCEL_LAUNCH_ID"}
+_NOT_FORWARDED = {
+    "ZEROACCEL_SSH",
+    "ZEROACCEL_CONFIG",
+    "ZEROACCEL_HOSTFILE",
+    "ZEROACCEL_LAUNCH_ID",
+    "ZEROACCEL_MEMORY_FOLDER",
+}
 _HOST_SETTINGS = ("hostfile", "inclusion_filter", "exclusion_filter", "multinode_launcher")
 
 

@@ -406,7 +406,7 @@ class Accelerator(ControlFlow):
             )
         kinds = sort_objects(objects)
         prepared = self._preparation.prepare(kinds, optimizer_kind)
-        self._run.watch_preemption(self.gradient_state, self._loop)
+        self._run.save_between_batches(self.gradient_state, self._loop)
         for index, loader in kinds.loaders:
             prepared[index] = self.prepare_data_loader(loader, device_placement)
         result = [prepared.get(index, value) for index, value in enumerate(objects)]
@@ -961,7 +961,7 @@ class Accelerator(ControlFlow):
         Loaders go on after the last batch they yielded. A loop over epochs starts at `dataloader.epoch`.
 
         Args:
-            input_dir: the folder; by default the project's newest complete state.
+            input_dir: the folder; by default the newest complete state, of the project or in memory.
             load_kwargs, load_model_func_kwargs: of torch's and DeepSpeed's loaders; they change nothing, which a note
                 says.
 
@@ -988,6 +988,10 @@ class Accelerator(ControlFlow):
             note(f"load_state({name}=...)", "weights are read into their shards, everything else by its name")
         folder, self.step = self._run.load(input_dir)
         return folder
+
+    def resume(self) -> str | None:
+        """`load_state()` where there is a state of the project, or one in memory; else None. (all ranks)"""
+        return self.load_state() if self._run.has_state() else None
 
     def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
         """`dataloader` with each of its epochs starting at batch `num_batches`.

@@ -10,6 +10,7 @@ import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from zeroaccel.errors import CheckpointError, ConfigError, UsageError
 from zeroaccel.logs import logger
@@ -32,6 +33,9 @@ class ProjectConfiguration:
         iteration: number of the next one; set by `load_state` to follow the state that was loaded.
         save_on_preemption: when a rank receives SIGTERM or SIGUSR1, save a numbered state between two batches and end
             with exit code 85. Needs `automatic_checkpoint_naming`.
+        memory_interval: also save a state every so many steps in the memory of the machine, from which a run resumes
+            that `zeroaccel launch --max_restarts N` starts again; "auto" measures an interval at which this takes at
+            most 2 % of the time. On one machine.
         save_on_each_node: refused if set: all ranks write into one folder, which they must share.
 
     Example:
@@ -49,6 +53,7 @@ class ProjectConfiguration:
     iteration: int = 0
     save_on_each_node: bool = False
     save_on_preemption: bool = False
+    memory_interval: int | Literal["auto"] | None = None
 
     def __post_init__(self) -> None:
         where = "ProjectConfiguration"
@@ -69,6 +74,11 @@ class ProjectConfiguration:
                 expected="automatic_checkpoint_naming=True, which names the states that it saves",
                 got=False,
             )
+        interval = self.memory_interval
+        if interval not in (None, "auto") and (
+            not isinstance(interval, int) or isinstance(interval, bool) or interval < 1
+        ):
+            raise ConfigError(f"{where}.memory_interval", expected='a number of steps, "auto" or None', got=interval)
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:

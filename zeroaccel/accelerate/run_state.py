@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from zeroaccel.accelerate.accelerator_state import AcceleratorState
+from zeroaccel.accelerate.memory_states import MemoryStates
 from zeroaccel.accelerate.prepared_optimizer import GradientState
 from zeroaccel.accelerate.project import (
     STATE_NAME,
@@ -42,10 +43,11 @@ from zeroaccel.checkpoint.atomic_write import remove_abandoned, write_durably
 from zeroaccel.checkpoint.plain_codec import decode, encode, random_state, restore_random_state
 from zeroaccel.comm.agree import agreed, from_rank_0
 from zeroaccel.comm.collectives import Collectives
+from zeroaccel.comm.environment import launcher_memory, local_size
 from zeroaccel.config.bounds import parse_plain_json, read_at_most
 from zeroaccel.data import PreparedLoader
 from zeroaccel.errors import CheckpointError, Preempted, UsageError
-from zeroaccel.logs import logger
+from zeroaccel.logs import log_always, logger
 from zeroaccel.zero.access.safetensors_file import parse_header
 from zeroaccel.zero.engine_base import EngineBase
 
@@ -114,6 +116,20 @@ class RunSaving:
         self._load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
         self._watched: weakref.WeakSet[EngineBase] = weakref.WeakSet()
         self._is_preempted = False
+        self._memory = self._memory_states()
+
+    def _memory_states(self) -> MemoryStates | None:
+        interval = self.project.memory_interval
+        if interval is None:
+            return None
+        folder, several = launcher_memory(), local_size() != self._collectives.world_size
+        if folder is None or several:
+            why = "there are several machines" if folder is not None else "no launcher keeps memory for this job"
+            fix = "start it with `zeroaccel launch --max_restarts N` on one machine"
+            logger.warning("ProjectConfiguration.memory_interval has no effect: %s; %s", why, fix)
+            return None
+        steps = None if interval == "auto" else interval
+        return MemoryStates(folder, steps, self._save_completely, self._collectives)
 
     def register(self, obj: Any) -> None:
         missing = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(obj, name, None))]
@@ -155,35 +171,77 @@ class RunSaving:
                 prune_states(self.project, in_flight=1 if background else 0)
         return str(saved)
 
-    def watch_preemption(self, gradients: GradientState, loop: TrainingLoop) -> None:
-        """Has the engines prepared so far note a preemption, and loaders save the run then at their next batch."""
-        if not self.project.save_on_preemption:
+    def save_between_batches(self, gradients: GradientState, loop: TrainingLoop) -> None:
+        """Has loaders save the run at their next batch where it is time: after a preemption, and in memory."""
+        if not self.project.save_on_preemption and self._memory is None:
             return
-        gradients.at_next_batch = lambda: self._leave_if_preempted(loop.step)
+        gradients.at_next_batch = lambda: self._save_between_batches(loop.step)
         for item in self._state.prepared:
             if item.optimizer is not None and item.engine not in self._watched:
                 self._watched.add(item.engine)
-                item.engine.when_preempted(self._note_preemption)
+                if self.project.save_on_preemption:
+                    item.engine.when_preempted(self._note_preemption)
 
     def _note_preemption(self) -> None:
         self._is_preempted = True
 
-    def _leave_if_preempted(self, step: int) -> None:
-        """Between two batches: saves a state and raises Preempted, once a step has found the ranks preempted.
+    def _save_between_batches(self, step: int) -> None:
+        """Saves a state and raises Preempted, once a step has found the ranks preempted; or saves one in memory.
 
         Not within an accumulation, whose gradients would be lost, and not during an evaluation. All ranks come here
-        alike, as all have found so in the same step.
+        alike: they have found the preemption in the same step, and count the same steps.
         """
-        engines = [item.engine for item in self._state.prepared]
-        if self._is_preempted and all(engine.training and not engine.has_gradients for engine in self._watched):
-            saved = self.save(None, step)
-            for engine in engines:
-                engine.wait_for_checkpoint()
-            raise Preempted(f"saved state {saved}")
+        if not all(engine.training and not engine.has_gradients for engine in self._watched):
+            return
+        if self._is_preempted:
+            raise Preempted(f"saved state {self._save_completely(None, step)}")
+        if self._memory is not None:
+            self._memory.save_if_due(sum(engine.global_steps for engine in self._watched), step)
 
     def load(self, folder: PathLike | None) -> tuple[str, int]:
         """Returns the folder and the accelerator's `step`."""
         source = Path(folder) if folder is not None else self._newest_folder()
+        if folder is None and (newer := self._newer_in_memory(source, log=True)) is not None:
+            try:
+                return self._load(newer)
+            except CheckpointError as error:
+                logger.warning("skipped the state in memory: %s", error)
+        if source is None:
+            raise CheckpointError(f"{self.project.project_dir}/checkpoints: no complete state to load")
+        return self._load(source)
+
+    def has_state(self) -> bool:
+        """Whether there is a state to resume from."""
+        source = self._newest_folder()
+        return source is not None or self._newer_in_memory(source, log=False) is not None
+
+    def _save_completely(self, folder: PathLike | None, step: int) -> str:
+        saved = self.save(folder, step)
+        for item in self._state.prepared:
+            item.engine.wait_for_checkpoint()
+        return saved
+
+    def _newer_in_memory(self, source: Path | None, *, log: bool) -> Path | None:
+        """The state in memory, unless the newest in the project is of a later step."""
+        if self._memory is None:
+            return None
+        memory = self._memory
+
+        def newer() -> Path | None:
+            found = memory.newest()
+            if found is None:
+                return None
+            steps, others = _num_steps(found), None if source is None else _num_steps(source)
+            if others is not None and others > steps:
+                return None
+            rest = "there is no other" if others is None else f"{source} is {steps - others} steps older"
+            if log:
+                log_always(f"resuming from the memory of the machine, step {steps}; {rest}")
+            return found
+
+        return from_rank_0(self._collectives, newer, "load_state: state in memory")
+
+    def _load(self, source: Path) -> tuple[str, int]:
         models = [item.engine for item in self._state.prepared]
         for hook in list(self._load_hooks.values()):
             hook(models, str(source))
@@ -215,11 +273,10 @@ class RunSaving:
             )
         return from_rank_0(self._collectives, lambda: next_state_folder(self.project), "save_state: next folder")
 
-    def _newest_folder(self) -> Path:
-        def newest() -> Path:
-            if not (states := saved_states(self.project)):
-                raise CheckpointError(f"{self.project.project_dir}/checkpoints: no complete state to load")
-            return states[-1]
+    def _newest_folder(self) -> Path | None:
+        def newest() -> Path | None:
+            states = saved_states(self.project)
+            return states[-1] if states else None
 
         return from_rank_0(self._collectives, newest, "load_state: newest folder")
 
@@ -265,6 +322,7 @@ def save_run(folder: str | os.PathLike[str], run: RunParts, collectives: Collect
                 "world_size": collectives.world_size,
                 "iteration": run.iteration,
                 "counts": run.counts(),
+                "num_steps": sum(engine.global_steps for engine in run.engines),
                 "sha256": digests,
             }
             _writable(root, lambda: write_durably(root / STATE_NAME, json.dumps(manifest, indent=1).encode()))
@@ -371,6 +429,12 @@ def _manifest(root: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: version", expected=str(_VERSION), got=version)
     _check_manifest(path, manifest)
     return manifest
+
+
+def _num_steps(root: Path) -> int:
+    """The steps of all engines at a state; 0 for one that an earlier version saved."""
+    number = _manifest(root).get("num_steps", 0)
+    return number if type(number) is int else 0
 
 
 def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> None:

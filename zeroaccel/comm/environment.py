@@ -129,6 +129,12 @@ def launcher_owns_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
+def launcher_memory() -> Path | None:
+    """The folder in memory that the launcher keeps until the job ends; None where it keeps none."""
+    folder = os.environ.get("ZEROACCEL_MEMORY_FOLDER")
+    return Path(folder) if folder and os.path.isdir(folder) else None
+
+
 def launcher_wakes_stopped_ranks() -> bool:
     """Whether the launcher is `zeroaccel launch`, which ends its ranks even where they are stopped (SIGSTOP)."""
     return "ZEROACCEL_LAUNCH_ID" in os.environ

@@ -471,6 +471,7 @@ OTHER_VARIABLES: Mapping[str, str] = {
     "ZEROACCEL_COMPAT": "hands the facade for `import deepspeed` on to children",
     "ZEROACCEL_CONFIG": "the launch file",
     "ZEROACCEL_CPU_CORES": "the cores of a rank, from its launcher",
+    "ZEROACCEL_MEMORY_FOLDER": "where ranks find states in memory after a restart; the launcher's own",
     "ZEROACCEL_LAUNCH_ID": "by which a launcher knows what its ranks have started",
     "ZEROACCEL_LAUNCH_SOURCES": "who said what a launcher tells its ranks",
     "ZEROACCEL_LOG_LEVEL": "how much a rank says",

@@ -1,0 +1,77 @@
+"""A training whose ranks are lost: run by `zeroaccel launch --max_restarts N`, on each rank.
+
+    lost_ranks.py FOLDER STEPS INTERVAL SEED [FAULT,...]
+
+Each attempt of the launcher suffers the fault of its number; after the last one none. A fault is KIND:STEP:RANK+...:
+`kill` and `stop` send SIGKILL and SIGSTOP before the micro-step, `save` kills while a state in memory is written (at
+its first file, or a few milliseconds later), `load` kills as soon as the run has resumed. Rank 0 writes `resumed.N`
+(time and step of each attempt's first update) and, at the end, `digest`, of the final weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from zeroaccel import Accelerator, ProjectConfiguration, ZeroPlugin, set_seed
+from zeroaccel.accelerate import run_state
+
+
+def suffer(kind: str) -> None:
+    """Sends this process what `kind` says."""
+    Path(f"fault.{os.environ['TORCHELASTIC_RESTART_COUNT']}").write_text(f"{time.time()}\n")
+    os.kill(os.getpid(), signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
+
+
+def main(folder: str, steps: str, interval: str, seed: str, faults: str = "") -> None:
+    os.chdir(folder)
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    kind, at, who = ([*faults.split(","), *[""] * (attempt + 1)][attempt] or ":-1:").split(":")
+    project = ProjectConfiguration(
+        ".", automatic_checkpoint_naming=True, memory_interval=int(interval) if interval != "off" else None
+    )
+    accelerator = Accelerator(cpu=True, zero_plugin=ZeroPlugin(zero_stage=int(seed) % 4), project_config=project)
+    set_seed(int(seed))
+    width = 64
+    model = nn.Sequential(nn.Linear(width, width), nn.Dropout(0.1), nn.GELU(), nn.Linear(width, 1))
+    count = 4 * accelerator.num_processes * int(steps)
+    loader = DataLoader(torch.randn(count, width, generator=torch.Generator().manual_seed(0)), 4, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), loader)
+    is_hit = str(accelerator.process_index) in who.split("+")
+    accelerator.resume()
+    if kind == "load" and is_hit:
+        suffer(kind)
+    begin = model.global_steps
+    for x in loader:
+        step = model.global_steps
+        if is_hit and step == int(at) and kind in ("kill", "stop"):
+            suffer(kind)
+        if is_hit and step == int(at) and kind == "save":
+            if int(seed) % 2:
+                threading.Timer(0.001 * (int(seed) % 7), suffer, ["kill"]).start()
+            else:
+                run_state.write_durably = lambda *_: suffer("kill")  # type: ignore[assignment]
+        accelerator.backward(model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == begin and accelerator.is_main_process:
+            Path(f"resumed.{attempt}").write_text(f"{time.time()} {begin}\n")
+    digest = hashlib.sha256()
+    for _, weight in model.iter_named_full_params():
+        digest.update(weight.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    if accelerator.is_main_process:
+        Path("digest").write_text(digest.hexdigest())
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

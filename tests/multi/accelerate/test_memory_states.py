@@ -1,0 +1,134 @@
+"""`ProjectConfiguration(memory_interval=...)`: states in memory, from which a run that was started again resumes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from tests.conftest import Ranks
+from zeroaccel import Accelerator, ProjectConfiguration, ZeroPlugin, set_seed
+from zeroaccel.accelerate.memory_states import interval_of
+from zeroaccel.errors import ConfigError
+
+VARIABLE = "ZEROACCEL_MEMORY_FOLDER"
+STEPS = 16
+
+
+class Lost(Exception):
+    """As if the process had died."""
+
+
+def life(
+    root: Path,
+    *,
+    interval: int | str | None,
+    stage: int = 2,
+    lost_at: int = -1,
+    save_at: int = -1,
+    offload: str = "none",
+    before: Callable[[Path], object] | None = None,
+    resume: bool = True,
+) -> tuple[int, list[float], list[str]]:
+    """Trains from the newest state to the end, or until it is lost; (first step, losses, states in memory)."""
+    memory = root / "memory"
+    memory.mkdir(exist_ok=True)
+    os.environ[VARIABLE] = str(memory)
+    project = ProjectConfiguration(str(root), automatic_checkpoint_naming=True, memory_interval=interval)  # type: ignore[arg-type]
+    accelerator = Accelerator(
+        cpu=True, zero_plugin=ZeroPlugin(zero_stage=stage, offload_optimizer_device=offload), project_config=project
+    )
+    set_seed(1)
+    model = nn.Sequential(nn.Linear(4, 9), nn.Dropout(0.3), nn.Linear(9, 1))
+    loader = DataLoader(torch.randn(64, 4, generator=torch.Generator().manual_seed(0)), batch_size=4, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01), loader)
+    losses: list[float] = []
+    try:
+        if before is not None and accelerator.is_main_process:
+            before(memory)
+        accelerator.wait_for_everyone()
+        if resume:
+            accelerator.resume()
+        begin = model.global_steps
+        for _ in range(loader.epoch, 2):
+            for x in loader:
+                loss = model(x).square().mean()
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+                if model.global_steps == save_at:
+                    accelerator.save_state()
+                if model.global_steps == lost_at:
+                    raise Lost
+    except Lost:
+        pass
+    finally:
+        accelerator.free_memory()
+        del os.environ[VARIABLE]
+    return begin, losses, sorted(path.name for path in memory.glob("checkpoints/*"))
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(0, "none"), (1, "cpu"), (2, "none"), (3, "cpu")])
+def test_a_run_that_starts_again_has_the_same_bits(ranks: Ranks, tmp_path: Path, stage: int, offload: str) -> None:
+    settings: dict[str, Any] = {"stage": stage, "offload": offload}
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+    whole = ranks(2).run(life, tmp_path / "whole", interval=None, **settings)
+    first = ranks(2).run(life, tmp_path / "parts", interval=3, lost_at=8, **settings)
+    second = ranks(2).run(life, tmp_path / "parts", interval=3, lost_at=13, **settings)
+    third = ranks(2).run(life, tmp_path / "parts", interval=3, **settings)
+    for rank in range(2):
+        losses = whole[rank][1]
+        assert len(losses) == STEPS
+        assert (first[rank][0], first[rank][1], first[rank][2]) == (0, losses[:8], ["checkpoint_6"])
+        assert (second[rank][0], second[rank][1], second[rank][2]) == (6, losses[6:13], ["checkpoint_12"])
+        assert (third[rank][0], third[rank][1]) == (12, losses[12:])
+
+
+def damage(memory: Path) -> None:
+    (path,) = memory.glob("checkpoints/*/pytorch_model/rank00001-of-*.safetensors")
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_the_newest_intact_state_counts(ranks: Ranks, tmp_path: Path) -> None:
+    whole = ranks(2).run(life, tmp_path, interval=3, save_at=8, lost_at=12)  # in memory at 9, on the disk at 8
+    assert whole[0][2] == ["checkpoint_9"]
+    resumed = ranks(2).run(life, tmp_path, interval=100, lost_at=12)
+    assert (resumed[0][0], resumed[0][1]) == (9, whole[0][1][9:])
+    damaged = ranks(2).run(life, tmp_path, interval=100, save_at=11, lost_at=12, before=damage)
+    assert (damaged[0][0], damaged[0][1]) == (8, whole[0][1][8:])
+    later = ranks(2).run(life, tmp_path, interval=100, lost_at=12)
+    assert (later[0][0], later[0][1]) == (11, whole[0][1][11:])
+
+
+def test_a_run_that_does_not_resume_forgets_the_states(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2).run(life, tmp_path, interval=3, lost_at=8)
+    found = ranks(2).run(life, tmp_path, interval=2, lost_at=6, resume=False)
+    assert (found[0][0], found[0][2]) == (0, ["checkpoint_4"])
+
+
+def measured(root: Path) -> list[str]:
+    return life(root, interval="auto")[2]
+
+
+def test_the_interval_is_measured(ranks: Ranks, tmp_path: Path) -> None:
+    found = ranks(2).run(measured, tmp_path)
+    assert found[0] == found[1]
+    assert len(found[0]) == 1  # the first comes after two steps
+    assert interval_of(0.2, 0.1) == 100
+    assert interval_of(0.0, 0.1) == 1
+
+
+@pytest.mark.parametrize("interval", [0, -1, True, "often"])
+def test_an_interval_is_a_number_of_steps(interval: Any) -> None:
+    with pytest.raises(ConfigError, match=r"memory_interval: expected a number of steps"):
+        ProjectConfiguration("runs", memory_interval=interval)

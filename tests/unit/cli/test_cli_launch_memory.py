@@ -1,0 +1,63 @@
+"""The launcher's memory: there from the start to the end, and what killed launchers have left is removed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import time_limits
+from tests.support.environment import outside_any_job
+from zeroaccel.cli.launch.launch_memory import LaunchMemory
+from zeroaccel.config.launch.launch_settings import launch_settings
+
+RESTARTED = launch_settings({"max_restarts": 1})
+KEEPS = """
+import sys, time
+from pathlib import Path
+from zeroaccel.cli.launch.launch_memory import LaunchMemory
+from zeroaccel.config.launch.launch_settings import launch_settings
+memory = LaunchMemory.of(launch_settings({"max_restarts": 1}), Path(sys.argv[1]))
+print(memory.folder, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_restarts": 1, "num_machines": 2, "machine_rank": 0}])
+def test_a_job_that_cannot_resume_from_it_has_none(tmp_path: Path, settings: dict[str, int]) -> None:
+    memory = LaunchMemory.of(launch_settings({"main_process_ip": "localhost", **settings}), tmp_path)
+    assert (memory.folder, memory.variables, list(tmp_path.iterdir())) == (None, {}, [])
+    memory.close()
+
+
+def test_launchers_leave_the_memory_of_others(tmp_path: Path) -> None:
+    first, second = LaunchMemory.of(RESTARTED, tmp_path), LaunchMemory.of(RESTARTED, tmp_path)
+    assert first.folder is not None
+    assert second.folder is not None
+    assert first.variables == {"ZEROACCEL_MEMORY_FOLDER": str(first.folder)}
+    assert sorted(tmp_path.iterdir()) == sorted([first.folder, second.folder])
+    assert first.folder.stat().st_mode & 0o777 == 0o700
+    (first.folder / "state").write_text("kept")
+    first.close()
+    assert list(tmp_path.iterdir()) == [second.folder]
+    second.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_launcher_left_is_removed(tmp_path: Path) -> None:
+    job = subprocess.Popen(
+        [sys.executable, "-c", KEEPS, tmp_path], stdout=subprocess.PIPE, text=True, env=outside_any_job()
+    )
+    assert job.stdout is not None
+    left = Path(job.stdout.readline().strip())
+    (left / "state").write_text("of a job that is gone")
+    os.kill(job.pid, signal.SIGKILL)
+    job.wait(time_limits.seconds(10.0))
+    job.stdout.close()
+    memory = LaunchMemory.of(RESTARTED, tmp_path)
+    assert list(tmp_path.iterdir()) == [memory.folder]
+    memory.close()

@@ -1,0 +1,105 @@
+"""States in the memory of the machine: saved every few steps, and there when the launcher starts lost ranks again.
+
+The launcher owns the memory, a folder of a file system in it, and removes it when the job ends; so states outlive the
+ranks and not the job. A state has the format and the commit of every other (`run_state.py`): a rank that dies while one
+is written leaves the one before. `RunSaving` decides when it is between two batches and which state a run resumes from.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from zeroaccel.accelerate.project import ProjectConfiguration, prune_states, saved_states
+from zeroaccel.comm.agree import from_rank_0
+from zeroaccel.comm.collectives import Collectives
+from zeroaccel.errors import CheckpointError
+from zeroaccel.logs import logger
+
+MOST_COST = 0.02
+"""Of the time of training, what states in memory take where their interval is measured."""
+
+_FIRST_INTERVAL = 2
+
+
+class MemoryStates:
+    """The states that one process group keeps in a folder of the launcher. (calls of all ranks)
+
+    The newest one stays, and the one before until the newest is complete. Where the memory does not suffice, a warning
+    says so and no more states are saved.
+
+    Args:
+        folder: of the launcher, in memory.
+        interval: steps between two states; None measures it, so that states take at most `MOST_COST` of the time.
+        save: `save(folder, step)` writes a complete state.
+
+    Attributes:
+        interval: steps until the next state.
+    """
+
+    def __init__(
+        self, folder: Path, interval: int | None, save: Callable[[Path, int], object], collectives: Collectives
+    ) -> None:
+        self._project = ProjectConfiguration(str(folder), total_limit=1)
+        self._is_measured = interval is None
+        self.interval = _FIRST_INTERVAL if interval is None else interval
+        self._save = save
+        self._collectives = collectives
+        self._last: tuple[int, float] | None = None  # number of steps and time at the last state
+        self._is_on = True
+
+    def newest(self) -> Path | None:
+        """The newest complete state. (this rank)"""
+        states = saved_states(self._project)
+        return states[-1] if states else None
+
+    def save_if_due(self, num_steps: int, micro_step: int) -> None:
+        """Saves if `interval` steps have gone by.
+
+        Args:
+            num_steps: of all engines so far.
+            micro_step: as for `save`.
+        """
+        begin = time.monotonic()
+        if self._last is None or num_steps < self._last[0]:
+            self._begin(num_steps)
+        assert self._last is not None, "counted from nowhere"
+        steps = num_steps - self._last[0]
+        if not self._is_on or steps < self.interval:
+            return
+        try:
+            self._save(Path(self._project.project_dir or "", "checkpoints", f"checkpoint_{num_steps}"), micro_step)
+        except CheckpointError as error:
+            logger.warning("no more states in memory: %s", error)
+            self._is_on = False
+            return
+        end = time.monotonic()
+        if self._is_measured:
+            per_step = (begin - self._last[1]) / steps
+            self.interval = from_rank_0(
+                self._collectives, lambda: interval_of(end - begin, per_step), "interval of states in memory"
+            )
+        self._last = num_steps, end
+        if self._collectives.rank == 0:
+            prune_states(self._project)
+
+    def _begin(self, num_steps: int) -> None:
+        """Counts from here. Removes states of later steps: a run that started anew would take them for its own."""
+        self._last = num_steps, time.monotonic()
+        if self._collectives.rank == 0:
+            for path in saved_states(self._project):
+                if int(path.name.rpartition("_")[2]) > num_steps:
+                    shutil.rmtree(path, ignore_errors=True)
+
+
+def interval_of(cost_seconds: float, step_seconds: float) -> int:
+    """Steps between states that take so long, so that they cost at most `MOST_COST` of the time.
+
+    Example:
+        >>> interval_of(0.5, 1.0), interval_of(1e-4, 1.0)
+        (25, 1)
+    """
+    return max(1, math.ceil(cost_seconds / (MOST_COST * max(step_seconds, 1e-9))))
