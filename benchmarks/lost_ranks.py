@@ -10,6 +10,7 @@ processes and files in memory that are left. The program of the ranks is `tests/
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import statistics
@@ -25,6 +26,7 @@ import click
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
+MEMORY = Path("/dev/shm")
 PROGRAM = ROOT / "tests" / "e2e" / "lost_ranks.py"
 KINDS = ("kill", "kill two", "save", "load", "stop")
 STEPS, LIMIT_SECONDS, HANG_SECONDS = 14, 4.0, 120.0
@@ -56,6 +58,18 @@ def launched(folder: Path, num_ranks: int, seed: int, faults: list[str]) -> tupl
         return False, "", job.communicate()[1]
     digest = folder / "digest"
     return True, digest.read_text() if digest.exists() else "", said
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a launcher has the folder."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(handle)
+    return False
 
 
 def recoveries(folder: Path, kinds: list[str]) -> list[tuple[str, float, int]]:
@@ -91,7 +105,7 @@ def main(minutes: float, seed: int) -> None:
             counts.update(suffered)
             for kind, took, _ in recoveries(Path(folder, "lost"), [kind for kind, _ in faults]):
                 seconds.setdefault(kind, []).append(took)
-        left = list(Path("/dev/shm").glob("*zeroaccel-memory-*"))
+        left = [path for path in MEMORY.glob("*zeroaccel-memory-*") if not is_locked(path)]
         alive = [one for one in psutil.process_iter(["cmdline"]) if str(PROGRAM) in (one.info["cmdline"] or [])]
         outcome = "hang" if not ended else "wrong" if digest != whole[key] else "right"
         counts.update(["runs", outcome, *["left behind"] * bool(left or alive)])

@@ -283,7 +283,6 @@ def run_plan(plan: LaunchPlan, log: Callable[[str], None], arrival_seconds: floa
     """
     settings = plan.settings
     launch_id, memory = uuid.uuid4().hex, LaunchMemory.of(settings)
-    is_temporary = settings.log_dir is None
     folder = Path(tempfile.mkdtemp(prefix="zeroaccel_") if settings.log_dir is None else settings.log_dir)
     succeeded = False
     stop_signals = StopSignals(
@@ -329,7 +328,7 @@ def run_plan(plan: LaunchPlan, log: Callable[[str], None], arrival_seconds: floa
                 stop_signals.processes_ended()
                 end_orphans(launch_id)
             memory.close()
-            if is_temporary:
+            if settings.log_dir is None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -1,7 +1,7 @@
 """The memory that a launcher keeps for its ranks while it starts them again: a folder of a file system in memory.
 
 The folder outlives the ranks and ends with the launcher. One whose launcher was killed stays until the next launch of
-the same user: a launcher locks its own, and removes those that nobody locks.
+the same user: a launcher locks its own, and removes those without a lock.
 """
 
 from __future__ import annotations

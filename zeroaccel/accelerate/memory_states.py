@@ -20,7 +20,7 @@ from zeroaccel.errors import CheckpointError
 from zeroaccel.logs import logger
 
 MOST_COST = 0.02
-"""Of the time of training, what states in memory take where their interval is measured."""
+"""Of the time of training, what all states in memory together take where their interval is measured."""
 
 _FIRST_INTERVAL = 2
 
@@ -49,6 +49,7 @@ class MemoryStates:
         self._save = save
         self._collectives = collectives
         self._last: tuple[int, float] | None = None  # number of steps and time at the last state
+        self._start = self._spent = 0.0  # time at the first step, and seconds of all states since
         self._is_on = True
 
     def newest(self) -> Path | None:
@@ -78,10 +79,10 @@ class MemoryStates:
             return
         end = time.monotonic()
         if self._is_measured:
-            per_step = (begin - self._last[1]) / steps
-            self.interval = from_rank_0(
-                self._collectives, lambda: interval_of(end - begin, per_step), "interval of states in memory"
-            )
+            per_step, cost = (begin - self._last[1]) / steps, end - begin
+            self._spent += cost
+            until = interval_of(self._spent + cost, end - self._start, per_step)
+            self.interval = from_rank_0(self._collectives, lambda: until, "interval of states in memory")
         self._last = num_steps, end
         if self._collectives.rank == 0:
             prune_states(self._project)
@@ -89,17 +90,22 @@ class MemoryStates:
     def _begin(self, num_steps: int) -> None:
         """Counts from here. Removes states of later steps: a run that started anew would take them for its own."""
         self._last = num_steps, time.monotonic()
+        self._start = self._start or self._last[1]
         if self._collectives.rank == 0:
             for path in saved_states(self._project):
                 if int(path.name.rpartition("_")[2]) > num_steps:
                     shutil.rmtree(path, ignore_errors=True)
 
 
-def interval_of(cost_seconds: float, step_seconds: float) -> int:
-    """Steps between states that take so long, so that they cost at most `MOST_COST` of the time.
+def interval_of(spent_seconds: float, elapsed_seconds: float, step_seconds: float) -> int:
+    """Steps until a state may be saved with which all states so far have taken at most `MOST_COST` of the time.
+
+    Args:
+        spent_seconds: on states, with the next one.
+        elapsed_seconds: since the first step.
 
     Example:
-        >>> interval_of(0.5, 1.0), interval_of(1e-4, 1.0)
-        (25, 1)
+        >>> interval_of(1.0, 10.0, 1.0), interval_of(0.1, 10.0, 1.0)
+        (40, 1)
     """
-    return max(1, math.ceil(cost_seconds / (MOST_COST * max(step_seconds, 1e-9))))
+    return max(1, math.ceil((spent_seconds / MOST_COST - elapsed_seconds) / max(step_seconds, 1e-9)))

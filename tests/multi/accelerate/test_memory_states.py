@@ -124,8 +124,8 @@ def test_the_interval_is_measured(ranks: Ranks, tmp_path: Path) -> None:
     found = ranks(2).run(measured, tmp_path)
     assert found[0] == found[1]
     assert len(found[0]) == 1  # the first comes after two steps
-    assert interval_of(0.2, 0.1) == 100
-    assert interval_of(0.0, 0.1) == 1
+    assert interval_of(0.2, 2.0, 0.1) == 80
+    assert interval_of(0.0, 0.0, 0.1) == 1
 
 
 @pytest.mark.parametrize("interval", [0, -1, True, "often"])

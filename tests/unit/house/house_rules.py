@@ -89,10 +89,10 @@ ENVIRONMENT_READERS = {
 # Folder -> its most code lines. A commit that raises one says what the lines are worth.
 MAX_CODE_LINES: Mapping[str, int] = {
     "": 857,
-    "accelerate": 3348,
+    "accelerate": 3463,
     "checkpoint": 6080,
-    "cli": 6980,
-    "comm": 3517,
+    "cli": 7011,
+    "comm": 3520,
     "compat": 2990,
     "config": 4390,
     "data": 802,
@@ -146,6 +146,8 @@ SMALL_MODULES = {
     "zeroaccel/ops/kernel_cache.py": "reads the environment, and knows neither kernels nor a compiler",
     "zeroaccel/accelerate/beside_accelerate.py": "the one file that touches another library's modules, and undoes it",
     "zeroaccel/compat/transformers_calls.py": "patches another library's classes, and `uninstall` finds it by its name",
+    "cli/launch/launch_memory.py": "files that outlive processes; `agent.py` is about processes",
+    "zeroaccel/accelerate/memory_states.py": "when a state is saved; `run_state.py` says what is in it",
     "zeroaccel/offload/device_lane.py": "streams and copies, of which the tables that import it and `ops` know nothing",
 }
 # Inside zeroaccel/zero/, from the bottom; a module imports from its own row and below.
