@@ -147,7 +147,6 @@ SMALL_MODULES = {
     "zeroaccel/accelerate/beside_accelerate.py": "the one file that touches another library's modules, and undoes it",
     "zeroaccel/compat/transformers_calls.py": "patches another library's classes, and `uninstall` finds it by its name",
     "cli/launch/launch_memory.py": "files that outlive processes; `agent.py` is about processes",
-    "zeroaccel/accelerate/memory_states.py": "when a state is saved; `run_state.py` says what is in it",
     "zeroaccel/offload/device_lane.py": "streams and copies, of which the tables that import it and `ops` know nothing",
 }
 # Inside zeroaccel/zero/, from the bottom; a module imports from its own row and below.
