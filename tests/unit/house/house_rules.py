@@ -89,7 +89,7 @@ ENVIRONMENT_READERS = {
 # Folder -> its most code lines. A commit that raises one says what the lines are worth.
 MAX_CODE_LINES: Mapping[str, int] = {
     "": 857,
-    "accelerate": 3463,
+    "accelerate": 3468,
     "checkpoint": 6080,
     "cli": 7011,
     "comm": 3520,
