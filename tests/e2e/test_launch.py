@@ -289,28 +289,3 @@ def test_a_trainer_that_is_preempted_goes_on_with_the_same_bits(tmp_path: Path) 
     outcome = json.loads(next(line for line in result.stdout.splitlines() if line.startswith('{"stage"')))
     assert outcome["wrong"] == 0
     assert outcome["preemptions"] >= 2
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "seed", "faults"),
-    [
-        pytest.param("2", "3", ["kill:5:1"], id="killed"),
-        pytest.param(
-            "3", "2", ["save:5:1", "kill:7:0+2", "load::1", "stop:9:2"], id="everything", marks=pytest.mark.slow
-        ),
-    ],
-)
-def test_lost_ranks_are_started_again_from_memory(tmp_path: Path, num_ranks: str, seed: str, faults: list[str]) -> None:
-    digests = []
-    for name, suffered in (("whole", []), ("lost", faults)):
-        folder = tmp_path / name
-        folder.mkdir()
-        flags = ["--max_restarts", len(suffered), "--timeout", "5"]
-        program = Path(__file__).with_name("lost_ranks.py")
-        words = [*flags, program, folder, "12", "2", seed, ",".join(suffered)]
-        result = run_command([*LAUNCH[:-2], num_ranks, "--cpu", *words], timeout=150.0)
-        assert result.returncode == 0, result.stderr
-        assert result.stderr.count("resuming from the memory of the machine, step ") == len(suffered)
-        assert len(list(folder.glob("resumed.*"))) == 1 + len([one for one in suffered if not one.startswith("load")])
-        digests.append((folder / "digest").read_text())
-    assert digests[0] == digests[1]
