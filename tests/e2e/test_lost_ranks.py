@@ -1,4 +1,4 @@
-"""Ranks that are killed under `zeroaccel launch`: the run goes on from the memory of the machine, with the same bits."""
+"""Ranks that are killed under `zeroaccel launch`: the run goes on from the memory of the machine."""
 
 from __future__ import annotations
 
