@@ -30,7 +30,7 @@ from zeroaccel.zero.access.param_registry import ParamHandle, ParamRegistry, han
 from zeroaccel.zero.coordinator import OnDemandUnshard, ParamCoordinator
 from zeroaccel.zero.layout import FlatTensor, whole_of
 from zeroaccel.zero.param_unit import ParamUnit
-from zeroaccel.zero.tensor_subclasses import set_local
+from zeroaccel.zero.tensor_subclasses import scales_of, set_local
 
 
 class _UnownedWrite(UsageError):
@@ -84,7 +84,9 @@ class GatheredParameters:
 
     def __enter__(self) -> None:
         # In the order of the units, which is the same on all ranks: each is gathered by a collective.
-        unique = {id(handle.param): handle for param in self._params if (handle := handle_of(param)) is not None}
+        own = [param for param in self._params if isinstance(param, Tensor)]
+        params = [each for param in own for each in (param, *(scales_of(param) or {}).values())]
+        unique = {id(handle.param): handle for param in params if (handle := handle_of(param)) is not None}
         self._handles = sorted(unique.values(), key=lambda handle: handle.order)
         for registry, handles in _by_registry(self._handles):
             ranks = registry.everyone.world_size
