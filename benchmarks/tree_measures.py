@@ -1,4 +1,4 @@
-"""How large the tree is, how it is cut, and how many modules a call passes: the figures in docs/design.md.
+"""How large the tree is, how it is cut, and how many words document it, and how many modules a call passes.
 
     python benchmarks/tree_measures.py            # this tree
     python benchmarks/tree_measures.py ../older   # another checkout of it
@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import io
 import json
+import re
 import subprocess
 import sys
 import tokenize
@@ -26,6 +27,7 @@ import click
 
 PACKAGE_FOLDERS = ("zeroaccel", "cli")
 SMALL_MODULE_LINES = 60
+_CODE_BLOCK = re.compile(r"^ *```.*?^ *```", re.DOTALL | re.MULTILINE)
 SKIPPED_TOKENS = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -223,6 +225,7 @@ def main(root: Path, paths: bool) -> None:
     files = Counter(path.name for path in modules if not path.stem.startswith("__"))
     imports = sum(module.imports for module in modules.values())
     click.echo("")
+    click.echo(_words(root))
     click.echo(f"imports and __all__: {100 * imports / code:.1f} % of the code")
     click.echo(f"functions: {len(functions)}, {code / len(functions):.1f} code lines each; > 60: ", nl=False)
     click.echo(f"{sum(lines > 60 for lines in functions)}, > 100: {sum(lines > 100 for lines in functions)}")
@@ -242,6 +245,14 @@ def _row(folder: str, parts: list[Module]) -> str:
     docstrings = sum(part.docstring for part in parts)
     density = 100 * comments / max(code, 1)
     return f"| {folder} | {len(parts)} | {code:,} | {docstrings:,} | {density:.1f} | {code // len(parts)} |"
+
+
+def _words(root: Path) -> str:
+    pages = [root / "README.md", root / "CONTRIBUTING.md", *sorted((root / "docs").rglob("*.md"))]
+    texts = [page.read_text() for page in pages if page.exists()]
+    every = sum(len(text.split()) for text in texts)
+    prose = sum(len(_CODE_BLOCK.sub("", text).split()) for text in texts)
+    return f"documents: {len(texts)} pages, {every:,} words, {prose:,} without code blocks"
 
 
 def _twice(names: Counter[str]) -> str:

@@ -7,7 +7,7 @@ every hook.
 output that is later changed in place gets a new node, so the node of its base gets a prehook too. When the backward of
 a use is over follows from the order of autograd ([Note: forward uses] in `coordinator.py`). FSDP2 and others put a
 node of their own around a module's inputs for that; here the graph stays as it is, as such nodes changed the order in
-which autograd adds the gradients of an input with several readers, and so the last bits (docs/design.md, section 3).
+which autograd adds the gradients of an input with several readers, and so the last bits (docs/design.md, section 4).
 """
 
 from __future__ import annotations
