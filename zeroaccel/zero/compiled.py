@@ -9,6 +9,7 @@ of the engine and nowhere else.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable
 from typing import Any
