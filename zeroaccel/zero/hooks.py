@@ -97,6 +97,8 @@ class Hooks:
         self._uses: list[tuple[nn.Module, ForwardUse]] = []
         self._version = 0
         self._compiled: dict[int, Any] = {}
+        self._all_modules: tuple[nn.Module, ...] = ()
+        self._calls: list[Any] | None = None  # of these modules, as the last forward found them
         self._guard: RemovableHandle | None = None
         self._root, self._units, self._optimized, self._unoptimized = root, units, optimized, unoptimized
         self._attach()
@@ -110,9 +112,14 @@ class Hooks:
         Raises:
             UsageError: the model was compiled, and there is a reason not to.
         """
+        # Every forward comes here: one list, and no call per module.
+        if [module._compiled_call_impl for module in self._all_modules] == self._calls:
+            return
         if compiled_calls(self._root) != self._compiled:
             check_not_compiled(self._root, refusal)
             self.attach_anew()
+        self._all_modules = tuple(self._root.modules())
+        self._calls = [module._compiled_call_impl for module in self._all_modules]
 
     def attach_anew(self) -> None:
         """Between passes: takes the hooks off the model and attaches them for what is compiled in it now."""

@@ -69,6 +69,9 @@ class Active:
     def add_dataloader(self, loader: Any) -> None:
         self.loaders.append(loader)
 
+    def next_batch(self) -> None:
+        """Nothing has to be saved."""
+
     def remove_dataloader(self, loader: Any) -> None:
         self.loaders.remove(loader)
 
