@@ -5,7 +5,7 @@ The pinned torch with the newest libraries is what `make test` runs; the other r
 
     python .ci/versions.py                                     # all rows, all tests but the slow ones: hours
     python .ci/versions.py --only oldest -- tests/unit         # one row, some tests
-    python .ci/versions.py --markdown build/versions.md        # the table, as docs/versions.md has it
+    python .ci/versions.py --markdown build/versions.md        # the table of benchmarks/results/versions-*.md
 
 Ends with 1 where a row's tests failed, with 2 where a row could not be tested (no interpreter, or no such package).
 """
