@@ -297,7 +297,7 @@ ABSENT: Mapping[str, str] = {
     "deepspeed.runtime.weight_quantizer": "torch.ao quantises a trained model",
     "deepspeed.runtime.zero.TiledLinear": _TILES,
     "deepspeed.runtime.zero.TiledLinearReturnBias": _TILES,
-    "deepspeed.runtime.zero.mics": "set mics_shard_size in the config of initialize (docs/mics.md)",
+    "deepspeed.runtime.zero.mics": "set mics_shard_size in the config of initialize (docs/zeropp.md)",
     "deepspeed.runtime.zero.stage3": _ESTIMATE,
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": _STATES,
     "deepspeed.runtime.zero.stage_1_and_2": _ESTIMATE,
@@ -307,7 +307,7 @@ ABSENT: Mapping[str, str] = {
     "deepspeed.utils.groups": "ParallelConfig(ep=N) makes the expert parallel groups, which have no names here",
     "deepspeed.utils.numa": "updates on the host use this rank's part of the machine's cores",
     "deepspeed.utils.timer": "time.perf_counter() times a phase; steps_per_print logs samples per second",
-    "deepspeed.zero.MiCS_Init": "use deepspeed.zero.Init and mics_shard_size in initialize's config (docs/mics.md)",
+    "deepspeed.zero.MiCS_Init": "use deepspeed.zero.Init and mics_shard_size in initialize's config (docs/zeropp.md)",
     "deepspeed.zero.TiledLinear": _TILES,
     "deepspeed.zero.TiledLinearReturnBias": _TILES,
 }

@@ -255,7 +255,7 @@ def _spread_needs_shards(config: Config) -> _Found:
         yield Problem(
             ("zero_optimization", "mics_shard_size"),
             text=f"parameters are sharded at stage 3 only, and the stage is {zero.stage}",
-            fix="set zero_optimization.stage to 3, or remove the key (docs/mics.md)",
+            fix="set zero_optimization.stage to 3, or remove the key (docs/zeropp.md)",
         )
     if zero.zero_hpz_partition_size == 0:
         yield Problem(("zero_optimization", "zero_hpz_partition_size"), expected="a number above 0; 1 is off", got=0)
@@ -276,7 +276,7 @@ def _spread_needs_shards(config: Config) -> _Found:
         yield Problem(
             ("zero_optimization", "zero_quantized_gradients"),
             text="gradients that are summed across replicas (mics_shard_size) are not quantised",
-            fix="remove one; zero_hpz_partition_size keeps the gathers of backward inside a node (docs/mics.md)",
+            fix="remove one; zero_hpz_partition_size keeps the gathers of backward inside a node (docs/zeropp.md)",
         )
 
 

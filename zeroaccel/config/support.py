@@ -303,7 +303,7 @@ KEYS: Mapping[str, SupportStatus] = {
     "zero_optimization.zeropp_loco_param": _refused("error feedback for quantised gradients is not available yet"),
     "zero_optimization.mics_shard_size": _WORKS,
     "zero_optimization.mics_hierarchical_params_gather": _unsupported(
-        "gathers go over all shards at once; zero_hpz_partition_size keeps backward's inside a node (docs/mics.md)"
+        "gathers go over all shards at once; zero_hpz_partition_size keeps backward's inside a node (docs/zeropp.md)"
     ),
     "aio": _WORKS,
     "aio.block_size": _WORKS,
