@@ -148,7 +148,7 @@ def _dom(page: str, *flags: str) -> str:
 def test_search_works_from_a_folder(site: Path) -> None:
     found = _dom(f"{(site / 'index.html').as_uri()}?q=mics_shard_size")
     assert re.search(r">\d+ matching documents", found)
-    assert f'href="{(site / "mics.html").as_uri()}" class="md-search-result__link"' in found
+    assert f'href="{(site / "zeropp.html").as_uri()}" class="md-search-result__link"' in found
 
 
 @pytest.mark.skipif(_CHROMIUM is None, reason="no Chromium is installed")
