@@ -105,7 +105,9 @@ class ParamCoordinator:
         self._pinned: set[str] = set()
         self._read_outside: set[str] = set()  # in this pass, by a module of no unit, which may have views
         self._second_order = 0  # number of the backward that will be differentiated; 0 for none
-        self._recent: list[ParamUnit] = []  # unpinned, and not freed yet
+        self._recent: list[ParamUnit] = []  # unpinned, and not freed yet; and `_loop_next`
+        self._loop_at: ParamUnit | None = None  # a loop over named parameters is in it
+        self._loop_next: ParamUnit | None = None  # gathered ahead of that loop
         self.in_backward = False
         self.on_demand: OnDemandUnshard | None = None
 
@@ -339,7 +341,9 @@ class ParamCoordinator:
                 unit.wait()
                 return
             self._drop_recent_but(unit)
-            unit.unshard_some(wanted)
+            # The root is met before and behind all others, so what comes next is unknown there.
+            if unit.unshard_some(wanted) and unit.name != ROOT and unit is not self._loop_at:
+                self._follow_loop(unit)
             if unit.state is ShardState.UNSHARDED:
                 self._live[unit.name] = unit.numel
 
@@ -367,10 +371,22 @@ class ParamCoordinator:
         for unit in self._recent:
             unit.drop_values()
         self._recent.clear()
+        self._loop_at = self._loop_next = None
+
+    def _follow_loop(self, unit: ParamUnit) -> None:
+        """A loop over named parameters is in `unit`: where it came from the unit before, it will come to the next."""
+        units = [other for other in self._units.values() if not other.persistent and other.name != ROOT]
+        place = units.index(unit)
+        came_from_before = place > 0 and self._loop_at is units[place - 1]
+        self._loop_at = unit
+        self._loop_next = units[place + 1] if came_from_before and place + 1 < len(units) else None
+        if self._loop_next is not None and self._loop_next.unshard_ahead():
+            self._recent.append(self._loop_next)
 
     def _drop_recent_but(self, unit: ParamUnit) -> None:
         # A loop over named parameters meets those of the root before and behind all others.
-        for other in [other for other in self._recent if other is not unit and other.name != ROOT]:
+        kept = [unit, self._loop_next] if unit is self._loop_at else [unit]
+        for other in [other for other in self._recent if other not in kept and other.name != ROOT]:
             other.drop_values()
             self._recent.remove(other)
 

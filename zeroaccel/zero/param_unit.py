@@ -409,10 +409,13 @@ class ParamUnit:
             buffer.allocate()
             self._works.append(buffer.all_gather(self._collectives, label, exact=self._exact))
 
-    def unshard_some(self, wanted: Sequence[tuple[FlatBuffer, int]]) -> None:
+    def unshard_some(self, wanted: Sequence[tuple[FlatBuffer, int]]) -> bool:
         """Gathers some parameters, (buffer, index of the slot), and shows them until `hide_some`. (all ranks)
 
         Where `hide_some` has kept values of others, a loop goes through the unit: then all that is missing is gathered.
+
+        Returns:
+            Whether a loop goes through the unit.
 
         Raises:
             OffloadError: as `unshard`.
@@ -423,7 +426,8 @@ class ParamUnit:
         if self._state is not ShardState.SHARDED or refreshes or len(wanted) == slots:
             self.unshard()
             self.wait()
-            return
+            return False
+        self._finish_gathers()
         in_loop = any(buffer.valid - buffer.shown for buffer in self._gathered)
         is_missing = any(not buffer.persistent and index not in buffer.valid for buffer, index in wanted)
         before = [set(buffer.shown) for buffer in self._gathered]
@@ -440,6 +444,27 @@ class ParamUnit:
             raise
         for buffer in self._gathered:
             buffer.point(unsharded=False)
+        return in_loop
+
+    def unshard_ahead(self) -> bool:
+        """Starts to gather what `unshard_some` will show, for a loop that comes to this unit next. (all ranks)
+
+        Returns:
+            False, and does nothing, where a tier has the shards or some values are here. `drop_values` frees them.
+        """
+        is_here = self._state is not ShardState.SHARDED or any(buffer.valid for buffer in self._gathered)
+        if is_here or self.is_swapped:
+            return False
+        for buffer in self._gathered:
+            buffer.allocate()
+            self._works.append(buffer.all_gather(self._collectives, f"unshard {self.name} ahead", exact=True))
+            buffer.valid = set(range(len(buffer.layout.slots)))
+        return True
+
+    def _finish_gathers(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works.clear()
 
     def _gather_missing(self, label: str, *, every: bool) -> list[Work]:
         """Starts to gather values that `full` lacks: of all parameters, or of those that are shown. (all ranks)"""
@@ -523,9 +548,7 @@ class ParamUnit:
             raise ShardStateError(
                 f"unit {self.name}", expected="a gather in flight", got=self._state.value, fix="call unshard() first"
             )
-        for work in self._works:
-            work.wait()
-        self._works.clear()
+        self._finish_gathers()
         self._release()
         for buffer in self._gathered:
             buffer.point(unsharded=True)
@@ -568,8 +591,11 @@ class ParamUnit:
                     buffer.free()
 
     def drop_values(self) -> None:
-        """Frees what `reshard(keep_values=True)` has kept; without it nothing."""
-        for buffer in self._gathered if self._state is ShardState.SHARDED else ():
+        """Frees what `reshard(keep_values=True)` has kept, or `unshard_ahead` gathered; without them nothing."""
+        if self._state is not ShardState.SHARDED:
+            return
+        self._finish_gathers()
+        for buffer in self._gathered:
             if buffer.valid != buffer.shown:
                 buffer.valid = set(buffer.shown)
                 if not buffer.shown:

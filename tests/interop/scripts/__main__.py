@@ -11,7 +11,7 @@ torchvision and timm are stood in for (`pictures/`). The folder of sources has c
     DeepSpeedExamples  github.com/deepspeedai/DeepSpeedExamples: training/, applications/DeepSpeed-Chat/
     accelerate         github.com/huggingface/accelerate: examples/
     transformers       github.com/huggingface/transformers: examples/pytorch/, which the sdist does not have
-    trl                github.com/huggingface/trl: trl/scripts/, trl/accelerate_configs/
+    trl                github.com/huggingface/trl: trl/scripts/, trl/accelerate_configs/, examples/scripts/
 
 DeepSpeed-Chat imports `no_init_weights` of `transformers.modeling_utils`, which transformers 5 does not have: its rows
 need an environment with "transformers==4.56.2" "accelerate==1.10.1" "datasets==4.0.0". Rows with a generator need one

@@ -306,13 +306,16 @@ _POLARIS = "--dataset_name HuggingFaceH4/Polaris-Dataset-53K --reward_funcs made
 _RL_DATA = {
     "grpo": _TRL_DATA["grpo"],
     "rloo": f"{_POLARIS} --max_completion_length 8 --num_generations 4 --num_iterations 2 --beta 0.1",
+    "online_dpo": "--dataset_name HuggingFaceH4/Polaris-Dataset-53K --reward_model_path HuggingFaceTB/SmolLM-360M "
+    "--max_new_tokens 8",
 }
 
 
 def _served_row(name: str, stage: int, kind: str, extra: str) -> Script:
+    is_example = name == "online_dpo"
     return Script(
         f"trl.scripts.{name} {kind}, generator, zero{stage}.yaml",
-        f"-m trl.scripts.{name}",
+        f"trl/examples/scripts/{name}.py" if is_example else f"-m trl.scripts.{name}",
         f"{_TRL} {_RL_DATA[name]} {_SERVED} {extra}",
         launch=f"--config_file {{sources}}/trl/trl/accelerate_configs/zero{stage}.yaml --num_processes 2 "
         "--mixed_precision no",

@@ -129,6 +129,10 @@ def _visit_each_parameter(precision: str) -> tuple[int, int, int]:
             assert not param.numel() or "nan" in repr(param)
         gathered.append(sum(call.numel for call in counted.calls if call.op == "all_gather"))
         if modifier is None:
+            units = [unit.name for unit in engine.units if unit.name != "root"]
+            ahead = [call.label for call in counted.calls if call.label.endswith(" ahead")]
+            assert ahead
+            assert ahead == [f"unshard {name} ahead" for name in units[2:]]
             for name, view in views.items():  # the program's own: nobody gathers what it writes there
                 assert torch.equal(view, expected[name])
                 view.zero_()
@@ -136,6 +140,11 @@ def _visit_each_parameter(precision: str) -> tuple[int, int, int]:
     assert kept <= sum(buffer.nbytes for unit in engine.units if unit.name == "root" for buffer in unit.buffers)
     for name, value in engine.iter_named_full_params():
         assert torch.equal(value, expected[name] * 2), name
+    for _, param in model.named_parameters():  # a loop that ends early, with a unit on its way
+        with GatheredParameters([param]):
+            counted.reset()
+        if any(call.label.endswith(" ahead") for call in counted.calls):
+            break
     _step(engine, data[1:2])  # the values are those of before the step no longer
     last = list(model.named_parameters())[-1]
     for _ in range(2):

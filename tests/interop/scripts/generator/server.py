@@ -31,10 +31,11 @@ class Generator:
     """A model, the group by which its weights come, and what is counted."""
 
     def __init__(self, name: str, seed: int, log: Path | None) -> None:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, AutoTokenizer
 
         torch.set_num_threads(1)
         self.model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
+        self._tokenizer = AutoTokenizer.from_pretrained(name)
         self._weights = dict(self.model.named_parameters())
         self._random = torch.Generator().manual_seed(seed)
         self._log = log
@@ -106,13 +107,15 @@ class Generator:
             if path == "init_communicator":
                 self.join(request["host"], request["port"], request["world_size"])
             elif path == "generate":
+                asked = request["prompts"]
+                prompts = [self._tokenizer.encode(each) if isinstance(each, str) else each for each in asked]
                 made = [
                     self.generate(prompt, request["max_tokens"], request["temperature"])
-                    for prompt in request["prompts"]
+                    for prompt in prompts
                     for _ in range(request["n"])
                 ]
                 return {
-                    "prompt_ids": request["prompts"],
+                    "prompt_ids": prompts,
                     "completion_ids": [tokens for tokens, _ in made],
                     "logprobs": [[[value] for value in values] for _, values in made],
                     "logprob_token_ids": [[[token] for token in tokens] for tokens, _ in made],
