@@ -385,8 +385,8 @@ class ParamCoordinator:
 
     def _drop_recent_but(self, unit: ParamUnit) -> None:
         # A loop over named parameters meets those of the root before and behind all others.
-        kept = [unit, self._loop_next] if unit is self._loop_at else [unit]
-        for other in [other for other in self._recent if other not in kept and other.name != ROOT]:
+        wanted = [unit, self._loop_next] if unit is self._loop_at else [unit]
+        for other in [other for other in self._recent if other not in wanted and other.name != ROOT]:
             other.drop_values()
             self._recent.remove(other)
 

@@ -307,7 +307,8 @@ _RL_DATA = {
     "grpo": _TRL_DATA["grpo"],
     "rloo": f"{_POLARIS} --max_completion_length 8 --num_generations 4 --num_iterations 2 --beta 0.1",
     "online_dpo": "--dataset_name HuggingFaceH4/Polaris-Dataset-53K --reward_model_path HuggingFaceTB/SmolLM-360M "
-    "--max_new_tokens 8",
+    # The script gives its dtype to the tokenizer as well, whose JSON takes the word only.
+    "--max_new_tokens 8 --dtype auto",
 }
 
 

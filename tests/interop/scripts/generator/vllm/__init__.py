@@ -1,8 +1,10 @@
 """Stands in for vLLM on CPUs: the names that TRL's client imports, its communicator over gloo.
 
-TRL's client asks the trainer's CUDA device for an identifier, to refuse a server on the same one; here is none.
+TRL's client asks the trainer's CUDA device for an identifier, to refuse a server on the same one; here is none. TRL's
+online DPO asks torch for the accelerator that the client works with, and gets the CPU; everybody else gets none.
 """
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +17,17 @@ def _properties(device: Any = None) -> SimpleNamespace:
     return SimpleNamespace(uuid=f"no CUDA device: {device}")
 
 
+_accelerator = torch.accelerator.current_accelerator
+
+
+def _current(*args: Any, **kwargs: Any) -> torch.device | None:
+    caller = sys._getframe(1).f_globals.get("__name__", "")
+    return torch.device("cpu") if caller.startswith("trl.experimental.online_dpo") else _accelerator(*args, **kwargs)
+
+
 if not torch.cuda.is_available():
     torch.cuda.get_device_properties = _properties
+    torch.accelerator.current_accelerator = _current
 
 
 class LLM:
@@ -29,3 +40,6 @@ class RequestOutput:
 
 class SamplingParams:
     """How the engine samples."""
+
+    def __init__(self, **settings: Any) -> None:
+        vars(self).update(settings)
