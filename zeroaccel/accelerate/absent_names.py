@@ -20,7 +20,7 @@ _TRACKERS = 'Accelerator(log_with="mlflow") and the like, or an instance of Gene
 _OTHER_DEVICES = "an Accelerator computes on CUDA devices and CPUs"
 _ZERO = "ZeroPlugin(zero_stage=3) shards parameters, gradients and optimizer states"
 _MEGATRON = "models are split by ZeRO; `zeroaccel estimate` tells which stage fits"
-_NO_FP8 = 'there is no 8-bit training; use mixed_precision="bf16"'
+_NO_FP8 = '8-bit training is not available; use mixed_precision="bf16"'
 _PREPARED = "Accelerator.prepare returns the prepared object"
 _MESH = "pass parallelism_config=ParallelConfig(tp=N, sp=N, dp_replicate=N) to Accelerator; zeroaccel has the class"
 _STAGES = "Accelerator(parallelism_config=ParallelConfig(pp=N)) prepares the stages of a pipeline, with eval_batch()"

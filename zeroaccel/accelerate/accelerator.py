@@ -451,7 +451,7 @@ class Accelerator(ControlFlow):
         """
         if slice_fn_for_dispatch is not None:
             raise UsageError(
-                "prepare_data_loader(slice_fn_for_dispatch)", expected="nothing: samples are dealt one by one"
+                "prepare_data_loader(slice_fn_for_dispatch)", expected="None: rank 0 distributes single samples"
             )
         places = self.device_placement if device_placement is None else device_placement
         loader = prepare_data_loader(
@@ -715,7 +715,7 @@ class Accelerator(ControlFlow):
                 "accelerator.gather_for_metrics",
                 expected="processes that have samples of their own",
                 got=f"a mesh of {self._mesh}",
-                fix="gather() has what every process holds; count what several hold once",
+                fix="call gather(), and count samples that several processes share once",
             )
         last = self.gradient_state.end_of_dataloader
         num_samples = self.gradient_state.remainder if last else -1

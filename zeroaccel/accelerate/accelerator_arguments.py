@@ -98,7 +98,7 @@ def precision_of(
 def _precision_fact(name: str, source: str, *, explicit: bool) -> Facts:
     key = str(value_of(name)).lower()
     if key not in _PRECISIONS:
-        fix = "there is no 8-bit training; use bf16" if key == "fp8" else ""
+        fix = "8-bit training is not available; use bf16" if key == "fp8" else ""
         raise ConfigError(f"{source}: mixed_precision", expected='"no", "fp16" or "bf16"', got=name, fix=fix)
     return Facts(precision=Fact(_PRECISIONS[key], source, explicit))
 

@@ -23,7 +23,7 @@ from zeroaccel.logs import log_once
 
 _ACTIVITIES = {"cpu": torch.profiler.ProfilerActivity.CPU, "cuda": torch.profiler.ProfilerActivity.CUDA}
 _ARGUMENT = "Accelerator(kwargs_handlers)"
-_NO_FP8 = 'leave it out: there is no 8-bit training; use mixed_precision="bf16"'
+_NO_FP8 = 'leave it out: 8-bit training is not available; use mixed_precision="bf16"'
 _REFUSED = dict.fromkeys(("FP8RecipeKwargs", "TERecipeKwargs", "AORecipeKwargs", "MSAMPRecipeKwargs"), _NO_FP8)
 
 T = TypeVar("T")

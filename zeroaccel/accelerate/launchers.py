@@ -126,7 +126,7 @@ def _launch(
         )
     if torch.cuda.is_initialized():
         raise EngineStateError(
-            f"{where}: CUDA is in use in this process, and forked processes cannot use it then",
+            f"{where}: CUDA is in use in this process, so forked processes cannot use it",
             fix="restart the notebook, and touch CUDA only inside the function that is launched",
         )
     shared = {

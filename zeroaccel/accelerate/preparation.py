@@ -259,7 +259,7 @@ def match(objects: ObjectsByKind, engines: Iterable[EngineBase]) -> tuple[list[P
         if id(model) in earlier:
             raise UsageError(
                 f"prepare: argument {index}, {type(model).__name__}, is prepared already",
-                fix="go on with what the first prepare() returned for it",
+                fix="use the object that the first prepare() returned",
             )
     groups = [PrepareGroup(model, model_at=index) for index, model in objects.models]
     for index, optimizer in objects.optimizers:
@@ -298,7 +298,7 @@ def _group_of_optimizer(
             fix="make one optimizer for each model",
         )
     if any(id(param) in params for engine in engines for param in engine.module.parameters()):
-        fix = "prepare the two in one call: what is trained is laid out when the model is prepared"
+        fix = "prepare the two in one call: prepare() shards what this optimizer updates"
         raise UsageError(where, expected="its model in the same prepare()", got="a model prepared before", fix=fix)
     raise UsageError(
         where,

@@ -190,8 +190,8 @@ class PreparedOptimizer(Optimizer):
             EngineStateError: always: the flat buffers of trained parameters exist already.
         """
         raise EngineStateError(
-            "optimizer.add_param_group(): the model is prepared and laid out",
-            fix="add the group before prepare(); lr 0 keeps it still until its time",
+            "optimizer.add_param_group(): prepare() has sharded the parameters already",
+            fix="add the group before prepare(); with lr 0 it stays unchanged until you raise its rate",
         )
 
     def train(self) -> None:

@@ -119,7 +119,7 @@ def next_state_folder(project: ProjectConfiguration) -> Path:
     folder = _states_folder(project) / f"checkpoint_{project.iteration}"
     if (folder / STATE_NAME).exists():
         raise CheckpointError(
-            f"{folder}: there is a state of this number",
+            f"{folder}: a state with this number exists",
             fix="resume with load_state(), which continues the numbers, or set "
             "ProjectConfiguration(iteration=...) or another project_dir",
         )

@@ -141,13 +141,13 @@ class RunSaving:
             )
         where = f"register_for_checkpointing({type(obj).__name__})"
         if any(obj is other for other in (*self._objects, *self._loaders)):
-            raise UsageError(where, expected="each object once", got="one that is in")
+            raise UsageError(where, expected="each object once", got="one that is registered already")
         prepared = (part for item in self._state.prepared for part in (item.engine, item.optimizer, *item.schedulers))
         if any(obj is part for part in prepared):
             raise UsageError(
                 where,
                 expected="an object that prepare() does not know",
-                got="one that it returned, which every state has already",
+                got="one that it returned, which every state contains already",
             )
         self._objects.append(obj)
 

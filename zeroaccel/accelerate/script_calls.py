@@ -61,7 +61,7 @@ def find_executable_batch_size(
 
     Raises:
         TypeError: the caller passes a batch size, too.
-        RuntimeError: memory is short with a batch of one.
+        RuntimeError: out of memory even with a batch of one.
 
     Example:
         >>> from zeroaccel.utils import find_executable_batch_size
@@ -101,7 +101,7 @@ def find_executable_batch_size(
             # Out of the handler, where the traceback no longer refers to the tensors of the call.
             clear_device_cache(garbage_collection=True)
             size = reduce_batch_size_fn() if reduce_batch_size_fn is not None else int(size * 0.9)
-        raise RuntimeError(f"{run.__name__}: memory is short with a batch of one")
+        raise RuntimeError(f"{run.__name__}: out of memory even with a batch of one")
 
     return search
 
@@ -176,7 +176,7 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
     bar: Any = importlib.import_module("tqdm.auto").tqdm  # only where a script shows one
 
     if args and isinstance(args[0], bool):
-        raise UsageError("tqdm", expected="what to iterate over first", got=args[0], fix="pass main_process_only=...")
+        raise UsageError("tqdm", expected="an iterable first", got=args[0], fix="pass main_process_only=...")
     if main_process_only and not kwargs.get("disable", False):
         kwargs["disable"] = collectives_of_process().topology.local_rank != 0
     return bar(*args, **kwargs)

@@ -73,7 +73,7 @@ class ZeroPlugin:
             with either value. [False]
         transformer_moe_cls_names: classes of modules whose parameters are gathered together (leaf modules), separated
             by commas; mixtures of experts are found without being named.
-        enable_msamp, msamp_opt_level: refused; there is no 8-bit training.
+        enable_msamp, msamp_opt_level: refused; 8-bit training is not available.
         train_micro_batch_size_per_gpu: samples per rank and micro-step, where no loader is prepared. [the loader's]
 
     Attributes:
@@ -113,7 +113,7 @@ class ZeroPlugin:
     ) -> None:
         if enable_msamp or msamp_opt_level is not None:
             raise ConfigError(
-                "ZeroPlugin(enable_msamp, msamp_opt_level): there is no 8-bit training",
+                "ZeroPlugin(enable_msamp, msamp_opt_level): 8-bit training is not available",
                 fix='leave them out, and use mixed_precision="bf16"',
             )
         settings, sources = launched()

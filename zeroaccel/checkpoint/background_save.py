@@ -130,7 +130,7 @@ class BackgroundSave:
                     fix="look at the log of that rank; earlier checkpoints are as they were",
                 )
             if self._abandoned.wait(_POLL_SECONDS):
-                raise CheckpointError(f"checkpoint {self.tag}: given up, as another rank has failed")
+                raise CheckpointError(f"checkpoint {self.tag}: abandoned, because another rank failed")
         part: Part = json.loads(path.read_text(encoding="utf-8"))
         if "error" in part:
             raise CheckpointError(f"checkpoint {self.tag}: rank {rank}: {part['error']}")

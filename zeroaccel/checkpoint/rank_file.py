@@ -224,7 +224,7 @@ class RankFileReader:
             first = start + int(damaged[0]) * BLOCK_NBYTES
             raise CheckpointError(
                 f"{self.path}: damaged between bytes {first} and {min(first + BLOCK_NBYTES, self._end)}: "
-                "they are not the ones that were written",
+                "their checksum does not match",
                 fix='load another checkpoint, or pass tag="auto" for the newest valid one',
             )
         return data

@@ -79,7 +79,7 @@ class _Requests:
     def ask(self, name: str) -> Tensor:
         """A copy of a full value in host memory. (rank 0)"""
         if self._is_over:
-            raise EngineStateError(f"{name}: its value was not asked for while the model was saved")
+            raise EngineStateError(f"{name}: save_pretrained has ended without reading its value")
         from_rank_0(self._collectives, lambda: name, _LABEL)
         return self._gathered(name).to("cpu", copy=True)
 

@@ -284,7 +284,7 @@ def _source(folder: Path, body: Mapping[str, Any], checksum: str) -> Source:
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{,240}\.safetensors", record["name"]):
             raise ValueError(f"file name {record['name'][:300]!r} is not a plain name")
         if type(record["nbytes"]) is not int or not 0 <= record["nbytes"] <= LARGEST:
-            raise ValueError(f"file {record['name']}: a size that cannot be")
+            raise ValueError(f"file {record['name']}: an invalid size")
     ranks = sorted(record["rank"] for record in records)
     if ranks != list(range(len(records))) or body["world_size"] != len(records):
         raise ValueError(f"{len(records)} files of ranks, expected one of each of {body['world_size']}")
@@ -297,7 +297,7 @@ def _source(folder: Path, body: Mapping[str, Any], checksum: str) -> Source:
         parameter = parameters[fqn]
         key = next((key for key in (f"master/{fqn}", f"value/{fqn}") if key in tensors), None)
         if parameter["saved"] != (key is not None):
-            raise ValueError(f"parameter {fqn}: it is not as the manifest says whether its values were saved")
+            raise ValueError(f"parameter {fqn}: the manifest contradicts itself on whether its values were saved")
         if key is None:
             left_out.append(fqn)
             continue
@@ -358,7 +358,7 @@ def _row_major(
     dim, parts, blocks = (*split, 1) if len(split) == 2 else split
     sizes = dim, parts, blocks
     if any(type(number) is not int or number < 0 for number in sizes) or dim >= len(shape) or not parts * blocks:
-        raise ValueError(f"tensor {key}: parts that cannot be")
+        raise ValueError(f"tensor {key}: an invalid split")
     if shape[dim] % (parts * blocks):
         raise ValueError(f"tensor {key}: {parts} equal parts of {blocks} blocks of shape {shape}")
     run, part_numel = math.prod(shape[dim:]) // (parts * blocks), math.prod(shape) // parts

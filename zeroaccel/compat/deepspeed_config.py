@@ -180,7 +180,7 @@ class DeepSpeedConfig:
         for key in _PLACES.get(name, name).split("."):
             if value is not None and key not in type(value).model_fields:
                 raise AttributeError(
-                    f"DeepSpeedConfig.{name}: zeroaccel answers for deepspeed here and does not have this; "
+                    f"DeepSpeedConfig.{name}: zeroaccel answers for deepspeed here and lacks this; "
                     "zeroaccel.config.load_config gives a config with the names of the file's keys"
                 )
             value = None if value is None else getattr(value, key)

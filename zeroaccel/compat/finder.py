@@ -206,4 +206,4 @@ def _absence(name: str) -> str:
     if reason is None:
         similar = nearest(name)
         reason = f"the nearest it has is {similar}" if similar else "it is not part of what libraries use"
-    return f"{name}: zeroaccel answers for deepspeed here and does not have this; {reason}"
+    return f"{name}: zeroaccel answers for deepspeed here and lacks this; {reason}"

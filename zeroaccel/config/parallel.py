@@ -316,7 +316,7 @@ def _autoep_size(tree: Mapping[str, Any]) -> int:
         if section.get(key) not in (None, 1 if key == "expert_tensor_parallel_size" else None):
             raise UsageError(
                 f"expert_parallel.{key}",
-                expected="nothing: the model's own routers and experts say it",
+                expected="no such key: the model's own routers and experts decide it",
                 got=section[key],
                 fix="remove it, or set it in the model's config",
             )

@@ -411,7 +411,7 @@ def prepare_data_loader(
         source = IndexedSource(loader, rules, order, of_rank)
     if dispatches:
         if collectives is None:
-            raise UsageError("prepare_data_loader(collectives)", expected="a way from rank 0 to the others", got=None)
+            raise UsageError("prepare_data_loader(collectives)", expected="collectives, with dispatch_batches", got=None)
         source = DispatchedSource(source, collectives, rank, world_size, lambda: _length(loader, rules, rank))
     return PreparedLoader(
         loader,
@@ -435,16 +435,16 @@ def _check(loader: Any) -> None:
     if own and not type(loader).__module__.startswith("torchdata."):
         raise UsageError(
             where,
-            expected="a loader that iterates as torch's does, as it is taken apart and read in another order",
+            expected="a loader with torch's __iter__, because prepare() reads its dataset in another order",
             got=f"{type(loader).__name__}, with an __iter__ of its own",
-            fix="move what it does into the dataset or collate_fn, or do not prepare it and deal the data out yourself",
+            fix="move what it does into the dataset or collate_fn, or do not prepare it and shard the data yourself",
         )
     samplers = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
     if any(isinstance(sampler, DistributedSampler) for sampler in samplers):
         raise UsageError(
             where,
-            expected="a loader of the whole dataset, which prepare() deals out to the ranks",
-            got="one with a DistributedSampler, which has dealt it out already",
+            expected="a loader of the whole dataset, which prepare() shards over the ranks",
+            got="one with a DistributedSampler, which has sharded it already",
             fix="leave the sampler out (shuffle=True if it shuffled), or do not prepare this loader",
         )
     if loader.num_workers and not getattr(loader, "in_order", True):

@@ -306,7 +306,7 @@ class BlockFile:
         length, expected = self._sums.get(offset, (0, 0))
         if length == len(part) and zlib.crc32(part) != expected:
             raise OffloadError(
-                f"{self._place(offset)}: {len(part)} bytes are not what was written there (checksum)",
+                f"{self._place(offset)}: {len(part)} bytes are not what was written there: their checksum differs",
                 fix="the disk or its cable is failing; resume from the last checkpoint on another one",
             )
 

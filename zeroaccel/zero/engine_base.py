@@ -1197,7 +1197,7 @@ class EngineBase(nn.Module):
 
     def __reduce__(self) -> Any:
         raise EngineStateError(
-            "an engine cannot be copied or pickled: it is in touch with the other ranks",
+            "an engine cannot be copied or pickled: it belongs to a job of several processes",
             fix="save a checkpoint; or copy engine.module, inside engine.gathered() where it is sharded",
         )
 

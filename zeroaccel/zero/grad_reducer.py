@@ -467,7 +467,7 @@ class GradReducer:
     def _require_not_stepped(self, gradients: GradientBuffer) -> None:
         if id(gradients) in self._stepped_early:
             raise EngineStateError(
-                f"a gradient of {gradients.name} came again after its update had begun, as in no step before",
+                f"a gradient of {gradients.name} arrived a second time, after its update had begun",
                 fix='set zero_optimization.offload_optimizer.update_during to "step" for a model that changes',
             )
 

@@ -59,7 +59,7 @@ def test_the_oldest_go_first_and_other_folders_stay(tmp_path: Path) -> None:
 def test_a_state_is_not_written_over_but_the_rest_of_one_is(tmp_path: Path) -> None:
     make(tmp_path, 3)
     make(tmp_path, 4, complete=False)
-    with pytest.raises(CheckpointError, match=r"checkpoint_3: there is a state of this number.*load_state"):
+    with pytest.raises(CheckpointError, match=r"checkpoint_3: a state with this number exists.*load_state"):
         next_state_folder(ProjectConfiguration(str(tmp_path), iteration=3))
     assert next_state_folder(ProjectConfiguration(str(tmp_path), iteration=4)).name == "checkpoint_4"
 

@@ -403,7 +403,7 @@ def test_another_number_of_ranks_goes_on_at_the_same_sample(caplog: pytest.LogCa
         (
             lambda: DataLoader(Numbers(4), sampler=DistributedSampler(Numbers(4), 2, 0)),
             {},
-            "DistributedSampler, which has dealt it out already",
+            "DistributedSampler, which has sharded it already",
         ),
         (lambda: DataLoader(Numbers(4), 3), {"split_batches": True}, "a multiple of the 2 ranks.* got 3"),
         (
@@ -416,7 +416,7 @@ def test_another_number_of_ranks_goes_on_at_the_same_sample(caplog: pytest.LogCa
             {},
             "Own, with an __iter__ of its own",
         ),
-        (lambda: DataLoader(Numbers(4)), {"dispatch_batches": True}, "a way from rank 0 to the others"),
+        (lambda: DataLoader(Numbers(4)), {"dispatch_batches": True}, "collectives, with dispatch_batches"),
     ],
 )
 def test_what_cannot_be_dealt_is_named(make: Any, options: dict[str, Any], message: str) -> None:

@@ -161,7 +161,7 @@ def _match_master(contents: DeepSpeedContents, masters: NDArray[np.float32], whe
         record = contents.tensors[f"value/{name}"]
         if np.array_equal(_rounded(masters[:numel], record.dtype), contents.read(record)):
             return name
-    raise CheckpointError(f"{where}: rounds to no parameter of the model", fix="the file is damaged or of another kind")
+    raise CheckpointError(f"{where}: matches no parameter of the model", fix="the file is damaged or of another kind")
 
 
 def _rounded(values: NDArray[np.float32], dtype: str) -> NDArray[np.uint8]:

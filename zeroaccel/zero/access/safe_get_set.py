@@ -266,7 +266,7 @@ def _states(handle: ParamHandle, key: str) -> _Values:
     # A rank without elements of the parameter has no state to look at: all agree, so that all raise or none does.
     with agreed(handle.registry.everyone, f"optimizer state {key} of {handle.slot.fqn}"):
         if optimizer is None or handle.slot.fqn not in optimizer.group_of:
-            raise UsageError(f"parameter {handle.slot.fqn}", expected="one that an optimizer updates", got="none does")
+            raise UsageError(f"parameter {handle.slot.fqn}", expected="one that an optimizer updates", got="frozen")
         for piece in masters.pieces:
             if piece.range & handle.slot.range:
                 _check_state(piece, key, optimizer.optimizer, handle.slot.fqn)
