@@ -411,7 +411,7 @@ def prepare_data_loader(
         source = IndexedSource(loader, rules, order, of_rank)
     if dispatches:
         if collectives is None:
-            raise UsageError("prepare_data_loader(collectives)", expected="collectives, with dispatch_batches", got=None)
+            raise UsageError("prepare_data_loader(collectives)", expected="collectives with dispatch_batches", got=None)
         source = DispatchedSource(source, collectives, rank, world_size, lambda: _length(loader, rules, rank))
     return PreparedLoader(
         loader,

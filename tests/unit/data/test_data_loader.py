@@ -416,7 +416,7 @@ def test_another_number_of_ranks_goes_on_at_the_same_sample(caplog: pytest.LogCa
             {},
             "Own, with an __iter__ of its own",
         ),
-        (lambda: DataLoader(Numbers(4)), {"dispatch_batches": True}, "collectives, with dispatch_batches"),
+        (lambda: DataLoader(Numbers(4)), {"dispatch_batches": True}, "collectives with dispatch_batches"),
     ],
 )
 def test_what_cannot_be_dealt_is_named(make: Any, options: dict[str, Any], message: str) -> None:
