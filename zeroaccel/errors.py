@@ -96,13 +96,13 @@ class ConfigError(ZeroAccelError, ValueError):
 
 
 class UsageError(ZeroAccelError, ValueError):
-    """A call was made with something it cannot take."""
+    """A call received an argument that it does not accept."""
 
     exit_code: ClassVar[int] = 2
 
 
 class EngineStateError(ZeroAccelError, RuntimeError):
-    """A call came at a moment when it has no meaning."""
+    """The state of the engine or the job does not allow this call."""
 
 
 class ShardStateError(ZeroAccelError, RuntimeError):
@@ -120,7 +120,7 @@ class OffloadError(ZeroAccelError, RuntimeError):
 
 
 class CollectiveError(ZeroAccelError, RuntimeError):
-    """A collective failed, or the ranks turned out to be at different ones."""
+    """A collective failed, or the ranks called different collectives."""
 
     exit_code: ClassVar[int] = 75
 
@@ -133,7 +133,7 @@ class Preempted(SystemExit):
     """A signal asked the run to stop, and it saved itself: start the job again. Ends the process unless caught.
 
     Args:
-        headline: says which checkpoint has the run.
+        headline: names the checkpoint that contains the run.
     """
 
     exit_code: ClassVar[int] = 85  # as HTCondor expects of a job that has saved itself to be continued

@@ -73,7 +73,7 @@ class Accelerator(ControlFlow):
 
     Args:
         device_placement: loaders put batches on the device.
-        split_batches: the same of `dataloader_config`, by its older place.
+        split_batches: the older place of `dataloader_config.split_batches`.
         mixed_precision: "no", "fp16" or "bf16"; by default that of the launcher or the config.
         gradient_accumulation_steps: micro-steps per optimizer step; by default that of the launcher or the config,
             else 1.
@@ -233,7 +233,7 @@ class Accelerator(ControlFlow):
 
     @property
     def device(self) -> torch.device:
-        """On which this process computes."""
+        """The device that this process computes on."""
         return self.state.partial.device
 
     @property
@@ -277,7 +277,7 @@ class Accelerator(ControlFlow):
 
     @property
     def mixed_precision(self) -> str:
-        """ "no", "fp16" or "bf16": in which models are trained."""
+        """The precision of training: "no", "fp16" or "bf16"."""
         return self.state.mixed_precision
 
     @property
@@ -291,7 +291,7 @@ class Accelerator(ControlFlow):
     def zero_config(self) -> dict[str, Any]:
         """The resolved config of the first trained model, else of the first model.
 
-        Before `prepare` that of the selected plugin, in which values stay "auto" that depend on a model or a loader.
+        Before `prepare`, the selected plugin's config: values that depend on a model or a loader are still "auto".
         """
         return self.state.zero_config
 
@@ -377,8 +377,8 @@ class Accelerator(ControlFlow):
 
         Args:
             device_placement: refused as a list: the engine places parameters.
-            optimizer_kind: "elementwise", "per_tensor" or "coupled", of the optimizers among the objects, where the
-                engine is not to find out by trying what their rules look at.
+            optimizer_kind: "elementwise", "per_tensor" or "coupled", for optimizers whose kind the engine should not
+                find out by trial steps.
 
         Returns:
             The prepared objects, in order; a single one bare.
@@ -503,11 +503,11 @@ class Accelerator(ControlFlow):
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
         """One micro-step. The last of `gradient_accumulation_steps`, and the last of a loader, end with an update.
 
-        Inside, `optimizer.step`, `zero_grad` and `scheduler.step` do nothing but in that last one, so that the loop is
-        written as without accumulation.
+        In the other micro-steps, `optimizer.step`, `zero_grad` and `scheduler.step` do nothing, so the loop is the
+        same as without accumulation.
 
         Args:
-            models: those that are trained in it; they only have to be prepared.
+            models: prepared models that the block trains.
 
         Example:
             >>> import torch
@@ -528,8 +528,8 @@ class Accelerator(ControlFlow):
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Backwards inside accumulate without communication at stages 0 and 1.
 
-        At stages 2 and 3 gradients are reduced as always, as a rank has no room for unreduced ones. The result is the
-        same.
+        At stages 2 and 3 every backward reduces gradients, because a rank has no room for unreduced ones. The result
+        is the same.
         """
         with self._loop.no_sync(model):
             yield
@@ -762,7 +762,7 @@ class Accelerator(ControlFlow):
         """The model that was given to `prepare`; its parameters still are the engine's.
 
         Args:
-            keep_fp32_wrapper: there is none.
+            keep_fp32_wrapper: has no effect: the engine adds no such wrapper.
             keep_torch_compile: False also removes the wrapper of `torch.compile(model)`.
 
         Example:
@@ -916,8 +916,8 @@ class Accelerator(ControlFlow):
             output_dir: a folder that all ranks share; a state in it is replaced. By default the next numbered one of
                 the project, of which the oldest above `total_limit` are removed.
             safe_serialization: True; nothing is pickled.
-            save_model_func_kwargs: of DeepSpeed's `save_checkpoint`; of these `exclude_frozen_parameters=True` is
-                refused, and the others change nothing, which a note says.
+            save_model_func_kwargs: of DeepSpeed's `save_checkpoint`; `exclude_frozen_parameters=True` raises an error,
+                and the others have no effect, with a note.
 
         Returns:
             The folder.
@@ -956,14 +956,13 @@ class Accelerator(ControlFlow):
         load_kwargs: Mapping[str, Any] | None = None,
         **load_model_func_kwargs: Any,
     ) -> str:
-        """Resumes from a state: to be called with the same objects prepared and registered. (all ranks)
+        """Resumes from a state. Prepare and register the same objects first. (all ranks)
 
         Loaders go on after the last batch they yielded. A loop over epochs starts at `dataloader.epoch`.
 
         Args:
             input_dir: the folder; by default the newest complete state, of the project or in memory.
-            load_kwargs, load_model_func_kwargs: of torch's and DeepSpeed's loaders; they change nothing, which a note
-                says.
+            load_kwargs, load_model_func_kwargs: arguments of torch's and DeepSpeed's loaders; no effect, with a note.
 
         Returns:
             The folder.

@@ -154,8 +154,8 @@ class DistributedDataParallelKwargs(KwargsHandler):
     """Settings of torch's DistributedDataParallel, of which the engine takes `comm_hook`.
 
     Attributes:
-        dim, broadcast_buffers, bucket_cap_mb, check_reduction, gradient_as_bucket_view, static_graph: without effect,
-            which a note says: gradients are views of flat buffers, in buckets of `reduce_bucket_size`.
+        dim, broadcast_buffers, bucket_cap_mb, check_reduction, gradient_as_bucket_view, static_graph: no effect, with
+            a note: gradients are views of flat buffers, in buckets of `reduce_bucket_size`.
         find_unused_parameters: without effect: parameters that a step does not use are noticed in either case.
         comm_hook: "fp16" or "bf16" reduces gradients in that dtype (`communication_data_type`). PowerSGD is refused.
         comm_wrapper, comm_state_option: of PowerSGD.

@@ -34,7 +34,7 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
     Raises:
         ProcessRaisedException: a rank failed; with its traceback.
         EngineStateError: this process is a rank itself.
-        ConfigError: processes cannot be started so.
+        ConfigError: `num_processes` is below 1, or the system cannot fork.
     """
     _launch(function, args, num_processes, {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""})
 

@@ -50,7 +50,7 @@ def find_executable_batch_size(
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[[], int] | None = None,
 ) -> Callable[..., Any]:
-    """Decorator: calls a function with a batch size, its first parameter, and with a smaller one while memory is short.
+    """Decorator: calls a function with a batch size as first argument, and smaller ones if memory runs out.
 
     Make the accelerator, or call its `free_memory`, inside the function, so that nothing of the last try is left. With
     several ranks, all must run out of memory at the same size.
@@ -115,7 +115,7 @@ def extract_model_from_parallel(
     """The model inside an engine, or inside torch's data-parallel wrappers.
 
     Args:
-        keep_fp32_wrapper: there is none.
+        keep_fp32_wrapper: has no effect: the engine adds no such wrapper.
         keep_torch_compile: False also removes the wrapper of `torch.compile(model)`.
         recursive: also take off what wraps a part of the model.
     """

@@ -47,9 +47,9 @@ class ParallelConfig:
 
     Ranks that differ in `pp` only have the stages of one pipeline and see the same samples.
 
-    `ep` is no factor of the product: it divides the ranks that ZeRO shards over. So many neighbours of them divide
-    the experts of each layer, and send each token to the rank with its expert (GShard, Lepikhin et al., 2020,
-    arXiv:2006.16668). All of them see their own samples; everything but the experts is as without it.
+    `ep` is no factor of the product: among the ranks that ZeRO shards over, every `ep` neighbours divide the experts
+    of each layer and send each token to the rank with its expert (GShard, Lepikhin et al., 2020, arXiv:2006.16668).
+    Each of them sees its own samples.
 
     Attributes:
         pp: stages of a pipeline, each on ranks of its own.

@@ -302,8 +302,8 @@ class _SkippingLoader(DataLoader[Any]):
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
     """`dataloader` with each of its epochs starting at batch `num_batches`.
 
-    Of a prepared loader this shares the position, and sets where an epoch starts: a loader whose position was loaded
-    and which skips as many batches again skips them once.
+    The result of a prepared loader shares its position. If `load_state_dict` has set the position, skipping the same
+    batches again has no effect.
 
     Example:
         >>> from torch.utils.data import DataLoader

@@ -346,7 +346,7 @@ def test_an_optimizer_needs_its_model() -> None:
     prepared = accelerator.prepare(other)
     with pytest.raises(UsageError, match="got 'a model prepared before'; prepare the two in one call"):
         accelerator.prepare(torch.optim.SGD(other.parameters(), lr=0.1))
-    with pytest.raises(UsageError, match="argument 0, Sequential, is prepared already; go on with what the first"):
+    with pytest.raises(UsageError, match="argument 0, Sequential, is prepared already; use the object that the first"):
         accelerator.prepare(other)
     assert accelerator.prepare(prepared) is prepared
 

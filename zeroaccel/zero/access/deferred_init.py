@@ -316,8 +316,8 @@ def _is_building() -> bool:
 class Init:
     """Shards each module at the end of its constructor, inside the block. (all ranks)
 
-    After the block, hand the model to `initialize()`, which gives the same as for a model built without it; until then
-    its values are read and written inside `GatheredParameters`, and calling it raises EngineStateError. May be nested:
+    After the block, pass the model to `initialize()`; training has the bits of a model built without the block. Until
+    then, read and write its values inside `GatheredParameters`; calling it raises EngineStateError. May be nested:
     the innermost counts. On one rank it only casts. Buffers are not sharded; nor are parameters on the meta device, and
     parameters of subclasses.
 
@@ -326,7 +326,7 @@ class Init:
         config_dict_or_path: a config, which gives defaults: its precision for `dtype`, its `offload_param` for
             `remote_device`.
         dtype: of floating-point parameters.
-        remote_device: "cpu" keeps shards in host memory, "nvme" in files, which are gone when the process is.
+        remote_device: "cpu" keeps shards in host memory, "nvme" in files, which disappear with the process.
         nvme_path: a folder for those; by default the config's `offload_param.nvme_path`.
         pin_memory: has no effect; the engine copies shards once, at the start.
         enabled: False makes it do nothing.

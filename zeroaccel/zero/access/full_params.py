@@ -38,10 +38,10 @@ class _UnownedWrite(UsageError):
 
 
 class GatheredParameters:
-    """Parameters are unsharded inside the with-block. (all ranks, with the same parameters)
+    """Unshards parameters inside the with-block. (all ranks, with the same parameters)
 
-    Works at every stage, for models of an engine and of `zero.Init`; may be nested. Parameters that are neither, None
-    and anything else in `params` are ignored.
+    Works at every stage, for models of an engine and of `zero.Init`; may be nested. It ignores None and all other
+    entries of `params`.
 
     Example:
         >>> layer = torch.nn.Linear(2, 2)
@@ -60,7 +60,7 @@ class GatheredParameters:
 
     Raises:
         UsageError: on every rank, on leaving: the block wrote a parameter without a `modifier_rank`, or replaced its
-            storage, and was not to discard that. On entering: there is no rank `modifier_rank`, or it has only a part
+            storage, without `discard_writes`. On entering: there is no rank `modifier_rank`, or it has only a part
             of a parameter.
     """
 
