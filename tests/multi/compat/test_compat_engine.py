@@ -1,6 +1,6 @@
 """Members of DeepSpeed's engine and optimizer on real ranks, and where the facade behaves as DeepSpeed does.
 
-What DeepSpeed does in each case is in docs/deepspeed_names.md, with what is decided here.
+docs/deepspeed_names.md lists where the facade differs from DeepSpeed.
 """
 
 from __future__ import annotations

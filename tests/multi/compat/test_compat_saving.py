@@ -1,6 +1,6 @@
 """Checkpoints and configs by DeepSpeed's names, on real ranks, and the calls of Lightning.
 
-What DeepSpeed does in each case is in docs/deepspeed_names.md, with what is decided here.
+docs/deepspeed_names.md lists where the facade differs from DeepSpeed.
 """
 
 from __future__ import annotations
