@@ -332,6 +332,7 @@ SERVED = tuple(
     for name in _RL_DATA
     for kind, extra in (("full", ""), ("LoRA", _LORA))
     for stage in (2, 3)
+    if (name, kind, stage) != ("online_dpo", "full", 3)  # its copy of the model for reference refuses ZeRO-3
 )
 
 SCRIPTS = (*DEEPSPEED, *ACCELERATE, *TRANSFORMERS, *TRL, *SERVED, *IMPORTS)
