@@ -311,6 +311,16 @@ SLOW = frozenset(
         "evaluation before the step",
         "full parameters read and written",
         "two engines",
+        "stage 3, defaults",
+        "stage 2, half of each update on the device, small tiles",
+        "a checkpoint saved in the background, both on the host",
+        "overlap, stage 3 on 8 ranks, layers of 70B",
+        "weights to a generator",
+        "evaluation on another stream, parameters on the host",
+        "stage 2, states in files",
+        "stage 3, both on the host",
+        "stage 3, qwZ, parameters on the host",
+        "stage 3, activations on the host",
     }
 )
 """Cases that look closer at what another one shows; with `make test-all` only."""

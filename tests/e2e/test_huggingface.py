@@ -29,14 +29,14 @@ RUNS = {
     "own_optimizer": ("1", "2", "3"),
     "offloaded": ("2", "3"),
     "lora": ("2", "3"),
-    "sft": ("2", "3"),
-    "dpo": ("2", "3"),
-    "vision": ("2", "3"),
-    "encoder_decoder": ("2", "3"),
+    "sft": ("3",),
+    "dpo": ("3",),
+    "vision": ("3",),
+    "encoder_decoder": ("3",),
     "experts": ("2", "3"),
-    "multimodal": ("2", "3"),
-    "generation": ("2", "3"),
-    "plugins": ("2", "3"),
+    "multimodal": ("3",),
+    "generation": ("3",),
+    "plugins": ("3",),
 }
 # What these tell is of their own kind; transformers evaluates without training at stage 3 only.
 ALONE = {"saves": ("2", "3"), "evaluated": ("3",)}
@@ -73,7 +73,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], 
     return {(line["scenario"], line["stage"]): line for line in lines}
 
 
-@pytest.mark.parametrize("scenario", RUNS)
+@pytest.mark.parametrize("scenario", [name for name, stages in RUNS.items() if len(stages) > 1])
 def test_stages_agree_to_the_last_bit(outcomes: Any, scenario: str) -> None:
     """Within 0 and 1, and within 2 and 3: between the two, accumulation sums in another order."""
     runs = {stage: outcomes[scenario, stage] for stage in RUNS[scenario]}

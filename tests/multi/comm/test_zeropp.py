@@ -44,7 +44,11 @@ EXACT: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("precision", "accumulation", "optimizer"), [("bf16", 1, SGD), ("fp32", 2, None), ("fp16", 2, SGD)]
+    ("precision", "accumulation", "optimizer"),
+    [
+        ("bf16", 2, SGD),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("fp32", 2, None), ("fp16", 2, SGD)]),
+    ],
 )
 def test_where_shards_are_changes_nothing(ranks: Ranks, precision: str, accumulation: int, optimizer: Any) -> None:
     common = {"accumulation": accumulation, "gradient_clipping": 0.5}

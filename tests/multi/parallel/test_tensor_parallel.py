@@ -171,7 +171,8 @@ CASES = [
     # model, plan, ranks, optimizer, clipping
     (small_llama, None, 2, "adamw", 0.05),
     (small_llama, ATTENTION, 4, "sgd", 0.0),
-    (_tied, None, 4, "adamw", 0.0),
+    (_tied, None, 2, "adamw", 0.05),
+    pytest.param(_tied, None, 4, "adamw", 0.0, marks=pytest.mark.slow),
     (_qwen3, None, 2, "sgd", 0.05),
     (Biased, {"up": "colwise", "down": "rowwise", "embed": "embedding_colwise"}, 2, "sgd", 0.05),
     (_deepseek, None, 2, "sgd", 0.0),
@@ -433,7 +434,8 @@ def _same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[str]:
 @pytest.mark.parametrize(
     ("saved", "stage", "loaded"),
     [
-        ((4, 2), 3, [(4, 4, 2), (2, 1, 3), (2, 2, 0)]),
+        ((4, 2), 3, [(2, 1, 3)]),
+        pytest.param((4, 2), 3, [(4, 4, 2), (2, 2, 0)], marks=pytest.mark.slow),
         ((2, 1), 2, [(4, 2, 3)]),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.pool import Ranks
-from tests.support.training import ADAMW, SGD, config, differences, train
+from tests.support.training import ADAMW, SGD, Run, config, differences, train
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "small reduce bucket": {"reduce_bucket_size": 300},
@@ -50,12 +50,16 @@ def test_stages_give_the_same_bits(ranks: Ranks, world_size: int, precision: str
             assert all(torch.equal(run[0].weights[name], run[1].weights[name]) for name in run[0].weights)
 
 
+@pytest.fixture(scope="module")
+def at_stage_0(ranks: Ranks) -> list[Run]:
+    return ranks(2).run(train, config(0, "bf16", gradient_clipping=0.5), STEPS)
+
+
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_settings_of_movement_change_nothing(ranks: Ranks, setting: str) -> None:
-    reference = ranks(2).run(train, config(0, "bf16", gradient_clipping=0.5), STEPS)
+def test_settings_of_movement_change_nothing(ranks: Ranks, at_stage_0: list[Run], setting: str) -> None:
     for stage in (2, 3) if "persist" not in setting else (3,):
         changed = ranks(2).run(train, config(stage, "bf16", gradient_clipping=0.5, **SETTINGS[setting]), STEPS)
-        assert [differences(a, b) for a, b in zip(reference, changed, strict=True)] == [[], []], stage
+        assert [differences(a, b) for a, b in zip(at_stage_0, changed, strict=True)] == [[], []], stage
 
 
 @pytest.mark.parametrize("kind", ["SGD", "Adagrad", "Lion", "RMSprop", "torch AdamW", "NAdam", "bf16", "int8"])
