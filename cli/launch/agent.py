@@ -24,6 +24,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -44,6 +45,7 @@ from zeroaccel.errors import CollectiveError, ConfigError
 
 from . import runner
 from .failures import AFTER_FAILURE_SECONDS, RankEnd, Report, preemption, read_report
+from .forked_ranks import ranks_are_forks
 from .launch_memory import LaunchMemory
 from .launch_plan import LaunchPlan
 from .orphans import LAUNCH_ID, ProcessWatch, end_orphans, wake_stopped
@@ -285,12 +287,8 @@ def run_plan(plan: LaunchPlan, log: Callable[[str], None], arrival_seconds: floa
     launch_id, memory = uuid.uuid4().hex, LaunchMemory.of(settings)
     folder = Path(tempfile.mkdtemp(prefix="zeroaccel_") if settings.log_dir is None else settings.log_dir)
     succeeded = False
-    stop_signals = StopSignals(
-        lambda: end_orphans(launch_id, grace_seconds=0.0),
-        log,
-        settings.shutdown_timeout,
-        may_wait_in_native_code=settings.num_machines > 1,
-    )
+    kill_all, several = partial(end_orphans, launch_id, grace_seconds=0.0), settings.num_machines > 1
+    stop_signals = StopSignals(kill_all, log, settings.shutdown_timeout, may_wait_in_native_code=several)
     streams = prefixed_streams(
         settings, plan.num_local, stdout_is_terminal=sys.stdout.isatty(), stderr_is_terminal=sys.stderr.isatty()
     )
@@ -305,7 +303,8 @@ def run_plan(plan: LaunchPlan, log: Callable[[str], None], arrival_seconds: floa
     if settings.max_restarts:
         _renew_stores()
     watch = ProcessWatch(timeout_seconds(settings.timeout), plan.port, settings.monitor_interval, log)
-    with stop_signals, _agent_log(settings), processes_end_in_time(settings, stop_signals, log), watch:
+    forks = ranks_are_forks(plan, {LAUNCH_ID: launch_id}, log)
+    with stop_signals, _agent_log(settings), processes_end_in_time(settings, stop_signals, log), watch, forks:
         try:
             # Its store lives until the ranks have theirs: a slower machine may still be reading from it.
             preflight = meet_machines(plan, log, arrival_seconds)
@@ -418,12 +417,13 @@ def _report_at(path: Path) -> Report | None:
 
 
 def _stack_at(path: Path) -> str:
-    """What a crash left, without the frames of `runner`."""
+    """What a crash left, without the frames of `runner` and `fork_server`."""
     try:
         lines = path.read_text(errors="replace").strip().splitlines()
     except OSError:
         return ""
-    return "\n".join(line for line in lines if runner.__file__ not in line)
+    own = f"{Path(runner.__file__).parent}{os.sep}"
+    return "\n".join(line for line in lines if own not in line)
 
 
 def _did_not_meet(plan: LaunchPlan, error: Exception) -> str:

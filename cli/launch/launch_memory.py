@@ -33,8 +33,8 @@ class LaunchMemory:
 
     @classmethod
     def of(cls, settings: LaunchSettings, memory: Path = MEMORY) -> LaunchMemory:
-        """For a job on this machine that may be started again; removes what killed launchers have left."""
-        if not settings.max_restarts or settings.num_machines > 1 or not os.access(memory, os.W_OK):
+        """For a job that may be started again; removes what killed launchers have left."""
+        if not settings.max_restarts or not os.access(memory, os.W_OK):
             return cls(None)
         for left in memory.glob(f"{_PREFIX}*"):
             with suppress(OSError):

@@ -209,7 +209,7 @@ def _without_own_frames(error: BaseException) -> BaseException:
     return error.with_traceback(trace)
 
 
-def _end_with_the_launcher() -> None:
+def end_with_the_launcher() -> None:
     """A launcher that is killed cannot end its processes; the kernel does it then."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -217,7 +217,7 @@ def _end_with_the_launcher() -> None:
 
 def main() -> int:
     """Runs what the command line names. Returns the exit code, or raises where there is no launcher to report to."""
-    _end_with_the_launcher()
+    end_with_the_launcher()
     if cores := os.environ.get("ZEROACCEL_CPU_CORES"):
         os.sched_setaffinity(0, map(int, cores.split(",")))
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -225,15 +225,25 @@ def main() -> int:
     try:
         _run(sys.argv[1:])
     except SystemExit as exit_:
-        if reporter is None or exit_.code in (None, 0):
+        if reporter is None:
             raise
-        return reporter.exited(exit_)
+        if exit_.code not in (None, 0):
+            return reporter.exited(exit_)
     except BaseException as error:
         _without_own_frames(error)
         if reporter is None:
             raise
         return reporter.failed(error)
-    return 0
+    preempted = _preempted()
+    return reporter.exited(preempted) if reporter is not None and preempted is not None else 0
+
+
+def _preempted() -> SystemExit | None:
+    """What the script would have raised if the library that saved it on a signal had not gone on to its end."""
+    notice = getattr(sys.modules.get("zeroaccel.comm.stop_notice"), "stop_notice", None)
+    saved = getattr(notice, "saved", "")
+    end = getattr(sys.modules.get("zeroaccel.errors"), "Preempted", None)
+    return end(saved) if saved and end is not None else None
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@
 
 Each attempt of the launcher suffers the fault of its number; after the last one none. A fault is KIND:STEP:RANK+...:
 `kill` and `stop` send SIGKILL and SIGSTOP before the micro-step, `save` kills while a state in memory is written (at
-its first file, or a few milliseconds later), `load` kills as soon as the run has resumed. Rank 0 writes `resumed.N`
-(time and step of each attempt's first update) and, at the end, `digest`, of the final weights.
+its first file, or a few milliseconds later), `load` kills as soon as the run has resumed, and `machine` kills the
+launcher and the rank before the micro-step. Rank 0 writes `resumed.N` (time and step of each attempt's first update)
+and, at the end, `digest`, of the final weights.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from zeroaccel.accelerate import run_state
 def suffer(kind: str) -> None:
     """Sends this process what `kind` says."""
     Path(f"fault.{os.environ['TORCHELASTIC_RESTART_COUNT']}").write_text(f"{time.time()}\n")
+    if kind == "machine":
+        os.kill(os.getppid(), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
 
 
@@ -43,7 +46,7 @@ def main(folder: str, steps: str, interval: str, seed: str, faults: str = "") ->
     set_seed(int(seed))
     width = 64
     model = nn.Sequential(nn.Linear(width, width), nn.Dropout(0.1), nn.GELU(), nn.Linear(width, 1))
-    count = 4 * accelerator.num_processes * int(steps)
+    count = 24 * int(steps)  # as many as any number of ranks needs
     loader = DataLoader(torch.randn(count, width, generator=torch.Generator().manual_seed(0)), 4, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), loader)
     is_hit = str(accelerator.process_index) in who.split("+")
@@ -53,7 +56,9 @@ def main(folder: str, steps: str, interval: str, seed: str, faults: str = "") ->
     begin = model.global_steps
     for x in loader:
         step = model.global_steps
-        if is_hit and step == int(at) and kind in ("kill", "stop"):
+        if step == int(steps):
+            break
+        if is_hit and step == int(at) and kind in ("kill", "stop", "machine"):
             suffer(kind)
         if is_hit and step == int(at) and kind == "save":
             if int(seed) % 2:

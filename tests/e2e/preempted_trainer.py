@@ -3,7 +3,8 @@
     preempted_trainer.py FOLDER STAGE COUNT SEED
 
 A run of ten steps is repeated until COUNT lives have ended early: one rank, drawn anew, sends itself SIGTERM at a drawn
-place of a drawn step, and the next life resumes from the newest checkpoint. Rank 0 prints a line of JSON: how many runs
+place of a drawn step, and the next life resumes from the newest checkpoint. With a COUNT of 0 there is one life that
+ends early, and the program with it. Rank 0 prints a line of JSON: how many runs
 and preemptions there were, and how many runs had other final weights than an uninterrupted one.
 """
 
@@ -64,6 +65,9 @@ def life(folder: Path, stage: str, preemption: Preemption | None) -> tuple[int, 
 def main(folder: str, stage: str, count: str, seed: str) -> None:
     zeroaccel.comm.topology.init_process_group()
     root, draw = Path(folder) / f"stage{stage}", random.Random(int(seed))
+    if count == "0":
+        life(root / "once", stage, Preemption(3, "on_step_end", 1))
+        return
     _, whole = life(root / "whole", stage, None)
     runs = preemptions = wrong = 0
     while preemptions < int(count):

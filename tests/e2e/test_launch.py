@@ -289,3 +289,8 @@ def test_a_trainer_that_is_preempted_goes_on_with_the_same_bits(tmp_path: Path) 
     outcome = json.loads(next(line for line in result.stdout.splitlines() if line.startswith('{"stage"')))
     assert outcome["wrong"] == 0
     assert outcome["preemptions"] >= 2
+    last = run_command([*command[:-2], "0", "0"], timeout=100.0)
+    assert last.returncode == Preempted.exit_code, last.stderr[-3000:]
+    assert last.stderr.splitlines()[-1].startswith(
+        "zeroaccel: preempted: Trainer saved a checkpoint; start the same command"
+    )

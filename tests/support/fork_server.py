@@ -114,6 +114,8 @@ def needs_interpreter(
         server: the environment that the server was started with.
     """
     program = _program(words) if sys.platform == "linux" and words[0] == sys.executable else None
+    if program is not None and program[0].endswith("/launch/fork_server.py"):
+        return True  # which counts its threads, and torch's pool has one in a fork
     if program is None or not (program[0] in ("-c", "-m") or os.path.isfile(os.path.join(folder, program[0]))):
         return True
     names = {name for name in {*environment, *server} if name.startswith(_READ_AT_START)}

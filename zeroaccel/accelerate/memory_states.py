@@ -1,8 +1,9 @@
-"""States in the memory of the machine: saved every few steps, and there when the launcher starts lost ranks again.
+"""States in the memory of the machines: saved every few steps, and there when the launcher starts lost ranks again.
 
 The launcher owns the memory, a folder of a file system in it, and removes it when the job ends; so states outlive the
 ranks and not the job. A state has the format and the commit of every other (`run_state.py`): a rank that dies while one
-is written leaves the one before. `RunSaving` decides when it is between two batches and which state a run resumes from.
+is written leaves the one before. On several machines each has the files of its own ranks and copies of another
+machine's (`peer_copies.py`). `RunSaving` decides when it is between two batches and which state a run resumes from.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from zeroaccel.accelerate.peer_copies import PeerCopies, Sizes, step_of
 from zeroaccel.accelerate.project import ProjectConfiguration, prune_states, saved_states
 from zeroaccel.comm.agree import from_rank_0
 from zeroaccel.comm.collectives import Collectives
@@ -26,36 +28,49 @@ _FIRST_INTERVAL = 2
 
 
 class MemoryStates:
-    """The states that one process group keeps in a folder of the launcher. (calls of all ranks)
+    """The states that one process group keeps in folders of the launchers, one per machine. (calls of all ranks)
 
     The newest one stays, and the one before until the newest is complete. Where the memory does not suffice, a warning
     says so and no more states are saved.
 
     Args:
-        folder: of the launcher, in memory.
+        folder: of this machine's launcher, in memory.
         interval: steps between two states; None measures it, so that states take at most `MOST_COST` of the time.
         save: `save(folder, step)` writes a complete state.
 
     Attributes:
         interval: steps until the next state.
+        place: whose memory it is, for messages.
     """
 
     def __init__(
         self, folder: Path, interval: int | None, save: Callable[[Path, int], object], collectives: Collectives
     ) -> None:
         self._project = ProjectConfiguration(str(folder), total_limit=1)
+        self._folder = folder / "checkpoints"
         self._is_measured = interval is None
         self.interval = _FIRST_INTERVAL if interval is None else interval
         self._save = save
         self._collectives = collectives
+        self._peers = PeerCopies(collectives, folder)
+        machines = self._peers.num_machines
+        self.place = "the machine" if machines == 1 else f"{machines} machines"
         self._last: tuple[int, float] | None = None  # number of steps and time at the last state
         self._start = self._spent = 0.0  # time at the first step, and seconds of all states since
         self._is_on = True
+        self._found: tuple[str, list[Sizes]] | None = None
 
-    def newest(self) -> Path | None:
-        """The newest complete state. (this rank)"""
-        states = saved_states(self._project)
-        return states[-1] if states else None
+    def newest(self) -> int | None:
+        """The step of the newest complete state."""
+        self._found = self._peers.newest(saved_states(self._project))
+        return None if self._found is None else step_of(self._found[0])
+
+    def fetch(self) -> Path:
+        """The folder of the state that `newest` has found, on this machine."""
+        assert self._found is not None, "there is no state in memory"
+        name, machines = self._found
+        self._peers.fetch(self._folder / name, machines)
+        return self._folder / name
 
     def save_if_due(self, num_steps: int, micro_step: int) -> None:
         """Saves if `interval` steps have gone by.
@@ -71,11 +86,15 @@ class MemoryStates:
         steps = num_steps - self._last[0]
         if not self._is_on or steps < self.interval:
             return
+        written = self._folder / f"written_{num_steps}"
         try:
-            self._save(Path(self._project.project_dir or "", "checkpoints", f"checkpoint_{num_steps}"), micro_step)
+            self._save(written, micro_step)
+            self._peers.spread(written, self._folder / f"checkpoint_{num_steps}")
         except CheckpointError as error:
             logger.warning("no more states in memory: %s", error)
             self._is_on = False
+            if self._peers.is_first:
+                shutil.rmtree(written, ignore_errors=True)
             return
         end = time.monotonic()
         if self._is_measured:
@@ -84,16 +103,16 @@ class MemoryStates:
             until = interval_of(self._spent + cost, end - self._start, per_step)
             self.interval = from_rank_0(self._collectives, lambda: until, "interval of states in memory")
         self._last = num_steps, end
-        if self._collectives.rank == 0:
+        if self._peers.is_first:
             prune_states(self._project)
 
     def _begin(self, num_steps: int) -> None:
         """Counts from here. Removes states of later steps: a run that started anew would take them for its own."""
         self._last = num_steps, time.monotonic()
         self._start = self._start or self._last[1]
-        if self._collectives.rank == 0:
-            for path in saved_states(self._project):
-                if int(path.name.rpartition("_")[2]) > num_steps:
+        if self._peers.is_first:
+            for path in [*saved_states(self._project), *self._folder.glob("written_*")]:
+                if path.name.startswith("written_") or step_of(path.name) > num_steps:
                     shutil.rmtree(path, ignore_errors=True)
 
 

@@ -43,7 +43,7 @@ from zeroaccel.checkpoint.atomic_write import remove_abandoned, write_durably
 from zeroaccel.checkpoint.plain_codec import decode, encode, random_state, restore_random_state
 from zeroaccel.comm.agree import agreed, from_rank_0
 from zeroaccel.comm.collectives import Collectives
-from zeroaccel.comm.environment import launcher_memory, local_size
+from zeroaccel.comm.environment import launcher_memory
 from zeroaccel.config.bounds import parse_plain_json, read_at_most
 from zeroaccel.data import PreparedLoader
 from zeroaccel.errors import CheckpointError, Preempted, UsageError
@@ -122,10 +122,12 @@ class RunSaving:
         interval = self.project.memory_interval
         if interval is None:
             return None
-        folder, several = launcher_memory(), local_size() != self._collectives.world_size
-        if folder is None or several:
-            why = "there are several machines" if folder is not None else "no launcher keeps memory for this job"
-            fix = "start it with `zeroaccel launch --max_restarts N` on one machine"
+        folder = launcher_memory()
+        have = self._collectives.gather_objects(folder is not None, "states in memory")
+        if folder is None or not all(have):
+            without = [rank for rank, has in enumerate(have) if not has]
+            who = self._collectives.named(without) if any(have) else "this job"
+            why, fix = f"no launcher keeps memory for {who}", "start it with `zeroaccel launch --max_restarts N`"
             logger.warning("ProjectConfiguration.memory_interval has no effect: %s; %s", why, fix)
             return None
         steps = None if interval == "auto" else interval
@@ -201,9 +203,9 @@ class RunSaving:
     def load(self, folder: PathLike | None) -> tuple[str, int]:
         """Returns the folder and the accelerator's `step`."""
         source = Path(folder) if folder is not None else self._newest_folder()
-        if folder is None and (newer := self._newer_in_memory(source, log=True)) is not None:
+        if folder is None and (memory := self._newer_in_memory(source, log=True)) is not None:
             try:
-                return self._load(newer)
+                return self._load(memory.fetch())
             except CheckpointError as error:
                 logger.warning("skipped the state in memory: %s", error)
         if source is None:
@@ -221,25 +223,21 @@ class RunSaving:
             item.engine.wait_for_checkpoint()
         return saved
 
-    def _newer_in_memory(self, source: Path | None, *, log: bool) -> Path | None:
-        """The state in memory, unless the newest in the project is of a later step."""
-        if self._memory is None:
+    def _newer_in_memory(self, source: Path | None, *, log: bool) -> MemoryStates | None:
+        """The states in memory, unless the newest state in the project is of a later step."""
+        if self._memory is None or (steps := self._memory.newest()) is None:
             return None
-        memory = self._memory
-
-        def newer() -> Path | None:
-            found = memory.newest()
-            if found is None:
-                return None
-            steps, others = _num_steps(found), None if source is None else _num_steps(source)
-            if others is not None and others > steps:
-                return None
-            rest = "there is no other" if others is None else f"{source} is {steps - others} steps older"
-            if log:
-                log_always(f"resuming from the memory of the machine, step {steps}; {rest}")
-            return found
-
-        return from_rank_0(self._collectives, newer, "load_state: state in memory")
+        others = from_rank_0(
+            self._collectives, lambda: None if source is None else _num_steps(source), "load_state: steps of the state"
+        )
+        is_older = others is not None and others > steps
+        rest = "there is no other" if others is None else f"{source} is {abs(steps - others)} steps "
+        if others is not None:
+            rest += "newer, so it is taken" if is_older else "older"
+        if log:
+            begin = "left" if is_older else "resuming from"
+            log_always(f"{begin} the memory of {self._memory.place}, step {steps}; {rest}")
+        return None if is_older else self._memory
 
     def _load(self, source: Path) -> tuple[str, int]:
         models = [item.engine for item in self._state.prepared]
@@ -301,21 +299,21 @@ def save_run(folder: str | os.PathLike[str], run: RunParts, collectives: Collect
     root = Path(os.path.abspath(folder))
     content, digest = b"", ""
     # Everything is encoded before anything is written, so that an object that cannot be saved leaves the old state.
-    with agreed(collectives, f"save_state {root}: what to save"):
+    with agreed(collectives, f"save_state {root.name}: what to save"):
         _check_keep_last(run)
         content = _encoded(run, device)
         digest = hashlib.sha256(content).hexdigest()
-    with agreed(collectives, f"save_state {root}: folder"):
+    with agreed(collectives, f"save_state {root.name}: folder"):
         if collectives.rank == 0:
             _writable(root, lambda: _invalidate(root))
     for index, engine in enumerate(run.engines):
         engine.save_checkpoint(root, tag=_tag(index))
-    with agreed(collectives, f"save_state {root}: write"):
+    with agreed(collectives, f"save_state {root.name}: write"):
         _writable(root, lambda: write_durably(root / _rank_name(collectives.rank), content))
         remove_abandoned(root / _rank_name(collectives.rank))
     # The manifest goes last and has the digest of every rank's file: it is what makes the folder a complete state.
-    digests = collectives.gather_objects(digest, f"save_state {root}: parts")
-    with agreed(collectives, f"save_state {root}: finish"):
+    digests = collectives.gather_objects(digest, f"save_state {root.name}: parts")
+    with agreed(collectives, f"save_state {root.name}: finish"):
         if collectives.rank == 0:
             manifest = {
                 "version": _VERSION,
@@ -341,15 +339,15 @@ def load_run(folder: str | os.PathLike[str], run: RunParts, collectives: Collect
         CheckpointError: there is no complete state, it is damaged, or it is of a run with other parts; on every rank.
     """
     root = Path(os.path.abspath(folder))
-    manifest: Mapping[str, Any] = from_rank_0(collectives, lambda: _manifest(root), f"load_state {root}: manifest")
+    manifest: Mapping[str, Any] = from_rank_0(collectives, lambda: _manifest(root), f"load_state {root.name}: manifest")
     state: dict[str, Any] = {}
-    with agreed(collectives, f"load_state {root}: read"):
+    with agreed(collectives, f"load_state {root.name}: read"):
         # Before the first engine loads: a run with other parts must not end up half restored.
         _check_counts(root, manifest["counts"], run.counts())
         state = _read(root, manifest, collectives.rank)
     for index, engine in enumerate(run.engines):
         engine.load_checkpoint(root, tag=_tag(index))
-    with agreed(collectives, f"load_state {root}: restore"):
+    with agreed(collectives, f"load_state {root.name}: restore"):
         for kind, parts in (("schedulers", run.schedulers), ("loaders", run.loaders), ("objects", run.objects)):
             for part, saved in zip(parts, state[kind], strict=True):
                 part.load_state_dict(saved)

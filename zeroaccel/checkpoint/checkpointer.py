@@ -31,6 +31,7 @@ from zeroaccel.checkpoint.save_plan import EngineState, WholeModel, persistent_b
 from zeroaccel.checkpoint.tensor_store import TensorStore
 from zeroaccel.checkpoint.weights import consolidated_state_dict, save_model_files, save_weights
 from zeroaccel.comm.agree import agreed
+from zeroaccel.comm.environment import is_in_launcher_memory
 from zeroaccel.config.parallel import ParallelConfig
 from zeroaccel.errors import CheckpointError, EngineStateError, Preempted
 from zeroaccel.logs import logger
@@ -129,7 +130,7 @@ class Checkpointer:
             client_state if client_state is not None else {},
             parameters,
             base,
-            CommitRules(save_latest, self._settings.keep_last),
+            CommitRules(save_latest, self._settings.keep_last, is_shared=not is_in_launcher_memory(save_dir)),
         )
         # After `prepare` the ranks have agreed on everything, so that writing needs no collectives and can go on in the
         # background while training issues its own.
@@ -247,7 +248,8 @@ class Checkpointer:
         manifest = opened.manifest
         self._require_same(folder, manifest)
         state, optimizer, where = self.state(), engine.sharded_optimizer, f"checkpoint {folder}"
-        with agreed(self._ranks, f"{where}: fit"):
+        what = f"checkpoint {folder.name}"  # the folder may have another path on each machine
+        with agreed(self._ranks, f"{what}: fit"):
             check_model(state, manifest, where, strict=options.strict)
             if options.optimizer and optimizer is not None:
                 check_optimizer(optimizer, manifest, where)
@@ -257,7 +259,7 @@ class Checkpointer:
         # From here on weights change in place. Damage that shows only now leaves a mixture, with which the engine
         # refuses to run: a second copy of all states for a rollback would not fit the memory that ZeRO is used for.
         self._half_loaded = str(folder)
-        with agreed(self._ranks, f"{where}: read"), opened as store:
+        with agreed(self._ranks, f"{what}: read"), opened as store:
             load_weights(state, store)
             if options.optimizer and optimizer is not None:
                 load_optimizer(optimizer, store, where)
@@ -266,7 +268,7 @@ class Checkpointer:
             self.loaded = LoadReport(store.requested_nbytes, store.read_nbytes)
         refresh_copies(engine.units)
         if engine.tier_set is not None:
-            with agreed(self._ranks, f"{where}: store"):
+            with agreed(self._ranks, f"{what}: store"):
                 engine.tier_set.settle()
         self._half_loaded = None
         if engine.weight_update is not None:

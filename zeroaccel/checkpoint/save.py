@@ -61,10 +61,12 @@ class CommitRules:
     Attributes:
         latest: whether the file `latest` is set to its tag.
         keep_last: how many checkpoints stay in the folder; None for all.
+        is_shared: all machines see one folder, where the manifest is only written if all files are there.
     """
 
     latest: bool = True
     keep_last: int | None = None
+    is_shared: bool = True
 
 
 @dataclass(frozen=True)
@@ -482,7 +484,7 @@ def commit(root: Path, manifest: Manifest, rules: CommitRules) -> None:
     folder = root / manifest.tag
     try:
         # In this order, so that after a crash at any point `latest` names a complete checkpoint, the old or the new.
-        for record in manifest.files:
+        for record in manifest.files if rules.is_shared else ():
             _check_visible(folder / record.name, record.nbytes)
         write_manifest(folder, manifest)
         if rules.latest:

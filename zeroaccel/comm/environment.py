@@ -135,6 +135,12 @@ def launcher_memory() -> Path | None:
     return Path(folder) if folder and os.path.isdir(folder) else None
 
 
+def is_in_launcher_memory(folder: str | os.PathLike[str]) -> bool:
+    """Whether each machine has a folder of its own there."""
+    memory = launcher_memory()
+    return memory is not None and memory in Path(folder).parents
+
+
 def launcher_wakes_stopped_ranks() -> bool:
     """Whether the launcher is `zeroaccel launch`, which ends its ranks even where they are stopped (SIGSTOP)."""
     return "ZEROACCEL_LAUNCH_ID" in os.environ

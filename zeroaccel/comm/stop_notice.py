@@ -22,10 +22,12 @@ class StopNotice:
 
     Attributes:
         received: it was asked.
+        saved: how a program saves itself that goes on to its end, for the launcher; "" where it does not.
     """
 
     def __init__(self) -> None:
         self.received = False
+        self.saved = ""
         self._before: dict[signal.Signals, Any] = {}
         self._listeners = 0
 

@@ -36,7 +36,14 @@ def attach(engine: EngineBase) -> None:
         # The engine has stepped when this is called, and the Trainer has not counted it.
         _patch(callback, "on_pre_optimizer_step", lambda original: lambda *args, **kwargs: None)
         _patch(type(saver), "_enable_checkpoint", lambda original: lambda saver: stop_notice.give())
-        engine.when_preempted(functools.partial(setattr, saver, "is_checkpoint_requested", True))
+        stop_notice.saved = ""  # this training is not over
+        engine.when_preempted(functools.partial(_ask_to_save, saver))
+
+
+def _ask_to_save(saver: Any) -> None:
+    """Has Trainer save and return after this step, and the launcher end with the code of a preemption."""
+    saver.is_checkpoint_requested = True
+    stop_notice.saved = "Trainer saved a checkpoint"
 
 
 def _patch(owner: type, name: str, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,11 @@ def life(
     offload: str = "none",
     before: Callable[[Path], object] | None = None,
     resume: bool = True,
+    machines: int = 1,
 ) -> tuple[int, list[float], list[str]]:
     """Trains from the newest state to the end, or until it is lost; (first step, losses, states in memory)."""
-    memory = root / "memory"
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    memory = root / f"memory{rank * machines // world_size or ''}"
     memory.mkdir(exist_ok=True)
     os.environ[VARIABLE] = str(memory)
     project = ProjectConfiguration(str(root), automatic_checkpoint_naming=True, memory_interval=interval)  # type: ignore[arg-type]
@@ -108,6 +111,59 @@ def test_the_newest_intact_state_counts(ranks: Ranks, tmp_path: Path) -> None:
     assert (damaged[0][0], damaged[0][1]) == (8, whole[0][1][8:])
     later = ranks(2).run(life, tmp_path, interval=100, lost_at=12)
     assert (later[0][0], later[0][1]) == (11, whole[0][1][11:])
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_machine_has_copies_on_another(ranks: Ranks, tmp_path: Path, lost: int) -> None:
+    (tmp_path / "whole").mkdir()
+    whole = ranks(4).run(life, tmp_path / "whole", interval=None)
+    first = ranks(4).run(life, tmp_path, interval=3, lost_at=5, machines=2)
+    assert [facts[2] for facts in first] == [["checkpoint_3"]] * 4
+    shutil.rmtree(tmp_path / ("memory1" if lost else "memory"))
+    rest = ranks(4).run(life, tmp_path, interval=100, machines=2)
+    for rank in range(4):
+        assert rest[rank][0] == 3
+        assert rest[rank][1] == whole[rank][1][3:]
+
+
+def test_of_three_machines_one_may_be_lost(ranks: Ranks, tmp_path: Path) -> None:
+    first = ranks(3).run(life, tmp_path, interval=3, lost_at=5, machines=3)
+    assert first[0][2] == ["checkpoint_3"]
+    files = [sorted(path.name for path in (tmp_path / name).rglob("*rank*")) for name in ("memory", "memory1")]
+    assert [[name[:9] for name in names if name.startswith("rank")] for names in files] == [
+        ["rank00000", "rank00002"],
+        ["rank00000", "rank00001"],
+    ]
+    shutil.rmtree(tmp_path / "memory1")
+    assert ranks(3).run(life, tmp_path, interval=100, lost_at=4, machines=3)[2][0] == 3
+    shutil.rmtree(tmp_path / "memory1")
+    shutil.rmtree(tmp_path / "memory2")  # nobody has all of it now, except for the machine that put it together
+    assert ranks(3).run(life, tmp_path, interval=100, lost_at=4, machines=3)[2][0] == 3
+    (tmp_path / "memory").rename(tmp_path / "away")
+    assert ranks(3).run(life, tmp_path, interval=100, lost_at=4, machines=3)[2][0] == 3
+
+
+def test_two_neighbours_that_are_lost_together_take_the_state_with_them(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(3).run(life, tmp_path, interval=3, save_at=2, lost_at=5, machines=3)
+    shutil.rmtree(tmp_path / "memory1")
+    shutil.rmtree(tmp_path / "memory2")
+    rest = ranks(3).run(life, tmp_path, interval=100, lost_at=4, machines=3)
+    assert [facts[0] for facts in rest] == [2] * 3  # as the folder of the project has
+
+
+def test_fewer_ranks_go_on_as_from_a_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(4).run(life, tmp_path, interval=4, save_at=4, lost_at=5, machines=2)
+    shutil.rmtree(tmp_path / "memory1")
+    from_memory = ranks(2).run(life, tmp_path, interval=100, lost_at=9, before=hide_disk)
+    shutil.rmtree(tmp_path / "memory")
+    (tmp_path / "hidden").rename(tmp_path / "checkpoints")
+    from_disk = ranks(2).run(life, tmp_path, interval=100, lost_at=9)
+    assert [facts[0] for facts in from_memory] == [4, 4]
+    assert [facts[:2] for facts in from_memory] == [facts[:2] for facts in from_disk]
+
+
+def hide_disk(memory: Path) -> None:
+    (memory.parent / "checkpoints").rename(memory.parent / "hidden")
 
 
 def test_a_run_that_does_not_resume_forgets_the_states(ranks: Ranks, tmp_path: Path) -> None:

@@ -1,0 +1,171 @@
+"""A process that has imported what the ranks' script imports first; ranks are forks of it, so they start in no time.
+
+    python -u fork_server.py SOCKET [--local_rank_as=OPTION] [-m] NAME ARGUMENTS...
+
+`forked_ranks` is the other end. Imported are the lines at the top of the script up to the first one that is no import,
+or an import of something else than Python's own modules and `PRELOADED`: with the script's `sys.path`, in its order,
+before any line of it has run. A fork goes on as `runner` with these words and an environment of its own. Its parent
+becomes the launcher: the process between them ends at once, and the launcher adopts orphans meanwhile.
+
+Imports only the standard library and `runner`, as `runner` does.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import gc
+import importlib.util
+import json
+import os
+import random
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+PRELOADED = frozenset(
+    {"accelerate", "datasets", "einops", "evaluate", "huggingface_hub", "numpy", "packaging", "pandas", "peft"}
+    | {"safetensors", "tokenizers", "torch", "torchvision", "tqdm", "transformers", "trl", "yaml", "zeroaccel"}
+)
+"""Packages whose import changes nothing outside the process."""
+
+MOST_NBYTES = 150_000  # of a request
+_LOCAL_RANK_AS = "--local_rank_as="  # the same name is in `runner`
+_RESTARTED_IN_FORKS = frozenset({"jemalloc_bg_thd"})  # threads that their library starts again
+
+
+def first_imports(source: str) -> list[ast.Import | ast.ImportFrom]:
+    """The imports of `PRELOADED` that a script begins with.
+
+    Example:
+        >>> text = "import os, torch\\nimport torch.nn as nn\\nos.environ['A'] = ''\\nimport numpy"
+        >>> [ast.unparse(line) for line in first_imports(text)]
+        ['import os, torch', 'import torch.nn as nn']
+    """
+    found: list[ast.Import | ast.ImportFrom] = []
+    for line in ast.parse(source).body:
+        if isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant):
+            continue  # the docstring
+        if isinstance(line, ast.Import):
+            names = {alias.name.partition(".")[0] for alias in line.names}
+        elif isinstance(line, ast.ImportFrom) and line.module and not line.level:
+            names = {line.module.partition(".")[0]}
+        else:
+            break
+        if not names <= PRELOADED | sys.stdlib_module_names:
+            break
+        if names & PRELOADED:
+            found.append(line)
+    return found
+
+
+def preload(words: list[str]) -> None:
+    """Imports what the script of these words imports first. What fails here fails there again, and says so."""
+    words = words[words[0].startswith(_LOCAL_RANK_AS) :]
+    path = _source_of(words)
+    sys.path[0] = os.getcwd() if words[0] == "-m" else os.path.dirname(os.path.realpath(words[0]))
+    with contextlib.suppress(Exception):
+        for line in first_imports(Path(path).read_text()):
+            exec(compile(ast.Module([line], []), path, "exec", dont_inherit=True), {"__name__": "__preload__"})
+    if "zeroaccel.ops" in sys.modules:
+        _load_kernels()
+
+
+def _source_of(words: list[str]) -> str:
+    if words[0] != "-m":
+        return words[0]
+    # The packages above a module would have to be imported to find it, which is for the ranks to do.
+    spec = None if "." in words[1] else importlib.util.find_spec(words[1])
+    return str(spec.origin) if spec is not None else os.devnull
+
+
+def _load_kernels() -> None:
+    """Runs the kernels of every step: numba loads much before the first of them."""
+    import torch
+
+    from zeroaccel.ops import reductions
+
+    numbers = torch.ones(2, 2)
+    reductions.sum_ranks(torch.empty(2), numbers, 1.0)
+    reductions.l2_norm([numbers])
+
+
+def obstacle() -> str:
+    """Why forks of this process would not be as good as new interpreters; "" if they are."""
+    if not (process := os.fork()):  # some libraries end their threads before a fork
+        os._exit(0)
+    os.waitpid(process, 0)
+    names = [Path(task.path, "comm").read_text().strip() for task in os.scandir("/proc/self/task")]
+    lost = [name for name in names if name not in _RESTARTED_IN_FORKS][1:]
+    if lost:
+        return f"the imports of the script start threads ({', '.join(sorted(set(lost)))}), which forks do not have"
+    return ""
+
+
+def serve(control: socket.socket, launcher: int) -> None:
+    """Forks a process for each request, until the other end is gone. Returns in the forks only."""
+    while True:
+        data, files, *_ = socket.recv_fds(control, MOST_NBYTES, 2)
+        if not data:
+            os._exit(0)
+        reader, writer = os.pipe()
+        if not (between := os.fork()):
+            own = os.getpid()
+            if os.fork():
+                os._exit(0)
+            os.setsid()
+            os.write(writer, str(os.getpid()).encode())
+            control.close()
+            os.close(reader)
+            os.close(writer)
+            _become(json.loads(data), files, own, launcher)
+            return
+        os.close(writer)
+        os.waitpid(between, 0)
+        control.send(os.read(reader, 64))
+        for file in (reader, *files):
+            os.close(file)
+
+
+def _become(environment: dict[str, str], files: list[int], between: int, launcher: int) -> None:
+    """Makes this fork what a new process with this environment and these streams would be."""
+    while os.getppid() == between:
+        time.sleep(0.001)
+    if os.getppid() != launcher:
+        os._exit(1)
+    for target, file in enumerate(files, start=1):
+        os.dup2(file, target)
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(environment)
+    random.seed()
+    modules: dict[str, Any] = dict(sys.modules)
+    if "numpy" in modules:
+        modules["numpy"].random.seed()
+    torch = modules.get("torch")
+    if torch is not None and torch.cuda._is_in_bad_fork():  # an import has asked for devices, which forks cannot use
+        program = str(Path(__file__).with_name("runner.py"))
+        os.execv(sys.executable, [sys.executable, "-u", program, *sys.argv[2:]])
+
+
+def main() -> int:
+    """Serves, and in a fork runs the rank. Returns its exit code."""
+    import runner  # type: ignore[import-not-found]  # from the folder of this program
+
+    control = socket.socket(fileno=int(sys.argv[1]))
+    launcher = os.getppid()
+    runner.end_with_the_launcher()
+    preload(sys.argv[2:])
+    gc.collect()
+    gc.freeze()  # so that a collection in a fork copies no pages
+    control.send((obstacle() or "ready").encode())
+    serve(control, launcher)
+    del sys.argv[1]
+    sys.modules.pop("runner")  # the script may have one of its own
+    return int(runner.main())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

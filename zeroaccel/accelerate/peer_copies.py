@@ -1,0 +1,200 @@
+"""Copies of states in memory on other machines, from which a state is put together after a machine was lost.
+
+After a save each machine has the files of its own ranks. `PeerCopies.spread` sends them to the next machine, and what
+rank 0 alone writes to all of them. Only when all machines have all copies does the folder get the name of a state.
+`PeerCopies.newest` finds the newest state whose files are all on some machine, and `fetch` completes it on each.
+
+Every rank sends and receives: the k-th file goes from the k-th rank of one machine, counted around, to that of another.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from zeroaccel.comm.agree import agreed
+from zeroaccel.comm.collectives import Collectives
+from zeroaccel.errors import CheckpointError
+
+Sizes = Mapping[str, int]
+"""Relative path of each file of a folder -> bytes."""
+
+_LIST_NAME = "files.json"
+"""The sizes of all files of a state; on every machine."""
+
+_CHUNK_NBYTES = 16 << 20
+_DIVIDED = ".safetensors"  # files of one rank; all others are rank 0's, and small
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A part of a file on its way between two ranks."""
+
+    name: str
+    offset: int
+    nbytes: int
+
+
+class PeerCopies:
+    """The states that a job keeps in folders of several machines. (calls of all ranks)
+
+    Args:
+        folder: of this machine's launcher, in memory. Ranks with another one count as on another machine.
+
+    Attributes:
+        num_machines: how many there are.
+        is_first: on the first rank of each machine.
+    """
+
+    def __init__(self, collectives: Collectives, folder: Path) -> None:
+        self._collectives = collectives
+        self._copies = Collectives(collectives.topology, records_sizes=False)
+        node_of = {rank: node for node, ranks in enumerate(collectives.nodes) for rank in ranks}
+        machines: dict[tuple[int, str], list[int]] = {}
+        for rank, name in enumerate(collectives.gather_objects(str(folder), "states in memory: folders")):
+            machines.setdefault((node_of[rank], name), []).append(rank)
+        self._nodes = list(machines.values())
+        self.num_machines = len(self._nodes)
+        self.is_first = any(collectives.rank == ranks[0] for ranks in self._nodes)
+
+    def spread(self, written: Path, state: Path) -> None:
+        """Copies what the ranks of each machine have written, and makes a state of it.
+
+        Raises:
+            CheckpointError: a machine has no memory for it; on every rank.
+        """
+        sizes = self._on_each_machine(_sizes(written) if self.is_first else {})
+        count = self.num_machines
+        moves = []
+        for source, own in enumerate(sizes):
+            for name in own:
+                targets = [(source + 1) % count] if name.endswith(_DIVIDED) else range(count)
+                moves += [(source, target, name) for target in targets if target != source]
+        whole = {name: nbytes for own in sizes for name, nbytes in own.items()}
+        self._send(written, moves, whole)
+        with agreed(self._collectives, "states in memory: name"), _as_checkpoint_error(written):
+            if self.is_first:
+                written.rename(state)
+
+    def newest(self, states: Iterable[Path]) -> tuple[str, list[Sizes]] | None:
+        """Name and files on each machine of the newest state that the machines have together.
+
+        Args:
+            states: those of which this machine has files.
+        """
+        own = {path.name: _sizes(path) for path in states} if self.is_first else {}
+        found = self._collectives.gather_objects((own, _lists(states) if self.is_first else {}), "states in memory")
+        lists = {name: whole for _, ones in found for name, whole in ones.items()}
+        for name in sorted(lists, key=step_of, reverse=True):
+            machines = [found[ranks[0]][0].get(name, {}) for ranks in self._nodes]
+            if all(any(one.get(file) == nbytes for one in machines) for file, nbytes in lists[name].items()):
+                return name, machines
+        return None
+
+    def fetch(self, folder: Path, machines: Sequence[Sizes]) -> None:
+        """Completes a state in the folder of each machine.
+
+        Args:
+            machines: as of `newest`.
+        """
+        whole = {name: nbytes for own in machines for name, nbytes in own.items()}
+        moves = []
+        for name in sorted(whole):
+            source = next(machine for machine, own in enumerate(machines) if name in own)
+            moves += [(source, target, name) for target, own in enumerate(machines) if name not in own]
+        self._send(folder, moves, whole)
+
+    def _on_each_machine(self, own: Sizes) -> list[Sizes]:
+        found = self._collectives.gather_objects(own, "states in memory: files")
+        return [found[ranks[0]] for ranks in self._nodes]
+
+    def _send(self, folder: Path, moves: Sequence[tuple[int, int, str]], sizes: Sizes) -> None:
+        """Copies files between the folders of machines: (from, to, name), the same on all ranks; and `sizes` to all."""
+        pieces: dict[tuple[int, int], list[_Piece]] = {}
+        for number, (source, target, name) in enumerate(moves):
+            pair = (self._rank_at(source, number), self._rank_at(target, number))
+            pieces.setdefault(pair, []).extend(_pieces(name, sizes[name]))
+        error: CheckpointError | None = None
+        for turn in range(max(map(len, pieces.values()), default=0)):
+            now = {pair: parts[turn] for pair, parts in sorted(pieces.items()) if turn < len(parts)}
+            try:
+                self._exchange(folder, now)
+            except OSError as failure:
+                error = error or CheckpointError(f"{folder}: cannot be copied ({failure.strerror})")
+        with agreed(self._collectives, "states in memory: copies"), _as_checkpoint_error(folder):
+            if error is not None:
+                raise error
+            if self.is_first:
+                (folder / _LIST_NAME).write_text(json.dumps(dict(sizes)))
+
+    def _rank_at(self, machine: int, number: int) -> int:
+        ranks = self._nodes[machine]
+        return ranks[number % len(ranks)]
+
+    def _exchange(self, folder: Path, pieces: Mapping[tuple[int, int], _Piece]) -> None:
+        """One exchange of at most a piece per pair of ranks. Raises OSError only after it."""
+        ranks, own = range(self._collectives.world_size), self._collectives.rank
+        sent = [pieces[own, rank].nbytes if (own, rank) in pieces else 0 for rank in ranks]
+        received = [pieces[rank, own].nbytes if (rank, own) in pieces else 0 for rank in ranks]
+        rows = torch.empty(sum(sent), 1, dtype=torch.uint8)
+        failure: OSError | None = None
+        try:
+            leaving = [pieces[own, rank] for rank in ranks if sent[rank]]
+            for piece, part in zip(leaving, rows.split(_positive(sent)), strict=True):
+                with open(folder / piece.name, "rb") as file:
+                    file.seek(piece.offset)
+                    file.readinto(memoryview(part.numpy()).cast("B"))
+        except OSError as error:
+            failure = error
+        out = torch.empty(sum(received), 1, dtype=torch.uint8)
+        self._copies.exchange_rows(out, rows, received, sent, "states in memory: copy").wait()
+        if failure is not None:
+            raise failure
+        arrived = [pieces[rank, own] for rank in ranks if received[rank]]
+        for piece, part in zip(arrived, out.split(_positive(received)), strict=True):
+            path = folder / piece.name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(path, "r+b" if piece.offset else "wb") as file:
+                file.seek(piece.offset)
+                file.write(memoryview(part.numpy()).cast("B"))
+
+
+@contextmanager
+def _as_checkpoint_error(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be written ({error.strerror})") from error
+
+
+def _pieces(name: str, nbytes: int) -> Iterator[_Piece]:
+    for offset in range(0, nbytes, _CHUNK_NBYTES):
+        yield _Piece(name, offset, min(_CHUNK_NBYTES, nbytes - offset))
+
+
+def _positive(sizes: Iterable[int]) -> list[int]:
+    return [size for size in sizes if size]
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """Those of the files of a state; not of its list."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != _LIST_NAME)
+    return {str(path.relative_to(folder)): path.stat().st_size for path in files}
+
+
+def _lists(states: Iterable[Path]) -> dict[str, Sizes]:
+    found = {}
+    for path in states:
+        with suppress(OSError, ValueError):
+            found[path.name] = json.loads((path / _LIST_NAME).read_text())
+    return found
+
+
+def step_of(name: str) -> int:
+    """That of a state's folder."""
+    return int(name.rpartition("_")[2])
