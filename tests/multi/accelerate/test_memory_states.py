@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -188,3 +189,50 @@ def test_the_interval_is_measured(ranks: Ranks, tmp_path: Path) -> None:
 def test_an_interval_is_a_number_of_steps(interval: Any) -> None:
     with pytest.raises(ConfigError, match=r"memory_interval: expected a number of steps"):
         ProjectConfiguration("runs", memory_interval=interval)
+
+
+def samples(root: Path, *, lost_at: int = -1, machines: int = 1) -> list[list[int]]:
+    """The samples of each step on this rank, of a run whose config fixes the samples of a step on all ranks."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    memory = root / f"memory{rank * machines // world_size or ''}"
+    memory.mkdir(exist_ok=True)
+    os.environ[VARIABLE] = str(memory)
+    config = {
+        "train_batch_size": 16,
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {"stage": 2},
+    }
+    project = ProjectConfiguration(str(root), memory_interval=2)
+    accelerator = Accelerator(cpu=True, zero_plugin=ZeroPlugin(config), project_config=project)
+    set_seed(1)
+    loader = DataLoader(torch.arange(96.0)[:, None], batch_size=4, shuffle=True)
+    model: Any = nn.Linear(1, 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    model, optimizer, loader = accelerator.prepare(model, sgd, loader)
+    found: list[list[int]] = [[] for _ in range(6)]
+    try:
+        accelerator.resume()
+        for x in loader:
+            if model.global_steps == lost_at:
+                break
+            found[model.global_steps] += map(int, x.view(-1).tolist())
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x / 96).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+    finally:
+        accelerator.free_memory()
+        del os.environ[VARIABLE]
+    return found
+
+
+def test_fewer_ranks_take_the_same_samples_in_each_step(ranks: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "whole").mkdir()
+    whole = ranks(4).run(samples, tmp_path / "whole", lost_at=6)
+    ranks(4).run(samples, tmp_path, lost_at=3, machines=2)
+    shutil.rmtree(tmp_path / "memory1")
+    rest = ranks(2).run(samples, tmp_path)
+    for step in range(6):
+        of_all = [sorted(chain.from_iterable(found[step] for found in runs)) for runs in (whole, rest)]
+        assert len(of_all[0]) == 16
+        assert of_all[1] == (of_all[0] if step >= 2 else [])
