@@ -7,11 +7,12 @@ value is an integer in [-levels, levels] times it. A code is one run of bytes, s
 code: (nbytes,) uint8   [ scales, float32, one per block | integers, 1 byte or a half per value | padding to 16 bytes ]
 ```
 
-[Note: error] With s = max(absmax / levels, 2**-120) in a block, a decoded value is off by at most (0.5 + 2**-15) * s
-before it is rounded to the dtype of the output: half a step, and the roundings of the float32 arithmetic. So int8 is
-off by at most 0.4 % of its block's largest magnitude, int4 by 7.2 %. Rounding is to nearest, ties to even. Nothing
-passes through a 16-bit float on the way, so a bfloat16 of 1e38 stays what it was. A block with an infinity or a NaN
-decodes to NaN throughout: it shows as an overflow, never as a finite wrong number.
+[Note: error] With s = max(absmax / levels, 2**-120) in a block, cut to 17 significant bits, a decoded value is off by
+at most (0.5 + 2**-15) * s before it is rounded to the dtype of the output: half a step, and the roundings of the
+float32 arithmetic. So int8 is off by at most 0.4 % of its block's largest magnitude, int4 by 7.2 %. Rounding is to
+nearest, ties to even. Nothing passes through a 16-bit float on the way, so a bfloat16 of 1e38 stays what it was. A
+block with an infinity or a NaN decodes to NaN throughout: it shows as an overflow, never as a finite wrong number. With
+17 bits a scale times an integer is exact, and so what was decoded is encoded and decoded to the same values.
 
 Codes and values have the same bits in host memory, on CUDA and where torch operations compute them, but for the payload
 of a NaN.
@@ -268,16 +269,17 @@ def _quantize_tile(values: Tensor, codec: Codec, scales: Tensor, codes: Tensor, 
         absmax = rows.abs().amax(dim=1)
         levels = torch.full((), codec.levels, dtype=torch.float32, device=absmax.device)
         size = (absmax / levels).clamp_min(kernels.SCALE_FLOOR)  # CUDA divides by a tensor only, not by a number
+        size = (size.view(torch.int32) & ~0x7F).view(torch.float32)
         size = torch.where(absmax.isfinite(), size, math.nan)
         integers = (rows * size.reciprocal()[:, None]).round().nan_to_num(nan=0.0).to(torch.int8)
         begin = first + low // block
         scales[begin : begin + rows.shape[0]] = size
         start = begin * block * codec.bits // 8
-        packed = integers.view(torch.uint8) if codec.bits == 8 else _pack(integers)
+        packed = integers.view(torch.uint8) if codec.bits == 8 else pack(integers)
         codes[start : start + packed.numel()] = packed.reshape(-1)
 
 
-def _pack(integers: Tensor) -> Tensor:
+def pack(integers: Tensor) -> Tensor:
     """(rows, n) int8 in [-7, 7] -> (rows, ceil(n / 2)) uint8."""
     half = (integers.shape[1] + 1) // 2
     unsigned = integers.view(torch.uint8) & 15

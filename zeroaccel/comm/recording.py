@@ -183,10 +183,6 @@ class RecordingCollectives(Collectives):
         self._note("gather_secondary", label, out, out.nbytes - secondary.nbytes)
         return self.inner.gather_secondary(out, secondary, label)
 
-    def gather_quantized(self, out: Tensor, code: Tensor, label: str) -> Work:
-        self._note("gather_quantized", label, out, (self.shard_world_size - 1) * code.nbytes)
-        return self.inner.gather_quantized(out, code, label)
-
     def reduce_scatter(
         self, out: Tensor, flat: Tensor, label: str, scale: float = 1.0, split_sizes: Sequence[int] = ()
     ) -> Work:

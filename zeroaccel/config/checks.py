@@ -245,8 +245,8 @@ def _blocks_are_made_of_pages(config: Config) -> _Found:
     "zero_optimization.zero_quantized_weights",
     "zero_optimization.zero_quantized_nontrainable_weights",
     "zero_optimization.zero_quantized_gradients",
+    "zero_optimization.frozen_weights",
     "zero_optimization.mics_shard_size",
-    "zero_optimization.offload_param",
 )
 def _spread_needs_shards(config: Config) -> _Found:
     zero = config.zero_optimization
@@ -265,11 +265,10 @@ def _spread_needs_shards(config: Config) -> _Found:
             expected="a number above 0, or -1 for all",
             got=zero.mics_shard_size,
         )
-    offloads = zero.offload_param is not None and zero.offload_param.device != "none"
-    if sharded and zero.zero_quantized_nontrainable_weights and offloads:
+    if zero.zero_quantized_nontrainable_weights and zero.frozen_weights not in (None, "int8"):
         yield Problem(
             ("zero_optimization", "zero_quantized_nontrainable_weights"),
-            text="shards that are offloaded (offload_param) are not stored as 8-bit integers",
+            text=f'frozen_weights stores them as "{zero.frozen_weights}", and this key as int8',
             fix="remove one of the two keys",
         )
     if sharded and zero.zero_quantized_gradients and zero.mics_shard_size > 0:

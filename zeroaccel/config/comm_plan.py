@@ -33,7 +33,6 @@ class CommPlan:
         shard_size: ranks that hold one model among them; W / shard_size replicas.
         secondary_size: ranks that hold a second copy of it while a step lasts; shard_size where there is none.
         quantized_weights: weights are all-gathered as int8 (qwZ).
-        quantized_frozen_weights: frozen weights are stored as int8.
         quantized_gradients: gradients are reduced as int4 (qgZ).
         forced: even where that saves nothing across nodes.
         node_size: consecutive ranks to take for one machine; None asks the launcher.
@@ -44,7 +43,6 @@ class CommPlan:
     shard_size: int
     secondary_size: int
     quantized_weights: bool = False
-    quantized_frozen_weights: bool = False
     quantized_gradients: bool = False
     forced: bool = False
     node_size: int | None = None
@@ -54,7 +52,7 @@ class CommPlan:
     def plain(self) -> bool:
         """Whether one shard group has all ranks and nothing is quantized, on the nodes that the launcher knows."""
         spread = self.secondary_size == self.shard_size == self.world_size and self.node_size is None
-        return spread and not (self.quantized_weights or self.quantized_frozen_weights or self.quantized_gradients)
+        return spread and not (self.quantized_weights or self.quantized_gradients)
 
 
 def comm_plan(config: Config, world_size: int, shard_size: int | None = None) -> CommPlan:
@@ -103,7 +101,6 @@ def comm_plan(config: Config, world_size: int, shard_size: int | None = None) ->
         shard_size=shard_size,
         secondary_size=secondary_size,
         quantized_weights=shards_params and zero.zero_quantized_weights,
-        quantized_frozen_weights=shards_params and zero.zero_quantized_nontrainable_weights,
         quantized_gradients=shards_params and zero.zero_quantized_gradients,
         forced=zero.zeropp.quantize_gradients_on_one_node,
         node_size=node_size,

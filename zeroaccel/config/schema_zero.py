@@ -46,6 +46,7 @@ def _interval(value: object) -> object:
 Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_stage)]
 Device = Annotated[Literal["none", "cpu", "nvme"], BeforeValidator(lowered)]
 UpdateDuring = Annotated[Literal["step", "backward", "next_step"], BeforeValidator(lowered)]
+FrozenFormat = Annotated[Literal["int8", "nf4", "mxfp4"], BeforeValidator(lowered)]
 Interval = Annotated[int | Literal["auto"], BeforeValidator(_interval)]
 
 
@@ -240,6 +241,8 @@ class ZeroOptimization(ConfigSection):
     """Gather the parameters as 8-bit integers (stage 3)."""
     zero_quantized_nontrainable_weights: Flag = False
     """Store frozen parameters as 8-bit integers (stage 3)."""
+    frozen_weights: FrozenFormat | None = None
+    """Store frozen matrices as codes: "int8", "nf4" or "mxfp4" (stages 0 to 3)."""
     zero_quantized_gradients: Flag = False
     """Reduce the gradients as 4-bit integers (stage 3)."""
     zeropp_loco_param: FreeSection = None

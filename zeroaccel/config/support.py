@@ -295,6 +295,7 @@ KEYS: Mapping[str, SupportStatus] = {
     "zero_optimization.zero_hpz_partition_size": _AT_STAGE_3,
     "zero_optimization.zero_quantized_weights": _AT_STAGE_3,
     "zero_optimization.zero_quantized_nontrainable_weights": _AT_STAGE_3,
+    "zero_optimization.frozen_weights": _WORKS,
     "zero_optimization.zero_quantized_gradients": _AT_STAGE_3,
     "zero_optimization.zeropp": _WORKS,
     "zero_optimization.zeropp.node_size": _WORKS,

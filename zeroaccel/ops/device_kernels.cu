@@ -543,6 +543,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) encode(
     largest = warp_max(largest);
     float scale = __fdiv_rn(__uint_as_float(largest), bits == 8 ? 127.0f : 7.0f);
     scale = scale < __uint_as_float(SCALE_FLOOR_BITS) ? __uint_as_float(SCALE_FLOOR_BITS) : scale;
+    scale = __uint_as_float(__float_as_uint(scale) & 0xffffff80u); // 17 bits, as in `kernels._block_scale`
     bool finite = largest < INFINITY_BITS;
     if (!finite) scale = __uint_as_float(NAN_BITS);
     if (lane == 0) ((float*)code)[index] = scale;

@@ -17,6 +17,7 @@ from zeroaccel.ops.number_formats import (
     Array,
     bits_of,
     compiled,
+    float_of,
     inlined,
     load,
     load_number,
@@ -97,6 +98,14 @@ def sum_rows(out: Array, flat: Array, row_numel: int, start: int, stop: int, sca
 @inlined
 def _block_scale(part: Any, highest: Any) -> Any:
     """The scale that maps the largest magnitude to `highest`; NaN where the block holds an inf or a NaN."""
+    scale = _exact_scale(part, highest)
+    # Products with the integers are exact in float32 with 17 significant bits: what was decoded has this scale again.
+    return float_of(bits_of(scale) & np.uint32(0xFFFFFF80)) if not np.isnan(scale) else scale
+
+
+@inlined
+def _exact_scale(part: Any, highest: Any) -> Any:
+    """As `_block_scale`, with all its bits."""
     largest = magnitude_pattern(part, 0)
     for i in range(1, part.size):
         largest = max(largest, magnitude_pattern(part, i))
@@ -206,3 +215,53 @@ def add4(total: Array, scales: Array, codes: Array, block: int, first: int, last
             part[i] += np.float32(np.int8(source[i] << 4) >> 4) * scale
         for i in range(upper.size):
             upper[i] += np.float32(np.int8(source[i]) >> 4) * scale
+
+
+# ---- codes that are indices of levels: `comm/level_codes.py` states formats and error bounds ----
+
+
+@compiled
+def encode_levels(
+    values: Array, scales: Array, codes: Array, block: int, highest: Any, bounds: Array, first: int, last: int
+) -> None:
+    """Of blocks of values, the number of `bounds` below each ``value / scale``, two to a byte as `encode4`.
+
+    Args:
+        scales: ``largest / highest``, as the format of the array rounds it; NaN for a block with an inf or a NaN.
+        bounds: (15,) ascending.
+    """
+    for index in range(first, last):
+        part = values[index * block : min((index + 1) * block, values.size)]
+        half = (part.size + 1) // 2
+        target = codes[index * block // 2 : index * block // 2 + half]
+        store(scales, index, _exact_scale(part, highest))
+        scale = load(scales, index)
+        inverse = np.float32(1.0) / scale
+        target[:] = 0
+        for i in range(part.size):
+            value = load_number(part, i) * inverse
+            code = np.uint8(0)
+            for bound in bounds:
+                code += np.uint8(value > bound)
+            if i < half:
+                target[i] = code
+            else:
+                target[i - half] |= np.uint8(code << 4)
+
+
+@compiled
+def decode_levels(out: Array, scales: Array, codes: Array, block: int, levels: Array, first: int, last: int) -> None:
+    """``out[i] = levels[codes[i]] * scale``, of what `encode_levels` wrote."""
+    for index in range(first, last):
+        part = out[index * block : min((index + 1) * block, out.size)]
+        half = (part.size + 1) // 2
+        source = codes[index * block // 2 : index * block // 2 + half]
+        scale = load(scales, index)
+        if np.isnan(scale):
+            store(part, 0, scale)
+            part[:] = part[0]
+            continue
+        for i in range(half):
+            store_number(part, i, levels[source[i] & 15] * scale)
+        for i in range(half, part.size):
+            store_number(part, i, levels[source[i - half] >> 4] * scale)

@@ -1,7 +1,8 @@
 """Compilation of the loops, and 16-bit floats loaded and stored as float32 inside them.
 
 `kernels` and `updates` hold the loops; they see NumPy arrays, never tensors. The array's dtype is that of
-its numbers: float32 is itself, uint16 holds bfloat16 bits, int16 float16 bits.
+its numbers: float32 is itself, uint16 holds bfloat16 bits, int16 float16 bits, uint8 powers of two (E8M0 of the OCP
+specification of microscaling formats: the exponent of a float32, 255 for NaN).
 
 No fast-math, no contraction into FMA (Numba's default), so that the vector body and the scalar tail of a loop round
 alike. Every scalar is float32 unless a docstring says otherwise; a Python float would silently promote the arithmetic
@@ -135,8 +136,19 @@ def _encode_float16(value: Any) -> Any:
     return np.int16(sign | (subnormal if magnitude < (127 - 14) << 23 else normal))
 
 
+@inlined
+def _decode_power(exponent: Any) -> Any:
+    return float_of(np.uint32(exponent) << 23) if exponent < 255 else np.float32(np.nan)
+
+
+@inlined
+def _encode_power(value: Any) -> Any:
+    """The least power of two that is not below a positive normal float32."""
+    return np.uint8(np.uint32(bits_of(value) + 0x7FFFFF) >> 23) if not np.isnan(value) else np.uint8(255)
+
+
 def load(array: Any, index: Any) -> Any:
-    """``array[index]`` as a float32, whichever of the three formats the array holds. Exists only in compiled code."""
+    """``array[index]`` as a float32, whichever of the formats the array holds. Exists only in compiled code."""
     raise NotImplementedError
 
 
@@ -177,7 +189,11 @@ def _load_for(array: Any, index: Any) -> Callable[..., Any] | None:
     def float16(array: Any, index: Any) -> Any:
         return _decode_float16(array[index])
 
-    return {types.float32: plain, types.uint16: bfloat16, types.int16: float16}.get(array.dtype)
+    def power(array: Any, index: Any) -> Any:
+        return _decode_power(array[index])
+
+    formats = {types.float32: plain, types.uint16: bfloat16, types.int16: float16, types.uint8: power}
+    return formats.get(array.dtype)
 
 
 def _store_for(array: Any, index: Any, value: Any) -> Callable[..., None] | None:
@@ -195,9 +211,13 @@ def _store_for(array: Any, index: Any, value: Any) -> Callable[..., None] | None
     def float16(array: Any, index: Any, value: Any) -> None:
         array[index] = _encode_float16(value)
 
+    def power(array: Any, index: Any, value: Any) -> None:
+        array[index] = _encode_power(value)
+
     if isinstance(array, types.NoneType):
         return nothing
-    return {types.float32: plain, types.uint16: bfloat16, types.int16: float16}.get(array.dtype)
+    formats = {types.float32: plain, types.uint16: bfloat16, types.int16: float16, types.uint8: power}
+    return formats.get(array.dtype)
 
 
 def _store_number_for(array: Any, index: Any, value: Any) -> Callable[..., None] | None:

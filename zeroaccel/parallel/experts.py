@@ -62,6 +62,7 @@ _INTERFACE = ("num_experts", "has_gate", "has_bias", "is_transposed", "_is_exper
 # Keys that have weights and gradients travel or lie otherwise than in one shard per rank: their second groups know
 # nothing of ranks with other experts.
 _PLAIN_COLLECTIVES = {
+    "frozen_weights": None,
     "zero_quantized_weights": False,
     "zero_quantized_gradients": False,
     "zero_quantized_nontrainable_weights": False,

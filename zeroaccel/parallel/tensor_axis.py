@@ -86,12 +86,15 @@ class TensorAxis(Axis):
         self, config: Config, settings: EngineSettings, optimizer: OptimizerPlan, names: Mapping[int, str]
     ) -> None:
         zero = config.zero_optimization
-        for key in ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights"):
+        quantized = "zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights"
+        for key in (*quantized, "frozen_weights"):
             if getattr(zero, key):
                 raise ConfigError(
                     config.where(f"zero_optimization.{key}"),
-                    expected="false with tensor parallelism",
-                    got=True,
+                    expected="null with tensor parallelism"
+                    if key == "frozen_weights"
+                    else "false with tensor parallelism",
+                    got=getattr(zero, key),
                     fix="remove the key, or leave tp at 1",
                 )
         if OptimizerKind.COUPLED in optimizer.group_kinds:

@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeroaccel.comm.collectives import Collectives
-from zeroaccel.comm.quantized import QUANTIZABLE
 from zeroaccel.config.shard_plan import ShardPlan
 from zeroaccel.errors import ConfigError, UsageError, listed
 from zeroaccel.logs import logger
 from zeroaccel.zero.access.param_registry import ParamHandle, handle_of
 from zeroaccel.zero.device_check import check_model_device
-from zeroaccel.zero.layout import FlatLayout, OwnerLoads, Split, holders
+from zeroaccel.zero.layout import ALIGN_NUMEL, FlatLayout, OwnerLoads, Split, holders
 from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit
 from zeroaccel.zero.precision import forget_cast
 from zeroaccel.zero.quantized_weights import check_quantized
+from zeroaccel.zero.storage.code_shards import block_numel
 from zeroaccel.zero.storage.placement import BufferPlan, TierSet
 from zeroaccel.zero.tensor_subclasses import check_split, is_split, local, scales_of
 from zeroaccel.zero.wrap_policy import UnitSpec
@@ -40,7 +40,7 @@ class Placement:
         plan: what is sharded.
         groups: id(parameter) -> index of its param group; parameters not in it are not optimized.
         offloads_params: shards of parameters are not on the device, so that even one rank alone has shards.
-        quantized_frozen_weights: the shards of frozen parameters are stored as int8 codes.
+        code_format: of the frozen parameters that are stored as codes.
         full_tensor_groups: indices of the param groups whose optimizer steps on full tensors.
         coupled: its rule sums over several parameters.
         splits: id(parameter) -> how an axis of the mesh cuts it.
@@ -52,7 +52,7 @@ class Placement:
     plan: ShardPlan
     groups: Mapping[int, int]
     offloads_params: bool = False
-    quantized_frozen_weights: bool = False
+    code_format: str = ""
     full_tensor_groups: frozenset[int] = frozenset()
     coupled: bool = False
     splits: Mapping[int, Split] = field(default_factory=dict)
@@ -256,7 +256,7 @@ def _plan_buffers(
         apart = cut is not None or is_split(param), cut is not None and cut.in_data_group, scales_of(param) is not None
         kinds.setdefault((*kind, *apart), []).append((fqn, param))
     plans = []
-    for index, ((dtype, trainable, has_owners, split, _, is_code), named) in enumerate(kinds.items()):
+    for index, ((dtype, trainable, has_owners, split, *_), named) in enumerate(kinds.items()):
         if has_owners and split:
             refuse_split(named[0][0])
         if trainable:  # parameters of one param group side by side: fewer ranges to step
@@ -274,23 +274,24 @@ def _plan_buffers(
         ranks = holders(splits.get(named[0][0]), collectives)
         world_size = ranks.shard_world_size
         alone = world_size == 1 and not placement.offloads_params
-        persistent = spec.persistent or not placement.plan.params or alone
+        persistent = not spec.is_code and (spec.persistent or not placement.plan.params or alone)
+        code_format = placement.code_format if spec.is_code else ""
+        align_numel = block_numel(code_format) if code_format else ALIGN_NUMEL
         plans.append(
             BufferPlan(
                 f"{spec.name}/{index}",
                 ranks.shard_rank,
                 FlatLayout.build_with_owners(entries, owners, world_size)
                 if has_owners
-                else FlatLayout.build(entries, world_size, splits),
+                else FlatLayout.build(entries, world_size, splits, align_numel),
                 tuple(param for _, param in named),
                 dtype,
                 tuple(placement.groups[id(param)] for _, param in named) if trainable else (),
                 persistent,
                 replicated=not placement.plan.optimizer,
                 by_parameter=has_owners or (placement.coupled and not placement.plan.optimizer),
-                as_int8=placement.quantized_frozen_weights
-                and not (trainable or persistent or is_code)
-                and dtype in QUANTIZABLE,
+                code_format=code_format,
+                whole=spec.is_code and not placement.plan.params,
             )
         )
     return plans

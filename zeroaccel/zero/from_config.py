@@ -36,6 +36,7 @@ from zeroaccel.zero.precision import (
     not_autocast,
 )
 from zeroaccel.zero.prefetch import PrefetchLimits
+from zeroaccel.zero.tensor_subclasses import scales_of
 from zeroaccel.zero.wrap_policy import LeafRules, UnitSpec, group_parameters
 
 
@@ -127,7 +128,44 @@ def unit_specs_of(model: nn.Module, settings: Config, plan: ShardPlan) -> list[U
         # Without sharded parameters every unit is persistent; a unit of small ones would only be one collective more.
         persistence_threshold=zero.param_persistence_threshold if plan.params else 0,
         model_persistence_threshold=zero.model_persistence_threshold,
+        coded=_coded(model, settings, plan),
     )
+
+
+def code_format_of(settings: Config, plan: ShardPlan) -> str:
+    """The format of frozen weights that are stored as codes; "" where they are stored as they are."""
+    zero = settings.zero_optimization
+    as_int8 = plan.params and zero.zero_quantized_nontrainable_weights
+    return zero.frozen_weights or ("int8" if as_int8 else "")
+
+
+def _coded(model: nn.Module, settings: Config, plan: ShardPlan) -> frozenset[int]:
+    """id() of the parameters that are stored as codes: frozen, with two dimensions or more.
+
+    Not those of embeddings, unless DeepSpeed's key asks for them, those that stay in fp32, and codes of a library.
+
+    Raises:
+        UsageError: the config asks for codes, and every matrix is to be trained.
+    """
+    if not code_format_of(settings, plan):
+        return frozenset()
+    explicit = settings.zero_optimization.frozen_weights is not None
+    fp32 = kept_in_fp32(model, settings.data_types.keep_in_fp32_modules, DTYPES[settings.precision])
+    rows = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters() if explicit}
+    matrices = {
+        fqn: param
+        for fqn, param in model.named_parameters()
+        if param.dim() > 1 and param.is_floating_point() and id(param) not in rows and fqn not in fp32
+    }
+    coded = frozenset(id(param) for param in matrices.values() if not param.requires_grad and scales_of(param) is None)
+    if explicit and not coded:
+        raise UsageError(
+            f"parameter {next(iter(matrices), '')}: {settings.where('zero_optimization.frozen_weights')}",
+            expected="frozen matrices, as codes cannot be trained",
+            got="a model whose matrices all have requires_grad=True",
+            fix="call requires_grad_(False) on the base and train adapters (peft.get_peft_model), or remove the key",
+        )
+    return coded
 
 
 def placement_of(
@@ -154,7 +192,6 @@ def placement_of(
         where = settings.where("torch_autocast.lower_precision_safe_modules")
         fp32 |= not_autocast(model, settings.torch_autocast.lower_precision_safe_modules, where)
     offloads_params = residences.param != "device"
-    quantized_frozen_weights = plan.params and settings.zero_optimization.zero_quantized_nontrainable_weights
     return Placement(
         dtype,
         frozenset(fp32),
@@ -162,7 +199,7 @@ def placement_of(
         plan,
         groups,
         offloads_params,
-        quantized_frozen_weights,
+        code_format_of(settings, plan),
         frozenset(index for index, kind in enumerate(kinds) if kind is OptimizerKind.PER_TENSOR),
         OptimizerKind.COUPLED in kinds,
         splits or {},

@@ -259,14 +259,16 @@ class FlatLayout:
         entries: Iterable[tuple[str, tuple[int, ...]]],
         world_size: int,
         splits: Mapping[str, Split] | None = None,
+        align_numel: int = ALIGN_NUMEL,
     ) -> FlatLayout:
         """Lays out (fqn, shape) entries one after the other, in equal shards.
 
         Args:
             splits: by fqn, of the entries that are parts of parameters.
+            align_numel: parameters and shards start at multiples of it, which is one of `ALIGN_NUMEL`.
         """
-        slots, cursor = _slots(entries, splits)
-        numel = round_up(cursor, ALIGN_NUMEL * world_size)
+        slots, cursor = _slots(entries, splits, align_numel)
+        numel = round_up(cursor, align_numel * world_size)
         return cls(slots, numel, (numel // world_size,) * world_size)
 
     @classmethod
@@ -377,14 +379,16 @@ class FlatLayout:
 
 
 def _slots(
-    entries: Iterable[tuple[str, tuple[int, ...]]], splits: Mapping[str, Split] | None = None
+    entries: Iterable[tuple[str, tuple[int, ...]]],
+    splits: Mapping[str, Split] | None = None,
+    align_numel: int = ALIGN_NUMEL,
 ) -> tuple[tuple[Slot, ...], int]:
     """(fqn, shape) entries one after the other at aligned places, and where the last one's padding ends."""
     slots, cursor = [], 0
     for fqn, shape in entries:
         numel = math.prod(shape)
         slots.append(Slot(fqn, tuple(shape), cursor, numel, (splits or {}).get(fqn)))
-        cursor += round_up(numel, ALIGN_NUMEL)
+        cursor += round_up(numel, align_numel)
     return tuple(slots), cursor
 
 

@@ -12,7 +12,6 @@ Does not decide when to move (`coordinator.py`, `prefetch.py`) and does not talk
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
@@ -27,7 +26,7 @@ from zeroaccel.zero.changed_bits import ChangedBits
 from zeroaccel.zero.layout import FlatLayout, FlatRange, holders, whole_of
 from zeroaccel.zero.storage.copy_stream import CopyStream
 from zeroaccel.zero.storage.masters import MasterPlace, MasterStorage, NoMasters
-from zeroaccel.zero.storage.shards import MemoryShard, SecondaryShard, ShardPlace, ShardStorage
+from zeroaccel.zero.storage.shards import MemoryShard, SecondaryShard, ShardPlace, ShardStorage, absent_value
 from zeroaccel.zero.tensor_subclasses import as_ordinary, as_sharded, is_split, local, scales_of, set_local
 
 
@@ -98,7 +97,7 @@ class FlatBuffer:
         self.shown: set[int] = set()
         self.changed: ChangedBits | None = None
         # One element, expanded to every shape: shape and dtype of a sharded parameter are right, at no memory.
-        absent = torch.full((), _absent_value(dtype), dtype=dtype)
+        absent = torch.full((), absent_value(dtype), dtype=dtype)
         self._absent = [absent.to(device).expand(slot.shape) for slot in layout.slots]
         self._views = self._cut()
         self.shard: ShardStorage
@@ -261,13 +260,6 @@ class FlatBuffer:
     def view(self, index: int) -> Tensor:
         """The view of the full buffer that parameter `index` uses while unsharded."""
         return self._views[index]
-
-
-def _absent_value(dtype: torch.dtype) -> float | bool:
-    """NaN; integers have none and show their lowest value instead."""
-    if dtype is torch.bool:
-        return False
-    return math.nan if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
 
 
 class FetchOutcome:
@@ -517,7 +509,7 @@ class ParamUnit:
                 buffer.shard.swap_in()
             except OffloadError as raised:  # the gather takes place all the same, since the other ranks take part
                 error = error or raised
-                buffer.shard.stage().values.fill_(_absent_value(buffer.dtype))
+                buffer.shard.stage_absent()
         outcome.note(error)
 
     def _read_agreed(self, read: Callable[[], None], label: str) -> None:

@@ -7,7 +7,7 @@ blocks (an embedding, a head), or the remainder at the root. Only decides; `para
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -61,12 +61,18 @@ class LeafRules:
 
 @dataclass
 class UnitSpec:
-    """A planned unit: its name, the modules whose forward needs it, and its parameters in order."""
+    """A planned unit: its name, the modules whose forward needs it, and its parameters in order.
+
+    Attributes:
+        persistent: never resharded.
+        is_code: of frozen weights that the engine stores as codes, and decodes for each use.
+    """
 
     name: str
     modules: list[nn.Module]
     params: list[tuple[str, nn.Parameter]] = field(default_factory=list)
     persistent: bool = False
+    is_code: bool = False
 
     @property
     def numel(self) -> int:
@@ -80,6 +86,7 @@ def group_parameters(
     rules: LeafRules | None = None,
     persistence_threshold: int = 0,
     model_persistence_threshold: int | None = None,
+    coded: Container[int] = (),
 ) -> list[UnitSpec]:
     """Cuts `model` into units; every parameter is in exactly one, tied ones once.
 
@@ -87,6 +94,7 @@ def group_parameters(
         persistence_threshold: parameters of at most this many elements go to one persistent unit, which is gathered
             once a step and never resharded. 0 for none.
         model_persistence_threshold: upper bound on the elements of that unit.
+        coded: id() of the frozen parameters that are stored as codes. They form units of their own, never persistent.
 
     Raises:
         ConfigError: a leaf rule names a module that does not exist.
@@ -100,13 +108,16 @@ def group_parameters(
     _check_rules(model, rules)
     boundaries = dict(_boundaries(model, rules))
     owners = _owners(model, boundaries)
-    persistent = _persistent(model, persistence_threshold, model_persistence_threshold)
+    persistent = _persistent(model, persistence_threshold, model_persistence_threshold, coded)
 
     # In the order of named_parameters, which is the same on all ranks: units number collectives.
     specs: dict[object, UnitSpec] = {}
     for fqn, param in model.named_parameters():
         key, name, modules = _home(param, owners[id(param)], model, persistent)
-        spec = specs.setdefault(key, UnitSpec(name, modules, persistent=key == "persistent"))
+        is_code = id(param) in coded
+        if is_code:  # what is trained beside them may be persistent, and the buffers of a unit are all so or none
+            key, name = ("codes", key), f"codes of {name}"
+        spec = specs.setdefault(key, UnitSpec(name, modules, persistent=key == "persistent", is_code=is_code))
         spec.params.append((fqn, param))
         spec.params += [(f"{fqn}.{scale}", scales) for scale, scales in (scales_of(param) or {}).items()]
     return list(specs.values())
@@ -217,12 +228,12 @@ def _shapes(module: nn.Module) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(p.shape) for p in module.parameters())
 
 
-def _persistent(model: nn.Module, threshold: int, model_threshold: int | None) -> set[int]:
+def _persistent(model: nn.Module, threshold: int, model_threshold: int | None, coded: Container[int]) -> set[int]:
     """id() of the parameters that are never resharded: norms and biases, whose gathers are all latency."""
     persistent: set[int] = set()
     total = 0
     for param in model.parameters():
-        if param.numel() > threshold or threshold <= 0:
+        if param.numel() > threshold or threshold <= 0 or id(param) in coded:
             continue
         # Stops rather than skips, so that which parameters persist is a prefix of the model's small ones.
         if model_threshold is not None and total + param.numel() > model_threshold:

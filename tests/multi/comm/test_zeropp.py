@@ -353,7 +353,7 @@ def _stored(changes: dict[str, Any]) -> tuple[int, list[float], dict[str, Tensor
 
 def test_frozen_weights_in_eight_bits_are_half_as_large(ranks: Ranks) -> None:
     plain, packed = (ranks(2).run(_stored, change)[0] for change in ({}, {"zero_quantized_nontrainable_weights": True}))
-    assert packed[0] < 0.6 * plain[0]
+    assert packed[0] < 0.75 * plain[0]  # padding to blocks of 512 is a third of matrices of 1,081
     assert packed[1][-1] == pytest.approx(plain[1][-1], rel=0.02)
     for name, weight in plain[2].items():
         step = weight.float().abs().max() / INT8.levels if weight.numel() else torch.tensor(0.0)

@@ -33,6 +33,7 @@ from zeroaccel.ops.hybrid_update import HybridUpdate
 from zeroaccel.ops.shard_step import ShardStep
 from zeroaccel.optim.optimizer_copy import element_states
 from zeroaccel.zero.layout import FlatLayout
+from zeroaccel.zero.storage.code_shards import CodeShard, code_nbytes
 from zeroaccel.zero.storage.copy_stream import CopyStream
 from zeroaccel.zero.storage.masters import (
     AliasedMasters,
@@ -43,7 +44,7 @@ from zeroaccel.zero.storage.masters import (
     SeparateMasters,
     cut_pieces,
 )
-from zeroaccel.zero.storage.shards import Int8Shard, MemoryShard, NvmeShard, ShardPlace, ShardStorage
+from zeroaccel.zero.storage.shards import MemoryShard, NvmeShard, ShardPlace, ShardStorage
 from zeroaccel.zero.storage.swapped_masters import (
     RESIDUAL_SUB_GROUP_NUMEL,
     SUB_GROUP_NUMEL,
@@ -62,7 +63,6 @@ SHARD_STORAGES: dict[str, Callable[[ShardPlace], ShardStorage]] = {
     "device": MemoryShard.on_device,
     "host": MemoryShard.on_host,  # offload_param.device "cpu", and the first shards of "nvme" (max_in_cpu)
     "nvme": NvmeShard,  # offload_param.device "nvme"
-    "int8": Int8Shard,  # zero_quantized_nontrainable_weights
 }
 
 MASTER_STORAGES: dict[str, Callable[[MasterPlace, StateSwapper], MasterStorage]] = {
@@ -88,7 +88,8 @@ class BufferPlan:
         persistent: unsharded on every rank all the time.
         replicated: every rank steps all of it.
         by_parameter: it is stepped parameter by parameter, in their shapes.
-        as_int8: its shard is stored as int8 codes.
+        code_format: of a frozen buffer that is stored as codes; "" of any other.
+        whole: every rank has the codes of all elements.
     """
 
     key: str
@@ -100,12 +101,19 @@ class BufferPlan:
     persistent: bool
     replicated: bool = False
     by_parameter: bool = False
-    as_int8: bool = False
+    code_format: str = ""
+    whole: bool = False
 
     @property
     def trainable(self) -> bool:
         """Whether an optimizer updates it."""
         return bool(self.param_groups)
+
+    @property
+    def shard_nbytes(self) -> int:
+        """Bytes of this rank's shard."""
+        numel = self.layout.shard_numel(self.rank)
+        return code_nbytes(self.code_format, numel) if self.code_format else numel * self.dtype.itemsize
 
     def pieces(self) -> list[MasterPiece]:
         """What this rank steps of it."""
@@ -297,7 +305,8 @@ class TierSet:
         # The shard first: fp32 masters may be its very memory, and residual masters are read through it.
         kind = self._shard_kind(plan)
         tier = self.shards.get("nvme" if kind == "nvme" else "host")
-        shard = SHARD_STORAGES[kind](replace(place, tier=tier, copies=self.copies))
+        place, make = replace(place, tier=tier, copies=self.copies), SHARD_STORAGES[kind]
+        shard = CodeShard(place, plan.code_format, make, whole=plan.whole) if plan.code_format else make(place)
         masters = MasterPlace(
             plan.key,
             plan.layout,
@@ -312,10 +321,8 @@ class TierSet:
         return shard, MASTER_STORAGES[self._master_kind(plan, shard, masters.device)](masters, swapper)
 
     def _shard_kind(self, plan: BufferPlan) -> str:
-        if plan.persistent:
+        if plan.persistent or plan.whole:
             return "persistent"
-        if plan.as_int8:
-            return "int8"
         if plan.key in self._on_host:
             return "host"
         return "device" if self._shard_file is None else "nvme"
@@ -391,7 +398,7 @@ class TierSet:
 
     def _plan_shards(self, plans: Sequence[BufferPlan]) -> None:
         section, where = self._rules.param_section, f"{self._rules.where}.offload_param"
-        sizes = {plan.key: plan.layout.shard_numel(plan.rank) * plan.dtype.itemsize for plan in plans}
+        sizes = {plan.key: plan.shard_nbytes for plan in plans}
         if self._rules.param == "host":
             self._on_host = sizes
             return

@@ -8,6 +8,7 @@ through it and do not know which. `placement.py` has the table that chooses. Mas
 from __future__ import annotations
 
 import contextlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,6 @@ import torch
 from torch import Tensor
 
 from zeroaccel.comm.collectives import Collectives, Work
-from zeroaccel.comm.quantized import INT8, dequantize, quantize
 from zeroaccel.errors import OffloadError
 from zeroaccel.offload.tier import Fetch, StoredElements, Tier
 from zeroaccel.zero.layout import FlatLayout, FlatRange, FlatTensor
@@ -27,6 +27,13 @@ Elements = Tensor | StoredElements
 
 FillRange = Callable[[FlatRange, Tensor], None]
 """(range, target): has the elements of a range read into `target`, (range.numel,), at the latest at the next flush."""
+
+
+def absent_value(dtype: torch.dtype) -> float | bool:
+    """NaN; integers have none and show their lowest value instead."""
+    if dtype is torch.bool:
+        return False
+    return math.nan if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
 
 
 def in_memory(elements: Elements) -> Tensor:
@@ -131,6 +138,10 @@ class ShardStorage(ABC):
             OffloadError: it cannot be read back.
         """
         return None
+
+    def stage_absent(self) -> None:
+        """After a `swap_in` that failed: what is gathered decodes to NaN, or to what integers have for it."""
+        self.stage().values.fill_(absent_value(self.dtype))
 
     def release(self) -> None:
         """The gather is through, or will not be: gives memory on loan back. Idempotent."""
@@ -386,56 +397,6 @@ class NvmeShard(ShardStorage):
 
     def settle(self) -> None:
         self._tier.settle()
-
-
-class Int8Shard(ShardStorage):
-    """Frozen weights as int8 codes with block scales (QLoRA-like); gathers send the codes.
-
-    The values that the code stands for are the weights: what was rounded away is gone.
-    """
-
-    rounds_writes = True
-
-    def __init__(self, place: ShardPlace) -> None:
-        super().__init__(place)
-        # On the compute device: the codes are what is sent, and `offload_param` is refused with them.
-        self._code = place.full.new_empty(INT8.nbytes(self.range.numel), dtype=torch.uint8)
-        self._staged: Tensor | None = None
-
-    def elements(self, part: FlatRange) -> Tensor:
-        return self._decoded()[part.at(self.range.start)]
-
-    def write(self, part: FlatRange, values: Tensor) -> None:
-        # Blocks share a scale, and a part may begin within one: all of it is decoded and encoded again.
-        changed = self._decoded()
-        changed[part.at(self.range.start)].copy_(values)
-        quantize(changed, INT8, self._code)
-
-    def stage(self) -> FlatTensor:
-        self._staged = torch.empty(self.range.numel, dtype=self.dtype, device=self._code.device)
-        return FlatTensor(self.range, self._staged)
-
-    def commit(self) -> None:
-        assert self._staged is not None, "committed before it was staged"
-        quantize(self._staged, INT8, self._code)
-        self._staged = None
-
-    def discard(self) -> None:
-        self._staged = None
-
-    def gather_input(self) -> Tensor:
-        return self._code
-
-    def tensors(self) -> Iterator[Tensor]:
-        yield self._code
-
-    def _gather(self, source: Tensor, full: Tensor, collectives: Collectives, label: str, *, exact: bool) -> Work:
-        return collectives.gather_quantized(full, source, label)
-
-    def _decoded(self) -> Tensor:
-        values = torch.empty(self.range.numel, dtype=self.dtype, device=self._code.device)
-        dequantize(self._code, INT8, values)
-        return values
 
 
 class SecondaryShard:

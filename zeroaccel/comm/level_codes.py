@@ -1,0 +1,236 @@
+"""Formats of frozen weights: 4-bit codes that are indices of levels, and int8. Pure functions of flat tensors.
+
+A block of values has one scale, and each value is the nearest of at most 16 levels times it (ties to the even mantissa
+in mxfp4, to the lower level in nf4). A code is one run of bytes, as in `quantized.py`, which has int8:
+
+```text
+code: (nbytes,) uint8   [ scales, one per block | 4-bit indices, two to a byte | padding to 16 bytes ]
+```
+
+- **nf4**: the quantiles of a normal distribution of QLoRA (Dettmers et al., 2023, arXiv:2305.14314, appendix E) between
+  -1 and 1, blocks of 64, float32 scales: the largest magnitude of the block. 0.5625 bytes per value.
+- **mxfp4**: E2M1 numbers in blocks of 32 with scales that are powers of two (OCP Microscaling Formats 1.0, 2023,
+  section 5.3): the least one that keeps the block within +-6. 0.53125 bytes per value.
+
+[Note: levels' error] A decoded float32 is off by at most half the widest gap, 0.152 absmax in nf4, and by 0.2 absmax in
+mxfp4 (5 between 4 and 6), besides roundings of 2**-20 absmax. A block with an infinity or a NaN decodes to NaN. What
+was decoded is encoded and decoded to the same values. Codes have the same bits from compiled loops and from torch
+operations, which compute them off the CPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zeroaccel.comm.quantized import INT8, Codec, dequantize, pack, quantize
+from zeroaccel.ops import kernels
+from zeroaccel.ops.dispatch import launch, unowned_array
+
+_ALIGN_NBYTES = 16
+_TILE_BLOCKS = 1 << 15  # blocks at a time off the CPU: bounds the float32 temporaries to 8 MiB each
+
+
+@dataclass(frozen=True)
+class LevelCodec:
+    """A format of levels.
+
+    Attributes:
+        block_numel: values that share a scale; even.
+        levels: ascending, at most 16.
+        bounds: between them; a value above a bound has a higher level.
+        scale_dtype: float32, or uint8 for powers of two.
+        error: bound of the error of a block whose largest magnitude is 1.
+    """
+
+    block_numel: int
+    levels: tuple[float, ...]
+    bounds: tuple[float, ...]
+    scale_dtype: torch.dtype
+    error: float
+
+    @property
+    def scale_nbytes(self) -> int:
+        """Bytes of a scale."""
+        return self.scale_dtype.itemsize
+
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        return 4
+
+    @property
+    def highest(self) -> float:
+        """The level of the largest magnitude, where the scale is not rounded up."""
+        return self.levels[-1]
+
+    def nbytes(self, numel: int) -> int:
+        """Bytes of the code of `numel` values, a multiple of 16."""
+        used = self.scale_nbytes * -(-numel // self.block_numel) + -(-numel // 2)
+        return -(-used // _ALIGN_NBYTES) * _ALIGN_NBYTES
+
+    def error_bound(self, absmax: float) -> float:
+        """The most by which a decoded float32 of a block with this largest magnitude is off."""
+        return max(absmax, self.highest * kernels.SCALE_FLOOR) * (self.error + 2.0**-20)
+
+
+def _midway(levels: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(float(np.float32((low + high) / 2)) for low, high in pairwise(levels))
+
+
+def _to_even(levels: tuple[float, ...], mantissas: tuple[int, ...]) -> tuple[float, ...]:
+    """Bounds such that a value midway between two levels gets the one with the even mantissa."""
+    bounds = []
+    for index, bound in enumerate(_midway(levels)):
+        is_upper = mantissas[index + 1] % 2 == 0
+        bounds.append(float(np.nextafter(np.float32(bound), np.float32(-np.inf))) if is_upper else bound)
+    return tuple(bounds)
+
+
+_QUANTILES = """
+    -1.0 -0.6961928009986877 -0.5250730514526367 -0.39491748809814453 -0.28444138169288635 -0.18477343022823334
+    -0.09105003625154495 0.0 0.07958029955625534 0.16093020141124725 0.24611230194568634 0.33791524171829224
+    0.44070982933044434 0.5626170039176941 0.7229568362236023 1.0
+"""
+_NF4 = tuple(float(level) for level in _QUANTILES.split())
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_MXFP4 = (*(-level for level in reversed(_E2M1[1:])), *_E2M1)
+_MANTISSAS = (*reversed(range(1, 8)), *range(8))
+
+NF4 = LevelCodec(64, _NF4, _midway(_NF4), torch.float32, (_NF4[1] - _NF4[0]) / 2)
+"""4-bit codes for weights that are distributed normally."""
+
+MXFP4 = LevelCodec(32, _MXFP4, _to_even(_MXFP4, _MANTISSAS), torch.uint8, 0.2)
+"""4-bit floating-point numbers with shared exponents."""
+
+AnyCodec = Codec | LevelCodec
+
+FORMATS: Mapping[str, AnyCodec] = {"int8": INT8, "nf4": NF4, "mxfp4": MXFP4}
+"""Of frozen weights, by the name that a config has for them."""
+
+
+def encode(values: Tensor, codec: AnyCodec, out: Tensor) -> None:
+    """Writes the code of `values` into `out`.
+
+    Example:
+        >>> values = torch.linspace(-1, 1, 64)
+        >>> code, decoded = torch.empty(NF4.nbytes(64), dtype=torch.uint8), torch.empty(64)
+        >>> encode(values, NF4, code)
+        >>> decode(code, NF4, decoded)
+        >>> bool((decoded - values).abs().max() <= NF4.error_bound(1.0))
+        True
+
+    Args:
+        values: (n,) contiguous float32, bfloat16 or float16.
+        out: (codec.nbytes(n),) contiguous uint8 on the same device, starting at a multiple of 4 bytes.
+    """
+    if isinstance(codec, Codec):
+        quantize(values, codec, out)
+        return
+    scales, codes = views(out, codec, values.numel())
+    out[scales.nbytes + codes.numel() :].zero_()  # equal values have equal codes, byte for byte
+    if values.device.type != "cpu":
+        _encode_in_torch(values.detach(), codec, scales, codes)
+        return
+    block, highest = codec.block_numel, np.float32(codec.highest)
+    bounds = np.array(codec.bounds, np.float32)
+
+    def bind() -> Callable[[int, int], None]:
+        flat, sizes, indices = unowned_array(values), unowned_array(scales), unowned_array(codes)
+        return lambda start, stop: kernels.encode_levels(
+            flat, sizes, indices, block, highest, bounds, -(-start // block), -(-stop // block)
+        )
+
+    launch("encode_levels", values.numel(), bind, reads=[values], writes=[scales, codes])
+
+
+def decode(code: Tensor, codec: AnyCodec, out: Tensor) -> None:
+    """out = the values of a code, rounded once to the dtype of `out`; arguments as for `encode`."""
+    if isinstance(codec, Codec):
+        dequantize(code, codec, out)
+        return
+    scales, codes = views(code, codec, out.numel())
+    if out.device.type != "cpu":
+        _decode_in_torch(out.detach(), codec, scales, codes)
+        return
+    block, levels = codec.block_numel, _table(codec)
+
+    def bind() -> Callable[[int, int], None]:
+        flat, sizes, indices = unowned_array(out), unowned_array(scales), unowned_array(codes)
+        return lambda start, stop: kernels.decode_levels(
+            flat, sizes, indices, block, levels, -(-start // block), -(-stop // block)
+        )
+
+    launch("decode_levels", out.numel(), bind, reads=[scales, codes], writes=[out])
+
+
+def views(code: Tensor, codec: AnyCodec, numel: int) -> tuple[Tensor, Tensor]:
+    """(scales, codes): views of a code of `numel` values."""
+    assert code.dtype is torch.uint8 and code.numel() == codec.nbytes(numel), (
+        f"the code of {numel} values has {codec.nbytes(numel)} bytes, got {code.numel()} of {code.dtype}"
+    )
+    cut = scales_nbytes(codec, numel)
+    dtype = torch.float32 if isinstance(codec, Codec) else codec.scale_dtype
+    return code[:cut].view(dtype), code[cut : cut + -(-numel * codec.bits // 8)]
+
+
+def scales_nbytes(codec: AnyCodec, numel: int) -> int:
+    """Bytes at the start of a code of `numel` values that are scales."""
+    size = 4 if isinstance(codec, Codec) else codec.scale_nbytes
+    return size * -(-numel // codec.block_numel)
+
+
+def _table(codec: LevelCodec) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    """(16,) the levels, and zeros behind them."""
+    table = np.zeros(16, np.float32)
+    table[: len(codec.levels)] = codec.levels
+    return table
+
+
+# --- off the CPU, in torch: whole blocks only, as shards have them
+
+
+def _encode_in_torch(values: Tensor, codec: LevelCodec, scales: Tensor, codes: Tensor) -> None:
+    assert values.numel() % codec.block_numel == 0, f"{values.numel()} values are no whole blocks"
+    rows, half = values.view(-1, codec.block_numel), codec.block_numel // 2
+    bounds = torch.tensor(codec.bounds, device=values.device)
+    highest = torch.tensor(codec.highest, device=values.device)
+    for first in range(0, rows.shape[0], _TILE_BLOCKS):
+        tile = rows[first : first + _TILE_BLOCKS].float()
+        absmax = tile.abs().amax(dim=1)
+        size = torch.where(absmax.isfinite(), (absmax / highest).clamp_min(kernels.SCALE_FLOOR), math.nan)
+        if codec.scale_dtype is torch.uint8:
+            exponents = ((size.view(torch.int32) + 0x7FFFFF) >> 23).to(torch.uint8)
+            scales[first : first + _TILE_BLOCKS] = torch.where(size.isnan(), 255, exponents)
+            size = _powers(scales[first : first + _TILE_BLOCKS])
+        else:
+            scales[first : first + _TILE_BLOCKS] = size
+        scaled = (tile * size.reciprocal()[:, None]).nan_to_num(nan=-math.inf)
+        start = first * half
+        packed = pack(torch.bucketize(scaled, bounds).to(torch.int8)).reshape(-1)
+        codes[start : start + packed.numel()] = packed
+
+
+def _decode_in_torch(out: Tensor, codec: LevelCodec, scales: Tensor, codes: Tensor) -> None:
+    assert out.numel() % codec.block_numel == 0, f"{out.numel()} values are no whole blocks"
+    rows, packed = out.view(-1, codec.block_numel), codes.view(-1, codec.block_numel // 2)
+    levels = torch.from_numpy(_table(codec)).to(out.device)
+    for first in range(0, rows.shape[0], _TILE_BLOCKS):
+        tile = packed[first : first + _TILE_BLOCKS]
+        size = scales[first : first + _TILE_BLOCKS]
+        size = _powers(size) if codec.scale_dtype is torch.uint8 else size
+        indices = torch.cat((tile & 15, tile >> 4), dim=1).int()
+        values = levels[indices] * size[:, None]
+        rows[first : first + _TILE_BLOCKS].copy_(torch.where(size.isnan()[:, None], math.nan, values))
+
+
+def _powers(exponents: Tensor) -> Tensor:
+    """The powers of two that uint8 scales stand for, in float32."""
+    powers = (exponents.int() << 23).view(torch.float32)
+    return torch.where(exponents == 255, math.nan, powers)

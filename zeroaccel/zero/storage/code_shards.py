@@ -1,0 +1,201 @@
+"""Frozen weights as codes, in any tier: `ShardStorage` over another one that has the bytes of the code.
+
+The values that a code stands for are the weights: what was rounded away is gone. The buffer's layout is aligned to
+blocks, so that a parameter's values do not depend on its neighbours, on the ranks or on the stage. Gathers send codes,
+which each rank decodes into the full buffer; a code that every rank has whole is decoded without any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from zeroaccel.comm.collective_tracker import DONE
+from zeroaccel.comm.collectives import Collectives, Work
+from zeroaccel.comm.level_codes import FORMATS, decode, encode, scales_nbytes
+from zeroaccel.zero.layout import FlatLayout, FlatRange, FlatTensor
+from zeroaccel.zero.storage.shards import FillRange, ShardPlace, ShardStorage
+
+
+class CodeShard(ShardStorage):
+    """Codes of this rank's weights of one frozen buffer.
+
+    Args:
+        format: a name of `FORMATS`.
+        make: the storage of the code's bytes, in a tier.
+        whole: every rank has the code of all N elements.
+    """
+
+    rounds_writes = True
+
+    def __init__(
+        self, place: ShardPlace, format: str, make: Callable[[ShardPlace], ShardStorage], *, whole: bool
+    ) -> None:
+        super().__init__(place, persistent=whole)
+        self._codec = FORMATS[format]
+        self._device = place.full.device
+        self._whole = whole
+        nbytes = code_nbytes(format, self.range.numel)
+        ranks = 1 if whole else place.layout.world_size
+        self._bytes = FlatLayout((), ranks * nbytes, (nbytes,) * ranks)
+        codes = place.full.new_empty(nbytes if whole else 0, dtype=torch.uint8)
+        self._codes = make(replace(place, layout=self._bytes, rank=0 if whole else place.rank, full=codes))
+        self.is_swapped = self._codes.is_swapped
+        self._staged: Tensor | None = None
+
+    # -- values
+
+    def elements(self, part: FlatRange) -> Tensor:
+        blocks, code = self._code_of(part)
+        return self._decoded(code, blocks.numel)[part.at(blocks.start)]
+
+    def write(self, part: FlatRange, values: Tensor) -> None:
+        if not part:
+            return
+        # Values of a block share a scale: blocks that are written in part are decoded, and encoded again.
+        blocks, code = self._code_of(part)
+        changed = self._decoded(code, blocks.numel)
+        changed[part.at(blocks.start)].copy_(values)
+        encode(changed, self._codec, code)
+        cut = scales_nbytes(self._codec, blocks.numel)
+        for run, first in zip(self._runs(blocks), (0, cut), strict=True):
+            self._codes.write(run, code[first : first + run.numel])
+
+    def stage(self) -> FlatTensor:
+        self._staged = torch.empty(self.range.numel, dtype=self.dtype, device=self._codes_device())
+        return FlatTensor(self.range, self._staged)
+
+    def commit(self) -> None:
+        assert self._staged is not None, "committed before it was staged"
+        staged, self._staged = self._staged, None
+        encode(staged, self._codec, self._codes.stage().values)
+        self._codes.commit()
+
+    def discard(self) -> None:
+        self._staged = None
+        self._codes.discard()
+
+    def load(self, fill: FillRange, flush: Callable[[], None]) -> None:
+        staged = self.stage().values
+        staged.copy_(self.read(self.range))
+        try:
+            fill(self.range, staged)
+            flush()
+        except BaseException:
+            self.discard()
+            raise
+        self.commit()
+
+    # -- gathers
+
+    def all_gather(self, full: Tensor, collectives: Collectives, label: str, *, exact: bool) -> Work:
+        if self._bytes.world_size == 1 and (code := self.gather_input()).device == full.device:
+            decode(code, self._codec, full)
+            return DONE
+        codes = full.new_empty(self._bytes.numel, dtype=torch.uint8)
+        gather = self._codes.all_gather(codes, collectives, label, exact=True)
+        return _DecodedGather(gather, lambda: self._decode_rows(codes, full))
+
+    def _decode_rows(self, codes: Tensor, full: Tensor) -> None:
+        ranks = self._bytes.world_size
+        for code, part in zip(codes.view(ranks, -1), full.view(ranks, -1), strict=True):
+            decode(code, self._codec, part)
+
+    def copy_own(self, part: FlatRange, full: Tensor) -> None:
+        own = part & self.range
+        if own:
+            full[own.at(0)].copy_(self.read(own))
+
+    def all_gather_part(
+        self, part: FlatRange, full: Tensor, collectives: Collectives, label: str, numels: Sequence[int]
+    ) -> Work:
+        return DONE if self._whole else super().all_gather_part(part, full, collectives, label, numels)
+
+    # -- the bytes
+
+    def gather_input(self) -> Tensor:
+        return self._codes.gather_input()
+
+    def prefetch(self) -> None:
+        self._codes.prefetch()
+
+    def swap_in(self) -> None:
+        self._codes.swap_in()
+
+    def stage_absent(self) -> None:
+        self._codes.stage().values.fill_(0xFF)  # scales that are NaN in every format
+
+    def release(self) -> None:
+        self._codes.release()
+        self._staged = None
+
+    def settle(self) -> None:
+        self._codes.settle()
+
+    def tensors(self) -> Iterator[Tensor]:
+        return self._codes.tensors()
+
+    def _codes_device(self) -> torch.device:
+        return next((tensor.device for tensor in self._codes.tensors()), torch.device("cpu"))
+
+    def _decoded(self, code: Tensor, numel: int) -> Tensor:
+        values = torch.empty(numel, dtype=self.dtype, device=code.device)
+        decode(code, self._codec, values)
+        return values
+
+    def _code_of(self, part: FlatRange) -> tuple[FlatRange, Tensor]:
+        """The blocks that have elements of `part`, and a copy of their code."""
+        block = self._codec.block_numel
+        origin = self.range.start
+        first, last = (part.start - origin) // block, -(-(part.end - origin) // block)
+        blocks = FlatRange(origin + first * block, origin + last * block)
+        scales, codes = (self._codes.read(run) for run in self._runs(blocks))
+        code = scales.new_zeros(self._codec.nbytes(blocks.numel))
+        code[: scales.numel()] = scales
+        code[scales.numel() : scales.numel() + codes.numel()] = codes
+        return blocks, code
+
+    def _runs(self, blocks: FlatRange) -> tuple[FlatRange, FlatRange]:
+        """The bytes of the scales and of the codes of whole blocks."""
+        codec, start = self._codec, self._codes.range.start
+        scale = scales_nbytes(codec, codec.block_numel)
+        per_block = codec.block_numel * codec.bits // 8
+        first = (blocks.start - self.range.start) // codec.block_numel
+        count = blocks.numel // codec.block_numel
+        behind = start + scales_nbytes(codec, self.range.numel)
+        return (
+            FlatRange(start + first * scale, start + (first + count) * scale),
+            FlatRange(behind + first * per_block, behind + (first + count) * per_block),
+        )
+
+
+class _DecodedGather:
+    """A gather of codes that are decoded when it has been waited for; a `Work`."""
+
+    def __init__(self, gather: Work, then: Callable[[], None]) -> None:
+        self._gather = gather
+        self._then: Callable[[], None] | None = then
+
+    def wait(self) -> None:
+        """See `Work`."""
+        self._gather.wait()
+        then, self._then = self._then, None
+        if then is not None:
+            then()
+
+    def is_completed(self) -> bool:
+        """See `Work`."""
+        return self._gather.is_completed()
+
+
+def code_nbytes(format: str, numel: int) -> int:
+    """Bytes of the code of `numel` elements of a buffer, which are whole blocks."""
+    return FORMATS[format].nbytes(numel)
+
+
+def block_numel(format: str) -> int:
+    """What parameters and shards of a buffer in this format are aligned to."""
+    return FORMATS[format].block_numel
