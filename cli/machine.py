@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -41,11 +42,13 @@ class Device:
 
     Attributes:
         has_bf16: it computes in bf16 itself, rather than through fp32.
+        pci: its address on the bus, as the system writes it; empty where torch does not say.
     """
 
     name: str
     memory_nbytes: int
     has_bf16: bool
+    pci: str = ""
 
 
 @dataclass(frozen=True)
@@ -138,7 +141,16 @@ def devices() -> tuple[Device, ...]:
         return ()
     each = (torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count()))
     by_rocm = torch.version.hip is not None
-    return tuple(Device(one.name, int(one.total_memory), by_rocm or one.major >= _FIRST_WITH_BF16) for one in each)
+    return tuple(
+        Device(one.name, int(one.total_memory), by_rocm or one.major >= _FIRST_WITH_BF16, _pci_address(one))
+        for one in each
+    )
+
+
+def _pci_address(properties: Any) -> str:
+    if not hasattr(properties, "pci_bus_id"):  # before torch 2.7
+        return ""
+    return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
 
 
 def memory_nbytes(cgroup: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
@@ -267,6 +279,25 @@ def neighbouring_cores(topology: Path = Path("/sys/devices/system/cpu")) -> list
             return 0, core, core
 
     return sorted(os.sched_getaffinity(0), key=place)
+
+
+def node_cores(pci: str, folder: Path = Path("/sys/bus/pci/devices")) -> list[int]:
+    """The cores of a PCI device's NUMA node that this process may use; none where they are all, or are not known.
+
+    Memory follows them: the kernel takes a page from the node of the core that writes it first, while it has any.
+    """
+    device = folder / pci
+    if not pci or not hasattr(os, "sched_getaffinity"):
+        return []
+    try:
+        if int((device / "numa_node").read_text()) < 0:
+            return []
+        ranges = [text.partition("-") for text in (device / "local_cpulist").read_text().strip().split(",") if text]
+        local = {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}
+    except (OSError, ValueError):  # a container that does not show them
+        return []
+    usable = os.sched_getaffinity(0)
+    return sorted(local & usable) if usable - local else []
 
 
 def port_trouble(port: int) -> str:

@@ -15,7 +15,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -26,12 +26,14 @@ from zeroaccel.config.launch.launch_settings import LaunchSettings
 from zeroaccel.errors import ConfigError
 
 from ..machine import (
+    Device,
     allocator_variable,
     devices,
     divide_cores,
     is_known_host,
     is_own_host,
     neighbouring_cores,
+    node_cores,
     own_address_towards,
     port_trouble,
 )
@@ -175,35 +177,53 @@ def plan_launch(
     num_local = wanted if num_processes is None else num_processes // settings.num_machines
     _check_local_ranks(settings, num_local)
     threads, about_threads = _threads(num_local, settings.num_cpu_threads_per_process, environ)
+    device_memory = _device_memory(environ) if num_devices and settings.expandable_segments else {}
+    cores, about_cores = _cores(settings, program, num_local, visible, environ)
+    about = [_about_processes(settings, num_local, num_devices), about_threads, *_about_memory(device_memory)]
     return LaunchPlan(
         settings=settings,
         command=program.command(),
         num_local=num_local,
         device="cuda" if num_devices else "cpu",
-        environment={
-            **_environment(settings, threads),
-            **(_device_memory(environ) if num_devices else {}),
-            **(child_env or {}),
-        },
+        environment={**_environment(settings, threads), **device_memory, **(child_env or {})},
         host=host,
         port=port,
         address="" if is_dry and not is_known_host(host) else _own_address(host),
-        headline=f"{_about_processes(settings, num_local, num_devices)}, {about_threads}",
+        headline=", ".join([*about, *about_cores]),
         warnings=(*about_program, *about_host, *_warnings(settings, num_local, num_devices)),
-        cores=_cores(settings, program, num_local),
+        cores=cores,
         program=program,
         child_env=child_env or {},
     )
 
 
-def _cores(settings: LaunchSettings, program: Program, num_local: int) -> tuple[str, ...]:
+def _cores(
+    settings: LaunchSettings, program: Program, num_local: int, visible: Sequence[Device], environ: Mapping[str, str]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The cores of each process, and what the headline says of them."""
     if not settings.enable_cpu_affinity:
-        return ()
+        of_nodes = _cores_of_nodes(settings, num_local, visible, environ) if program.kind != "executable" else ()
+        words = "bound to the cores and memory of their GPUs' NUMA nodes (--no_numa_affinity leaves them free)"
+        return of_nodes, (words,) if of_nodes else ()
     if program.kind == "executable":
         raise ConfigError(
             "--enable_cpu_affinity: a program of --no_python is not bound", fix="leave out one of the two"
         )
-    return divide_cores(neighbouring_cores(), num_local)
+    return divide_cores(neighbouring_cores(), num_local), ()
+
+
+def _cores_of_nodes(
+    settings: LaunchSettings, num_local: int, visible: Sequence[Device], environ: Mapping[str, str]
+) -> tuple[str, ...]:
+    """Per process the cores of its GPU's NUMA node; none unless all are known."""
+    ids = [*map(str, range(len(visible)))] if settings.gpu_ids == "all" else settings.gpu_ids.split(",")
+    own = [visible[int(name)] for name in ids[:num_local] if name.isdigit() and int(name) < len(visible)]
+    # Beside CUDA_VISIBLE_DEVICES the numbers of --gpu_ids are of devices that this process may not see.
+    is_hidden = settings.gpu_ids != "all" and "CUDA_VISIBLE_DEVICES" in environ
+    if not settings.numa_affinity or settings.use_cpu or is_hidden or len(own) < num_local:
+        return ()
+    cores = [node_cores(device.pci) for device in own]
+    return tuple(",".join(map(str, each)) for each in cores) if all(cores) else ()
 
 
 def _check_program(program: Program, environ: Mapping[str, str], *, is_dry: bool) -> tuple[str, ...]:
@@ -345,6 +365,10 @@ def _device_memory(environ: Mapping[str, str]) -> dict[str, str]:
     variable = allocator_variable()
     is_set = any(name in environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))  # if only to ""
     return {variable: "expandable_segments:True"} if variable and not is_set else {}
+
+
+def _about_memory(device_memory: Mapping[str, str]) -> Iterator[str]:
+    return (f"{name}={value} (--no_expandable_segments leaves it out)" for name, value in device_memory.items())
 
 
 def _about_processes(settings: LaunchSettings, num_local: int, devices: int) -> str:

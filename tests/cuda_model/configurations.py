@@ -97,7 +97,7 @@ CASES: Mapping[str, Case] = {
     "stage 0": Case(config(0), 4),
     "stage 1, one rank": Case(config(1)),
     "stage 1": Case(config(1), 4),
-    "stage 2": Case(config(2, overlap_comm=True), 4),
+    "stage 2": Case(config(2), 4),
     "stage 2, one rank": Case(config(2)),
     "stage 3": Case(config(3, **_TRAVELS), 4),
     "stage 3, one rank": Case(config(3, **_TRAVELS)),
@@ -109,9 +109,9 @@ CASES: Mapping[str, Case] = {
     "stage 3, accumulation": Case(config(3, accumulation=2, **_TRAVELS), 4),
     # offload to host memory
     "stage 2, optimizer on the host": Case(config(2, offload_optimizer=_CORES)),
-    "stage 2, optimizer on the host, several ranks": Case(config(2, overlap_comm=True, offload_optimizer=_CORES), 4),
+    "stage 2, optimizer on the host, several ranks": Case(config(2, offload_optimizer=_CORES), 4),
     "stage 2, optimizer on the host, small buckets": Case(
-        config(2, overlap_comm=True, reduce_bucket_size=30_000, offload_optimizer=_CORES), 4
+        config(2, reduce_bucket_size=30_000, offload_optimizer=_CORES), 4
     ),
     "stage 2, optimizer on the host, accumulation": Case(config(2, accumulation=2, offload_optimizer=_CORES), 4),
     "stage 3, parameters on the host": Case(config(3, offload_param=_CPU, **_TRAVELS), 4),
@@ -189,6 +189,8 @@ CASES: Mapping[str, Case] = {
     "stage 2, SGD with momentum": Case(config(2, optimizer="SGD"), 4),
     "stage 2, Adagrad": Case(config(2, optimizer="Adagrad"), 4),
     "stage 3, RMSprop": Case(config(3, optimizer="RMSprop", **_TRAVELS), 4),
+    "stage 3, Muon": Case(config(3, optimizer="Muon", **_TRAVELS), 1),
+    "stage 3, Lamb": Case(config(3, optimizer="Lamb", **_TRAVELS), 1),
     "stage 2, bf16 moments": Case(config(2, optimizer="AdamW/bf16"), 4),
     "stage 2, int8 moments": Case(config(2, optimizer="AdamW/int8"), 4),
     # meshes
@@ -200,6 +202,8 @@ CASES: Mapping[str, Case] = {
     # what overlaps, on a network of real size; `ms` is of forward and backward
     "overlap, stage 3 on 8 ranks": Case(config(3, **_LAYERS_TRAVEL), 8, "forward_and_backward", _LARGE),
     "overlap, stage 3 on 8 ranks, layers of 70B": Case(config(3), 8, "forward_and_backward", _HUGE),
+    "overlap, stage 1 on 8 ranks": Case(config(1), 8, "forward_and_backward", _LARGE),
+    "overlap, stage 1 on 8 ranks, without": Case(config(1, overlap_comm=False), 8, "forward_and_backward", _LARGE),
     "overlap, stage 2, optimizer on the host": Case(
         config(2, offload_optimizer=_CORES), 1, "forward_and_backward", _LARGE
     ),

@@ -103,6 +103,8 @@ COUNTS: dict[str, tuple[int, float, int, int]] = {
     "stage 3, qgZ": (20, 32.0, 1, 0),
     "stage 2, SGD with momentum": (24, 30.0, 1, 0),
     "stage 3, RMSprop": (20, 40.0, 1, 0),
+    "stage 3, Muon": (105, 105.0, 1, 0),
+    "stage 3, Lamb": (19, 44.2, 1, 0),
     "stage 2, bf16 moments": (24, 30.0, 1, 0),
     "stage 2, int8 moments": (24, 26.1, 1, 0),
     "stage 2, optimizer on the host": (4, 2.0, 1, 0),
@@ -130,6 +132,7 @@ def test_reductions_in_4_bits_add_few_launches(outcome_of: Outcomes) -> None:
     [
         ("overlap, stage 3 on 8 ranks", 27.0, 0),
         ("overlap, stage 3 on 8 ranks, layers of 70B", 390.0, 0),
+        ("overlap, stage 1 on 8 ranks", 26.0, 0),
         ("overlap, stage 2, optimizer on the host", 33.0, 1),
         ("overlap, stage 3, both on the host", 50.0, 1),
     ],
@@ -141,6 +144,12 @@ def test_copies_and_collectives_overlap_with_kernels(
     # No lane can be done before it has worked, so the time is between that of the busiest one and the limit.
     assert max(outcome.busy_ms.values()) < outcome.ms <= most_ms
     assert sum(outcome.waits.values()) == waits, outcome.waits
+
+
+def test_reductions_of_stage_1_overlap_by_default(outcome_of: Outcomes) -> None:
+    overlapped, without = (outcome_of(f"overlap, stage 1 on 8 ranks{rest}") for rest in ("", ", without"))
+    assert without.ms > overlapped.ms + 3  # of 29
+    assert without.peak_nbytes == overlapped.peak_nbytes
 
 
 def test_codes_behind_a_copy_outlive_their_readers(outcome_of: Outcomes) -> None:

@@ -70,10 +70,14 @@ def tier_plan(config: Config) -> TierPlan:
     )
 
 
-def overlaps_communication(config: Config) -> bool:
-    """Whether reductions overlap with the backward pass; by default, where params are sharded."""
+def overlaps_communication(config: Config, *, has_streams: bool) -> bool:
+    """Whether reductions overlap with the backward pass; by default, where params are sharded or there are streams.
+
+    Args:
+        has_streams: reductions run on streams of a device; on a CPU they take its cores from the backward.
+    """
     overlap = config.zero_optimization.overlap_comm
-    return shard_plan(config).params if overlap is None else overlap
+    return (has_streams or shard_plan(config).params) if overlap is None else overlap
 
 
 _TRAIN = "train_batch_size"

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from zeroaccel.config import load_config, overlaps_communication
 from zeroaccel.errors import UsageError
 from zeroaccel.estimate.extrapolate import MemoryTrace, Moment, extrapolate_depth
 from zeroaccel.estimate.fake_ranks import FakeRanks, SentBytes, sent_per_step
@@ -202,7 +203,7 @@ def _run_two_steps(
         numel = sum(param.numel() for param in model.parameters())
         collectives = FakeRanks(workload.shard_ranks, how.sent, receives_in_host_memory=how.on_cpu, experts=workload.ep)
         device = META if how.shapes_only else torch.device("cpu")
-        engine = _engine(model, workload, stage, collectives, device, offloads_params=how.offloads_params)
+        engine = _engine(model, workload, stage, collectives, device, how)
         tracker.follow(buffer.full for unit in engine.units for buffer in unit.buffers)
         # The first step records the prefetch trace, and leaves receive buffers in the pool.
         _run_step(engine, schedule, recorder, how.sent)
@@ -399,8 +400,7 @@ def _engine(
     stage: int,
     collectives: FakeRanks,
     device: torch.device,
-    *,
-    offloads_params: bool,
+    how: _How,
 ) -> _EngineWithoutValues:
     """As `initialize`, without what needs a process group or values."""
     accumulation = min(workload.accumulation, 2)  # a third micro-step repeats the second
@@ -409,6 +409,9 @@ def _engine(
         "gradient_accumulation_steps": accumulation,
         "zero_optimization": {"stage": stage},
     }
+    # The tensors are on no device with streams.
+    overlaps = overlaps_communication(load_config(config), has_streams=not how.on_cpu)
+    config["zero_optimization"]["overlap_comm"] = overlaps
     if workload.precision != "fp32":
         config[workload.precision] = {"enabled": True}
     if workload.checkpointing:
@@ -419,7 +422,7 @@ def _engine(
     plan = TrainPlan.of(job, collectives.as_job(device))
     # No tier: the tracker counts tensors only.
     splits = splits_of(model, workload)
-    plan = replace(plan, placement=replace(plan.placement, offloads_params=offloads_params, splits=splits))
+    plan = replace(plan, placement=replace(plan.placement, offloads_params=how.offloads_params, splits=splits))
     return cast(_EngineWithoutValues, build(plan))
 
 

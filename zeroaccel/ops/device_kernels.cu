@@ -383,6 +383,137 @@ extern "C" __global__ void __launch_bounds__(THREADS) sgd(
     }
 }
 
+// ---- optimizers of whole tensors: row y of the grid has tensor y of each argument ----
+
+#define MANY 64 /* tensors of a launch; their addresses are arguments */
+
+struct Tensors {
+    void* at[MANY];
+};
+
+struct Numels {
+    i64 of[MANY];
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS) adam_many(
+    Tensors masters, Tensors exp_avgs, Tensors exp_avg_sqs, Tensors grads, Tensors outs, Numels numels, float factor,
+    float decay, float l2, float weight1, float beta2, float weight2, float inverse_root, float eps,
+    float negative_step, int grad_kind, int out_kind) {
+    const Adam rule = {decay, l2, weight1, beta2, weight2, inverse_root, eps, negative_step};
+    float *master = (float*)masters.at[blockIdx.y], *m = (float*)exp_avgs.at[blockIdx.y];
+    float* v = (float*)exp_avg_sqs.at[blockIdx.y];
+    const void* grad = grads.at[blockIdx.y];
+    i64 first = first_item(), numel = numels.of[blockIdx.y];
+    for (int k = 0; k < ITEMS; ++k) {
+        i64 i = first + k * THREADS;
+        if (i < numel) {
+            rule.step(master + i, m + i, v + i, __fmul_rn(number_of(load_raw(grad, i, grad_kind), grad_kind), factor));
+            store_out(outs.at[blockIdx.y], i, master[i], out_kind);
+        }
+    }
+}
+
+// The sum of a block's values, of thread 0. All threads take part; the order of the sum depends on nothing else.
+__device__ __forceinline__ double block_sum(double value) {
+    __shared__ double sums[WARPS];
+    for (int distance = 16; distance; distance >>= 1) {
+        value = __dadd_rn(value, __shfl_xor_sync(FULL_WARP, value, distance));
+    }
+    __syncthreads();  // of an earlier sum
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = value;
+    __syncthreads();
+    double total = sums[0];
+    for (int warp = 1; warp < WARPS; ++warp) total = __dadd_rn(total, sums[warp]);
+    return total;
+}
+
+// Moments and `update`, and of each thread block the sums of the squares of master and update: (2, tensors, blocks).
+extern "C" __global__ void __launch_bounds__(THREADS) lamb_moments(
+    Tensors masters, Tensors exp_avgs, Tensors exp_avg_sqs, Tensors grads, Tensors updates, Numels numels,
+    double* square_sums, float factor, float beta1, float weight1, float beta2, float weight2, float eps, float decay,
+    int eps_inside, int grad_kind) {
+    const float* master = (const float*)masters.at[blockIdx.y];
+    float *m = (float*)exp_avgs.at[blockIdx.y], *v = (float*)exp_avg_sqs.at[blockIdx.y];
+    float* update = (float*)updates.at[blockIdx.y];
+    i64 first = first_item(), numel = numels.of[blockIdx.y];
+    double weights = 0.0, steps = 0.0;
+    for (int k = 0; k < ITEMS; ++k) {
+        i64 i = first + k * THREADS;
+        if (i < numel) {
+            float d = __fmul_rn(number_of(load_raw(grads.at[blockIdx.y], i, grad_kind), grad_kind), factor);
+            float x = master[i], a = __fadd_rn(__fmul_rn(m[i], beta1), __fmul_rn(d, weight1));
+            float b = __fadd_rn(__fmul_rn(v[i], beta2), __fmul_rn(__fmul_rn(d, d), weight2));
+            float below = eps_inside ? __fsqrt_rn(__fadd_rn(b, eps)) : __fadd_rn(__fsqrt_rn(b), eps);
+            float u = __fadd_rn(__fdiv_rn(a, below), __fmul_rn(x, decay));
+            m[i] = a;
+            v[i] = b;
+            update[i] = u;
+            weights = __dadd_rn(weights, __dmul_rn((double)x, (double)x));
+            steps = __dadd_rn(steps, __dmul_rn((double)u, (double)u));
+        }
+    }
+    weights = block_sum(weights);
+    steps = block_sum(steps);
+    if (threadIdx.x == 0) {
+        i64 place = (i64)blockIdx.y * gridDim.x + blockIdx.x;
+        square_sums[place] = weights;
+        square_sums[(i64)gridDim.y * gridDim.x + place] = steps;
+    }
+}
+
+// `norms` are of masters, then of updates: (2, tensors).
+extern "C" __global__ void __launch_bounds__(THREADS) lamb_apply(
+    Tensors masters, Tensors updates, Tensors outs, Numels numels, const float* norms, float step_size,
+    float least_ratio, float most_ratio, int out_kind) {
+    float weights = norms[blockIdx.y], steps = norms[gridDim.y + blockIdx.y];
+    float ratio = __fdiv_rn(weights, steps);
+    ratio = ratio < least_ratio ? least_ratio : ratio > most_ratio ? most_ratio : ratio;
+    if (weights == 0.0f || steps == 0.0f) ratio = 1.0f;
+    float rate = __fmul_rn(ratio, step_size), *master = (float*)masters.at[blockIdx.y];
+    const float* update = (const float*)updates.at[blockIdx.y];
+    i64 first = first_item(), numel = numels.of[blockIdx.y];
+    for (int k = 0; k < ITEMS; ++k) {
+        i64 i = first + k * THREADS;
+        if (i < numel) {
+            float x = __fsub_rn(master[i], __fmul_rn(update[i], rate));
+            master[i] = x;
+            store_out(outs.at[blockIdx.y], i, x, out_kind);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) muon_momentum(
+    Tensors buffers, Tensors grads, Tensors updates, Numels numels, float factor, float momentum, float weight,
+    int nesterov, int grad_kind, int update_kind) {
+    float* buffer = (float*)buffers.at[blockIdx.y];
+    i64 first = first_item(), numel = numels.of[blockIdx.y];
+    for (int k = 0; k < ITEMS; ++k) {
+        i64 i = first + k * THREADS;
+        if (i < numel) {
+            float d = __fmul_rn(number_of(load_raw(grads.at[blockIdx.y], i, grad_kind), grad_kind), factor);
+            float own = __fmul_rn(d, weight), b = __fadd_rn(__fmul_rn(buffer[i], momentum), own);
+            buffer[i] = b;
+            store(updates.at[blockIdx.y], i, nesterov ? __fadd_rn(__fmul_rn(b, momentum), own) : b, update_kind);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) muon_apply(
+    Tensors masters, Tensors directions, Tensors outs, Numels numels, float decay, float rate, int direction_kind,
+    int out_kind) {
+    float* master = (float*)masters.at[blockIdx.y];
+    i64 first = first_item(), numel = numels.of[blockIdx.y];
+    for (int k = 0; k < ITEMS; ++k) {
+        i64 i = first + k * THREADS;
+        if (i < numel) {
+            float step = number_of(load_raw(directions.at[blockIdx.y], i, direction_kind), direction_kind);
+            float x = __fsub_rn(__fmul_rn(master[i], decay), __fmul_rn(step, rate));
+            master[i] = x;
+            store_out(outs.at[blockIdx.y], i, x, out_kind);
+        }
+    }
+}
+
 // ---- the gradient norm: `reductions.py` ----
 
 // Raises `largest` to the bits of the largest magnitude, inf below NaN.

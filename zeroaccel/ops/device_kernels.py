@@ -14,7 +14,7 @@ import re
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -27,8 +27,12 @@ from zeroaccel.ops.nvrtc import DriverModule, KernelError, open_nvrtc
 SOURCE = Path(__file__).with_suffix(".cu")
 """What is compiled."""
 
-Argument = Tensor | np.generic | None
-"""Of a kernel: a tensor is its address, None a null pointer, and a number has the C type of its dtype."""
+Argument = Tensor | np.generic | Sequence[Tensor | None] | Sequence[int] | None
+"""Of a kernel: a tensor is its address, None a null pointer, and a number has the C type of its dtype; a list is one of
+the structures of `MANY` addresses or counts."""
+
+MANY = 64
+"""Tensors that one launch takes: MANY of the source."""
 
 _THREADS = 256  # per block: THREADS of the source
 _ITEMS = 4  # per thread of an update: ITEMS of the source
@@ -121,6 +125,39 @@ class DeviceKernels:
             reads=[*state, grad, control],
             writes=[*state, out],
             blocks=-(-numel // (_THREADS * _ITEMS)),
+        )
+
+    def update_many(
+        self,
+        name: str,
+        columns: Mapping[str, Sequence[Tensor | None]],
+        numbers: Sequence[Argument],
+        *,
+        reads: str,
+        writes: str,
+        beside: Sequence[Tensor] = (),
+    ) -> None:
+        """One launch for an update of several tensors, at most `MANY`.
+
+        Args:
+            columns: of each of the kernel's arguments with a tensor per row, the tensors, by a letter.
+            numbers: the kernel's other arguments, behind the counts of elements.
+            reads, writes: the letters of the columns that are read, and written.
+            beside: those tensors among the numbers that are written; others are read.
+        """
+        first = next(iter(columns.values()))
+        numels = [tensor.numel() for tensor in first if tensor is not None]
+        assert len(first) == len(numels) <= MANY, f"{len(first)} tensors in one launch"
+        self.launch(
+            name,
+            [*columns.values(), numels, *numbers],
+            reads=[
+                *(tensor for letter in reads for tensor in columns[letter]),
+                *(each for each in numbers if isinstance(each, Tensor) and all(each is not own for own in beside)),
+            ],
+            writes=[*(tensor for letter in writes for tensor in columns[letter]), *beside],
+            blocks=update_blocks(numels),
+            rows=len(numels),
         )
 
     # -- the norm and the decisions of a step
@@ -237,7 +274,21 @@ def _c_value(argument: Argument) -> object:
     if isinstance(argument, Tensor):
         assert argument.is_contiguous(), f"a kernel needs contiguous memory, got strides {argument.stride()}"
         return ctypes.c_void_p(argument.data_ptr())
-    return _C_TYPES[type(argument)](argument.item())
+    if isinstance(argument, np.generic):
+        return _C_TYPES[type(argument)](argument.item())
+    if isinstance(argument[0], int):
+        return (ctypes.c_int64 * MANY)(*cast(Sequence[int], argument))
+    return (ctypes.c_void_p * MANY)(*(cast(Any, _c_value(cast(Argument, each))).value for each in argument))
+
+
+def update_blocks(numels: Sequence[int]) -> int:
+    """Thread blocks for the largest of the tensors that an update has in one launch."""
+    return max(1, -(-max(numels) // (_THREADS * _ITEMS)))
+
+
+def dtype_kind(tensor: Tensor | None) -> np.int32:
+    """Of a kernel's argument: the number of a tensor's dtype, 0 of none."""
+    return np.int32(0 if tensor is None else _KINDS[tensor.dtype])
 
 
 def _int32(*numbers: int) -> list[np.int32]:

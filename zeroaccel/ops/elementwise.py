@@ -151,20 +151,8 @@ class Adam(ShardOptimizer):
         self._make_moments(param)
         state = self.state[param]
         state["step"] = step = int(state.get("step", 0)) + 1
-        lr, weight_decay, (beta1, beta2) = float(group["lr"]), float(group["weight_decay"]), group["betas"]
-        corrected, decoupled = group["bias_correction"], group["adamw_mode"]
-        coefficients: list[float | np.uint32] = [
-            self._key(step),
-            1 - lr * weight_decay if decoupled else 1.0,
-            0.0 if decoupled else weight_decay,
-            1 - beta1,
-            beta2,
-            1 - beta2,
-            1 / math.sqrt(1 - beta2**step) if corrected else 1.0,
-            float(group["eps"]),
-            -lr / (1 - beta1**step) if corrected else -lr,
-        ]
-        return self._moments_of(param), coefficients
+        numbers = adam_coefficients(group, step, corrected=group["bias_correction"], decoupled=group["adamw_mode"])
+        return self._moments_of(param), [self._key(step), *numbers]
 
     def _update_tile(self, x: Tensor, buffers: Sequence[Tensor], d: Tensor, coefficients: Sequence[float]) -> None:
         m, v = buffers
@@ -174,6 +162,21 @@ class Adam(ShardOptimizer):
         m += (d - m).mul_(weight1)
         v.mul_(beta2).add_((d * weight2).mul_(d))
         x.mul_(decay).add_((m * negative_step).div_(v.sqrt().mul_(inverse_root).add_(eps)))
+
+
+def adam_coefficients(group: Hyperparameters, step: int, *, corrected: bool, decoupled: bool) -> list[float]:
+    """Of Adam's kernels, from its decay on."""
+    lr, weight_decay, (beta1, beta2) = float(group["lr"]), float(group["weight_decay"]), group["betas"]
+    return [
+        1 - lr * weight_decay if decoupled else 1.0,
+        0.0 if decoupled else weight_decay,
+        1 - beta1,
+        beta2,
+        1 - beta2,
+        1 / math.sqrt(1 - beta2**step) if corrected else 1.0,
+        float(group["eps"]),
+        -lr / (1 - beta1**step) if corrected else -lr,
+    ]
 
 
 CPUAdam = Adam

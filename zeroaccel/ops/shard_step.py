@@ -9,8 +9,8 @@ stages or tiers, and no step communicates.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol, TypeVar, overload, runtime_checkable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, overload, runtime_checkable
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torch.optim.optimizer import ParamsT
 
 from zeroaccel.errors import UsageError
 from zeroaccel.ops import moments
-from zeroaccel.ops.device_kernels import kernels_for
+from zeroaccel.ops.device_kernels import MANY, DeviceKernels, kernels_for
 from zeroaccel.ops.dispatch import array_of, launch
 from zeroaccel.ops.hybrid_update import HybridUpdate
 from zeroaccel.ops.number_formats import Array
@@ -57,6 +57,46 @@ class ShardStep(Protocol):
             UsageError: for a dtype, size or device that does not fit.
         """
         ...
+
+
+class TensorStep(NamedTuple):
+    """A whole tensor to be stepped.
+
+    Attributes:
+        param: float32, the master weights in their shape.
+        grad: (numel,) float32, bfloat16 or float16.
+        out: (numel,) gets the new weights rounded to its dtype; None for nothing.
+    """
+
+    param: Tensor
+    grad: Tensor
+    out: Tensor | None
+
+
+@runtime_checkable
+class ManyStep(Protocol):
+    """An optimizer of whole tensors that steps many of them in few launches."""
+
+    def step_many(
+        self, group: Hyperparameters, steps: Sequence[TensorStep], *, grad_scale: float, kernels: DeviceKernels
+    ) -> None:
+        """Advances tensors of one param group, on the device of the kernels; the meaning is that of `step`."""
+
+
+def batches_alike(
+    steps: Iterable[TensorStep], key: Callable[[TensorStep], object], most_numel: int
+) -> Iterator[list[TensorStep]]:
+    """Steps with equal keys and dtypes: as many as one launch takes, and of so many elements, or a larger one alone."""
+    alike: dict[object, list[list[TensorStep]]] = {}
+    for step in steps:
+        dtypes = step.grad.dtype, None if step.out is None else step.out.dtype
+        batches = alike.setdefault((dtypes, key(step)), [[]])
+        numel = sum(other.param.numel() for other in batches[-1]) + step.param.numel()
+        if batches[-1] and (len(batches[-1]) == MANY or numel > most_numel):
+            batches.append([])
+        batches[-1].append(step)
+    for batches in alike.values():
+        yield from batches
 
 
 class NativeOptimizer(torch.optim.Optimizer):

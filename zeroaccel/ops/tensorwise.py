@@ -5,21 +5,38 @@ are large; settings and arithmetic are those of DeepSpeed's FusedLamb, which app
 clamps the trust ratio. Muon (K. Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) pushes the singular
 values of a hidden matrix's momentum to about 1 by a few Newton-Schulz iterations, and steps all else by AdamW.
 
+On a CUDA device tensors are stepped together, so that a step has no launch per tensor: LAMB's of any shapes, Muon's
+matrices of one shape, in batched products. A batch of another size may have other bits there: cuBLAS chooses a kernel
+for it.
+
 Nothing here knows of ranks: the engine keeps such parameters unsplit in an owner layout.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
 from zeroaccel.errors import UsageError
-from zeroaccel.ops.shard_step import Hyperparameters, NativeOptimizer, require, require_unit_interval
+from zeroaccel.ops.device_kernels import DeviceKernels, dtype_kind, update_blocks
+from zeroaccel.ops.elementwise import adam_coefficients
+from zeroaccel.ops.shard_step import (
+    Hyperparameters,
+    NativeOptimizer,
+    TensorStep,
+    batches_alike,
+    require,
+    require_unit_interval,
+)
+
+_MOST_NUMEL = 1 << 27  # of tensors in one launch: bounds what lies between two launches to 512 MiB
 
 
 class Lamb(NativeOptimizer):
@@ -84,22 +101,59 @@ class Lamb(NativeOptimizer):
             assert param.grad is not None, "only parameters with a gradient are stepped"
             self._advance(group, param, param.grad)
 
-    def _advance(self, group: Hyperparameters, param: Tensor, grad: Tensor) -> None:
-        state = self.state[param]
+    def _counted(self, param: Tensor) -> dict[str, Any]:
+        """The state of a parameter, made if need be, with one more step."""
+        state: dict[str, Any] = self.state[param]
         if not state:
-            state["step"] = 0
-            state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
-            state["exp_avg_sq"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+            state.update(step=0, exp_avg=_zeros(param), exp_avg_sq=_zeros(param))
         state["step"] += 1
+        return state
+
+    def _step_size(self, group: Hyperparameters, step: int) -> float:
+        (beta1, beta2), corrected = group["betas"], group["bias_correction"]
+        factor = math.sqrt(1 - beta2**step) / (1 - beta1**step) if corrected else 1.0
+        return float(group["lr"]) * factor
+
+    @torch.no_grad()
+    def step_many(
+        self, group: Hyperparameters, steps: Sequence[TensorStep], *, grad_scale: float, kernels: DeviceKernels
+    ) -> None:
+        """See `ManyStep.step_many`."""
+        counts = {id(step.param): self._counted(step.param)["step"] for step in steps}
+        (beta1, beta2), eps, decay = group["betas"], group["eps"], group["weight_decay"]
+        numbers = _floats(grad_scale, beta1, 1 - beta1, beta2, 1 - beta2, eps, decay)
+        for batch in batches_alike(steps, lambda step: counts[id(step.param)], _MOST_NUMEL):
+            columns = _columns(batch, self.state, "exp_avg", "exp_avg_sq")
+            numels = [step.param.numel() for step in batch]
+            masters, updates = columns["x"], columns["x"][0].new_empty(sum(numels)).split(numels)
+            sums = updates[0].new_empty((2, len(batch), update_blocks(numels)), dtype=torch.float64)
+            kernels.update_many(
+                "lamb_moments",
+                {"x": masters, "m": columns["0"], "v": columns["1"], "g": columns["g"], "u": updates},
+                [sums, *numbers, np.int32(group["eps_inside_sqrt"]), dtype_kind(batch[0].grad)],
+                reads="xmvg",
+                writes="mvu",
+                beside=[sums],
+            )
+            rates = self._step_size(group, counts[id(batch[0].param)]), group["min_coeff"], group["max_coeff"]
+            kernels.update_many(
+                "lamb_apply",
+                {"x": masters, "u": updates, "o": columns["o"]},
+                [sums.sum(-1).sqrt_().float(), *_floats(*rates), dtype_kind(batch[0].out)],
+                reads="xu",
+                writes="xo",
+            )
+            _note_written(batch)
+
+    def _advance(self, group: Hyperparameters, param: Tensor, grad: Tensor) -> None:
+        state = self._counted(param)
         (beta1, beta2), eps, m, v = group["betas"], group["eps"], state["exp_avg"], state["exp_avg_sq"]
         # No fused operations (addcmul, lerp): some backends contract them, and the bits would depend on the device.
         m.mul_(beta1).add_(grad * (1 - beta1))
         v.mul_(beta2).add_(grad.square() * (1 - beta2))
         update = m / ((v + eps).sqrt_() if group["eps_inside_sqrt"] else v.sqrt().add_(eps))
         update.add_(param * group["weight_decay"])
-        step_size = float(group["lr"])
-        if group["bias_correction"]:
-            step_size *= math.sqrt(1 - beta2 ** state["step"]) / (1 - beta1 ** state["step"])
+        step_size = self._step_size(group, state["step"])
         weight_norm, update_norm = torch.linalg.vector_norm(param), torch.linalg.vector_norm(update)
         ratio = (weight_norm / update_norm).clamp_(group["min_coeff"], group["max_coeff"])
         ratio = torch.where((weight_norm == 0) | (update_norm == 0), 1.0, ratio)
@@ -193,26 +247,92 @@ class Muon(NativeOptimizer):
             assert param.grad is not None, "only parameters with a gradient are stepped"
             self._step_matrices(group, param, param.grad)
 
-    def _step_matrices(self, group: Hyperparameters, param: Tensor, grad: Tensor) -> None:
+    @torch.no_grad()
+    def step_many(
+        self, group: Hyperparameters, steps: Sequence[TensorStep], *, grad_scale: float, kernels: DeviceKernels
+    ) -> None:
+        """See `ManyStep.step_many`."""
+        if not group["use_muon"]:
+            return self._step_many_elements(group, steps, grad_scale, kernels)
+        momentum, lr, method = group["momentum"], float(group["lr"]), group["ns_method"]
+        for batch in batches_alike(steps, lambda step: step.param.shape, _MOST_NUMEL):
+            for step in batch:
+                self._momentum_buffer(step.param)
+            columns = _columns(batch, self.state, "momentum_buffer")
+            one = batch[0].param
+            shape = one.shape if one.dim() <= 3 else one.flatten(1).shape
+            updates = one.new_empty((len(batch), *shape), dtype=_dtype_of(method))
+            kernels.update_many(
+                "muon_momentum",
+                {"b": columns["0"], "g": columns["g"], "u": updates.unbind()},
+                [
+                    *_floats(grad_scale, momentum, 1 - momentum),
+                    np.int32(group["nesterov"]),
+                    dtype_kind(batch[0].grad),
+                    dtype_kind(updates),
+                ],
+                reads="bg",
+                writes="bu",
+            )
+            directions = _orthogonal(updates.view(-1, *shape[-2:]), group["ns_steps"], method, fused=True).contiguous()
+            kernels.update_many(
+                "muon_apply",
+                {"x": columns["x"], "d": directions.view(updates.shape).unbind(), "o": columns["o"]},
+                [
+                    *_floats(1 - lr * group["weight_decay"], lr * _stretch(shape)),
+                    dtype_kind(directions),
+                    dtype_kind(batch[0].out),
+                ],
+                reads="xd",
+                writes="xo",
+            )
+            _note_written(batch)
+
+    def _step_many_elements(
+        self, group: Hyperparameters, steps: Sequence[TensorStep], grad_scale: float, kernels: DeviceKernels
+    ) -> None:
+        counts = {}
+        for step in steps:
+            state = self._adamw_state(step.param)
+            state["step"] += 1
+            counts[id(step.param)] = int(state["step"])
+        for batch in batches_alike(steps, lambda step: counts[id(step.param)], _MOST_NUMEL):
+            columns = _columns(batch, self.state, "exp_avg", "exp_avg_sq")
+            numbers = adam_coefficients(group, counts[id(batch[0].param)], corrected=True, decoupled=True)
+            kernels.update_many(
+                "adam_many",
+                {"x": columns["x"], "m": columns["0"], "v": columns["1"], "g": columns["g"], "o": columns["o"]},
+                [*_floats(grad_scale, *numbers), dtype_kind(batch[0].grad), dtype_kind(batch[0].out)],
+                reads="xmvg",
+                writes="xmvo",
+            )
+            _note_written(batch)
+
+    def _momentum_buffer(self, param: Tensor) -> Tensor:
         state = self.state[param]
         if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(param, memory_format=torch.preserve_format)
-        buffer, grad_weight, lr = state["momentum_buffer"], 1 - group["momentum"], float(group["lr"])
+            state["momentum_buffer"] = _zeros(param)
+        buffer: Tensor = state["momentum_buffer"]
+        return buffer
+
+    def _adamw_state(self, param: Tensor) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[param]
+        if not state:
+            state.update(step=torch.tensor(0.0), exp_avg=_zeros(param), exp_avg_sq=_zeros(param))
+        return state
+
+    def _step_matrices(self, group: Hyperparameters, param: Tensor, grad: Tensor) -> None:
+        buffer, grad_weight, lr = self._momentum_buffer(param), 1 - group["momentum"], float(group["lr"])
         buffer.mul_(group["momentum"]).add_(grad * grad_weight)
         update = buffer * group["momentum"] + grad * grad_weight if group["nesterov"] else buffer
-        # The entries of an orthogonal matrix are about 1/sqrt(its longer side); scaled, they are 1/sqrt(columns) of a
-        # tall one too.
         matrices = update if update.dim() <= 3 else update.flatten(1)
-        stretch = math.sqrt(max(1.0, matrices.shape[-2] / matrices.shape[-1]))
         direction = orthogonalized(matrices, group["ns_steps"], group["ns_method"])
-        param.mul_(1 - lr * group["weight_decay"]).sub_((direction * (lr * stretch)).view(param.shape))
+        rate = lr * _stretch(matrices.shape)
+        param.mul_(1 - lr * group["weight_decay"]).sub_((direction * rate).view(param.shape))
 
     def _step_elements(self, group: Hyperparameters, params: list[Tensor]) -> None:
         for param in params:
-            if not (state := self.state[param]):
-                state["step"] = torch.tensor(0.0, dtype=torch.float32)
-                state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
-                state["exp_avg_sq"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+            self._adamw_state(param)
         adamw(
             params,
             [param.grad for param in params if param.grad is not None],
@@ -244,18 +364,60 @@ def orthogonalized(matrices: Tensor, steps: int = 5, method: str = "standard") -
         float32, of the same shape. Computed in bfloat16 by "standard", as in the post, and in float32 by "gram", whose
         Gram matrices square the errors.
     """
-    x = matrices.to(torch.bfloat16 if method == "standard" else torch.float32)
+    return _orthogonal(matrices.to(_dtype_of(method)), steps, method).to(torch.float32)
+
+
+def _orthogonal(x: Tensor, steps: int, method: str, *, fused: bool = False) -> Tensor:
+    """`orthogonalized`, in the dtype of x. Fused, (n, rows, columns): products and sums in one launch, rounded once."""
     # A wide matrix has the smaller Gram matrix x x^T.
     is_tall = x.shape[-2] > x.shape[-1]
     x = x.mT if is_tall else x
     x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=_MIN_NORM)
-    x = _by_gram_matrix(x, steps) if method == "gram" else _by_matrix(x, steps)
-    return (x.mT if is_tall else x).to(torch.float32)
+    x = _by_gram_matrix(x, steps) if method == "gram" else _by_matrix(x, steps, fused=fused)
+    return x.mT if is_tall else x
 
 
-def _by_matrix(x: Tensor, steps: int) -> Tensor:
+def _dtype_of(method: str) -> torch.dtype:
+    return torch.bfloat16 if method == "standard" else torch.float32
+
+
+def _stretch(shape: Sequence[int]) -> float:
+    # The entries of an orthogonal matrix are about 1/sqrt(its longer side); scaled, they are 1/sqrt(columns) of a tall
+    # one too.
+    return math.sqrt(max(1.0, shape[-2] / shape[-1]))
+
+
+def _zeros(param: Tensor) -> Tensor:
+    return torch.zeros_like(param, memory_format=torch.preserve_format)
+
+
+def _floats(*numbers: float) -> list[np.float32]:
+    return [np.float32(number) for number in numbers]
+
+
+def _columns(batch: Sequence[TensorStep], states: Mapping[Tensor, Any], *names: str) -> dict[str, list[Any]]:
+    """Of tensors for one launch: masters "x", gradients "g", copies "o", and states "0", "1" by their names."""
+    columns: dict[str, list[Any]] = {
+        "x": [step.param for step in batch],
+        "g": [step.grad for step in batch],
+        "o": [s.out for s in batch],
+    }
+    return {**columns, **{str(i): [states[s.param][name] for s in batch] for i, name in enumerate(names)}}
+
+
+def _note_written(batch: Sequence[TensorStep]) -> None:
+    """Autograd does not see what a kernel writes."""
+    for tensor in (tensor for step in batch for tensor in (step.param, step.out) if tensor is not None):
+        torch.autograd.graph.increment_version(tensor)
+
+
+def _by_matrix(x: Tensor, steps: int, *, fused: bool) -> Tensor:
     a, b, c = _POLYNOMIAL
     for _ in range(steps):
+        if fused:
+            gram = torch.bmm(x, x.mT)
+            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+            continue
         gram = x @ x.mT
         x = x * a + (gram * b + gram @ gram * c) @ x
     return x

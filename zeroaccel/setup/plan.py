@@ -124,8 +124,9 @@ class TrainPlan:
         batch = _batch(config, ranks.samplers.value, training=trained.optimizer is not None)
         splits = {key: split for axis in ranks.axes for key, split in axis.splits.items()}
         device, groups, kinds = ranks.topology.device, trained.groups, trained.group_kinds
+        sizes = ranks.world_size, ranks.samplers.value
         plan = cls(
-            engine=engine_settings_of(config, shards, batch, ranks.world_size, ranks.samplers.value, job.loop),
+            engine=engine_settings_of(config, shards, batch, *sizes, job.loop, has_streams=device.type == "cuda"),
             comm=comm_plan(config, ranks.world_size, _shard_size(ranks, config)),
             tiers=tiers,
             optimizer=trained,

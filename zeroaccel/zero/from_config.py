@@ -220,12 +220,15 @@ def engine_settings_of(
     world_size: int,
     data_parallel_size: int,
     loop: LoopRules | None = None,
+    *,
+    has_streams: bool = False,
 ) -> EngineSettings:
     """The engine's part of the config.
 
     Args:
         world_size: ranks whose gradients are averaged.
         data_parallel_size: those of them that see different samples.
+        has_streams: the device has streams.
     """
     loop = loop or LoopRules()
     zero = settings.zero_optimization
@@ -262,7 +265,7 @@ def engine_settings_of(
             predivide=predivide,
             postscale=predivide / world_size if mean else predivide,
             bucket_numel=zero.reduce_bucket_size,
-            overlap=overlaps_communication(settings),
+            overlap=overlaps_communication(settings, has_streams=has_streams),
         ),
         loop=loop,
     )

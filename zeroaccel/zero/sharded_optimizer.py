@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -22,8 +22,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zeroaccel.errors import OffloadError
+from zeroaccel.ops.device_kernels import DeviceKernels, kernels_for
 from zeroaccel.ops.moments import exponents_name
-from zeroaccel.ops.shard_step import ShardOptimizer, ShardStep
+from zeroaccel.ops.shard_step import ManyStep, ShardOptimizer, ShardStep, TensorStep
 from zeroaccel.optim.optimizer_kinds import OptimizerKind, OptimizerKinds, StepCounters, batches, restricted
 from zeroaccel.telemetry.timeline import span
 from zeroaccel.zero.grad_reducer import GradientBuffer
@@ -172,6 +173,11 @@ class ShardedOptimizer:
             with self._timed(), span("update", "all units"):
                 self._step_together(gradients, grad_scale, done)
             return
+        if (kernels := self._kernels_for_many()) is not None:
+            assert isinstance(grad_scale, float), "an optimizer of whole tensors takes no control tensor"
+            with self._timed(), span("update", "all units"):
+                self._step_many(gradients, grad_scale, done, kernels)
+            return
 
         own = [gradient.buffer for gradient in gradients if earlier is None or not earlier.has(gradient.buffer)]
         following = followers(own)
@@ -262,6 +268,39 @@ class ShardedOptimizer:
                 self._call_again(self._call_step)
             for piece in batch:
                 self._take_weights(piece, out)
+
+    def _kernels_for_many(self) -> DeviceKernels | None:
+        """Where tensors of all buffers are stepped in few launches: with masters on a device that has kernels."""
+        if self._copies is not None or not isinstance(self.optimizer, ManyStep):
+            return None
+        masters = [buffer.masters.as_weights(torch.float32) for buffer in self.buffers]
+        first = next(iter(masters), None)
+        return None if first is None or any(each is None for each in masters) else kernels_for(first.device)
+
+    def _step_many(
+        self,
+        gradients: Sequence[GradientBuffer],
+        grad_scale: float,
+        done: Callable[[FlatBuffer], None],
+        kernels: DeviceKernels,
+    ) -> None:
+        """One call of an optimizer of whole tensors for each param group, with the tensors of all buffers."""
+        assert isinstance(self.optimizer, ManyStep), "asked for by `_kernels_for_many`"
+        steps: list[list[TensorStep]] = [[] for _ in self.optimizer.param_groups]
+        with ExitStack() as marking:
+            outs = [gradient.buffer.masters.stage_weights() for gradient in gradients]
+            for gradient, out in zip(gradients, outs, strict=True):
+                marking.enter_context(self._marking(gradient.buffer, out))
+                grad = _reduced(gradient)
+                for piece in gradient.buffer.masters.pieces:
+                    own = None if out is None else out[piece.range]
+                    steps[piece.group].append(TensorStep(piece.param, grad[piece.range], own))
+            for group, own_steps in zip(self.optimizer.param_groups, steps, strict=True):
+                self.optimizer.step_many(group, own_steps, grad_scale=grad_scale, kernels=kernels)
+        for gradient, out in zip(gradients, outs, strict=True):
+            if out is not None:
+                self._commit(gradient.buffer)
+            self._finish(gradient.buffer, done)
 
     def _step_together(
         self, gradients: Sequence[GradientBuffer], grad_scale: float, done: Callable[[FlatBuffer], None]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 from zeroaccel.cli.launch import launch_plan as plan_module
 from zeroaccel.cli.launch.agent import prefixed_streams
 from zeroaccel.cli.launch.launch_plan import LaunchPlan, Program, plan_launch
-from zeroaccel.cli.machine import Device, port_trouble
+from zeroaccel.cli.machine import Device, node_cores, port_trouble
 from zeroaccel.comm.environment import usable_cores
 from zeroaccel.config.launch.launch_settings import launch_settings
 from zeroaccel.errors import ConfigError
@@ -92,6 +94,72 @@ def test_device_memory_grows_unless_the_user_says(
     machine.setattr("zeroaccel.cli.machine._version", lambda package: version)
     environment = _plan({}, {**PATH, **given}).environment
     assert {name: value for name, value in environment.items() if name.endswith("ALLOC_CONF")} == expected
+
+
+def test_the_headline_says_so_once_and_a_flag_leaves_it_out(machine: pytest.MonkeyPatch) -> None:
+    machine.setattr(plan_module, "devices", lambda: (GPU,))
+    machine.setattr("zeroaccel.cli.machine._version", lambda package: "2.13.0+cu130")
+    said = "PYTORCH_ALLOC_CONF=expandable_segments:True (--no_expandable_segments leaves it out)"
+    assert _plan({}).headline.count(said) == 1
+    plan = _plan({"expandable_segments": False})
+    assert "expandable" not in plan.headline
+    assert "PYTORCH_ALLOC_CONF" not in plan.environment
+
+
+# -- cores and memory of the GPU's node, on a machine with two
+
+
+@pytest.fixture
+def two_nodes(machine: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
+    """8 cores and 4 GPUs, two of each node; a fifth is of no node, a sixth is not shown."""
+    for index, (node, cores) in enumerate([(0, "0-2,6"), (0, "0-2,6"), (1, "3-5,7"), (1, "3-5,7"), (-1, "0-7")]):
+        folder = tmp_path / "devices" / f"0000:{0x80 + index:02x}:00.0"
+        folder.mkdir(parents=True)
+        (folder / "numa_node").write_text(f"{node}\n")
+        (folder / "local_cpulist").write_text(f"{cores}\n")
+    gpus = tuple(replace(GPU, pci=f"0000:{0x80 + index:02x}:00.0") for index in range(6))
+    machine.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    machine.setattr(plan_module, "node_cores", lambda pci: node_cores(pci, tmp_path / "devices"))
+    machine.setattr(plan_module, "devices", lambda: gpus)
+    return machine
+
+
+@pytest.mark.parametrize(
+    ("values", "environ", "cores"),
+    [
+        ({"num_processes": 4}, {}, ("0,1,2,6", "0,1,2,6", "3,4,5,7", "3,4,5,7")),
+        ({"num_processes": 1}, {}, ("0,1,2,6",)),
+        ({"gpu_ids": "3,0"}, {}, ("3,4,5,7", "0,1,2,6")),
+        ({"num_processes": 4, "numa_affinity": False}, {}, ()),
+        ({"num_processes": 4, "use_cpu": True}, {}, ()),
+        ({"num_processes": 5}, {}, ()),  # of one the node is not known
+        ({"gpu_ids": "3,5"}, {}, ()),
+        ({"gpu_ids": "3,0"}, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, ()),
+        ({"gpu_ids": "GPU-1f"}, {}, ()),
+        ({"num_processes": 4, "enable_cpu_affinity": True}, {}, ("0,1", "2,3", "4,5", "6,7")),
+    ],
+)
+def test_processes_are_bound_to_the_node_of_their_gpu(
+    two_nodes: pytest.MonkeyPatch, values: dict[str, Any], environ: dict[str, str], cores: tuple[str, ...]
+) -> None:
+    two_nodes.setattr(plan_module, "neighbouring_cores", lambda: list(range(8)))
+    plan = _plan(values, {**PATH, **environ})
+    assert plan.cores == cores
+    said = "bound to the cores and memory of their GPUs' NUMA nodes (--no_numa_affinity leaves them free)"
+    assert plan.headline.count(said) == (bool(cores) and "enable_cpu_affinity" not in values)
+    assert [plan.additions(rank).get("ZEROACCEL_CPU_CORES") for rank in range(len(cores))] == list(cores)
+
+
+def test_a_program_that_is_no_python_is_not_bound_to_a_node(two_nodes: pytest.MonkeyPatch) -> None:
+    plan = _plan({"num_processes": 2}, program=Program("sh", kind="executable"))
+    assert plan.cores == ()
+    assert "NUMA" not in plan.headline
+
+
+def test_a_machine_of_one_node_binds_nothing(two_nodes: pytest.MonkeyPatch) -> None:
+    two_nodes.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 6})
+    assert _plan({"num_processes": 2}).cores == ()
+    assert _plan({"gpu_ids": "2"}).cores == ()  # none of its cores may be used
 
 
 def test_the_host_has_no_device_memory(machine: pytest.MonkeyPatch) -> None:

@@ -189,8 +189,19 @@ def test_plans_are_immutable() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "asked", "overlaps"), [(2, None, False), (3, None, True), (2, True, True), (3, False, False)]
+    ("stage", "asked", "on_cpu", "with_streams"),
+    [
+        (1, None, False, True),
+        (2, None, False, True),
+        (3, None, True, True),
+        (2, True, True, True),
+        (2, False, False, False),
+        (3, False, False, False),
+    ],
 )
-def test_overlap_is_on_by_default_where_parameters_are_sharded(stage: int, asked: bool | None, overlaps: bool) -> None:
+def test_overlap_is_on_by_default_with_streams_or_sharded_parameters(
+    stage: int, asked: bool | None, on_cpu: bool, with_streams: bool
+) -> None:
     config = load_config({"zero_optimization": {"stage": stage, "overlap_comm": asked}})
-    assert overlaps_communication(config) is overlaps
+    assert overlaps_communication(config, has_streams=False) is on_cpu
+    assert overlaps_communication(config, has_streams=True) is with_streams

@@ -10,11 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.refusals import refused
 from tests.support.tensors import normal
+from tests.unit.ops.kernels_on_host import HostRunner, host_library
 from zeroaccel.errors import UsageError
-from zeroaccel.ops import Lamb, Muon
+from zeroaccel.ops import Adam, Lamb, Muon
+from zeroaccel.ops.device_kernels import DeviceKernels
+from zeroaccel.ops.shard_step import TensorStep
 from zeroaccel.ops.tensorwise import orthogonalized
 
 
@@ -146,3 +150,134 @@ def test_groups_have_the_settings_of_their_rule() -> None:
 def test_what_muon_cannot_take_is_reported(group: dict[str, Any], settings: dict[str, Any], words: str) -> None:
     with refused(UsageError, words):
         Muon([{"params": [Parameter(torch.ones(3, 3))], **group}], **settings)
+
+
+# -- many tensors in few launches, as on a device; the kernels are compiled for the host
+
+_SHAPES = [(16, 40), (40, 16), (16, 40), (24, 24), (16, 40), (2, 8, 20), (6, 2, 3, 3)]
+_VECTORS = [(3000,), (7,), (1,), (2000,)]
+
+
+class _Operations(TorchDispatchMode):
+    """Counts what a device would launch for torch: operations that are no views, nor of a number on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        launches = not (func.is_view or "empty" in func.name() or "unsafe_view" in func.name())
+        self.count += launches and isinstance(result, Tensor) and result.dim() > 0
+        return result
+
+
+def _gradients(params: list[Parameter], step: int, dtype: torch.dtype) -> list[Tensor]:
+    return [normal(*param.shape, seed=100 * step + index).to(dtype) for index, param in enumerate(params)]
+
+
+def stepped_together(optimizer: Any, dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], int]:
+    """(masters, copies in the dtype of gradients; launches of the last step), after three steps."""
+    runner = HostRunner(host_library(800))
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    outs = [torch.zeros(param.numel(), dtype=dtype) for param in params]
+    launches = 0
+    for step in range(3):
+        grads = _gradients(params, step, dtype)
+        steps = [TensorStep(p, grad.flatten(), out) for p, grad, out in zip(params, grads, outs, strict=True)]
+        runner.launched.clear()
+        with _Operations() as operations:
+            for group in optimizer.param_groups:
+                own, steps = steps[: len(group["params"])], steps[len(group["params"]) :]
+                optimizer.step_many(group, own, grad_scale=0.5, kernels=DeviceKernels(runner))
+        launches = operations.count + len(runner.launched)
+    return [*(param.detach() for param in params), *outs], launches
+
+
+def stepped_one_by_one(optimizer: Any, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for step in range(3):
+        for param, grad in zip(params, _gradients(params, step, dtype), strict=True):
+            param.grad = grad.float() * 0.5
+        optimizer.step()
+    return [*(param.detach() for param in params), *(param.detach().flatten().to(dtype) for param in params)]
+
+
+def _states(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [optimizer.state[param] for group in optimizer.param_groups for param in group["params"]]
+
+
+def _parameters(shapes: list[tuple[int, ...]]) -> list[Parameter]:
+    return [Parameter(normal(*shape, seed=500 + index)) for index, shape in enumerate(shapes)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"eps_inside_sqrt": True, "bias_correction": False, "max_coeff": 0.5}], ids=str
+)
+def test_lamb_steps_tensors_together(settings: dict[str, Any], dtype: torch.dtype) -> None:
+    optimizers = [Lamb(_parameters(_SHAPES + _VECTORS), lr=0.1, weight_decay=0.1, **settings) for _ in range(2)]
+    (mine, _), theirs = stepped_together(optimizers[0], dtype), stepped_one_by_one(optimizers[1], dtype)
+    for one, other in zip(mine, theirs, strict=True):  # norms are summed in another order
+        torch.testing.assert_close(one, other, rtol=1e-6 if one.dtype is torch.float32 else 1e-2, atol=1e-6)
+    for one, other in zip(*map(_states, optimizers), strict=True):
+        assert one["step"] == other["step"] == 3
+        assert torch.equal(one["exp_avg"], other["exp_avg"])
+        assert torch.equal(one["exp_avg_sq"], other["exp_avg_sq"])
+
+
+def test_lamb_together_steps_plainly_where_a_norm_is_zero() -> None:
+    params = [Parameter(torch.zeros(5)), Parameter(torch.ones(5))]
+    steps = [TensorStep(params[0], torch.ones(5), None), TensorStep(params[1], torch.zeros(5), None)]
+    optimizer = Lamb(params, lr=0.25, betas=(0.0, 0.0))
+    kernels = DeviceKernels(HostRunner(host_library(800)))
+    optimizer.step_many(optimizer.param_groups[0], steps, grad_scale=1.0, kernels=kernels)
+    torch.testing.assert_close(params[0].detach(), torch.full((5,), -0.25))
+    torch.testing.assert_close(params[1].detach(), torch.ones(5))
+
+
+@pytest.mark.parametrize(("method", "rounding"), [("standard", 0.04), ("gram", 1e-4)])  # bfloat16
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_muon_steps_tensors_together(method: str, rounding: float, dtype: torch.dtype) -> None:
+    def made() -> Muon:
+        groups = [
+            {"params": _parameters(_SHAPES), "use_muon": True},
+            {"params": _parameters(_VECTORS), "use_muon": False},
+        ]
+        return Muon(groups, lr=0.1, weight_decay=0.1, ns_method=method)
+
+    optimizers = made(), made()
+    (mine, _), theirs = stepped_together(optimizers[0], dtype), stepped_one_by_one(optimizers[1], dtype)
+    starts = [param.detach() for param in (*_parameters(_SHAPES), *_parameters(_VECTORS))]
+    for start, one, other in zip(starts, mine, theirs, strict=False):
+        assert (one - other).norm() < rounding * (other - start).norm(), start.shape
+    masters, copies = mine[: len(starts)], mine[len(starts) :]
+    for master, copy_of in zip(masters, copies, strict=True):
+        assert torch.equal(master.flatten().to(dtype), copy_of)
+    for one, other in zip(*map(_states, optimizers), strict=True):
+        assert one.keys() == other.keys()
+        if "momentum_buffer" in one:
+            assert torch.equal(one["momentum_buffer"], other["momentum_buffer"])
+
+
+def test_muons_adamw_together_is_adam() -> None:
+    group = {"params": _parameters(_VECTORS), "use_muon": False}
+    settings: dict[str, Any] = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1}
+    mine, _ = stepped_together(Muon([group], **settings))
+    optimizer = Adam(_parameters(_VECTORS), **settings)
+    for one, other in zip(mine, stepped_one_by_one(optimizer), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_launches_do_not_grow_with_the_number_of_tensors() -> None:
+    def launches(layers: int) -> list[int]:
+        matrices, vectors = [(16, 40), (40, 16), (24, 24)] * layers, [(7,), (30,)] * layers
+        muon = [
+            {"params": _parameters(matrices), "use_muon": True},
+            {"params": _parameters(vectors), "use_muon": False},
+        ]
+        return [stepped_together(optimizer)[1] for optimizer in (Muon(muon), Lamb(_parameters(matrices + vectors)))]
+
+    # Of Muon for each of three shapes: 2 kernels, 3 for the norm, 3 in each of 5 iterations, and a copy of a tall one;
+    # one for all vectors, whose counts of steps the host keeps. Of LAMB 2 kernels, and 3 for the norms.
+    assert launches(2) == launches(8) == [3 * (2 + 3 + 3 * 5) + 1 + 1, 2 + 3]

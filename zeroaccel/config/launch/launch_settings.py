@@ -169,6 +169,10 @@ class ProcessSettings(ConfigSection):
     """OMP_NUM_THREADS of each process. [default: cores of the machine / processes on it]"""
     enable_cpu_affinity: Flag = False
     """Give each process cores of its own: a run of neighbouring ones."""
+    numa_affinity: Flag = True
+    """Bind each process to the cores of its GPU's NUMA node, and so its memory. [default: where there are several]"""
+    expandable_segments: Flag = True
+    """Ask torch for device memory in segments that grow. [default: on NVIDIA GPUs, unless the environment says]"""
     mixed_precision: Precision | None = None
     """Precision of the model: no (fp32), fp16 or bf16. [default: that of the JSON config, else no]"""
     role: Name = "rank"

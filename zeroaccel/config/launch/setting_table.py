@@ -55,6 +55,8 @@ SETTINGS: Mapping[str, Setting] = {
         Setting("gpu_ids", _PROCESSES, "IDS"),
         Setting("num_cpu_threads_per_process", _PROCESSES),
         Setting("enable_cpu_affinity", _PROCESSES),
+        Setting("numa_affinity", _PROCESSES),
+        Setting("expandable_segments", _PROCESSES),
         Setting("max_restarts", _PROCESSES),
         Setting("monitor_interval", _PROCESSES, "SECONDS"),
         Setting("shutdown_timeout", _PROCESSES, "SECONDS", variables=("TORCH_ELASTIC_SHUTDOWN_TIMEOUT",)),
