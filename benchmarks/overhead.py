@@ -11,7 +11,7 @@ process plays one rank of a job that is not there, in one of two ways:
             those of the other ranks, do grow with the world size, and are printed apart.
 
 Nothing is waited for, so times are the thread's own, which another program on the machine disturbs little.
-Every unit has 32 * 1024 elements, which need no padding up to 1024 ranks: flat buffers are equal, shards shrink.
+Every parameter has 16 * 1024 elements, which need no padding up to 1024 ranks: flat buffers are equal, shards shrink.
 """
 
 from __future__ import annotations
@@ -76,12 +76,14 @@ class Timed(Collectives):
 
     seconds = 0.0
 
-    def all_gather(self, out: Tensor, shard: Tensor, label: str) -> Work:
-        work: Work = self._timed(super().all_gather, out, shard, label)
+    def all_gather(self, out: Tensor, shard: Tensor, label: str, split_sizes: Sequence[int] = ()) -> Work:
+        work: Work = self._timed(super().all_gather, out, shard, label, split_sizes)
         return work
 
-    def reduce_scatter(self, out: Tensor, flat: Tensor, label: str, scale: float = 1.0) -> Work:
-        work: Work = self._timed(super().reduce_scatter, out, flat, label, scale)
+    def reduce_scatter(
+        self, out: Tensor, flat: Tensor, label: str, scale: float = 1.0, split_sizes: Sequence[int] = ()
+    ) -> Work:
+        work: Work = self._timed(super().reduce_scatter, out, flat, label, scale, split_sizes)
         return work
 
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"], label: str) -> None:
@@ -107,27 +109,26 @@ def _pretended_job(world_size: int) -> Iterator[None]:
 
 
 class _Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, parameters: int) -> None:
         super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.second = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(parameters)))
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.second(self.first(x))
+        y: Tensor = self.layers(x)
         return y
 
 
-def _chain(units: int) -> nn.Sequential:
-    return nn.Sequential(*(_Block() for _ in range(units)))
+def _chain(units: int, parameters: int) -> nn.Sequential:
+    return nn.Sequential(*(_Block(parameters) for _ in range(units)))
 
 
-def _plain(units: int, steps: int) -> Times:
+def _plain(units: int, parameters: int, steps: int) -> Times:
     """The same arithmetic without an engine, and without an optimizer: its update is the engine's to answer for."""
-    model = _chain(units).bfloat16()
+    model = _chain(units, parameters).bfloat16()
     return _timed_steps(model, lambda loss: loss.backward(), lambda: model.zero_grad(), lambda: 0.0, steps)
 
 
-def _engine(units: int, steps: int, world_size: int, kind: type[Silent] | type[Timed]) -> Times:
+def _engine(units: int, parameters: int, steps: int, world_size: int, kind: type[Silent] | type[Timed]) -> Times:
     settings = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
@@ -140,7 +141,7 @@ def _engine(units: int, steps: int, world_size: int, kind: type[Silent] | type[T
     }
     with _pretended_job(world_size):
         collectives = kind(topology.current_topology())
-        engine = zeroaccel.initialize(model=_chain(units), config=settings, collectives=collectives)[0]
+        engine = zeroaccel.initialize(model=_chain(units, parameters), config=settings, collectives=collectives)[0]
         assert len(engine.units) == units, f"{units} layers became {len(engine.units)} units"
         spent = (lambda: collectives.seconds) if isinstance(collectives, Timed) else (lambda: 0.0)
         times = _timed_steps(engine, engine.backward, engine.step, spent, steps)
@@ -179,25 +180,26 @@ def _least(measure: Callable[[], Times], rounds: int) -> Times:
 
 @click.command(context_settings={"show_default": True})
 @click.option("--units", default=32, help="Blocks, each a unit.")
+@click.option("--parameters", default=2, help="Of each unit.")
 @click.option("--steps", default=40, help="Steps in a round; the median counts.")
 @click.option("--rounds", default=3, help="Rounds; the least counts.")
 @click.option("--world-sizes", default="2,64,1024", help="Separated by commas.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the results here.")
-def main(units: int, steps: int, rounds: int, world_sizes: str, json_path: Path | None) -> None:
+def main(units: int, parameters: int, steps: int, rounds: int, world_sizes: str, json_path: Path | None) -> None:
     """Microseconds of the engine's own Python per unit and step."""
     torch.set_num_threads(1)
-    plain = _least(lambda: _plain(units, steps), rounds)
+    plain = _least(lambda: _plain(units, parameters, steps), rounds)
     rows: list[dict[str, Any]] = []
     for name, kind in (("none", Silent), ("fake", Timed)):
         for world_size in map(int, world_sizes.split(",")):
-            times = _least(lambda size=world_size, kind=kind: _engine(units, steps, size, kind), rounds)  # type: ignore[misc]
+            times = _least(lambda size=world_size, kind=kind: _engine(units, parameters, steps, size, kind), rounds)  # type: ignore[misc]
             micros = {phase: (times[phase] - plain[phase]) / units * 1e6 for phase in PHASES}
             micros["collectives"] = times["collectives"] / units * 1e6
             micros["engine"] = sum(micros[phase] for phase in PHASES) - micros["collectives"]
             rows.append({"communication": name, "world_size": world_size, "microseconds_per_unit": micros})
     _show(rows, Console(width=None if sys.stdout.isatty() else 120))
     if json_path is not None:
-        json_path.write_text(json.dumps({"units": units, "rows": rows}, indent=1) + "\n")
+        json_path.write_text(json.dumps({"units": units, "parameters": parameters, "rows": rows}, indent=1) + "\n")
 
 
 def _show(rows: list[dict[str, Any]], console: Console) -> None:

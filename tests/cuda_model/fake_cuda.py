@@ -44,7 +44,7 @@ _VALUED_NBYTES = 4096
 _EMPTY = re.compile(r"aten::(empty|new_empty|empty_like|empty_strided|new_empty_strided|empty_permuted)$")
 _BY_SHAPE_ONLY = re.compile(r"aten::(new_.*|.*_like)$")  # they read no values of their argument
 _NO_ACCESS = {"aten::detach", "aten::alias", "aten::lift_fresh", "aten::_unsafe_view", "aten::set_", "aten::resize_"}
-_NO_READ = {"aten::copy_", "aten::zero_", "aten::fill_", "aten::uniform_", "aten::normal_"}
+_NO_READ = {"aten::copy_", "aten::_foreach_copy_", "aten::zero_", "aten::fill_", "aten::uniform_", "aten::normal_"}
 _PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}  # -> place of the left factor
 
 

@@ -1,7 +1,8 @@
 """Gradients of a step: reduce-scatter during backward, and accumulation over micro-steps.
 
-[Note: gradient path] A gradient is copied once, into its slot of its buffer's flat gradient, as soon as autograd
-has accumulated it. When the last one of a buffer arrives its reduce-scatter starts; parameters without a gradient
+[Note: gradient path] A gradient is copied once, into its slot of its buffer's flat gradient: in one call with those
+that arrived before it, when `_PENDING_NUMEL` elements wait or the buffer has all. So small ones cost a unit one call,
+and large ones no memory. When the last one of a buffer arrives its reduce-scatter starts; parameters without a gradient
 count as zero when the backward ends. Where gradients are sharded (`ShardPlan.grads`, ZeRO-2 and 3) every backward
 reduces and the shards are summed over the micro-steps; otherwise the flat gradients are summed and reduced once, at
 the accumulation boundary.
@@ -37,6 +38,7 @@ from zeroaccel.zero.param_unit import FlatBuffer
 from zeroaccel.zero.storage.copy_stream import CopyHandle, CopyStream
 from zeroaccel.zero.tensor_subclasses import local_grad
 
+_PENDING_NUMEL = 1 << 24  # gradients of a buffer that wait to be copied together, in elements
 _D2H_LIMIT = 2  # reduced gradients that stay on the device while they are copied to the host, besides the newest
 
 
@@ -73,6 +75,8 @@ class GradientBuffer:
         ready: indices of the parameters whose gradient arrived in this backward.
         written: and in any backward since the flat gradient was allocated.
         over: no more arrive in this backward.
+        pending: gradients of this backward that are not in `flat` yet, by the index of their parameter.
+        pending_numel: their elements.
         launched: the reduction of this backward has started.
     """
 
@@ -85,38 +89,54 @@ class GradientBuffer:
     written: set[int] = field(default_factory=set)
     over: bool = False
     launched: bool = False
+    pending: dict[int, Tensor] = field(default_factory=dict)
+    pending_numel: int = 0
 
     @property
     def complete(self) -> bool:
         """The gradient of every parameter has arrived in this backward."""
         return len(self.ready) == len(self.buffer.params)
 
-    def copy_grad(self, index: int, grad: Tensor, dtype: torch.dtype, predivide: float) -> None:
-        """Copies one gradient into its slot, or adds it to that of an earlier micro-step."""
-        flat = self._flat_of(dtype)
-        slot = self.buffer.layout.slots[index]
-        view = flat[slot.start : slot.end].view(slot.shape)
-        grad = grad.to_dense() if grad.is_sparse else grad
-        if predivide != 1.0:
-            grad = grad / predivide
-        if index in self.written:
-            view.add_(grad)
-        else:
-            view.copy_(grad)  # the buffer is uninitialised memory: the first micro-step overwrites, no memset needed
-        self.written.add(index)
-        self.ready.add(index)
+    def copy_pending(self, dtype: torch.dtype, predivide: float) -> None:
+        """Copies the pending gradients into their slots, or adds them to those of earlier micro-steps."""
+        if not self.pending:
+            return
+        flat, slots = self._flat_of(dtype), self.buffer.layout.slots
+        copied: tuple[list[Tensor], list[Tensor]] = [], []
+        for index, grad in self.pending.items():
+            slot = slots[index]
+            view = flat.narrow(0, slot.start, slot.numel).view(slot.shape)
+            grad = grad.to_dense() if grad.is_sparse else grad
+            if predivide != 1.0:
+                grad = grad / predivide
+            if index in self.written:
+                view.add_(grad)
+            else:  # the buffer is uninitialised memory: the first micro-step overwrites, no memset needed
+                copied[0].append(view)
+                copied[1].append(grad)
+        if copied[0]:
+            torch._foreach_copy_(*copied)
+        self.written.update(self.pending)
+        self.forget_pending()
+
+    def forget_pending(self) -> None:
+        """Drops the pending gradients."""
+        self.pending.clear()
+        self.pending_numel = 0
 
     def zero_fill_unused(self, dtype: torch.dtype) -> Tensor:
         """The flat gradient, with zeros for every parameter without a gradient."""
         flat = self._flat_of(dtype)
-        for index, slot in enumerate(self.buffer.layout.slots):
-            if index not in self.written:
-                flat[slot.start : slot.end].zero_()
+        if len(self.written) < len(self.buffer.layout.slots):
+            for index, slot in enumerate(self.buffer.layout.slots):
+                if index not in self.written:
+                    flat[slot.start : slot.end].zero_()
         return flat
 
     def clear(self) -> None:
         """Drops all gradients."""
         self.flat = self.shard = self.full = None
+        self.forget_pending()
         self.ready.clear()
         self.written.clear()
         self.launched = False
@@ -170,12 +190,14 @@ class GradReducer:
         self._plan = plan
         self._rules = rules
         self._slot_of = {
-            param: (gradients, index)
+            id(param): (gradients, index)
             for gradients in self.gradients
             for index, param in enumerate(gradients.buffer.params)
         }
+        self._comm_dtypes = {id(gradients): rules.dtype or gradients.buffer.dtype for gradients in self.gradients}
         self._late: list[tuple[nn.Parameter, Tensor]] = []  # arrived after the reduction of their buffer had started
         self._inflight: deque[_InflightReduce] = deque()
+        self._inflight_numel = 0
         self._copies = copies
         self._pending_d2h: deque[tuple[GradientBuffer, CopyHandle]] = deque()
         self._next = 0
@@ -244,7 +266,7 @@ class GradReducer:
         if grad is None:
             return
         grad = local_grad(param, grad.detach())  # create_graph=True gives it a history
-        gradients, index = self._slot_of[param]
+        gradients, index = self._slot_of[id(param)]
         if gradients.launched:
             # Autograd accumulated it a second time: two re-entrant checkpoints that recompute one block each run an
             # AccumulateGrad of their own. The reduction cannot be stopped; `end` reduces the rest once more.
@@ -252,12 +274,22 @@ class GradReducer:
             self._require_not_stepped(gradients)
             self._late.append((param, grad))
             return
+        if index in gradients.pending:  # accumulated a second time, see above
+            self._copy_pending(gradients)
+        gradients.pending[index] = grad
+        gradients.pending_numel += gradients.buffer.layout.slots[index].numel
+        gradients.ready.add(index)
+        complete = len(gradients.ready) == len(gradients.buffer.params)
+        if complete or gradients.pending_numel >= _PENDING_NUMEL:
+            self._copy_pending(gradients)
+        if complete and self._reducing:
+            self._launch_ready()
+
+    def _copy_pending(self, gradients: GradientBuffer) -> None:
         # Without a reduction in this backward the sum over micro-steps is formed right here, so it needs the
         # accumulation dtype; with one, the communication dtype saves a cast of the whole buffer.
         dtype = self._comm_dtype(gradients) if self._reducing else self._accum_dtype(gradients)
-        gradients.copy_grad(index, grad, dtype, self._rules.predivide)
-        if self._reducing and gradients.complete:
-            self._launch_ready()
+        gradients.copy_pending(dtype, self._rules.predivide)
 
     def end(self, join: Callable[[Tensor], Tensor] | None = None) -> None:
         """Ends a backward: launches the remaining buffers, with zeros for missing gradients, and waits for all.
@@ -266,6 +298,8 @@ class GradReducer:
             join: makes `facts` of the largest magnitude on the device, as `max_abs_into`, of gradients that go to the
                 host as they are; called before the host waits for them, so that it waits once for both.
         """
+        for gradients in self.gradients:
+            self._copy_pending(gradients)
         if self._reducing:
             self._launch_ready(force=True)
             self._reduce_late()
@@ -324,8 +358,9 @@ class GradReducer:
         """Drops every gradient, those that an interrupted backward left in `param.grad` included."""
         self.clear()
         self._expected = None
-        for param in self._slot_of:
-            param.grad = None
+        for gradients in self.gradients:
+            for param in gradients.buffer.params:
+                param.grad = None
 
     def accumulates_twice(self, gradients: GradientBuffer) -> bool:
         """Whether one of its gradients has ever arrived again after its reduction had started."""
@@ -341,6 +376,7 @@ class GradReducer:
         a step on the host the shards are there. An estimate asks after every operation."""
         others = shards = 0
         for gradients in self.gradients:
+            others += sum([grad.nbytes for grad in gradients.pending.values()])
             others += 0 if gradients.flat is None else gradients.flat.nbytes
             if gradients.full is not None:
                 others += gradients.full.nbytes
@@ -364,6 +400,7 @@ class GradReducer:
             self._next += 1
 
     def _launch(self, gradients: GradientBuffer) -> None:
+        self._copy_pending(gradients)
         dtype = self._comm_dtype(gradients)
         flat = gradients.zero_fill_unused(dtype)
         flat = flat if flat.dtype is dtype else flat.to(dtype)
@@ -385,6 +422,7 @@ class GradReducer:
         if self._copies is not None and self._copies.pinned:
             reduce.copy = self._copies.to_host(reduced, work, self._examine)
         self._inflight.append(reduce)
+        self._inflight_numel += gradients.buffer.layout.numel
         self._drain_finished()
         if not self._rules.overlap:
             self._drain(0)
@@ -405,8 +443,8 @@ class GradReducer:
 
     def _drain(self, limit_numel: int) -> None:
         """Waits for the oldest reductions until at most `limit_numel` elements are in flight."""
-        while self._inflight and sum(reduce.flat.numel() for reduce in self._inflight) > limit_numel:
-            reduce = self._inflight.popleft()
+        while self._inflight and self._inflight_numel > limit_numel:
+            reduce = self._next_inflight()
             if self._copies is None:
                 reduce.work.wait()
                 self._accumulate(reduce.gradients, reduce.reduced)
@@ -423,8 +461,13 @@ class GradReducer:
             # The current stream itself has done what needed no message, so there is nothing to wait for.
             if not (self._inflight[0].work is DONE or copy.is_source_ready):
                 return
-            self._pending_d2h.append((self._inflight.popleft().gradients, copy))
+            self._pending_d2h.append((self._next_inflight().gradients, copy))
             self._bound_copies()
+
+    def _next_inflight(self) -> _InflightReduce:
+        reduce = self._inflight.popleft()
+        self._inflight_numel -= reduce.gradients.buffer.layout.numel
+        return reduce
 
     def _bound_copies(self) -> None:
         """Gives device memory back that has been copied to the host, and bounds what has not."""
@@ -478,8 +521,10 @@ class GradReducer:
             self._largest = None  # they are added to what was reduced before
         again: dict[int, GradientBuffer] = {}
         for param, grad in late:
-            gradients, index = self._slot_of[param]
-            gradients.copy_grad(index, grad, self._comm_dtype(gradients), self._rules.predivide)
+            gradients, index = self._slot_of[id(param)]
+            if index in gradients.pending:
+                self._copy_pending(gradients)
+            gradients.pending[index] = grad
             again[id(gradients)] = gradients
         for gradients in self.gradients:  # in the fixed order, whatever order the gradients arrived in
             if id(gradients) in again:
@@ -509,7 +554,7 @@ class GradReducer:
                 gradients.shard = gradients.full[gradients.buffer.own.at(0)]
 
     def _comm_dtype(self, gradients: GradientBuffer) -> torch.dtype:
-        return self._rules.dtype or gradients.buffer.dtype
+        return self._comm_dtypes[id(gradients)]
 
     def _accum_dtype(self, gradients: GradientBuffer) -> torch.dtype:
         return self._rules.accumulation_dtype or gradients.buffer.dtype

@@ -27,7 +27,7 @@ from zeroaccel.zero.layout import FlatLayout, FlatRange, holders, whole_of
 from zeroaccel.zero.storage.copy_stream import CopyStream
 from zeroaccel.zero.storage.masters import MasterPlace, MasterStorage, NoMasters
 from zeroaccel.zero.storage.shards import MemoryShard, SecondaryShard, ShardPlace, ShardStorage, absent_value
-from zeroaccel.zero.tensor_subclasses import as_ordinary, as_sharded, is_split, local, scales_of, set_local
+from zeroaccel.zero.tensor_subclasses import as_ordinary, is_split, local, scales_of, set_local, sharded_use, show
 
 
 class ShardState(enum.Enum):
@@ -39,13 +39,6 @@ class ShardState(enum.Enum):
     """An all-gather into the full buffer is in flight."""
     UNSHARDED = "unsharded"
     """The full buffer is valid and every parameter is a view into it."""
-
-
-_LEGAL = {
-    (ShardState.SHARDED, ShardState.GATHERING),
-    (ShardState.GATHERING, ShardState.UNSHARDED),
-    (ShardState.UNSHARDED, ShardState.SHARDED),
-}
 
 
 class FlatBuffer:
@@ -62,6 +55,7 @@ class FlatBuffer:
             models are built, when constructors may come back to them.
         on_read: called when the values of a sharded parameter are read; unshards them during a pass.
         versions: torch's counters of in-place writes to the parameters, for those writes that have been accepted.
+        all_slots: the indices of its slots.
         valid: while sharded: slots whose present values are in `full`.
         shown: of those, the ones whose parameters are views of it all the same.
         changed: marks elements of the shard that change; None while the engine does not mark.
@@ -93,6 +87,7 @@ class FlatBuffer:
         self.watches_uses = watches_uses
         self.on_read: Callable[[], None] | None = None
         self.versions = [param._version for param in self.params]
+        self.all_slots = set(range(len(layout.slots)))
         self.valid: set[int] = set()
         self.shown: set[int] = set()
         self.changed: ChangedBits | None = None
@@ -100,6 +95,7 @@ class FlatBuffer:
         absent = torch.full((), absent_value(dtype), dtype=dtype)
         self._absent = [absent.to(device).expand(slot.shape) for slot in layout.slots]
         self._views = self._cut()
+        self._uses = [sharded_use(slot.fqn, self._read) for slot in layout.slots]
         self.shard: ShardStorage
         self.masters: MasterStorage
         self.store_in(MemoryShard.persistent(self.place()))
@@ -158,12 +154,13 @@ class FlatBuffer:
 
     def point(self, *, unsharded: bool) -> None:
         """Points every parameter at its view of the full buffer, or at NaN, except those that are shown."""
-        for index, (param, slot) in enumerate(zip(self.params, self.layout.slots, strict=True)):
-            is_present = unsharded or index in self.shown
-            as_ordinary(param)
-            set_local(param, self._views[index] if is_present else self._absent[index])
-            if self.watches_uses and not is_present:
-                as_sharded(param, slot.fqn, self._read)
+        if unsharded:
+            show(self.params, self._views, None)
+            return
+        show(self.params, self._absent, self._uses if self.watches_uses else None)
+        shown = sorted(self.shown)
+        if shown:
+            show([self.params[index] for index in shown], [self._views[index] for index in shown], None)
 
     def _read(self) -> None:
         if self.on_read is not None:
@@ -342,7 +339,17 @@ class ParamUnit:
     @property
     def is_swapped(self) -> bool:
         """Whether each gather swaps a shard in first; see `ShardStorage`."""
-        return any(buffer.shard.is_swapped for buffer in self.buffers)
+        for buffer in self.buffers:  # noqa: SIM110  # a generator takes calls, and each step asks several times
+            if buffer.shard.is_swapped:
+                return True
+        return False
+
+    @property
+    def _shows_some(self) -> bool:
+        for buffer in self._gathered:  # noqa: SIM110  # as above
+            if buffer.shown:
+                return True
+        return False
 
     def watch_uses(self) -> None:
         """From now on reads and writes of its parameters while it is sharded are errors."""
@@ -373,7 +380,7 @@ class ParamUnit:
         Raises:
             OffloadError: a rank cannot read its shard back; on every rank. Not with `outcome`.
         """
-        if not exact and not any(buffer.shown for buffer in self._gathered):
+        if not exact and not self._shows_some:
             self.drop_values()
         else:  # beside parameters that are shown, which a program may have written, come exact ones
             exact = True
@@ -384,7 +391,7 @@ class ParamUnit:
         if any(buffer.valid for buffer in self._gathered):
             self._exact = True
             works = self._gather_missing(f"unshard the rest of {self.name}", every=True)
-            self._move(ShardState.GATHERING)
+            self._move(ShardState.SHARDED, ShardState.GATHERING)
             self._works += works
             return
         # A persistent unit is read by everything until the next step, so only exact values may ever be in it.
@@ -393,7 +400,7 @@ class ParamUnit:
         if self.is_swapped:
             with span("copy", self.name, "wait for a tier"):
                 self._swap_in(label, outcome)
-        self._move(ShardState.GATHERING)
+        self._move(ShardState.SHARDED, ShardState.GATHERING)
         for buffer in self.buffers:
             if buffer.persistent and not buffer.trainable:
                 continue  # frozen and unsharded everywhere: it never changes
@@ -486,7 +493,7 @@ class ParamUnit:
         Args:
             keep_values: as for `reshard`.
         """
-        if any(buffer.shown for buffer in self._gathered):
+        if self._shows_some:
             for buffer in self._gathered:
                 buffer.shown.clear()
             if self._state is ShardState.SHARDED:
@@ -544,7 +551,7 @@ class ParamUnit:
         self._release()
         for buffer in self._gathered:
             buffer.point(unsharded=True)
-        self._move(ShardState.UNSHARDED)
+        self._move(ShardState.GATHERING, ShardState.UNSHARDED)
 
     def reshard(self, *, keep_views: bool = False, keep_values: bool = False) -> None:
         """Frees the full parameters; of a persistent unit it only says that they are stale.
@@ -558,12 +565,12 @@ class ParamUnit:
             self._release()  # of a prefetch that no gather followed
             return
         self.wait()
-        self._move(ShardState.SHARDED)
+        self._move(ShardState.UNSHARDED, ShardState.SHARDED)
         for buffer in self._gathered:
             if not self._exact:
                 # Only of values to compute with: backward then reads the very values that forward read.
                 buffer.secondary.keep(buffer.full, self._collectives)
-            buffer.valid = set(range(len(buffer.layout.slots)))
+            buffer.valid = buffer.all_slots.copy()
         self._cover(keep_views=keep_views, keep_values=keep_values)
         self._exact = True
 
@@ -613,7 +620,7 @@ class ParamUnit:
         if not was_unsharded:
             self.reshard()
 
-    def _move(self, to: ShardState) -> None:
-        if (self._state, to) not in _LEGAL:
+    def _move(self, before: ShardState, to: ShardState) -> None:
+        if self._state is not before:
             raise ShardStateError(f"unit {self.name}: illegal move from {self._state.value} to {to.value}")
         self._state = to

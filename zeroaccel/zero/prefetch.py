@@ -86,6 +86,7 @@ class PrefetchTrace:
         self._warned = False
         self._warned_of_room = False
         self._prefetched: set[str] = set()  # and not needed yet
+        self._prefetched_numel = 0
         self.actions: list[str] = []
         """The actions of the pass so far, e.g. ``"UNSHARD layers.3"``."""
 
@@ -103,6 +104,7 @@ class PrefetchTrace:
         self._position = -1
         self._last_use.clear()
         self._prefetched.clear()
+        self._prefetched_numel = 0
         self.actions = []
 
     def need(self, name: str, live: Mapping[str, int]) -> list[str]:
@@ -112,7 +114,9 @@ class PrefetchTrace:
             live: the units that are unsharded or gathering, `name` among them, with their sizes.
         """
         self.actions.append(f"UNSHARD {name}")
-        self._prefetched.discard(name)
+        if name in self._prefetched:
+            self._prefetched.remove(name)
+            self._prefetched_numel -= self._numels[name]
         if not self.in_pass:
             return []  # a module called by itself, outside the model's forward
         if not self._trace.complete:
@@ -179,7 +183,7 @@ class PrefetchTrace:
         # Prefetched units that were not used yet count against the bucket: it bounds the memory that is gathered ahead
         # at any time, not what one call may add to it.
         room = self._limits.max_live_parameters - sum(live.values())
-        budget = self._limits.prefetch_bucket_size - sum(self._numels[name] for name in self._prefetched)
+        budget = self._limits.prefetch_bucket_size - self._prefetched_numel
         ahead: list[str] = []
         for name in self._trace.order[self._position + 1 :]:
             # Until the bucket is passed, not as far as units fit: a unit is a layer, which is larger than the buckets
@@ -211,4 +215,5 @@ class PrefetchTrace:
             budget, room = budget - numel, room - numel
             ahead.append(name)
             self._prefetched.add(name)
+            self._prefetched_numel += numel
         return ahead

@@ -59,6 +59,35 @@ def set_local(param: nn.Parameter, data: Tensor) -> None:
         setattr(owner, name, data)
 
 
+def show(params: Sequence[nn.Parameter], tensors: Sequence[Tensor], uses: Sequence[_ShardedUse] | None) -> None:
+    """Makes each of `tensors` the local tensor of its parameter.
+
+    Args:
+        uses: of each, from `sharded_use`: the parameters become sharded ones; None makes them ordinary ones.
+    """
+    # Each unit comes here several times in a step: no calls for a plain parameter but to find out that it is one.
+    for index, (param, tensor) in enumerate(zip(params, tensors, strict=True)):
+        kind, own = type(param), vars(param)
+        if (kind is not nn.Parameter and kind is not ShardedParameter) or _SCALES in own or _FOLLOWERS in own:
+            as_ordinary(param)
+            set_local(param, tensor)
+            if uses is not None:
+                as_sharded(param, uses[index].fqn, uses[index].gather)
+            continue
+        if kind is ShardedParameter:
+            del own[_RECORD]
+            param.__class__ = nn.Parameter
+        param.data = tensor
+        if uses is not None:
+            param.__class__ = ShardedParameter
+            own[_RECORD] = uses[index]
+
+
+def sharded_use(fqn: str, gather: Callable[[], None]) -> _ShardedUse:
+    """What a parameter knows while it is sharded: its name, and what unshards it while a pass runs."""
+    return _ShardedUse(fqn, gather)
+
+
 _SCALES, _FOLLOWERS = "_zero_scales", "_zero_followers"
 
 

@@ -24,10 +24,24 @@ from zeroaccel.zero.engine import Engine
 LAYERS = 6
 
 
-class Stack(nn.Module):
-    def __init__(self) -> None:
+class Block(nn.Module):
+    """Of several linear layers, and one unit: a list of them would be several."""
+
+    def __init__(self, linears: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(LAYERS))
+        for index in range(linears):
+            self.add_module(f"linear{index}", nn.Linear(64, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for linear in self._modules.values():
+            x = linear(x)  # type: ignore[misc]
+        return x
+
+
+class Stack(nn.Module):
+    def __init__(self, linears: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(linears) for _ in range(LAYERS))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -58,7 +72,7 @@ def counted_calls(engine: Engine, x: Tensor) -> Counter[str]:
     return calls
 
 
-def measure(world_size: int, stage: int) -> None:
+def measure(world_size: int, stage: int, linears: int) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     settings = {
         "train_micro_batch_size_per_gpu": 1,
@@ -66,7 +80,7 @@ def measure(world_size: int, stage: int) -> None:
         "bf16": {"enabled": True, "check_grad_overflow": False},
         "optimizer": {"type": "AdamW", "params": {"lr": 0.0}},
     }
-    engine, *_ = zeroaccel.initialize(Stack(), config=settings)
+    engine, *_ = zeroaccel.initialize(Stack(linears), config=settings)
     x = torch.ones(1, 64, dtype=torch.bfloat16)
     for _ in range(3):
         step(engine, x)
@@ -75,6 +89,7 @@ def measure(world_size: int, stage: int) -> None:
         "stage": stage,
         "world_size": engine.collectives.world_size,
         "units": len(engine.units),
+        "parameters": 2 * linears,
         "calls": calls.total(),
         "by_name": dict(calls),
         "shard_numel": engine.units[0].numel // world_size,
@@ -87,6 +102,7 @@ def measure(world_size: int, stage: int) -> None:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    for size in (8, 1024):
-        for asked in sys.argv[1:]:
-            measure(size, int(asked))
+    for asked in sys.argv[1:]:
+        for size in (8, 1024):
+            measure(size, int(asked), linears=1)
+        measure(8, int(asked), linears=5)
