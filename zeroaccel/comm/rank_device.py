@@ -17,6 +17,7 @@ from zeroaccel.errors import ConfigError
 from zeroaccel.logs import log_once
 
 CPU = torch.device("cpu")
+NOT_TRAINED_ON = "train on the CPU, or with torch's own FSDP on this accelerator: zeroaccel knows no other than CUDA's"
 _HOW_TO_SHARE = "start at most one process per device, or show each process its own by CUDA_VISIBLE_DEVICES"
 
 
@@ -74,7 +75,9 @@ def named_device(device: torch.device | str) -> torch.device:
     if named.type == "cpu":
         return CPU
     if named.type != "cuda":
-        raise ConfigError("init_process_group(device)", expected='"cpu" or a CUDA device', got=str(device))
+        raise ConfigError(
+            "init_process_group(device)", expected='"cpu" or a CUDA device', got=str(device), fix=NOT_TRAINED_ON
+        )
     available = torch.cuda.device_count()
     index = named.index if named.index is not None else torch.cuda.current_device() if available else 0
     if index >= available:
@@ -158,5 +161,5 @@ def warn_of_another_accelerator() -> None:
         log_once(
             logging.WARNING,
             "training is on the CPU: zeroaccel uses CUDA devices and CPUs, and not the accelerator"
-            f' "{accelerator.type}" that this torch finds',
+            f' "{accelerator.type}" that this torch finds; {NOT_TRAINED_ON}',
         )

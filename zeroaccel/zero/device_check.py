@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeroaccel.comm.rank_device import NOT_TRAINED_ON
 from zeroaccel.errors import UsageError
 from zeroaccel.nested import leaves_of
 
@@ -41,6 +42,8 @@ def check_model_device(model: nn.Module, device: torch.device) -> None:
     found = ", ".join(f"{_listed(of_one)} on {place}" for place, of_one in names.items())
     if len(names) > 1:
         fix = "an engine has its model on one device: load it without device_map, and let the stage divide it"
+    elif next(iter(names)).type != "cuda":
+        fix = f"call model.cpu() first; {NOT_TRAINED_ON}"
     elif device.type == "cpu":
         fix = (
             "this process trains on the CPU: call model.cpu(), or let it train on the GPU, which takes a process group"

@@ -49,7 +49,12 @@ def test_another_device_is_refused_once_the_ranks_are_connected(
 
 
 @pytest.mark.parametrize(
-    ("device", "expected"), [("meta", '"cpu" or a CUDA device'), ("cuda:7", r"one of the \d+ visible CUDA devices")]
+    ("device", "expected"),
+    [
+        ("meta", '"cpu" or a CUDA device'),
+        ("xpu", '"cpu" or a CUDA device'),
+        ("cuda:7", r"one of the \d+ visible CUDA devices"),
+    ],
 )
 def test_a_device_that_does_not_exist_is_refused(device: str, expected: str) -> None:
     with pytest.raises(ConfigError, match=rf"init_process_group\(device\): expected {expected}, got '{device}'"):

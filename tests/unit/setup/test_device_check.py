@@ -45,6 +45,8 @@ def test_host_memory_and_the_own_device_fit(devices: tuple[str, ...]) -> None:
         (Model("cpu", buffer="cuda:1"), GPU, ("'mean on cuda:1'", 'model.to("cuda:0")')),
         (Model("cuda:0", "cuda:1", "cuda:2"), GPU, ("'1 on cuda:1, 2 on cuda:2'", "without device_map")),
         (Model("cuda:0"), CPU, ("'0 on cuda:0'", "this process trains on the CPU: call model.cpu()")),
+        (Model("xpu:0"), CPU, ("'0 on xpu:0'", "call model.cpu() first; train on the CPU, or with torch's own FSDP")),
+        (Model("mps:0"), GPU, ("'0 on mps:0'", "call model.cpu() first; train on the CPU, or with torch's own FSDP")),
     ],
 )
 def test_a_model_elsewhere_is_named(model: Model, device: torch.device, parts: tuple[str, ...]) -> None:
