@@ -38,7 +38,7 @@ from zeroaccel.zero.param_unit import FlatBuffer
 from zeroaccel.zero.storage.copy_stream import CopyHandle, CopyStream
 from zeroaccel.zero.tensor_subclasses import local_grad
 
-_PENDING_NUMEL = 1 << 24  # gradients of a buffer that wait to be copied together, in elements
+_PENDING_NUMEL = 1 << 18  # gradients of a buffer that wait to be copied together, in elements
 _D2H_LIMIT = 2  # reduced gradients that stay on the device while they are copied to the host, besides the newest
 
 
