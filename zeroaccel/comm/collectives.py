@@ -22,7 +22,7 @@ from torch import Tensor
 
 from zeroaccel.comm.collective_tracker import DONE, CollectiveTracker, DeviceWork, MessageWork, Work
 from zeroaccel.comm.hangs.flight_recorder import CollectiveRecord, FlightRecorder
-from zeroaccel.comm.quantized import INT8, dequantize, dequantize_rows
+from zeroaccel.comm.quantized import Codec, dequantize, dequantize_rows
 from zeroaccel.comm.topology import RankGroup, Topology
 from zeroaccel.comm.transport import BufferPool, Meter, P2PTransport, Transports, no_meter, transport_over
 from zeroaccel.errors import UsageError
@@ -234,28 +234,29 @@ class Collectives:
         """As `all_gather`, over the ranks that hold the second copy. `second`: (N / second_world_size,)."""
         return self.all_gather(out, secondary, label)
 
-    def gather_quantized(self, out: Tensor, code: Tensor, label: str) -> Work:
-        """As `all_gather`, of shards that are quantized to int8.
+    def gather_quantized(self, out: Tensor, code: Tensor, label: str, codec: Codec) -> Work:
+        """As `all_gather`, of shards that are quantized.
 
         Args:
-            code: (INT8.nbytes(S),) uint8, this rank's; must not change until `wait`.
+            code: (codec.nbytes(S),) uint8, this rank's; must not change until `wait`.
         """
         numel = out.numel() // self.shard_world_size
         if self.shard_world_size == 1 or numel == 0:
-            dequantize(code, INT8, out)
+            dequantize(code, codec, out)
             return DONE
-        entry = self._tracker.issue("gather", "all_gather int8", label, out)
+        entry = self._tracker.issue("gather", "all_gather fp8" if codec.floating else "all_gather int8", label, out)
         transport = self._shard_gathers[out.device.type]
         ranks, nbytes = self.shard_world_size, self.shard_world_size * code.numel()
         if isinstance(transport, P2PTransport):
             codes = self._buffer_pool.acquire(nbytes, torch.uint8)
             pending = self._tracker.start(entry, transport.all_gather, codes, code, ())
-            return MessageWork(self._tracker, entry, pending, lambda: self._dequantize_received(codes, ranks, out))
+            received = partial(self._dequantize_received, codes, ranks, out, codec)
+            return MessageWork(self._tracker, entry, pending, received)
         codes = code.new_empty(nbytes)
         pending = self._tracker.start(entry, transport.all_gather, codes, code, ())
 
         def dequantize_gathered() -> None:
-            dequantize_rows(codes.view(ranks, -1), INT8, out.view(ranks, -1))
+            dequantize_rows(codes.view(ranks, -1), codec, out.view(ranks, -1))
             # Issued behind a copy from the host, the codes are in memory of that copy's stream, while the stream that
             # is current now has waited for the gather and reads them: their memory must not be reused before it has.
             for read_here in (code, codes):
@@ -263,8 +264,8 @@ class Collectives:
 
         return DeviceWork(self._tracker, entry, pending, out.device, dequantize_gathered)
 
-    def _dequantize_received(self, codes: Tensor, ranks: int, out: Tensor) -> None:
-        dequantize_rows(codes.view(ranks, -1), INT8, out.view(ranks, -1))
+    def _dequantize_received(self, codes: Tensor, ranks: int, out: Tensor, codec: Codec) -> None:
+        dequantize_rows(codes.view(ranks, -1), codec, out.view(ranks, -1))
         self._buffer_pool.release(codes)
 
     def all_to_all(self, out: Tensor, parts: Tensor, label: str) -> Work:

@@ -40,7 +40,7 @@ from zeroaccel.comm.collective_tracker import DONE, CollectiveTracker, Work
 from zeroaccel.comm.collectives import Collectives, check_split
 from zeroaccel.comm.hangs.flight_recorder import CollectiveRecord, FlightRecorder
 from zeroaccel.comm.mesh_layout import MeshLayout, consecutive
-from zeroaccel.comm.quantized import INT4, INT8, QUANTIZABLE, RowOrder, quantize, quantize_rows, sum_rows
+from zeroaccel.comm.quantized import FP8, INT4, INT8, QUANTIZABLE, Codec, RowOrder, quantize, quantize_rows, sum_rows
 from zeroaccel.comm.topology import RankGroup, Topology, connect, peer_recorder, subgroup
 from zeroaccel.comm.transport import (
     GATHERS,
@@ -81,7 +81,7 @@ def arrange(
     hierarchical = HierarchicalCollectives(
         topology,
         layout,
-        quantized_weights=plan.quantized_weights,
+        weight_codec=(FP8 if plan.fp8_weights else INT8) if plan.quantized_weights else None,
         watch_interval=plan.watch_interval,
         peers=peers,
     )
@@ -93,7 +93,7 @@ class HierarchicalCollectives(Collectives):
     """The collectives of one layout. (all ranks make it, with the same arguments)
 
     Args:
-        quantized_weights: gather weights to compute with as int8.
+        weight_codec: of codes that weights to compute with are gathered as; None gathers them as they are.
         watch_interval: steps between two comparisons with exact collectives; 0 is never.
         peers: as for `arrange`.
 
@@ -107,7 +107,7 @@ class HierarchicalCollectives(Collectives):
         topology: Topology,
         layout: MeshLayout,
         *,
-        quantized_weights: bool = False,
+        weight_codec: Codec | None = None,
         watch_interval: int = 0,
         peers: RankGroups | None = None,
     ) -> None:
@@ -122,7 +122,7 @@ class HierarchicalCollectives(Collectives):
             self.is_first_data_group = own_ranks.ranks[0] in data_group.ranks
         if peers is not None:
             self.peers = self if own_ranks == data_group else Collectives(topology, own_ranks, recorder=recorder)
-        self.quantized_weights = quantized_weights
+        self.quantized_weights, self._weight_codec = weight_codec is not None, weight_codec
         # Making process groups is collective: every rank makes all of them, in this order, needed here or not.
         shard_group = subgroup(topology, layout.shard_groups)
         replicate_group = subgroup(topology, layout.replicate_groups)
@@ -164,13 +164,14 @@ class HierarchicalCollectives(Collectives):
         connect(topology, groups)
 
     def gather_weights(self, out: Tensor, shard: Tensor, label: str, split_sizes: Sequence[int] = ()) -> Work:
-        if not (self.quantized_weights and shard.dtype in QUANTIZABLE):
+        codec = self._weight_codec
+        if codec is None or shard.dtype not in QUANTIZABLE:
             return self.all_gather(out, shard, label, split_sizes)
         assert not split_sizes, f"{label}: codes of parts that may differ in size"
         # qwZ (ZeRO++ section 3.1): each rank quantizes its shard blockwise, so that half the bytes of bf16 travel.
-        code = shard.new_empty(INT8.nbytes(shard.numel()), dtype=torch.uint8)
-        quantize(shard, INT8, code)
-        work = self.gather_quantized(out, code, label)
+        code = shard.new_empty(codec.nbytes(shard.numel()), dtype=torch.uint8)
+        quantize(shard, codec, code)
+        work = self.gather_quantized(out, code, label, codec)
         return self._measured(
             "gather", label, work, out, lambda exact: self.all_gather(exact, shard, f"{label}, exact")
         )

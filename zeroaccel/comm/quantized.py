@@ -14,6 +14,10 @@ nearest, ties to even. Nothing passes through a 16-bit float on the way, so a bf
 block with an infinity or a NaN decodes to NaN throughout: it shows as an overflow, never as a finite wrong number. With
 17 bits a scale times an integer is exact, and so what was decoded is encoded and decoded to the same values.
 
+In e4m3, with s = max(absmax / 448, 2**-120), a decoded value x is off by at most |x| / 16 or s / 1024, whichever is
+more, and so by at most 16 s, 3.6 % of the largest magnitude of its block; again but for the roundings of the float32
+arithmetic. Torch operations make these codes on every device.
+
 Codes and values have the same bits in host memory, on CUDA and where torch operations compute them, but for the payload
 of a NaN.
 """
@@ -30,7 +34,7 @@ from torch import Tensor
 
 from zeroaccel.config.comm_plan import INT4_BLOCK_NUMEL, INT8_BLOCK_NUMEL, code_nbytes
 from zeroaccel.ops import kernels
-from zeroaccel.ops.device_kernels import kernels_for
+from zeroaccel.ops.device_kernels import DeviceKernels, kernels_for
 from zeroaccel.ops.dispatch import launch, unowned_array
 
 QUANTIZABLE = (torch.float32, torch.bfloat16, torch.float16)
@@ -51,10 +55,12 @@ class Codec:
     Attributes:
         bits: 8 or 4 per value.
         block_numel: values that share a scale; even.
+        floating: codes are numbers in e4m3 (float8_e4m3fn) rather than integers; of 8 bits.
     """
 
     bits: int
     block_numel: int
+    floating: bool = False
 
     @property
     def format(self) -> tuple[int, int]:
@@ -63,8 +69,8 @@ class Codec:
 
     @property
     def levels(self) -> int:
-        """The largest integer: 127 or 7."""
-        return (1 << (self.bits - 1)) - 1
+        """The largest number of a code: 127, 7, or 448 in e4m3."""
+        return 448 if self.floating else (1 << (self.bits - 1)) - 1
 
     def blocks(self, numel: int) -> int:
         """Scales of a code of `numel` values."""
@@ -76,11 +82,19 @@ class Codec:
 
     def error_bound(self, absmax: float) -> float:
         """The most by which a decoded float32 of a block with this largest magnitude is off; see [Note: error]."""
-        return max(absmax / self.levels, kernels.SCALE_FLOOR) * (0.5 + 2.0**-15)
+        off = 16 + 2.0**-10 if self.floating else 0.5 + 2.0**-15
+        return max(absmax / self.levels, kernels.SCALE_FLOOR) * off
+
+    def kernels(self, device: torch.device) -> DeviceKernels | None:
+        """The device's kernels for these codes; None where torch operations make them."""
+        return None if self.floating else kernels_for(device)
 
 
 INT8 = Codec(bits=8, block_numel=INT8_BLOCK_NUMEL)
 """For weights: 0.8 % of the bytes are scales."""
+
+FP8 = Codec(bits=8, block_numel=INT8_BLOCK_NUMEL, floating=True)
+"""For weights: as many bytes as INT8. What is small beside its block's largest value keeps its leading bits."""
 
 INT4 = Codec(bits=4, block_numel=INT4_BLOCK_NUMEL)
 """For gradients: 3.1 % of the bytes are scales."""
@@ -103,13 +117,13 @@ def quantize(values: Tensor, codec: Codec, out: Tensor) -> None:
         out: (codec.nbytes(n),) contiguous uint8 on the same device, starting at a multiple of 4 bytes.
     """
     scales, codes = _views(values, codec, out)
-    device_kernels = kernels_for(values.device)
+    device_kernels = codec.kernels(values.device)
     if device_kernels is not None:
         device_kernels.encode(values.detach().view(1, -1), out.view(1, -1), codec.format)
         return
     # The padding is zeroed, so that equal values have equal codes, byte for byte.
     out[4 * scales.numel() + codes.numel() :].zero_()
-    if values.device.type == "cpu":
+    if values.device.type == "cpu" and not codec.floating:
         _run("encode", values, scales, codes, codec)
         return
     for first in range(0, scales.numel(), _TILE_BLOCKS):
@@ -124,11 +138,11 @@ def dequantize(code: Tensor, codec: Codec, out: Tensor) -> None:
         out: (n,) contiguous float32, bfloat16 or float16 on the same device.
     """
     scales, codes = _views(out, codec, code)
-    device_kernels = kernels_for(out.device)
+    device_kernels = codec.kernels(out.device)
     if device_kernels is not None:
         device_kernels.decode(code.view(1, -1), out.detach().view(1, -1), codec.format)
         return
-    if out.device.type == "cpu":
+    if out.device.type == "cpu" and not codec.floating:
         _run("decode", out, scales, codes, codec)
         return
     for part, values in _dequantized_tiles(out, scales, codes, codec):
@@ -139,11 +153,11 @@ def dequantize_add(code: Tensor, codec: Codec, total: Tensor) -> None:
     """total += the values of a code. `total`: (n,) float32; else as `dequantize`."""
     assert total.dtype is torch.float32, f"sums are made in float32, got {total.dtype}"
     scales, codes = _views(total, codec, code)
-    device_kernels = kernels_for(total.device)
+    device_kernels = codec.kernels(total.device)
     if device_kernels is not None:
         device_kernels.decode(code.view(1, -1), total.view(1, -1), codec.format, adds=True)
         return
-    if total.device.type == "cpu":
+    if total.device.type == "cpu" and not codec.floating:
         _run("add", total, scales, codes, codec)
         return
     for part, values in _dequantized_tiles(total, scales, codes, codec):
@@ -182,7 +196,7 @@ def quantize_rows(
         order: of the codes; None where code k is of row k.
         skip: the codes from the first up to the second are left as they are.
     """
-    device_kernels = kernels_for(values.device)
+    device_kernels = codec.kernels(values.device)
     if device_kernels is not None:
         places = None if order is None else order.on(values.device)
         device_kernels.encode(values.detach(), codes, codec.format, places, skip)
@@ -194,7 +208,7 @@ def quantize_rows(
 
 def dequantize_rows(codes: Tensor, codec: Codec, out: Tensor) -> None:
     """As `dequantize`, of several codes: (K, codec.nbytes(n)) into (K, n), both contiguous."""
-    device_kernels = kernels_for(out.device)
+    device_kernels = codec.kernels(out.device)
     if device_kernels is not None:
         device_kernels.decode(codes, out.detach(), codec.format)
         return
@@ -215,7 +229,7 @@ def sum_rows(
         order: as for `quantize_rows`.
     """
     runs = totals.shape[0]
-    device_kernels = kernels_for(totals.device)
+    device_kernels = codec.kernels(totals.device)
     if device_kernels is not None:
         places = None if order is None else order.on(values.device)
         device_kernels.sum_codes(codes, values.detach(), own, totals, codec.format, places)
@@ -271,7 +285,11 @@ def _quantize_tile(values: Tensor, codec: Codec, scales: Tensor, codes: Tensor, 
         size = (absmax / levels).clamp_min(kernels.SCALE_FLOOR)  # CUDA divides by a tensor only, not by a number
         size = (size.view(torch.int32) & ~0x7F).view(torch.float32)
         size = torch.where(absmax.isfinite(), size, math.nan)
-        integers = (rows * size.reciprocal()[:, None]).round().nan_to_num(nan=0.0).to(torch.int8)
+        scaled = rows * size.reciprocal()[:, None]
+        if codec.floating:
+            integers = scaled.nan_to_num(nan=0.0).to(torch.float8_e4m3fn)  # rounds to nearest even
+        else:
+            integers = scaled.round().nan_to_num(nan=0.0).to(torch.int8)
         begin = first + low // block
         scales[begin : begin + rows.shape[0]] = size
         start = begin * block * codec.bits // 8
@@ -309,7 +327,8 @@ def _dequantize_tile(numel: int, codec: Codec, scales: Tensor, codes: Tensor, fi
         (packed[cut:].view(1, packed.numel() - cut), scales[num_full:], numel - num_full * block),
     ):
         if rows.numel():
-            integers = rows.view(torch.int8) if codec.bits == 8 else _unpack(rows, length)
+            kind = torch.float8_e4m3fn if codec.floating else torch.int8
+            integers = rows.view(kind) if codec.bits == 8 else _unpack(rows, length)
             pieces.append((integers.float() * sizes[:, None]).reshape(-1))
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 

@@ -33,6 +33,7 @@ class CommPlan:
         shard_size: ranks that hold one model among them; W / shard_size replicas.
         secondary_size: ranks that hold a second copy of it while a step lasts; shard_size where there is none.
         quantized_weights: weights are all-gathered as int8 (qwZ).
+        fp8_weights: as e4m3 instead, in as many bytes.
         quantized_gradients: gradients are reduced as int4 (qgZ).
         forced: even where that saves nothing across nodes.
         node_size: consecutive ranks to take for one machine; None asks the launcher.
@@ -44,6 +45,7 @@ class CommPlan:
     secondary_size: int
     quantized_weights: bool = False
     quantized_gradients: bool = False
+    fp8_weights: bool = False
     forced: bool = False
     node_size: int | None = None
     watch_interval: int = 0
@@ -102,6 +104,7 @@ def comm_plan(config: Config, world_size: int, shard_size: int | None = None) ->
         secondary_size=secondary_size,
         quantized_weights=shards_params and zero.zero_quantized_weights,
         quantized_gradients=shards_params and zero.zero_quantized_gradients,
+        fp8_weights=zero.zeropp.weight_format == "fp8",
         forced=zero.zeropp.quantize_gradients_on_one_node,
         node_size=node_size,
         watch_interval=zero.zeropp.watch_interval,

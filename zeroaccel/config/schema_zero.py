@@ -137,6 +137,8 @@ class ZeroPlusPlus(ConfigSection):
     """Consecutive ranks to take for one machine; absent, as the launcher or the host names say."""
     quantize_gradients_on_one_node: Flag = False
     """Follow zero_quantized_gradients even where no traffic across nodes is saved."""
+    weight_format: Literal["int8", "fp8"] = "int8"
+    """Codes of zero_quantized_weights: int8, or fp8 (e4m3), which keeps small values beside large ones."""
     watch_interval: Count = 0
     """Steps between two looks at the error of a quantised gather and reduction; 0 is never."""
 

@@ -301,6 +301,7 @@ KEYS: Mapping[str, SupportStatus] = {
     "zero_optimization.zeropp.node_size": _WORKS,
     "zero_optimization.zeropp.quantize_gradients_on_one_node": _WORKS,
     "zero_optimization.zeropp.watch_interval": _WORKS,
+    "zero_optimization.zeropp.weight_format": _WORKS,
     "zero_optimization.zeropp_loco_param": _refused("error feedback for quantised gradients is not available yet"),
     "zero_optimization.mics_shard_size": _WORKS,
     "zero_optimization.mics_hierarchical_params_gather": _unsupported(

@@ -16,7 +16,7 @@ from tests.support.pool import Ranks
 from tests.support.training import SGD, Run, Toy, batches, config, differences, train
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.hierarchical import HierarchicalCollectives, QuantError, arrange
-from zeroaccel.comm.quantized import INT4, INT8, Codec
+from zeroaccel.comm.quantized import FP8, INT4, INT8, Codec
 from zeroaccel.comm.topology import init_process_group
 from zeroaccel.config import comm_plan, load_config
 from zeroaccel.logs import logger
@@ -144,6 +144,24 @@ def test_codes_keep_their_bounds(
             if numel > 1:
                 # The mean over all ranks, not a sum over a node: half or twice would be far outside.
                 assert error.norm() < 0.35 * exact.norm()
+
+
+def test_weights_travel_as_e4m3(ranks: Ranks) -> None:
+    fp8 = {**QWZ, "zeropp": {"node_size": 2, "weight_format": "fp8"}}
+    for numel, dtype in ((1, torch.float32), (997, torch.bfloat16), (4096, torch.float16)):
+        found, as_int8 = (ranks(4).run(_round_trip, changes, numel, dtype, None) for changes in (fp8, {**QWZ, **NODES}))
+        tiny = 2.0 ** -{torch.float32: 20, torch.bfloat16: 7, torch.float16: 10}[dtype]
+        shards = torch.cat([mine["shard"].float() for mine in found])
+        steps = torch.cat([_absmax(mine["shard"], FP8) / FP8.levels for mine in found])
+        for mine in found:
+            assert torch.equal(mine["coded full"], found[0]["coded full"])
+            error = (mine["coded full"].float() - shards).abs()
+            assert (error <= torch.maximum(shards.abs() / 16, steps / 1024) + (tiny + 2.0**-15) * shards.abs()).all()
+        assert numel == 1 or not torch.equal(found[0]["coded full"], as_int8[0]["coded full"])
+    for plain, coded, adam in ranks(4).run(_trained, [{"optimizer": SGD}, {"optimizer": SGD, **fp8}, fp8], "bf16"):
+        assert differences(plain, coded) != []
+        assert coded.losses[-1] == pytest.approx(plain.losses[-1], rel=0.1)
+        assert adam.losses[-1] < adam.losses[0]
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])

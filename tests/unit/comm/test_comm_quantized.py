@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from zeroaccel.comm import quantized
-from zeroaccel.comm.quantized import INT4, INT8, Codec, dequantize, dequantize_add, quantize
+from zeroaccel.comm.quantized import FP8, INT4, INT8, Codec, dequantize, dequantize_add, quantize
 
-CODECS = [INT8, INT4, Codec(8, 32), Codec(4, 2)]
+CODECS = [INT8, INT4, FP8, Codec(8, 32), Codec(4, 2)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LENGTHS = [0, 1, 2, 3, 255, 256, 257, 511, 512, 513, 5000, 30_001]
 ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -53,6 +53,23 @@ def test_errors_are_below_the_bound(codec: Codec, dtype: torch.dtype) -> None:
         assert ((_back(values, codec).double() - exact).abs() <= allowed).all(), numel
         rounded = _back(values, codec, dtype).double()
         assert ((rounded - exact).abs() <= allowed + ROUNDING[dtype] * rounded.abs() + 1e-7).all(), numel
+
+
+def test_numbers_in_e4m3_keep_their_leading_bits() -> None:
+    values = torch.ldexp(torch.randn(5000), torch.randint(-12, 12, (5000,)))
+    step = _absmax(values, FP8) / 448
+    error = (_back(values, FP8) - values).abs()
+    assert (error <= torch.maximum(values.abs() / 16, step / 1024) * (1 + 2.0**-15)).all()
+    # Of a block with one large value int8 loses the small ones, at as many bytes.
+    outlier = torch.full((512,), 0.01)
+    outlier[3] = 10.0
+    assert (_back(outlier, INT8)[4:] == 0).all()
+    assert ((_back(outlier, FP8) - outlier).abs() <= outlier / 16).all()
+    assert FP8.nbytes(513) == INT8.nbytes(513)
+    # The bound of a block is reached: the largest numbers are 32 steps apart, and ties go to even.
+    ties = torch.tensor([448.0, 432.0, 400.0])
+    assert _back(ties, FP8).tolist() == [448.0, 448.0, 384.0]
+    assert 16 < FP8.error_bound(448.0) < 16.01
 
 
 @pytest.mark.parametrize("codec", [INT8, INT4], ids=str)
