@@ -69,6 +69,9 @@ def preload(words: list[str]) -> None:
     with contextlib.suppress(Exception):
         for line in first_imports(Path(path).read_text()):
             exec(compile(ast.Module([line], []), path, "exec", dont_inherit=True), {"__name__": "__preload__"})
+    if "torch" in sys.modules:
+        # Torch's optimizers import it when they are made: as much again as all of torch.
+        importlib.import_module("torch._dynamo")
     if "zeroaccel.ops" in sys.modules:
         _load_kernels()
 
