@@ -104,7 +104,7 @@ class PlanTable:
         self.model = model
         self._first = 0 if model is None else 3
         self._name, self._sequence, self._batch = "", "2048", "1"
-        self._mesh: tuple[int, ...] | None = None
+        self._mesh: tuple[tuple[int, ...], int] | None = None
         self._plan: tuple[int, str, str] | None = None
         self._answered = False
 
@@ -166,14 +166,14 @@ class PlanTable:
             for row in rows
             if row.plan is not None
         ]
-        start = next((row for row in rows if row.workload.sizes == self._mesh and row.plan), None)
+        start = next((row for row in rows if _mesh_of(row.workload) == self._mesh and row.plan), None)
         start = start or next((row for row in rows if row.recommended), None)
         heading = f"{'mesh':<20}{'plan':<18}{'GiB':>7}{'sends, GB':>11}{'idle':>5}"
         footing = "of a process, at its peak and per step; as many samples per step on each"
         words = f"Which mesh of {workload.ranks} processes?"
         reply = self._prompts.choose(words, options, start, back=back, heading=heading, footing=footing)
         if reply is not BACK:
-            self._mesh = reply.workload.sizes
+            self._mesh = _mesh_of(reply.workload)
         return reply
 
     def _ask_plan(self, state: WizardState, back: bool) -> Any:
@@ -183,7 +183,8 @@ class PlanTable:
         workload, capacity = _question(self.model, self._machine, state.answers)
         asked_mesh = self._mesh is not None and _processes(state) > 1 and state["use_parallelism_config"] is None
         if asked_mesh and self._mesh is not None:
-            workload = workload.on_mesh(*self._mesh)
+            sizes, ep = self._mesh
+            workload = workload.on_mesh(*sizes, ep=ep)
         rows = _rows(self.model, workload, capacity)
         options = [Option(_plan_title(row, workload), row, _short(row), row.estimate.name) for row in rows]
         options.append(Option("none of these: ask me", _NO_PLAN))
@@ -228,6 +229,10 @@ def _processes(state: WizardState) -> int:
     return processes
 
 
+def _mesh_of(workload: Workload) -> tuple[tuple[int, ...], int]:
+    return workload.sizes, workload.ep
+
+
 def _settings_of(row: PlanRow) -> tuple[int, str, str]:
     return row.estimate.stage, row.estimate.offload_optimizer, row.estimate.offload_param
 
@@ -250,7 +255,7 @@ def memory_summary(model: Model, machine: Machine, answers: Mapping[str, Any], j
         one = estimate(model.name, workload, [plan], on_cpu=capacity.on_cpu)[0]
     fits, short_of = check_capacity(one, workload, capacity)
     words = {True: "which fits", False: f"which does not fit: {short_of}", None: "of unknown room"}[fits]
-    mesh = f" as {workload.mesh_name}" if workload.mesh.splits_samples else ""
+    mesh = f" as {workload.mesh_name}" if not workload.is_plain else ""
     return f"{model.name} takes {_sizes(one, workload)}{mesh}, {words}"
 
 
@@ -277,7 +282,7 @@ def _question(model: Model, machine: Machine, answers: Mapping[str, Any]) -> tup
             sequence=model.sequence,
             accumulation=steps if isinstance(steps, int) else 1,
             checkpointing=model.checkpointing,
-        ).on_mesh(*sizes)
+        ).on_mesh(*sizes, ep=answers.get("ep_size") or 1)
         if isinstance(steps, int):
             workload = replace(workload, accumulation=steps)
     except UsageError as error:
@@ -318,9 +323,9 @@ def _plan(model: Model, row: PlanRow, workload: Workload, *, note: str = "") -> 
     one = row.estimate
     answers: dict[str, Any] = dict(zip(PLANNED, (one.stage, one.offload_optimizer, one.offload_param), strict=True))
     if workload.ranks > 1:
-        answers["use_parallelism_config"] = workload.mesh.splits_samples
-    if workload.mesh.splits_samples:
-        answers |= {f"{axis}_size": getattr(workload, axis) for axis in ("tp", "sp", "pp")}
+        answers["use_parallelism_config"] = not workload.is_plain
+    if not workload.is_plain:
+        answers |= {size: getattr(workload, size.removesuffix("_size")) for size in MESH_SIZES}
     needs = {
         "offload_optimizer_nvme_path": one.disk.optimizer * workload.local_ranks,
         "offload_param_nvme_path": one.disk.params * workload.local_ranks,

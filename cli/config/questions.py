@@ -24,7 +24,7 @@ AUTO = "auto"
 
 PLANNED = ("zero_stage", "offload_optimizer_device", "offload_param_device")
 """The settings that a plan of stage and offload answers."""
-MESH_SIZES = ("tp_size", "sp_size", "pp_size")
+MESH_SIZES = ("tp_size", "sp_size", "pp_size", "ep_size")
 
 Kind = Literal["choice", "yes_no", "count", "number", "text", "names", "file", "folder"]
 
@@ -225,7 +225,9 @@ def _mesh_check(axis: str) -> Callable[[Any, WizardState], tuple[str, str]]:
         from zeroaccel.config.parallel import ParallelConfig
         from zeroaccel.errors import UsageError
 
-        sizes: dict[str, Any] = {other: state[f"{other}_size"] or 1 for other in ("tp", "sp", "pp")} | {axis: size}
+        sizes: dict[str, Any] = {other: state[f"{other}_size"] or 1 for other in ("tp", "sp", "pp", "ep")} | {
+            axis: size
+        }
         try:
             ParallelConfig(**sizes).resolve(state["num_processes"] or 1)
         except UsageError as error:
@@ -244,7 +246,7 @@ _ZERO = Condition(lambda s: bool(s["use_deepspeed"]), "it is a setting of ZeRO, 
 _SEVERAL = Condition(lambda s: (s["num_machines"] or 1) > 1, "there is one machine (--num_machines)")
 _PROCESSES = Condition(lambda s: (s["num_processes"] or 1) > 1, "there is one process (--num_processes)")
 _OPEN_MESH = Condition(
-    lambda s: s.json is None or not {"tp_size", "sp_size"} & set(s.json.decided),
+    lambda s: s.json is None or not {"tp_size", "sp_size", "ep_size"} & set(s.json.decided),
     "the JSON config decides it (--deepspeed_config_file)",
 )
 _MESH = Condition(
@@ -252,6 +254,9 @@ _MESH = Condition(
 )
 _WHOLE_LAYERS = Condition(
     lambda s: (s["tp_size"] or 1) == 1, "layers that processes share are not quantised (--tp_size)"
+)
+_OWN_EXPERTS = Condition(
+    lambda s: (s["tp_size"] or 1) == 1, "processes that share layers share their experts, too (--tp_size)"
 )
 _EACH = Condition(lambda s: s["multinode_launcher"] != "ssh", "the job is started on all machines from here (ssh)")
 _BY_SSH = Condition(
@@ -271,10 +276,9 @@ def _nvme(what: str) -> Condition:
     return Condition(lambda s: s[key] == "nvme", f"nothing of it is offloaded to nvme (--{key})")
 
 
-def _mesh_size(axis: str, words: str) -> Question:
-    return Question(
-        f"{axis}_size", words, "count", (_PROCESSES, _MESH), default=lambda _: 1, check=_mesh_check(axis), least=1
-    )
+def _mesh_size(axis: str, words: str, *others: Condition) -> Question:
+    conditions = (_PROCESSES, _MESH, *others)
+    return Question(f"{axis}_size", words, "count", conditions, default=lambda _: 1, check=_mesh_check(axis), least=1)
 
 
 _TIERS = (
@@ -374,7 +378,7 @@ QUESTIONS: tuple[Question, ...] = (
     ),
     Question(
         "use_parallelism_config",
-        "Shall processes share layers, sequences or stages (a mesh)?",
+        "Shall processes share layers, sequences, stages or experts?",
         "yes_no",
         (_PROCESSES, _OPEN_MESH),
         default=lambda _: False,
@@ -382,6 +386,7 @@ QUESTIONS: tuple[Question, ...] = (
     _mesh_size("tp", "How many processes share each layer (tensor parallel)?"),
     _mesh_size("sp", "How many processes share each sequence (Ulysses)?"),
     _mesh_size("pp", "How many stages has the pipeline?"),
+    _mesh_size("ep", "How many processes divide the experts of a mixture?", _OWN_EXPERTS),
     Question(
         "zero_stage",
         "Which stage of ZeRO?",

@@ -2,7 +2,8 @@
 
     divided_layers_runs.py FOLDER AXIS:KIND:SIZE:STAGE[:RESUMED_FROM] ...
 
-AXIS is "tp" for `autotp_size` or "ep" for `autoep_size`. RESUMED_FROM is an earlier case with dashes, whose checkpoint
+AXIS is "tp" for `autotp_size`, "ep" for `autoep_size`, "launched" for experts that the launcher's flag divides, or
+"ddp" for a Trainer without a DeepSpeed config. RESUMED_FROM is an earlier case with dashes, whose checkpoint
 after two of four steps it goes on from. Prints, on rank 0, one JSON line per case: losses, the evaluation's, and the
 folder.
 """
@@ -25,8 +26,9 @@ SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "us
 SECTIONS: dict[str, dict[str, Any]] = {
     "tp": {"tensor_parallel": {"autotp_size": 0}},
     "ep": {"expert_parallel": {"enabled": True, "autoep_size": 0}},
+    "launched": {"checkpoint": {"save_random_state": True}},  # which has the mesh with it
 }
-OF_AXIS: dict[str, dict[str, Any]] = {"tp": {}, "ep": {"num_local_experts": 4, "num_experts_per_tok": 2}}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 
 class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -44,18 +46,18 @@ class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 def run(folder: Path, axis: str, kind: str, size: int, stage: int, resumed: Path | None) -> dict[str, Any]:
-    (section,) = SECTIONS[axis]
     settings: dict[str, Any] = {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
         "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True},
-        section: {**SECTIONS[axis][section], f"auto{axis}_size": size},
     }
+    for section, keys in SECTIONS.get(axis, {}).items():
+        settings[section] = {key: size if key == f"auto{axis}_size" else value for key, value in keys.items()}
     arguments = TrainingArguments(
         str(folder),
-        deepspeed=settings,
+        deepspeed=None if axis == "ddp" else settings,
         # A step is of as many samples whatever shares the layers.
         per_device_train_batch_size=2 * size // int(os.environ["WORLD_SIZE"]) if axis == "tp" else 2,
         per_device_eval_batch_size=2,
@@ -74,7 +76,7 @@ def run(folder: Path, axis: str, kind: str, size: int, stage: int, resumed: Path
     )
     torch.manual_seed(5)
     model, config = (getattr(transformers, kind + name) for name in ("ForCausalLM", "Config"))
-    made = model(config(**SIZES, **OF_AXIS[axis]))
+    made = model(config(**SIZES, **({} if axis == "tp" else EXPERTS)))
     trainer = Trainer(model=made, args=arguments, train_dataset=Samples(64), eval_dataset=Samples(8))
     trainer.train(resume_from_checkpoint=None if resumed is None else str(resumed / "checkpoint-2"))
     trainer.save_model(str(folder / "final"))

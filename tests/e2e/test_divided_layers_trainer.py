@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,13 @@ pytest.importorskip("accelerate")
 pytestmark = pytest.mark.slow
 
 
-def _runs(folder: Path, ranks: int, cases: list[str]) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
+def _runs(
+    folder: Path, ranks: int, cases: list[str], flags: Sequence[str] = ()
+) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
     """What each case prints, and its weights."""
     program = Path(__file__).with_name("divided_layers_runs.py")
     command = [sys.executable, "-m", "zeroaccel.cli", "launch", "--num_processes", ranks, "--engine", "zeroaccel"]
+    command += flags
     result = run_command([*command, program, folder, *cases], timeout=240)
     assert result.returncode == 0, result.stderr[-6000:]
     lines = (json.loads(text) for text in result.stdout.splitlines() if text.startswith('{"case"'))
@@ -49,15 +53,33 @@ def test_layers_split_by_the_json_train_as_whole_ones(tmp_path: Path) -> None:
     assert all(torch.equal(saved[name], value) for name, value in weights[split].items())
 
 
-@pytest.mark.parametrize("kind", ["Mixtral", "GptOss"])
-def test_divided_experts_train_as_whole_ones_and_resume_on_any_ep(tmp_path: Path, kind: str) -> None:
-    first = f"ep-{kind}-2-3"
-    cases = [f"ep:{kind}:2:3", f"ep:{kind}:1:3", f"ep:{kind}:1:3:{first}", f"ep:{kind}:4:3:{first}"]
-    runs, weights = _runs(tmp_path, 4, cases)
+@pytest.mark.parametrize(
+    ("kind", "stage"), [("Mixtral", 3), ("GptOss", 3), ("Mixtral", 0), ("Mixtral", 1), ("GptOss", 2)]
+)
+def test_divided_experts_train_as_whole_ones_and_resume_on_any_ep(tmp_path: Path, kind: str, stage: int) -> None:
+    first = f"ep-{kind}-2-{stage}"
+    cases = [
+        f"ep:{kind}:2:{stage}",
+        f"ep:{kind}:1:{stage}",
+        f"ep:{kind}:1:{stage}:{first}",
+        f"ep:{kind}:4:{stage}:{first}",
+    ]
+    runs, weights = _runs(tmp_path, 4, [*cases, f"ddp:{kind}:1:0"])
     divided, whole, *_ = cases
-    for case in cases[1:]:
+    for case in runs:
         assert runs[case]["losses"] == pytest.approx(runs[divided]["losses"], rel=1e-5), case
         assert weights[case].keys() == weights[divided].keys()
     for name, value in weights[whole].items():
-        for case in cases:
+        for case in runs:
             assert torch.allclose(weights[case][name], value, rtol=1e-4, atol=3e-6), (case, name)
+
+
+def test_the_launcher_says_how_many_ranks_divide_experts(tmp_path: Path) -> None:
+    flags = ["--ep_size", "2"]
+    cases = ["launched:Mixtral:2:1", "launched:Mixtral:2:3"]
+    runs, weights = _runs(tmp_path, 4, cases, flags)
+    assert runs[cases[0]]["losses"] == runs[cases[1]]["losses"]
+    assert all(torch.equal(value, weights[cases[1]][name]) for name, value in weights[cases[0]].items())
+    manifests = [path.read_text() for path in Path(runs[cases[0]]["folder"]).rglob("manifest.json")]
+    assert manifests
+    assert all(", ep 2" in text for text in manifests)

@@ -15,6 +15,8 @@ _SIZES: dict[str, Any] = {"vocab_size": MIXTURE_VOCABULARY, "hidden_size": 32, "
 _HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False}
 _TOP_2 = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "intermediate_size": 24}
 
+_OF_TEXT = ("Qwen3_5Moe", "Llama4")
+
 MIXTURES: dict[str, dict[str, Any]] = {
     # Softmax over all experts, and an auxiliary loss.
     "Mixtral": {
@@ -22,6 +24,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "intermediate_size": 24,
         "num_experts_per_tok": 2,
         "output_router_logits": True,
+        "router_aux_loss_coef": 0.1,
     },
     "Qwen3Moe": {**_TOP_2, "num_experts": 8, "head_dim": 8, "norm_topk_prob": True},
     # Biases of routers and experts, transposed and interleaved projections, sinks.
@@ -55,6 +58,27 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 8,
         "layer_types": ["linear_attention", "full_attention"],
     },
+    # The same layers with other projections.
+    "Qwen3_5Moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+        "head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+    # Experts that take all tokens, times their scores; one per token, and a shared one.
+    "Llama4": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "intermediate_size": 16,
+        "intermediate_size_mlp": 16,
+        "head_dim": 8,
+    },
 }
 """Kind -> the sizes that its config has beside the common ones."""
 
@@ -68,7 +92,9 @@ def small_mixture(kind: str, experts: str = "grouped_mm", **changes: Any) -> nn.
     import transformers
 
     torch.manual_seed(3)
-    model, config = (getattr(transformers, kind + name) for name in ("ForCausalLM", "Config"))
+    model = getattr(transformers, kind + "ForCausalLM")
+    config = getattr(transformers, kind + ("TextConfig" if kind in _OF_TEXT else "Config"))
     made: nn.Module = model(config(**{**_SIZES, **_HEADS, **MIXTURES[kind], **changes}))
-    made.set_experts_implementation(experts)  # type: ignore[operator]
+    if kind != "Llama4":
+        made.set_experts_implementation(experts)  # type: ignore[operator]
     return made

@@ -34,6 +34,7 @@ from zeroaccel.compat.deepspeed_pipe import PipelineModule
 from zeroaccel.compat.finder import VERSION
 from zeroaccel.compat.leaf_modules import mark_configured, mark_parameters, marked_names
 from zeroaccel.compat.parameters import ParameterOffload, attach
+from zeroaccel.compat.stubs import check_expert_marks, note_expert_groups
 from zeroaccel.compat.surface import ABSENT_MEMBERS, QUESTIONS
 from zeroaccel.config import Config, load_config
 from zeroaccel.config.document import read_document
@@ -637,6 +638,7 @@ def initialize(
     from_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
     source = _batch_of_samplers(_config_of(config, config_params, from_args))
     source = _with_arguments(source, model, optimizer, lr_scheduler)
+    check_expert_marks(model)
     _take_over(model)
     plan, engine = start(
         JobSpec(
@@ -661,6 +663,7 @@ def initialize(
     if engine.settings.plan.params:
         attach(engine.registry)
     transformers_calls.attach(engine)
+    note_expert_groups(engine.optimizer)
     loss_scale_members.attach(engine)
     engine.training_dataloader = plan.loader
     log_always(f"DeepSpeed info: version={VERSION}, git-hash=unknown, git-branch=unknown")
@@ -732,14 +735,17 @@ def _batch_of_samplers(config: Any) -> Any:
     return {**tree, "train_batch_size": total // (parallel.tp * parallel.sp)}
 
 
-def _parallel_of(mpu: Any, model: nn.Module) -> ParallelConfig:
-    """The mesh that an object in the manner of Megatron's `mpu` describes; of a `PipelineModule`, its stages."""
+def _parallel_of(mpu: Any, model: nn.Module) -> ParallelConfig | None:
+    """The mesh that an object in the manner of Megatron's `mpu` describes; of a `PipelineModule`, its stages.
+
+    None where the program says nothing: then the launcher's counts.
+    """
     if isinstance(model, PipelineModule):
         if mpu is not None:
             raise UsageError("deepspeed.initialize(mpu)", expected="None with a PipelineModule", got=type(mpu).__name__)
         return ParallelConfig(pp=model.num_stages)
     if mpu is None:
-        return ParallelConfig()
+        return None
     split = ("model", "tensor_model", "pipeline", "pipeline_model", "pipe")
     sizes = {
         name: size()

@@ -1,6 +1,6 @@
 """Names of DeepSpeed that have nothing to do here: each does nothing, or answers with the one thing that can be.
 
-Nothing logs collectives, no layers are split over ranks but by a mesh, no parameter is an expert's of some ranks only,
+Nothing logs collectives, layers and experts are divided by a mesh only, which no mark of a parameter or group decides,
 and the engine detects parameters that are read outside their modules.
 """
 
@@ -57,7 +57,7 @@ def get_model_parallel_world_size() -> int:
 
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
-    """(False, 0): there are no expert-parallel layers."""
+    """(False, 0): no layer is DeepSpeed's MoE. Those that `expert_parallel` of the config divides do not count."""
     return False, 0
 
 
@@ -69,6 +69,29 @@ def is_moe_param(param: torch.Tensor) -> bool:
 def is_moe_param_group(param_group: Mapping[str, Any]) -> bool:
     """Whether a param group is marked as experts'."""
     return bool(param_group.get("moe", False))
+
+
+def check_expert_marks(model: nn.Module) -> None:
+    """Refuses parameters that only some ranks would reduce: here all ranks have the values of rank 0.
+
+    Raises:
+        UsageError: a parameter is marked as an expert's of some ranks (`param.allreduce` is False).
+    """
+    for name, param in model.named_parameters():
+        if is_moe_param(param):
+            raise UsageError(
+                f"deepspeed.initialize: parameter {name}",
+                expected="a parameter that all ranks have alike",
+                got="one with allreduce False, as of expert-parallel layers",
+                fix='leave the mark out, and divide experts of transformers by "expert_parallel": {"enabled": true, '
+                '"autoep_size": N}',
+            )
+
+
+def note_expert_groups(optimizer: Any) -> None:
+    """Says that marks of param groups decide nothing."""
+    if any(map(is_moe_param_group, getattr(optimizer, "param_groups", ()))):
+        log_once(logging.INFO, "param group: moe: does nothing: expert_parallel of the config divides experts")
 
 
 def split_params_into_different_moe_groups_for_optimizer(

@@ -1,10 +1,11 @@
-"""Patches of calls of transformers that fail where parameters are sharded.
+"""Patches of calls of transformers and accelerate that fail where parameters are sharded, or ranks have parts of them.
 
 `PreTrainedModel.save_pretrained` without a state dict is `accelerate/pretrained_saving.py`'s. `Trainer.train` after
 `evaluate` goes on with the engine of the evaluation, which has no optimizer and is destroyed by then: the patch starts
-from the model. `TrainingArguments(enable_jit_checkpoint=True)` has each rank save when its own timer says so; here the
-ranks agree on the step, and save after `on_step_end` has counted it. All are patched when an engine is made, and only
-if transformers is imported; `detach()` restores the originals.
+from the model. `Accelerator.get_state_dict` below stage 3 reads the module's own state dict, and where ranks have parts
+of layers or other experts the patch gathers it. `TrainingArguments(enable_jit_checkpoint=True)` has each rank save when
+its own timer says so; here the ranks agree on the step, and save after `on_step_end` has counted it. All are patched
+when an engine is made, and only if the library is imported; `detach()` restores the originals.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ def attach(engine: EngineBase) -> None:
     owner = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
     if owner is not None:
         _patch(owner, "train", _from_the_model)
+    accelerator = getattr(sys.modules.get("accelerate.accelerator"), "Accelerator", None)
+    if accelerator is not None:
+        _patch(accelerator, "get_state_dict", _of_all_ranks)
     # Trainer has set its handler before it makes an engine; the engine's own takes its place.
     saver = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
     if engine.optimizer is not None and hasattr(saver, "is_checkpoint_requested"):
@@ -73,6 +77,19 @@ def _from_the_model(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(trainer, *args, **kwargs)
 
     return train
+
+
+def _of_all_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`Accelerator.get_state_dict` that gathers what ranks divide, at stages that shard no parameters, too."""
+
+    @functools.wraps(original)
+    def get_state_dict(accelerator: Any, model: Any, unwrap: bool = True) -> Any:
+        ranks = model.collectives if isinstance(model, EngineBase) and not model.settings.plan.params else None
+        if ranks is None or (ranks.parts is None and ranks.part_holders is None):
+            return original(accelerator, model, unwrap)
+        return model._consolidated_16bit_state_dict()
+
+    return get_state_dict
 
 
 def _restore_config(trainer: Any) -> None:

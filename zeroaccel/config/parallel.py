@@ -130,7 +130,8 @@ class ParallelConfig:
 
     @classmethod
     def of(cls, source: Any, where: str) -> ParallelConfig:
-        """The mesh of an argument: a `ParallelConfig`, or an object with accelerate's sizes (`tp_size`).
+        """The mesh of an argument: a `ParallelConfig`, or an object with accelerate's sizes (`tp_size`) or those of
+        transformers' `DistributedConfig` (`fsdp_size`).
 
         Args:
             where: the argument, for messages.
@@ -140,6 +141,8 @@ class ParallelConfig:
         """
         if isinstance(source, ParallelConfig):
             return source
+        if hasattr(source, "fsdp_size"):
+            return _of_distributed_config(source, f"{where}: DistributedConfig")
         sizes = {axis: getattr(source, f"{axis}_size", None) for axis in (*AXES, "ep", "cp")}
         if all(size is None for size in sizes.values()):
             got = type(source).__name__
@@ -196,6 +199,9 @@ class ParallelConfig:
 
     def misfit(self, world_size: int) -> str:
         """Why the sizes do not fit this number of ranks, for a message; "" where they fit."""
+        shared = world_size // self._num_others * self.sp if self.dp_shard == -1 else self.dp_shard * self.sp
+        if world_size % self._num_others == 0 and shared % self.ep:
+            return f"ep {self.ep}, where a divisor of dp_shard x sp, {shared} ranks, is needed"
         return f"{self._product}, where {self._expected(world_size)} are needed"
 
     @property
@@ -272,6 +278,38 @@ class ParallelConfig:
         return places["dp_replicate"] * self.dp_shard + places["dp_shard"]
 
 
+def _of_distributed_config(source: Any, where: str) -> ParallelConfig:
+    """The mesh of transformers' `DistributedConfig`, whose FSDP is ZeRO here.
+
+    Raises:
+        UsageError: it asks for what the config decides here, or for experts of ranks that see the same samples.
+    """
+    sizes = {axis: getattr(source, f"{axis}_size", None) for axis in ("pp", "dp_replicate", "tp", "ep")}
+    refused = {
+        "fsdp_cpu_offload": (False, "set zero_optimization.offload_param and offload_optimizer in the config"),
+        "fsdp_mixed_precision": (False, "set bf16.enabled or fp16.enabled in the config"),
+        "ep_size": (1, f"ranks that divide experts see samples of their own: fsdp_size={sizes['tp']}, tp_size=1"),
+        "tp_plan": ("auto", "pass ParallelConfig(tp=N, tp_plan={...}) with the whole plan"),
+        "ep_implementation": ("auto", "leave it out: tokens go to their experts by all-to-all"),
+    }
+    if (sizes["tp"] or 1) == 1:
+        refused = {key: rule for key, rule in refused.items() if key not in ("ep_size", "tp_plan")}
+    for key, (plain, fix) in refused.items():
+        value = getattr(source, key, plain)
+        if value not in (plain, None, "auto", "all_to_all"):
+            raise UsageError(f"{where}({key})", expected=repr(plain), got=value, fix=fix)
+    unread = {
+        "ep_plan": "experts are found by transformers' interface",
+        "fsdp_plan": "the engine chooses the units of gathers (zero_optimization.leaf_module)",
+        "enable_sequence_parallel": "transformers does not read it either; sp cuts sequences",
+    }
+    for key, reason in unread.items():
+        if getattr(source, key, None):
+            log_once(logging.INFO, f"{where}({key}): does nothing: {reason}")
+    tp_plan = "auto" if (sizes["tp"] or 1) > 1 else None
+    return replace(ParallelConfig.from_sizes({**sizes, "dp_shard": source.fsdp_size}), tp_plan=tp_plan)
+
+
 def with_config_axes(tree: Mapping[str, Any], parallel: ParallelConfig | None) -> ParallelConfig | None:
     """The mesh of an argument and of a config, which says how many ranks share sequences and layers.
 
@@ -310,7 +348,7 @@ def _with_axis(parallel: ParallelConfig | None, axis: str, size: int, key: str) 
 def _autoep_size(tree: Mapping[str, Any]) -> int:
     """How many ranks divide experts; 1 where a config says nothing of it, or does not enable it."""
     section = tree.get("expert_parallel")
-    if not isinstance(section, Mapping) or section.get("enabled") is not True:
+    if not isinstance(section, Mapping) or out_of_quotes(bool, section.get("enabled")) is not True:
         return 1
     for key in _OWN_ROUTING:
         if section.get(key) not in (None, 1 if key == "expert_tensor_parallel_size" else None):
@@ -323,7 +361,7 @@ def _autoep_size(tree: Mapping[str, Any]) -> int:
     # Patterns and presets by which DeepSpeed finds experts, and its kernels: found and computed as the model has them.
     for key in sorted(section.keys() - {"enabled", "autoep_size", *_OWN_ROUTING}):
         log_once(logging.INFO, f"expert_parallel.{key}: does nothing: experts are found by transformers' interface")
-    size = section.get("autoep_size")
+    size = out_of_quotes(int, section.get("autoep_size"))
     return size if isinstance(size, int) and not isinstance(size, bool) else 1
 
 

@@ -1,41 +1,26 @@
-"""Expert parallelism: the ranks that divide the experts of each layer, and the way of tokens to them and back.
-
-(GShard: Lepikhin et al., 2020, arXiv:2006.16668, section 3.) A mixture's router chooses K of E experts for each of a
-rank's T tokens. Of P ranks each has E / P experts, and for them the tokens of all P:
-
-```text
-hidden (T, H), choices (T, K), weights (T, K)        this rank's tokens
-  sort by expert, exchange how many go where         (P, E/P) numbers
-  send tokens and weights                            one all-to-all of exactly the rows that were chosen
-hidden (n, H), choices (n, 1), weights (n, 1)        tokens of all ranks, for this rank's experts
-  the module's own forward, with E / P experts
-  return the rows                                    one all-to-all
-(T, K, H), summed over K
-```
-
-No token is dropped and none is padded, whatever the load. A rank that no token chose sends and receives nothing, yet
-takes part in each exchange, forward and backward: it computes one row of zeros, so that its graph and gradients are
-those of the other ranks.
+"""Expert parallelism: the ranks that divide the experts of each layer. `expert_dispatch.py` has the way of the tokens.
 
 An expert's gradient is the sum over the tokens of all P ranks already, so its reduction over the ranks that hold it
 has all terms of plain data parallelism, and the same divisor, the number of data ranks, makes it the mean.
 
 **Which experts**: modules of transformers whose forward is (hidden, choices, weights), with one tensor for each
 projection of all experts, (E, ..): the interface of `use_experts_implementation`. Its implementations ("eager",
-"grouped_mm", "batched_mm") run as they are, on the rows that arrived.
+"grouped_mm", "batched_mm") run as they are, on the rows that arrived. And those of Llama 4, which take all tokens.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
@@ -45,6 +30,7 @@ from zeroaccel.config import Config
 from zeroaccel.config.parallel import ParallelConfig
 from zeroaccel.errors import ConfigError, UsageError, listed
 from zeroaccel.optim.optimizer_kinds import OptimizerKind
+from zeroaccel.parallel.expert_dispatch import WHERE, Experts, divided_forwards, even_route
 from zeroaccel.setup.axis import Axis
 from zeroaccel.setup.axis_estimate import AxisEstimate, EstimatedJob
 from zeroaccel.setup.cut_check import Cut
@@ -54,11 +40,9 @@ from zeroaccel.zero.build_units import refuse_split
 from zeroaccel.zero.compiled import check_not_compiled
 from zeroaccel.zero.from_config import EngineSettings
 from zeroaccel.zero.layout import Split
-from zeroaccel.zero.wrap_policy import is_mixture
+from zeroaccel.zero.wrap_policy import has_expert_interface, is_mixture
 
-_WHERE = "expert parallelism"
-# What `use_experts_implementation` of transformers 5 sets on each module.
-_INTERFACE = ("num_experts", "has_gate", "has_bias", "is_transposed", "_is_expert_parallel")
+_WRAPPED = ".base_layer"  # PEFT's name of what an adapter is around
 # Keys that have weights and gradients travel or lie otherwise than in one shard per rank: their second groups know
 # nothing of ranks with other experts.
 _PLAIN_COLLECTIVES = {
@@ -69,23 +53,6 @@ _PLAIN_COLLECTIVES = {
     "zero_hpz_partition_size": 1,
     "mics_shard_size": -1,
 }
-
-
-@dataclass(frozen=True)
-class Experts:
-    """The experts of one layer.
-
-    Attributes:
-        name: of the module, for messages.
-        module: has parameters of the dims (E, ..).
-        count: E.
-        params: names of those.
-    """
-
-    name: str
-    module: nn.Module
-    count: int
-    params: tuple[str, ...]
 
 
 class ExpertAxis(Axis):
@@ -182,18 +149,25 @@ class ExpertAxis(Axis):
     def install(self, model: nn.Module) -> None:
         assert self._tokens is not None, "experts are divided after their ranks are connected"
         computed = [(one, one.module.forward) for one in self._experts]
-        for one, compute in computed:
-            self._before.append((one.module, vars(one.module).get("forward")))
-            vars(one.module)["forward"] = partial(_dispatched, one, compute, self._tokens)
+        for one in self._experts:
+            one.share(self._group.size)
+            for module, forward in divided_forwards(one, self._tokens).items():
+                self._before.append((module, vars(module).get("forward")))
+                vars(module)["forward"] = forward
         self._cut = ExpertCut(computed, self._tokens, self._job)
 
     def undo(self) -> None:
+        for one in self._experts:
+            one.share(1)
         while self._before:
             module, forward = self._before.pop()
             if forward is None:
                 vars(module).pop("forward", None)
             else:
                 vars(module)["forward"] = forward
+
+
+_LEAVES = {"hidden_states": "hidden states", "top_k_weights": "weights of the router"}
 
 
 class ExpertCut(Cut):
@@ -217,7 +191,9 @@ class ExpertCut(Cut):
     ) -> None:
         self._computed, self._ranks, self._job = computed, ranks, job
         self._found: list[tuple[str, Tensor]] = []
-        self.name, self.size, self.index = f"{_WHERE} (ep={ranks.world_size})", ranks.world_size, ranks.rank
+        self._inside = {id(module) for one, _ in computed for module in one.module.modules()}
+        self._inside -= {id(one.module) for one, _ in computed}
+        self.name, self.size, self.index = f"{WHERE} (ep={ranks.world_size})", ranks.world_size, ranks.rank
 
     @contextmanager
     def computing(self, *, whole: bool) -> Iterator[None]:
@@ -234,6 +210,10 @@ class ExpertCut(Cut):
             for (one, _), divided in zip(self._computed, before, strict=True):
                 vars(one.module)["forward"] = divided
 
+    def is_split(self, module: nn.Module) -> bool:
+        # An activation within experts is of other rows, of which there may be as many by chance.
+        return id(module) in self._inside
+
     def gradients(self) -> Iterable[tuple[str, Tensor]]:
         found, self._found = self._found, []
         return found
@@ -245,34 +225,30 @@ class ExpertCut(Cut):
         torch.empty(2 * self.size * most, dtype=torch.uint8, device=self._ranks.topology.device)
 
     def _compare(
-        self,
-        one: Experts,
-        forward: Callable[..., Tensor],
-        whole: bool,
-        hidden_states: Tensor,
-        top_k_index: Tensor,
-        top_k_weights: Tensor,
+        self, one: Experts, forward: Callable[..., Tensor], whole: bool, *args: Tensor, **named: Tensor
     ) -> Tensor:
         """The module's output; its gradients are for `gradients`. (all ranks of the group)"""
-        leaves = {"hidden states": hidden_states, "weights of the router": top_k_weights}
-        leaves = {name: value.detach().requires_grad_() for name, value in leaves.items()}
+        inputs = dict(zip(one.inputs, args, strict=False)) | named
+        leaves = {key: inputs[key].detach().requires_grad_() for key in one.inputs if key in _LEAVES}
         own: dict[str, Any] = {key: getattr(one.module, key) for key in one.params}
         used = {key: (self._join(part) if whole else part.detach()).requires_grad_() for key, part in own.items()}
         shadowed = {key: vars(one.module)[key] for key in own if key in vars(one.module)}
         vars(one.module).update(used)
+        kind = type(one.module)
+        # An adapter makes its parameter a property of a class of its own meanwhile, which would come first.
+        one.module.__class__ = type_before_parametrizations(one.module)
         try:
             with torch.enable_grad():
-                hidden, weights = leaves.values()
-                out = forward(hidden, top_k_index, weights)
+                out = forward(*((inputs | leaves)[key] for key in one.inputs))
                 loss = torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out).to(out.dtype)
                 grads = torch.autograd.grad(out, [*leaves.values(), *used.values()], loss, materialize_grads=True)
         finally:
+            one.module.__class__ = kind
             for key in own:
                 del vars(one.module)[key]
             vars(one.module).update(shadowed)
-        inputs, params = grads[: len(leaves)], grads[len(leaves) :]
-        self._found = list(zip(leaves, inputs, strict=True))
-        for key, grad in zip(own, params, strict=True):
+        self._found = [(_LEAVES[key], grad) for key, grad in zip(leaves, grads, strict=False)]
+        for key, grad in zip(own, grads[len(leaves) :], strict=True):
             self._found.append((key, grad.chunk(self.size)[self.index] if whole else grad / self.size))
         return out.detach()
 
@@ -284,7 +260,12 @@ class ExpertCut(Cut):
 
 def _splits(found: Iterable[Experts], ranks: int, rank: int) -> dict[int, Split]:
     split = Split(dim=0, parts=ranks, index=rank, in_data_group=True)
-    return {id(one.module.get_parameter(key)): split for one in found for key in one.params}
+    splits = {id(one.module.get_parameter(key)): split for one in found for key in one.params}
+    for adapter in (adapter for one in found for adapter in one.adapters):
+        # (r E, in), expert by expert, and (out, r E), in each of r blocks one column of each expert.
+        splits |= {id(layer.weight): split for layer in adapter.lora_A.values()}
+        splits |= {id(layer.weight): replace(split, dim=1, blocks=adapter.r[n]) for n, layer in adapter.lora_B.items()}
+    return splits
 
 
 class ExpertEstimate(AxisEstimate):
@@ -296,17 +277,17 @@ class ExpertEstimate(AxisEstimate):
     def share(self, job: EstimatedJob, model: nn.Module) -> None:
         ranks = job.ranks(self.size, self.name)
         for one in find_experts(model, self.size):
-            one.module.forward = partial(_dispatched, one, one.module.forward, ranks, route=_even_route)
+            one.share(self.size)
+            for module, forward in divided_forwards(one, ranks, even_route).items():
+                module.forward = forward
 
     def splits(self, model: nn.Module) -> Mapping[int, Split]:
-        found = [_experts_of(name, module) for name, module in model.named_modules() if _has_interface(module)]
-        return _splits(found, self.size, 0)
+        return _splits(map(_experts_of, _forms(model)), self.size, 0)
 
 
 def expert_count(model: nn.Module) -> int:
     """The largest number of ranks that can divide the experts of a model's layers; 1 where it has none to divide."""
-    counts: list[Any] = [module.num_experts for module in model.modules() if _has_interface(module)]
-    return math.gcd(*counts) or 1
+    return math.gcd(*(int(form.module.num_experts) for form in _forms(model))) or 1  # type: ignore[arg-type]
 
 
 def find_experts(model: nn.Module, ranks: int) -> list[Experts]:
@@ -315,29 +296,63 @@ def find_experts(model: nn.Module, ranks: int) -> list[Experts]:
     Raises:
         UsageError: there are none, or in a form that is not known, or ranks would have unequal numbers of them.
     """
-    found = [_experts_of(name, module) for name, module in model.named_modules() if _has_interface(module)]
+    found = [_experts_of(form) for form in _forms(model)]
     if not found:
         raise _without_experts(model)
     for one in found:
-        if one.count % ranks:
+        if one.count < 1 or one.count % ranks:
             raise UsageError(
-                f"{_WHERE}: {one.name}",
+                f"{WHERE}: {one.name}",
                 expected=f"a number of experts that is divisible by ep {ranks}",
                 got=one.count,
                 fix="choose an ep that divides it",
             )
+        _check_adapters(one, ranks)
     return found
 
 
-def _has_interface(module: nn.Module) -> bool:
-    return all(hasattr(module, key) for key in _INTERFACE)
+@dataclass(frozen=True)
+class _FoundExperts:
+    """A module that may be experts: of the interface, or with the router of experts that take all tokens."""
+
+    name: str
+    module: nn.Module
+    adapters: tuple[nn.Module, ...]
+    router: nn.Module | None = None
 
 
-def _experts_of(name: str, module: nn.Module) -> Experts:
+def _forms(model: nn.Module) -> Iterator[_FoundExperts]:
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        if has_expert_interface(module):
+            around = []
+            while name.endswith(_WRAPPED):
+                name = name.removesuffix(_WRAPPED)
+                around.append(modules[name])
+            yield _FoundExperts(name, module, tuple(reversed(around)))
+        elif isinstance(router := getattr(module, "router", None), nn.Module):
+            experts: Any = getattr(module, "experts", None)
+            outer: list[nn.Module] = []
+            while isinstance(inner := getattr(experts, _WRAPPED[1:], None), nn.Module):
+                outer.append(experts)
+                experts = inner
+            if isinstance(experts, nn.Module) and _take_all_tokens(experts, router):
+                yield _FoundExperts(f"{name}.experts", experts, tuple(outer), router)
+
+
+def _take_all_tokens(experts: nn.Module, router: nn.Module) -> bool:
+    numbers = (getattr(experts, "num_experts", None), getattr(router, "top_k", None))
+    return all(isinstance(number, int) for number in numbers) and list(
+        inspect.signature(experts.forward).parameters
+    ) == ["hidden_states"]
+
+
+def _experts_of(form: _FoundExperts) -> Experts:
+    module = form.module
     count: Any = module.num_experts
     of_all = tuple(key for key, param in module.named_parameters(recurse=False) if param.shape[:1] == (count,))
     others = [key for key, _ in module.named_parameters(recurse=False) if key not in of_all]
-    where, kind = f"{_WHERE}: {name}", type(module).__name__
+    where, kind = f"{WHERE}: {form.name}", type(module).__name__
     if not of_all or others:
         raise UsageError(
             where,
@@ -345,13 +360,8 @@ def _experts_of(name: str, module: nn.Module) -> Experts:
             got=f"{listed(others) or 'none'} of {kind}",
             fix="leave ep at 1",
         )
-    if name.endswith("base_layer") or hasattr(module, "parametrizations"):
-        raise UsageError(
-            where,
-            expected="experts without adapters or parametrizations",
-            got=f"adapters on {kind}",
-            fix="leave ep at 1, or the experts out of target_parameters",
-        )
+    if hasattr(module, "parametrizations"):
+        raise UsageError(where, expected="experts without parametrizations", got=f"some on {kind}", fix="leave ep at 1")
     for key in of_all:
         if not module.get_parameter(key).is_floating_point():
             raise UsageError(
@@ -360,7 +370,26 @@ def _experts_of(name: str, module: nn.Module) -> Experts:
                 got=module.get_parameter(key).dtype,
                 fix="load the model without quantization, or leave ep at 1",
             )
-    return Experts(name, module, int(count), of_all)
+    return Experts(form.name, module, int(count), of_all, form.router, form.adapters)
+
+
+def _check_adapters(one: Experts, ranks: int) -> None:
+    for adapter in one.adapters:
+        where = f"{WHERE}: {one.name}.{getattr(adapter, 'parameter_name', '')}".removesuffix(".")
+        if getattr(adapter, "num_experts", None) != one.count or not getattr(adapter, "lora_A", None):
+            raise UsageError(
+                where,
+                expected="LoRA of PEFT's target_parameters on a tensor of three dims, or no adapter",
+                got=type(adapter).__name__,
+                fix="leave ep at 1, or this tensor out of target_parameters",
+            )
+        if one.count == ranks and getattr(one.module, "is_transposed", False):
+            raise UsageError(
+                where,
+                expected="at least two experts on each rank: PEFT takes one transposed expert for a linear layer",
+                got=f"{one.count} experts and ep {ranks}",
+                fix=f"choose an ep below {ranks}, or this tensor out of target_parameters",
+            )
 
 
 def _without_experts(model: nn.Module) -> UsageError:
@@ -368,149 +397,9 @@ def _without_experts(model: nn.Module) -> UsageError:
     for name, module in model.named_modules():
         if is_mixture(name.rpartition(".")[2], module):
             return UsageError(
-                f"{_WHERE}: {name}",
+                f"{WHERE}: {name}",
                 expected=expected,
                 got=f"{type(module).__name__} with {listed([key for key, _ in module.named_children()])}",
                 fix="leave ep at 1: the experts are then sharded like all parameters",
             )
-    return UsageError(_WHERE, expected=expected, got=f"no experts in {type(model).__name__}", fix="leave ep at 1")
-
-
-# -- the way of the tokens
-
-
-@dataclass(frozen=True)
-class _Route:
-    """Where the chosen tokens of one forward go.
-
-    Attributes:
-        order: (sum of `sent`,) places among the T K choices, by expert.
-        sent, received: rows to and from each rank.
-        ids: (sum of `received`,) which of its own experts each row that arrives is for: ranks one after another, and of
-            each its tokens by expert.
-    """
-
-    order: Tensor
-    sent: list[int]
-    received: list[int]
-    ids: Tensor
-
-
-def _route(chosen: Tensor, experts: int, ranks: Collectives) -> _Route:
-    """(all ranks of the group)"""
-    own = experts // ranks.world_size
-    counts = torch.bincount(chosen, minlength=experts)[:experts].view(ranks.world_size, own)
-    incoming = torch.empty_like(counts)
-    ranks.all_to_all(incoming, counts, "count tokens").wait()
-    sent, received = counts.sum(1).tolist(), incoming.sum(1).tolist()
-    order = chosen.argsort(stable=True)[: sum(sent)]
-    ids = torch.arange(own, device=chosen.device).repeat(ranks.world_size).repeat_interleave(incoming.view(-1))
-    return _Route(order, sent, received, ids)
-
-
-def _even_route(chosen: Tensor, experts: int, ranks: Collectives) -> _Route:
-    """As many tokens to each rank, for tensors without values."""
-    size, rows = ranks.world_size, chosen.numel()
-    counts = chosen.new_empty(size, experts // size)
-    ranks.all_to_all(torch.empty_like(counts), counts, "count tokens").wait()
-    even = [rows * (rank + 1) // size - rows * rank // size for rank in range(size)]
-    return _Route(chosen.argsort(stable=True), even, even, chosen.new_empty(rows))
-
-
-def _dispatched(
-    experts: Experts,
-    compute: Callable[..., Tensor],
-    ranks: Collectives,
-    hidden_states: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    *,
-    route: Callable[[Tensor, int, Collectives], _Route] = _route,
-) -> Tensor:
-    """The forward of experts of which this rank has some. (all ranks of the group)
-
-    Args:
-        compute: the module's own forward.
-        hidden_states: (T, H).
-        top_k_index, top_k_weights: (T, K); an index that is no expert counts nothing.
-    """
-    # The names are those that the interface has, as models may pass them.
-    hidden, choices, weights = hidden_states, top_k_index, top_k_weights
-    _check_routing(experts.name, hidden, choices, weights)
-    chosen = choices.reshape(-1)
-    found = route(chosen, experts.count, ranks)
-    order, sent, received, ids = found.order, found.sent, found.received, found.ids
-    rows, scales = hidden[order // choices.shape[-1]], weights.reshape(-1)[order]
-    rows, scales = _Send.apply(rows, scales, ranks, sent, received)  # type: ignore[no-untyped-call]
-    idle = not len(rows)
-    if idle:
-        rows, scales = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), torch.cat([scales, scales.new_zeros(1)])
-        ids = ids.new_zeros(1)
-    experts.module.num_experts = experts.count // ranks.world_size  # type: ignore[assignment]
-    try:
-        out = compute(rows, ids.unsqueeze(1).to(choices.dtype), scales.unsqueeze(1))
-    finally:
-        experts.module.num_experts = experts.count  # type: ignore[assignment]
-    returned: Tensor = _Return.apply(out[:0] if idle else out, ranks, sent, received)  # type: ignore[no-untyped-call]
-    placed = returned.new_zeros(chosen.numel(), returned.shape[1]).index_copy(0, order, returned)
-    return placed.view(*choices.shape, -1).sum(1).to(hidden.dtype)
-
-
-def _check_routing(name: str, hidden: Tensor, choices: Tensor, weights: Tensor) -> None:
-    """Refuses a router that gives something else than K experts and K weights for each token."""
-    shapes = [tuple(one.shape) for one in (hidden, choices, weights)]
-    is_known = shapes[1] == shapes[2] and hidden.dim() == choices.dim() == 2 and len(hidden) == len(choices)
-    if not is_known or choices.dtype not in (torch.int64, torch.int32):
-        raise UsageError(
-            f"{_WHERE}: {name}",
-            expected="a router that gives each of T tokens (T, H) the numbers of K experts (T, K) and K weights (T, K)",
-            got=f"{shapes[0]}, {choices.dtype} {shapes[1]}, {shapes[2]}",
-            fix="leave ep at 1",
-        )
-
-
-def _exchanged(rows: Tensor, ranks: Collectives, received: Sequence[int], sent: Sequence[int], label: str) -> Tensor:
-    out = rows.new_empty(sum(received), *rows.shape[1:])
-    ranks.exchange_rows(out, rows.contiguous(), received, sent, label).wait()
-    return out
-
-
-def _paired(
-    rows: Tensor, scales: Tensor, ranks: Collectives, received: Sequence[int], sent: Sequence[int], label: str
-) -> tuple[Tensor, Tensor]:
-    """Exchanges rows, (n, H), and numbers of other dtype, (n,), in one message for each rank."""
-    bytes_of = [tensor.contiguous().view(torch.uint8) for tensor in (rows, scales.unsqueeze(1))]
-    arrived = _exchanged(torch.cat(bytes_of, 1), ranks, received, sent, label)
-    parts = arrived.split([part.shape[1] for part in bytes_of], 1)
-    return parts[0].contiguous().view(rows.dtype), parts[1].contiguous().view(scales.dtype).squeeze(1)
-
-
-class _Send(torch.autograd.Function):
-    """Rows and weights to the ranks with their experts. One node, so that its backward is one exchange, too."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, scales: Tensor, ranks: Collectives, sent: list[int], received: list[int]
-    ) -> tuple[Tensor, Tensor]:
-        ctx.of = ranks, sent, received
-        return _paired(rows, scales, ranks, received, sent, "send tokens to experts")
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        ranks, sent, received = ctx.of
-        rows, scales = grads
-        return *_paired(rows, scales, ranks, sent, received, "return gradients of tokens"), None, None, None
-
-
-class _Return(torch.autograd.Function):
-    """The experts' rows to the ranks that the tokens came from."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, ranks: Collectives, sent: list[int], received: list[int]) -> Tensor:
-        ctx.of = ranks, sent, received
-        return _exchanged(rows, ranks, sent, received, "return outputs of experts")
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        ranks, sent, received = ctx.of
-        return _exchanged(grads[0], ranks, received, sent, "send gradients to experts"), None, None, None
+    return UsageError(WHERE, expected=expected, got=f"no experts in {type(model).__name__}", fix="leave ep at 1")

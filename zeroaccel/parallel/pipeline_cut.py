@@ -559,6 +559,7 @@ class _BlockStage(Stage):
         self, part: StagePart, forward: Callable[..., Any], batch: Mapping[str, Any], received: Tensor | None
     ) -> Any:
         """What the next stage receives, or the model's own output."""
+        _refuse_router_loss("pipeline: batch", batch.get("output_router_logits"))
         kwargs = {**batch, "use_cache": False, "return_dict": True}
         if not part.is_last:
             kwargs = {key: value for key, value in kwargs.items() if key not in _LOSS_KEYS}
@@ -593,10 +594,22 @@ class _Trace:
     result: Tensor | None = None
 
 
+def _refuse_router_loss(where: str, adds_loss: Any) -> None:
+    """The last stage computes the loss, and knows the routers of its own blocks only."""
+    if adds_loss:
+        raise UsageError(
+            where,
+            expected="output_router_logits=False, as a loss of routers needs the logits of all stages",
+            got=adds_loss,
+            fix="set it to False in the model's config, or leave pp at 1",
+        )
+
+
 class _BlockCut:
     """How one causal model divides."""
 
     def __init__(self, model: nn.Module, config: PipelineConfig) -> None:
+        _refuse_router_loss(type(model).__name__, getattr(getattr(model, "config", None), "output_router_logits", None))
         self.model, self.config = model, config
         self.path, self.blocks = self._find_blocks()
         inside = {id(module) for block in self.blocks for module in block.modules()}

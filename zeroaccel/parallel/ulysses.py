@@ -21,6 +21,10 @@ P / K times where K divides P, else H / K times. Gradients of copies are added u
 **The mask** has to be that of whole sequences. Before each forward the ranks bring their padding masks and positions
 together; the model is handed the padding mask of all S tokens, by which transformers' mask functions know how long
 keys are. Positions that begin anew within a row are packed sequences, which do not see each other.
+
+**A mixture's balancing loss** is a product of means over all tokens, so it is no mean of those of runs. A model of
+transformers finds the function in its file, where it is replaced: the ranks bring the router's logits together, and
+each computes the loss of whole sequences. A gradient of logits is the sum of what all ranks' losses say.
 """
 
 from __future__ import annotations
@@ -116,6 +120,7 @@ class UlyssesAttention:
         for part in model.modules():
             _ATTACHED[part] = self
         _replacements(self.implementation).add(self)
+        _replace_balancing(model)
         self._hooks = [
             model.register_forward_pre_hook(self._before, with_kwargs=True),
             model.register_forward_hook(self._after, always_call=True),
@@ -136,6 +141,8 @@ class UlyssesAttention:
             if _ATTACHED.get(part) is self:
                 del _ATTACHED[part]
         _replacements(self.implementation).discard(self)
+        if not any(_users()):
+            _restore_balancing()
 
     def is_on(self, module: nn.Module) -> bool:
         """Whether sequences are cut now."""
@@ -284,6 +291,15 @@ class UlyssesAttention:
         mine = group.exchange(parts, "exchange outputs").view(group.size, batch, run, local, width)
         return mine.movedim(0, 2).reshape(batch, run, heads, width), None
 
+    def whole_logits(self, layers: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """(B s, E) of each layer -> (B S, E), differentiable. (all ranks of the group)"""
+        assert self._sequences is not None, "a loss of the router is computed within a forward"
+        size, run = self.group.size, self._sequences.length // self.group.size
+        own = torch.stack(layers)
+        runs = self.group.exchange(own.reshape(1, -1).expand(size, -1), "exchange logits of routers")
+        whole = runs.view(size, len(layers), -1, run, own.shape[-1]).movedim(0, 2)
+        return whole.reshape(len(layers), -1, own.shape[-1]).unbind()
+
     def _heads_in(self, tensor: Tensor) -> Tensor:
         """(B, H, s, D) -> (P, n): row r has the heads of rank r."""
         batch, heads, run, width = tensor.shape
@@ -383,6 +399,38 @@ class _Replacements:
             if user._sequences is not None and id(config) in user._configs:
                 return user.mask(self._mask, kwargs)
         return self._mask(*args, **kwargs)
+
+
+def _users() -> Iterator[UlyssesAttention]:
+    return (user for replaced in _BY_NAME.values() for user in replaced._users)
+
+
+_BALANCING = "load_balancing_loss_func"
+_BALANCING_OF: dict[str, Callable[..., Any]] = {}  # file of a model -> transformers' function there
+
+
+def _replace_balancing(model: nn.Module) -> None:
+    for name in {type(part).__module__ for part in model.modules()}:
+        original = getattr(sys.modules.get(name), _BALANCING, None)
+        if original is None or name in _BALANCING_OF:
+            continue
+
+        def of_whole_sequences(
+            gate_logits: Any, *args: Any, original: Callable[..., Any] = original, **kwargs: Any
+        ) -> Any:
+            user = next((user for user in _users() if user._sequences is not None), None)
+            if user is not None and isinstance(gate_logits, tuple):
+                gate_logits = user.whole_logits(gate_logits)
+            return original(gate_logits, *args, **kwargs)
+
+        _BALANCING_OF[name] = original
+        setattr(sys.modules[name], _BALANCING, of_whole_sequences)
+
+
+def _restore_balancing() -> None:
+    while _BALANCING_OF:
+        name, original = _BALANCING_OF.popitem()
+        setattr(sys.modules[name], _BALANCING, original)
 
 
 def _interfaces() -> tuple[Any, Any]:

@@ -16,7 +16,7 @@ from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.hierarchical import arrange
 from zeroaccel.config import Config
-from zeroaccel.errors import ConfigError
+from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.logs import log_always, logger
 from zeroaccel.offload.host_buffers import empty_on_host
 from zeroaccel.ops.coupled import CoupledOptimizer, Reductions
@@ -127,9 +127,16 @@ def _complete(engine: EngineBase, plan: TrainPlan) -> None:
 
 def _engine_type(plan: TrainPlan) -> type[EngineBase]:
     """The class that the caller asks for, else the one that an axis needs, else `Engine`."""
-    if plan.job.engine_type is not None:
-        return plan.job.engine_type
-    return next((axis.engine_type for axis in plan.ranks.axes if axis.engine_type is not None), Engine)
+    asked = plan.job.engine_type
+    for axis in plan.ranks.axes:
+        if axis.engine_type is not None and asked is not None and not issubclass(asked, axis.engine_type):
+            raise UsageError(
+                f"initialize(parallel): {axis.name}",
+                expected="1, as this program asks for an engine without it",
+                got=plan.ranks.mesh.described,
+                fix=f"launch without --{axis.name}_size",
+            )
+    return asked or next((axis.engine_type for axis in plan.ranks.axes if axis.engine_type is not None), Engine)
 
 
 def _compile(plan: TrainPlan) -> str:

@@ -1,17 +1,22 @@
-"""Time, memory, bytes on links and offload rates of each step, as events for monitors.
+"""Time, memory, bytes on links, offload rates and load of experts of each step, as events for monitors.
 
 `StepReport` makes them where there is a monitor; the keys are listed in docs/tracking.md, and `zeroaccel report` shows
-them. Everything is read from clocks and counters that run anyway, but the bytes that are sent, which a meter counts per
-message: no collective, no wait for a device.
+them. The load of experts is counted on the device and read after the step, as the loss is. Everything else is read from
+clocks and counters that run anyway, but the bytes that are sent, which a meter counts per message: no collective, no
+wait for a device.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from itertools import islice
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.transport import Meter
@@ -124,3 +129,50 @@ class PerformanceMeter:
                     values[f"Offload/{key}_bytes"] = nbytes - nbytes_before
                     values[f"Offload/{key}_bytes_per_second"] = (nbytes - nbytes_before) / (seconds - seconds_before)
         return values
+
+
+class RouterLoad:
+    """How many of this rank's tokens the routers of a mixture send to each expert, in training.
+
+    Recomputed forwards do not count. 1. `take` after a step: what was counted since the last call. 2. `close`.
+
+    Args:
+        experts: modules whose second argument is the experts that were chosen, (T, K), with their numbers of experts.
+    """
+
+    def __init__(self, experts: Iterable[tuple[nn.Module, int]]) -> None:
+        self._counts: dict[int, Tensor] = {}  # of each module (E + 1,), the last of choices that are no expert
+        self._handles = [
+            module.register_forward_pre_hook(partial(self._count, place, count), with_kwargs=True)
+            for place, (module, count) in enumerate(experts)
+        ]
+
+    def take(self) -> dict[str, float]:
+        """Name -> value; none where nothing was routed."""
+        if not self._counts:
+            return {}
+        values = iter(torch.cat(list(self._counts.values())).tolist())  # one wait for the device
+        loads = [list(islice(values, len(counts))) for counts in self._counts.values()]
+        self._counts.clear()
+        means = [sum(load[:-1]) / (len(load) - 1) for load in loads]
+        return {
+            "Router/max_tokens_per_expert": max(max(load[:-1]) for load in loads),
+            "Router/mean_tokens_per_expert": sum(means) / len(means),
+            "Router/max_over_mean": max(
+                max(load[:-1]) / mean if mean else 0.0 for load, mean in zip(loads, means, strict=True)
+            ),
+            "Router/dropped_tokens": sum(load[-1] for load in loads),
+        }
+
+    def close(self) -> None:
+        """Counts no more."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _count(self, place: int, experts: int, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if not module.training or torch._C._current_graph_task_id() != -1:
+            return
+        choices = [*args, *named.values()][1].reshape(-1).long()
+        choices = torch.where((choices < 0) | (choices >= experts), experts, choices)
+        counts = self._counts.setdefault(place, choices.new_zeros(experts + 1))
+        counts.scatter_add_(0, choices, torch.ones_like(choices))

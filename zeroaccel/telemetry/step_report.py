@@ -15,22 +15,24 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 import psutil
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zeroaccel.logs import logger
 from zeroaccel.offload.file_io import Direction
 from zeroaccel.offload.tier import Tier
 from zeroaccel.telemetry import timeline
-from zeroaccel.telemetry.performance import PerformanceMeter
+from zeroaccel.telemetry.performance import PerformanceMeter, RouterLoad
 
 _BREAKDOWN_STEPS = 10
 """Steps between breakdowns where `steps_per_print` does not say."""
 
 _GIB = 2**30
+_ROUTED = ("mean_tokens_per_expert", "max_tokens_per_expert", "max_over_mean", "dropped_tokens")
 
 _lines = logger.getChild("report")
 _lines.setLevel(logging.INFO)
@@ -134,8 +136,12 @@ class StepFacts:
     loss: float | None = None
 
 
-def format_step(facts: StepFacts, samples_per_second: float | None) -> str:
-    """``step 100 | skipped 2 | lr 1.000e-04 | grad norm 0.5120 | loss scale 65536 | 123.4 samples/s``"""
+def format_step(
+    facts: StepFacts, samples_per_second: float | None, routed: Mapping[str, float] = MappingProxyType({})
+) -> str:
+    """``step 100 | skipped 2 | lr 1.000e-04 | grad norm 0.5120 | loss scale 65536 | 123.4 samples/s``; of a mixture
+    also ``tokens per expert 32.0, most 57 (1.78x), dropped 0``, of what was counted since the last line.
+    """
     parts = [f"step {facts.step}", f"skipped {facts.skipped}", f"lr {', '.join(f'{lr:.3e}' for lr in facts.lrs)}"]
     if facts.grad_norm is not None:
         parts.append(f"grad norm {facts.grad_norm:.4f}")
@@ -143,6 +149,9 @@ def format_step(facts: StepFacts, samples_per_second: float | None) -> str:
         parts.append(f"loss scale {facts.loss_scale:g}")
     if samples_per_second is not None:
         parts.append(f"{samples_per_second:.1f} samples/s")
+    if routed:
+        mean, most, ratio, dropped = (routed[f"Router/{key}"] for key in _ROUTED)
+        parts.append(f"tokens per expert {mean:.1f}, most {most:.0f} ({ratio:.2f}x), dropped {dropped:.0f}")
     return " | ".join(parts)
 
 
@@ -265,6 +274,8 @@ class StepReport:
         self.performance: PerformanceMeter | None = None
         if self._monitors is not None:
             self.performance = PerformanceMeter(self._device, synchronizes=self._clock is not None)
+        self._routers: RouterLoad | None = None
+        self._routed: dict[str, float] = {}  # what the last line is about
         self._losses: list[Tensor] = []
         self._steps = 0  # since the last lines
         self._since: tuple[int, float] | None = None  # samples and time at the last lines, or after the first step
@@ -273,6 +284,11 @@ class StepReport:
     def monitors(self) -> EventSink | None:
         """Those that receive events; None for none, as on ranks that do not report."""
         return self._monitors
+
+    def watch_routers(self, experts: Sequence[tuple[nn.Module, int]]) -> None:
+        """Counts what a mixture's experts are passed (see `RouterLoad`), where something is reported at each step."""
+        if experts and (self._step_lines or self._monitors is not None):
+            self._routers = RouterLoad(experts)
 
     def begin(self, phase: str) -> None:
         """A phase begins."""
@@ -309,7 +325,9 @@ class StepReport:
         self._steps += 1
         if self._monitors is not None:
             facts = _facts(engine, self._mean_loss())
-            self._monitors.write([*step_events(facts), *self._performance_events(facts.samples)])
+            self._routed = {} if self._routers is None else self._routers.take()
+            routed = [(name, value, facts.samples) for name, value in self._routed.items()]
+            self._monitors.write([*step_events(facts), *self._performance_events(facts.samples), *routed])
         if engine.global_steps % self._every == 0:
             self._log(engine)
             self._steps = 0
@@ -325,6 +343,8 @@ class StepReport:
         """Closes the monitors."""
         if self.performance is not None:
             self.performance.close()
+        if self._routers is not None:
+            self._routers.close()
         if self._monitors is not None:
             self._monitors.close()
             self._monitors = None
@@ -338,7 +358,10 @@ class StepReport:
 
     def _log(self, engine: ReportedEngine) -> None:
         if self._step_lines:
-            _lines.info(format_step(_facts(engine), self._samples_per_second(engine.global_samples)))
+            if self._routers is not None and self._monitors is None:
+                self._routed = self._routers.take()
+            speed = self._samples_per_second(engine.global_samples)
+            _lines.info(format_step(_facts(engine), speed, self._routed))
         if self._clock is not None:
             _lines.info(format_phases(self._clock.mean_milliseconds(self._steps), self._steps))
             if self.offload is not None:

@@ -91,6 +91,7 @@ def check_model(model: object, device: torch.device) -> None:
     """
     if not isinstance(model, nn.Module):
         raise UsageError("initialize(model)", expected="a torch.nn.Module", got=type(model).__name__)
+    _refuse_divided(model)
     for fqn, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise UsageError(
@@ -143,6 +144,19 @@ def check_model(model: object, device: torch.device) -> None:
     check_quantized(model)
     _refuse_shared_memory(model)
     check_model_device(model, device)
+
+
+def _refuse_divided(model: nn.Module) -> None:
+    """Refuses a model of which transformers has left each rank a part: initialize would take it for the whole."""
+    divided = getattr(getattr(model, "config", None), "distributed_config", None)
+    for key in ("ep_size", "fsdp_size", "pp_size"):
+        if (size := getattr(divided, key, None) or 1) > 1:
+            raise UsageError(
+                "initialize(model)",
+                expected="a model with all experts, parameters and layers, which initialize divides",
+                got=f"one that from_pretrained(distributed_config=DistributedConfig({key}={size})) has divided",
+                fix="load it without, and pass the DistributedConfig as initialize(parallel=)",
+            )
 
 
 def _refuse_shared_memory(model: nn.Module) -> None:

@@ -28,7 +28,13 @@ from zeroaccel.optim.rank_facts import HyperparameterCheck
 from zeroaccel.telemetry.step_report import OffloadReport, StepReport
 from zeroaccel.zero.access.full_params import gathered, iter_named_full_params
 from zeroaccel.zero.access.param_registry import ParamRegistry, Training
-from zeroaccel.zero.compiled import backend_named, check_toolchain, compiler_failure, refuse_compiled_engine
+from zeroaccel.zero.compiled import (
+    backend_named,
+    check_toolchain,
+    compiler_failure,
+    is_compiled_within,
+    refuse_compiled_engine,
+)
 from zeroaccel.zero.coordinator import ParamCoordinator
 from zeroaccel.zero.device_check import misplaced_inputs
 from zeroaccel.zero.from_config import EngineSettings
@@ -45,6 +51,7 @@ from zeroaccel.zero.step_trace import StepTrace, TracedParts
 from zeroaccel.zero.storage.placement import TierSet
 from zeroaccel.zero.storage.state_offload import StateOffload
 from zeroaccel.zero.weight_update import WeightUpdate
+from zeroaccel.zero.wrap_policy import has_expert_interface
 
 PathLike = str | os.PathLike[str]
 
@@ -216,6 +223,9 @@ class EngineBase(nn.Module):
         if self._report.performance is not None:
             watched = tiers.tiers if tiers is not None and tiers.is_used else {}
             self._report.performance.watch(collectives, watched, _update_times(optimizer))
+        if not is_compiled_within(model):
+            found: Iterable[Any] = filter(has_expert_interface, model.modules())
+            self._report.watch_routers([(experts, experts.num_experts) for experts in found])
 
         # Gradients to shards, shards to masters, masters to weights.
         trained = [(unit.name, b) for unit in units for b in unit.buffers if b.trainable]

@@ -26,6 +26,8 @@ _EXPERTS = re.compile(r"experts$", re.IGNORECASE)
 _ROUTERS = frozenset({"gate", "router", "gating", "gate_proj_router"})
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 _CONTAINERS = (*_LISTS, nn.Sequential)
+# What `use_experts_implementation` of transformers 5 sets on each module.
+_INTERFACE = ("num_experts", "has_gate", "has_bias", "is_transposed", "_is_expert_parallel")
 
 
 @dataclass(frozen=True)
@@ -200,6 +202,11 @@ def _walk_boundaries(module: nn.Module, fqn: str, rules: LeafRules, *, inside: b
         if block or large:
             yield id(child), child_fqn
         yield from _walk_boundaries(child, child_fqn, rules, inside=inside or block)
+
+
+def has_expert_interface(module: nn.Module) -> bool:
+    """Whether a module is the experts of a layer of transformers 5: its forward is (hidden, choices, weights)."""
+    return all(hasattr(module, key) for key in _INTERFACE)
 
 
 def is_mixture(name: str, module: nn.Module) -> bool:

@@ -198,15 +198,57 @@ def test_a_rank_that_no_token_chooses_takes_part(ranks: Ranks, stage: int) -> No
     _close(of_ranks, plain)
 
 
+# -- adapters
+
+
+def _with_adapters(kind: str, *tensors: str, **changes: Any) -> nn.Module:
+    """The model with LoRA on these, whose product is not 0 at the start."""
+    peft = pytest.importorskip("peft")
+    adapters = peft.LoraConfig(r=2, target_modules=[], target_parameters=list(tensors), init_lora_weights=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of transformers, about peft
+        return peft.get_peft_model(small_mixture(kind, **changes), adapters)  # type: ignore[no-any-return]
+
+
+_PROJECTIONS = ("experts.gate_up_proj", "experts.down_proj")
+
+
+def _adapted(kind: str, settings: list[dict[str, Any]], ep: int) -> list[MixtureRun]:
+    init_process_group()
+    return [_train(_with_adapters(kind, *_PROJECTIONS), each, ParallelConfig(ep=ep)) for each in settings]
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "ep"),
+    [
+        pytest.param("Qwen3Moe", 2, 2),
+        pytest.param("GptOss", 4, 2, marks=pytest.mark.slow),
+        pytest.param("Llama4", 2, 2, marks=pytest.mark.slow),
+        pytest.param("Qwen3Moe", 2, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_adapters_of_experts_train_as_in_one_process(
+    ranks: Ranks, kind: str, world: int, ep: int, tmp_path: Path
+) -> None:
+    settings = _settings("sgd", tmp_path)
+    of_ranks = ranks(world).run(_adapted, kind, settings if ep == 1 or world > 2 else settings[::3], ep)
+    plain = _plain(_with_adapters(kind, *_PROJECTIONS), "sgd", world)
+    assert all("lora" in name for name in plain.grads[0]), "nothing else is trained"
+    for runs in zip(*of_ranks, strict=True):
+        _close(list(runs), plain)
+    for runs in of_ranks:
+        for run in runs[1:]:
+            assert differences(runs[0], run) == []
+
+
 # -- what is sent
 
 
-def _traffic(ep: int) -> tuple[int, int]:
+def _traffic(ep: int, adapted: bool) -> tuple[int, int]:
     """Bytes of gathers of weights at stage 3, and those of them that are not of experts."""
     ranks = recording()
-    engine, *_ = zeroaccel.initialize(
-        small_mixture("Qwen3Moe"), config=config(3), parallel=ParallelConfig(ep=ep), collectives=ranks
-    )
+    model = _with_adapters("Qwen3Moe", *_PROJECTIONS) if adapted else small_mixture("Qwen3Moe")
+    engine, *_ = zeroaccel.initialize(model, config=config(3), parallel=ParallelConfig(ep=ep), collectives=ranks)
     ranks.reset()
     engine.backward(engine(**_batch(0, torch.distributed.get_rank())).loss)
     engine.step()
@@ -219,8 +261,9 @@ def _traffic(ep: int) -> tuple[int, int]:
     return sent, dense
 
 
-def test_no_experts_are_gathered_where_every_rank_has_its_own(ranks: Ranks) -> None:
-    (whole, _), (sent, dense) = ranks(2).run(_traffic, 1)[0], ranks(2).run(_traffic, 2)[0]
+@pytest.mark.parametrize("adapted", [False, True])
+def test_no_experts_are_gathered_where_every_rank_has_its_own(ranks: Ranks, adapted: bool) -> None:
+    (whole, _), (sent, dense) = (ranks(2).run(_traffic, ep, adapted)[0] for ep in (1, 2))
     assert 0 < sent == dense < whole
 
 
@@ -236,27 +279,6 @@ class _Gated(nn.Module):
         self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
 
 
-def _with_adapters() -> nn.Module:
-    peft = pytest.importorskip("peft")
-    adapters = peft.LoraConfig(r=2, target_modules=[], target_parameters=["experts.gate_up_proj"])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of transformers, about peft
-        return peft.get_peft_model(small_mixture("Qwen3Moe"), adapters)  # type: ignore[no-any-return]
-
-
-def _llama4() -> nn.Module:
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "vocab_size": 64,
-        "num_local_experts": 2,
-    }
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size_mlp": 16}
-    made: nn.Module = transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**sizes, **heads))
-    return made
-
-
 _REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "unequal": (
         lambda: small_mixture("Mixtral", num_local_experts=3),
@@ -269,12 +291,16 @@ _REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
         {},
         "expert parallelism: block: expected experts as modules of transformers 5",
     ),
-    "all experts at once": (
-        _llama4,
+    "an adapter on biases": (
+        lambda: _with_adapters("GptOss", "experts.gate_up_proj_bias"),
         {},
-        "expert parallelism: model.layers.0.feed_forward: expected experts as modules",
+        "mlp.experts.gate_up_proj_bias: expected LoRA of PEFT's target_parameters on a tensor of three dims",
     ),
-    "adapters": (_with_adapters, {}, "expected experts without adapters or parametrizations"),
+    "one transposed expert": (
+        lambda: _with_adapters("GptOss", "experts.gate_up_proj", num_local_experts=2),
+        {},
+        "mlp.experts.gate_up_proj: expected at least two experts on each rank",
+    ),
     "rounded gathers": (
         lambda: small_mixture("Mixtral"),
         {"zero_quantized_weights": True},

@@ -129,7 +129,9 @@ MESHES = [
     ),
     pytest.param("llama", ParallelConfig(sp=2, tp=2), 4, SGD, marks=NEEDS_SPLIT_LAYERS, id="sp-tp"),
     pytest.param("gpt2", ParallelConfig(dp_shard=2, sp=2), 4, SGD, marks=SLOW, id="dp-sp"),
-    pytest.param("Qwen3Moe", ParallelConfig(sp=2, ep=2), 2, SGD, id="sp-ep"),
+    # With a loss of the routers, which is of all tokens of a sequence.
+    pytest.param("Mixtral", ParallelConfig(sp=2, ep=2), 2, SGD, id="sp-ep"),
+    pytest.param("Qwen3Moe", ParallelConfig(sp=2, ep=4), 4, SGD, marks=SLOW, id="dp-sp-ep"),
     pytest.param("Qwen3Moe", ParallelConfig(pp=2, ep=2), 4, SGD, marks=[NEEDS_STAGES, SLOW], id="pp-ep"),
 ]
 
@@ -149,6 +151,18 @@ def test_training_is_that_of_one_process(
     for sharded, offloaded in of_ranks:
         assert differences(sharded, offloaded) == []
         assert sharded.norms == pytest.approx(plain.norms, rel=2e-6)
+
+
+def _with_stages() -> str:
+    with pytest.raises(ZeroAccelError) as caught:
+        zeroaccel.initialize(build("Mixtral"), config=settings_of(1, SGD), parallel=ParallelConfig(pp=2))
+    return str(caught.value)
+
+
+@NEEDS_STAGES
+def test_a_loss_of_routers_is_refused_with_stages(ranks: Ranks) -> None:
+    for message in ranks(2).run(_with_stages):
+        assert "MixtralForCausalLM: expected output_router_logits=False" in message
 
 
 STAGED = [

@@ -19,7 +19,7 @@ from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.recording import RecordingCollectives
 from zeroaccel.comm.topology import init_process_group
 from zeroaccel.errors import UsageError
-from zeroaccel.parallel import ParallelConfig, experts
+from zeroaccel.parallel import ParallelConfig, expert_dispatch
 
 transformers = pytest.importorskip("transformers")
 
@@ -231,6 +231,8 @@ class _AllScores(nn.Module):
 def _mixture(kind: str) -> nn.Module:
     if kind in MIXTURES:
         return small_mixture(kind)
+    if kind == "equal loads":  # as many rows on each rank as there are without ranks, but others
+        return small_mixture("Mixtral", num_local_experts=2)
     model = small_mixture("Mixtral", experts="eager")
     block: Any = model.get_submodule("model.layers.1.mlp")
     if kind == "centred":
@@ -256,7 +258,7 @@ def _scaled(function: Any, method: str, factor: float, place: int) -> Any:
 def _divided_experts(kind: str, precision: str, stage: int, faults: list[tuple[str, str, float, int]]) -> str:
     with pytest.MonkeyPatch.context() as patch:
         for function, method, factor, place in faults:
-            found = getattr(experts, function)
+            found = getattr(expert_dispatch, function)
             patch.setattr(found, method, _scaled(found, method, factor, place))
         unchecked: list[str] = []
         patch.setattr("zeroaccel.setup.cut_check.log_once", lambda level, message: unchecked.append(message))
@@ -264,9 +266,9 @@ def _divided_experts(kind: str, precision: str, stage: int, faults: list[tuple[s
     return "\n".join([message, *unchecked])
 
 
-OUTPUTS = ("_Return", "forward", 1.01, 0)
+OUTPUTS = ("_Move", "forward", 1.01, 0)
 # Those that are summed once more, or divided once more, by the ranks that divide experts: of all, or of inputs alone.
-GRADIENTS = [("_Return", "backward", 2.0, 0), ("_Return", "backward", 0.5, 0)]
+GRADIENTS = [("_Move", "backward", 2.0, 0), ("_Move", "backward", 0.5, 0)]
 OF_INPUTS, OF_WEIGHTS = ("_Send", "backward", 2.0, 0), ("_Send", "backward", 0.5, 1)
 
 
@@ -293,7 +295,7 @@ def test_experts_that_compute_something_else_are_refused(
     assert says in messages[0]
 
 
-@pytest.mark.parametrize("kind", MIXTURES)
+@pytest.mark.parametrize("kind", [*MIXTURES, "equal loads"])
 def test_right_experts_are_taken(ranks: Ranks, kind: str) -> None:
     for precision, stage in (("fp32", 1), ("bf16", 3)):
         assert set(ranks(2).run(_divided_experts, kind, precision, stage, [])) == {""}

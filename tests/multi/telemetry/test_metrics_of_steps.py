@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import zeroaccel
+from tests.support.mixtures import MIXTURE_VOCABULARY, small_mixture
 from tests.support.pool import Ranks
 from tests.support.training import SGD, Run, Toy, batches, config, differences, offloaded, recording
+from zeroaccel.comm.topology import init_process_group
+from zeroaccel.config.parallel import ParallelConfig
 
 
 def _train(settings: dict[str, Any]) -> tuple[Run, list[int]]:
@@ -61,3 +65,49 @@ def test_metrics_are_those_of_the_run_and_change_nothing(ranks: Ranks, tier: str
             assert {"Offload/update_seconds", "Offload/optimizer_nvme_read_bytes_per_second"} <= rates
             # Momentum and masters of this rank, which are read once.
             assert line["Offload/optimizer_nvme_read_bytes"] > 0
+
+
+def _routed(ep: int, recomputes: bool, settings: dict[str, Any]) -> list[list[Tensor]]:
+    """The experts that each layer chose in each step, two micro-steps long."""
+    init_process_group()
+    model: Any = small_mixture("Qwen3Moe")
+    if recomputes:
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable()
+    model.train()
+    chosen: list[list[Tensor]] = []
+    for block in model.model.layers:
+        block.mlp.gate.register_forward_hook(lambda module, args, out: chosen[-1].append(out[2]))
+    engine, *_ = zeroaccel.initialize(model, config=settings, parallel=ParallelConfig(ep=ep))
+    generator = torch.Generator().manual_seed(engine.collectives.rank)
+    for _ in range(2):
+        chosen.append([])
+        for _ in range(2):
+            ids = torch.randint(MIXTURE_VOCABULARY, (2, 12), generator=generator)
+            loss = engine(input_ids=ids, labels=ids).loss
+            seen = len(chosen[-1])
+            engine.backward(loss)
+            del chosen[-1][seen:]  # recomputed
+            engine.step()
+        if len(chosen) == 1:  # an evaluation is no training
+            engine.eval()
+            chosen.append([])
+            engine(input_ids=ids)
+            chosen.pop()
+            engine.train()
+    engine.destroy()
+    return chosen
+
+
+@pytest.mark.parametrize(("ep", "recomputes"), [(1, True), (2, False)])
+def test_the_load_of_experts_is_reported(ranks: Ranks, ep: int, recomputes: bool, tmp_path: Path) -> None:
+    monitor = {"jsonl_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}}
+    chosen = ranks(2).run(_routed, ep, recomputes, {**config(3, "fp32", 2), **monitor})[0]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 2
+    for line, step in zip(lines, chosen, strict=True):
+        of_layers = [torch.cat([one.reshape(-1) for one in step[layer::2]]).bincount(minlength=8) for layer in (0, 1)]
+        assert line["Router/max_tokens_per_expert"] == max(int(counts.max()) for counts in of_layers)
+        assert line["Router/mean_tokens_per_expert"] == 2 * 2 * 12 * 2 / 8
+        assert line["Router/max_over_mean"] == max(int(counts.max()) / 12 for counts in of_layers)
+        assert line["Router/dropped_tokens"] == 0

@@ -120,7 +120,7 @@ def _random_answer(question: Question, situation: WizardState, chance: random.Ra
         return AUTO
     if question.key == "num_processes":
         return chance.randint(1, 3) * (situation["num_machines"] or 1)
-    if question.key.removesuffix("_size") in ("tp", "sp", "pp") or question.key == "zero_hpz_partition_size":
+    if question.key.removesuffix("_size") in ("tp", "sp", "pp", "ep") or question.key == "zero_hpz_partition_size":
         return 1
     if question.key == "machine_rank":
         return chance.randrange(situation["num_machines"])
@@ -343,9 +343,16 @@ def test_a_mesh_is_asked_for_where_there_are_several_processes(tmp_path: Path) -
     asker = Scripted({"num_processes": 4, "use_parallelism_config": True, "tp_size": 2})
     answers = _walk(_machine(tmp_path), asker)
     assert [key for key in asker.asked if key.endswith("_size")] == ["tp_size", "sp_size", "pp_size"]
+    asker = Scripted({"num_processes": 4, "use_parallelism_config": True, "ep_size": 2})
+    divided = _walk(_machine(tmp_path), asker)
+    assert yaml.safe_load(render(divided))["parallelism_config"] == {"ep_size": 2}
     assert yaml.safe_load(render(answers))["parallelism_config"] == {"parallelism_config_tp_size": 2}
     with pytest.raises(ConfigError, match=r"--tp_size: expected sizes that divide the job's 4 ranks"):
         complete({"num_processes": 4, "tp_size": 3}, _machine(tmp_path))
+    with pytest.raises(ConfigError, match=r"--ep_size: ParallelConfig\(ep=3\): expected a divisor of dp_shard x sp"):
+        complete({"num_processes": 4, "ep_size": 3}, _machine(tmp_path))
+    with pytest.raises(ConfigError, match="share their experts, too"):
+        complete({"num_processes": 4, "tp_size": 2, "ep_size": 2}, _machine(tmp_path))
     with pytest.raises(ConfigError, match="it does not apply: there is one process"):
         complete({"num_processes": 1, "tp_size": 2}, _machine(tmp_path))
     (tmp_path / "ds.json").write_text(json.dumps({"train_batch_size": 2, "tensor_parallel": {"autotp_size": 2}}))
@@ -412,6 +419,7 @@ def test_tables_fit_80_columns_and_what_was_picked_is_answered(tmp_path: Path) -
         "tp_size": 1,
         "sp_size": 1,
         "pp_size": 4,
+        "ep_size": 1,
     }
     assert max(map(len, tables.lines)) <= 80, max(tables.lines, key=len)
     assert len([line for line in tables.lines if "a tenth of device" in line]) == 1

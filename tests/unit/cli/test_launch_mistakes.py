@@ -99,6 +99,7 @@ def _refusal(arguments: str) -> str:
             "--parallelism_config_cp_size 2",
             "--parallelism_config_cp_size 2: context parallelism is not available; sp_size cuts sequences",
         ),
+        ("--ep_size 3 --num_processes 4", "--ep_size: ep 3, where a divisor of dp_shard x sp, 4 ranks, is needed"),
         ("--sp_size 3 --num_processes 4", "--sp_size: sp 3 = 3, where sizes that divide the job's 4"),
         ("--dp_replicate_size 2 --dp_shard_size 3 --num_processes 4", "dp_replicate 2 x dp_shard 3 = 6"),
         ("--parallelism_config_sp_backend torch", "--parallelism_config_sp_backend torch: sequences are cut as"),

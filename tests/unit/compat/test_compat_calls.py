@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,9 +42,11 @@ from zeroaccel.compat.deepspeed_config import (
 from zeroaccel.compat.device_accelerator import DeviceFacts, get_accelerator, set_accelerator
 from zeroaccel.compat.flops_profiler import OperationProfiler, duration_to_string, get_model_profile, params_to_string
 from zeroaccel.compat.stubs import (
+    check_expert_marks,
     has_moe_layers,
     is_moe_param,
     is_moe_param_group,
+    note_expert_groups,
     split_params_into_different_moe_groups_for_optimizer,
 )
 from zeroaccel.config.schema_zero import OffloadParam
@@ -388,3 +391,12 @@ def test_param_groups_are_not_divided_by_experts() -> None:
     assert is_moe_param(model[1].weight)
     with pytest.raises(UsageError, match="group 1: expected parameters whose gradients all ranks reduce"):
         split_params_into_different_moe_groups_for_optimizer(halves)
+    with pytest.raises(UsageError, match=r"deepspeed.initialize: parameter 1.weight: expected a parameter that all"):
+        check_expert_marks(model)
+
+
+def test_a_param_group_marked_as_experts_is_noted(caplog: pytest.LogCaptureFixture) -> None:
+    groups = [{"params": nn.Linear(2, 2).parameters(), "moe": True}]
+    with caplog.at_level(logging.INFO, logger="zeroaccel"):
+        note_expert_groups(torch.optim.SGD(groups, lr=0.1))
+    assert "param group: moe: does nothing" in caplog.text

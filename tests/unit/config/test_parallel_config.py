@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+from contextlib import nullcontext
+from typing import Any
+
 import pytest
 
+from zeroaccel.config.launch.launch_settings import LaunchSettings
+from zeroaccel.config.launch.launch_sources import from_environment, launched_environment
 from zeroaccel.config.parallel import ParallelConfig, with_config_axes
 from zeroaccel.errors import UsageError
 
@@ -39,6 +45,7 @@ def test_sizes_that_do_not_go_together_are_named(sizes: dict[str, int], message:
     ("section", "ep"),
     [
         ({"enabled": True, "autoep_size": 4, "preset_model": "mixtral"}, 4),
+        ({"enabled": "true", "autoep_size": "4"}, 4),
         ({"enabled": True}, None),
         ({"enabled": False, "autoep_size": 4, "top_k": 2}, None),
         ({"autoep_size": 4}, None),
@@ -63,3 +70,39 @@ def test_sizes_of_json_and_program_must_agree() -> None:
     assert with_config_axes({"expert_parallel": section}, ParallelConfig(ep=2)) == ParallelConfig(ep=2)
     with pytest.raises(UsageError, match=r"ParallelConfig\(ep\): expected 2, as expert_parallel.autoep_size"):
         with_config_axes({"expert_parallel": section}, ParallelConfig(ep=4))
+
+
+def test_transformers_distributed_config_is_a_mesh(caplog: pytest.LogCaptureFixture) -> None:
+    transformers = pytest.importorskip("transformers")
+    plan = {"layers.*.mlp.experts": "ep_dispatch_experts"}
+    with caplog.at_level(logging.INFO, logger="zeroaccel"):
+        mesh = ParallelConfig.of(transformers.DistributedConfig(fsdp_size=4, ep_size=2, ep_plan=plan), "parallel")
+    assert (mesh.dp_shard, mesh.ep, mesh.tp) == (4, 2, 1)
+    assert "parallel: DistributedConfig(ep_plan): does nothing" in caplog.text
+    mesh = ParallelConfig.of(transformers.DistributedConfig(tp_size=2, dp_replicate_size=2, fsdp_size=2), "parallel")
+    assert (mesh.dp_shard, mesh.dp_replicate, mesh.tp, mesh.tp_plan) == (2, 2, 2, "auto")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tp_size": 2, "enable_expert_parallel": True}, "(ep_size): expected 1, got 2; ranks that divide experts see"),
+        ({"tp_size": 2, "tp_plan": {}}, "(tp_plan): expected 'auto', got {}"),
+        ({"fsdp_size": 2, "ep_size": 2, "ep_implementation": "all_reduce"}, "(ep_implementation): expected 'auto'"),
+        ({"fsdp_size": 2, "fsdp_cpu_offload": True}, "(fsdp_cpu_offload): expected False, got True; set zero_opt"),
+        ({"fsdp_size": 2, "fsdp_mixed_precision": True}, "(fsdp_mixed_precision): expected False, got True; set bf16"),
+    ],
+)
+def test_what_a_distributed_config_asks_for_in_vain_is_named(arguments: dict[str, Any], message: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    with pytest.warns(FutureWarning) if "enable_expert_parallel" in arguments else nullcontext():
+        config = transformers.DistributedConfig(**arguments)
+    with pytest.raises(UsageError) as caught:
+        ParallelConfig.of(config, "parallel")
+    assert f"parallel: DistributedConfig{message}" in str(caught.value)
+
+
+def test_the_launch_passes_the_axis_of_experts_on() -> None:
+    variables = launched_environment(LaunchSettings(num_processes=4, ep_size=2), {"ep_size": "--ep_size"})
+    settings, _ = from_environment(variables)
+    assert settings.parallel == ParallelConfig(ep=2)

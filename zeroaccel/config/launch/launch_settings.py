@@ -364,7 +364,7 @@ class LaunchSettings(ProcessSettings, ZeroSettings, HostSettings, DynamoSettings
     @property
     def parallel(self) -> ParallelConfig:
         """The mesh that is asked for."""
-        return ParallelConfig.from_sizes({axis: getattr(self, f"{axis}_size") for axis in AXES})
+        return ParallelConfig.from_sizes({axis: getattr(self, f"{axis}_size") for axis in (*AXES, "ep")})
 
     @property
     def zero_settings(self) -> dict[str, Any]:
@@ -486,7 +486,7 @@ def _problems_of_axes(settings: LaunchSettings) -> Iterator[Problem]:
     try:
         mesh.resolve(settings.num_processes)
     except UsageError:
-        names = [f"{axis}_size" for axis in AXES if getattr(settings, f"{axis}_size") is not None]
+        names = [f"{axis}_size" for axis in (*AXES, "ep") if getattr(settings, f"{axis}_size") is not None]
         yield Problem((names[-1],), text=mesh.misfit(settings.num_processes), fix=_FITTING)
 
 
