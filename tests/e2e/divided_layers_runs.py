@@ -58,6 +58,7 @@ def run(folder: Path, axis: str, kind: str, size: int, stage: int, resumed: Path
     arguments = TrainingArguments(
         str(folder),
         deepspeed=None if axis == "ddp" else settings,
+        use_cpu=axis == "ddp",  # else each rank would train alone
         # A step is of as many samples whatever shares the layers.
         per_device_train_batch_size=2 * size // int(os.environ["WORLD_SIZE"]) if axis == "tp" else 2,
         per_device_eval_batch_size=2,

@@ -29,6 +29,8 @@ def _runs(
     """What each case prints, and its weights."""
     program = Path(__file__).with_name("divided_layers_runs.py")
     command = [sys.executable, "-m", "zeroaccel.cli", "launch", "--num_processes", ranks, "--engine", "zeroaccel"]
+    if cases[0].startswith("ddp"):
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", ranks]
     command += flags
     result = run_command([*command, program, folder, *cases], timeout=240)
     assert result.returncode == 0, result.stderr[-6000:]
@@ -64,7 +66,9 @@ def test_divided_experts_train_as_whole_ones_and_resume_on_any_ep(tmp_path: Path
         f"ep:{kind}:1:{stage}:{first}",
         f"ep:{kind}:4:{stage}:{first}",
     ]
-    runs, weights = _runs(tmp_path, 4, [*cases, f"ddp:{kind}:1:0"])
+    runs, weights = _runs(tmp_path, 4, cases)
+    plain, plain_weights = _runs(tmp_path, 4, [f"ddp:{kind}:1:0"])
+    runs, weights = runs | plain, weights | plain_weights
     divided, whole, *_ = cases
     for case in runs:
         assert runs[case]["losses"] == pytest.approx(runs[divided]["losses"], rel=1e-5), case

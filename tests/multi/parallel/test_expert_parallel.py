@@ -435,3 +435,31 @@ def _written() -> None:
 
 def test_experts_are_read_and_written_whole_by_name(ranks: Ranks) -> None:
     ranks(2).run(_written)
+
+
+def _loaded_into_other_experts(folder: Path, ep: int) -> str:
+    model: Any = small_mixture("Mixtral")
+    for layer in model.model.layers:  # gate and up by themselves, as in other forms of the model
+        experts = layer.mlp.experts
+        experts.gate_proj, experts.up_proj = (nn.Parameter(part) for part in experts.gate_up_proj.detach().chunk(2, 1))
+        del experts.gate_up_proj
+    parallel = ParallelConfig(ep=ep, verify_cut=False)
+    engine, *_ = zeroaccel.initialize(model, config=config(3), parallel=parallel)
+    with pytest.raises(ZeroAccelError) as caught:
+        engine.load_checkpoint(str(folder), tag="one")
+    engine.destroy()
+    return str(caught.value)
+
+
+def _saved_mixture(folder: Path) -> None:
+    init_process_group()
+    engine, *_ = zeroaccel.initialize(small_mixture("Mixtral"), config=config(3), parallel=ParallelConfig(ep=2))
+    engine.save_checkpoint(str(folder), tag="one")
+    engine.destroy()
+
+
+def test_a_checkpoint_of_experts_that_were_fused_otherwise_is_named(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2).run(_saved_mixture, tmp_path)
+    for message in ranks(2).run(_loaded_into_other_experts, tmp_path, 2):
+        assert "not in the checkpoint: model.layers.0.mlp.experts.gate_proj" in message
+        assert "not in the model: model.layers.0.mlp.experts.gate_up_proj" in message
