@@ -61,7 +61,7 @@ def test_the_json_says_how_many_ranks_divide_experts(section: dict[str, object],
 )
 def test_routing_that_is_not_the_models_is_refused(key: str, value: object) -> None:
     section = {"enabled": True, "autoep_size": 2, key: value}
-    with pytest.raises(UsageError, match=f"expert_parallel.{key}: expected nothing"):
+    with pytest.raises(UsageError, match=f"expert_parallel.{key}: expected no such key"):
         with_config_axes({"expert_parallel": section}, None)
 
 
