@@ -132,7 +132,7 @@ def _adopting_orphans() -> Iterator[None]:
 
 @contextmanager
 def ranks_are_forks(plan: LaunchPlan, environment: Mapping[str, str], log: Callable[[str], None]) -> Iterator[None]:
-    """Lets the agent fork where the job may start again, on Linux; a program that is not Python's starts as ever.
+    """Lets the agent fork where the job may start again, on Linux; other programs than Python's are not forked.
 
     Args:
         environment: that the launcher adds for the ranks.

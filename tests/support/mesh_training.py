@@ -24,6 +24,12 @@ NEEDS_STAGES = pytest.mark.skipif(
 )
 
 
+def with_frozen_base(model: Any) -> nn.Module:
+    """The model of transformers with only its head trained."""
+    model.model.requires_grad_(False)
+    return model  # type: ignore[no-any-return]
+
+
 def small_llama(kind: str = "Llama", **changes: Any) -> nn.Module:
     """Two blocks, the same on every rank, with fewer heads of keys than of queries; or another `kind`, as "Qwen3"."""
     import transformers

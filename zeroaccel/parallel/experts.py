@@ -28,10 +28,10 @@ from zeroaccel.comm.topology import RankGroup, Topology, connect, subgroup
 from zeroaccel.comm.transport import GATHERS, HOPS, REDUCTIONS
 from zeroaccel.config import Config
 from zeroaccel.config.parallel import ParallelConfig
-from zeroaccel.errors import ConfigError, UsageError, listed
+from zeroaccel.errors import UsageError, listed
 from zeroaccel.optim.optimizer_kinds import OptimizerKind
 from zeroaccel.parallel.expert_dispatch import WHERE, Experts, divided_forwards, even_route
-from zeroaccel.setup.axis import Axis
+from zeroaccel.setup.axis import Axis, require_plain
 from zeroaccel.setup.axis_estimate import AxisEstimate, EstimatedJob
 from zeroaccel.setup.cut_check import Cut
 from zeroaccel.setup.job import JobSpec
@@ -109,15 +109,7 @@ class ExpertAxis(Axis):
     def check(
         self, config: Config, settings: EngineSettings, optimizer: OptimizerPlan, names: Mapping[int, str]
     ) -> None:
-        zero = config.zero_optimization
-        for key, plain in _PLAIN_COLLECTIVES.items():
-            if getattr(zero, key) != plain:
-                raise ConfigError(
-                    config.where(f"zero_optimization.{key}"),
-                    expected=f"{plain} with expert parallelism",
-                    got=getattr(zero, key),
-                    fix="remove the key, or leave ep at 1",
-                )
+        require_plain(config, _PLAIN_COLLECTIVES, "ep", "expert")
         if OptimizerKind.COUPLED in optimizer.group_kinds:
             raise UsageError(
                 f"optimizer {type(optimizer.optimizer).__name__}",

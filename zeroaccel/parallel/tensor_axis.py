@@ -18,12 +18,12 @@ from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.topology import RankGroup, Topology, connect, mesh_of, subgroup, track
 from zeroaccel.config import Config
 from zeroaccel.config.parallel import ParallelConfig
-from zeroaccel.errors import ConfigError, UsageError
+from zeroaccel.errors import UsageError
 from zeroaccel.nested import map_tensors
 from zeroaccel.optim.optimizer_kinds import OptimizerKind
 from zeroaccel.parallel.tensor import SplitLayers, by_module, is_transposed, layer_styles, local_head_counts
 from zeroaccel.parallel.tensor_modules import EXPERTS, MODULE_STYLES, ROTARY, cuts_of, rotary_features
-from zeroaccel.setup.axis import Axis
+from zeroaccel.setup.axis import Axis, require_plain
 from zeroaccel.setup.axis_estimate import AxisEstimate, EstimatedJob, Shape
 from zeroaccel.setup.cut_check import Cut
 from zeroaccel.setup.job import JobSpec
@@ -33,6 +33,13 @@ from zeroaccel.zero.compiled import check_not_compiled
 from zeroaccel.zero.engine_base import EngineBase
 from zeroaccel.zero.from_config import EngineSettings
 from zeroaccel.zero.layout import Split
+
+_PLAIN = {
+    "frozen_weights": None,
+    "zero_quantized_weights": False,
+    "zero_quantized_gradients": False,
+    "zero_quantized_nontrainable_weights": False,
+}
 
 
 class TensorAxis(Axis):
@@ -85,18 +92,7 @@ class TensorAxis(Axis):
     def check(
         self, config: Config, settings: EngineSettings, optimizer: OptimizerPlan, names: Mapping[int, str]
     ) -> None:
-        zero = config.zero_optimization
-        quantized = "zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights"
-        for key in (*quantized, "frozen_weights"):
-            if getattr(zero, key):
-                raise ConfigError(
-                    config.where(f"zero_optimization.{key}"),
-                    expected="null with tensor parallelism"
-                    if key == "frozen_weights"
-                    else "false with tensor parallelism",
-                    got=getattr(zero, key),
-                    fix="remove the key, or leave tp at 1",
-                )
+        require_plain(config, _PLAIN, "tp", "tensor")
         if OptimizerKind.COUPLED in optimizer.group_kinds:
             raise UsageError(
                 f"optimizer {type(optimizer.optimizer).__name__}",

@@ -6,6 +6,7 @@ of that table.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -16,6 +17,7 @@ from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.topology import Topology
 from zeroaccel.config import Config
 from zeroaccel.config.parallel import ParallelConfig
+from zeroaccel.errors import ConfigError
 from zeroaccel.setup.axis_estimate import AxisEstimate
 from zeroaccel.setup.cut_check import Cut
 from zeroaccel.setup.job import JobSpec
@@ -138,3 +140,25 @@ class Axis:
 
     def undo(self) -> None:
         """Undoes `divide` and `install` as far as the model is concerned; called when the engine is destroyed."""
+
+
+def require_plain(config: Config, plain: Mapping[str, object], axis: str, parallelism: str) -> None:
+    """Refuses keys of `zero_optimization` that an axis does not support.
+
+    Args:
+        plain: the value of each of them that it does.
+        axis: its name in `ParallelConfig`.
+        parallelism: its name in words.
+
+    Raises:
+        ConfigError: a key has another value.
+    """
+    for key, value in plain.items():
+        got = getattr(config.zero_optimization, key)
+        if got != value:
+            raise ConfigError(
+                config.where(f"zero_optimization.{key}"),
+                expected=f"{json.dumps(value)} with {parallelism} parallelism",
+                got=got,
+                fix=f"remove the key, or leave {axis} at 1",
+            )

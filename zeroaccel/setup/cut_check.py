@@ -5,7 +5,7 @@ only where what lies behind it works on parts. Models of which that is not true 
 batch goes through the model twice, whole and cut, and each module's output is compared. Of an axis with a backward of
 its own, gradients are, too (`Cut.gradients`).
 
-Both forwards are the engine's own, so sharded and offloaded parameters are gathered unit by unit, as ever.
+Both forwards are the engine's own, so sharded and offloaded parameters are gathered unit by unit.
 
 [Note: tolerance] What is right differs by the order of sums: in fp32 by 1e-6 of the size of a module's output, and
 what is wrong by 1e-2 and more. In half precision rounding alone makes up to some 1e-2. What is farther apart there is

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import zeroaccel
+from tests.support.mesh_training import with_frozen_base
 from tests.support.mixtures import MIXTURE_VOCABULARY, MIXTURES, small_mixture
 from tests.support.pool import Ranks
 from tests.support.training import ADAMW, Run, config, differences, offloaded, recording
@@ -304,7 +305,12 @@ _REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "rounded gathers": (
         lambda: small_mixture("Mixtral"),
         {"zero_quantized_weights": True},
-        "zero_optimization.zero_quantized_weights: expected False with expert parallelism, got True",
+        "zero_optimization.zero_quantized_weights: expected false with expert parallelism, got True",
+    ),
+    "frozen codes": (
+        lambda: with_frozen_base(small_mixture("Mixtral")),
+        {"frozen_weights": "nf4"},
+        "zero_optimization.frozen_weights: expected null with expert parallelism, got 'nf4'",
     ),
     "second copy": (
         lambda: small_mixture("Mixtral"),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import zeroaccel
 from tests.support.environment import ROOT
-from tests.support.mesh_training import NEEDS_SPLIT_LAYERS, small_llama
+from tests.support.mesh_training import NEEDS_SPLIT_LAYERS, small_llama, with_frozen_base
 from tests.support.pool import Ranks
 from tests.support.training import ADAMW, Run, config, differences, offloaded
 from zeroaccel.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
@@ -301,6 +301,7 @@ WRONG: dict[str, dict[str, Any]] = {
     },
     "muon": {"settings": {"optimizer": {"type": "Muon", "params": {"lr": 0.01}}}},
     "quantized": {"settings": {"zero_quantized_weights": True}},
+    "frozen codes": {"model": lambda: with_frozen_base(small_llama()), "settings": {"frozen_weights": "nf4"}},
     "heads of sequences": {"sp": 2, "tp": 1, "model": {"num_attention_heads": 1, "num_key_value_heads": 1}},
     "ranks": {"tp": 3},
     "differs": {"rank 1": {"tp": 1}},
@@ -348,6 +349,7 @@ MISTAKES = [
     ("tied otherwise", "expected tied parameters with the same split in all their modules"),
     ("muon", "expected to be whole, since its optimizer looks at whole tensors"),
     ("quantized", "zero_quantized_weights: expected false with tensor parallelism, got True"),
+    ("frozen codes", "frozen_weights: expected null with tensor parallelism, got 'nf4'"),
     ("heads of sequences", "heads that is divisible by the 2 ranks of a sequence, got 1"),
     ("ranks", "ParallelConfig: expected sizes that divide the job's 2 ranks, got 'tp 3 = 3'"),
     ("differs", "initialize(parallel): dp_shard on rank 1: expected 1 as on rank 0, got 2"),
