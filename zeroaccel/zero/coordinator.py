@@ -341,7 +341,7 @@ class ParamCoordinator:
                 unit.wait()
                 return
             self._drop_recent_but(unit)
-            # The root is met before and behind all others, so what comes next is unknown there.
+            # The root is met before, between and behind all others, so what comes next is unknown there.
             if unit.unshard_some(wanted) and unit.name != ROOT and unit is not self._loop_at:
                 self._follow_loop(unit)
             if unit.state is ShardState.UNSHARDED:
@@ -384,8 +384,9 @@ class ParamCoordinator:
             self._recent.append(self._loop_next)
 
     def _drop_recent_but(self, unit: ParamUnit) -> None:
-        # A loop over named parameters meets those of the root before and behind all others.
-        wanted = [unit, self._loop_next] if unit is self._loop_at else [unit]
+        # A loop over named parameters meets those of the root before, between and behind all others.
+        goes_on = unit is self._loop_at or unit.name == ROOT
+        wanted = [unit, self._loop_next] if goes_on else [unit]
         for other in [other for other in self._recent if other not in wanted and other.name != ROOT]:
             other.drop_values()
             self._recent.remove(other)
