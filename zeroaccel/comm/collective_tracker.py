@@ -67,7 +67,12 @@ class CollectiveTracker:
         try:
             return operation(*args, entry.tag)
         except RuntimeError as error:
-            raise self.explain(entry, error) from error
+            # A peer that is gone can fail the call as it is posted. The report says that this rank waits for it, too.
+            self.flight_recorder.begin_wait(entry)
+            try:
+                raise self.explain(entry, error) from error
+            finally:
+                self.flight_recorder.end_wait(entry)
 
     def transfer(self, entry: CollectiveRecord, operation: Callable[..., _Pendings], *args: Any) -> None:
         """One of several transfers of a call: starts it and blocks until it is complete."""

@@ -82,6 +82,24 @@ def test_a_call_gets_its_tag_and_one_that_cannot_be_made_is_a_failure_too(tracke
     assert tags == [entry.tag]
 
 
+def test_the_report_of_a_call_that_cannot_be_made_says_that_this_rank_waits_for_it() -> None:
+    recorder, waited_for = FlightRecorder(), []
+
+    def explain(entry: CollectiveRecord, error: RuntimeError) -> CollectiveError:
+        waited_for.append((entry, recorder.longest_wait))
+        return CollectiveError("the report")
+
+    def move(tag: int) -> list[Message]:
+        raise RuntimeError("Connection closed by peer")
+
+    tracker = CollectiveTracker(recorder, SimpleNamespace(error=None, explain=explain))  # type: ignore[arg-type]
+    entry = _issue(tracker)
+    with pytest.raises(CollectiveError, match="the report"):
+        tracker.start(entry, move)
+    assert waited_for == [(entry, entry)]
+    assert recorder.longest_wait is None
+
+
 def test_what_is_left_to_do_is_done_once_at_the_wait_and_its_buffers_are_forgotten(tracker: CollectiveTracker) -> None:
     buffer = torch.zeros(3)
     alive, total = weakref.ref(buffer), torch.zeros(3)
