@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -87,6 +87,13 @@ class Condition:
     otherwise: str
 
 
+Check = Callable[[Any, WizardState], tuple[str, str]]
+
+
+def _fine(answer: Any, state: WizardState) -> tuple[str, str]:
+    return "", ""
+
+
 @dataclass(frozen=True)
 class Question:
     """One question, about the setting `key`; its place in the launch file is that of the setting.
@@ -105,7 +112,7 @@ class Question:
     choices: tuple[Choice, ...] = ()
     default: Callable[[WizardState], Any] = lambda _: None
     gate: str = ""
-    check: Callable[[Any, WizardState], tuple[str, str]] = lambda _, __: ("", "")
+    check: Check = _fine
     takes_auto: bool = False
     least: float = 0
 
@@ -131,7 +138,7 @@ class Question:
         return next(one.otherwise for one in self.conditions if not one.holds(state))
 
 
-def _folder_check(key: str) -> Callable[[Any, WizardState], tuple[str, str]]:
+def _folder_check(key: str) -> Check:
     def check(folder: Any, state: WizardState) -> tuple[str, str]:
         from ..machine import folder_trouble
 
@@ -220,7 +227,7 @@ def _divides_processes(value: Any, state: WizardState) -> tuple[str, str]:
     return "", ""
 
 
-def _mesh_check(axis: str) -> Callable[[Any, WizardState], tuple[str, str]]:
+def _mesh_check(axis: str) -> Check:
     def check(size: Any, state: WizardState) -> tuple[str, str]:
         from zeroaccel.config.parallel import ParallelConfig
         from zeroaccel.errors import UsageError
@@ -262,6 +269,7 @@ _EACH = Condition(lambda s: s["multinode_launcher"] != "ssh", "the job is starte
 _BY_SSH = Condition(
     lambda s: s["multinode_launcher"] == "ssh", "the command is run on each machine (--multinode_launcher)"
 )
+_NOT_FILTERED = Condition(lambda s: s["exclusion_filter"] is None, "there is an exclusion filter (--exclusion_filter)")
 _PARAMS = Condition(lambda s: s.stage == 3, "parameters are sharded at stage 3 only (--zero_stage)")
 _STATES = Condition(lambda s: s.stage >= 1, "optimizer states are sharded from stage 1 on (--zero_stage)")
 _COMPILED = Condition(lambda s: s["dynamo_backend"] not in (None, "no"), "nothing is compiled (--dynamo_backend)")
@@ -276,16 +284,53 @@ def _nvme(what: str) -> Condition:
     return Condition(lambda s: s[key] == "nvme", f"nothing of it is offloaded to nvme (--{key})")
 
 
+def _yes_no(key: str, words: str, *conditions: Condition, default: bool = False) -> Question:
+    return Question(key, words, "yes_no", conditions, default=lambda _: default)
+
+
+def _choice(key: str, words: str, choices: Sequence[Choice], *conditions: Condition, gate: str = "") -> Question:
+    """A choice, of which the first is the default."""
+    return Question(key, words, "choice", conditions, tuple(choices), lambda _: choices[0].value, gate)
+
+
+def _count(key: str, words: str, *conditions: Condition, default: Any, check: Check = _fine, **more: Any) -> Question:
+    """A count of at least 1, by default the value `default` or what it returns."""
+    value = default if callable(default) else lambda _: default
+    return Question(key, words, "count", conditions, default=value, check=check, **{"least": 1, **more})
+
+
+def _in_json(key: str, *conditions: Condition) -> tuple[Condition, ...]:
+    """The conditions of a setting of ZeRO that the JSON config may decide."""
+    return (_ZERO, _open(key), *conditions)
+
+
 def _mesh_size(axis: str, words: str, *others: Condition) -> Question:
-    conditions = (_PROCESSES, _MESH, *others)
-    return Question(f"{axis}_size", words, "count", conditions, default=lambda _: 1, check=_mesh_check(axis), least=1)
+    return _count(f"{axis}_size", words, _PROCESSES, _MESH, *others, default=1, check=_mesh_check(axis))
 
 
-_TIERS = (
-    Choice("none", "on the device"),
-    Choice("cpu", "in the memory of the machine"),
-    Choice("nvme", "in files on a local disk", _no_disk),
-)
+def _tier(what: str, words: str, needs: Condition) -> Question:
+    disk = Choice("nvme", "in files on a local disk", _no_disk)
+    tiers = (Choice("none", "on the device"), Choice("cpu", "in the memory of the machine"), disk)
+    return _choice(f"offload_{what}_device", words, tiers, *_in_json(f"offload_{what}_device", needs))
+
+
+def _folder(what: str, words: str) -> Question:
+    key = f"offload_{what}_nvme_path"
+    return Question(key, words, "folder", (_ZERO, _nvme(what)), default=_disk, check=_folder_check(key))
+
+
+def _quantized(what: str, words: str) -> Question:
+    return _yes_no(
+        f"zero_quantized_{what}", words, *_in_json(f"zero_quantized_{what}", _PARAMS, _SEVERAL, _WHOLE_LAYERS)
+    )
+
+
+def _steps(state: WizardState) -> int | str:
+    stages: int = state["pp_size"] or 1
+    return AUTO if stages == 1 else stages  # 1F1B needs one for each stage
+
+
+_LAUNCHERS = (Choice("standard", "the command on each machine"), Choice("ssh", "from this one, by ssh and a hostfile"))
 
 QUESTIONS: tuple[Question, ...] = (
     Question(
@@ -294,15 +339,8 @@ QUESTIONS: tuple[Question, ...] = (
         "yes_no",
         default=lambda s: not s.machine.devices,
     ),
-    Question("num_machines", "How many machines will you use?", "count", default=lambda _: 1, least=1),
-    Question(
-        "multinode_launcher",
-        "How is the job started on the others?",
-        "choice",
-        (_SEVERAL,),
-        (Choice("standard", "the command on each machine"), Choice("ssh", "from this one, by ssh and a hostfile")),
-        default=lambda _: "standard",
-    ),
+    _count("num_machines", "How many machines will you use?", default=1),
+    _choice("multinode_launcher", "How is the job started on the others?", _LAUNCHERS, _SEVERAL),
     Question("hostfile", "Where is the hostfile?", "file", (_SEVERAL, _BY_SSH), check=_file_check),
     Question(
         "exclusion_filter",
@@ -315,51 +353,24 @@ QUESTIONS: tuple[Question, ...] = (
         "inclusion_filter",
         "Which of the hostfile to use, as in node1@node2:0,2?",
         "text",
-        (
-            _SEVERAL,
-            _BY_SSH,
-            Condition(lambda s: s["exclusion_filter"] is None, "there is an exclusion filter (--exclusion_filter)"),
-        ),
+        (_SEVERAL, _BY_SSH, _NOT_FILTERED),
         gate="Use only some machines or devices of the hostfile?",
     ),
-    Question(
+    _count(
         "machine_rank",
         "What is the number of this machine, from 0?",
-        "count",
-        (_SEVERAL, _EACH),
-        default=lambda _: 0,
+        _SEVERAL,
+        _EACH,
+        default=0,
+        least=0,
         check=_rank_exists,
     ),
-    Question(
-        "main_process_ip",
-        "What address do the others reach machine 0 by?",
-        "text",
-        (_SEVERAL,),
-        check=_address,
+    Question("main_process_ip", "What address do the others reach machine 0 by?", "text", (_SEVERAL,), check=_address),
+    _count(
+        "main_process_port", "On which port of machine 0 do the processes meet?", _SEVERAL, default=29500, check=_port
     ),
-    Question(
-        "main_process_port",
-        "On which port of machine 0 do the processes meet?",
-        "count",
-        (_SEVERAL,),
-        default=lambda _: 29500,
-        check=_port,
-        least=1,
-    ),
-    Question(
-        "num_processes",
-        "How many processes, over all machines?",
-        "count",
-        default=_processes,
-        check=_divisible,
-        least=1,
-    ),
-    Question(
-        "use_deepspeed",
-        "Shard the training with ZeRO, as DeepSpeed does?",
-        "yes_no",
-        default=lambda _: True,
-    ),
+    _count("num_processes", "How many processes, over all machines?", default=_processes, check=_divisible),
+    _yes_no("use_deepspeed", "Shard the training with ZeRO, as DeepSpeed does?", default=True),
     Question(
         "deepspeed_config_file",
         "Where is the JSON config?",
@@ -376,12 +387,8 @@ QUESTIONS: tuple[Question, ...] = (
         (Choice("no", "fp32"), Choice("fp16"), Choice("bf16", "", _no_bf16)),
         default=_precision,
     ),
-    Question(
-        "use_parallelism_config",
-        "Shall processes share layers, sequences, stages or experts?",
-        "yes_no",
-        (_PROCESSES, _OPEN_MESH),
-        default=lambda _: False,
+    _yes_no(
+        "use_parallelism_config", "Shall processes share layers, sequences, stages or experts?", _PROCESSES, _OPEN_MESH
     ),
     _mesh_size("tp", "How many processes share each layer (tensor parallel)?"),
     _mesh_size("sp", "How many processes share each sequence (Ulysses)?"),
@@ -391,7 +398,7 @@ QUESTIONS: tuple[Question, ...] = (
         "zero_stage",
         "Which stage of ZeRO?",
         "choice",
-        (_ZERO, _open("zero_stage")),
+        _in_json("zero_stage"),
         (
             Choice(0, "nothing is sharded"),
             Choice(1, "optimizer states"),
@@ -400,132 +407,66 @@ QUESTIONS: tuple[Question, ...] = (
         ),
         default=lambda _: 2,
     ),
-    Question(
-        "offload_optimizer_device",
-        "Where do optimizer states live?",
-        "choice",
-        (_ZERO, _open("offload_optimizer_device"), _STATES),
-        _TIERS,
-        default=lambda _: "none",
-    ),
-    Question(
-        "offload_param_device",
-        "Where do parameters live between uses?",
-        "choice",
-        (_ZERO, _open("offload_param_device"), _PARAMS),
-        _TIERS,
-        default=lambda _: "none",
-    ),
-    Question(
-        "offload_param_nvme_path",
-        "In which local folder do parameters live?",
-        "folder",
-        (_ZERO, _nvme("param")),
-        default=_disk,
-        check=_folder_check("offload_param_nvme_path"),
-    ),
-    Question(
-        "offload_optimizer_nvme_path",
-        "In which local folder do optimizer states live?",
-        "folder",
-        (_ZERO, _nvme("optimizer")),
-        default=_disk,
-        check=_folder_check("offload_optimizer_nvme_path"),
-    ),
-    Question(
+    _tier("optimizer", "Where do optimizer states live?", _STATES),
+    _tier("param", "Where do parameters live between uses?", _PARAMS),
+    _folder("param", "In which local folder do parameters live?"),
+    _folder("optimizer", "In which local folder do optimizer states live?"),
+    _count(
         "zero_hpz_partition_size",
         "How many processes hold a second copy among them?",
-        "count",
-        (_ZERO, _open("zero_hpz_partition_size"), _PARAMS, _SEVERAL),
+        *_in_json("zero_hpz_partition_size", _PARAMS, _SEVERAL),
         default=lambda s: max(1, (s["num_processes"] or 1) // (s["num_machines"] or 1)),
         gate="Keep a second copy of weights on each machine (ZeRO++ hpZ)?",
         check=_divides_processes,
-        least=1,
     ),
-    Question(
-        "zero_quantized_weights",
-        "Gather weights as 8-bit integers (ZeRO++ qwZ)?",
-        "yes_no",
-        (_ZERO, _open("zero_quantized_weights"), _PARAMS, _SEVERAL, _WHOLE_LAYERS),
-        default=lambda _: False,
-    ),
-    Question(
-        "zero_quantized_gradients",
-        "Reduce gradients between machines as 4-bit integers (ZeRO++ qgZ)?",
-        "yes_no",
-        (_ZERO, _open("zero_quantized_gradients"), _PARAMS, _SEVERAL, _WHOLE_LAYERS),
-        default=lambda _: False,
-    ),
-    Question(
+    _quantized("weights", "Gather weights as 8-bit integers (ZeRO++ qwZ)?"),
+    _quantized("gradients", "Reduce gradients between machines as 4-bit integers (ZeRO++ qgZ)?"),
+    _count(
         "gradient_accumulation_steps",
         "How many gradient accumulation steps (auto: script)?",
-        "count",
-        (_ZERO, _open("gradient_accumulation_steps")),
-        default=lambda s: AUTO if (s["pp_size"] or 1) == 1 else s["pp_size"],  # 1F1B needs one for each stage
+        *_in_json("gradient_accumulation_steps"),
+        default=_steps,
         takes_auto=True,
-        least=1,
     ),
     Question(
         "gradient_clipping",
         "What is the largest norm of the gradients?",
         "number",
-        (_ZERO, _open("gradient_clipping")),
+        _in_json("gradient_clipping"),
         default=lambda _: 1.0,
         gate="Clip gradients?",
     ),
-    Question(
+    _yes_no(
         "zero3_save_16bit_model",
         "Gather the whole model when it is saved?",
-        "yes_no",
-        (_ZERO, _open("zero3_save_16bit_model"), _PARAMS),
-        default=lambda _: False,
+        *_in_json("zero3_save_16bit_model", _PARAMS),
     ),
-    Question(
-        "zero3_init_flag",
-        "Shard large models while they are being built (zero.Init)?",
-        "yes_no",
-        (_ZERO, _PARAMS),
-        default=lambda _: True,
+    _yes_no(
+        "zero3_init_flag", "Shard large models while they are being built (zero.Init)?", _ZERO, _PARAMS, default=True
     ),
     Question(
         "deepspeed_moe_layer_cls_names",
         "Which classes are mixture-of-experts layers (A,B)?",
         "names",
-        (_ZERO, _open("deepspeed_moe_layer_cls_names"), _PARAMS),
+        _in_json("deepspeed_moe_layer_cls_names", _PARAMS),
         gate="Does it have mixture-of-experts layers to gather at once?",
     ),
-    Question(
+    _choice(
         "dynamo_backend",
         "Which backend of torch.compile?",
-        "choice",
-        (),
-        (
-            Choice("inductor"),
-            Choice("eager"),
-            Choice("aot_eager"),
-            Choice("cudagraphs"),
-            Choice("onnxrt"),
-            Choice("tvm"),
-        ),
-        default=lambda _: "inductor",
+        [Choice(name) for name in ("inductor", "eager", "aot_eager", "cudagraphs", "onnxrt", "tvm")],
         gate="Compile the model with torch.compile (dynamo)?",
     ),
-    Question(
+    _choice(
         "dynamo_mode",
         "What should the compiler aim for?",
-        "choice",
-        (_COMPILED,),
-        (Choice("default"), Choice("reduce-overhead"), Choice("max-autotune")),
-        default=lambda _: "default",
+        [Choice(name) for name in ("default", "reduce-overhead", "max-autotune")],
+        _COMPILED,
     ),
-    Question("dynamo_use_fullgraph", "Make a graph break an error?", "yes_no", (_COMPILED,), default=lambda _: False),
-    Question("dynamo_use_dynamic", "Compile for changing shapes?", "yes_no", (_COMPILED,), default=lambda _: False),
-    Question(
-        "dynamo_use_regional_compilation",
-        "Compile the repeated blocks rather than the model as a whole?",
-        "yes_no",
-        (_COMPILED,),
-        default=lambda _: False,
+    _yes_no("dynamo_use_fullgraph", "Make a graph break an error?", _COMPILED),
+    _yes_no("dynamo_use_dynamic", "Compile for changing shapes?", _COMPILED),
+    _yes_no(
+        "dynamo_use_regional_compilation", "Compile the repeated blocks rather than the model as a whole?", _COMPILED
     ),
 )
 """In the order in which they are asked; a condition reads only answers to questions before it."""

@@ -130,49 +130,67 @@ _AT_STAGE_3 = SupportStatus(Kind.WORKS, idle=_works_at_stage_3, depends=_STAGE)
 _OF_APEX = _ignored("zeroaccel does not use Apex; fp16 and bf16 set the precision")
 _OF_FP16 = _ignored("bf16 needs no loss scale; the key belongs to fp16")
 
+_WORKING: Mapping[str, str] = {
+    "": (
+        "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation "
+        "gradient_clipping data_parallel_size dataloader_drop_last optimizer scheduler communication_data_type "
+        "prescale_gradients gradient_predivide_factor gradient_allreduce_op steps_per_print wall_clock_breakdown "
+        "memory_breakdown dump_state disable_python_gc log_level tensorboard csv_monitor jsonl_monitor wandb fp16 "
+        "bf16 data_types torch_autocast zero_optimization aio checkpoint activation_checkpointing "
+        "sequence_parallel_size expert_parallel tensor_parallel"
+    ),
+    "optimizer": "type params kind",
+    "scheduler": "type params",
+    "tensorboard": "enabled output_path job_name",
+    "csv_monitor": "enabled output_path job_name",
+    "jsonl_monitor": "enabled output_path job_name",
+    "wandb": "enabled group team project",
+    "fp16": (
+        "enabled auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis "
+        "min_loss_scale"
+    ),
+    "bf16": "enabled check_grad_overflow bf16_optimizer_states",
+    "data_types": "grad_accum_dtype param_dtype buffer_dtype master_weights keep_in_fp32_modules",
+    "torch_autocast": "enabled dtype lower_precision_safe_modules",
+    "zero_optimization": (
+        "stage reduce_bucket_size allgather_bucket_size overlap_comm compute_grad_norm sub_group_size "
+        "prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters "
+        "max_reuse_distance module_granularity_threshold leaf_module offload_param offload_optimizer frozen_weights "
+        "zeropp mics_shard_size"
+    ),
+    "zero_optimization.leaf_module": "classes names name_suffixes",
+    "zero_optimization.offload_param": "nvme_path buffer_count buffer_size max_in_cpu pin_memory",
+    "zero_optimization.offload_optimizer": (
+        "nvme_path buffer_count pin_memory pipeline_read pipeline_write update_during ratio"
+    ),
+    "zero_optimization.zeropp": "node_size quantize_gradients_on_one_node watch_interval weight_format",
+    "aio": "block_size queue_depth intra_op_parallelism overlap_events checksum",
+    "checkpoint": "async_save staging_nbytes keep_last save_random_state exclude_frozen_parameters save_on_preemption",
+    "activation_checkpointing": "wrap_blocks number_checkpoints synchronize_checkpoint_boundary profile",
+    "expert_parallel": "enabled autoep_size",
+    "tensor_parallel": "autotp_size tensor_parallel",
+    "tensor_parallel.tensor_parallel": "tp_size",
+    "compile": "disable",
+    "compile.kwargs": "mode fullgraph dynamic options disable",
+}
+"""Section -> its keys that take effect as they are."""
+
 KEYS: Mapping[str, SupportStatus] = {
+    **{f"{section}.{key}".lstrip("."): _WORKS for section, keys in _WORKING.items() for key in keys.split()},
     # batch sizes and the step
-    "train_batch_size": _WORKS,
-    "train_micro_batch_size_per_gpu": _WORKS,
-    "gradient_accumulation_steps": _WORKS,
-    "managed_gradient_accumulation": _WORKS,
-    "gradient_clipping": _WORKS,
-    "data_parallel_size": _WORKS,
-    "dataloader_drop_last": _WORKS,
-    "optimizer": _WORKS,
-    "optimizer.type": _WORKS,
-    "optimizer.params": _WORKS,
-    "optimizer.kind": _WORKS,
     "optimizer.legacy_fusion": _ignored("there is one fused update"),
-    "scheduler": _WORKS,
-    "scheduler.type": _WORKS,
-    "scheduler.params": _WORKS,
     "zero_allow_untested_optimizer": _ignored(
         "an optimizer of unknown class steps on whole tensors; declare optimizer.kind for even shards"
     ),
     "zero_force_ds_cpu_optimizer": _ignored("an elementwise optimizer runs on any device as it is"),
     # reduction of gradients
-    "communication_data_type": _WORKS,
-    "prescale_gradients": _WORKS,
-    "gradient_predivide_factor": _WORKS,
-    "gradient_allreduce_op": _WORKS,
     "disable_allgather": _ignored("it has no effect; updated parameters are gathered when they are used"),
     "seq_parallel_communication_data_type": _ignored(
         "gradients travel in communication_data_type, whether sequences are cut or not"
     ),
     # what a run prints
-    "steps_per_print": _WORKS,
-    "wall_clock_breakdown": _WORKS,
-    "memory_breakdown": _WORKS,
-    "dump_state": _WORKS,
-    "disable_python_gc": _WORKS,
-    "log_level": _WORKS,
     "opt_level": _OF_APEX,
     "vocabulary_size": _ignored("the model's own sizes are used"),
-    **dict.fromkeys((f"tensorboard{key}" for key in ("", ".enabled", ".output_path", ".job_name")), _WORKS),
-    **dict.fromkeys((f"csv_monitor{key}" for key in ("", ".enabled", ".output_path", ".job_name")), _WORKS),
-    **dict.fromkeys((f"jsonl_monitor{key}" for key in ("", ".enabled", ".output_path", ".job_name")), _WORKS),
-    **dict.fromkeys((f"wandb{key}" for key in ("", ".enabled", ".group", ".team", ".project")), _WORKS),
     "comms_logger": _unsupported(
         "the engine keeps no log of collectives; pass RecordingCollectives to initialize() to count them",
         switch="enabled",
@@ -189,63 +207,18 @@ KEYS: Mapping[str, SupportStatus] = {
         switch="enabled",
     ),
     # precision
-    "fp16": _WORKS,
-    "fp16.enabled": _WORKS,
-    "fp16.auto_cast": _WORKS,
-    "fp16.loss_scale": _WORKS,
-    "fp16.initial_scale_power": _WORKS,
-    "fp16.loss_scale_window": _WORKS,
-    "fp16.hysteresis": _WORKS,
-    "fp16.consecutive_hysteresis": _WORKS,
-    "fp16.min_loss_scale": _WORKS,
     "fp16.opt_level": _OF_APEX,
     "fp16.fp16_master_weights_and_grads": _refused("master weights are kept in fp32"),
-    "bf16": _WORKS,
-    "bf16.enabled": _WORKS,
-    "bf16.check_grad_overflow": _WORKS,
     "bf16.immediate_grad_update": _ignored("the engine always adds each gradient to its sum immediately"),
     "bf16.bf16_master_weights_and_grads": _refused("master weights in bf16 are not available yet"),
-    "bf16.bf16_optimizer_states": _WORKS,
     "bf16.auto_cast": _ignored("inputs of forward keep their dtype; the key belongs to fp16"),
-    "bf16.loss_scale": _OF_FP16,
-    "bf16.initial_scale_power": _OF_FP16,
-    "bf16.loss_scale_window": _OF_FP16,
-    "bf16.hysteresis": _OF_FP16,
-    "bf16.consecutive_hysteresis": _OF_FP16,
-    "bf16.min_loss_scale": _OF_FP16,
+    **{f"bf16.{key}": _OF_FP16 for key in _WORKING["fp16"].split()[2:]},  # the keys of its loss scale
     "bf16.opt_level": _OF_APEX,
-    "data_types": _WORKS,
-    "data_types.grad_accum_dtype": _WORKS,
-    "data_types.param_dtype": _WORKS,
-    "data_types.buffer_dtype": _WORKS,
-    "data_types.master_weights": _WORKS,
-    "data_types.keep_in_fp32_modules": _WORKS,
-    "torch_autocast": _WORKS,
-    "torch_autocast.enabled": _WORKS,
-    "torch_autocast.dtype": _WORKS,
-    "torch_autocast.lower_precision_safe_modules": _WORKS,
     # ZeRO
-    "zero_optimization": _WORKS,
-    "zero_optimization.stage": _WORKS,
-    "zero_optimization.reduce_bucket_size": _WORKS,
-    "zero_optimization.allgather_bucket_size": _WORKS,
-    "zero_optimization.overlap_comm": _WORKS,
-    "zero_optimization.compute_grad_norm": _WORKS,
-    "zero_optimization.sub_group_size": _WORKS,
-    "zero_optimization.prefetch_bucket_size": _WORKS,
-    "zero_optimization.param_persistence_threshold": _WORKS,
-    "zero_optimization.model_persistence_threshold": _WORKS,
-    "zero_optimization.max_live_parameters": _WORKS,
-    "zero_optimization.max_reuse_distance": _WORKS,
     "zero_optimization.gather_16bit_weights_on_model_save": _ignored("save_16bit_model gathers whenever it is called"),
-    "zero_optimization.module_granularity_threshold": _WORKS,
     "zero_optimization.ignore_unused_parameters": _ignored("a parameter without a gradient has a gradient of zero"),
     "zero_optimization.log_trace_cache_warnings": _ignored("a changed order of modules is always reported, once"),
     "zero_optimization.enable_sanity_checks": _ignored("ranks are compared at every step"),
-    "zero_optimization.leaf_module": _WORKS,
-    "zero_optimization.leaf_module.classes": _WORKS,
-    "zero_optimization.leaf_module.names": _WORKS,
-    "zero_optimization.leaf_module.name_suffixes": _WORKS,
     "zero_optimization.contiguous_gradients": _ignored("gradients always lie in one flat buffer per unit"),
     "zero_optimization.reduce_scatter": _ignored("gradients are always reduce-scattered"),
     "zero_optimization.use_multi_rank_bucket_allreduce": _ignored("each unit is one reduce-scatter over all ranks"),
@@ -264,23 +237,9 @@ KEYS: Mapping[str, SupportStatus] = {
     "zero_optimization.cpu_offload_use_pin_memory": _ignored("pin_memory of the offload sections decides"),
     "zero_optimization.legacy_stage1": _refused("there is one implementation of stage 1"),
     "zero_optimization.partition_stream_chunk_size": _unsupported("a parameter is sharded in one piece"),
-    "zero_optimization.offload_param": _WORKS,
     "zero_optimization.offload_param.device": SupportStatus(Kind.WORKS, idle=_no_shards_to_offload, depends=_STAGE),
-    "zero_optimization.offload_param.nvme_path": _WORKS,
-    "zero_optimization.offload_param.buffer_count": _WORKS,
-    "zero_optimization.offload_param.buffer_size": _WORKS,
-    "zero_optimization.offload_param.max_in_cpu": _WORKS,
-    "zero_optimization.offload_param.pin_memory": _WORKS,
-    "zero_optimization.offload_optimizer": _WORKS,
     "zero_optimization.offload_optimizer.device": SupportStatus(Kind.WORKS, idle=_no_states_to_offload, depends=_STAGE),
-    "zero_optimization.offload_optimizer.nvme_path": _WORKS,
-    "zero_optimization.offload_optimizer.buffer_count": _WORKS,
-    "zero_optimization.offload_optimizer.pin_memory": _WORKS,
-    "zero_optimization.offload_optimizer.pipeline_read": _WORKS,
-    "zero_optimization.offload_optimizer.pipeline_write": _WORKS,
     "zero_optimization.offload_optimizer.fast_init": _ignored("the file is reserved at once, without being written"),
-    "zero_optimization.offload_optimizer.update_during": _WORKS,
-    "zero_optimization.offload_optimizer.ratio": _WORKS,
     "zero_optimization.offload_optimizer.super_offload": _unsupported(
         "the host updates in the usual order; update_during says when"
     ),
@@ -295,34 +254,14 @@ KEYS: Mapping[str, SupportStatus] = {
     "zero_optimization.zero_hpz_partition_size": _AT_STAGE_3,
     "zero_optimization.zero_quantized_weights": _AT_STAGE_3,
     "zero_optimization.zero_quantized_nontrainable_weights": _AT_STAGE_3,
-    "zero_optimization.frozen_weights": _WORKS,
     "zero_optimization.zero_quantized_gradients": _AT_STAGE_3,
-    "zero_optimization.zeropp": _WORKS,
-    "zero_optimization.zeropp.node_size": _WORKS,
-    "zero_optimization.zeropp.quantize_gradients_on_one_node": _WORKS,
-    "zero_optimization.zeropp.watch_interval": _WORKS,
-    "zero_optimization.zeropp.weight_format": _WORKS,
     "zero_optimization.zeropp_loco_param": _refused("error feedback for quantised gradients is not available yet"),
-    "zero_optimization.mics_shard_size": _WORKS,
     "zero_optimization.mics_hierarchical_params_gather": _unsupported(
         "gathers go over all shards at once; zero_hpz_partition_size keeps backward's inside a node (docs/zeropp.md)"
     ),
-    "aio": _WORKS,
-    "aio.block_size": _WORKS,
-    "aio.queue_depth": _WORKS,
-    "aio.intra_op_parallelism": _WORKS,
     "aio.single_submit": _ignored("each request is a call of its own, made by a thread"),
-    "aio.overlap_events": _WORKS,
     "aio.use_gds": _unsupported("transfers between NVMe and GPU memory go through host memory"),
-    "aio.checksum": _WORKS,
     # checkpoints
-    "checkpoint": _WORKS,
-    "checkpoint.async_save": _WORKS,
-    "checkpoint.staging_nbytes": _WORKS,
-    "checkpoint.keep_last": _WORKS,
-    "checkpoint.save_random_state": _WORKS,
-    "checkpoint.exclude_frozen_parameters": _WORKS,
-    "checkpoint.save_on_preemption": _WORKS,
     "checkpoint.tag_validation": _ignored("the ranks always agree on the tag before anything is written"),
     "checkpoint.load_universal": _ignored("every checkpoint loads on any number of ranks"),
     "checkpoint.checkpoint_serialization": _ignored("tensors are written directly, without serialisation"),
@@ -332,28 +271,15 @@ KEYS: Mapping[str, SupportStatus] = {
     "checkpoint.parallel_write": _ignored("every rank writes its own part"),
     "checkpoint.parallel_write.pipeline_stage": _ignored("every rank writes its own part"),
     "checkpoint.writer": _ignored("there is one writer; checkpoint.async_save writes in the background"),
-    "activation_checkpointing": _WORKS,
-    "activation_checkpointing.wrap_blocks": _WORKS,
-    "activation_checkpointing.number_checkpoints": _WORKS,
     "activation_checkpointing.partition_activations": _ignored(
         "inputs are divided among the ranks of a tensor-parallel group, and stay whole without one"
     ),
     "activation_checkpointing.cpu_checkpointing": SupportStatus(Kind.WORKS, idle=_blocks_are_not_wrapped),
     "activation_checkpointing.contiguous_memory_optimization": SupportStatus(Kind.WORKS, idle=_buffer_has_no_size),
-    "activation_checkpointing.synchronize_checkpoint_boundary": _WORKS,
-    "activation_checkpointing.profile": _WORKS,
     # beyond sharded data parallelism
-    "sequence_parallel_size": _WORKS,
     "use_data_before_expert_parallelism": _unsupported(
         "neighbours divide experts: ParallelConfig(ep=) has one order of ranks"
     ),
-    "expert_parallel": _WORKS,
-    "expert_parallel.enabled": _WORKS,
-    "expert_parallel.autoep_size": _WORKS,
-    "tensor_parallel": _WORKS,
-    "tensor_parallel.autotp_size": _WORKS,
-    "tensor_parallel.tensor_parallel": _WORKS,
-    "tensor_parallel.tensor_parallel.tp_size": _WORKS,
     "tensor_parallel.tensor_parallel.tp_grain_size": _ignored("sizes are divided equally, or refused"),
     "tensor_parallel.tensor_parallel.mpu": _ignored("groups are made by initialize"),
     "tensor_parallel.tensor_parallel.tp_group": _ignored("groups are made by initialize"),
@@ -365,14 +291,8 @@ KEYS: Mapping[str, SupportStatus] = {
         "no compiler passes for communication run; enabled compiles the model with torch.compile", switch="deepcompile"
     ),
     "compile.enabled": SupportStatus(Kind.WORKS, idle=_compilation_is_disabled),
-    "compile.disable": _WORKS,
     "compile.backend": SupportStatus(Kind.WORKS, idle=_nothing_is_compiled, depends=("compile.enabled",)),
     "compile.kwargs": SupportStatus(Kind.WORKS, idle=_nothing_is_compiled, depends=("compile.enabled",)),
-    "compile.kwargs.mode": _WORKS,
-    "compile.kwargs.fullgraph": _WORKS,
-    "compile.kwargs.dynamic": _WORKS,
-    "compile.kwargs.options": _WORKS,
-    "compile.kwargs.disable": _WORKS,
     "weight_quantization": _refused("quantised weights are not available yet", switch="enabled"),
     "autotuning": _unsupported("no search is made; the run trains with the settings that are given", switch="enabled"),
     "data_efficiency": SupportStatus(

@@ -47,6 +47,14 @@ _MESH = "Meshes beside ZeRO"
 _ZERO = "zero_optimization"
 _SIZES = "PARALLELISM_CONFIG"
 
+
+def _zero(name: str, json_path: str, fact: str, metavar: str = "", ranks: str = "ACCELERATE_DEEPSPEED_") -> Setting:
+    """A setting of ZeRO, which the JSON config has, too; with the metavar "bool" its flag takes true or false."""
+    is_switch, variable = metavar == "bool", f"{ranks}{name.removeprefix('deepspeed_').upper()}"
+    metavar = "" if is_switch else metavar
+    return Setting(name, _TRAINING, metavar, "", "", is_switch, (), variable, json_path, fact)
+
+
 SETTINGS: Mapping[str, Setting] = {
     setting.name: setting
     for setting in (
@@ -76,97 +84,19 @@ SETTINGS: Mapping[str, Setting] = {
         Setting("mixed_precision", _TRAINING, rank_variable="ACCELERATE_MIXED_PRECISION", fact="precision"),
         Setting("distributed_type", _TRAINING),
         Setting("deepspeed_config_file", _TRAINING, rank_variable="ACCELERATE_DEEPSPEED_CONFIG_FILE"),
-        Setting(
-            "zero_stage",
-            _TRAINING,
-            "0|1|2|3",
-            rank_variable="ACCELERATE_DEEPSPEED_ZERO_STAGE",
-            json_path=f"{_ZERO}.stage",
-            fact="stage",
-        ),
-        Setting(
-            "offload_optimizer_device",
-            _TRAINING,
-            rank_variable="ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
-            json_path=f"{_ZERO}.offload_optimizer.device",
-            fact="offload_optimizer_device",
-        ),
-        Setting(
-            "offload_param_device",
-            _TRAINING,
-            rank_variable="ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
-            json_path=f"{_ZERO}.offload_param.device",
-            fact="offload_param_device",
-        ),
-        Setting(
-            "offload_optimizer_nvme_path",
-            _TRAINING,
-            rank_variable="ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH",
-            json_path=f"{_ZERO}.offload_optimizer.nvme_path",
-            fact="offload_optimizer_path",
-        ),
-        Setting(
-            "offload_param_nvme_path",
-            _TRAINING,
-            rank_variable="ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH",
-            json_path=f"{_ZERO}.offload_param.nvme_path",
-            fact="offload_param_path",
-        ),
-        Setting(
-            "gradient_accumulation_steps",
-            _TRAINING,
-            rank_variable="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
-            json_path="gradient_accumulation_steps",
-            fact="accumulation",
-        ),
-        Setting(
-            "gradient_clipping",
-            _TRAINING,
-            "NORM",
-            rank_variable="ACCELERATE_GRADIENT_CLIPPING",
-            json_path="gradient_clipping",
-            fact="clipping",
-        ),
+        _zero("zero_stage", f"{_ZERO}.stage", "stage", "0|1|2|3"),
+        _zero("offload_optimizer_device", f"{_ZERO}.offload_optimizer.device", "offload_optimizer_device"),
+        _zero("offload_param_device", f"{_ZERO}.offload_param.device", "offload_param_device"),
+        _zero("offload_optimizer_nvme_path", f"{_ZERO}.offload_optimizer.nvme_path", "offload_optimizer_path"),
+        _zero("offload_param_nvme_path", f"{_ZERO}.offload_param.nvme_path", "offload_param_path"),
+        _zero("gradient_accumulation_steps", "gradient_accumulation_steps", "accumulation", ranks="ACCELERATE_"),
+        _zero("gradient_clipping", "gradient_clipping", "clipping", "NORM", ranks="ACCELERATE_"),
         Setting("zero3_init_flag", _TRAINING, takes_value=True, rank_variable="ACCELERATE_DEEPSPEED_ZERO3_INIT"),
-        Setting(
-            "zero3_save_16bit_model",
-            _TRAINING,
-            takes_value=True,
-            rank_variable="ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
-            json_path=f"{_ZERO}.gather_16bit_weights_on_model_save",
-            fact="save_16bit_weights",
-        ),
-        Setting(
-            "deepspeed_moe_layer_cls_names",
-            _TRAINING,
-            "CLASS,...",
-            rank_variable="ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
-            json_path=f"{_ZERO}.leaf_module.classes",
-        ),
-        Setting(
-            "zero_hpz_partition_size",
-            _TRAINING,
-            "N",
-            rank_variable="ACCELERATE_DEEPSPEED_ZERO_HPZ_PARTITION_SIZE",
-            json_path=f"{_ZERO}.zero_hpz_partition_size",
-            fact="hpz_partition_size",
-        ),
-        Setting(
-            "zero_quantized_weights",
-            _TRAINING,
-            takes_value=True,
-            rank_variable="ACCELERATE_DEEPSPEED_ZERO_QUANTIZED_WEIGHTS",
-            json_path=f"{_ZERO}.zero_quantized_weights",
-            fact="quantized_weights",
-        ),
-        Setting(
-            "zero_quantized_gradients",
-            _TRAINING,
-            takes_value=True,
-            rank_variable="ACCELERATE_DEEPSPEED_ZERO_QUANTIZED_GRADIENTS",
-            json_path=f"{_ZERO}.zero_quantized_gradients",
-            fact="quantized_gradients",
-        ),
+        _zero("zero3_save_16bit_model", f"{_ZERO}.gather_16bit_weights_on_model_save", "save_16bit_weights", "bool"),
+        _zero("deepspeed_moe_layer_cls_names", f"{_ZERO}.leaf_module.classes", "", "CLASS,..."),
+        _zero("zero_hpz_partition_size", f"{_ZERO}.zero_hpz_partition_size", "hpz_partition_size", "N"),
+        _zero("zero_quantized_weights", f"{_ZERO}.zero_quantized_weights", "quantized_weights", "bool"),
+        _zero("zero_quantized_gradients", f"{_ZERO}.zero_quantized_gradients", "quantized_gradients", "bool"),
         Setting("dp_replicate_size", _MESH, rank_variable=f"{_SIZES}_DP_REPLICATE_SIZE"),
         Setting("dp_shard_size", _MESH, rank_variable=f"{_SIZES}_DP_SHARD_SIZE"),
         Setting("pp_size", _MESH, rank_variable=f"{_SIZES}_PP_SIZE"),
