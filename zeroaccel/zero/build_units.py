@@ -210,7 +210,7 @@ def group_index(optimizer: Optimizer, names: Mapping[int, str]) -> dict[int, int
                     f"optimizer.param_groups[{index}]['params'][{position}]",
                     expected="a parameter of the model that is prepared with it",
                     got=f"a tensor of shape {tuple(param.shape)}",
-                    fix="create the optimizer from the same model object",
+                    fix="create the optimizer from the same model object; freeze a module that only the loss reads",
                 )
             if id(param) in groups:
                 raise ConfigError(
