@@ -12,18 +12,24 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
+import pytest
 
 from tests import time_limits
 from tests.support.environment import ROOT, free_port, outside_any_job, rank_environment
 from tests.support.processes import Process, start
 
-__all__ = ["JobResult", "JobTimeout", "RunningJob", "run_command", "run_job", "running_command"]
+__all__ = ["JobResult", "JobTimeout", "RunningJob", "run_command", "run_job", "running_command", "side_by_side"]
+
+Parameter = TypeVar("Parameter", bound=Hashable)
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -165,6 +171,21 @@ def running_command(
             yield job
         finally:
             job.kill()
+
+
+@contextmanager
+def side_by_side(
+    request: pytest.FixtureRequest, name: str, run: Callable[[Parameter], Result], at_a_time: int = 2
+) -> Iterator[Callable[[Parameter], Result]]:
+    """Starts `run` for each value that the parameter `name` has in the module's tests; gives a call that waits for one.
+
+    For jobs that spend their time starting and waiting. Tests that this session leaves out start nothing.
+    """
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    values = dict.fromkeys(item.callspec.params[name] for item in items if name in item.callspec.params)
+    with ThreadPoolExecutor(at_a_time) as executor:
+        jobs = {value: executor.submit(run, value) for value in values}
+        yield lambda value: jobs[value].result()
 
 
 def _run(

@@ -8,19 +8,16 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 
 from tests import time_limits
-from tests.support.job import JobResult, run_job
+from tests.support.job import JobResult, run_job, side_by_side
 
 LIMIT = round(time_limits.seconds(2.0), 1)
 NEVER = 500.0  # a limit that has no part in how the scenario ends
 PROMISE = 15.0  # seconds after the limit in which every rank has ended
-AT_A_TIME = 2
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,7 @@ class Scenario:
     ranks: int
     codes: tuple[int, ...]
     says: tuple[str, ...] = ()
-    cleaned: list[int] | None = None
+    cleaned: tuple[int, ...] | None = None
     limit: float = NEVER
     tracebacks: int | None = 0
 
@@ -62,7 +59,7 @@ PARTED = {
             "First difference: gather #4",
             r"hanging_ranks\.py",
         ),
-        cleaned=[0, 1],
+        cleaned=(0, 1),
     ),
     "different reductions of two hops": Scenario(
         "two_hops",
@@ -72,7 +69,7 @@ PARTED = {
             rf'rank {rank}: waiting for reduce #2 reduce_scatter int4 "reduce {name}" \(2000 x float32, backward\)'
             for rank, name in enumerate(("vision_tower", "layers.0"))
         ),
-        cleaned=[0, 1],
+        cleaned=(0, 1),
     ),
     "different sizes": Scenario(
         "sizes", 2, (75, 75), ("of 2000 x float32 on rank 0, all_gather", "of 2002 x float32 on rank 1")
@@ -86,7 +83,7 @@ PARTED = {
             f"ranks 1-2: waiting for {GATHER.format(3, 'layers.0', 3000)}, in step 1",
             "if rank == 0",
         ),
-        cleaned=[0, 1, 2],
+        cleaned=(0, 1, 2),
     ),
     "a rank with fewer batches": Scenario(
         "fewer_batches",
@@ -112,7 +109,7 @@ PARTED = {
             "rank 1: left with ValueError: batch 7 has no labels, in step 0",
             r"The cause is the exception on rank 1\.",
         ),
-        cleaned=[0, 1, 2],
+        cleaned=(0, 1, 2),
         tracebacks=1,  # its own
     ),
     "a rank that is killed": Scenario("killed", 2, (75, -9), ("rank 1: no answer", "rank 0: waiting for gather #3")),
@@ -122,7 +119,7 @@ PARTED = {
         2,
         (-9, 75),
         ("rank 1 failed in gather #3", "rank 0: no answer"),
-        cleaned=[1],
+        cleaned=(1,),
         tracebacks=None,
     ),
     "a rank that sleeps": Scenario(
@@ -134,7 +131,7 @@ PARTED = {
             r"rank 1: in no collective, in step 0; .*hanging_ranks.py:\d+ in evaluate",
             'ranks 0, 2-3: waiting for gather #3 all_gather "unshard layers.0"',
         ),
-        cleaned=[0, 2, 3],
+        cleaned=(0, 2, 3),
         limit=LIMIT,
     ),
     "a rank in a collective of the users": Scenario(
@@ -158,7 +155,7 @@ PARTED = {
         ),
         limit=LIMIT,
     ),
-    "a rank that catches the error and stays": Scenario("stubborn", 2, (75, 75), ("First difference",), cleaned=[]),
+    "a rank that catches the error and stays": Scenario("stubborn", 2, (75, 75), ("First difference",), cleaned=()),
     "a job without trouble": Scenario("orderly", 3, (0, 0, 0)),
     "a rank without need of the store outlives it": Scenario("first_leaves_early", 2, (0, 0)),
 }
@@ -170,15 +167,10 @@ Ended = Callable[[Scenario], JobResult]
 @pytest.fixture(scope="module")
 def ended(request: pytest.FixtureRequest) -> Iterator[Ended]:
     """``ended(scenario)`` is its result, once it is known that it ended in time."""
-    calls: list[Any] = [item.callspec for item in request.session.items if hasattr(item, "callspec")]
-    wanted = [call.params["scenario"] for call in calls if isinstance(call.params.get("scenario"), Scenario)]
-    with ThreadPoolExecutor(AT_A_TIME) as executor:
-        jobs: dict[str, Future[tuple[JobResult, float]]] = {
-            scenario.name: executor.submit(scenario.run) for scenario in wanted
-        }
+    with side_by_side(request, "scenario", Scenario.run) as outcome:
 
         def result_of(scenario: Scenario) -> JobResult:
-            result, seconds = jobs[scenario.name].result()
+            result, seconds = outcome(scenario)
             # What is certain earlier is not kept waiting for the limit.
             assert seconds < min(scenario.limit, time_limits.seconds(5.0)) + time_limits.seconds(PROMISE), result.stderr
             return result
@@ -204,5 +196,6 @@ def test_every_process_ends_in_time_and_one_message_names_who_is_where(ended: En
     assert [says for says in scenario.says if not re.search(says, result.stderr)] == [], result.stderr
     assert result.returncodes == scenario.codes
     if scenario.cleaned is not None:
-        assert sorted(int(rank) for rank in re.findall(r"rank (\d) cleaned up", result.stdout)) == scenario.cleaned
+        cleaned = sorted(int(rank) for rank in re.findall(r"rank (\d) cleaned up", result.stdout))
+        assert tuple(cleaned) == scenario.cleaned
     assert result.stdout.count("goes on") == (2 if scenario.name == "stubborn" else 0)

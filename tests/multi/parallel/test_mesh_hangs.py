@@ -8,13 +8,12 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from tests import time_limits
 from tests.support.environment import WAIT_LIMIT
-from tests.support.job import JobResult, run_job
+from tests.support.job import JobResult, run_job, side_by_side
 
 LIMIT = round(time_limits.seconds(2.0), 1)
 PROMISE = 15.0  # seconds after the limit in which every rank has ended
@@ -32,13 +31,12 @@ def _run(scenario: str) -> tuple[JobResult, float]:
 
 
 @pytest.fixture(scope="module")
-def ended() -> Iterator[Ended]:
+def ended(request: pytest.FixtureRequest) -> Iterator[Ended]:
     """``ended(scenario)``: the job's result, once it is known to have ended in time, with one message."""
-    with ThreadPoolExecutor(2) as executor:
-        jobs = {scenario: executor.submit(_run, scenario) for scenario in JOBS}
+    with side_by_side(request, "scenario", _run) as outcome:
 
         def result_of(scenario: str) -> JobResult:
-            result, seconds = jobs[scenario].result()
+            result, seconds = outcome(scenario)
             assert seconds < LIMIT + time_limits.seconds(PROMISE), result.stderr
             assert result.stderr.count("[zeroaccel E]") == 1, result.stderr
             return result
@@ -46,8 +44,9 @@ def ended() -> Iterator[Ended]:
         yield result_of
 
 
-def test_a_rank_that_sleeps_before_the_sum_of_a_layer(ended: Ended) -> None:
-    result = ended("layer_sleeps")
+@pytest.mark.parametrize("scenario", ["layer_sleeps"])
+def test_a_rank_that_sleeps_before_the_sum_of_a_layer(ended: Ended, scenario: str) -> None:
+    result = ended(scenario)
     assert result.returncodes == (75, 75)
     call = r'for reduce #\d+ all_reduce "sum 2" \(16 x float32, forward\)'
     assert re.search(rf"rank 0 \(tp 0\) has waited [\d.]+ s \(the limit is {LIMIT:g} s\) {call}", result.stderr)
@@ -55,8 +54,9 @@ def test_a_rank_that_sleeps_before_the_sum_of_a_layer(ended: Ended) -> None:
     assert "What keeps rank 1 (tp 1) must be done by every rank" in result.stderr
 
 
-def test_a_rank_that_fails_before_the_sum_of_a_layer(ended: Ended) -> None:
-    result = ended("layer_fails")
+@pytest.mark.parametrize("scenario", ["layer_fails"])
+def test_a_rank_that_fails_before_the_sum_of_a_layer(ended: Ended, scenario: str) -> None:
+    result = ended(scenario)
     assert result.returncodes == (75, 1)
     # Long before the limit: the others of a layer are needed for its sums.
     assert re.search(
@@ -67,8 +67,9 @@ def test_a_rank_that_fails_before_the_sum_of_a_layer(ended: Ended) -> None:
     assert result.stderr.count("Traceback") == 1  # its own
 
 
-def test_a_rank_that_sleeps_in_a_stage(ended: Ended) -> None:
-    result = ended("stage_sleeps")
+@pytest.mark.parametrize("scenario", ["stage_sleeps"])
+def test_a_rank_that_sleeps_in_a_stage(ended: Ended, scenario: str) -> None:
+    result = ended(scenario)
     # The connections are closed while messages of the schedule are under way, and no process may die of that.
     assert result.returncodes == (75, 75, 75, 75)
     asleep = r"in no collective, in step 1, in the forward of micro-batch 1 on stage 1; .* in sleep"

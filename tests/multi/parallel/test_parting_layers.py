@@ -6,11 +6,11 @@ The jobs spend their time starting and waiting, so they run side by side.
 from __future__ import annotations
 
 import re
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.support.job import JobResult, run_job
+from tests.support.job import JobResult, run_job, side_by_side
 from tests.support.mesh_training import NEEDS_SPLIT_LAYERS
 
 pytestmark = NEEDS_SPLIT_LAYERS
@@ -23,18 +23,19 @@ SAYS = {
 }
 
 
+def _run(scenario: str) -> JobResult:
+    return run_job(2, "tests/multi/parallel/parting_layers.py", [scenario], timeout=100)
+
+
 @pytest.fixture(scope="module")
-def jobs() -> dict[str, Future[JobResult]]:
-    with ThreadPoolExecutor(2) as executor:
-        return {
-            scenario: executor.submit(run_job, 2, "tests/multi/parallel/parting_layers.py", [scenario], timeout=100)
-            for scenario in SAYS
-        }
+def ended(request: pytest.FixtureRequest) -> Iterator[Callable[[str], JobResult]]:
+    with side_by_side(request, "scenario", _run) as outcome:
+        yield outcome
 
 
 @pytest.mark.parametrize("scenario", SAYS)
-def test_other_sums_are_named_before_the_limit(jobs: dict[str, Future[JobResult]], scenario: str) -> None:
-    result = jobs[scenario].result()
+def test_other_sums_are_named_before_the_limit(ended: Callable[[str], JobResult], scenario: str) -> None:
+    result = ended(scenario)
     assert result.returncodes == (75, 75), result.stderr
     assert result.stderr.count("[zeroaccel E]") == 1, result.stderr
     assert re.search(SAYS[scenario], result.stderr), result.stderr

@@ -5,36 +5,33 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from tests import time_limits
 from tests.support.environment import WAIT_LIMIT
-from tests.support.job import JobResult, run_job
+from tests.support.job import JobResult, run_job, side_by_side
 
 LIMIT = round(time_limits.seconds(2.0), 1)
 PROMISE = 15.0  # seconds after the limit in which every rank has ended
-JOBS = (("branches", 3), ("fewer_batches", 3), ("fewer_batches", 1), ("eval_on_rank_0", 3), ("wrong_loss_on_one", 3))
 
-Ended = Callable[[str, int], JobResult]
+Ended = Callable[[tuple[str, int]], JobResult]
 
 
-def _run(scenario: str, stage: int) -> tuple[JobResult, float]:
+def _run(job: tuple[str, int]) -> tuple[JobResult, float]:
     environment = {WAIT_LIMIT: str(LIMIT)}
-    result = run_job(2, "tests/multi/zero/diverging_engines.py", [scenario, stage], timeout=90, env=environment)
+    result = run_job(2, "tests/multi/zero/diverging_engines.py", job, timeout=90, env=environment)
     began = min(float(moment) for moment in re.findall(r"begins (\S+)", result.stdout))
     return result, time.time() - began
 
 
 @pytest.fixture(scope="module")
-def ended() -> Iterator[Ended]:
-    """``ended(scenario, stage)``: the job's result, once it is known to have ended in time. They run side by side."""
-    with ThreadPoolExecutor(3) as executor:
-        jobs = {job: executor.submit(_run, *job) for job in JOBS}
+def ended(request: pytest.FixtureRequest) -> Iterator[Ended]:
+    """``ended((scenario, stage))``: the job's result, once it is known to have ended in time."""
+    with side_by_side(request, "job", _run, 3) as outcome:
 
-        def result_of(scenario: str, stage: int) -> JobResult:
-            result, seconds = jobs[scenario, stage].result()
+        def result_of(job: tuple[str, int]) -> JobResult:
+            result, seconds = outcome(job)
             assert seconds < LIMIT + time_limits.seconds(PROMISE), result.stderr
             assert result.stderr.count("[zeroaccel E]") == 1, result.stderr
             assert sorted(re.findall(r"rank (\d) cleaned up", result.stdout)) == ["0", "1"]
@@ -43,8 +40,13 @@ def ended() -> Iterator[Ended]:
         yield result_of
 
 
-def test_ranks_that_take_different_branches(ended: Ended) -> None:
-    result = ended("branches", 3)
+def _of(*jobs: tuple[str, int]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("job", jobs, ids=lambda job: f"{job[0]}-{job[1]}")
+
+
+@_of(("branches", 3))
+def test_ranks_that_take_different_branches(ended: Ended, job: tuple[str, int]) -> None:
+    result = ended(job)
     assert result.returncodes == (75, 75)
     assert '"reduce towers.sound"' in result.stderr  # where rank 0 is: the gradient that never comes, in backward
     assert "rank 1: waiting for gather" in result.stderr
@@ -52,19 +54,20 @@ def test_ranks_that_take_different_branches(ended: Ended) -> None:
     assert "diverging_engines.py" in result.stderr
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_rank_with_one_batch_fewer(ended: Ended, stage: int) -> None:
-    result = ended("fewer_batches", stage)
+@_of(("fewer_batches", 1), ("fewer_batches", 3))
+def test_a_rank_with_one_batch_fewer(ended: Ended, job: tuple[str, int]) -> None:
+    result = ended(job)
     assert result.returncodes == (75, 75)
-    module = "root" if stage == 3 else "towers.sound"
+    module = "root" if job[1] == 3 else "towers.sound"
     assert f' {module}"' in result.stderr
     assert "in step 4" in result.stderr
     assert "rank 1: waiting for control" in result.stderr
     assert '"end of epoch"' in result.stderr
 
 
-def test_an_evaluation_on_rank_0_only(ended: Ended) -> None:
-    result = ended("eval_on_rank_0", 3)
+@_of(("eval_on_rank_0", 3))
+def test_an_evaluation_on_rank_0_only(ended: Ended, job: tuple[str, int]) -> None:
+    result = ended(job)
     assert result.returncodes == (75, 75)
     assert "rank 0: waiting for gather" in result.stderr
     assert '"unshard root"' in result.stderr
@@ -72,8 +75,9 @@ def test_an_evaluation_on_rank_0_only(ended: Ended) -> None:
     assert "if rank == 0" in result.stderr
 
 
-def test_a_rank_that_raises_is_the_cause(ended: Ended) -> None:
-    result = ended("wrong_loss_on_one", 3)
+@_of(("wrong_loss_on_one", 3))
+def test_a_rank_that_raises_is_the_cause(ended: Ended, job: tuple[str, int]) -> None:
+    result = ended(job)
     assert result.returncodes == (75, 2) or result.returncodes == (75, 1)
     assert "rank 1: left with UsageError" in result.stderr
     assert "The cause is the exception on rank 1." in result.stderr

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from tests import time_limits
 from tests.multi.zero import layer_drop
 from tests.support.job import run_job
 from tests.support.pool import IMPORTS, Pool
@@ -22,7 +23,7 @@ def test_ranks_may_drop_other_layers(ranks: Callable[[int], Pool]) -> None:
 
 
 def test_at_stage_3_the_error_names_block_ranks_and_cure() -> None:
-    limit = {"ZEROACCEL_COLLECTIVE_TIMEOUT": "8"}
+    limit = {"ZEROACCEL_COLLECTIVE_TIMEOUT": f"{time_limits.seconds(8.0):g}"}
     result = run_job(2, "tests/multi/zero/layer_drop.py", [], timeout=60, env=limit, imports=IMPORTS)
     assert result.returncodes == (75, 75), result.stderr
     message = (
