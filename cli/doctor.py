@@ -78,10 +78,14 @@ def findings(environ: Mapping[str, str], folder: Path, *, measure: bool) -> Iter
 def _accelerators(machine: Machine) -> Iterator[Finding]:
     import torch
 
+    from zeroaccel.ops.nvrtc import old_driver
+
     if not machine.devices:
         built = "" if torch.version.cuda else ", and this torch is built without CUDA"
-        fix = "install a torch with CUDA if this machine has a GPU" if Path("/dev/nvidiactl").exists() else ""
-        yield Finding("accelerators", "falls back", f"none visible{built}; processes run on the CPU", fix)
+        missing = "install a torch with CUDA if this machine has a GPU" if Path("/dev/nvidiactl").exists() else ""
+        yield Finding(
+            "accelerators", "falls back", f"none visible{built}; processes run on the CPU", old_driver() or missing
+        )
         yield Finding("bf16", "works", "on the CPU, in software where it has no instructions for it")
         return
     yield Finding("accelerators", "works", f"{len(machine.devices)} x {machine.devices[0].name}")

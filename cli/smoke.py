@@ -97,8 +97,8 @@ def speeds() -> dict[str, float]:
                 collectives.all_gather(gathered, shard, "measure").wait()
             else:
                 collectives.reduce_scatter(shard, gathered, "measure").wait()
-            if topology.device.type == "cuda":
-                torch.cuda.synchronize()
+            if topology.device.type != "cpu":
+                torch.get_device_module(topology.device).synchronize()
             best[name] = max(best[name], moved / (time.perf_counter() - start))
     return best
 

@@ -139,19 +139,19 @@ class Activations:
         """Times the call, and synchronizes with the device at both ends where the config enables it."""
         section = self.section
         again = torch._C._current_graph_task_id() != -1
-        device = next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), None)
+        device = next((tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")), None)
         waits = device is not None and (section.profile or section.synchronize_checkpoint_boundary)
         # A forward after recomputation is that of the next micro-batch, so the profile of the last one is complete.
         if not again and self.profile.recompute_seconds:
             self._log()
         if waits:
-            torch.cuda.synchronize(device)
+            torch.get_device_module(device).synchronize(device)
         begun = time.perf_counter()
         try:
             yield
         finally:
             if waits:
-                torch.cuda.synchronize(device)
+                torch.get_device_module(device).synchronize(device)
             seconds = time.perf_counter() - begun
             if again:
                 self.profile.recompute_seconds += seconds

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from zeroaccel.comm.agree import from_rank_0
 from zeroaccel.comm.collectives import Collectives
+from zeroaccel.comm.rank_device import ACCELERATOR
 from zeroaccel.comm.topology import init_process_group
 from zeroaccel.errors import UsageError
 
@@ -79,14 +80,15 @@ def synchronize_rng_states(
     if "generator" in kinds and generator is None:
         raise UsageError('synchronize_rng_states: "generator"', expected="a torch.Generator", got=None)
     collectives = Collectives(init_process_group())
-    cuda = "cuda" in kinds and torch.cuda.is_available()
+    devices = ACCELERATOR.module
+    cuda = "cuda" in kinds and devices.is_available()
 
     def states() -> dict[str, object]:
         return {
             "python": random.getstate(),
             "numpy": np.random.get_state(),
             "torch": torch.get_rng_state(),
-            "cuda": torch.cuda.get_rng_state() if cuda else None,
+            "cuda": devices.get_rng_state() if cuda else None,
             "generator": generator.get_state() if generator is not None else None,
         }
 
@@ -98,6 +100,6 @@ def synchronize_rng_states(
     if "torch" in kinds:
         torch.set_rng_state(rank_0["torch"])  # type: ignore[arg-type]
     if cuda:
-        torch.cuda.set_rng_state(rank_0["cuda"])  # type: ignore[arg-type]
+        devices.set_rng_state(rank_0["cuda"])
     if "generator" in kinds and generator is not None:
         generator.set_state(rank_0["generator"])  # type: ignore[arg-type]

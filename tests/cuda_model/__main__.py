@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
-from tests.cuda_model import run
+from tests.cuda_model import guard_library
 from tests.cuda_model.communicators import deadlocks
 from tests.cuda_model.configurations import CASES, PEAKS, case_of
 from tests.cuda_model.planted_bugs import BUGS
+
+if TYPE_CHECKING:
+    from tests.cuda_model import run
 
 _COLUMNS = (
     "findings",
@@ -56,6 +60,8 @@ def _markdown(name: str, outcome: run.Outcome) -> str:
 
 def _show_logs(name: str) -> None:
     """Of a case or a bug."""
+    from tests.cuda_model import run
+
     bug = BUGS.get(name)
     logs = run.call_logs(case_of(bug.case if bug else name), bug.plant if bug else None)
     for rank, calls in logs.items():
@@ -75,7 +81,11 @@ def main() -> None:
     parser.add_argument("--details", action="store_true", help="show findings, waits and collectives with their places")
     parser.add_argument("--logs", action="store_true", help="show what every rank of a case or bug calls")
     parser.add_argument("--markdown", action="store_true", help="print the table for a page")
+    parser.add_argument("--device", choices=("cuda", "xpu"), default="cuda", help="the kind of devices")
     options = parser.parse_args()
+    guard_library.device_type = options.device
+    from tests.cuda_model import run  # it makes the devices, and imports torch
+
     if options.serve:
         run.serve()
         return

@@ -21,9 +21,11 @@ class ModelProcess:
 
     Args:
         log: a file for what it prints besides its answers.
+        device: the type of the devices.
     """
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, device: str = "cuda") -> None:
+        self._device = device
         self._process: subprocess.Popen[str] | None = None
         self._log = log
         self._outcomes: dict[tuple[str, str | None], SimpleNamespace] = {}
@@ -43,7 +45,7 @@ class ModelProcess:
 
     def _ask(self, request: dict[str, str | None]) -> SimpleNamespace:
         if self._process is None:
-            command = [sys.executable, "-m", "tests.cuda_model", "--serve"]
+            command = [sys.executable, "-m", "tests.cuda_model", "--serve", "--device", self._device]
             with self._log.open("w") as log:
                 self._process = subprocess.Popen(
                     command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log
@@ -77,6 +79,14 @@ def model_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelPro
         pytest.skip(reason)
     guard_library.compiled()
     process = ModelProcess(tmp_path_factory.mktemp("cuda-model") / "log")
+    yield process
+    process.close()
+
+
+@pytest.fixture
+def xpu_process(model_process: ModelProcess, tmp_path: Path) -> Iterator[ModelProcess]:
+    """The model on devices with another name."""
+    process = ModelProcess(tmp_path / "log", "xpu")
     yield process
     process.close()
 

@@ -1,4 +1,4 @@
-"""`cuda:1` without a GPU: fake tensors whose every operation is entered into a `StreamModel`.
+"""`cuda:1` or `xpu:1` without one: fake tensors whose every operation is entered into a `StreamModel`.
 
 `FakeTensorMode` gives shapes, dtypes and storages without values; the library of `guard.cpp` makes autograd accept them
 on a device, so that hooks run in autograd's own thread and under its stream guards. A dispatch mode sees each
@@ -20,6 +20,7 @@ import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 from tests.cuda_model import guard_library
@@ -38,7 +39,8 @@ from tests.cuda_model.replacements import Replacements  # noqa: E402
 from tests.cuda_model.stream_model import Memory, Moment, StreamModel, Use  # noqa: E402
 
 aten = torch.ops.aten
-CUDA = torch.device("cuda", 1)
+DEVICE = torch.device(guard_library.device_type, 1)
+_MODULE = torch.get_device_module(DEVICE)
 _NUM_DEVICES = 2
 _VALUED_NBYTES = 4096
 _EMPTY = re.compile(r"aten::(empty|new_empty|empty_like|empty_strided|new_empty_strided|empty_permuted)$")
@@ -66,8 +68,8 @@ class FakeCuda:
         self._twins: dict[int, Tensor] = {}
         self._events: dict[int, Moment] = {}
         self.functional: Callable[[str, Any, Sequence[Tensor]], object] = lambda op, args, produced: None
-        model.current_stream = lambda: int(_LIBRARY.current_stream(CUDA.index))
-        self.other_default = model.add_stream("the default stream of cuda:0")
+        model.current_stream = lambda: int(_LIBRARY.current_stream(DEVICE.index))
+        self.other_default = model.add_stream(f"the default stream of {DEVICE.type}:0")
 
     # -- memory
 
@@ -77,8 +79,8 @@ class FakeCuda:
         key = storage._cdata
         memory = self._memories.get(key)
         if memory is None:
-            on_device = tensor.device.type == "cuda"
-            if on_device and tensor.device != CUDA:
+            on_device = tensor.device.type == DEVICE.type
+            if on_device and tensor.device != DEVICE:
                 self.on_another_device("memory", tensor.device.index)
             memory = self.model.allocate(storage.nbytes(), on_device=on_device, pinned=pinned)
             memory.is_from_outside = is_from_outside
@@ -88,8 +90,10 @@ class FakeCuda:
 
     def on_another_device(self, what: str, index: int) -> None:
         """Something was done on another device than the engine's."""
-        if index != CUDA.index:
-            self.model.find(f"ANOTHER DEVICE: {what} of cuda:{index} at {self.model.place()}; the engine's is {CUDA}")
+        if index != DEVICE.index:
+            self.model.find(
+                f"ANOTHER DEVICE: {what} of {DEVICE.type}:{index} at {self.model.place()}; the engine's is {DEVICE}"
+            )
 
     def use_of(self, tensor: Tensor) -> Use:
         """The bytes that a tensor's elements lie in."""
@@ -191,7 +195,7 @@ class FakeCuda:
         model, stream, rates = self.model, self.model.current_stream(), self.model.rates
         if not target.numel():
             return
-        to_device = target.device.type == "cuda"
+        to_device = target.device.type == DEVICE.type
         what = "H2D copy" if to_device else "D2H copy"
         pinned = self.memory_of(source if to_device else target).pinned
         nbytes = source.numel() * source.itemsize
@@ -214,7 +218,7 @@ class FakeCuda:
 
     def read_on_host(self, tensor: Tensor) -> Tensor:
         """The values of a tensor, for the host, which waits for them."""
-        if tensor.device.type == "cuda":
+        if tensor.device.type == DEVICE.type:
             stream = self.model.current_stream()
             seconds = self.model.rates.kernel_seconds
             self.model.launch(stream, self.uses_of([tensor]), [], "copy of values", seconds, 0)
@@ -247,16 +251,16 @@ class FakeCuda:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """In place of torch's CUDA, in this thread; other threads enter `modes`."""
+        """In place of torch's module for the device, in this thread; other threads enter `modes`."""
         replacements = Replacements()
         with ExitStack() as stack:
             stack.callback(replacements.undo)
             before = _LIBRARY.current_device()
             stack.callback(_LIBRARY.set_current_device, before)
-            stack.callback(_LIBRARY.set_current_stream, CUDA.index, 0)
-            _LIBRARY.set_current_device(CUDA.index)
-            for name, value in _torch_cuda(self).items():
-                replacements.set(torch.cuda, name, value)
+            stack.callback(_LIBRARY.set_current_stream, DEVICE.index, 0)
+            _LIBRARY.set_current_device(DEVICE.index)
+            for name, value in _torch_module(self).items():
+                replacements.set(_MODULE, name, value)
             resize = replacements.set(torch.UntypedStorage, "resize_", None)
             replacements.set(torch.UntypedStorage, "resize_", _noting(self, resize))
             replacements.set(Tensor, "record_stream", lambda tensor, s: self.memory_of(tensor).recorded.add(s.lane))
@@ -282,7 +286,7 @@ class FakeCuda:
 
     def lane_of(self, device: int, stream: int) -> int:
         """A stream's lane, by the number that torch has for it; 0 is each device's default one."""
-        return stream if stream or device == CUDA.index else self.other_default
+        return stream if stream or device == DEVICE.index else self.other_default
 
     def current_lane(self) -> int:
         """Of the current stream of the thread's current device."""
@@ -348,13 +352,13 @@ class _Recorder(TorchDispatchMode):
                 return
         tensors = [*reads, *writes]
         what = name.rpartition(":")[2]
-        if not any(tensor.device.type == "cuda" for tensor in tensors):
+        if not any(tensor.device.type == DEVICE.type for tensor in tensors):
             self._cuda.on_host(what, reads, writes)
             return
         # A scalar in host memory travels with the launch; anything else on another device is an error on a GPU.
-        mixed = [tensor for tensor in tensors if tensor.device.type != "cuda" and tensor.dim()]
-        assert not mixed, f"{name} of tensors on {CUDA} and on the host"
-        reads, writes = ([tensor for tensor in side if tensor.device.type == "cuda"] for side in (reads, writes))
+        mixed = [tensor for tensor in tensors if tensor.device.type != DEVICE.type and tensor.dim()]
+        assert not mixed, f"{name} of tensors on {DEVICE} and on the host"
+        reads, writes = ([tensor for tensor in side if tensor.device.type == DEVICE.type] for side in (reads, writes))
         nbytes = sum(tensor.numel() * tensor.itemsize for tensor in (*reads, *writes))
         if name.endswith("_") and name not in _NO_READ:
             nbytes += sum(tensor.numel() * tensor.itemsize for tensor in writes)
@@ -487,7 +491,7 @@ class _Stream:
 
     def __init__(self, cuda: FakeCuda, device: Any = None, priority: int = 0, number: int | None = None) -> None:
         self._cuda, self._model = cuda, cuda.model
-        self.device = torch.device("cuda", _index_of(device))
+        self.device = torch.device(DEVICE.type, _index_of(device))
         if number is None:
             cuda.on_another_device("a stream", self.device.index)
         self.number = self._model.add_stream() if number is None else number
@@ -536,8 +540,8 @@ def _rng_state() -> Tensor:
         return torch.zeros(16, dtype=torch.uint8)
 
 
-def _torch_cuda(cuda: FakeCuda) -> dict[str, Any]:
-    """What stands for functions and classes of `torch.cuda`."""
+def _torch_module(cuda: FakeCuda) -> dict[str, Any]:
+    """What stands for functions and classes of `torch.cuda` or `torch.xpu`."""
     model = cuda.model
 
     class Stream(_Stream):
@@ -581,6 +585,7 @@ def _torch_cuda(cuda: FakeCuda) -> dict[str, Any]:
         cuda.on_another_device("a wait", _index_of(device))
         model.synchronize("device synchronize")
 
+    properties = SimpleNamespace(name="the stream model", total_memory=80 << 30, has_fp64=True)
     return {
         "Stream": Stream,
         "Event": Event,
@@ -592,6 +597,7 @@ def _torch_cuda(cuda: FakeCuda) -> dict[str, Any]:
         "set_device": set_device,
         "current_device": lambda: int(_LIBRARY.current_device()),
         "device_count": lambda: _NUM_DEVICES,
+        "get_device_properties": lambda device=None: properties,
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "is_current_stream_capturing": lambda: False,

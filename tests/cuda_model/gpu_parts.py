@@ -80,9 +80,7 @@ def _train_smallest(replacements: Replacements) -> None:
 
 def _queries() -> dict[str, Any]:
     """What a device is asked for, which the model has not."""
-    properties = SimpleNamespace(name="the stream model", total_memory=80 << 30)
     return {
-        "get_device_properties": lambda device=None: properties,
         "nccl": SimpleNamespace(version=lambda: (2, 28, 0)),
         "memory_stats": lambda device=None: defaultdict(int),
         "empty_cache": lambda: None,

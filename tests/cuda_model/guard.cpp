@@ -1,10 +1,11 @@
-// Two CUDA devices for a torch that was built without CUDA: streams are numbers, and an event is a number that stands for
-// a moment of a stream. It executes nothing. Autograd, FakeTensorMode and torch's stream guards then work on CUDA tensors
-// as in a build with CUDA; what they record and wait for is reported to two functions, which the stream model sets.
+// Two devices of a kind for a torch that was built without it, CUDA or XPU: streams are numbers, and an event is a number that stands for
+// a moment of a stream. It executes nothing. Autograd, FakeTensorMode and torch's stream guards then work on tensors there
+// as in a build with them; what they record and wait for is reported to two functions, which the stream model sets.
 // Each thread begins on device 0, and each has a current stream per device, as with CUDA.
 //
 // Loaded before torch is imported: torch looks up the hooks of an accelerator once, at the first question about it.
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/detail/XPUHooksInterface.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -16,14 +17,15 @@ namespace {
 using EventReport = void (*)(int64_t event, int64_t device, int64_t stream);
 
 constexpr c10::DeviceIndex kDevices = 2;
+c10::DeviceType kind = c10::DeviceType::CUDA;
 thread_local c10::DeviceIndex device_of_thread = 0;
 thread_local int64_t stream_of_thread[kDevices] = {0, 0};
 std::atomic<int64_t> last_event{0};
 std::atomic<EventReport> recorded{nullptr};
 std::atomic<EventReport> awaited{nullptr};
 
-c10::Device cuda(c10::DeviceIndex index) {
-  return c10::Device(c10::DeviceType::CUDA, index);
+c10::Device numbered(c10::DeviceIndex index) {
+  return c10::Device(kind, index);
 }
 
 // Of a device without an index: the thread's current one.
@@ -32,7 +34,7 @@ c10::DeviceIndex index_of(c10::Device device) {
 }
 
 c10::Stream numbered(c10::DeviceIndex device, int64_t number) {
-  return c10::Stream(c10::Stream::UNSAFE, cuda(device), number);
+  return c10::Stream(c10::Stream::UNSAFE, numbered(device), number);
 }
 
 c10::DeviceIndex exchange(c10::DeviceIndex next) {
@@ -45,11 +47,11 @@ c10::DeviceIndex exchange(c10::DeviceIndex next) {
 
 class Devices final : public c10::impl::DeviceGuardImplInterface {
  public:
-  c10::DeviceType type() const override { return c10::DeviceType::CUDA; }
+  c10::DeviceType type() const override { return kind; }
   c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
 
-  c10::Device getDevice() const override { return cuda(device_of_thread); }
-  c10::Device exchangeDevice(c10::Device next) const override { return cuda(exchange(next.index())); }
+  c10::Device getDevice() const override { return numbered(device_of_thread); }
+  c10::Device exchangeDevice(c10::Device next) const override { return numbered(exchange(next.index())); }
   void setDevice(c10::Device next) const override { exchange(next.index()); }
   void uncheckedSetDevice(c10::Device next) const noexcept override { exchange(next.index()); }
 
@@ -87,16 +89,12 @@ class Devices final : public c10::impl::DeviceGuardImplInterface {
   void synchronizeDevice(const c10::DeviceIndex) const override {}
 };
 
-const c10::impl::DeviceGuardImplRegistrar registrar(c10::DeviceType::CUDA, new Devices());
-
-struct DeviceHooks final : at::CUDAHooksInterface {
-  explicit DeviceHooks(at::CUDAHooksArgs) {}
+template <class Interface>
+struct DeviceHooks : Interface {
   void init() const override {}
-  bool hasCUDA() const override { return true; }
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
-  int getNumGPUs() const override { return kDevices; }
   c10::DeviceIndex deviceCount() const override { return kDevices; }
   c10::DeviceIndex current_device() const override { return device_of_thread; }
   c10::DeviceIndex getCurrentDevice() const override { return device_of_thread; }
@@ -107,14 +105,33 @@ struct DeviceHooks final : at::CUDAHooksInterface {
   at::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
 };
 
+struct CudaHooks final : DeviceHooks<at::CUDAHooksInterface> {
+  bool hasCUDA() const override { return true; }
+  int getNumGPUs() const override { return kDevices; }
+};
+
+struct XpuHooks final : DeviceHooks<at::XPUHooksInterface> {
+  bool hasXPU() const override { return true; }
+  c10::DeviceIndex getNumGPUs() const override { return kDevices; }
+};
+
 }  // namespace
 
-namespace at {
-using ::DeviceHooks;
-C10_REGISTER_TYPED_CLASS(CUDAHooksRegistry, "CUDAHooks", DeviceHooks)
-}  // namespace at
-
 extern "C" {
+// Once, before torch is imported.
+void register_devices(bool are_xpu) {
+  if (are_xpu) {
+    kind = c10::DeviceType::XPU;
+    at::XPUHooksRegistry()->Register("XPUHooks", [](auto&&...) -> std::unique_ptr<at::XPUHooksInterface> {
+      return std::make_unique<XpuHooks>();
+    });
+  } else {
+    at::CUDAHooksRegistry()->Register("CUDAHooks", [](auto&&...) -> std::unique_ptr<at::CUDAHooksInterface> {
+      return std::make_unique<CudaHooks>();
+    });
+  }
+  static const c10::impl::DeviceGuardImplRegistrar registrar(kind, new Devices());
+}
 int64_t current_device() { return device_of_thread; }
 void set_current_device(int64_t device) { exchange(static_cast<c10::DeviceIndex>(device)); }
 int64_t current_stream(int64_t device) { return stream_of_thread[device]; }

@@ -17,6 +17,9 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+device_type = "cuda"
+"""Or "xpu": of the devices that `loaded` makes; set before its first call."""
+
 _SOURCE = Path(__file__).with_name("guard.cpp")
 _FLAGS = ("-O1", "-std=c++20", "-shared", "-fPIC", "-D_GLIBCXX_USE_CXX11_ABI=1")
 
@@ -63,6 +66,8 @@ def compiled() -> Path:
 def loaded() -> ctypes.CDLL:
     """The library in this process, which must not have imported torch before the first call."""
     library = ctypes.CDLL(str(compiled()))
+    library.register_devices.argtypes = [ctypes.c_bool]
+    library.register_devices(device_type == "xpu")
     library.current_device.restype = library.current_stream.restype = ctypes.c_int64
     library.set_current_device.argtypes = library.current_stream.argtypes = [ctypes.c_int64]
     library.set_current_stream.argtypes = [ctypes.c_int64, ctypes.c_int64]

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from tests.cuda_model.fake_cuda import FakeCuda  # first: it loads the library before torch
+from tests.cuda_model.fake_cuda import DEVICE, FakeCuda  # first: it loads the library before torch
 
 import torch  # isort: skip
 import torch.distributed as dist
@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.cuda_model.replacements import Replacements
 from tests.cuda_model.stream_model import Moment, StreamModel
+from zeroaccel.comm import rank_device, transport
 from zeroaccel.comm import topology as topologies
-from zeroaccel.comm import transport
 from zeroaccel.comm.collectives import Collectives
 
 Said = dict[tuple[str, int], dict[int, Any]]
@@ -167,7 +167,8 @@ def replace_collectives(cuda: FakeCuda, replacements: Replacements, said: Said) 
     # Pickles are values of unknown size; the collectives above are numbers, which small tensors have.
     replacements.set(Collectives, "gather_objects", gather_objects)
     # The package takes the job for one on NCCL, which has to be connected.
-    replacements.set(dist, "get_backend_config", lambda group=None: "cpu:fake,cuda:nccl,fake")
+    backends = f"cpu:fake,{DEVICE.type}:{rank_device.ACCELERATOR.backend},fake"
+    replacements.set(dist, "get_backend_config", lambda group=None: backends)
     replacements.set(topologies, "_agreed_device", lambda device, *_: device)
     replacements.set(topologies, "_data_backend", lambda backend: None)
 

@@ -1,4 +1,4 @@
-"""zeroaccel on `cuda:1` of a job of W ranks, of which this process is one, in a `StreamModel`.
+"""zeroaccel on `cuda:1` or `xpu:1` of a job of W ranks, of which this process is one, in a `StreamModel`.
 
 What is replaced: collectives (torch's group without peers, on a stream per group as ProcessGroupNCCL has them),
 compiled loops of the host (`ops/dispatch.launch`) and of the device (`ops/device_kernels.DeviceKernels`), page-locked
@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from tests.cuda_model.fake_cuda import CUDA, FakeCuda  # first: it loads the library before torch
+from tests.cuda_model.fake_cuda import DEVICE, FakeCuda  # first: it loads the library before torch
 
 import torch  # isort: skip
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from tests.cuda_model import model_threads
 from tests.cuda_model.modelled_collectives import Said, replace_collectives
 from tests.cuda_model.replacements import Replacements
 from tests.cuda_model.stream_model import StreamModel
+from zeroaccel.comm import rank_device
 from zeroaccel.comm import topology as topologies
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.offload import activation_store, host_buffers
@@ -86,11 +87,13 @@ def modelled_rank(
         stack.callback(dist.destroy_process_group)
         stack.callback(replacements.undo)
         stack.enter_context(cuda.installed())
+        if DEVICE.type != rank_device.ACCELERATOR.type:  # training refuses others, until somebody has run it on them
+            replacements.everywhere(rank_device.ACCELERATOR, rank_device.DeviceKind(DEVICE.type, "its backend"))
         replace_collectives(cuda, replacements, {} if said is None else said)
         _replace_host_work(cuda, turns, replacements)
         _watch_copies(cuda, replacements)
         model_threads.install(turns, replacements, _THREADED_PACKAGES)
-        topologies.init_process_group(device=CUDA)
+        topologies.init_process_group(device=DEVICE)
         stack.callback(topologies.destroy)
         yield ModelledRank(cuda, model, turns)
 
@@ -214,7 +217,7 @@ def _replace_host_work(cuda: FakeCuda, turns: model_threads.Turns, replacements:
         return made
 
     kernels = _ModelKernels(cuda)
-    replacements.everywhere(kernels_for, lambda device: kernels if device.type == "cuda" else None)
+    replacements.everywhere(kernels_for, lambda device: kernels if device.type == DEVICE.type else None)
     _, _, executor = model_threads.thread_classes(turns)
     replacements.everywhere(dispatch.launch, launch)
     replacements.everywhere(host_buffers.aligned_bytes, aligned_bytes)

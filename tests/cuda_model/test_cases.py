@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.cuda_model.configurations import CASES, PEAKS, SLOW, Peak
+from tests.cuda_model.conftest import ModelProcess
 from tests.cuda_model.gated_network import GatedNetwork
 from zeroaccel.estimate import Workload, estimate
 
@@ -120,6 +121,37 @@ def test_a_step_takes_so_many(name: str, outcome_of: Outcomes) -> None:
     outcome = outcome_of(name)
     waits, control = sum(outcome.waits.values()), sum(outcome.control.values())
     assert (outcome.boundary_kernels, outcome.boundary_bytes, waits, control) == COUNTS[name], outcome.waits
+
+
+# Streams and events of every module that has some: copies, files, activations, saves, two hops, a mesh.
+_OF_ANY_DEVICE = (
+    "stage 3, both on the host, several ranks",
+    "stage 3, both in files",
+    "stage 2, half of each update on the device, small tiles",
+    "stage 2, activations on the host",
+    "a checkpoint saved in the background, small chunks",
+    "stage 3, qwZ, qgZ and hpZ",
+    "stage 1, pp",
+)
+
+
+@pytest.mark.slow  # the house rule `devices_are_asked_for_their_type` is in `make test`
+def test_devices_with_another_name_do_the_same(xpu_process: ModelProcess, outcome_of: Outcomes) -> None:
+    for name in _OF_ANY_DEVICE:
+        other, outcome = xpu_process.outcome(name), outcome_of(name)
+        assert not other.error
+        assert not other.findings
+        for count in (
+            "kernels",
+            "boundary_kernels",
+            "boundary_bytes",
+            "waits",
+            "control",
+            "calls",
+            "ms",
+            "peak_nbytes",
+        ):
+            assert getattr(other, count) == getattr(outcome, count), f"{name}: {count}"
 
 
 def test_reductions_in_4_bits_add_few_launches(outcome_of: Outcomes) -> None:

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
+from tests.cuda_model.fake_cuda import DEVICE  # first: it loads the library before torch
+
+import torch  # isort: skip
 from torch import Tensor, nn
 
 import zeroaccel
@@ -83,7 +85,7 @@ def new_engine(case: Case) -> tuple[Engine, Tensor]:
         kind = attention_network
     elif "tp" in mesh:
         mesh["tp_plan"] = _SPLIT_LAYERS
-    with torch.device("cuda"):
+    with torch.device(DEVICE.type):
         network = kind(case.size)
         tokens = torch.zeros(1, case.size.tokens, dtype=torch.long)
     # The check at the start compares values, which large tensors have not.
@@ -121,11 +123,12 @@ def evaluation_before_step(program: Program) -> None:
 
 def evaluation_on_another_stream(program: Program) -> None:
     """An evaluation on a stream of the program, which waits for the default stream, and that for it."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+    streams = torch.get_device_module(DEVICE)
+    side = streams.Stream()
+    side.wait_stream(streams.current_stream())
+    with streams.stream(side):
         program.evaluate()
-    torch.cuda.current_stream().wait_stream(side)
+    streams.current_stream().wait_stream(side)
     plain(program)
 
 

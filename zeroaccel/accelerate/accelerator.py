@@ -1085,8 +1085,8 @@ class Accelerator(ControlFlow):
         self.dataloaders.clear()
         self.step = 0
         gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).empty_cache()
         return [None] * len(objects)
 
     def clear(self, *objects: Any) -> list[None]:

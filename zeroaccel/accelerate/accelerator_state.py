@@ -22,6 +22,7 @@ from torch import Tensor
 from zeroaccel.accelerate.kwargs_handlers import DistributedType, note
 from zeroaccel.accelerate.prepared_optimizer import PreparedOptimizer, PreparedScheduler
 from zeroaccel.accelerate.zero_plugin import ZeroPlugin, gather_facts
+from zeroaccel.comm.rank_device import ACCELERATOR
 from zeroaccel.comm.topology import destroy, init_process_group, meet
 from zeroaccel.config import Config, Facts
 from zeroaccel.config.auto_values import shown
@@ -243,7 +244,7 @@ class PartialState(ControlFlow):
         """Without a plugin: NO for one process, else by device."""
         if self.num_processes == 1:
             return DistributedType.NO
-        return DistributedType.MULTI_GPU if self.device.type == "cuda" else DistributedType.MULTI_CPU
+        return DistributedType.MULTI_CPU if self.device.type == "cpu" else DistributedType.MULTI_GPU
 
     @property
     def initialized(self) -> bool:
@@ -253,12 +254,12 @@ class PartialState(ControlFlow):
     @property
     def default_device(self) -> torch.device:
         """The kind of device that jobs compute on by default: "cuda" where there is one, else "cpu"."""
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device(ACCELERATOR.type if ACCELERATOR.module.is_available() else "cpu")
 
     def set_device(self) -> None:
         """Makes `device` the current one of this process."""
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).set_device(self.device)
 
     def destroy_process_group(self) -> None:
         """Leaves the job; the process group is closed if zeroaccel made it. (all ranks)"""

@@ -96,7 +96,7 @@ class Checkpointer:
         self._ranks = engine.collectives.job
         self._settings = settings = settings or CheckpointSettings()
         staging_nbytes = settings.staging_nbytes if settings.background else 4 * CHUNK_NBYTES
-        self._staging = Staging(staging_nbytes, pinned=self._device().type == "cuda")
+        self._staging = Staging(staging_nbytes, pinned=self._device().type != "cpu")
         self._saving: BackgroundSave | None = None
         self._half_loaded: str | None = None
         self.loaded: LoadReport | None = None

@@ -143,7 +143,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
     name, keys, position, has_gauss, cached = numpy_state
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        "cuda": None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device),
         "python": (version, torch.tensor(words, dtype=torch.int64), gauss),
         "numpy": (str(name), torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)),
     }
@@ -157,8 +157,8 @@ def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
     """
     try:
         torch.set_rng_state(state["torch"])
-        if state["cuda"] is not None and device.type == "cuda":
-            torch.cuda.set_rng_state(state["cuda"], device)
+        if state["cuda"] is not None and device.type != "cpu":
+            torch.get_device_module(device).set_rng_state(state["cuda"], device)
         version, words, gauss = state["python"]
         random.setstate((version, tuple(words.tolist()), gauss))
         name, keys, position, has_gauss, cached = state["numpy"]

@@ -83,7 +83,7 @@ class ChunkCopies:
 
 
 class DeviceChunkCopies(ChunkCopies):
-    """The same from a CUDA device, see [Note: reading a device]. Made by the thread that launches the training.
+    """The same from an accelerator, see [Note: reading a device]. Made by the thread that launches the training.
 
     Args:
         device: of the tensors.
@@ -91,19 +91,21 @@ class DeviceChunkCopies(ChunkCopies):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._stream = torch.cuda.Stream(device)
-        launched = torch.cuda.Event()
-        launched.record(torch.cuda.current_stream(device))
+        self._streams = torch.get_device_module(device)
+        self._stream = self._streams.Stream(device)
+        launched = self._streams.Event()
+        launched.record(self._streams.current_stream(device))
         self._stream.wait_event(launched)
 
     def stream(self) -> AbstractContextManager[None]:
-        return torch.cuda.stream(self._stream)
+        made: AbstractContextManager[None] = self._streams.stream(self._stream)
+        return made
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source, non_blocking=True)
 
     def mark(self) -> Callable[[], object]:
-        event = torch.cuda.Event()
+        event: torch.Event = self._streams.Event()
         event.record(self._stream)
         return event.synchronize
 
@@ -111,7 +113,7 @@ class DeviceChunkCopies(ChunkCopies):
 def copies_of(entries: Sequence[SaveItem]) -> ChunkCopies:
     """The copies for what is saved: on the stream of a device where any of it is there."""
     devices = {entry.data.device for entry in entries if isinstance(entry.data, Tensor)}
-    device = next((device for device in devices if device.type == "cuda"), None)
+    device = next((device for device in devices if device.type not in ("cpu", "meta")), None)
     return ChunkCopies() if device is None else DeviceChunkCopies(device)
 
 

@@ -114,7 +114,7 @@ class CollectiveTracker:
         """Lets the watchdog follow a call that the current stream of a device waits for, if it follows no other."""
         if self._watchdog is None or self.flight_recorder.probe is not None:
             return
-        if torch.cuda.is_current_stream_capturing():  # the write would be replayed with the graph
+        if torch.get_device_module(device).is_current_stream_capturing():  # the write would be replayed with the graph
             return
         if self._mark is None:
             self._mark = ArrivalMark(device)
@@ -198,14 +198,14 @@ class DeviceWork(MessageWork):
         self._device = device
         flight_recorder = tracker.flight_recorder
         # By a weak reference: the probe must not keep the tensors of a forgotten work alive.
-        if device.type != "cuda" and flight_recorder.probe is None:
+        if device.type == "cpu" and flight_recorder.probe is None:
             itself = weakref.ref(self)
             flight_recorder.probe = entry, lambda: (work := itself()) is None or work.is_completed()
 
     def wait(self) -> None:
         waits = self._pending is not None
         super().wait()
-        if waits and self._device.type == "cuda":
+        if waits and self._device.type != "cpu":
             self.tracker.follow_on_device(self.entry, self._device)
 
 

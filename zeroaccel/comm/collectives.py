@@ -423,8 +423,8 @@ def _scale_average(average: Tensor, out: Tensor, factor: float) -> None:
 
 
 def _record_current_stream(tensor: Tensor) -> None:
-    if tensor.device.type == "cuda":
-        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    if tensor.device.type != "cpu":
+        tensor.record_stream(torch.get_device_module(tensor.device).current_stream(tensor.device))
 
 
 def _scale_into(out: Tensor, flat: Tensor, scale: float) -> None:

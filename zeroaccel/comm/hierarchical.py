@@ -433,10 +433,10 @@ class ExecutorJob:
         self._device = device
         self._error: BaseException | None = None
         self._done = threading.Event()
-        self._event: torch.cuda.Event | None = None
+        self._event: torch.Event | None = None
 
     def wait(self) -> None:
-        """Blocks until the job is done, and raises what it raised; on CUDA, makes the current stream wait for it."""
+        """Blocks until the job is done, and raises what it raised; an accelerator's current stream waits for it."""
         listener = None if self._call is None or self._done.is_set() else self._call[0].listener
         if listener is None or self._call is None:
             self._done.wait()
@@ -447,7 +447,7 @@ class ExecutorJob:
         if self._error is not None:
             raise self._error
         if self._event is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._event)
+            torch.get_device_module(self._device).current_stream(self._device).wait_event(self._event)
 
     def is_completed(self) -> bool:
         """Whether `wait` would not block."""
@@ -464,12 +464,13 @@ class ExecutorJob:
         finally:
             self._done.set()
 
-    def run_on(self, stream: torch.cuda.Stream) -> None:
+    def run_on(self, stream: torch.Stream) -> None:
         """Queues the job's kernels on a stream, behind those of the current one. Called by the executor, once."""
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
+        streams = torch.get_device_module(self._device)
+        stream.wait_stream(streams.current_stream(self._device))
+        with streams.stream(stream):
             self.run()
-            self._event = torch.cuda.Event()
+            self._event = streams.Event()
             self._event.record()
 
 
@@ -495,7 +496,7 @@ class SerialExecutor:
         self._lock = threading.Lock()
         self._queue: deque[ExecutorJob] = deque()
         self._is_running = False
-        self._stream: torch.cuda.Stream | None = None
+        self._stream: torch.Stream | None = None
 
     def submit(
         self,
@@ -504,10 +505,10 @@ class SerialExecutor:
         call: tuple[FlightRecorder, CollectiveRecord] | None = None,
     ) -> ExecutorJob:
         """Queues a function that works on tensors of `device`, which must not change until the job is done."""
-        # On CUDA the kernels queue up in the stream, and no thread is needed; on the CPU a thread is the queue.
+        # Kernels of an accelerator queue up in the stream, without a thread; on the CPU a thread is the queue.
         job = ExecutorJob(function, device, call)
-        if device.type == "cuda":
-            self._stream = self._stream or torch.cuda.Stream(device)
+        if device.type != "cpu":
+            self._stream = self._stream or torch.get_device_module(device).Stream(device)
             job.run_on(self._stream)
             return job
         with self._lock:

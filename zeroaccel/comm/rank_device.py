@@ -9,16 +9,42 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from zeroaccel.errors import ConfigError
 from zeroaccel.logs import log_once
+from zeroaccel.ops.nvrtc import old_driver
 
 CPU = torch.device("cpu")
 NOT_TRAINED_ON = "train on the CPU, or with torch's own FSDP on this accelerator: zeroaccel knows no other than CUDA's"
 _HOW_TO_SHARE = "start at most one process per device, or show each process its own by CUDA_VISIBLE_DEVICES"
+
+
+class DeviceKind(NamedTuple):
+    """The kind of devices besides the CPU that training uses.
+
+    Attributes:
+        type: torch's name.
+        backend: of process groups for tensors there.
+    """
+
+    type: str
+    backend: str
+
+    @property
+    def module(self) -> Any:
+        """torch's module for it."""
+        return torch.get_device_module(self.type)
+
+    @property
+    def default_backend(self) -> str:
+        """Of a job that names none: gloo, and on a machine with such devices their backend, too."""
+        return f"cpu:gloo,{self.type}:{self.backend}" if self.module.is_available() else "gloo"
+
+
+ACCELERATOR = DeviceKind("cuda", "nccl")
 
 
 class DeviceIdentity(NamedTuple):
@@ -36,7 +62,7 @@ class DeviceIdentity(NamedTuple):
 
 
 def rank_device(local_rank: int, local_world_size: int, bound: torch.device | None = None) -> torch.device:
-    """The CUDA device of one of several ranks.
+    """The device of one of several ranks: that of its group, or the one that the program chose; else by its number.
 
     Args:
         bound: the device that the default group was made for, if it was.
@@ -44,13 +70,16 @@ def rank_device(local_rank: int, local_world_size: int, bound: torch.device | No
     Raises:
         ConfigError: fewer devices are visible than ranks were started on this machine.
     """
-    if bound is not None and bound.type == "cuda" and bound.index is not None:
+    if bound is not None and bound.type == ACCELERATOR.type and bound.index is not None:
         return bound
-    available = torch.cuda.device_count()
+    # The first one is current in a process that has chosen none.
+    if ACCELERATOR.module.is_initialized() and (chosen := ACCELERATOR.module.current_device()):
+        return torch.device(ACCELERATOR.type, chosen)
+    available = ACCELERATOR.module.device_count()
     # A launcher may show each process one device, as SLURM's --gpus-per-task does, and of MIG instances a process never
     # sees more. Whether the one is another for each rank is `check_one_device_each`'s to find out.
     if available == 1 and local_world_size > 1:
-        return torch.device("cuda", 0)
+        return torch.device(ACCELERATOR.type, 0)
     if local_rank >= available:
         raise ConfigError(
             "environment: LOCAL_RANK",
@@ -58,7 +87,7 @@ def rank_device(local_rank: int, local_world_size: int, bound: torch.device | No
             got=local_rank,
             fix=f"{_HOW_TO_SHARE}; with LOCAL_RANK=0 for each where it sees several",
         )
-    return torch.device("cuda", local_rank)
+    return torch.device(ACCELERATOR.type, local_rank)
 
 
 def named_device(device: torch.device | str) -> torch.device:
@@ -74,12 +103,13 @@ def named_device(device: torch.device | str) -> torch.device:
     named = torch.device(device)
     if named.type == "cpu":
         return CPU
-    if named.type != "cuda":
+    if named.type != ACCELERATOR.type:
         raise ConfigError(
             "init_process_group(device)", expected='"cpu" or a CUDA device', got=str(device), fix=NOT_TRAINED_ON
         )
-    available = torch.cuda.device_count()
-    index = named.index if named.index is not None else torch.cuda.current_device() if available else 0
+    module = ACCELERATOR.module
+    available = module.device_count()
+    index = named.index if named.index is not None else module.current_device() if available else 0
     if index >= available:
         raise ConfigError(
             "init_process_group(device)",
@@ -87,7 +117,7 @@ def named_device(device: torch.device | str) -> torch.device:
             got=str(device),
             fix="check CUDA_VISIBLE_DEVICES and the installation of torch",
         )
-    return torch.device("cuda", index)
+    return torch.device(named.type, index)
 
 
 def sole_device() -> torch.device:
@@ -96,12 +126,13 @@ def sole_device() -> torch.device:
     Raises:
         ConfigError: none is visible.
     """
-    if not torch.cuda.device_count():
+    module = ACCELERATOR.module
+    if not module.device_count():
         raise ConfigError(
             "process group: NCCL without a visible CUDA device",
             fix='make it with backend "gloo" to train on the CPU, or check CUDA_VISIBLE_DEVICES and the driver',
         )
-    return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_initialized() else 0)
+    return torch.device(ACCELERATOR.type, module.current_device() if module.is_initialized() else 0)
 
 
 def identify(device: torch.device, host: str, *, shares: bool) -> DeviceIdentity:
@@ -110,9 +141,9 @@ def identify(device: torch.device, host: str, *, shares: bool) -> DeviceIdentity
     Args:
         shares: ranks may have the same GPU, as the environment asks NCCL for.
     """
-    if device.type != "cuda":
+    if device.type == "cpu":
         return DeviceIdentity(host, "", str(device))
-    properties = torch.cuda.get_device_properties(device)
+    properties = torch.get_device_module(device).get_device_properties(device)
     # The instances of a partitioned GPU may all report the UUID of the GPU.
     shares = shares or " MIG " in f"{properties.name} "
     return DeviceIdentity(host, "" if shares else str(getattr(properties, "uuid", "")), properties.name)
@@ -144,22 +175,24 @@ def warn_of_unused_devices(backend: str) -> None:
     Args:
         backend: of the group, as torch names it.
     """
-    if torch.cuda.is_available():
+    if ACCELERATOR.module.is_available():
         log_once(
             logging.WARNING,
             f'the process group of this program has the backend "{backend}", without NCCL: training is on the CPU,'
-            f" and {torch.cuda.device_count()} CUDA devices are unused; make the group with"
+            f" and {ACCELERATOR.module.device_count()} CUDA devices are unused; make the group with"
             ' init_process_group("cpu:gloo,cuda:nccl"), or let zeroaccel make it (CUDA_VISIBLE_DEVICES="" says that the'
             " CPU is meant)",
         )
 
 
 def warn_of_another_accelerator() -> None:
-    """Says once that this machine's accelerator is none that training uses: an XPU or MPS device, say."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is not None and accelerator.type != "cuda":
+    """Says once that this machine's accelerator is none that training uses (XPU, MPS), or has too old a driver."""
+    other = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if other is not None and other.type != ACCELERATOR.type:
         log_once(
             logging.WARNING,
             "training is on the CPU: zeroaccel uses CUDA devices and CPUs, and not the accelerator"
-            f' "{accelerator.type}" that this torch finds; {NOT_TRAINED_ON}',
+            f' "{other.type}" that this torch finds; {NOT_TRAINED_ON}',
         )
+    elif not ACCELERATOR.module.is_available() and (reason := old_driver()):
+        log_once(logging.WARNING, f"training is on the CPU: {reason}")

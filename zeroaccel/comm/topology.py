@@ -39,6 +39,7 @@ from zeroaccel.comm.hangs.peer_processes import PeerProcess, PeerProcesses, own_
 from zeroaccel.comm.hangs.side_channel import SideChannel
 from zeroaccel.comm.hangs.watchdog import Watchdog, send_exit_notice_through
 from zeroaccel.comm.rank_device import (
+    ACCELERATOR,
     CPU,
     DeviceIdentity,
     check_one_device_each,
@@ -208,7 +209,7 @@ def init_process_group(
     device = None if device is None else named_device(device)
     if not dist.is_initialized():
         rank, world_size = rank_and_world_size()
-        backend = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        backend = backend or ACCELERATOR.default_backend
         if world_size == 1:
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         else:
@@ -230,7 +231,7 @@ def meet(backend: str | None, init_method: str, rank: int, world_size: int, time
         CollectiveError: the ranks did not find each other.
     """
     global _made_default_group
-    backend = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    backend = backend or ACCELERATOR.default_backend
     if rank < 0 or world_size < 1:
         known = rank_and_world_size()
         rank, world_size = known[0] if rank < 0 else rank, known[1] if world_size < 1 else world_size
@@ -319,7 +320,7 @@ def _destroy_at_exit() -> None:
 
 
 def _outlives_the_program(topology: Topology) -> bool:
-    return "nccl" in topology.backend
+    return ACCELERATOR.backend in topology.backend
 
 
 def _leave_current() -> None:
@@ -352,7 +353,7 @@ def _build(
     _generation += 1  # tells the side channels of one default group from those of the next
     rank, world_size = default.rank(), default.size()
     backend = str(dist.get_backend_config(default))
-    accelerated = "nccl" in backend
+    accelerated = ACCELERATOR.backend in backend
     flight_recorder = FlightRecorder()
     simulated = "fake" in backend  # torch's group without peers, for measurements
     if not (accelerated or simulated or _made_default_group) and own_device is None:
@@ -370,7 +371,7 @@ def _build(
     launched = None if simulated else local_rank_and_size()
     local_rank, local_world_size = launched or (node_group.index(rank), len(node_group))
     device = CPU if own_device is None else named_device(own_device)
-    if accelerated and (own_device is None or device.type == "cuda"):
+    if accelerated and (own_device is None or device.type != "cpu"):
         bound = default.bound_device_id if own_device is None else device
         device = _agreed_device(bound, local_rank, local_world_size, processes[rank].host, control)
     _require_data_backend(device, backend, transports)
@@ -474,7 +475,7 @@ def connect_peers(
 
 def _connects_at_first_use(topology: Topology) -> bool:
     """Gloo connects all pairs when it makes a group."""
-    return topology.device.type == "cuda" and "nccl" in topology.backend
+    return topology.device.type != "cpu" and ACCELERATOR.backend in topology.backend
 
 
 class _FirstUse:
@@ -486,8 +487,8 @@ class _FirstUse:
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         self._begin()
-        if self._one.device.type == "cuda":
-            torch.cuda.synchronize(self._one.device)
+        if self._one.device.type != "cpu":
+            torch.get_device_module(self._one.device).synchronize(self._one.device)
         return True
 
     def is_completed(self) -> bool:
@@ -539,7 +540,7 @@ def track(topology: Topology, partition: Sequence[Sequence[int]]) -> None:
     if topology.watchdog is None or group.ranks in topology.tracked:
         return
     if _BACKEND not in dist.Backend.backend_list:
-        dist.Backend.register_backend(_BACKEND, _take_tracked, devices=["cpu", "cuda"])
+        dist.Backend.register_backend(_BACKEND, _take_tracked, devices=["cpu", ACCELERATOR.type])
     for ranks in map(tuple, partition):
         if topology.rank in ranks:
             recorder = topology.recorder(f"layers of ranks {ranks}", needs=ranks, alike=True, in_turn=True)
@@ -588,7 +589,7 @@ def _new_group(ranks: tuple[int, ...], backend: str | None, backstop: timedelta)
 
 def _data_backend(backend: str) -> str | None:
     """Of a group for tensors of the model; None: that of the default group."""
-    return "cpu:gloo,cuda:nccl" if "nccl" in backend else None
+    return f"cpu:gloo,{ACCELERATOR.type}:{ACCELERATOR.backend}" if ACCELERATOR.backend in backend else None
 
 
 def _rendezvous(backend: str, rank: int, world_size: int, limit: float) -> None:
@@ -626,14 +627,14 @@ def _nodes(rank: int, processes: Mapping[int, PeerProcess], control: dist.Proces
 
 def _make_current(device: torch.device) -> None:
     """Of a group that the program made, too: streams, events and pinned memory are made for the current device."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    if device.type != "cpu":
+        torch.get_device_module(device).set_device(device)
 
 
 def _require_data_backend(device: torch.device, backend: str, transports: TransportFactory) -> None:
     """Raises ConfigError where several ranks compute on a device whose tensors nothing carries between them."""
-    carries_cuda = "nccl" in backend or "fake" in backend or transports is not transport_over
-    if device.type == "cuda" and not carries_cuda:
+    carries = ACCELERATOR.backend in backend or "fake" in backend or transports is not transport_over
+    if device.type != "cpu" and not carries:
         raise ConfigError(
             "init_process_group(device)",
             expected=f'"cpu" with several ranks, as the backend {backend} carries tensors in host memory only',
@@ -689,7 +690,7 @@ def _interrupter(groups: list[dist.ProcessGroup], device: torch.device) -> Calla
         # gloo: closing the sockets makes blocked operations raise. NCCL: abort ends the kernels that wait for a peer.
         for group in tuple(groups):
             close_connections(group)
-            if device.type == "cuda" and "cuda" in str(group._device_types):
+            if device.type != "cpu" and device.type in str(group._device_types):
                 group._get_backend(device).abort()
 
     return interrupt

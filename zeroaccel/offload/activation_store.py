@@ -253,24 +253,25 @@ class ActivationStore:
 
 def link_to(device: torch.device) -> HostLink | None:
     """The copy link of a device; None for the CPU, whose memory is the host's."""
-    if device.type != "cuda":
+    if device.type == "cpu":
         return None
     # One per device, so that all stores of a process share a copy stream.
     if device not in _LINKS:
-        _LINKS[device] = _CudaLink(device)
+        _LINKS[device] = _DeviceLink(device)
     return _LINKS[device]
 
 
 _LINKS: dict[torch.device, HostLink] = {}
 
 
-class _CudaLink:
-    """A CUDA device; see [Note: activation streams]."""
+class _DeviceLink:
+    """An accelerator; see [Note: activation streams]."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
-        self._sent = torch.cuda.Event()  # behind the last copy to the host
+        self._module = torch.get_device_module(device)
+        self._stream = self._module.Stream(device)
+        self._sent = self._module.Event()  # behind the last copy to the host
         # Inputs are as large in every step. Copies of both directions are on the stream, so memory that is used again
         # is written behind what was read from it.
         self._arena = HostArena(pinned=True)
@@ -280,29 +281,29 @@ class _CudaLink:
 
     def copy_to_host(self, target: Tensor, source: Tensor) -> None:
         # The copy starts behind the kernels that write `source`, whose memory must not be reused before its end.
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
+        self._stream.wait_stream(self._module.current_stream(self._device))
+        with self._module.stream(self._stream):
             target.copy_(source, non_blocking=True)
             self._sent.record()
         source.record_stream(self._stream)
 
     def protect_sources(self) -> None:
-        self._sent.wait(torch.cuda.current_stream(self._device))
+        self._sent.wait(self._module.current_stream(self._device))
 
     def copy_to_device(self, source: Tensor, device: torch.device) -> DeviceCopy:
         # Allocated on the current stream, whose earlier kernels may still use that memory: the copy waits for them.
         target = torch.empty(source.shape, dtype=source.dtype, device=device)
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
+        self._stream.wait_stream(self._module.current_stream(self._device))
+        with self._module.stream(self._stream):
             target.copy_(source, non_blocking=True)
-            event = torch.cuda.Event()
+            event = self._module.Event()
             event.record()
         target.record_stream(self._stream)  # its graph may be dropped, and the target with it, before anything waits
-        return _CudaCopy(target, source, event)
+        return _DeviceCopy(target, source, event)
 
 
-class _CudaCopy:
-    def __init__(self, target: Tensor, source: Tensor, event: torch.cuda.Event) -> None:
+class _DeviceCopy:
+    def __init__(self, target: Tensor, source: Tensor, event: torch.Event) -> None:
         self._target = target
         self._source: Tensor | None = source
         self._event = event

@@ -1,4 +1,4 @@
-"""The CUDA lane of the hybrid step: Adam on host-resident state, in tiles, by the device's kernel on two streams.
+"""The device's lane of the hybrid step: Adam on host-resident state, in tiles, by the device's kernel on two streams.
 
 The kernel is that of masters on the device (`ops/device_kernels.py`), so its bits are those of the CPU's. It is
 launched on the stream of a tile's copies: these follow each other without events, and the tiles of one stream overlap
@@ -23,14 +23,15 @@ class AdamLane:
     """See `hybrid_update.DeviceLane`. For Adam with float32 moments.
 
     Args:
-        device: a CUDA device.
+        device: with kernels.
         kernels: of that device.
     """
 
     def __init__(self, device: torch.device, kernels: DeviceKernels) -> None:
         self._device = device
+        self._module = torch.get_device_module(device)
         self._kernels = kernels
-        self._streams = [torch.cuda.Stream(device) for _ in range(2)]
+        self._streams = [self._module.Stream(device) for _ in range(2)]
 
     def start(self, written: Sequence[Tensor], grad: Tensor, scalars: Sequence[np.generic]) -> _Tiles:
         """Queues all tiles, without blocking the host."""
@@ -46,17 +47,17 @@ class AdamLane:
         """The first stream ends behind the second, so that the host waits once for both."""
         self._streams[0].wait_stream(self._streams[1])
 
-    def _mark(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
+    def _mark(self, stream: torch.Stream) -> torch.Event:
+        event: torch.Event = self._module.Event(enable_timing=True)
         event.record(stream)
         return event
 
     def _tile(
-        self, written: Sequence[Tensor], grad: Tensor, scalars: Sequence[np.generic], stream: torch.cuda.Stream
+        self, written: Sequence[Tensor], grad: Tensor, scalars: Sequence[np.generic], stream: torch.Stream
     ) -> None:
         # Copies in, kernel and copies out follow each other in the order of the stream, without events. The
         # allocator reuses a tile's memory for the next one of its stream: the device holds a few tiles at a time.
-        with torch.cuda.stream(stream):
+        with self._module.stream(stream):
             states = [tensor.to(self._device, non_blocking=True) for tensor in written[:_NUM_STATES]]
             source = grad.to(self._device, non_blocking=True)
             outs = [torch.empty_like(tensor, device=self._device) for tensor in written[_NUM_STATES:]]  # one or none
@@ -74,7 +75,7 @@ class _Tiles:
         end: behind the last tile of both streams.
     """
 
-    def __init__(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> None:
+    def __init__(self, begin: torch.Event, end: torch.Event) -> None:
         self._begin = begin
         self._end = end
 

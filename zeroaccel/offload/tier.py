@@ -17,7 +17,7 @@ from zeroaccel.offload.host_buffers import aligned_bytes, aligned_nbytes
 
 
 class DeviceEvent(Protocol):
-    """A point in the work of an accelerator, as `torch.cuda.Event`."""
+    """A point in the work of an accelerator, as `torch.Event`."""
 
     def query(self) -> bool:
         """Whether the device has passed it."""

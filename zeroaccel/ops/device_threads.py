@@ -35,5 +35,5 @@ def _begin(device: torch.device, run: Callable[[], object]) -> None:
 
 
 def _select(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    if device.type != "cpu":
+        torch.get_device_module(device).set_device(device)

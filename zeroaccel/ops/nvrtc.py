@@ -121,7 +121,23 @@ def open_nvrtc() -> Nvrtc:
         except (OSError, AttributeError):
             continue
         return Nvrtc(library)
-    raise KernelError("libnvrtc was not found: it comes with CUDA builds of torch, and as nvidia-cuda-nvrtc")
+    raise KernelError("libnvrtc was not found: it comes with CUDA builds of torch, and with zeroaccel[cuda]")
+
+
+def old_driver() -> str:
+    """Why CUDA finds no device beside a driver: that is too old for this torch; "" where it is not."""
+    number = ctypes.c_int()
+    try:
+        status = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
+    except (OSError, AttributeError):  # no driver
+        return ""
+    newest = number.value // 1000, number.value % 1000 // 10
+    # Within a major version of CUDA an older driver serves a newer torch.
+    if status or newest[0] >= int((torch.version.cuda or "0").split(".")[0]):
+        return ""
+    return (
+        f"this machine's NVIDIA driver knows CUDA up to {newest[0]}.{newest[1]}{_OLD_DRIVER.format(torch.version.cuda)}"
+    )
 
 
 def _candidates() -> Iterator[str]:

@@ -23,6 +23,8 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from zeroaccel.comm.rank_device import ACCELERATOR
+
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _HOOKS_OF_ALL = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
@@ -108,7 +110,8 @@ def isolated() -> Iterator[Callable[[], bool]]:
         hooked = [dict(registered) for registered in hooks]
         threads = torch.get_num_threads()
         before = _random_states()
-        on_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+        devices = ACCELERATOR.module
+        on_devices = devices.get_rng_state_all() if devices.is_initialized() else None
         torch.default_generator.manual_seed(0)  # torch.manual_seed would also seed devices that are yet to start
         random.seed(0)
         np.random.seed(0)
@@ -126,7 +129,7 @@ def isolated() -> Iterator[Callable[[], bool]]:
             random.setstate(before[1])
             np.random.set_state(before[2])
             if on_devices is not None:
-                torch.cuda.set_rng_state_all(on_devices)
+                devices.set_rng_state_all(on_devices)
 
 
 def has_stepped(optimizer: Optimizer) -> bool:

@@ -144,9 +144,9 @@ def _compile(plan: TrainPlan) -> str:
 
     Before hooks are on the model: they stay out of graphs only where they find a module compiled.
     """
-    model, on_cuda = plan.job.model, plan.ranks.topology.device.type == "cuda"
+    model, on_device = plan.job.model, plan.ranks.topology.device.type != "cpu"
     refusal = next((axis.refuses_compiled for axis in plan.ranks.axes if axis.refuses_compiled), "")
-    moves = on_cuda and plan.shards.params
+    moves = on_device and plan.shards.params
     if moves:
         check_no_recorded_graphs(model)
     compilation = plan.job.compilation or compilation_of(plan.config)
@@ -212,7 +212,7 @@ def _sub_group_numel(config: Config, device: torch.device) -> int:
     """Elements that are stepped at a time by optimizers that need their gradients in fp32."""
     zero = config.zero_optimization
     # The format's default, 10^9, is 4 GB of fp32 gradients, for which a GPU seldom has room; a config's value counts.
-    if device.type == "cuda" and "sub_group_size" not in zero.model_fields_set:
+    if device.type != "cpu" and "sub_group_size" not in zero.model_fields_set:
         return min(zero.sub_group_size, _DEVICE_SUB_GROUP_NUMEL)
     return zero.sub_group_size
 

@@ -126,7 +126,7 @@ class TrainPlan:
         device, groups, kinds = ranks.topology.device, trained.groups, trained.group_kinds
         sizes = ranks.world_size, ranks.samplers.value
         plan = cls(
-            engine=engine_settings_of(config, shards, batch, *sizes, job.loop, has_streams=device.type == "cuda"),
+            engine=engine_settings_of(config, shards, batch, *sizes, job.loop, has_streams=device.type != "cpu"),
             comm=comm_plan(config, ranks.world_size, _shard_size(ranks, config)),
             tiers=tiers,
             optimizer=trained,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroaccel.comm.collectives import Collectives
+from zeroaccel.comm.rank_device import ACCELERATOR
 
 _IDS = ("input_ids", "decoder_input_ids")
 _LIBRARIES = {"zeroaccel", "torch", "transformers"}
@@ -56,8 +57,9 @@ def _silent(name: str) -> Iterator[None]:
 @contextmanager
 def _random_states() -> Iterator[None]:
     states = random.getstate(), np.random.get_state()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices):
+    module = ACCELERATOR.module
+    devices = [module.current_device()] if module.is_initialized() else []
+    with torch.random.fork_rng(devices, device_type=ACCELERATOR.type):
         try:
             yield
         finally:

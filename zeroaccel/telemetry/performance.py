@@ -35,13 +35,13 @@ class PerformanceMeter:
     3. `close` takes the meters off.
 
     Args:
-        device: that is computed on. On CUDA a phase is timed only where the host waits for it (`synchronizes`), since
-            otherwise the host only queues its work.
+        device: that is computed on. On an accelerator a phase is timed only where the host waits for it
+            (`synchronizes`), since otherwise the host only queues its work.
         synchronizes: the phases end with a wait for the device.
     """
 
     def __init__(self, device: torch.device, *, synchronizes: bool = False) -> None:
-        self._times_phases = device.type != "cuda" or synchronizes
+        self._times_phases = device.type == "cpu" or synchronizes
         self._begun: dict[str, float] = {}
         self._seconds: dict[str, float] = {}
         self._sent: Counter[str] = Counter()

@@ -46,7 +46,7 @@ class MemoryUse:
     """Bytes in use by this process on its device.
 
     Attributes:
-        current: allocated by torch on CUDA, resident set on the CPU.
+        current: allocated by torch on an accelerator, resident set on the CPU.
         peak: the largest `current` so far.
     """
 
@@ -56,8 +56,9 @@ class MemoryUse:
 
 def memory_now(device: torch.device) -> MemoryUse:
     """Memory of this process on `device`."""
-    if device.type == "cuda":
-        return MemoryUse(torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device))
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        return MemoryUse(module.memory_allocated(device), module.max_memory_allocated(device))
     current = int(psutil.Process().memory_info().rss)
     return MemoryUse(current, max(current, _peak_rss()))
 
@@ -105,8 +106,8 @@ class PhaseClock:
         return means
 
     def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device).synchronize(self._device)
         return time.perf_counter()
 
 
@@ -367,7 +368,7 @@ class StepReport:
             if self.offload is not None:
                 _lines.info(self.offload(self._steps))
         if self._memory is not None:
-            _lines.info(format_memory(self._memory, "allocated" if self._device.type == "cuda" else "resident"))
+            _lines.info(format_memory(self._memory, "resident" if self._device.type == "cpu" else "allocated"))
 
     def _samples_per_second(self, samples: int) -> float | None:
         if self._since is None:

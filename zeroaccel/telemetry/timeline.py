@@ -24,7 +24,7 @@ from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.hangs.flight_recorder import CollectiveRecord
 from zeroaccel.telemetry.trace_file import Kind, RankSpans, Span
 
-Mark = int | torch.cuda.Event
+Mark = int | torch.Event
 """A moment: nanoseconds of the host's clock, or an event of a device."""
 
 _CLOCK_ROUNDS = 12
@@ -41,24 +41,25 @@ class Timeline:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device if device.type == "cuda" else None
+        self._device = device
+        self._streams = None if device.type == "cpu" else torch.get_device_module(device)
         self._spans: list[tuple[Kind, str, str, Mark, Mark, str, int]] = []
         self._steps: list[Mark] = []
         self._backward: tuple[str, Mark] | None = None  # the unit whose backward runs
-        self._origin: tuple[torch.cuda.Event, int] | None = None
-        if self._cuda is not None:
-            torch.cuda.synchronize(self._cuda)
-            event = torch.cuda.Event(enable_timing=True)
-            event.record(torch.cuda.current_stream(self._cuda))
+        self._origin: tuple[torch.Event, int] | None = None
+        if self._streams is not None:
+            self._streams.synchronize(self._device)
+            event = self._streams.Event(enable_timing=True)
+            event.record(self._streams.current_stream(self._device))
             event.synchronize()
             self._origin = event, time.perf_counter_ns()
 
     def mark(self, lane: str = "main") -> Mark:
         """Now, where this lane does its work: on the device, or on the host."""
-        if self._cuda is None or lane == "host" or lane.startswith(_THREADS):
+        if self._streams is None or lane == "host" or lane.startswith(_THREADS):
             return time.perf_counter_ns()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._cuda))
+        event: torch.Event = self._streams.Event(enable_timing=True)
+        event.record(self._streams.current_stream(self._device))
         return event
 
     def add(self, kind: Kind, name: str, begin: Mark, lane: str = "main", detail: str = "", number: int = 0) -> None:
@@ -113,9 +114,9 @@ class Timeline:
         return max(0, len(self._steps) - 1)
 
     def resolved(self) -> RankSpans:
-        """All of it with times; on CUDA it waits for the device."""
-        if self._cuda is not None:
-            torch.cuda.synchronize(self._cuda)
+        """All of it with times; on an accelerator it waits for the device."""
+        if self._streams is not None:
+            self._streams.synchronize(self._device)
         spans = tuple(
             Span(kind, name, lane, self._time(begin), self._time(end), detail, number)
             for kind, name, lane, begin, end, detail, number in self._spans

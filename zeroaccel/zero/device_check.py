@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroaccel.comm.rank_device import NOT_TRAINED_ON
+from zeroaccel.comm.rank_device import ACCELERATOR, NOT_TRAINED_ON
 from zeroaccel.errors import UsageError
 from zeroaccel.nested import leaves_of
 
@@ -42,7 +42,7 @@ def check_model_device(model: nn.Module, device: torch.device) -> None:
     found = ", ".join(f"{_listed(of_one)} on {place}" for place, of_one in names.items())
     if len(names) > 1:
         fix = "an engine has its model on one device: load it without device_map, and let the stage divide it"
-    elif next(iter(names)).type != "cuda":
+    elif next(iter(names)).type != ACCELERATOR.type:
         fix = f"call model.cpu() first; {NOT_TRAINED_ON}"
     elif device.type == "cpu":
         fix = (
@@ -51,7 +51,7 @@ def check_model_device(model: nn.Module, device: torch.device) -> None:
         )
     else:
         (other,) = names
-        fix = f'call model.to("{device}"), or torch.cuda.set_device({other.index}) before anything of zeroaccel'
+        fix = f'call model.to("{device}"), or torch.{other.type}.set_device({other.index}) before anything of zeroaccel'
     raise UsageError(
         "initialize(model): devices", expected=f"all of it on {device} or in host memory", got=found, fix=fix
     )

@@ -647,7 +647,12 @@ class EngineBase(nn.Module):
 
     def _check_usable(self) -> None:
         if self._destroyed:
-            raise EngineStateError("engine", expected="an engine in use", got="one after destroy()")
+            raise EngineStateError(
+                "engine",
+                expected="an engine in use",
+                got="one after destroy()",
+                fix="end threads and loaders that use it before, or make another one by initialize()",
+            )
         self.require_states_loaded()
         if self.weight_update is not None and self.weight_update.broken is not None:
             raise EngineStateError(

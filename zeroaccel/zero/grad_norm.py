@@ -112,7 +112,7 @@ class DeviceStats:
         self._facts = facts
         self._sums = sums
         self._host: Tensor | None = None
-        self._event: torch.cuda.Event | None = None
+        self._event: torch.Event | None = None
         self._stats: GradStats | None = None
 
     def control(self, rule: FactorRule) -> Tensor:
@@ -138,12 +138,12 @@ class DeviceStats:
 
     def _copy(self, summary: Tensor) -> None:
         # Before the update in the order of the stream, so that the host waits for the norm only, not for the update.
-        if summary.device.type != "cuda":
+        if summary.device.type == "cpu":
             self._host = summary
             return
         self._host = torch.empty(5, dtype=torch.float64, pin_memory=True)
         self._host.copy_(summary, non_blocking=True)
-        self._event = torch.cuda.Event()
+        self._event = torch.get_device_module(summary.device).Event()
         self._event.record()
 
     def read(self) -> GradStats:

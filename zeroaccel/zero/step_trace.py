@@ -176,7 +176,7 @@ class StepTrace:
             # Else the fourth reduction of one group is not that of another, and no rank came last to both.
             one_group=len(sizes) == 1 and not (ranks.parts or ranks.part_holders or ranks.topology.recorders),
             separates_units=hooks.is_attached,
-            on_device=ranks.topology.device.type == "cuda",
+            on_device=ranks.topology.device.type != "cpu",
         )
 
 

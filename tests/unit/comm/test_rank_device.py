@@ -25,6 +25,7 @@ from zeroaccel.comm.rank_device import (
 )
 from zeroaccel.comm.topology import Topology, connect, destroy, init_process_group
 from zeroaccel.errors import ConfigError
+from zeroaccel.ops import nvrtc
 
 
 @dataclass
@@ -76,6 +77,12 @@ def test_a_rank_takes_the_device_of_its_number_or_that_of_its_group(machine: Cal
         machine(visible)
         assert [rank_device(local, 2).index for local in range(2)] == [0, 1]
     assert rank_device(0, 2, torch.device("cuda", 3)).index == 3
+    # A group without a device, and a program that has chosen one for its process: not that of its number.
+    machine(4, current=3, initialized=True)
+    assert rank_device(0, 2).index == 3
+    assert rank_device(0, 2, torch.device("cuda", 1)).index == 1
+    machine(4, current=0, initialized=True)  # every process begins there
+    assert rank_device(2, 4).index == 2
     machine(1)  # one visible device is taken whatever the number
     assert [rank_device(local, 8).index for local in range(8)] == [0] * 8
 
@@ -179,6 +186,26 @@ def test_an_accelerator_that_training_does_not_use_is_named(
             destroy()
         assert len(lines) == count
         assert all(f'not the accelerator "{kind}" that' in line and "torch's own FSDP" in line for line in lines)
+
+
+@pytest.mark.parametrize(("known", "said"), [(11040, True), (12020, False), (0, False)])
+def test_a_driver_too_old_for_devices_is_named(
+    known: int, said: bool, machine: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(number: Any) -> int:
+        number._obj.value = known
+        return 0 if known else 3  # not initialised
+
+    machine(0)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(nvrtc.ctypes, "CDLL", lambda name: SimpleNamespace(cuDriverGetVersion=version))
+    with log_lines() as lines:
+        assert init_process_group().device == torch.device("cpu")
+        destroy()
+    expected = (
+        "training is on the CPU: this machine's NVIDIA driver knows CUDA up to 11.4; the driver is older than CUDA 12.8"
+    )
+    assert [expected in line and "update it, or install" in line for line in lines] == [True] * said
 
 
 def test_nccl_groups_are_connected_in_order_and_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from tests.unit.house.house_rules import (
     Source,
     collectives_are_called_in_comm,
     core_knows_no_facade,
+    devices_are_asked_for_their_type,
     every_environment_reader_in_the_table_is_one,
     few_modules_are_loose,
     files_stay_short,
@@ -154,6 +155,10 @@ BROKEN: dict[Rule, list[tuple[Any, ...]]] = {
             dict.fromkeys(ENVIRONMENT_READERS, "import os\nos.environ") | {"zeroaccel/logs.py": "import os"},
             "zeroaccel/logs.py",
         ),
+    ],
+    devices_are_asked_for_their_type: [
+        ("zeroaccel/zero/a.py", "if device.type == 'cuda': pass", "a.py:1"),
+        ("zeroaccel/comm/a.py", "import torch\ntorch.cuda.synchronize()", "a.py:2"),
     ],
     public_modules_have_all: [
         ("zeroaccel/a.py", "x = 1", "has no __all__"),

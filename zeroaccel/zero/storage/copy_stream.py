@@ -1,4 +1,4 @@
-"""Copies between pinned host memory and a CUDA device, on a stream for each direction beside the computation.
+"""Copies between pinned host memory and a device, on a stream for each direction beside the computation.
 
 [Note: streams] Tensors are allocated and used on the current stream. A copy first waits for what the current stream has
 been sent so far, since the allocator may have handed out memory that earlier work there still reads. A stream that uses
@@ -32,7 +32,7 @@ class CopyHandle:
         copied: when the copy is through.
     """
 
-    def __init__(self, host: Tensor, source: Tensor, ready: torch.cuda.Event, copied: torch.cuda.Event) -> None:
+    def __init__(self, host: Tensor, source: Tensor, ready: torch.Event, copied: torch.Event) -> None:
         self._host = host
         self._source: Tensor | None = source
         self._ready = ready
@@ -56,18 +56,23 @@ class CopyHandle:
     def wait_for_source(self) -> None:
         """Makes the current stream wait until the source has its values."""
         if self._source is not None:
-            self._ready.wait(torch.cuda.current_stream(self._source.device))
+            self._ready.wait(self._current_stream(self._source))
 
     def drop_source(self) -> None:
         """Gives the source's memory back. The current stream waits for the copy, the host does not."""
         if self._source is not None:
-            self._copied.wait(torch.cuda.current_stream(self._source.device))
+            self._copied.wait(self._current_stream(self._source))
             self._source = None
 
     def wait(self) -> Tensor:
         """The tensor in host memory, once it is there. The host waits."""
         self._copied.synchronize()
         return self.landed()
+
+    @staticmethod
+    def _current_stream(source: Tensor) -> torch.Stream:
+        stream: torch.Stream = torch.get_device_module(source.device).current_stream(source.device)
+        return stream
 
     def landed(self) -> Tensor:
         """The tensor in host memory, of a copy that the host has waited for in another way (`CopyStream.finish`)."""
@@ -79,27 +84,29 @@ class CopyStream:
     """The copies of one engine.
 
     Args:
-        device: a CUDA device.
+        device: an accelerator.
         pinned: page-lock host memory; without it copies block, and overlap nothing.
     """
 
     def __init__(self, device: torch.device, *, pinned: bool) -> None:
         self.pinned = pinned
         self._device = device
+        self._streams = torch.get_device_module(device)
         self._arena = HostArena(pinned=pinned)  # what is copied to the host is as large in every step
         # The device has an engine for each direction: gradients leave while weights come.
-        self._to_device = torch.cuda.Stream(device)
-        self._to_host = torch.cuda.Stream(device)
-        self._joining = torch.cuda.Stream(device)  # waits for what makes a source, apart from the copies before it
+        self._to_device = self._streams.Stream(device)
+        self._to_host = self._streams.Stream(device)
+        self._joining = self._streams.Stream(device)  # waits for what makes a source, apart from the copies before it
         # Behind the copies of each direction that the host has not seen through.
-        self._last_read: torch.cuda.Event | None = None
-        self._last_write: torch.cuda.Event | None = None
+        self._last_read: torch.Event | None = None
+        self._last_write: torch.Event | None = None
 
     def stream(self) -> AbstractContextManager[None]:
         """Makes the stream of the copies to the device the current one, for work that follows a copy."""
-        return torch.cuda.stream(self._to_device)
+        made: AbstractContextManager[None] = self._streams.stream(self._to_device)
+        return made
 
-    def to_device(self, target: Tensor, source: Tensor) -> torch.cuda.Event:
+    def to_device(self, target: Tensor, source: Tensor) -> torch.Event:
         """Starts target = source, from host memory, which must not change before `finish_reads`.
 
         Returns:
@@ -107,12 +114,12 @@ class CopyStream:
             is freed meanwhile.
         """
         # Before the copy: the allocator may have reused memory of `target` that kernels of this stream still read.
-        self._to_device.wait_stream(torch.cuda.current_stream(self._device))
+        self._to_device.wait_stream(self._streams.current_stream(self._device))
         self._await_writes()
-        with torch.cuda.stream(self._to_device):
+        with self._streams.stream(self._to_device):
             with span("copy", "to device", lane="copies to device"):
                 target.copy_(source, non_blocking=self.pinned)
-            self._last_read = torch.cuda.Event()
+            self._last_read = self._streams.Event()
             self._last_read.record()
         return self._last_read
 
@@ -128,13 +135,13 @@ class CopyStream:
         """
         # The arena's condition holds: all copies into its memory are on one stream.
         host = self._arena.empty(source.shape, source.dtype)
-        ready, copied = torch.cuda.Event(), torch.cuda.Event()
-        self._joining.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._joining):
+        ready, copied = self._streams.Event(), self._streams.Event()
+        self._joining.wait_stream(self._streams.current_stream(self._device))
+        with self._streams.stream(self._joining):
             work.wait()
             examine(source)
             ready.record()
-        with torch.cuda.stream(self._to_host):
+        with self._streams.stream(self._to_host):
             ready.wait()
             with span("copy", "to host", lane="copies to host"):
                 host.copy_(source, non_blocking=self.pinned)
@@ -143,10 +150,10 @@ class CopyStream:
 
     def write_host(self, target: Tensor, source: Tensor) -> None:
         """Starts target = source, in host memory, which has the values after `finish_writes`."""
-        self._to_host.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._to_host), span("copy", "to host", lane="copies to host"):
+        self._to_host.wait_stream(self._streams.current_stream(self._device))
+        with self._streams.stream(self._to_host), span("copy", "to host", lane="copies to host"):
             target.copy_(source, non_blocking=self.pinned)
-            self._last_write = torch.cuda.Event()
+            self._last_write = self._streams.Event()
             self._last_write.record()
         # The caller drops the source at once; its memory is used again when the copy is through, not before.
         source.record_stream(self._to_host)
@@ -158,11 +165,11 @@ class CopyStream:
 
     def join(self) -> None:
         """Makes the current stream wait until every source of a copy to the host was made and examined."""
-        torch.cuda.current_stream(self._device).wait_stream(self._joining)
+        self._streams.current_stream(self._device).wait_stream(self._joining)
 
     def wait(self) -> None:
         """Makes the current stream wait for all copies to the device so far."""
-        torch.cuda.current_stream(self._device).wait_stream(self._to_device)
+        self._streams.current_stream(self._device).wait_stream(self._to_device)
 
     def finish_reads(self) -> None:
         """Returns when no copy to the device reads host memory any more, which may then be changed."""
@@ -182,6 +189,6 @@ class CopyStream:
             self._to_host.wait_event(self._last_read)
             self._last_read = None
         self._last_write = None
-        event = torch.cuda.Event()
+        event = self._streams.Event()
         event.record(self._to_host)
         event.synchronize()

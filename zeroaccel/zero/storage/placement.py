@@ -219,7 +219,7 @@ class TierSet:
         self._on_host: dict[str, int] = {}  # keys and bytes of shards in host memory
         # On a CPU host and device are one memory: offload to "cpu" then changes nothing but the report.
         offloads = rules.param != "device" or rules.optimizer != "device"
-        if offloads and device.type == "cuda":
+        if offloads and device.type != "cpu":
             pinned = rules.param_section.pin_memory and rules.optimizer_section.pin_memory
             self.copies = CopyStream(device, pinned=pinned)
         self._host_states: dict[str, int] = {}  # keys and bytes of state buffers in host memory
@@ -353,7 +353,7 @@ class TierSet:
             tier.close()
 
     def _pins(self, pin_memory: bool) -> bool:
-        return pin_memory and self.device.type == "cuda"
+        return pin_memory and self.device.type != "cpu"
 
     def _plan_states(self, plans: Sequence[BufferPlan], states: _HostStates) -> None:
         section, where = self._rules.optimizer_section, f"{self._rules.where}.offload_optimizer"
@@ -532,7 +532,7 @@ def share_updates(optimizer: Optimizer, ratio: float | None, device: torch.devic
     """
     if ratio == 1.0:
         return
-    if device.type != "cuda":
+    if device.type == "cpu":
         if ratio is not None:
             logger.info("%s.ratio: the training device is the host's own, which updates everything", where)
         return

@@ -95,7 +95,7 @@ class ShardStorage(ABC):
         self._shard = place.shard
         self._split_sizes = place.layout.uneven_sizes
         self._copies = place.copies
-        self._copied: torch.cuda.Event | None = None  # behind the copy of the last gather from host memory
+        self._copied: torch.Event | None = None  # behind the copy of the last gather from host memory
 
     # -- what a tier implements
 
@@ -238,14 +238,14 @@ class _CopiedGather:
         copied: behind the copy, and behind no later one: a unit must not wait for the copies of those after it.
     """
 
-    def __init__(self, copied: torch.cuda.Event, gather: Work, device: torch.device) -> None:
+    def __init__(self, copied: torch.Event, gather: Work, device: torch.device) -> None:
         self._copied = copied
         self._gather = gather
         self._device = device
 
     def wait(self) -> None:
         """See `Work`."""
-        self._copied.wait(torch.cuda.current_stream(self._device))
+        self._copied.wait(torch.get_device_module(self._device).current_stream(self._device))
         self._gather.wait()
 
     def is_completed(self) -> bool:
