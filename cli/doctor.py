@@ -14,7 +14,6 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -26,7 +25,7 @@ from zeroaccel.config.launch.launch_file import find_launch_file, read_launch_fi
 from zeroaccel.config.launch.launch_sources import check_variables
 from zeroaccel.errors import ConfigError
 
-from .machine import Machine, folder_trouble, is_known_host, look, measure_disk
+from .machine import Machine, folder_trouble, is_known_host, look, measure_disk, version
 from .verify import run_job
 
 Verdict = Literal["works", "falls back", "missing", "BROKEN"]
@@ -321,7 +320,7 @@ def env(as_json: bool) -> None:
         "zeroaccel": zeroaccel.__version__,
         "Python": platform.python_version(),
         "system": platform.platform(),
-        **{name: version for name in _PACKAGES if (version := _version(name))},
+        **{name: found for name in _PACKAGES if (found := version(name))},
     }
     for heading, content in look(os.environ).lines():
         if heading != "torch":
@@ -341,10 +340,3 @@ def env(as_json: bool) -> None:
     width = max(map(len, facts))
     for name, value in facts.items():
         click.echo(f"{name:<{width}}  {value}")
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""

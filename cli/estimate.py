@@ -1,7 +1,7 @@
 """`zeroaccel estimate`: the memory of training a model, per plan, as a table, JSON or a chart.
 
-The numbers are those of `zeroaccel.estimate`. Data goes to stdout, remarks to stderr. An .html chart is one SVG drawn
-here; a .png is drawn by matplotlib, an optional dependency.
+The numbers are those of `zeroaccel.estimate`; `--meshes` compares meshes. Data goes to stdout, remarks to stderr. An
+.html chart is one SVG drawn here; a .png is drawn by matplotlib, an optional dependency.
 """
 
 from __future__ import annotations
@@ -9,27 +9,28 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from zeroaccel.config.parallel import AXES
 from zeroaccel.errors import ConfigError
 
 from .grouped_help import GroupedOptions
-from .mesh_report import mesh_remarks, show_meshes
-from .pages.estimate_page import estimate_page, positions
+from .pages.estimate_page import estimate_page, gb, positions, verdict
 from .pages.frame import check_page_path, write_page
 from .progress import ProgressLine, estimating
 
 if TYPE_CHECKING:
     from zeroaccel.estimate import Capacity, MeshRow, PlanRow, Subject, Workload
 
+    _Rows = Sequence[tuple[PlanRow, bool, Sequence[str]]]
     _Type = click.ParamType[Any]
 else:
     _Type = click.ParamType  # generic only in newer releases
-
 
 _UNITS = {"": 10**9, "gb": 10**9, "gib": 2**30, "mb": 10**6, "mib": 2**20, "tb": 10**12, "tib": 2**40}
 _CHARTS = (".html", ".png")
@@ -236,8 +237,6 @@ def _check_chart(plot: str | None) -> None:
 
 
 def _report(model: str, workload: Workload, capacity: Capacity, rows: list[PlanRow]) -> dict[str, Any]:
-    from dataclasses import asdict
-
     from zeroaccel.estimate import traffic_table
 
     plans = []
@@ -267,29 +266,13 @@ def _title(model: str, workload: Workload, rows: list[PlanRow]) -> str:
 
 def _show(model: str, workload: Workload, capacity: Capacity, rows: list[PlanRow]) -> None:
     from rich import box
-    from rich.console import Console
-    from rich.table import Table
 
-    console = Console()
-    is_plain = not console.is_terminal
-    console = Console(width=160 if is_plain else max(console.width, 100), soft_wrap=is_plain)
     device = "in memory, per rank" if capacity.on_cpu else "on the device, per rank"
-    table = Table(
-        title=None if is_plain else f"{_title(model, workload, rows)}; GB",
-        caption=None if is_plain else f"{device}, at the peak of a step; host and disk are per machine",
-        box=None if is_plain else box.ROUNDED,
-    )
-    for heading in ("plan", "params", "optimizer", "gradients", "activations", "total", "host", "disk", "fits"):
-        table.add_column(heading, justify="left" if heading in ("plan", "fits") else "right", no_wrap=True)
-    for row in rows:
-        one, local = row.estimate, workload.local_ranks
-        parts = (one.device.params, one.device.optimizer, one.device.gradients, one.device.activations)
-        sizes = [_gb(size) for size in (*parts, one.device.total, one.host.total * local, one.disk.total * local)]
-        style = "bold green" if row.recommended else "dim" if row.fits is False else ""
-        table.add_row(one.name, *sizes, _fits(row), style=None if is_plain else style)
-    if is_plain:
-        click.echo(f"{_title(model, workload, rows)}; GB")
-    console.print(table)
+    caption = f"{device}, at the peak of a step; host and disk are per machine"
+    cells = [(row, row.recommended, _plan_cells(row, workload.local_ranks)) for row in rows]
+    headings = ("plan", "params", "optimizer", "gradients", "activations", "total", "host", "disk", "fits")
+    title = f"{_title(model, workload, rows)}; GB"
+    _print_table(headings, cells, 100, title=title, caption=caption, box=box.ROUNDED)
     if workload.is_plain:
         _show_traffic(rows[0].estimate.numel, workload)
     if words := _parameters_in_host_memory(rows, workload):
@@ -298,6 +281,32 @@ def _show(model: str, workload: Workload, capacity: Capacity, rows: list[PlanRow
         click.echo("zeroaccel: --device_memory 80GB (or --cpu) says what fits", err=True)
     elif not any(row.fits for row in rows):
         click.echo("zeroaccel: no plan fits; use more ranks, a smaller batch, or --checkpointing", err=True)
+
+
+def _plan_cells(row: PlanRow, local: int) -> list[str]:
+    one = row.estimate
+    parts = (one.device.params, one.device.optimizer, one.device.gradients, one.device.activations)
+    sizes = (*parts, one.device.total, one.host.total * local, one.disk.total * local)
+    return [one.name, *map(gb, sizes), verdict(row, row.recommended)]
+
+
+def _print_table(headings: Sequence[str], rows: _Rows, width: int, *, title: str = "", **look: Any) -> None:
+    """Prints (plan, whether it is recommended, cells) per row; a terminal has them in colour, in a table as `look`."""
+    from rich.console import Console
+    from rich.table import Table
+
+    terminal = Console()
+    is_plain = not terminal.is_terminal
+    plain_look = {"box": None, "pad_edge": look.get("pad_edge", True)}
+    table = Table(**plain_look) if is_plain else Table(title=title or None, **look)
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in ("mesh", "plan", "fits") else "right", no_wrap=True)
+    for plan, recommended, cells in rows:
+        style = "bold green" if recommended else "dim" if plan.fits is False else ""
+        table.add_row(*cells, style=None if is_plain else style)
+    if is_plain and title:
+        click.echo(title)
+    Console(width=160 if is_plain else max(terminal.width, width), soft_wrap=is_plain).print(table)
 
 
 def _parameters_in_host_memory(rows: list[PlanRow], workload: Workload) -> str:
@@ -309,7 +318,7 @@ def _parameters_in_host_memory(rows: list[PlanRow], workload: Workload) -> str:
         return ""
     settings, nbytes = OffloadParam(), one.host.params * workload.local_ranks
     return (
-        f"zeroaccel: parameters on nvme: {_gb(nbytes)} GB of them are in host memory: the first {settings.max_in_cpu:,}"
+        f"zeroaccel: parameters on nvme: {gb(nbytes)} GB of them are in host memory: the first {settings.max_in_cpu:,}"
         " elements of each rank's shards stay there (offload_param.max_in_cpu), and of more, "
         f"{settings.buffer_count} buffers of {settings.buffer_size:,} elements read the rest"
     )
@@ -320,23 +329,10 @@ def _show_traffic(numel: int, workload: Workload) -> None:
 
     rows = traffic_table(numel, workload)
     if rows:
-        sent = ", ".join(f"{row.name} {_gb(row.across)}" for row in rows)
+        sent = ", ".join(f"{row.name} {gb(row.across)}" for row in rows)
         click.echo(f"GB that a rank sends to other machines per step: {sent}")
 
 
-def _gb(nbytes: int) -> str:
-    if not nbytes:
-        return "-"
-    return f"{nbytes / 1e9:.3f}" if nbytes < 1e9 else f"{nbytes / 1e9:.1f}"
-
-
-def _fits(row: PlanRow) -> str:
-    if row.fits is None:
-        return "?"
-    return "recommended" if row.recommended else "yes" if row.fits else f"no: {row.short_of}"
-
-
-# Distinguishable also without colours: each darker than the next (after Wong, Nature Methods 8:441, 2011).
 _COLOURS = {"params": "#0072b2", "optimizer": "#d55e00", "gradients": "#009e73", "activations": "#f0e442"}
 _LEFT, _WIDTH, _BAR, _GAP, _TOP = 270, 640, 22, 12, 74
 
@@ -420,3 +416,77 @@ def _draw_png(path: Path, title: str, rows: Sequence[PlanRow], limit: int | None
     axes.invert_yaxis()
     axes.legend()
     figure.savefig(path, dpi=120)
+
+
+def show_meshes(model: str, workload: Workload, capacity: Capacity, rows: Sequence[MeshRow], *, as_json: bool) -> None:
+    """Prints the table, data to stdout and remarks to stderr.
+
+    Args:
+        workload: as it was asked for, without a mesh.
+    """
+    if as_json:
+        report = {"model": model, "workload": asdict(workload), "capacity": asdict(capacity)}
+        click.echo(json.dumps({**report, "meshes": [_as_json(row) for row in rows]}, indent=2))
+        return
+    from rich import box
+
+    samples = workload.ranks * workload.batch * workload.accumulation
+    title = f"{model}: {workload.ranks} ranks, {samples} samples of {workload.sequence} tokens per step; GB per rank"
+    shown = [(row.plan, row.recommended, _cells(row, row.plan)) for row in rows if row.plan is not None]
+    headings = ("mesh", "micro-steps", "plan", "memory", "inside", "across", "idle", "fits")
+    click.echo(title)
+    _print_table(headings, shown, 80, box=box.SIMPLE, pad_edge=False)
+    remarks = ["memory: at the peak; inside, across: sent per step to ranks of the same machine, and of others"]
+    if any(row.idle for row in rows):
+        remarks.append("idle: of a step, while stages of a pipeline wait for the first and the last micro-batches")
+    remarks += dict.fromkeys(f"not possible: {row.refused}" for row in rows if row.refused)
+    if all(row.plan is None or row.plan.fits is None for row in rows):
+        remarks.append("--device_memory 80GB (or --cpu) says what fits")
+    elif not any(row.recommended for row in rows):
+        remarks.append("no mesh fits; use more ranks, a smaller batch, or --checkpointing")
+    for words in remarks:
+        click.echo(f"zeroaccel: {words}", err=True)
+
+
+def mesh_remarks(what: Subject, workload: Workload, capacity: Capacity, plan: PlanRow) -> Iterator[str]:
+    """What ranks of one mesh send under a plan, and whether more of it crosses machines than has to."""
+    from zeroaccel.estimate import MeshRow, link_bytes, needless_crossing
+
+    if workload.is_plain:
+        return
+    links = link_bytes(plan, workload)
+    across = {link.axis: f" + {_gb_in_short(link.across)}" if link.across else "" for link in links}
+    parts = [f"{link.axis} {_gb_in_short(link.inside)}{across[link.axis]}" for link in links]
+    more = " (+ to other machines)" if any(link.across for link in links) else ""
+    yield f"GB that a rank sends per step, {plan.estimate.name}: {', '.join(parts)}{more}"
+    if workload.pp > 1:
+        yield f"zeroaccel: memory is that of stage {plan.estimate.pipeline_stage} of the pipeline, which takes the most"
+    if words := needless_crossing(what, MeshRow(workload, plan, links), capacity):
+        yield f"zeroaccel: {words}"
+
+
+def _cells(row: MeshRow, plan: PlanRow) -> tuple[str, ...]:
+    sizes = map(_gb_in_short, (plan.estimate.device.total, row.inside, row.across))
+    idle, fits = f"{row.idle:.0%}" if row.idle else "-", verdict(plan, row.recommended)
+    return row.workload.mesh_name, str(row.workload.accumulation), plan.estimate.name, *sizes, idle, fits
+
+
+def _as_json(row: MeshRow) -> dict[str, Any]:
+    mesh = {axis: getattr(row.workload.mesh, axis) for axis in AXES if not axis.startswith("dp")}
+    mesh |= {"ep": row.workload.ep, "dp": row.workload.mesh.dp_shard, "accumulation": row.workload.accumulation}
+    if row.plan is None:
+        return {"mesh": mesh, "refused": row.refused}
+    one = row.plan.estimate
+    return {
+        "mesh": mesh,
+        "plan": {**asdict(one), "total": one.device.total},
+        "links": [asdict(link) for link in row.links],
+        "idle": row.idle,
+        "fits": row.plan.fits,
+        "short_of": row.plan.short_of,
+        "recommended": row.recommended,
+    }
+
+
+def _gb_in_short(nbytes: int) -> str:
+    return "-" if not nbytes else f"{nbytes / 1e9:.2f}" if nbytes < 1e10 else f"{nbytes / 1e9:.1f}"

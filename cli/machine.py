@@ -127,7 +127,7 @@ def look(environ: Mapping[str, str]) -> Machine:
         cores=usable_cores(),
         disks=tuple(local_disks()),
         job=_job(environ),
-        torch=_version("torch"),
+        torch=version("torch"),
     )
 
 
@@ -227,14 +227,15 @@ def _job(environ: Mapping[str, str]) -> str:
 
 def allocator_variable() -> str:
     """The variable that asks this torch for segments that grow, which torch 2.10 renamed; "" where it has none."""
-    version = _version("torch")
-    if "rocm" in version:
+    torch = version("torch")
+    if "rocm" in torch:
         return ""
-    numbers = [int(part) for part in version.split(".")[:2] if part.isdigit()]
+    numbers = [int(part) for part in torch.split(".")[:2] if part.isdigit()]
     return "PYTORCH_CUDA_ALLOC_CONF" if numbers < [2, 10] else "PYTORCH_ALLOC_CONF"
 
 
-def _version(package: str) -> str:
+def version(package: str) -> str:
+    """Of an installed package; "" for one that is not."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -128,10 +128,14 @@ def _numbers(row: PlanRow, workload: Workload) -> list[object]:
     """Bytes by kind, host and disk per machine, and how it fits."""
     one, local = row.estimate, workload.local_ranks
     kinds = [getattr(one.device, kind) for kind in KINDS]
-    fits = (
-        "?" if row.fits is None else "recommended" if row.recommended else "yes" if row.fits else f"no: {row.short_of}"
-    )
-    return [*kinds, one.host.total * local, one.disk.total * local, fits]
+    return [*kinds, one.host.total * local, one.disk.total * local, verdict(row, row.recommended)]
+
+
+def verdict(row: PlanRow, recommended: bool) -> str:
+    """Whether a plan fits, in a word or two."""
+    if row.fits is None:
+        return "?"
+    return "recommended" if recommended else "yes" if row.fits else f"no: {row.short_of}"
 
 
 def _controls(workload: Workload) -> str:
@@ -164,12 +168,12 @@ def _bars(shown: dict[str, list[object]], order: Sequence[str], limit: int | Non
                 f"<title>{_NAMES[kind]}</title></rect>"
             )
             right += nbytes * scale
-        said = f"{_gb(_total(shown[name]))} GB{_mark(shown[name][6])}"
+        said = f"{gb(_total(shown[name]))} GB{_mark(shown[name][6])}"
         parts.append(f'<text x="{right + 6:.1f}" y="{y + 16}">{said}</text></g>')
     if limit:
         at = _LEFT + limit * scale
         parts.append(f'<line id="limit" class="limit" x1="{at:.1f}" x2="{at:.1f}" y1="2" y2="{height - 22}"/>')
-        parts.append(f'<text id="limit-name" class="middle" x="{at:.1f}" y="{height - 6}">{_gb(limit)} GB</text>')
+        parts.append(f'<text id="limit-name" class="middle" x="{at:.1f}" y="{height - 6}">{gb(limit)} GB</text>')
     return figure(
         "".join(parts), _LEFT + _WIDTH + 20, height, "Memory on the device by plan; the table has the numbers", "bars"
     )
@@ -178,7 +182,7 @@ def _bars(shown: dict[str, list[object]], order: Sequence[str], limit: int | Non
 def _table(shown: dict[str, list[object]], order: Sequence[str]) -> str:
     headings = ["plan", *(_NAMES[kind] for kind in KINDS), "total", "host", "disk", "fits"]
     rows = [
-        [name, *(_gb(size) for size in (*shown[name][:4], _total(shown[name]), *shown[name][4:6])), shown[name][6]]
+        [name, *(gb(size) for size in (*shown[name][:4], _total(shown[name]), *shown[name][4:6])), shown[name][6]]
         for name in order
     ]
     best = next((index for index, name in enumerate(order) if shown[name][6] == "recommended"), None)
@@ -194,7 +198,8 @@ def _total(numbers: Sequence[object]) -> int:
     return sum(size for size in numbers[:4] if isinstance(size, int))
 
 
-def _gb(nbytes: object) -> str:
+def gb(nbytes: object) -> str:
+    """A number of bytes, in GB."""
     assert isinstance(nbytes, int)
     if not nbytes:
         return "-"

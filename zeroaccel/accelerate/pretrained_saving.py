@@ -2,23 +2,34 @@
 
 At stage 3 that is sharded: the patch gathers the weights, one unit at a time, as the files are written. It is made when
 an engine is, if transformers is imported, and `detach()` takes it back. Models without an engine are saved as before.
+
+`state_dict_on_demand` is a full state dict whose values are gathered when they are asked for: rank 0 asks, by name, and
+the other ranks take part in the all-gather of the unit until rank 0 is done. The state dict itself takes addresses and
+no memory, so that the host holds what the program has made of it, and one unit.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import mmap
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from zeroaccel.checkpoint.weights_on_demand import state_dict_on_demand
-from zeroaccel.comm.agree import agree_or_raise
+from zeroaccel.checkpoint.save_plan import EngineState, persistent_buffers
+from zeroaccel.checkpoint.weights import placeholder_state_dict, tensor_specs, with_ties
+from zeroaccel.comm.agree import agree_or_raise, from_rank_0
+from zeroaccel.comm.collectives import Collectives
 from zeroaccel.errors import EngineStateError
+from zeroaccel.nested import map_tensors
 from zeroaccel.zero.engine_base import EngineBase
+from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit, ShardState
 
 _ENGINES: weakref.WeakSet[EngineBase] = weakref.WeakSet()
 _ORIGINALS: dict[type, Callable[..., Any]] = {}
@@ -97,3 +108,149 @@ def _engine_of(model: nn.Module) -> tuple[Any, str] | None:
                 if module is model:
                     return engine, f"{name}." if name else ""
     return None
+
+
+_LABEL = "weights on demand"
+# Questions that need no values, and calls whose results are the same memory.
+_FACTS = frozenset(
+    (
+        *(Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage, Tensor.storage_offset, Tensor.size, Tensor.stride),
+        *(Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.is_contiguous, Tensor.get_device),
+        *(Tensor.is_floating_point, Tensor.is_complex, Tensor.__len__, Tensor.__hash__, Tensor.is_shared),
+    )
+)
+_ALIASES = frozenset((Tensor.view, Tensor.__getitem__, Tensor.detach, Tensor.narrow))
+
+
+@contextmanager
+def state_dict_on_demand(engine_state: EngineState, collectives: Collectives) -> Iterator[dict[str, Tensor]]:
+    """The model's state dict in host memory on rank 0; elsewhere meta tensors, and at the end of the block this rank
+    gathers what rank 0 asks for. (all ranks)
+
+    Names and order are the model's own; tied parameters are one tensor under each of their names. Every operation that
+    needs a value gathers it. The block must contain no collective of its own.
+    """
+    requests = _Requests(engine_state, collectives)
+    if collectives.rank != 0:
+        try:
+            yield placeholder_state_dict(engine_state, exclude_frozen=False)
+        finally:
+            requests.serve()
+        return
+    tensors: dict[str, Tensor] = {}
+    for name, dtype, shape in tensor_specs(engine_state, exclude_frozen=False):
+        tensors[name] = _on_demand(_addresses(dtype, shape), functools.partial(requests.ask, name))
+    try:
+        yield with_ties(tensors, engine_state)
+    finally:
+        requests.end()
+
+
+class _Requests:
+    """Gathers full values by name, on all ranks in the order in which rank 0 asks."""
+
+    def __init__(self, engine_state: EngineState, collectives: Collectives) -> None:
+        self._collectives = collectives
+        self._holdings = engine_state
+        self._homes: dict[str, tuple[ParamUnit, FlatBuffer, int]] = {
+            slot.fqn: (unit, buffer, index)
+            for unit in engine_state.units
+            for buffer in unit.buffers
+            for index, slot in enumerate(buffer.layout.slots)
+        }
+        self._others = dict(persistent_buffers(engine_state.model))
+        self._open: ParamUnit | None = None
+        self._is_over = False
+
+    def ask(self, name: str) -> Tensor:
+        """A copy of a full value in host memory. (rank 0)"""
+        if self._is_over:
+            raise EngineStateError(f"{name}: save_pretrained has ended without reading its value")
+        from_rank_0(self._collectives, lambda: name, _LABEL)
+        return self._gathered(name).to("cpu", copy=True)
+
+    def end(self) -> None:
+        """Lets the other ranks go on. (rank 0)"""
+        self._is_over = True
+        from_rank_0(self._collectives, str, _LABEL)  # no name
+        self._reshard()
+
+    def serve(self) -> None:
+        """Takes part in what rank 0 asks for, until it is done. (the other ranks)"""
+        while name := from_rank_0(self._collectives, str, _LABEL):
+            self._gathered(name)
+        self._reshard()
+
+    def _gathered(self, name: str) -> Tensor:
+        if name in self._others:
+            return self._others[name].detach()
+        unit, buffer, index = self._homes[name]
+        if unit is not self._open:
+            self._reshard()
+            if unit.state is ShardState.SHARDED:
+                unit.unshard()
+                self._open = unit
+            unit.wait()
+        return self._holdings.whole(buffer.layout.slots[index], buffer.view(index).detach())
+
+    def _reshard(self) -> None:
+        if self._open is not None:
+            self._open.reshard()
+            self._open = None
+
+
+class _OnDemand(Tensor):
+    """A tensor of addresses without memory, in whose place operations get the value that `ask` gathers.
+
+    Shape, dtype, storage and addresses are those of a tensor in host memory, by which programs find tied tensors. Every
+    operation that needs values gathers them anew, so that nothing is held here.
+    """
+
+    ask: Callable[[], Tensor]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _FACTS:
+                return func(*args, **kwargs)
+            if getattr(func, "__name__", "") == "__get__" or (func in _ALIASES and _is_basic(args[1:])):
+                result = func(*args, **kwargs)
+                return _on_demand(result, args[0].ask) if isinstance(result, Tensor) else result
+            return func(*map_tensors(_valued, args), **map_tensors(_valued, kwargs))
+
+
+def _on_demand(tensor: Tensor, ask: Callable[[], Tensor]) -> Tensor:
+    wrapped = tensor.as_subclass(_OnDemand)
+    wrapped.ask = ask
+    return wrapped
+
+
+def _is_basic(arguments: tuple[Any, ...]) -> bool:
+    """Whether an index or shape has no tensor in it: by one, memory is copied."""
+    return all(isinstance(item, (int, slice, type(None))) for item in _flat(arguments))
+
+
+def _flat(items: Any) -> Iterator[Any]:
+    for item in items:
+        if isinstance(item, (tuple, list)):
+            yield from _flat(item)
+        else:
+            yield item
+
+
+def _valued(tensor: Tensor) -> Tensor:
+    """A copy of the value, or of the part of it that the tensor is a view of."""
+    if not isinstance(tensor, _OnDemand):
+        return tensor
+    value = tensor.ask()
+    return value.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+
+
+def _addresses(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """A tensor whose memory the kernel neither sets aside nor commits, as nothing writes or reads it."""
+    nbytes = torch.Size(shape).numel() * dtype.itemsize
+    if nbytes == 0:
+        return torch.empty(shape, dtype=dtype)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    return torch.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=torch.uint8).view(dtype).view(shape)

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from tests.support.pool import Ranks
 from tests.support.training import Toy, batches
 from zeroaccel import Accelerator, ZeroPlugin
-from zeroaccel.checkpoint import weights, weights_on_demand
+from zeroaccel.accelerate import pretrained_saving
+from zeroaccel.checkpoint import weights
 from zeroaccel.errors import CheckpointError, EngineStateError, UsageError
 from zeroaccel.zero.param_unit import ShardState
 
@@ -176,7 +177,7 @@ def _no_state_dict(folder: Path) -> dict[str, Any]:
     arguments = {"is_main_process": main, "max_shard_size": "8KB"}
     model.save_pretrained(folder / "with", state_dict=accelerator.get_state_dict(engine), **arguments)
     alive, most, gathers = [0], [0], [0]
-    original, unshard = weights_on_demand._Requests.ask, type(engine.units[0]).unshard
+    original, unshard = pretrained_saving._Requests.ask, type(engine.units[0]).unshard
 
     def ask(self: Any, name: str) -> Tensor:
         value = original(self, name)
@@ -196,7 +197,7 @@ def _no_state_dict(folder: Path) -> dict[str, Any]:
         unshard(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weights_on_demand._Requests, "ask", ask)
+        patch.setattr(pretrained_saving._Requests, "ask", ask)
         patch.setattr(type(engine.units[0]), "unshard", count)
         model.save_pretrained(folder / "without", **arguments)
     with pytest.raises(Exception, match="unwritable") as refused:

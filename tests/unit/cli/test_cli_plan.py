@@ -91,14 +91,14 @@ def test_device_memory_grows_unless_the_user_says(
     machine: pytest.MonkeyPatch, version: str, given: dict[str, str], expected: dict[str, str]
 ) -> None:
     machine.setattr(plan_module, "devices", lambda: (GPU,))
-    machine.setattr("zeroaccel.cli.machine._version", lambda package: version)
+    machine.setattr("zeroaccel.cli.machine.version", lambda package: version)
     environment = _plan({}, {**PATH, **given}).environment
     assert {name: value for name, value in environment.items() if name.endswith("ALLOC_CONF")} == expected
 
 
 def test_the_headline_says_so_once_and_a_flag_leaves_it_out(machine: pytest.MonkeyPatch) -> None:
     machine.setattr(plan_module, "devices", lambda: (GPU,))
-    machine.setattr("zeroaccel.cli.machine._version", lambda package: "2.13.0+cu130")
+    machine.setattr("zeroaccel.cli.machine.version", lambda package: "2.13.0+cu130")
     said = "PYTORCH_ALLOC_CONF=expandable_segments:True (--no_expandable_segments leaves it out)"
     assert _plan({}).headline.count(said) == 1
     plan = _plan({"expandable_segments": False})

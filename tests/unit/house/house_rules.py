@@ -91,7 +91,7 @@ ENVIRONMENT_READERS = {
 # Folder -> its most code lines. A commit that raises one says what the lines are worth.
 MAX_CODE_LINES: Mapping[str, int] = {
     "": 857,
-    "accelerate": 3620,
+    "accelerate": 3720,
     "checkpoint": 6086,
     "cli": 7300,
     "comm": 3695,

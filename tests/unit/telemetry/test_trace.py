@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 from zeroaccel.cli import trace as trace_module
 from zeroaccel.cli.main import main
 from zeroaccel.cli.pages.frame import MOST_NBYTES
-from zeroaccel.cli.pages.trace_page import trace_page
+from zeroaccel.cli.trace import trace_page
 from zeroaccel.errors import UsageError
 from zeroaccel.telemetry import timeline
 from zeroaccel.telemetry.timeline import Timeline, clock_offsets
