@@ -38,7 +38,7 @@ from zeroaccel.setup.job import JobSpec
 from zeroaccel.setup.plan import TrainPlan
 from zeroaccel.zero.engine import Engine
 from zeroaccel.zero.grad_norm import GradCheck, GradStats, KnownStats
-from zeroaccel.zero.wrap_policy import group_parameters
+from zeroaccel.zero.wrap_policy import group_parameters, has_expert_interface
 
 _DEVICE = torch.ops.prim.device.default
 _SHAPES = ShapesOnly()  # one for all: what it has worked out is good for every model
@@ -437,7 +437,8 @@ def _recompute(model: nn.Module) -> None:
             return
     for spec in group_parameters(model):
         for module in spec.modules:
-            if module is not model and next(module.children(), None) is not None:
+            is_block = module is not model and next(module.children(), None) is not None
+            if is_block and not has_expert_interface(module):  # it lies in a block
                 module.forward = _checkpointed(module.forward)
 
 

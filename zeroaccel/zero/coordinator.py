@@ -17,10 +17,16 @@ through its turn: the unit is unsharded and resharded in its place in the order,
 the prefetching of all ranks stays one. That no gradient comes may also be the same on all ranks, for a part that is
 detached; it is not gathered for that. So a use has a turn where the same backward has reached another block of its
 list, and it could have had a gradient.
+
+[Note: units in turn] Several units may be parameters of one module, which reads one after the other: projections of
+experts. A forward then gathers each as it is read, and frees the one before. The order is that of the units on every
+rank: a read begins those before it, too, and the end of the module those that it has not read. Backward has no such
+reads, so there all of the module's units are gathered; also where it recomputes, as their backward follows at once.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 
 import torch
@@ -30,27 +36,32 @@ from zeroaccel.zero.param_unit import FetchOutcome, FlatBuffer, ParamUnit, Shard
 from zeroaccel.zero.prefetch import PrefetchTrace
 from zeroaccel.zero.wrap_policy import ROOT
 
+_LIST = re.compile(r"(.*)\.\d+(\.|$)")  # the innermost list that a module is in
+
 
 class ForwardUse:
     """One run of a unit's forward.
 
     Attributes:
         started, ended: time of its forward, on the coordinator's clock.
-        siblings: what the blocks of one list have in common in one forward of the root; None for what is in no list.
+        siblings: what the blocks of one list, and units within, have in common in one forward of the root; None for
+            what is in no list.
         backward: number of the backward that has reached it; 0 before.
         task: number of the autograd graph task that reached it; a nested one has a higher number.
         may_get_grad: a gradient may come, on this rank or on another.
+        turn: of a unit in turn: "awaited", "begun" or "over"; "" for others, which are unsharded from start to end.
     """
 
-    __slots__ = ("backward", "ended", "may_get_grad", "siblings", "started", "task", "unit")
+    __slots__ = ("backward", "ended", "may_get_grad", "siblings", "started", "task", "turn", "unit")
 
     def __init__(self, unit: ParamUnit, started: int, forward: int) -> None:
         self.unit = unit
         self.started = self.ended = started
-        parent, _, name = unit.name.rpartition(".")
-        self.siblings = (forward, parent) if name.isdigit() else None
+        in_list = _LIST.match(unit.name)
+        self.siblings = (forward, in_list[1]) if in_list else None
         self.backward = self.task = 0
         self.may_get_grad = True
+        self.turn = ""
 
 
 class ParamCoordinator:
@@ -96,6 +107,7 @@ class ParamCoordinator:
         self._trace = trace
         self._running: list[ForwardUse] = []
         self._clock = 0
+        self._last_ended: ForwardUse | None = None
         self._num_forwards = self._num_backwards = 0
         self._reached: set[tuple[int, str] | None] = set()  # the lists of which this backward has reached a block
         self._pending: dict[str, list[ForwardUse]] = {unit.name: [] for unit in units}  # in their backward
@@ -138,17 +150,21 @@ class ParamCoordinator:
             self._in_root = True
             self._trace.begin("train" if training else "eval")
 
-    def pre_forward(self, unit: ParamUnit, task: int = -1) -> ForwardUse:
+    def pre_forward(self, unit: ParamUnit, task: int = -1, *, in_turn: bool = False) -> ForwardUse:
         """Before a module of `unit` runs: unshards it, and the units whose parameters it reads.
 
         Args:
             task: the autograd graph task that recomputes it; -1 outside any backward.
+            in_turn: not before its parameters are read; see [Note: units in turn].
         """
         if self.in_backward:
             self._end_nested_backwards(task)
         use = ForwardUse(unit, self._tick(), self._num_forwards)
         use.task = task + 1  # of a nested backward behind its recomputation, at least
         self._running.append(use)
+        if in_turn:
+            use.turn = "awaited"
+            return use
         try:
             for needed in self.needed_by(unit):
                 self._ensure_unsharded(needed)
@@ -157,16 +173,24 @@ class ParamCoordinator:
             raise
         return use
 
-    def post_forward(self, use: ForwardUse, *, opaque: bool = False, has_grad: bool = True) -> None:
+    def post_forward(
+        self, use: ForwardUse, *, opaque: bool = False, has_grad: bool = True, has_raised: bool = False
+    ) -> None:
         """After the module has run, or raised: reshards what is not needed again soon.
 
         Args:
             opaque: its output shows no tensors, so that no hook will report its backward; it stays unsharded.
             has_grad: its output has a history. Without, another rank's may have one if the unit is trainable.
+            has_raised: so that nothing is gathered any more.
         """
         assert self._running and self._running[-1] is use, f"{use.unit.name} left forward out of order"
+        if use.turn == "awaited" and not has_raised:
+            self._begin_turn(use)
         self._running.pop()
-        use.ended = self._tick()
+        # Units of one module end together: backward reaches the later of them first.
+        last, self._last_ended = self._last_ended, use
+        is_with_last = last is not None and last.ended == self._clock and last.unit.modules == use.unit.modules
+        use.ended = self._clock if is_with_last else self._tick()
         if self.in_backward:
             if torch.is_grad_enabled():  # recomputed: its backward follows at once, on other ranks if not on this one
                 self._add_pending(use)
@@ -176,13 +200,29 @@ class ParamCoordinator:
             self._ahead[use.unit.name].add(use)
             if use.may_get_grad and use.siblings is not None:
                 self._turns.append(use)
-        if opaque:
-            return
+        if not opaque and use.turn != "over":
+            self._reshard_used(use)
+
+    def _reshard_used(self, use: ForwardUse) -> None:
         # What a module around this one reads may be a view that it uses once more.
-        needed = {id(unit) for running in self._running for unit in self.needed_by(running.unit)}
+        others = (other for other in self._running if other is not use)
+        needed = {id(unit) for running in others for unit in self.needed_by(running.unit)}
         for candidate in self.needed_by(use.unit):
             if id(candidate) not in needed and candidate.name not in self._read_outside:
                 self._reshard(candidate)
+
+    def _begin_turn(self, use: ForwardUse) -> None:
+        """A parameter of a unit in turn is read: it is unsharded, and those of its module before it are over."""
+        for other in [other for other in self._running if other.turn and other.unit.modules == use.unit.modules]:
+            if other.turn == "awaited" or other is use:
+                other.turn = "begun"
+                for needed in self.needed_by(other.unit):
+                    self._ensure_unsharded(needed)
+            if other is use:
+                return
+            if other.turn == "begun" and not self.in_backward:
+                other.turn = "over"
+                self._reshard_used(other)
 
     def root_post_forward(self, *, training: bool) -> None:
         """After the root's forward; when no backward is to come, everything is resharded.
@@ -203,6 +243,10 @@ class ParamCoordinator:
         The running unit has it as an external unit from now on: both are unsharded in its forward and backward.
         """
         if unit.state is ShardState.UNSHARDED or self.idle:
+            return
+        use = next((use for use in reversed(self._running) if use.unit is unit), None)
+        if use is not None and use.turn:
+            self._begin_turn(use)
             return
         self._ensure_unsharded(unit)
         if self._running and self._running[-1].unit is not unit:
@@ -246,7 +290,8 @@ class ParamCoordinator:
                 break
             if use.started > after and use.siblings in self._reached:
                 passed.append(use)
-        return sorted(passed, key=lambda use: -use.started) if len(passed) > 1 else passed
+        # As autograd reaches outputs: a unit before those inside it.
+        return sorted(passed, key=lambda use: (-use.ended, -use.started)) if len(passed) > 1 else passed
 
     def _reach(self, use: ForwardUse, task: int | None) -> None:
         """The turn of a use in the backward; without a task, when no other is running."""

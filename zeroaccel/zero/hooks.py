@@ -45,6 +45,7 @@ from zeroaccel.zero.compiled import (
 )
 from zeroaccel.zero.coordinator import ForwardUse, ParamCoordinator
 from zeroaccel.zero.param_unit import ParamUnit, ShardState
+from zeroaccel.zero.wrap_policy import computes_in_turn
 
 _CALL = nn.Module._call_impl.__code__
 _EMPTY = (
@@ -217,7 +218,8 @@ class Hooks:
             _refuse_tracing()
             _refuse_transforms(module, is_sharded=True)
             if not (inner and coordinator.is_running(unit)):
-                self._uses.append((module, coordinator.pre_forward(unit, torch._C._current_graph_task_id())))
+                task, in_turn = torch._C._current_graph_task_id(), self._is_in_turn(unit, module)
+                self._uses.append((module, coordinator.pre_forward(unit, task, in_turn=in_turn)))
 
         def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             if not self._uses or self._uses[-1][0] is not module:
@@ -226,17 +228,25 @@ class Hooks:
             try:
                 own = _in_own_memory(output, module, coordinator.needed_by(unit))
             except EngineStateError:
-                coordinator.post_forward(use)
+                coordinator.post_forward(use, has_raised=True)
                 raise
             training = torch.is_grad_enabled()
             nodes = _producers(own) if training else []
             for node in nodes:
                 node.register_prehook(lambda _: self._pre_backward(use))
             opaque = training and next(tensors_in(own), None) is None
-            coordinator.post_forward(use, opaque=opaque, has_grad=bool(nodes))
+            coordinator.post_forward(use, opaque=opaque, has_grad=bool(nodes), has_raised=output is None)
             return None if own is output else own
 
         return before, after
+
+    def _is_in_turn(self, unit: ParamUnit, module: nn.Module) -> bool:
+        """Whether the module reads its units one after the other, and each read is seen here."""
+        if unit.modules != (module,) or not isinstance(module._parameters, WatchedParameters):
+            return False
+        own = {id(param) for param in module._parameters.values()}  # an adapter may have taken some away meanwhile
+        all_own = all(id(param) in own for buffer in unit.buffers for param in buffer.params)
+        return all_own and computes_in_turn(module)
 
     def _pre_backward(self, use: ForwardUse) -> None:
         self._listener.on_backward()
@@ -301,8 +311,10 @@ class TimelineHooks:
         self._running: list[tuple[nn.Module, Mark]] = []
         self._handles: list[RemovableHandle] = []
         self.is_attached = not is_compiled_within(root)
+        seen: set[int] = set()  # parts of one module's parameters may be units, which compute together
         for unit in units if self.is_attached else ():
-            for module in unit.modules:
+            for module in (module for module in unit.modules if id(module) not in seen):
+                seen.add(id(module))
                 before, after = self._around(unit.name)
                 # Behind those of `Hooks`, and after them, so that a unit's gather is not a part of its forward.
                 self._handles.append(module.register_forward_pre_hook(_Attached(before)))

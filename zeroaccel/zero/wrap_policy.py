@@ -1,7 +1,8 @@
 """The wrap policy: which parameters form a unit, and so are gathered and reduced together.
 
 A unit is, by default, one repeated block (a child of a ModuleList, ModuleDict or Sequential), a large leaf outside the
-blocks (an embedding, a head), or the remainder at the root. Only decides; `param_unit.py` builds, `hooks.py` attaches.
+blocks (an embedding, a head), one projection of all experts of a layer, or the remainder at the root. Only decides;
+`param_unit.py` builds, `hooks.py` attaches.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from zeroaccel.errors import ConfigError
+from zeroaccel.zero.compiled import compiled_within
 from zeroaccel.zero.tensor_subclasses import scales_of
 
 LARGE_LEAF_NUMEL = 1 << 16
-"""A leaf module outside the blocks with at least this many elements is a unit of its own."""
+"""A leaf module outside the blocks with at least this many elements is a unit of its own; experts of a layer that have
+as many are one for each projection."""
 
 ROOT = "root"
 """Name of the unit of what is outside all blocks."""
@@ -28,6 +31,8 @@ _LISTS = (nn.ModuleList, nn.ModuleDict)
 _CONTAINERS = (*_LISTS, nn.Sequential)
 # What `use_experts_implementation` of transformers 5 sets on each module.
 _INTERFACE = ("num_experts", "has_gate", "has_bias", "is_transposed", "_is_expert_parallel")
+# Its implementations that have used a projection before they read the next one, whatever the tokens are.
+_IN_TURN = frozenset({"grouped_mm", "batched_mm"})
 
 
 @dataclass(frozen=True)
@@ -108,7 +113,9 @@ def group_parameters(
     """
     rules = rules or LeafRules()
     _check_rules(model, rules)
-    boundaries = dict(_boundaries(model, rules))
+    experts = dict(_fused_experts(model, "", rules, compiled_within(model)))
+    boundaries = dict(_boundaries(model, rules)) | {id(module): fqn for fqn, module in experts.items()}
+    projections = {key: name for module in experts.values() for key, name in _projections(module)}
     owners = _owners(model, boundaries)
     persistent = _persistent(model, persistence_threshold, model_persistence_threshold, coded)
 
@@ -116,6 +123,8 @@ def group_parameters(
     specs: dict[object, UnitSpec] = {}
     for fqn, param in model.named_parameters():
         key, name, modules = _home(param, owners[id(param)], model, persistent)
+        if id(param) in projections and name in experts:
+            key, name = (key, projections[id(param)]), f"{name}.{projections[id(param)]}"
         is_code = id(param) in coded
         if is_code:  # what is trained beside them may be persistent, and the buffers of a unit are all so or none
             key, name = ("codes", key), f"codes of {name}"
@@ -202,6 +211,39 @@ def _walk_boundaries(module: nn.Module, fqn: str, rules: LeafRules, *, inside: b
         if block or large:
             yield id(child), child_fqn
         yield from _walk_boundaries(child, child_fqn, rules, inside=inside or block)
+
+
+def _fused_experts(
+    module: nn.Module, fqn: str, rules: LeafRules, compiled: Container[int]
+) -> Iterator[tuple[str, nn.Module]]:
+    """(fqn, module) of the experts whose projections are units: all ranks call them, whatever the tokens choose.
+
+    Not inside what a rule names, which stays whole, nor inside what is compiled, which hooks would cut.
+    """
+    if id(module) in compiled or (rules if fqn else replace(rules, granularity=0)).match(fqn, module):
+        return
+    if has_expert_interface(module):
+        if sum(param.numel() for param in module.parameters()) >= LARGE_LEAF_NUMEL:
+            yield fqn, module
+        return
+    for name, child in module.named_children():
+        yield from _fused_experts(child, f"{fqn}.{name}" if fqn else name, rules, compiled)
+
+
+def _projections(experts: nn.Module) -> Iterator[tuple[int, str]]:
+    """id() of each parameter -> name of the projection that it is, or that is before it: biases, a norm."""
+    dims = max((param.dim() for param in experts._parameters.values() if param is not None), default=0)
+    projection = ""
+    for name, param in experts.named_parameters():
+        if not projection or (param.dim() == dims and "." not in name):
+            projection = name
+        yield id(param), projection
+
+
+def computes_in_turn(module: nn.Module) -> bool:
+    """Whether a module's forward, as it is set now, has used a parameter for the last time when it reads the next."""
+    chosen = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    return chosen in _IN_TURN and has_expert_interface(module)
 
 
 def has_expert_interface(module: nn.Module) -> bool:
