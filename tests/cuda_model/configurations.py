@@ -318,6 +318,7 @@ SLOW = frozenset(
         "stage 3, defaults",
         "stage 2, half of each update on the device, small tiles",
         "a checkpoint saved in the background, both on the host",
+        "overlap, stage 2, optimizer on the host",
         "overlap, stage 3 on 8 ranks, layers of 70B",
         "weights to a generator",
         "evaluation on another stream, parameters on the host",

@@ -206,9 +206,10 @@ def test_a_plan_answers_mesh_and_stage_and_is_kept(tmp_path: Path, monkeypatch: 
     assert _by_flags(tmp_path, said, monkeypatch) == text
 
 
-def test_control_c_at_a_question_writes_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("typed", [CTRL_C, pytest.param(f":q{ENTER}", marks=pytest.mark.slow)], ids=["control c", ":q"])
+def test_leaving_at_a_question_writes_nothing(tmp_path: Path, typed: str) -> None:
     with _terminal(tmp_path, "--use_cpu", "yes") as person:
-        person.at("How many machines", CTRL_C)
+        person.at("How many machines", typed)
         code, said = person.ends()
     assert (code, said.splitlines()[-1]) == (130, "nothing was written")
     assert list(tmp_path.iterdir()) == []
@@ -266,11 +267,3 @@ def test_addresses_and_ports_are_checked_and_shared_layers_across_machines_cauti
     assert result.exit_code == 0, result.stderr
     assert "caution: tp_size 4 shares layers across machines of 2 processes" in result.stderr
     assert result.stderr.splitlines()[-1] == "trains:  with ZeRO stage 1, 4 processes"
-
-
-def test_quitting_writes_nothing(tmp_path: Path) -> None:
-    with _terminal(tmp_path, "--use_cpu", "yes") as person:
-        person.at("How many machines", f":q{ENTER}")
-        code, said = person.ends()
-    assert (code, said.splitlines()[-1]) == (130, "nothing was written")
-    assert list(tmp_path.iterdir()) == []

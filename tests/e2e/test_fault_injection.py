@@ -9,7 +9,6 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
@@ -19,10 +18,10 @@ import pytest
 
 from tests import time_limits
 from tests.e2e.fault_injection import Aftermath, Starter, namespaces_missing, network, starting
+from tests.support.job import side_by_side
 
 LIMIT = round(time_limits.seconds(2.0), 1)
 PROMISE = 15.0  # seconds after the limit in which every process has ended
-AT_A_TIME = 2
 WAITED = rf"rank \d has waited [\d.]+ s \(the limit is {LIMIT:g} s\) for (gather|reduce|control) #\d+ \w+"
 
 
@@ -80,25 +79,23 @@ Ended = Callable[[str], Aftermath]
 @pytest.fixture(scope="module")
 def ended(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ended]:
     """``ended(name)`` is what became of that job, once it is known that all its processes have ended in time."""
-    wanted = {name for item in request.session.items for name in SCENARIOS if item.name.endswith(f"[{name}]")}
-    with ThreadPoolExecutor(AT_A_TIME) as executor:
-        jobs: dict[str, Future[Aftermath]] = {
-            name: executor.submit(scenario.run, tmp_path_factory.mktemp(name))
-            for name, scenario in SCENARIOS.items()
-            if name in wanted and not (scenario.machines > 1 and _no_network())
-        }
+
+    def run(name: str) -> Aftermath | None:
+        scenario = SCENARIOS[name]
+        return None if scenario.machines > 1 and _no_network() else scenario.run(tmp_path_factory.mktemp(name))
+
+    with side_by_side(request, "name", run) as outcome:
 
         def result_of(name: str) -> Aftermath:
-            if name not in jobs:
+            aftermath = outcome(name)
+            if aftermath is None:
                 pytest.skip(f"needs network namespaces: {_no_network()}")
-            aftermath = jobs[name].result()
             assert aftermath.last < LIMIT + time_limits.seconds(PROMISE), (aftermath.seconds, aftermath.said)
             return aftermath
 
         yield result_of
 
 
-# The name is what the fixture finds the scenarios of this session by.
 def _of(*names: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(
         "name", [pytest.param(name, marks=[pytest.mark.slow] if SCENARIOS[name].is_slow else []) for name in names]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import sys
 from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +21,18 @@ pytestmark = [
     pytest.mark.skipif(not all(map(find_spec, LIBRARIES)), reason=f"needs {', '.join(LIBRARIES)}"),
 ]
 
-STAGES = ("0", "1", "2", "3")
+STAGES = ("1", "2", "3")
 RUNS = {
     "trainer": STAGES,
-    "resumed": ("1", "3"),
-    "own_optimizer": ("1", "2", "3"),
+    "resumed": ("3",),
+    "own_optimizer": ("2", "3"),
     "offloaded": ("2", "3"),
-    "lora": ("2", "3"),
+    "lora": ("3",),
     "sft": ("3",),
     "dpo": ("3",),
     "vision": ("3",),
     "encoder_decoder": ("3",),
-    "experts": ("2", "3"),
+    "experts": ("3",),
     "multimodal": ("3",),
     "generation": ("3",),
     "plugins": ("3",),
@@ -75,12 +74,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], 
 
 @pytest.mark.parametrize("scenario", [name for name, stages in RUNS.items() if len(stages) > 1])
 def test_stages_agree_to_the_last_bit(outcomes: Any, scenario: str) -> None:
-    """Within 0 and 1, and within 2 and 3: between the two, accumulation sums in another order."""
+    """Stages 2 and 3: at stage 1, accumulation sums in another order."""
     runs = {stage: outcomes[scenario, stage] for stage in RUNS[scenario]}
-    for pair in (("0", "1"), ("2", "3")):
-        there = [runs[stage] for stage in pair if stage in runs]
-        for one, other in pairwise(there):
-            assert {**one, "stage": ""} == {**other, "stage": ""}
+    assert {**runs["2"], "stage": ""} == {**runs["3"], "stage": ""}
     losses = [run["losses"] for run in runs.values()]
     assert all(loss == pytest.approx(losses[0], rel=2e-4 if scenario in BF16 else 1e-5) for loss in losses)
     assert len(losses[0]) >= 2

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroaccel
-from tests.support.training import Toy, batches, config, offloaded
+from tests.support.training import Toy, batches, config, offloaded, train_step
 from zeroaccel.checkpoint.save_plan import SavePlan
 from zeroaccel.optim.optimizer_factory import build_optimizer
 from zeroaccel.zero.engine import Engine
@@ -85,13 +85,7 @@ def make_engine(
 
 def train(engine: Engine, tokens: Sequence[Tensor]) -> list[float]:
     """One step per batch; the losses."""
-    losses = []
-    for batch in tokens:
-        loss = engine(batch)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+    return [train_step(engine, engine(batch)) for batch in tokens]
 
 
 def snapshot(engine: Engine, client_state: dict[str, Any]) -> Snapshot:

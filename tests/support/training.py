@@ -123,6 +123,13 @@ def recording() -> RecordingCollectives:
     return RecordingCollectives(Collectives(current_topology()))
 
 
+def train_step(engine: Any, loss: Tensor) -> float:
+    """Backward and step; the loss."""
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
 def train(
     settings: Mapping[str, Any],
     steps: int = 20,

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import zeroaccel
 from tests.support.pool import Ranks
 from tests.support.refusals import message
+from tests.support.training import train_step
 from zeroaccel import zero
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.recording import RecordingCollectives
@@ -73,13 +74,7 @@ def _engine(model: Any, stage: int, **sections: Any) -> Any:
 
 def _steps(engine: Any, count: int, seed: int = 7) -> list[float]:
     generator = torch.Generator().manual_seed(seed)  # the same on all ranks: means are exact
-    losses = []
-    for _ in range(count):
-        loss = engine(torch.randn(2, 8, generator=generator)).square().mean()
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+    return [train_step(engine, engine(torch.randn(2, 8, generator=generator)).square().mean()) for _ in range(count)]
 
 
 def _plain(kind: str) -> list[float]:

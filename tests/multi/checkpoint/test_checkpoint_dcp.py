@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 import zeroaccel
 from tests.support.pool import Ranks
+from tests.support.training import train_step
 from zeroaccel import zero
 from zeroaccel.checkpoint.formats.dcp_export import export_dcp
 from zeroaccel.checkpoint.formats.dcp_import import open_dcp
@@ -88,13 +89,7 @@ def engine_of(kind: type[torch.optim.Optimizer], stage: int) -> Any:
 
 
 def engine_steps(engine: Any, steps: range) -> list[float]:
-    losses = []
-    for step in steps:
-        loss = engine(batch(engine.collectives.rank, step))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+    return [train_step(engine, engine(batch(engine.collectives.rank, step))) for step in steps]
 
 
 def full(value: Any) -> Any:

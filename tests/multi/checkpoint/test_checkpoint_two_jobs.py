@@ -12,7 +12,7 @@ from tests.support.environment import ROOT
 from tests.support.job import run_command
 
 
-@pytest.mark.parametrize("saves", [10, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("saves", [5, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.timeout(600)
 def test_two_jobs_save_into_one_root(tmp_path: Path, saves: int) -> None:
     script = ROOT / "tests" / "multi" / "checkpoint" / "saves_of_two_jobs.py"

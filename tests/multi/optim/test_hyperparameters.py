@@ -14,7 +14,7 @@ from torch.optim import Optimizer, lr_scheduler
 
 import zeroaccel
 from tests.support.pool import Ranks
-from tests.support.training import config, offloaded, recording
+from tests.support.training import config, offloaded, recording, train_step
 from zeroaccel import Accelerator, ZeroPlugin
 from zeroaccel.comm.topology import init_process_group
 from zeroaccel.compat.deepspeed_engine import initialize as deepspeed_initialize
@@ -186,12 +186,7 @@ def _with_an_update_under_way(settings: dict[str, Any], *, differs: bool) -> tup
             _step(engine, 2)
         said = str(caught.value)
         engine.optimizer.param_groups[1]["lr"] = kept
-    losses = []
-    for step in range(2, 5):
-        loss = engine(_batch(engine.collectives.rank, step).bfloat16())
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+    losses = [train_step(engine, engine(_batch(engine.collectives.rank, step).bfloat16())) for step in range(2, 5)]
     weights = _weights(engine)
     engine.destroy()
     return said, losses, weights

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import zeroaccel
 from tests.support.pool import Ranks
-from tests.support.training import config
+from tests.support.training import config, train_step
 from zeroaccel import Accelerator, DataLoaderConfiguration, ZeroPlugin
 from zeroaccel.comm.topology import init_process_group
 from zeroaccel.errors import UsageError, ZeroAccelError
@@ -257,12 +257,9 @@ def _replicas(how: str) -> tuple[list[float], int]:
     engine, *_ = zeroaccel.initialize(
         _model("llama", "sdpa"), config=config(3, "bf16", optimizer=SGD, **keys), parallel=parallel
     )
-    losses = []
-    for step in range(STEPS):
-        loss = engine(**_batch(step, engine.collectives.rank, "plain")).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+    losses = [
+        train_step(engine, engine(**_batch(step, engine.collectives.rank, "plain")).loss) for step in range(STEPS)
+    ]
     size = engine.collectives.shard_world_size
     engine.destroy()
     return losses, size

@@ -17,7 +17,7 @@ import zeroaccel
 from tests.support.environment import ROOT
 from tests.support.mesh_training import NEEDS_SPLIT_LAYERS, small_llama, with_frozen_base
 from tests.support.pool import Ranks
-from tests.support.training import ADAMW, Run, config, differences, offloaded
+from tests.support.training import ADAMW, Run, config, differences, offloaded, train_step
 from zeroaccel.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
 from zeroaccel.checkpoint.reshard import reshard
 from zeroaccel.comm.topology import init_process_group
@@ -375,13 +375,10 @@ def _contents(engine: Any, model: nn.Module) -> dict[str, Tensor]:
 
 
 def _steps(engine: Any, first: int, count: int, parallel: ParallelConfig) -> list[float]:
-    losses = []
-    for step in range(first, first + count):
-        loss = engine(**_batch(step, torch.distributed.get_rank() // parallel.tp)).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+    return [
+        train_step(engine, engine(**_batch(step, torch.distributed.get_rank() // parallel.tp)).loss)
+        for step in range(first, first + count)
+    ]
 
 
 def _heads() -> nn.Module:

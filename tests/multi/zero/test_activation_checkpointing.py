@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import zeroaccel
 from tests.support.pool import Ranks
-from tests.support.training import SGD, Block, Run, Toy, config, differences, train
+from tests.support.training import SGD, Block, Run, Toy, config, differences, train, train_step
 from zeroaccel import activations
 from zeroaccel.activations import Activations
 from zeroaccel.comm.topology import init_process_group
@@ -97,12 +97,7 @@ def _in_an_engine(stage: int) -> list[str]:
         torch.manual_seed(5)
         engine, *_ = zeroaccel.initialize(_model(_Dropping), config=settings)
         torch.manual_seed(6)
-        found = []
-        for _ in range(4):
-            loss = engine(torch.randint(0, 61, (2, 8)))
-            engine.backward(loss)
-            engine.step()
-            found.append(loss.item())
+        found = [train_step(engine, engine(torch.randint(0, 61, (2, 8)))) for _ in range(4)]
         engine.destroy()
         return found
 

@@ -14,7 +14,7 @@ import zeroaccel
 from tests.multi.zero import zoo
 from tests.multi.zero.awkward_models import BATCH_NORMS, MODELS, WIDTH
 from tests.support.pool import Ranks
-from tests.support.training import SGD, config
+from tests.support.training import SGD, config, train_step
 from zeroaccel import zero
 from zeroaccel.errors import EngineStateError
 
@@ -75,12 +75,7 @@ def test_models_compute_as_plain_ones_do(ranks: Ranks, stage: int, precision: st
 def _trained(name: str, settings: dict[str, Any], steps: int = 3) -> tuple[list[float], dict[str, Tensor]]:
     dtype = torch.bfloat16 if "bf16" in settings else torch.float16
     engine, *_ = zeroaccel.initialize(_made(name), config=settings)
-    losses = []
-    for x in _inputs(engine.collectives.rank, dtype, steps):
-        loss = _loss(engine, x)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+    losses = [train_step(engine, _loss(engine, x)) for x in _inputs(engine.collectives.rank, dtype, steps)]
     found = _buffers(engine.module)
     engine.destroy()
     found |= {name: param.detach().clone() for name, param in engine.module.named_parameters()}
@@ -324,13 +319,7 @@ def _own_lists() -> dict[str, Any]:
         settings = config(stage, "bf16", optimizer=SGD, **({"data_types": data_types} if data_types else {}))
         engine, *_ = zeroaccel.initialize(model, config=settings)
         try:
-            values = []
-            for _ in range(3):
-                loss = engine(**batch).loss
-                engine.backward(loss)
-                engine.step()
-                values.append(loss.item())
-            return values
+            return [train_step(engine, engine(**batch).loss) for _ in range(3)]
         finally:
             engine.reset()
             engine.destroy()

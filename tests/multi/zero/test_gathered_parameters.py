@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import zeroaccel
 from tests.support.pool import Ranks
-from tests.support.training import SGD, WIDTH, Run, Toy, batches, config, differences, offloaded
+from tests.support.training import SGD, WIDTH, Run, Toy, batches, config, differences, offloaded, train_step
 from zeroaccel.errors import EngineStateError, UsageError
 from zeroaccel.zero import GatheredParameters, register_external_parameter
 from zeroaccel.zero.engine import Engine
@@ -27,13 +27,7 @@ def build(settings: dict[str, Any]) -> tuple[Engine, Toy]:
 
 
 def steps(engine: Engine, count: int, skip: int = 0) -> list[float]:
-    losses = []
-    for batch in batches(engine.collectives.rank, skip + count)[skip:]:
-        loss = engine(batch)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+    return [train_step(engine, engine(batch)) for batch in batches(engine.collectives.rank, skip + count)[skip:]]
 
 
 def same_everywhere(engine: Engine, value: Tensor) -> bool:

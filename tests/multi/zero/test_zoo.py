@@ -194,7 +194,6 @@ SAMPLE = (
     "MixtralForCausalLM",
     "ResNetForImageClassification",
     "WhisperForConditionalGeneration",
-    "LlavaForConditionalGeneration",
 )
 
 

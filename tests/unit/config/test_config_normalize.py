@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import reduce
+from functools import cache, reduce
 from typing import Any
 
 import pytest
@@ -136,11 +136,12 @@ def test_two_names_that_agree_are_noted() -> None:
 def _numeric_keys(root: type[ConfigSection]) -> list[tuple[tuple[str, ...], object]]:
     """(path, a value that differs from true, false and text) of every key that takes a number or a flag."""
     found = []
+    properties = cache(lambda section: section.model_json_schema()["properties"])
     for path in field_paths(root):
         section = root
         for part in path[:-1]:
             section = nested_section(section.model_fields[part]) or section
-        schema = section.model_json_schema()["properties"][path[-1]]
+        schema = properties(section)[path[-1]]
         choices = schema.get("anyOf", [schema])
         types = {choice.get("type") for choice in choices} | {type(choice.get("const")).__name__ for choice in choices}
         if {"integer", "number"} & types:

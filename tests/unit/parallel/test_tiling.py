@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeroaccel
+from tests.support.training import train_step
 from zeroaccel.compat import ulysses_sp
 from zeroaccel.errors import UsageError
 from zeroaccel.parallel import DeferredLogits, TiledLoss, TiledModules, tiled_cross_entropy
@@ -150,12 +151,7 @@ def test_training_at_every_stage(own_job: None, optimizer: dict[str, Any]) -> No
         if tiled and not before:
             TiledLoss(engine, 4)
             TiledModules(_blocks(model), 4)
-        losses = []
-        for _ in range(3):
-            loss = engine(**_batch()).loss
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
+        losses = [train_step(engine, engine(**_batch()).loss) for _ in range(3)]
         engine.destroy()
         return losses
 
