@@ -91,9 +91,9 @@ ENVIRONMENT_READERS = {
 # Folder -> its most code lines. A commit that raises one says what the lines are worth.
 MAX_CODE_LINES: Mapping[str, int] = {
     "": 857,
-    "accelerate": 3720,
-    "checkpoint": 6086,
-    "cli": 7300,
+    "accelerate": 3725,
+    "checkpoint": 5970,
+    "cli": 7175,
     "comm": 3695,
     "compat": 3026,
     "config": 4270,
@@ -107,7 +107,7 @@ MAX_CODE_LINES: Mapping[str, int] = {
     "setup": 1450,
     "telemetry": 1145,
     "utils": 60,
-    "zero": 8410,
+    "zero": 8425,
 }
 LOOSE_LINES = 100
 MAX_FUNCTION_LINES, LONG_FUNCTION_LINES, MAX_LONG_FUNCTIONS = 100, 60, 8
