@@ -12,8 +12,8 @@ import io
 import re
 import tokenize
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cached_property
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import cache, cached_property
 from pathlib import PurePosixPath
 
 __all__ = [
@@ -304,9 +304,8 @@ def _layer(module: str) -> int:
     return next((height for height, parts in enumerate(LAYERS) if part in parts), LAYERS.index(("(faces)",)))
 
 
-def _imports(source: Source, modules: Iterable[str]) -> Iterator[tuple[ast.stmt, str]]:
+def _imports(source: Source, modules: Collection[str]) -> Iterator[tuple[ast.stmt, str]]:
     """The modules of the package that a file imports anywhere, in a function or for typing included."""
-    known = set(modules)
     here = module_name(source.path)
     package = here if source.path.name == "__init__.py" else here.rpartition(".")[0]
     for node in source.import_nodes:
@@ -318,7 +317,7 @@ def _imports(source: Source, modules: Iterable[str]) -> Iterator[tuple[ast.stmt,
                 parent = package.split(".")[: len(package.split(".")) - node.level + 1]
                 base = ".".join([*parent, base] if base else parent)
             # `from package import name` means the module of that name where there is one.
-            targets = [f"{base}.{alias.name}" if f"{base}.{alias.name}" in known else base for alias in node.names]
+            targets = [f"{base}.{alias.name}" if f"{base}.{alias.name}" in modules else base for alias in node.names]
         for target in targets:
             if target == "zeroaccel" or target.startswith("zeroaccel."):
                 yield node, target
@@ -609,8 +608,10 @@ def _outside(package: Mapping[str, Source], path: str) -> Iterator[Source]:
     return (source for source in package.values() if str(source.path) != path)
 
 
-def _names_of_torch_distributed(tree: ast.Module) -> Iterator[tuple[ast.AST, str]]:
+@cache
+def _names_of_torch_distributed(tree: ast.Module) -> list[tuple[ast.AST, str]]:
     """What a file takes from torch.distributed or its submodules, whatever it calls them: (node, name) pairs."""
+    found: list[tuple[ast.AST, str]] = []
     modules = {"torch.distributed"}  # dotted expressions that mean a module of torch.distributed
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -619,12 +620,13 @@ def _names_of_torch_distributed(tree: ast.Module) -> Iterator[tuple[ast.AST, str
             for alias in node.names:
                 if _distributed(f"{node.module}.{alias.name}"):
                     modules.add(alias.asname or alias.name)
-                    yield node, alias.name
+                    found.append((node, alias.name))
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             owner = _dotted(node.value)
             if any(f"{owner}.".startswith(f"{module}.") for module in modules):
-                yield node, node.attr
+                found.append((node, node.attr))
+    return found
 
 
 def _distributed(name: str) -> bool:
