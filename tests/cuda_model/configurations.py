@@ -36,6 +36,7 @@ class Case:
         size: of the network.
         mesh: of `ParallelConfig`: how many ranks each axis has.
         sizes: constants of the package that have another value, so that small networks have several of each: by name.
+        frozen: whether the matrices of the blocks are frozen, but for the last one of each.
         open: part of a finding that the engine is known to have, until it is mended; empty for none.
     """
 
@@ -45,6 +46,7 @@ class Case:
     size: Size = field(default_factory=Size)
     mesh: Mapping[str, int] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
+    frozen: bool = False
     open: str = ""
 
 
@@ -169,8 +171,18 @@ CASES: Mapping[str, Case] = {
     "stage 3, both on the host, two buffers for a unit": Case(_with_fp32_norms(config(3, **_BOTH_ON_HOST)), 4),
     # ZeRO++ and replicas
     "stage 3, qwZ": Case(config(3, zero_quantized_weights=True, **_TRAVELS), 4),
+    "stage 3, qwZ in e4m3": Case(
+        config(3, zero_quantized_weights=True, zeropp={"weight_format": "fp8"}, **_TRAVELS), 4
+    ),
     "stage 3, qwZ, parameters on the host": Case(
         config(3, zero_quantized_weights=True, offload_param=_CPU, **_TRAVELS), 4
+    ),
+    # a frozen base
+    "stage 3, frozen weights": Case(config(3, **_TRAVELS), 4, frozen=True),
+    "stage 2, frozen weights as nf4": Case(config(2, frozen_weights="nf4"), 4, frozen=True),
+    "stage 3, frozen weights as nf4": Case(config(3, frozen_weights="nf4", **_TRAVELS), 4, frozen=True),
+    "stage 3, frozen weights as int8, parameters on the host": Case(
+        config(3, frozen_weights="int8", offload_param=_CPU, **_TRAVELS), 4, frozen=True
     ),
     "stage 3, hpZ": Case(config(3, zero_hpz_partition_size=2, **_TRAVELS), 4),
     "stage 3, qgZ": Case(config(3, **_QGZ, **_TRAVELS), 4),
@@ -309,6 +321,7 @@ SLOW = frozenset(
         "stage 3, hpZ",
         "stage 3, one rank",
         "stage 3, qwZ",
+        "stage 3, qwZ in e4m3",
         "stage 2, activations on the host",
         "stage 2, Adagrad",
         "stage 2, Lion",

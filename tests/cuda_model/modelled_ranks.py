@@ -32,7 +32,7 @@ from tests.cuda_model import model_threads
 from tests.cuda_model.modelled_collectives import Said, replace_collectives
 from tests.cuda_model.replacements import Replacements
 from tests.cuda_model.stream_model import StreamModel
-from zeroaccel.comm import rank_device
+from zeroaccel.comm import level_codes, rank_device
 from zeroaccel.comm import topology as topologies
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.offload import activation_store, host_buffers
@@ -83,6 +83,7 @@ def modelled_rank(
             importlib.import_module(module.name)
     with ExitStack() as stack:
         stack.callback(activation_store._LINKS.clear)  # of a device of this model
+        stack.callback(level_codes._TABLES.clear)
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
         stack.callback(dist.destroy_process_group)
         stack.callback(replacements.undo)

@@ -102,6 +102,7 @@ COUNTS: dict[str, tuple[int, float, int, int]] = {
     "stage 3, fp32": (20, 36.0, 0, 0),
     "stage 3, fp16": (20, 32.0, 1, 0),
     "stage 3, qgZ": (20, 32.0, 1, 0),
+    "stage 3, frozen weights as nf4": (20, 32.0, 1, 0),
     "stage 2, SGD with momentum": (24, 30.0, 1, 0),
     "stage 3, RMSprop": (20, 40.0, 1, 0),
     "stage 3, Muon": (105, 105.0, 1, 0),
@@ -152,6 +153,15 @@ def test_devices_with_another_name_do_the_same(xpu_process: ModelProcess, outcom
             "peak_nbytes",
         ):
             assert getattr(other, count) == getattr(outcome, count), f"{name}: {count}"
+
+
+def test_weights_in_e4m3_cost_what_those_in_int8_do(outcome_of: Outcomes) -> None:
+    integers, floating = outcome_of("stage 3, qwZ"), outcome_of("stage 3, qwZ in e4m3")
+    assert (floating.kernels, floating.ms, floating.peak_nbytes) == (
+        integers.kernels,
+        integers.ms,
+        integers.peak_nbytes,
+    )
 
 
 def test_reductions_in_4_bits_add_few_launches(outcome_of: Outcomes) -> None:

@@ -88,6 +88,10 @@ def new_engine(case: Case) -> tuple[Engine, Tensor]:
     with torch.device(DEVICE.type):
         network = kind(case.size)
         tokens = torch.zeros(1, case.size.tokens, dtype=torch.long)
+    if case.frozen:
+        for layer in network.layers:
+            for matrix in (layer.query, layer.key, layer.value, layer.mix, layer.gate, layer.up):
+                matrix.requires_grad_(False)
     # The check at the start compares values, which large tensors have not.
     parallel = ParallelConfig(**mesh, verify_cut=False) if mesh else None
     engine, *_ = zeroaccel.initialize(network, config=dict(case.config), parallel=parallel, pipeline=pipeline)

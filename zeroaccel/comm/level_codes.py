@@ -193,6 +193,16 @@ def _table(codec: LevelCodec) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
     return table
 
 
+_TABLES: dict[tuple[LevelCodec, torch.device], Tensor] = {}
+
+
+def _table_on(device: torch.device, codec: LevelCodec) -> Tensor:
+    """(16,) float32 the levels on a device, copied there once: the host waits for the copy."""
+    if (codec, device) not in _TABLES:
+        _TABLES[codec, device] = torch.from_numpy(_table(codec)).to(device)
+    return _TABLES[codec, device]
+
+
 # --- off the CPU, in torch: whole blocks only, as shards have them
 
 
@@ -220,7 +230,7 @@ def _encode_in_torch(values: Tensor, codec: LevelCodec, scales: Tensor, codes: T
 def _decode_in_torch(out: Tensor, codec: LevelCodec, scales: Tensor, codes: Tensor) -> None:
     assert out.numel() % codec.block_numel == 0, f"{out.numel()} values are no whole blocks"
     rows, packed = out.view(-1, codec.block_numel), codes.view(-1, codec.block_numel // 2)
-    levels = torch.from_numpy(_table(codec)).to(out.device)
+    levels = _table_on(out.device, codec)
     for first in range(0, rows.shape[0], _TILE_BLOCKS):
         tile = packed[first : first + _TILE_BLOCKS]
         size = scales[first : first + _TILE_BLOCKS]

@@ -16,7 +16,7 @@ block with an infinity or a NaN decodes to NaN throughout: it shows as an overfl
 
 In e4m3, with s = max(absmax / 448, 2**-120), a decoded value x is off by at most |x| / 16 or s / 1024, whichever is
 more, and so by at most 16 s, 3.6 % of the largest magnitude of its block; again but for the roundings of the float32
-arithmetic. Torch operations make these codes on every device.
+arithmetic. On CPUs torch operations make these codes.
 
 Codes and values have the same bits in host memory, on CUDA and where torch operations compute them, but for the payload
 of a NaN.
@@ -34,7 +34,7 @@ from torch import Tensor
 
 from zeroaccel.config.comm_plan import INT4_BLOCK_NUMEL, INT8_BLOCK_NUMEL, code_nbytes
 from zeroaccel.ops import kernels
-from zeroaccel.ops.device_kernels import DeviceKernels, kernels_for
+from zeroaccel.ops.device_kernels import kernels_for
 from zeroaccel.ops.dispatch import launch, unowned_array
 
 QUANTIZABLE = (torch.float32, torch.bfloat16, torch.float16)
@@ -64,8 +64,8 @@ class Codec:
 
     @property
     def format(self) -> tuple[int, int]:
-        """`bits` and `block_numel`."""
-        return self.bits, self.block_numel
+        """`levels` and `block_numel`."""
+        return self.levels, self.block_numel
 
     @property
     def levels(self) -> int:
@@ -84,10 +84,6 @@ class Codec:
         """The most by which a decoded float32 of a block with this largest magnitude is off; see [Note: error]."""
         off = 16 + 2.0**-10 if self.floating else 0.5 + 2.0**-15
         return max(absmax / self.levels, kernels.SCALE_FLOOR) * off
-
-    def kernels(self, device: torch.device) -> DeviceKernels | None:
-        """The device's kernels for these codes; None where torch operations make them."""
-        return None if self.floating else kernels_for(device)
 
 
 INT8 = Codec(bits=8, block_numel=INT8_BLOCK_NUMEL)
@@ -117,7 +113,7 @@ def quantize(values: Tensor, codec: Codec, out: Tensor) -> None:
         out: (codec.nbytes(n),) contiguous uint8 on the same device, starting at a multiple of 4 bytes.
     """
     scales, codes = _views(values, codec, out)
-    device_kernels = codec.kernels(values.device)
+    device_kernels = kernels_for(values.device)
     if device_kernels is not None:
         device_kernels.encode(values.detach().view(1, -1), out.view(1, -1), codec.format)
         return
@@ -138,7 +134,7 @@ def dequantize(code: Tensor, codec: Codec, out: Tensor) -> None:
         out: (n,) contiguous float32, bfloat16 or float16 on the same device.
     """
     scales, codes = _views(out, codec, code)
-    device_kernels = codec.kernels(out.device)
+    device_kernels = kernels_for(out.device)
     if device_kernels is not None:
         device_kernels.decode(code.view(1, -1), out.detach().view(1, -1), codec.format)
         return
@@ -153,7 +149,7 @@ def dequantize_add(code: Tensor, codec: Codec, total: Tensor) -> None:
     """total += the values of a code. `total`: (n,) float32; else as `dequantize`."""
     assert total.dtype is torch.float32, f"sums are made in float32, got {total.dtype}"
     scales, codes = _views(total, codec, code)
-    device_kernels = codec.kernels(total.device)
+    device_kernels = kernels_for(total.device)
     if device_kernels is not None:
         device_kernels.decode(code.view(1, -1), total.view(1, -1), codec.format, adds=True)
         return
@@ -196,7 +192,7 @@ def quantize_rows(
         order: of the codes; None where code k is of row k.
         skip: the codes from the first up to the second are left as they are.
     """
-    device_kernels = codec.kernels(values.device)
+    device_kernels = kernels_for(values.device)
     if device_kernels is not None:
         places = None if order is None else order.on(values.device)
         device_kernels.encode(values.detach(), codes, codec.format, places, skip)
@@ -208,7 +204,7 @@ def quantize_rows(
 
 def dequantize_rows(codes: Tensor, codec: Codec, out: Tensor) -> None:
     """As `dequantize`, of several codes: (K, codec.nbytes(n)) into (K, n), both contiguous."""
-    device_kernels = codec.kernels(out.device)
+    device_kernels = kernels_for(out.device)
     if device_kernels is not None:
         device_kernels.decode(codes, out.detach(), codec.format)
         return
@@ -229,7 +225,7 @@ def sum_rows(
         order: as for `quantize_rows`.
     """
     runs = totals.shape[0]
-    device_kernels = codec.kernels(totals.device)
+    device_kernels = kernels_for(totals.device)
     if device_kernels is not None:
         places = None if order is None else order.on(values.device)
         device_kernels.sum_codes(codes, values.detach(), own, totals, codec.format, places)

@@ -645,26 +645,48 @@ __device__ __forceinline__ bool is_nan(float value) { return (__float_as_uint(va
 
 __device__ __forceinline__ int warp_index() { return blockIdx.x * WARPS + threadIdx.x / 32; }
 
-// The integer of a code for value i of n: 8 bits, or 4 with value i + ceil(n / 2) in the upper half of byte i.
-__device__ __forceinline__ int integer_at(const u8* integers, int i, int n, int bits) {
-    if (bits == 8) return (signed char)integers[i];
+// Codes are integers up to `levels`, 127 or 7, or numbers in e4m3 up to 448.
+enum { LEVELS_OF_4_BITS = 7, LEVELS_OF_E4M3 = 448 };
+
+__device__ __forceinline__ int bits_of_levels(int levels) { return levels == LEVELS_OF_4_BITS ? 4 : 8; }
+
+// Of a float32 that rounds to at most 448, to nearest, ties to even.
+__device__ __forceinline__ u8 encode_e4m3(float value) {
+    u32 bits = __float_as_uint(value), magnitude = bits & 0x7fffffffu;
+    u32 normal = (magnitude + 0x7ffffu + ((magnitude >> 20) & 1u) - ((127u - 7u) << 23)) >> 20;
+    // In [2**14, 2**15) a float32's last place is worth 2**-9, as in a subnormal e4m3: the addition does the rounding.
+    u32 subnormal = __float_as_uint(__fadd_rn(__uint_as_float(magnitude), 16384.0f)) - ((127u + 14u) << 23);
+    return (u8)((magnitude < (127u - 6u) << 23 ? subnormal : normal) | ((bits >> 24) & 0x80u));
+}
+
+__device__ __forceinline__ float decode_e4m3(u32 code) {
+    u32 magnitude = code & 0x7fu, sign = (code & 0x80u) << 24;
+    u32 subnormal = __float_as_uint(__fmul_rn((float)magnitude, __uint_as_float(0x3b000000u)));  // 2**-9
+    u32 normal = magnitude == 0x7fu ? NAN_BITS : (magnitude << 20) + ((127u - 7u) << 23);
+    return __uint_as_float(sign | (magnitude < 8u ? subnormal : normal));
+}
+
+// The number of a code for value i of n: a byte, or 4 bits with value i + ceil(n / 2) in the upper half of byte i.
+__device__ __forceinline__ float number_at(const u8* numbers, int i, int n, int levels) {
+    if (levels == LEVELS_OF_E4M3) return decode_e4m3(numbers[i]);
+    if (levels != LEVELS_OF_4_BITS) return (float)(signed char)numbers[i];
     int half = (n + 1) / 2;
-    return i < half ? (signed char)(integers[i] << 4) >> 4 : (signed char)integers[i - half] >> 4;
+    return (float)(i < half ? (signed char)(numbers[i] << 4) >> 4 : (signed char)numbers[i - half] >> 4);
 }
 
 // Row r of `codes` becomes the code of row order[r] of `values`, or of row r where `order` is null; rows
 // [skip_first, skip_last) stay as they are.
 extern "C" __global__ void __launch_bounds__(THREADS) encode(
-    const void* values, const int* order, u8* codes, i64 numel, i64 code_nbytes, int kind, int bits, int block,
+    const void* values, const int* order, u8* codes, i64 numel, i64 code_nbytes, int kind, int levels, int block,
     int skip_first, int skip_last) {
-    int row = blockIdx.y, index = warp_index(), lane = threadIdx.x % 32;
+    int row = blockIdx.y, index = warp_index(), lane = threadIdx.x % 32, bits = bits_of_levels(levels);
     i64 blocks = (numel + block - 1) / block;
     if (index >= blocks || (row >= skip_first && row < skip_last)) return;
     i64 start = (i64)index * block;
     int size = (int)(numel - start < block ? numel - start : block);
     i64 first = (order ? order[row] : row) * numel + start;
     u8* code = codes + row * code_nbytes;
-    u8* integers = code + 4 * blocks + start * bits / 8;
+    u8* numbers = code + 4 * blocks + start * bits / 8;
 
     u32 largest = 0;
     for (int i = lane; i < size; i += 32) {
@@ -672,7 +694,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) encode(
         largest = bits_of > largest ? bits_of : largest;
     }
     largest = warp_max(largest);
-    float scale = __fdiv_rn(__uint_as_float(largest), bits == 8 ? 127.0f : 7.0f);
+    float scale = __fdiv_rn(__uint_as_float(largest), (float)levels);
     scale = scale < __uint_as_float(SCALE_FLOOR_BITS) ? __uint_as_float(SCALE_FLOOR_BITS) : scale;
     scale = __uint_as_float(__float_as_uint(scale) & 0xffffff80u); // 17 bits, as in `kernels._block_scale`
     bool finite = largest < INFINITY_BITS;
@@ -681,8 +703,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) encode(
     float inverse = __fdiv_rn(1.0f, scale);
     if (bits == 8) {
         for (int i = lane; i < size; i += 32) {
-            u32 integer = to_integer(__fmul_rn(number_of(load_raw(values, first + i, kind), kind), inverse));
-            integers[i] = finite ? (u8)integer : 0;
+            float scaled = __fmul_rn(number_of(load_raw(values, first + i, kind), kind), inverse);
+            u8 number = levels == LEVELS_OF_E4M3 ? encode_e4m3(scaled) : (u8)to_integer(scaled);
+            numbers[i] = finite ? number : 0;
         }
     } else {
         int half = (size + 1) / 2;
@@ -691,7 +714,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) encode(
             if (i + half < size) {
                 high = to_integer(__fmul_rn(number_of(load_raw(values, first + half + i, kind), kind), inverse)) << 4;
             }
-            integers[i] = finite ? (u8)(low | high) : 0;
+            numbers[i] = finite ? (u8)(low | high) : 0;
         }
     }
     // The padding is zeroed, so that equal values have equal codes, byte for byte.
@@ -702,18 +725,18 @@ extern "C" __global__ void __launch_bounds__(THREADS) encode(
 
 // Row r of `out` becomes the values of row r of `codes`, or gets them added where `adds`, in float32.
 extern "C" __global__ void __launch_bounds__(THREADS) decode(
-    const u8* codes, void* out, i64 numel, i64 code_nbytes, int kind, int bits, int block, int adds) {
-    int row = blockIdx.y, index = warp_index(), lane = threadIdx.x % 32;
+    const u8* codes, void* out, i64 numel, i64 code_nbytes, int kind, int levels, int block, int adds) {
+    int row = blockIdx.y, index = warp_index(), lane = threadIdx.x % 32, bits = bits_of_levels(levels);
     i64 blocks = (numel + block - 1) / block;
     if (index >= blocks) return;
     i64 start = (i64)index * block;
     int size = (int)(numel - start < block ? numel - start : block);
     i64 first = row * numel + start;
     const u8* code = codes + row * code_nbytes;
-    const u8* integers = code + 4 * blocks + start * bits / 8;
+    const u8* numbers = code + 4 * blocks + start * bits / 8;
     float scale = ((const float*)code)[index];
     for (int i = lane; i < size; i += 32) {
-        float value = __fmul_rn((float)integer_at(integers, i, size, bits), scale);
+        float value = __fmul_rn(number_at(numbers, i, size, levels), scale);
         if (is_nan(scale)) value = scale;
         if (adds) value = __fadd_rn(((const float*)out)[first + i], value);
         store(out, first + i, value, kind);
@@ -724,8 +747,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode(
 // order[own * rows + r] of `values` itself, or that row where `order` is null.
 extern "C" __global__ void __launch_bounds__(THREADS) sum_codes(
     const u8* codes, const void* values, const int* order, float* totals, i64 numel, i64 code_nbytes, int kind,
-    int bits, int block, int ranks, int own) {
-    int row = blockIdx.y, rows = gridDim.y, index = warp_index(), lane = threadIdx.x % 32;
+    int levels, int block, int ranks, int own) {
+    int row = blockIdx.y, rows = gridDim.y, index = warp_index(), lane = threadIdx.x % 32, bits = bits_of_levels(levels);
     i64 blocks = (numel + block - 1) / block;
     if (index >= blocks) return;
     i64 start = (i64)index * block;
@@ -740,8 +763,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) sum_codes(
                 value = number_of(load_raw(values, own_first + i, kind), kind);
             } else {
                 const u8* code = codes + ((i64)rank * rows + row) * code_nbytes;
-                const u8* integers = code + 4 * blocks + start * bits / 8;
-                value = __fmul_rn((float)integer_at(integers, i, size, bits), ((const float*)code)[index]);
+                const u8* numbers = code + 4 * blocks + start * bits / 8;
+                value = __fmul_rn(number_at(numbers, i, size, levels), ((const float*)code)[index]);
             }
             total = __fadd_rn(total, value);
         }

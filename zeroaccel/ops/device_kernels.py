@@ -214,7 +214,7 @@ class DeviceKernels:
         Args:
             values: (M, n) float32, bfloat16 or float16.
             codes: (K, nbytes) uint8.
-            code_format: bits per value, and values per block.
+            code_format: the largest number of a code (127, 7; 448 in e4m3), and values per block.
             order: (K,) int32, the row of `values` that each code is of; None for the same one.
             skip: the rows of `codes` from the first up to the second are left as they are.
         """
@@ -231,7 +231,7 @@ class DeviceKernels:
         Args:
             codes: (K, nbytes) uint8.
             out: (K, n) float32, bfloat16 or float16.
-            code_format: bits per value, and values per block.
+            code_format: the largest number of a code (127, 7; 448 in e4m3), and values per block.
             adds: whether the values are added to `out`, which is float32 then.
         """
         numel = out.shape[1]
@@ -257,7 +257,7 @@ class DeviceKernels:
             values: (M, n) float32, bfloat16 or float16, among them this rank's own.
             own: this rank.
             totals: (R, n) float32.
-            code_format: bits per value, and values per block.
+            code_format: the largest number of a code (127, 7; 448 in e4m3), and values per block.
             order: (W * R,) int32, the row of `values` of each rank's rows; None for the same one.
         """
         (ranks, rows, _), numel = codes.shape, totals.shape[1]

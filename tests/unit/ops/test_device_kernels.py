@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.support.tensors import every_pattern
 from tests.unit.ops.kernels_on_host import HostRunner, host_kernels
 from zeroaccel.comm import quantized
-from zeroaccel.comm.quantized import INT4, INT8, Codec, RowOrder
+from zeroaccel.comm.quantized import FP8, INT4, INT8, Codec, RowOrder
 from zeroaccel.ops import SGD, Adagrad, Adam, Lion, RMSprop, reductions, shard_step, step_control
 from zeroaccel.ops.device_kernels import SOURCE, Argument, DeviceKernels, kernel_names
 from zeroaccel.ops.reductions import max_abs, norm_exponent, square_sums
@@ -240,7 +240,7 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return lambda: monkeypatch.setattr(quantized, "kernels_for", lambda device: kernels)
 
 
-CODECS = [INT8, INT4, Codec(8, 32), Codec(4, 34)]
+CODECS = [INT8, INT4, FP8, Codec(8, 32), Codec(4, 34), Codec(8, 32, floating=True)]
 
 
 def code_values(numel: int, dtype: torch.dtype) -> Tensor:
@@ -281,7 +281,7 @@ def test_codes_have_the_bits_of_the_host(codec: Codec, dtype: torch.dtype, by_ke
         assert_same(one, other)
 
 
-@pytest.mark.parametrize("codec", [INT8, INT4], ids=str)
+@pytest.mark.parametrize("codec", [INT8, INT4, FP8], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_are_coded_and_summed_together(codec: Codec, dtype: torch.dtype, by_kernels: Callable[[], None]) -> None:
     ranks, runs, numel, own = 3, 2, 1237, 1
@@ -306,16 +306,17 @@ def test_rows_are_coded_and_summed_together(codec: Codec, dtype: torch.dtype, by
     assert_same(found(), wanted)
 
 
-def test_rows_take_one_launch_each(by_kernels: Callable[[], None]) -> None:
+@pytest.mark.parametrize("codec", [INT4, FP8], ids=str)
+def test_rows_take_one_launch_each(codec: Codec, by_kernels: Callable[[], None]) -> None:
     by_kernels()
     kernels = quantized.kernels_for(torch.device("cpu"))
     assert kernels is not None
     runner = kernels._runner
     assert isinstance(runner, HostRunner)
-    values, codes = torch.zeros(8, 1000), torch.zeros(8, INT4.nbytes(1000), dtype=torch.uint8)
-    quantized.quantize_rows(values, INT4, codes, None, (2, 4))
-    quantized.sum_rows(codes.view(4, 2, -1), INT4, values, 1, torch.zeros(2, 1000))
-    quantized.dequantize_rows(codes, INT4, torch.zeros(8, 1000))
+    values, codes = torch.zeros(8, 1000), torch.zeros(8, codec.nbytes(1000), dtype=torch.uint8)
+    quantized.quantize_rows(values, codec, codes, None, (2, 4))
+    quantized.sum_rows(codes.view(4, 2, -1), codec, values, 1, torch.zeros(2, 1000))
+    quantized.dequantize_rows(codes, codec, torch.zeros(8, 1000))
     assert runner.launched == ["encode", "sum_codes", "decode"]
 
 
