@@ -155,6 +155,7 @@ def test_devices_with_another_name_do_the_same(xpu_process: ModelProcess, outcom
             assert getattr(other, count) == getattr(outcome, count), f"{name}: {count}"
 
 
+@pytest.mark.slow  # that kernels make these codes is in tests/unit/ops/test_device_kernels.py
 def test_weights_in_e4m3_cost_what_those_in_int8_do(outcome_of: Outcomes) -> None:
     integers, floating = outcome_of("stage 3, qwZ"), outcome_of("stage 3, qwZ in e4m3")
     assert (floating.kernels, floating.ms, floating.peak_nbytes) == (
