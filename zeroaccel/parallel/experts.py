@@ -10,7 +10,6 @@ projection of all experts, (E, ..): the interface of `use_experts_implementation
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,7 +39,7 @@ from zeroaccel.zero.build_units import refuse_split
 from zeroaccel.zero.compiled import check_not_compiled
 from zeroaccel.zero.from_config import EngineSettings
 from zeroaccel.zero.layout import Split
-from zeroaccel.zero.wrap_policy import has_expert_interface, is_mixture
+from zeroaccel.zero.wrap_policy import has_expert_interface, is_mixture, scored_experts
 
 _WRAPPED = ".base_layer"  # PEFT's name of what an adapter is around
 # Keys that have weights and gradients travel or lie otherwise than in one shard per rank: their second groups know
@@ -322,21 +321,9 @@ def _forms(model: nn.Module) -> Iterator[_FoundExperts]:
                 name = name.removesuffix(_WRAPPED)
                 around.append(modules[name])
             yield _FoundExperts(name, module, tuple(reversed(around)))
-        elif isinstance(router := getattr(module, "router", None), nn.Module):
-            experts: Any = getattr(module, "experts", None)
-            outer: list[nn.Module] = []
-            while isinstance(inner := getattr(experts, _WRAPPED[1:], None), nn.Module):
-                outer.append(experts)
-                experts = inner
-            if isinstance(experts, nn.Module) and _take_all_tokens(experts, router):
-                yield _FoundExperts(f"{name}.experts", experts, tuple(outer), router)
-
-
-def _take_all_tokens(experts: nn.Module, router: nn.Module) -> bool:
-    numbers = (getattr(experts, "num_experts", None), getattr(router, "top_k", None))
-    return all(isinstance(number, int) for number in numbers) and list(
-        inspect.signature(experts.forward).parameters
-    ) == ["hidden_states"]
+        elif (found := scored_experts(module)) is not None:
+            router, (*outer, experts) = found
+            yield _FoundExperts(f"{name}.experts", experts, tuple(outer), router)
 
 
 def _experts_of(form: _FoundExperts) -> Experts:

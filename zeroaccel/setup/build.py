@@ -221,13 +221,16 @@ def _sub_group_numel(config: Config, device: torch.device) -> int:
 
 
 def _report(plan: TrainPlan, rank: int, monitors: EventSink) -> StepReport:
+    config = plan.config
+    sections = (config.tensorboard, config.csv_monitor, config.jsonl_monitor, config.wandb)
     return StepReport(
         device=plan.ranks.topology.device,
         rank=rank,
-        steps_per_print=plan.config.steps_per_print,
-        wall_clock_breakdown=plan.config.wall_clock_breakdown,
-        memory_breakdown=plan.config.memory_breakdown,
+        steps_per_print=config.steps_per_print,
+        wall_clock_breakdown=config.wall_clock_breakdown,
+        memory_breakdown=config.memory_breakdown,
         monitors=monitors,
+        is_monitored=any(section.enabled for section in sections),
     )
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.transport import Meter
@@ -132,28 +133,46 @@ class PerformanceMeter:
 
 
 class RouterLoad:
-    """How many of this rank's tokens the routers of a mixture send to each expert, in training.
+    """How many tokens the routers of a mixture send to each expert, in training, over the ranks that share a model.
 
     Recomputed forwards do not count. 1. `take` after a step: what was counted since the last call. 2. `close`.
 
     Args:
         experts: modules whose second argument is the experts that were chosen, (T, K), with their numbers of experts.
+        routers: modules whose first output is the scores of all experts, (T, E), of which those with the `top_k` best
+            are chosen, with their numbers of experts.
+        device: where they count.
+        add: makes a small tensor in host memory its sum over the ranks. (all ranks)
     """
 
-    def __init__(self, experts: Iterable[tuple[nn.Module, int]]) -> None:
-        self._counts: dict[int, Tensor] = {}  # of each module (E + 1,), the last of choices that are no expert
-        self._handles = [
-            module.register_forward_pre_hook(partial(self._count, place, count), with_kwargs=True)
-            for place, (module, count) in enumerate(experts)
-        ]
+    def __init__(
+        self,
+        experts: Iterable[tuple[nn.Module, int]],
+        routers: Iterable[tuple[nn.Module, int]],
+        device: torch.device,
+        add: Callable[[Tensor], None],
+    ) -> None:
+        self._add = add
+        self._handles: list[RemovableHandle] = []
+        self._sizes: list[int] = []  # of each module E + 1: the last is of choices that are no expert
+        for module, count in experts:
+            take_choices = partial(self._count_choices, sum(self._sizes), count)
+            self._handles.append(module.register_forward_pre_hook(take_choices, with_kwargs=True))
+            self._sizes.append(count + 1)
+        for module, count in routers:
+            self._handles.append(module.register_forward_hook(partial(self._count_best, sum(self._sizes), count)))
+            self._sizes.append(count + 1)
+        self._counts = torch.zeros(sum(self._sizes), dtype=torch.int64, device=device)
 
     def take(self) -> dict[str, float]:
-        """Name -> value; none where nothing was routed."""
-        if not self._counts:
+        """Name -> value; none where nothing was routed. (all ranks)"""
+        counts = self._counts.cpu()  # one wait for the device
+        self._counts = torch.zeros_like(self._counts)
+        self._add(counts)
+        values = iter(counts.tolist())
+        loads = [load for size in self._sizes if any(load := list(islice(values, size)))]
+        if not loads:
             return {}
-        values = iter(torch.cat(list(self._counts.values())).tolist())  # one wait for the device
-        loads = [list(islice(values, len(counts))) for counts in self._counts.values()]
-        self._counts.clear()
         means = [sum(load[:-1]) / (len(load) - 1) for load in loads]
         return {
             "Router/max_tokens_per_expert": max(max(load[:-1]) for load in loads),
@@ -169,10 +188,17 @@ class RouterLoad:
         while self._handles:
             self._handles.pop().remove()
 
-    def _count(self, place: int, experts: int, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def _count_choices(
+        self, start: int, experts: int, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
+    ) -> None:
+        self._count(module, start, experts, lambda: [*args, *named.values()][1])
+
+    def _count_best(self, start: int, experts: int, module: nn.Module, args: Any, output: Any) -> None:
+        self._count(module, start, experts, lambda: output[0].detach().topk(module.top_k, dim=1).indices)
+
+    def _count(self, module: nn.Module, start: int, experts: int, chosen: Callable[[], Tensor]) -> None:
         if not module.training or torch._C._current_graph_task_id() != -1:
             return
-        choices = [*args, *named.values()][1].reshape(-1).long()
-        choices = torch.where((choices < 0) | (choices >= experts), experts, choices)
-        counts = self._counts.setdefault(place, choices.new_zeros(experts + 1))
-        counts.scatter_add_(0, choices, torch.ones_like(choices))
+        choices = chosen().reshape(-1).long()
+        choices = torch.where((choices < 0) | (choices >= experts), experts, choices) + start
+        self._counts.scatter_add_(0, choices, torch.ones_like(choices))

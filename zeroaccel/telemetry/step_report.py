@@ -243,6 +243,7 @@ class StepReport:
         wall_clock_breakdown: time per phase.
         memory_breakdown: memory after each phase.
         monitors: receive events at every step; or None.
+        is_monitored: the config has monitors, whichever rank has them.
 
     Attributes:
         offload: number of steps -> the line about offload, logged with the breakdown of times. None without offload.
@@ -260,11 +261,14 @@ class StepReport:
         wall_clock_breakdown: bool = False,
         memory_breakdown: bool = False,
         monitors: EventSink | None = None,
+        is_monitored: bool = False,
     ) -> None:
         reports = rank == 0
         self._device = device or torch.device("cpu")
         self._step_lines = steps_per_print is not None and reports
         self._every = steps_per_print or _BREAKDOWN_STEPS
+        # On all ranks alike, as their counts are added up then: steps between two counts of routed tokens.
+        self._routed_every = 1 if is_monitored else steps_per_print
         self._clock = PhaseClock(self._device) if wall_clock_breakdown and reports else None
         self._memory: dict[str, MemoryUse] | None = {} if memory_breakdown and reports else None
         self._monitors = monitors if monitors is not None and len(monitors) and reports else None
@@ -286,10 +290,15 @@ class StepReport:
         """Those that receive events; None for none, as on ranks that do not report."""
         return self._monitors
 
-    def watch_routers(self, experts: Sequence[tuple[nn.Module, int]]) -> None:
-        """Counts what a mixture's experts are passed (see `RouterLoad`), where something is reported at each step."""
-        if experts and (self._step_lines or self._monitors is not None):
-            self._routers = RouterLoad(experts)
+    def watch_routers(
+        self,
+        experts: Sequence[tuple[nn.Module, int]],
+        routers: Sequence[tuple[nn.Module, int]],
+        add: Callable[[Tensor], None],
+    ) -> None:
+        """Counts what a mixture's experts are passed (see `RouterLoad`), where that is reported. (all ranks)"""
+        if (experts or routers) and self._routed_every is not None:
+            self._routers = RouterLoad(experts, routers, self._device, add)
 
     def begin(self, phase: str) -> None:
         """A phase begins."""
@@ -324,9 +333,10 @@ class StepReport:
     def step(self, engine: ReportedEngine) -> None:
         """An optimizer step is over."""
         self._steps += 1
+        if self._routers is not None and engine.global_steps % (self._routed_every or 1) == 0:
+            self._routed = self._routers.take()
         if self._monitors is not None:
             facts = _facts(engine, self._mean_loss())
-            self._routed = {} if self._routers is None else self._routers.take()
             routed = [(name, value, facts.samples) for name, value in self._routed.items()]
             self._monitors.write([*step_events(facts), *self._performance_events(facts.samples), *routed])
         if engine.global_steps % self._every == 0:
@@ -359,8 +369,6 @@ class StepReport:
 
     def _log(self, engine: ReportedEngine) -> None:
         if self._step_lines:
-            if self._routers is not None and self._monitors is None:
-                self._routed = self._routers.take()
             speed = self._samples_per_second(engine.global_samples)
             _lines.info(format_step(_facts(engine), speed, self._routed))
         if self._clock is not None:

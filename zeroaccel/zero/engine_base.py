@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -51,7 +52,7 @@ from zeroaccel.zero.step_trace import StepTrace, TracedParts
 from zeroaccel.zero.storage.placement import TierSet
 from zeroaccel.zero.storage.state_offload import StateOffload
 from zeroaccel.zero.weight_update import WeightUpdate
-from zeroaccel.zero.wrap_policy import has_expert_interface
+from zeroaccel.zero.wrap_policy import has_expert_interface, scored_experts
 
 PathLike = str | os.PathLike[str]
 
@@ -224,8 +225,7 @@ class EngineBase(nn.Module):
             watched = tiers.tiers if tiers is not None and tiers.is_used else {}
             self._report.performance.watch(collectives, watched, _update_times(optimizer))
         if not is_compiled_within(model):
-            found: Iterable[Any] = filter(has_expert_interface, model.modules())
-            self._report.watch_routers([(experts, experts.num_experts) for experts in found])
+            self._watch_routers(collectives)
 
         # Gradients to shards, shards to masters, masters to weights.
         trained = [(unit.name, b) for unit in units for b in unit.buffers if b.trainable]
@@ -267,6 +267,16 @@ class EngineBase(nn.Module):
     def _build_boundary(self, weights: WeightUpdate) -> StepBoundary:
         settings = HyperparameterCheck(self._require_optimizer("step").optimizer, self.collectives.job)
         return StepBoundary(self.grad_reducer, weights, settings, self.collectives, self._refuse_step)
+
+    def _watch_routers(self, collectives: Collectives) -> None:
+        """Has the report count the tokens of a mixture's experts."""
+        experts: Iterable[Any] = filter(has_expert_interface, self.module.modules())
+        routers: Iterable[Any] = filter(None, map(scored_experts, self.module.modules()))
+        self._report.watch_routers(
+            [(one, one.num_experts) for one in experts],
+            [(router, nested[-1].num_experts) for router, nested in routers],
+            partial(collectives.all_reduce, op="sum", label="tokens of experts"),
+        )
 
     def _build_weight_update(self, optimizer: ShardedOptimizer) -> WeightUpdate:
         return WeightUpdate(

@@ -7,6 +7,7 @@ blocks (an embedding, a head), one projection of all experts of a layer, or the 
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -249,6 +250,23 @@ def computes_in_turn(module: nn.Module) -> bool:
 def has_expert_interface(module: nn.Module) -> bool:
     """Whether a module is the experts of a layer of transformers 5: its forward is (hidden, choices, weights)."""
     return all(hasattr(module, key) for key in _INTERFACE)
+
+
+def scored_experts(module: nn.Module) -> tuple[nn.Module, list[nn.Module]] | None:
+    """Router and experts of a mixture whose experts take all tokens, times the router's scores (Llama 4); else None.
+
+    The experts come with the adapters around them, outermost first.
+    """
+    router, inner = getattr(module, "router", None), getattr(module, "experts", None)
+    nested: list[nn.Module] = []
+    while isinstance(inner, nn.Module):
+        nested.append(inner)
+        inner = getattr(inner, "base_layer", None)  # PEFT's name of what an adapter is around
+    if not nested or not isinstance(router, nn.Module) or not isinstance(getattr(router, "top_k", None), int):
+        return None
+    experts = nested[-1]
+    takes_all = list(inspect.signature(experts.forward).parameters) == ["hidden_states"]
+    return (router, nested) if takes_all and isinstance(getattr(experts, "num_experts", None), int) else None
 
 
 def is_mixture(name: str, module: nn.Module) -> bool:

@@ -67,17 +67,21 @@ def test_metrics_are_those_of_the_run_and_change_nothing(ranks: Ranks, tier: str
             assert line["Offload/optimizer_nvme_read_bytes"] > 0
 
 
-def _routed(ep: int, recomputes: bool, settings: dict[str, Any]) -> list[list[Tensor]]:
+def _routed(kind: str, ep: int, recomputes: bool, settings: dict[str, Any]) -> list[list[Tensor]]:
     """The experts that each layer chose in each step, two micro-steps long."""
     init_process_group()
-    model: Any = small_mixture("Qwen3Moe")
+    model: Any = small_mixture(kind)
     if recomputes:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable()
     model.train()
     chosen: list[list[Tensor]] = []
     for block in model.model.layers:
-        block.mlp.gate.register_forward_hook(lambda module, args, out: chosen[-1].append(out[2]))
+        if kind == "Llama4":
+            router = block.feed_forward.router
+            router.register_forward_hook(lambda module, args, out: chosen[-1].append(out[0].argmax(1)))
+        else:
+            block.mlp.gate.register_forward_hook(lambda module, args, out: chosen[-1].append(out[2]))
     engine, *_ = zeroaccel.initialize(model, config=settings, parallel=ParallelConfig(ep=ep))
     generator = torch.Generator().manual_seed(engine.collectives.rank)
     for _ in range(2):
@@ -99,15 +103,46 @@ def _routed(ep: int, recomputes: bool, settings: dict[str, Any]) -> list[list[Te
     return chosen
 
 
-@pytest.mark.parametrize(("ep", "recomputes"), [(1, True), (2, False)])
-def test_the_load_of_experts_is_reported(ranks: Ranks, ep: int, recomputes: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "ep", "recomputes"),
+    [("Qwen3Moe", 1, True), ("Qwen3Moe", 2, False), ("Llama4", 1, True), ("Llama4", 2, False)],
+)
+def test_the_load_of_experts_is_that_of_all_ranks(
+    ranks: Ranks, kind: str, ep: int, recomputes: bool, tmp_path: Path
+) -> None:
     monitor = {"jsonl_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}}
-    chosen = ranks(2).run(_routed, ep, recomputes, {**config(3, "fp32", 2), **monitor})[0]
+    of_ranks = ranks(2).run(_routed, kind, ep, recomputes, {**config(3, "fp32", 2), **monitor})
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len(lines) == 2
-    for line, step in zip(lines, chosen, strict=True):
-        of_layers = [torch.cat([one.reshape(-1) for one in step[layer::2]]).bincount(minlength=8) for layer in (0, 1)]
+    experts, chosen_per_token = (4, 1) if kind == "Llama4" else (8, 2)
+    mean = 2 * 2 * 2 * 12 * chosen_per_token / experts
+    for line, *steps in zip(lines, *of_ranks, strict=True):
+        of_layers = [
+            torch.cat([one.reshape(-1) for step in steps for one in step[layer::2]]).bincount(minlength=experts)
+            for layer in (0, 1)
+        ]
         assert line["Router/max_tokens_per_expert"] == max(int(counts.max()) for counts in of_layers)
-        assert line["Router/mean_tokens_per_expert"] == 2 * 2 * 12 * 2 / 8
-        assert line["Router/max_over_mean"] == max(int(counts.max()) / 12 for counts in of_layers)
+        assert line["Router/mean_tokens_per_expert"] == mean
+        assert line["Router/max_over_mean"] == max(int(counts.max()) / mean for counts in of_layers)
         assert line["Router/dropped_tokens"] == 0
+
+
+def _counted(settings: dict[str, Any]) -> list[int]:
+    """Exchanges of loads in each of three steps."""
+    ranks = recording()
+    engine, *_ = zeroaccel.initialize(small_mixture("Mixtral"), config=settings, collectives=ranks)
+    ids = torch.randint(MIXTURE_VOCABULARY, (2, 12))
+    found = []
+    for _ in range(3):
+        ranks.reset()
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+        found.append(sum(call.label == "tokens of experts" for call in ranks.calls))
+    engine.destroy()
+    return found
+
+
+def test_loads_are_exchanged_only_where_they_are_reported(ranks: Ranks, tmp_path: Path) -> None:
+    monitor = {"jsonl_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}}
+    for changes, counts in (({}, [0, 0, 0]), ({"steps_per_print": 2}, [0, 1, 0]), (monitor, [1, 1, 1])):
+        assert ranks(2).run(_counted, {**config(3), "steps_per_print": None, **changes}) == [counts, counts]
