@@ -105,9 +105,9 @@ MAX_CODE_LINES: Mapping[str, int] = {
     "parallel": 3455,
     "rollout": 870,
     "setup": 1450,
-    "telemetry": 1145,
+    "telemetry": 1165,
     "utils": 60,
-    "zero": 8425,
+    "zero": 8430,
 }
 LOOSE_LINES = 100
 MAX_FUNCTION_LINES, LONG_FUNCTION_LINES, MAX_LONG_FUNCTIONS = 100, 60, 8
