@@ -93,30 +93,35 @@ def from_rank_0(collectives: Collectives, make: Callable[[], T], label: str) -> 
     Raises:
         Exception: whatever `make` raised; of the same class and message on the other ranks.
     """
+    return from_rank(collectives, 0, make, label)
+
+
+def from_rank(collectives: Collectives, source: int, make: Callable[[], T], label: str) -> T:
+    """As `from_rank_0`, of another rank."""
     if collectives.world_size == 1:
         return make()
     value: T | None = None
     error: Exception | None = None
     payload = torch.empty(0, dtype=torch.uint8)
-    if collectives.rank == 0:
+    if collectives.rank == source:
         try:
             value = make()
             payload = _bytes((None, value))
         except Exception as raised:
             error = raised
             payload = _bytes((_portable(error), None))
-    # The size first, since only rank 0 knows it. An exception is broadcast like a value, so that no rank waits for one.
+    # The size first, as only that rank knows it. An exception is broadcast like a value, so that no rank waits for one.
     size = torch.tensor([payload.numel()])
-    collectives.broadcast(size, 0, f"{label}: size")
-    if collectives.rank != 0:
+    collectives.broadcast(size, source, f"{label}: size")
+    if collectives.rank != source:
         payload = torch.empty(int(size.item()), dtype=torch.uint8)
-    collectives.broadcast(payload, 0, label)
+    collectives.broadcast(payload, source, label)
     if error is not None:
         raise error
-    if collectives.rank != 0:
+    if collectives.rank != source:
         failure, value = pickle.loads(payload.numpy().tobytes())
         if failure is not None:
-            raise _instance(pickle.loads(failure[0]), f"{failure[1]} [rank 0]")
+            raise _instance(pickle.loads(failure[0]), f"{failure[1]} [rank {source}]")
     return value  # type: ignore[return-value]
 
 

@@ -10,7 +10,6 @@ once: it depends neither on timing nor on where in a tensor an element lies.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -24,7 +23,15 @@ from zeroaccel.comm.collective_tracker import DONE, CollectiveTracker, DeviceWor
 from zeroaccel.comm.hangs.flight_recorder import CollectiveRecord, FlightRecorder
 from zeroaccel.comm.quantized import Codec, dequantize, dequantize_rows
 from zeroaccel.comm.topology import RankGroup, Topology
-from zeroaccel.comm.transport import BufferPool, Meter, P2PTransport, Transports, no_meter, transport_over
+from zeroaccel.comm.transport import (
+    BufferPool,
+    Meter,
+    P2PTransport,
+    Transports,
+    gather_pickles,
+    no_meter,
+    transport_over,
+)
 from zeroaccel.errors import UsageError
 from zeroaccel.ops.device_values import begin_together
 from zeroaccel.ops.reductions import scale_rounded_once, sum_ranks
@@ -376,14 +383,7 @@ class Collectives:
         """The `obj` of every rank, by rank, on every rank. Pickled; over the control group. Blocks."""
         if self.world_size == 1:
             return [obj]
-        # Two all-gathers: the sizes first, then the pickles, padded to the largest of them.
-        payload = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
-        own_size = torch.tensor([payload.numel()])
-        sizes: list[int] = self._gather_rows(own_size, "gather_objects", f"{label}, sizes").view(-1).tolist()
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: payload.numel()] = payload
-        rows = self._gather_rows(padded, "gather_objects", label)
-        return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
+        return gather_pickles(obj, lambda own, what: self._gather_rows(own, "gather_objects", f"{label}{what}"))
 
     def barrier(self, label: str) -> None:
         """Returns once every rank has called it. Over the control group."""
@@ -391,11 +391,16 @@ class Collectives:
             self._gather_rows(torch.zeros(1, dtype=torch.uint8), "barrier", label)
 
     def _gather_rows(self, own: Tensor, op: str, label: str) -> Tensor:
-        """The (n,) tensors of all ranks as (W, n). Blocks. Over the control group; sends (W-1)*n elements."""
+        """The (n,) tensors of all ranks as (W, n). Blocks. Over the control group; sends (W-1)*n elements.
+
+        In ceil(log2(W)) messages, where its transport is point-to-point.
+        """
         entry = self._tracker.issue("control", op, label, own)
         rows = own.new_empty(self.world_size, own.numel())
         if own.numel() == 0:
             self._finish_empty(entry)
+        elif isinstance(self._control, P2PTransport):
+            self._tracker.wait(entry, self._control.gather_rows(rows, own, entry.tag))
         else:
             pending = self._tracker.start(entry, self._control.all_gather, rows.view(-1), own, ())
             self._tracker.wait(entry, pending)

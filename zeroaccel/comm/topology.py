@@ -57,6 +57,7 @@ from zeroaccel.comm.transport import (
     TransportFactory,
     close_connections,
     exchange_first,
+    gather_at_first,
     issue_first,
     transport_over,
 )
@@ -365,7 +366,7 @@ def _build(
         return _sole_rank(default, own, backend, transports)
     backstop = _backstop(limit)
     control = dist.new_group(backend="fake" if simulated else "gloo", timeout=backstop)
-    processes = {rank: own_process()} if simulated else _exchange(own_process(), world_size, control)
+    processes = {rank: own_process()} if simulated else _exchange(own_process(), control)
     nodes = ((rank,),) if simulated else _nodes(rank, processes, control)
     node_group = next(node for node in nodes if rank in node)
     launched = None if simulated else local_rank_and_size()
@@ -608,18 +609,16 @@ def _rendezvous(backend: str, rank: int, world_size: int, limit: float) -> None:
         ) from error
 
 
-def _exchange(own: T, world_size: int, control: dist.ProcessGroup) -> dict[int, T]:
+def _exchange(own: T, control: dist.ProcessGroup) -> dict[int, T]:
     """The objects of all ranks, by rank. (all ranks)"""
-    gathered: list[Any] = [None] * world_size
-    dist.all_gather_object(gathered, own, group=control)
-    return dict(enumerate(gathered))
+    return dict(enumerate(gather_at_first(own, control)))
 
 
 def _nodes(rank: int, processes: Mapping[int, PeerProcess], control: dist.ProcessGroup) -> tuple[tuple[int, ...], ...]:
     """The global ranks on each machine: by LOCAL_RANK, else by host names. (all ranks)"""
     # Launchers number the ranks of a machine one after the other, so rank - LOCAL_RANK is the machine's first rank.
     local = local_rank_and_size()
-    firsts: dict[int, int | None] = _exchange(local and rank - local[0], len(processes), control)
+    firsts: dict[int, int | None] = _exchange(local and rank - local[0], control)
     launched = all(first is not None for first in firsts.values())
     keys = [firsts[r] if launched else process.host for r, process in processes.items()]
     return tuple(tuple(r for r in processes if keys[r] == key) for key in dict.fromkeys(keys))
@@ -660,7 +659,7 @@ def _agreed_device(
         found = identity = error
     identities: dict[int, DeviceIdentity] = {}
     failures: dict[int, ConfigError] = {}
-    for rank, other in _exchange(identity, control.size(), control).items():
+    for rank, other in _exchange(identity, control).items():
         if isinstance(other, ConfigError):
             failures[rank] = other
         else:

@@ -17,8 +17,10 @@ takes a shorter message for a complete one, and ends the process on a longer one
 from __future__ import annotations
 
 import contextlib
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from itertools import accumulate
 from typing import Any, Literal, Protocol, cast
 
 import torch
@@ -67,6 +69,7 @@ def send_recv_backend(group: dist.ProcessGroup) -> SendRecvBackend:
     return cast(SendRecvBackend, group._get_backend(torch.device("cpu")))
 
 
+_FIRST_GATHERS_TAG = (1 << 31) - 2
 _UNUSED_TAG = (1 << 31) - 1  # torch's own messages have 0, and one of them that arrived here would end the process
 
 
@@ -166,11 +169,29 @@ class P2PTransport(Transport):
         self, out: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], tag: int
     ) -> Sequence[PendingTransfer]:
         """One message per rank that gets any row."""
-        arriving, leaving = out.split(list(received)), rows.split(list(sent))
+        arriving, leaving = _runs(out, received), _runs(rows, sent)
         works = [self._recv([arriving[peer]], peer, tag) for peer in self._sources if received[peer]]
         works += [self._send([leaving[peer]], peer, tag) for peer in self._targets if sent[peer]]
-        arriving[self.rank].copy_(leaving[self.rank])
+        if received[self.rank]:
+            arriving[self.rank].copy_(leaving[self.rank])
         return works
+
+    def gather_rows(self, rows: Tensor, own: Tensor, tag: int) -> Iterator[PendingTransfer]:
+        """rows[r] = own of rank r, in ceil(log2(W)) messages of each rank: for small rows.  rows: (W, n), own: (n,).
+
+        After Bruck et al., Efficient Algorithms for All-to-All Communications (1997), section 4.
+        """
+        # Row i is that of the i-th rank from this one on. As in `broadcast` a rank sends on what it has received.
+        ahead = torch.empty_like(rows)
+        ahead[0].copy_(own)
+        count = 1
+        while count < self.world_size:
+            end = min(2 * count, self.world_size)
+            arriving = self._recv([ahead[count:end]], (self.rank + count) % self.world_size, tag)
+            yield self._send([ahead[: end - count]], (self.rank - count) % self.world_size, tag)
+            yield arriving
+            count = end
+        rows.copy_(ahead.roll(self.rank, 0))
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> PendingTransfer:
         """Sends to one peer, which must `receive` it."""
@@ -200,6 +221,45 @@ class P2PTransport(Transport):
             if place + reach < self.world_size:
                 children.append(self._send([tensor], (self.rank + reach) % self.world_size, tag))
         yield from children
+
+
+def _runs(rows: Tensor, counts: Sequence[int]) -> dict[int, Tensor]:
+    """Rank -> its rows, of ranks with any."""
+    ends = accumulate(counts)
+    return {rank: rows[end - count : end] for rank, (count, end) in enumerate(zip(counts, ends, strict=True)) if count}
+
+
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+def gather_pickles(obj: object, gather: Callable[[Tensor, str], Tensor]) -> list[Any]:
+    """The `obj` of every rank, by rank. (all ranks of the group)
+
+    Args:
+        gather: `gather(own, what)` returns the (n,) tensors of all ranks as (W, n).
+    """
+    # The sizes first, then the pickles, padded to the largest of them. None has no pickle, so that ranks that agree on
+    # the absence of errors need only the first.
+    payload = _NOTHING if obj is None else torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+    sizes: list[int] = gather(torch.tensor([payload.numel()]), ", sizes").view(-1).tolist()
+    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    padded[: payload.numel()] = payload
+    rows = gather(padded, "").numpy()
+    parts = (rows[rank, :size].tobytes() for rank, size in enumerate(sizes))
+    return [pickle.loads(part) if part else None for part in parts]
+
+
+def gather_at_first(obj: object, control: dist.ProcessGroup) -> list[Any]:
+    """As `gather_pickles`, over a gloo group that nothing else uses yet."""
+    transport = P2PTransport(control)
+
+    def gather(own: Tensor, what: str) -> Tensor:
+        rows = own.new_empty(transport.world_size, own.numel())
+        for work in transport.gather_rows(rows, own, _FIRST_GATHERS_TAG) if own.numel() else ():
+            work.wait()
+        return rows
+
+    return gather_pickles(obj, gather)
 
 
 class NativeTransport(Transport):
