@@ -52,7 +52,16 @@ class Size(_Type):
 
 
 _GROUPS = {
-    "The work": ("precision", "batch", "sequence", "accumulation", "checkpointing", "optimizer", "residual_masters"),
+    "The work": (
+        "precision",
+        "batch",
+        "sequence",
+        "accumulation",
+        "checkpointing",
+        "optimizer",
+        "residual_masters",
+        "peer_checkpoints",
+    ),
     "Ranks and meshes": ("ranks", "ranks_per_machine", "pp", "sp", "tp", "ep", "meshes"),
     "What there is": ("device_memory", "host_memory", "disk", "cpu"),
     "Output": ("as_json", "html_path", "plot"),
@@ -81,6 +90,7 @@ _GROUPS = {
     help="Decides the optimizer states.",
 )
 @_option("--residual_masters", is_flag=True, help='As data_types.master_weights "residual": 2 bytes instead of 4.')
+@_option("--peer_checkpoints", is_flag=True, help="With states in memory for lost ranks (checkpoint.peer).")
 @_option(
     "--device_memory",
     type=Size(),

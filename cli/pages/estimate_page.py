@@ -112,6 +112,7 @@ def _rest(workload: Workload, capacity: Capacity) -> str:
     words += [f" --accumulation {workload.accumulation}"] if workload.accumulation > 1 else []
     words += [f" --ranks_per_machine {workload.ranks_per_machine}"] if workload.ranks_per_machine else []
     words += [" --residual_masters"] if workload.residual_masters else []
+    words += [" --peer_checkpoints"] if workload.peer_checkpoints else []
     words += [" --cpu"] if capacity.on_cpu else []
     sizes = {"device_memory": capacity.device, "host_memory": capacity.host, "disk": capacity.disk}
     words += [

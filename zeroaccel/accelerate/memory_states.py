@@ -18,8 +18,10 @@ from zeroaccel.accelerate.peer_copies import PeerCopies, Sizes, step_of
 from zeroaccel.accelerate.project import ProjectConfiguration, prune_states, saved_states
 from zeroaccel.comm.agree import from_rank_0
 from zeroaccel.comm.collectives import Collectives
+from zeroaccel.config.schema import PeerStates
 from zeroaccel.errors import CheckpointError
 from zeroaccel.logs import logger
+from zeroaccel.offload.page_locked import free_nbytes
 
 MOST_COST = 0.02
 """Of the time of training, what all states in memory together take where their interval is measured."""
@@ -35,7 +37,7 @@ class MemoryStates:
 
     Args:
         folder: of this machine's launcher, in memory.
-        interval: steps between two states; None measures it, so that states take at most `MOST_COST` of the time.
+        settings: interval and memory; an interval is measured so that states take at most `MOST_COST` of the time.
         save: `save(folder, step)` writes a complete state.
 
     Attributes:
@@ -44,12 +46,13 @@ class MemoryStates:
     """
 
     def __init__(
-        self, folder: Path, interval: int | None, save: Callable[[Path, int], object], collectives: Collectives
+        self, folder: Path, settings: PeerStates, save: Callable[[Path, int], object], collectives: Collectives
     ) -> None:
         self._project = ProjectConfiguration(str(folder), total_limit=1)
         self._folder = folder / "checkpoints"
-        self._is_measured = interval is None
-        self.interval = _FIRST_INTERVAL if interval is None else interval
+        self._is_measured = settings.interval == "auto"
+        self.interval = _FIRST_INTERVAL if settings.interval == "auto" else int(settings.interval)
+        self._limit = settings.memory
         self._save = save
         self._collectives = collectives
         self._peers = PeerCopies(collectives, folder)
@@ -59,6 +62,19 @@ class MemoryStates:
         self._start = self._spent = 0.0  # time at the first step, and seconds of all states since
         self._is_on = True
         self._found: tuple[str, list[Sizes]] | None = None
+
+    def reserve(self, own_nbytes: int) -> None:
+        """Sees to it that the machines have room; where one has not, a warning says so, and none saves.
+
+        Args:
+            own_nbytes: of a state, what this rank saves.
+        """
+        earlier = sum(path.stat().st_size for path in self._folder.rglob("*") if path.is_file())
+        free = earlier + min(shutil.disk_usage(self._folder.parent).free, free_nbytes())
+        short = self._peers.short_of_room(own_nbytes, free, self._limit)
+        self._is_on = not short
+        if short:
+            logger.warning("no states in memory: %s; training goes on without", short)
 
     def newest(self) -> int | None:
         """The step of the newest complete state."""

@@ -13,11 +13,12 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from zeroaccel.comm.agree import agreed
+from zeroaccel.comm.agree import agreed, from_rank
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.errors import CheckpointError
 
@@ -62,6 +63,35 @@ class PeerCopies:
         self.num_machines = len(self._nodes)
         self.is_first = any(collectives.rank == ranks[0] for ranks in self._nodes)
 
+    def short_of_room(self, own_nbytes: int, free: int, limit: int | None) -> str:
+        """Which machine has too little room for states, in words; "" if each has enough.
+
+        A machine holds files of its ranks and of another machine's, twice while it saves; after a loss the whole state.
+
+        Args:
+            own_nbytes: of a state, what this rank saves.
+            free: bytes of this machine's memory.
+            limit: how many of them states may take, where the config says so.
+        """
+        room = free if limit is None else min(free, limit)
+        found = self._collectives.gather_objects((own_nbytes, room, room < free), "states in memory: room")
+        sizes = [sum(found[rank][0] for rank in ranks) for ranks in self._nodes]
+        for machine, ranks in enumerate(self._nodes):
+            copies = sizes[machine - 1] if self.num_machines > 1 else 0
+            needed = max(2 * (sizes[machine] + copies), sum(sizes))
+            _, room, is_limited = min((found[rank] for rank in ranks), key=lambda one: one[1])
+            if room < needed:
+                where = f"the machine of {self._collectives.named(ranks)}"
+                what = f"two states of {_megabytes(sizes[machine])} of its ranks"
+                what += f" and {_megabytes(copies)} of another machine's" if copies else ""
+                has = (
+                    f"may take {_megabytes(room)} by checkpoint.peer.memory"
+                    if is_limited
+                    else f"has {_megabytes(room)} free"
+                )
+                return f"{where} needs {_megabytes(needed)} for {what}, and {has}"
+        return ""
+
     def spread(self, written: Path, state: Path) -> None:
         """Copies what the ranks of each machine have written, and makes a state of it.
 
@@ -88,11 +118,17 @@ class PeerCopies:
             states: those of which this machine has files.
         """
         own = {path.name: _sizes(path) for path in states} if self.is_first else {}
-        found = self._collectives.gather_objects((own, _lists(states) if self.is_first else {}), "states in memory")
-        lists = {name: whole for _, ones in found for name, whole in ones.items()}
-        for name in sorted(lists, key=step_of, reverse=True):
+        lists = _lists(states) if self.is_first else {}
+        found = self._collectives.gather_objects((own, list(lists)), "states in memory")
+        with_list = {name: rank for rank, (_, names) in reversed(list(enumerate(found))) for name in names}
+        for name in sorted(with_list, key=step_of, reverse=True):
             machines = [found[ranks[0]][0].get(name, {}) for ranks in self._nodes]
-            if all(any(one.get(file) == nbytes for one in machines) for file, nbytes in lists[name].items()):
+            there = {file for one in machines for file in one.items()}
+            # All have the same list, which is long on many ranks: one sends it.
+            whole = from_rank(
+                self._collectives, with_list[name], partial(lists.__getitem__, name), "states in memory: list"
+            )
+            if there.issuperset(whole.items()):
                 return name, machines
         return None
 
@@ -115,13 +151,16 @@ class PeerCopies:
 
     def _send(self, folder: Path, moves: Sequence[tuple[int, int, str]], sizes: Sizes) -> None:
         """Copies files between the folders of machines: (from, to, name), the same on all ranks; and `sizes` to all."""
-        pieces: dict[tuple[int, int], list[_Piece]] = {}
+        counts: dict[tuple[int, int], int] = {}
+        pieces: dict[tuple[int, int], list[_Piece]] = {}  # this rank's
         for number, (source, target, name) in enumerate(moves):
             pair = (self._rank_at(source, number), self._rank_at(target, number))
-            pieces.setdefault(pair, []).extend(_pieces(name, sizes[name]))
+            counts[pair] = counts.get(pair, 0) - (-sizes[name] // _CHUNK_NBYTES)
+            if self._collectives.rank in pair:
+                pieces.setdefault(pair, []).extend(_pieces(name, sizes[name]))
         error: CheckpointError | None = None
-        for turn in range(max(map(len, pieces.values()), default=0)):
-            now = {pair: parts[turn] for pair, parts in sorted(pieces.items()) if turn < len(parts)}
+        for turn in range(max(counts.values(), default=0)):
+            now = {pair: parts[turn] for pair, parts in pieces.items() if turn < len(parts)}
             try:
                 self._exchange(folder, now)
             except OSError as failure:
@@ -137,7 +176,7 @@ class PeerCopies:
         return ranks[number % len(ranks)]
 
     def _exchange(self, folder: Path, pieces: Mapping[tuple[int, int], _Piece]) -> None:
-        """One exchange of at most a piece per pair of ranks. Raises OSError only after it."""
+        """One exchange of at most a piece per pair of ranks; of this rank's. Raises OSError only after it."""
         ranks, own = range(self._collectives.world_size), self._collectives.rank
         sent = [pieces[own, rank].nbytes if (own, rank) in pieces else 0 for rank in ranks]
         received = [pieces[rank, own].nbytes if (rank, own) in pieces else 0 for rank in ranks]
@@ -170,6 +209,10 @@ def _as_checkpoint_error(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot be written ({error.strerror})") from error
+
+
+def _megabytes(nbytes: int) -> str:
+    return f"{nbytes / 1e6:,.2f} MB"
 
 
 def _pieces(name: str, nbytes: int) -> Iterator[_Piece]:

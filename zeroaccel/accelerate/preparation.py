@@ -42,7 +42,7 @@ from zeroaccel.zero.from_config import LoopRules
 _OPTIMIZER, _SCHEDULER = "optimizer", "scheduler"
 # `accelerator.backward` divides the loss by the accumulation steps; a bare `loss.backward()` is not divided, as in a
 # plain PyTorch loop. The training loop knows the boundary.
-_LOOP = LoopRules(casts_inputs=True, divides_direct=False, counts_micro_steps=False)
+_LOOP = LoopRules(casts_inputs=True, divides_direct=False, counts_micro_steps=False, resumes=True)
 
 
 @dataclass

@@ -33,9 +33,9 @@ class ProjectConfiguration:
         iteration: number of the next one; set by `load_state` to follow the state that was loaded.
         save_on_preemption: when a rank receives SIGTERM or SIGUSR1, save a numbered state between two batches and end
             with exit code 85. Needs `automatic_checkpoint_naming`.
-        memory_interval: also save a state every so many steps in the memory of the machine, from which a run resumes
+        memory_interval: also save a state every so many steps in the memory of the machines, from which a run resumes
             that `zeroaccel launch --max_restarts N` starts again; "auto" measures an interval at which this takes at
-            most 2 % of the time. On one machine.
+            most 2 % of the time. The same as `checkpoint.peer.interval` of a config.
         save_on_each_node: refused if set: all ranks write into one folder, which they must share.
 
     Example:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import weakref
 from collections import OrderedDict
@@ -41,13 +42,15 @@ from zeroaccel.accelerate.project import (
 from zeroaccel.accelerate.training_loop import TrainingLoop
 from zeroaccel.checkpoint.atomic_write import remove_abandoned, write_durably
 from zeroaccel.checkpoint.plain_codec import decode, encode, random_state, restore_random_state
+from zeroaccel.checkpoint.save_plan import saved_nbytes
 from zeroaccel.comm.agree import agreed, from_rank_0
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.environment import launcher_memory
 from zeroaccel.config.bounds import parse_plain_json, read_at_most
+from zeroaccel.config.schema import PeerStates
 from zeroaccel.data import PreparedLoader
-from zeroaccel.errors import CheckpointError, Preempted, UsageError
-from zeroaccel.logs import log_always, logger
+from zeroaccel.errors import CheckpointError, ConfigError, Preempted, UsageError
+from zeroaccel.logs import log_always, log_once, logger
 from zeroaccel.zero.access.safetensors_file import parse_header
 from zeroaccel.zero.engine_base import EngineBase
 
@@ -116,22 +119,57 @@ class RunSaving:
         self._load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
         self._watched: weakref.WeakSet[EngineBase] = weakref.WeakSet()
         self._is_preempted = False
-        self._memory = self._memory_states()
+        self._memory: MemoryStates | None = None
 
-    def _memory_states(self) -> MemoryStates | None:
+    def _reserve_memory(self) -> None:
+        """Begins with states in memory where config or project ask for them, and sees to it that there is room."""
+        settings = self._peer_states()
+        if settings is None or not settings.enabled:
+            return
+        if self._memory is None:
+            self._memory = self._memory_states(settings)
+        if self._memory is None:
+            return
+        nbytes = 0
+        with agreed(self._collectives, "states in memory: size"):
+            nbytes = sum(saved_nbytes(engine.checkpointer.state()) for engine in self._watched)
+        self._memory.reserve(nbytes)
+
+    def _peer_states(self) -> PeerStates | None:
+        """What says how states are saved in memory: `checkpoint.peer` of the configs, or the project."""
+        found: PeerStates | None = None
+        for item in self._state.prepared:
+            section = item.config.checkpoint.peer if item.optimizer is not None else None
+            found = found or section
+            if section is not None and section != found:
+                raise ConfigError(
+                    item.config.where("checkpoint.peer"),
+                    expected=f"{found}, as of the model prepared before: a state has all models",
+                    got=section,
+                )
         interval = self.project.memory_interval
-        if interval is None:
-            return None
+        if interval is None or found is None:
+            return found if interval is None else PeerStates(interval=interval)
+        if not found.enabled or found.interval != interval:
+            raise ConfigError(
+                "ProjectConfiguration.memory_interval",
+                expected=f"{found.interval if found.enabled else None}, as checkpoint.peer of the config says",
+                got=interval,
+                fix="keep one of the two",
+            )
+        return found
+
+    def _memory_states(self, settings: PeerStates) -> MemoryStates | None:
         folder = launcher_memory()
         have = self._collectives.gather_objects(folder is not None, "states in memory")
         if folder is None or not all(have):
             without = [rank for rank, has in enumerate(have) if not has]
             who = self._collectives.named(without) if any(have) else "this job"
             why, fix = f"no launcher keeps memory for {who}", "start it with `zeroaccel launch --max_restarts N`"
-            logger.warning("ProjectConfiguration.memory_interval has no effect: %s; %s", why, fix)
+            asked = "ProjectConfiguration.memory_interval" if self.project.memory_interval else "checkpoint.peer"
+            log_once(logging.WARNING, f"{asked} has no effect: {why}; {fix}")
             return None
-        steps = None if interval == "auto" else interval
-        return MemoryStates(folder, steps, self._save_completely, self._collectives)
+        return MemoryStates(folder, settings, self._save_completely, self._collectives)
 
     def register(self, obj: Any) -> None:
         missing = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(obj, name, None))]
@@ -175,14 +213,14 @@ class RunSaving:
 
     def save_between_batches(self, gradients: GradientState, loop: TrainingLoop) -> None:
         """Has loaders save the run at their next batch where it is time: after a preemption, and in memory."""
-        if not self.project.save_on_preemption and self._memory is None:
-            return
-        gradients.at_next_batch = lambda: self._save_between_batches(loop.step)
         for item in self._state.prepared:
             if item.optimizer is not None and item.engine not in self._watched:
                 self._watched.add(item.engine)
                 if self.project.save_on_preemption:
                     item.engine.when_preempted(self._note_preemption)
+        self._reserve_memory()
+        if self.project.save_on_preemption or self._memory is not None:
+            gradients.at_next_batch = lambda: self._save_between_batches(loop.step)
 
     def _note_preemption(self) -> None:
         self._is_preempted = True

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal
 
 from zeroaccel.config import Fact, Facts, load_config
 from zeroaccel.config.auto_values import after, shown
@@ -75,6 +75,8 @@ class ZeroPlugin:
             by commas; mixtures of experts are found without being named.
         enable_msamp, msamp_opt_level: refused; 8-bit training is not available.
         train_micro_batch_size_per_gpu: samples per rank and micro-step, where no loader is prepared. [the loader's]
+        peer_checkpoints: `checkpoint.peer.interval`, steps between two states in the memory of the machines, from which
+            a run resumes that has lost a rank; "auto" measures an interval. False is off. [off]
 
     Attributes:
         deepspeed_config: the config as a plain dict, which may be changed until `prepare`; "auto" stays in it.
@@ -110,6 +112,7 @@ class ZeroPlugin:
         msamp_opt_level: str | None = None,
         *,
         train_micro_batch_size_per_gpu: int | None = None,
+        peer_checkpoints: int | Literal["auto", False] | None = None,
     ) -> None:
         if enable_msamp or msamp_opt_level is not None:
             raise ConfigError(
@@ -131,6 +134,7 @@ class ZeroPlugin:
         self._read(hf_ds_config, settings, sources)
         self._original = {dotted(path): _at(self.deepspeed_config, path) for path in key_paths(self.deepspeed_config)}
         self._leaf_classes(transformer_moe_cls_names, settings, sources)
+        self._peer_states(peer_checkpoints)
         # Validated now, so that a mistake raises where the plugin is made; resolved only by `prepare`.
         load_config(self.deepspeed_config, sources=self.sources())
         self._zero3_init = bool(zero3_init_flag if zero3_init_flag is not None else settings.zero3_init_flag)
@@ -366,6 +370,23 @@ class ZeroPlugin:
                 fix="keep one of the two",
             )
         self.prescribe(place, names, source)
+
+    def _peer_states(self, interval: int | Literal["auto", False] | None) -> None:
+        if interval is None:
+            return
+        place, source = "checkpoint.peer", f"ZeroPlugin(peer_checkpoints={interval!r})"
+        section = self.get_value(place)
+        configured = section if not isinstance(section, Mapping) else section.get("interval", "auto")
+        if isinstance(section, Mapping) and not section.get("enabled", True):
+            configured = False
+        if section is None:
+            key, value = ("enabled", False) if interval is False else ("interval", interval)
+            self.prescribe(f"{place}.{key}", value, source)
+        elif configured != interval:
+            where = self._places.get(f"{place}.interval", self._places.get(place, self._name))
+            raise ConfigError(
+                f"{where}: {place}: {configured!r} here, but {interval!r} from {source}", fix="keep one of the two"
+            )
 
     def _known(self, name: str, default: Any) -> Any:
         """The value of an argument as far as config, arguments and launcher say."""

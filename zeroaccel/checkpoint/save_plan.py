@@ -12,12 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from zeroaccel.checkpoint.manifest import ParameterRecord
 from zeroaccel.checkpoint.plain_codec import encode
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.errors import CheckpointError
+from zeroaccel.optim.optimizer_copy import element_states
 from zeroaccel.zero.access.safetensors_file import dtype_name
 from zeroaccel.zero.layout import FlatRange, Slot, whole_of
 from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit
@@ -239,6 +241,26 @@ class SavePlan:
                 got=name,
             )
         return f"state/{name}/{fqn}"
+
+
+_TRIED_SIZE = 8  # of each dim of the tensor whose states stand for those of a larger one
+
+
+def saved_nbytes(holdings: EngineState) -> int:
+    """Bytes of weights, masters and states per element that this rank saves, also while there are no states yet."""
+    sizes: dict[tuple[int, tuple[int, ...]], int] = {}
+    total = 0
+    for buffer in filter(holdings.saves, holdings.buffers()):
+        total += buffer.own.numel * (torch.float32 if buffer.trainable else buffer.dtype).itemsize
+        if holdings.optimizer is None or not buffer.trainable:
+            continue
+        for piece in buffer.masters.pieces:
+            kind = piece.group, tuple(min(size, _TRIED_SIZE) for size in piece.shape)
+            if kind not in sizes:
+                states = element_states(holdings.optimizer.optimizer, *kind)
+                sizes[kind] = sum(dtype.itemsize for dtype in states.values())
+            total += (piece.range & buffer.own).numel * sizes[kind]
+    return total
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -40,6 +40,7 @@ from zeroaccel.config.schema_sections import (
 )
 from zeroaccel.config.schema_zero import Aio, ZeroOptimization
 from zeroaccel.config.section import (
+    AUTO,
     AlsoSpelled,
     Arguments,
     ConfigSection,
@@ -54,6 +55,7 @@ from zeroaccel.config.section import (
     PositiveNumber,
     UnreadSection,
     lowered,
+    wrong,
 )
 
 _OPTIMIZER_PARAMS = (
@@ -109,6 +111,23 @@ class CheckpointWriter(UnreadSection):
     unread = "type io_buffer_size io_buffer_double show_statistics data_parallel decoupled io_multiplier"
 
 
+def _interval(value: object) -> object:
+    if value == AUTO or (not isinstance(value, bool) and isinstance(value, int) and value > 0):
+        return value
+    raise wrong('"auto" or a number of steps')
+
+
+class PeerStates(ConfigSection):
+    """States in the memory of the machines, from which a run resumes that has lost a rank."""
+
+    enabled: Flag = True
+    """Save them."""
+    interval: Annotated[Literal["auto"] | int, BeforeValidator(_interval)] = "auto"
+    """Steps between two states; "auto" measures an interval at which they take at most 2 % of the time."""
+    memory: PositiveCount | None = None
+    """Bytes of a machine's memory that states may take; absent, what is free."""
+
+
 TagValidation = Annotated[Literal["ignore", "warn", "fail"], BeforeValidator(lowered)]
 
 
@@ -141,6 +160,8 @@ class Checkpoint(ConfigSection):
     """Leave out the values of frozen parameters; absent, those of an adapters' base that has a name."""
     save_on_preemption: PathText | None = None
     """Folder for a checkpoint when a rank receives SIGTERM or SIGUSR1; the process then ends with exit code 85."""
+    peer: PeerStates | None = None
+    """States in the memory of the machines, which an `Accelerator` saves and resumes from."""
 
 
 def _steps_per_print(value: object) -> object:

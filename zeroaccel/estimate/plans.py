@@ -221,7 +221,17 @@ def _with_offload(
                 device = replace(device, optimizer=device.optimizer + shards)
             elif optimizer == "cpu":
                 host = replace(host, optimizer=host.optimizer - in_memory)
+    if workload.peer_checkpoints:
+        host = replace(host, saved=_saved_in_memory(sum(step.trained), workload, stage))
     return Estimate(stage, optimizer, param, step.numel, device, host, disk, step.when)
+
+
+def _saved_in_memory(trained: int, workload: Workload, stage: int) -> int:
+    """A rank's share of its machine's states in memory: two during a save, and on resuming all of the job's."""
+    of_rank = 4 * (1 + workload.states_per_element) * trained // (1 if stage else workload.shard_ranks)
+    if workload.local_ranks == workload.ranks:
+        return 2 * of_rank
+    return max(4 * of_rank, of_rank * workload.ranks // workload.local_ranks)
 
 
 def _in_host_memory(shards: Sequence[tuple[int, int]]) -> int:

@@ -35,6 +35,7 @@ class Workload:
         accumulation: micro-steps per optimizer step.
         checkpointing: recompute each block in backward instead of keeping its activations.
         optimizer: which states are kept.
+        peer_checkpoints: states are saved in the memory of the machines (`checkpoint.peer`).
         residual_masters: masters of bf16 weights are kept as residuals (`data_types.master_weights`).
         pp, sp, tp: ranks along these axes of the mesh, see `ParallelConfig`; the others see different samples.
         ep: of these others and `sp`, how many divide the experts of each layer.
@@ -57,6 +58,7 @@ class Workload:
     checkpointing: bool = False
     optimizer: OptimizerName = "adam"
     residual_masters: bool = False
+    peer_checkpoints: bool = False
     pp: int = 1
     sp: int = 1
     tp: int = 1
@@ -154,16 +156,18 @@ class MemoryByKind:
         optimizer: fp32 masters and optimizer states.
         gradients: in flight, and accumulated.
         activations: the rest: tensors for backward, temporaries, the model's buffers.
+        saved: states that are saved in memory: two of a rank and, with several machines, of another machine's.
     """
 
     params: int = 0
     optimizer: int = 0
     gradients: int = 0
     activations: int = 0
+    saved: int = 0
 
     @property
     def total(self) -> int:
-        return self.params + self.optimizer + self.gradients + self.activations
+        return self.params + self.optimizer + self.gradients + self.activations + self.saved
 
 
 @dataclass(frozen=True)

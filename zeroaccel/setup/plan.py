@@ -239,6 +239,12 @@ def _config(job: JobSpec, ranks: JobRanks) -> Config:
         training=job.facts.training or job.optimizer is not None,
     )
     config = load_config(job.document, sources=job.sources or None, facts=facts, unknown_keys=job.unknown_keys)
+    peer = config.checkpoint.peer
+    if peer is not None and peer.enabled and not job.loop.resumes:
+        raise ConfigError(
+            f"{config.where('checkpoint.peer')}: a loop around an engine resumes from its own checkpoints only",
+            fix="remove the section, or train with zeroaccel.Accelerator",
+        )
     if config.log_level is not None:
         set_log_level(config.log_level)
         for note in config.notes:

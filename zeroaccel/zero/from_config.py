@@ -54,6 +54,8 @@ class LoopRules:
             otherwise it raises EngineStateError.
         saves_within_accumulation: `save_checkpoint` inside an accumulation omits the gradients so far, with a warning;
             otherwise it raises EngineStateError.
+        resumes: the loop saves states in the memory of the machines and resumes from them; otherwise `checkpoint.peer`
+            of the config is an error.
     """
 
     casts_inputs: bool = False
@@ -61,6 +63,7 @@ class LoopRules:
     counts_micro_steps: bool = True
     empty_when_sharded: bool = False
     saves_within_accumulation: bool = False
+    resumes: bool = False
 
 
 @dataclass(frozen=True)

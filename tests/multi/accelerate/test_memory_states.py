@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging.handlers
 import os
+import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,10 @@ from torch.utils.data import DataLoader
 from tests.conftest import Ranks
 from zeroaccel import Accelerator, ProjectConfiguration, ZeroPlugin, set_seed
 from zeroaccel.accelerate.memory_states import interval_of
+from zeroaccel.checkpoint.save_plan import saved_nbytes
 from zeroaccel.errors import ConfigError
+from zeroaccel.logs import logger
+from zeroaccel.ops.tensorwise import Lamb
 
 VARIABLE = "ZEROACCEL_MEMORY_FOLDER"
 STEPS = 16
@@ -38,6 +44,7 @@ def life(
     before: Callable[[Path], object] | None = None,
     resume: bool = True,
     machines: int = 1,
+    peer: dict[str, Any] | None = None,
 ) -> tuple[int, list[float], list[str]]:
     """Trains from the newest state to the end, or until it is lost; (first step, losses, states in memory)."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -45,9 +52,10 @@ def life(
     memory.mkdir(exist_ok=True)
     os.environ[VARIABLE] = str(memory)
     project = ProjectConfiguration(str(root), automatic_checkpoint_naming=True, memory_interval=interval)  # type: ignore[arg-type]
-    accelerator = Accelerator(
-        cpu=True, zero_plugin=ZeroPlugin(zero_stage=stage, offload_optimizer_device=offload), project_config=project
-    )
+    plugin = ZeroPlugin(zero_stage=stage, offload_optimizer_device=offload)
+    if peer is not None:
+        plugin.deepspeed_config["checkpoint"] = {"peer": peer}
+    accelerator = Accelerator(cpu=True, zero_plugin=plugin, project_config=project)
     set_seed(1)
     model = nn.Sequential(nn.Linear(4, 9), nn.Dropout(0.3), nn.Linear(9, 1))
     loader = DataLoader(torch.randn(64, 4, generator=torch.Generator().manual_seed(0)), batch_size=4, shuffle=True)
@@ -94,6 +102,62 @@ def test_a_run_that_starts_again_has_the_same_bits(ranks: Ranks, tmp_path: Path,
         assert (first[rank][0], first[rank][1], first[rank][2]) == (0, losses[:8], ["checkpoint_6"])
         assert (second[rank][0], second[rank][1], second[rank][2]) == (6, losses[6:13], ["checkpoint_12"])
         assert (third[rank][0], third[rank][1]) == (12, losses[12:])
+
+
+def test_the_config_says_how_often_and_how_much(ranks: Ranks, tmp_path: Path) -> None:
+    first = ranks(2).run(life, tmp_path, interval=None, peer={"interval": 4}, lost_at=7)
+    assert first[0][2] == ["checkpoint_4"]
+    rest = ranks(2).run(life, tmp_path, interval=None, peer={"interval": 100}, lost_at=8)
+    assert [facts[0] for facts in rest] == [4, 4]
+    shutil.rmtree(tmp_path / "memory")
+    for peer in ({"interval": 4, "memory": 1000}, {"interval": 4, "enabled": False}):
+        assert ranks(2).run(life, tmp_path, interval=None, peer=peer, lost_at=7)[0][2] == []
+
+
+def rooms(stage: int, optimizer: str, folder: Path) -> tuple[int, int]:
+    """What a rank expects to save, and what it saves."""
+    accelerator = Accelerator(cpu=True, zero_plugin=ZeroPlugin(zero_stage=stage))
+    model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64, bias=False))
+    model[1].requires_grad_(False)
+    model[1].bfloat16()
+    classes: dict[str, Any] = {"adamw": partial(torch.optim.AdamW, amsgrad=True), "sgd": torch.optim.SGD, "lamb": Lamb}
+    engine, optimizer_ = accelerator.prepare(model, classes[optimizer](model[0].parameters(), lr=0.1))
+    expected = saved_nbytes(engine.checkpointer.state())
+    accelerator.backward(engine(torch.ones(2, 64)).float().square().mean())
+    optimizer_.step()
+    engine.save_checkpoint(folder, tag="one")
+    accelerator.wait_for_everyone()
+    (file,) = (folder / "one").glob(f"rank{accelerator.process_index:05}*.safetensors")
+    accelerator.free_memory()
+    return expected, file.stat().st_size
+
+
+@pytest.mark.parametrize(("stage", "optimizer"), [(0, "sgd"), (1, "adamw"), (3, "lamb")])
+def test_the_room_is_known_before_the_first_step(ranks: Ranks, tmp_path: Path, stage: int, optimizer: str) -> None:
+    for expected, saved in ranks(2).run(rooms, stage, optimizer, tmp_path):
+        assert 0 <= saved - expected < 6000, "the file has a header and small tensors beside what was expected"
+
+
+def without_room(root: Path) -> list[str]:
+    """The warnings of a run whose second machine has too little memory."""
+    handler = logging.handlers.BufferingHandler(1000)
+    logger.addHandler(handler)
+    rank = int(os.environ["RANK"])
+    try:
+        life(root, interval=None, peer={"interval": 3, "memory": 10**9 if rank < 2 else 2000}, lost_at=4, machines=2)
+    finally:
+        logger.removeHandler(handler)
+    return [record.getMessage() for record in handler.buffer if "no states" in record.getMessage()]
+
+
+def test_a_machine_without_room_is_named(ranks: Ranks, tmp_path: Path) -> None:
+    (message,) = ranks(4).run(without_room, tmp_path)[0]
+    assert re.fullmatch(
+        r"no states in memory: the machine of ranks 2-3 needs [.\d]+ MB for two states of [.\d]+ MB of its ranks and "
+        r"[.\d]+ MB of another machine's, and may take [.\d]+ MB by checkpoint\.peer\.memory; training goes on without",
+        message,
+    )
+    assert not list(tmp_path.glob("memory*/checkpoints/*"))
 
 
 def damage(memory: Path) -> None:

@@ -5,6 +5,7 @@ One process; what several ranks make of it is in tests/multi.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from tests.support.refusals import refused
-from zeroaccel import Accelerator, DummyOptim, DummyScheduler, ZeroPlugin
+from zeroaccel import Accelerator, DummyOptim, DummyScheduler, ProjectConfiguration, ZeroPlugin, initialize
 from zeroaccel.accelerate.preparation import batch_size_fact
 from zeroaccel.errors import ConfigError, UsageError
 
@@ -315,6 +316,54 @@ def test_two_meanings_are_reported_with_both_places(
     with refused(ConfigError, *parts.split("|")):
         accelerator = Accelerator(zero_plugin=ZeroPlugin(**plugin), **arguments)
         accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), _loader(4))
+
+
+@pytest.mark.parametrize(
+    ("peer", "argument", "interval", "message"),
+    [
+        (
+            {"interval": 4},
+            "auto",
+            None,
+            "config): checkpoint.peer: 4 here, but 'auto' from ZeroPlugin(peer_checkpoints='",
+        ),
+        ({"interval": 4}, False, None, "checkpoint.peer: 4 here, but False from"),
+        ({"enabled": False}, 4, None, "checkpoint.peer: False here, but 4 from"),
+        (
+            {},
+            None,
+            3,
+            "ProjectConfiguration.memory_interval: expected auto, as checkpoint.peer of the config says, got 3",
+        ),
+        (None, False, 3, "memory_interval: expected None, as checkpoint.peer of the config says, got 3"),
+        (None, 0, None, 'peer_checkpoints=0): checkpoint.peer.interval: expected "auto" or a number of steps, got 0'),
+        ({"interval": True}, None, None, 'checkpoint.peer.interval: expected "auto" or a number of steps, got True'),
+    ],
+)
+def test_states_in_memory_are_said_once(peer: Any, argument: Any, interval: int | None, message: str) -> None:
+    sections = {} if peer is None else {"checkpoint": {"peer": peer}}
+
+    def prepare() -> None:
+        plugin = ZeroPlugin({"train_micro_batch_size_per_gpu": 1, **sections}, peer_checkpoints=argument)
+        project = ProjectConfiguration("runs", memory_interval=interval)
+        model = _model()
+        Accelerator(zero_plugin=plugin, project_config=project, cpu=True).prepare(
+            model, torch.optim.SGD(model.parameters())
+        )
+
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        prepare()
+
+
+def test_an_engine_without_an_accelerator_refuses_states_in_memory() -> None:
+    model = _model()
+    config = {"train_micro_batch_size_per_gpu": 1, "checkpoint": {"peer": {"interval": 2}}}
+    with pytest.raises(
+        ConfigError, match=r"checkpoint\.peer: a loop around an engine resumes from its own checkpoints"
+    ):
+        initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), config=config)
+    config["checkpoint"]["peer"]["enabled"] = False  # type: ignore[index]
+    initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), config=config)[0].destroy()
 
 
 def test_what_is_said_twice_alike_is_no_contradiction() -> None:

@@ -50,6 +50,13 @@ def test_masters_as_residuals_take_2_bytes_and_a_bit() -> None:
         Workload(precision="fp16", residual_masters=True)
 
 
+def test_states_in_memory_are_two_of_each_rank_and_of_a_neighbour() -> None:
+    for stage, ranks, local, copies in ((0, 4, 4, 2), (1, 4, 2, 4), (1, 8, 1, 8)):  # on resuming, a machine has all
+        work = Workload(ranks=ranks, ranks_per_machine=local, sequence=8, peer_checkpoints=True)
+        (one,) = estimate(_Blocks, work, [(stage, "none", "none")])  # type: ignore[arg-type]
+        assert one.host.total == one.host.saved == pytest.approx(copies * 12 * one.numel / ranks, rel=0.05)
+
+
 def _of(rows: list[Estimate], *, stage: int, optimizer: str = "none", param: str = "none") -> Estimate:
     return next(
         one for one in rows if (one.stage, one.offload_optimizer, one.offload_param) == (stage, optimizer, param)
