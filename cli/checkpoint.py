@@ -28,7 +28,7 @@ from zeroaccel.checkpoint.reshard import reshard
 from zeroaccel.errors import CheckpointError, UsageError
 from zeroaccel.zero.access.safetensors_file import ITEMSIZE
 
-from .pages.frame import COLOURS, Table, check_page_path, escaped, figure, legend, page, write_page
+from .pages.frame import COLOURS, Table, bar, check_page_path, escaped, figure, legend, page, write_page
 
 _FOLDER = click.Path(path_type=Path)
 _TAG = click.option("-t", "--tag", help="One checkpoint of the folder.")
@@ -339,10 +339,7 @@ def _bars(facts: dict[str, Any], drawn: list[str]) -> str:
         for one in tensor["intervals"]:
             width = (one["stop"] - one["start"]) / numel * _WIDTH
             at, said = _LEFT + one["start"] / numel * _WIDTH, f"rank {one['rank']}: {one['start']} to {one['stop']}"
-            parts.append(
-                f'<rect x="{at:.1f}" y="{y}" width="{width:.1f}" height="{_BAR}" fill="{_colour(one["rank"])}">'
-                f"<title>{said}</title></rect>"
-            )
+            parts.append(bar(at, y, width, _BAR, _colour(one["rank"]), said))
     label = "Intervals of each parameter by rank; the table below has the numbers"
     return figure("".join(parts), _LEFT + _WIDTH + 10, 8 + len(drawn) * (_BAR + _GAP), label)
 

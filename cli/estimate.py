@@ -21,7 +21,7 @@ from zeroaccel.errors import ConfigError
 
 from .grouped_help import GroupedOptions
 from .pages.estimate_page import estimate_page, gb, positions, verdict
-from .pages.frame import check_page_path, write_page
+from .pages.frame import bar, check_page_path, write_page
 from .progress import ProgressLine, estimating
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def estimate(
       zeroaccel estimate 7b --ranks 8 --tp_size 2
       zeroaccel estimate my_models:build --cpu --ranks 2 --json
     """
-    _check_chart(plot)
+    check_page_path(plot, "--plot", _CHARTS)
     check_page_path(html_path)
     if meshes and (html_path or plot or max(workload[axis] for axis in ("pp", "sp", "tp", "ep")) > 1):
         raise click.UsageError("--meshes compares all meshes, in a table or as --json: leave out sizes, --html, --plot")
@@ -234,16 +234,6 @@ def _mesh_rows(what: Subject, requested: Workload, capacity: Capacity, line: Pro
         line.doing = f"estimating {what.name} on {one.mesh_name}"
 
     return mesh_table(what, requested, capacity, on_row=show)
-
-
-def _check_chart(plot: str | None) -> None:
-    if plot is None:
-        return
-    path = Path(plot)
-    if path.suffix not in _CHARTS:
-        raise ConfigError("--plot", expected="a file that ends in .html or .png", got=plot)
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"--plot {plot}: there is no folder {path.parent}", fix="make it, or name another")
 
 
 def _report(model: str, workload: Workload, capacity: Capacity, rows: list[PlanRow]) -> dict[str, Any]:
@@ -353,12 +343,11 @@ def draw(path: Path, title: str, rows: Sequence[PlanRow], capacity: Capacity) ->
     Raises:
         ConfigError: it cannot be written, or matplotlib is not installed.
     """
-    limit = capacity.device
+    if path.suffix != ".png":
+        write_page(path, _page(title, rows, capacity.device), "--plot")
+        return
     try:
-        if path.suffix == ".png":
-            _draw_png(path, title, rows, limit)
-        else:
-            path.write_text(_page(title, rows, limit), encoding="utf-8")
+        _draw_png(path, title, rows, capacity.device)
     except OSError as error:
         raise ConfigError(f"--plot {path}: {error.strerror}", fix="name another file") from None
 
@@ -395,10 +384,7 @@ def _bar(row: PlanRow, y: int, scale: float) -> list[str]:
     right = float(_LEFT)
     for name, colour in _COLOURS.items():
         nbytes = getattr(one.device, name)
-        parts.append(
-            f'<rect x="{right:.1f}" y="{y}" width="{nbytes * scale:.1f}" height="{_BAR}" fill="{colour}">'
-            f"<title>{name}: {nbytes:,} bytes</title></rect>"
-        )
+        parts.append(bar(right, y, nbytes * scale, _BAR, colour, f"{name}: {nbytes:,} bytes"))
         right += nbytes * scale
     total = f"{one.device.total / 1e9:.3g} GB" + (" (recommended)" if row.recommended else "")
     parts.append(f'<text x="{right + 6:.1f}" y="{y + 16}">{total}</text>')

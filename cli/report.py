@@ -23,6 +23,7 @@ from .pages.frame import (
     COLOURS,
     MOST_NBYTES,
     Table,
+    bar,
     check_page_path,
     escaped,
     figure,
@@ -265,10 +266,7 @@ def _bars(means: Mapping[str, Mapping[str, float]], colours: Mapping[str, str]) 
         for part, colour in colours.items():
             length = max(0.0, split.get(part, 0.0)) / longest * width
             said = f"{part}: {split.get(part, 0.0):.3f} ms"
-            parts.append(
-                f'<rect x="{at:.1f}" y="{y}" width="{length:.1f}" height="{tall}" fill="{colour}">'
-                f"<title>{said}</title></rect>"
-            )
+            parts.append(bar(at, y, length, tall, colour, said))
             at += length
         parts.append(f'<text x="{at + 6:.1f}" y="{y + 18}">{split["step"]:.2f} ms</text>')
     height = 12 + len(means) * (tall + 10)

@@ -89,7 +89,7 @@ def question_flags(command: Callable[..., None]) -> Callable[..., None]:
 
     wrapped: Callable[..., None] = with_typed
     options = [
-        *(click.option(one.flag, one.key, metavar=_metavar(one), help=_about(one)) for one in QUESTIONS),
+        *(click.option(one.flag, one.key, metavar=_metavar(one), help=one.words) for one in QUESTIONS),
         click.option("--answers", metavar="FILE", help="A YAML file of answers, by the names of the flags."),
         click.option("--set", "sets", metavar="KEY=VALUE", multiple=True, help="Any key of the file, as a.b=c."),
         click.option("--config_file", metavar="PATH", help="The file to write. [default: zeroaccel.yaml]"),
@@ -143,7 +143,7 @@ def _in_file(path: str | None) -> list[tuple[str, str, str]]:
     """(setting, text, place) of every answer in a file."""
     if path is None:
         return []
-    from zeroaccel.config.diagnostics import closest
+    from zeroaccel.config.diagnostics import hint
     from zeroaccel.config.launch.launch_file import text_of_file
     from zeroaccel.config.section import as_text
     from zeroaccel.config.yaml_text import parse_yaml
@@ -156,8 +156,7 @@ def _in_file(path: str | None) -> list[tuple[str, str, str]]:
     for key, value in parsed.value.items():
         place = parsed.places[(key,)]
         if key not in keys:
-            meant = closest(str(key), keys)
-            raise ConfigError(f"{place}: {key}: no such question", fix=f"did you mean {meant}?" if meant else "")
+            raise ConfigError(f"{place}: {key}: no such question", fix=hint(str(key), keys))
         text = ",".join(map(str, value)) if isinstance(value, list) else as_text(value)
         answers.append((key, text, f"{place}: {key}"))
     return answers
@@ -189,10 +188,6 @@ def _metavar(question: Question) -> str:
     if question.kind == "choice":
         return "|".join(str(choice.value) for choice in question.choices)
     return _METAVARS.get(question.kind, "TEXT")
-
-
-def _about(question: Question) -> str:
-    return question.words
 
 
 _GROUP_ENDS = {

@@ -8,10 +8,8 @@ go to stderr; a dry run prints the file to stdout.
 from __future__ import annotations
 
 import difflib
-import os
 import shlex
 import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 import click
 import yaml
 
+from zeroaccel.checkpoint.atomic_write import write_durably
+from zeroaccel.config.diagnostics import put
 from zeroaccel.config.launch.launch_file import LaunchConfig, blanks, parse_launch_file
 from zeroaccel.config.launch.launch_json import check_json
 from zeroaccel.config.launch.launch_settings import file_path
@@ -45,49 +45,29 @@ def changes(path: Path, text: str) -> str:
     return "\n".join(difflib.unified_diff(before, text.splitlines(), str(path), "new", lineterm="", n=2))
 
 
-def backup_of(path: Path) -> Path:
-    """Where the former text of a file is kept."""
-    return path.with_name(f"{path.name}.bak")
-
-
-def write_file(path: Path, text: str) -> Path | None:
-    """Writes a file, so that at any moment either the old or the new one is there.
-
-    Returns:
-        The copy of what was there, if something else was.
+def write_file(path: Path, text: str) -> None:
+    """Writes a file, so that at any moment the old or the new one is there, and says so; of an old one a copy stays.
 
     Raises:
         ConfigError: it cannot be written.
     """
+    copied = ""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
             raise ConfigError(f"{path} is a folder", fix="name a file")
-        backup = None
-        if path.is_file() and path.read_bytes() != text.encode():
-            backup = backup_of(path)
-            _replace(backup, path.read_bytes(), path.stat().st_mode)
-        _replace(path, text.encode(), path.stat().st_mode if path.is_file() else None)
+        before = path.read_bytes() if path.is_file() else None
+        mode = 0o666 if before is None else path.stat().st_mode & 0o777
+        if before is not None and before != text.encode():
+            backup = path.with_name(f"{path.name}.bak")
+            write_durably(backup, before, mode=mode)
+            copied = f" (what was there is in {backup})"
+        write_durably(path.resolve(), text.encode(), mode=mode)  # the file a link leads to, not the link
+        if before is not None:
+            path.chmod(mode)  # whatever the umask
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}", fix="--config_file PATH") from None
-    return backup
-
-
-def _replace(path: Path, content: bytes, mode: int | None) -> None:
-    target = path.resolve()  # the file a link leads to, not the link
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=target.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(name, 0o666 & ~umask if mode is None else mode & 0o777)
-        os.replace(name, target)
-    except BaseException:
-        os.unlink(name)
-        raise
+    log(f"written: {path}{copied}")
 
 
 _OF_A_MACHINE: Mapping[str, Any] = {"machine_rank": 0, "main_process_ip": "localhost"}
@@ -105,9 +85,9 @@ def render(answers: Mapping[str, Any], extras: Mapping[tuple[str, ...], Any] | N
     for question in QUESTIONS:
         value = answers.get(question.key, AUTO)
         if question.is_setting and value != AUTO and not (question.key in MESH_SIZES and value == 1):
-            _put(tree, file_path(question.key), answers[question.key])
+            put(tree, file_path(question.key), answers[question.key])
     for path, value in (extras or {}).items():
-        _put(tree, path, value)
+        put(tree, path, value)
     text: str = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
     return text
 
@@ -226,12 +206,6 @@ def _type(answers: Mapping[str, Any]) -> str:
     if answers.get("num_processes", 1) == 1:
         return "NO"
     return "MULTI_CPU" if answers.get("use_cpu") else "MULTI_GPU"
-
-
-def _put(tree: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
-    for part in path[:-1]:
-        tree = tree.setdefault(part, {})
-    tree[path[-1]] = value
 
 
 @dataclass(frozen=True)
@@ -368,8 +342,7 @@ def _finish(request: ConfigRequest, answers: Mapping[str, Any], text: str) -> No
         click.echo(text, nl=False)
         log(f"dry run: {request.path} is not written")
         return
-    backup = write_file(request.path, text)
-    log(f"written: {request.path}" + (f" (what was there is in {backup})" if backup else ""))
+    write_file(request.path, text)
     for line in start_lines(answers, launch_line(request.path, Path.cwd())):
         log(f"start:   {line}")
     log(f"again:   {command_line(answers, request.extras, request.path)}")

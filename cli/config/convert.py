@@ -19,7 +19,7 @@ import yaml
 from pydantic import ValidationError
 
 from zeroaccel.config.bounds import parse_plain_json
-from zeroaccel.config.diagnostics import NOTHING, KeyPath, Provenance, closest, dotted, report
+from zeroaccel.config.diagnostics import NOTHING, KeyPath, Provenance, dotted, hint, report
 from zeroaccel.config.document import read_document
 from zeroaccel.config.launch.launch_file import MOVED, text_of_file
 from zeroaccel.config.launch.launch_foreign import settle_foreign_keys
@@ -68,8 +68,7 @@ def convert(file: str, output: str | None, drop_unknown: bool) -> None:
     if output is None:
         click.echo(result, nl=False)
         return
-    backup = write_file(Path(output), result)
-    log(f"written: {output}" + (f" (what was there is in {backup})" if backup else ""))
+    write_file(Path(output), result)
 
 
 def convert_json(file: str, *, drop_unknown: bool = False) -> tuple[dict[str, Any], list[str]]:
@@ -150,8 +149,7 @@ def convert_launch(text: str, name: str) -> tuple[dict[str, Any], list[str]]:
     if tree.get("rdzv_backend") == "static" and tree.get("num_machines", 1) == 1:
         del tree["rdzv_backend"]  # accelerate's default, which it writes into every file
     for key in [key for key in tree if key not in LaunchFile.model_fields]:
-        meant = closest(str(key), LaunchFile.model_fields)
-        raise ConfigError(f"{name}: {key}: unknown key", fix=f"did you mean {meant}?" if meant else "remove it")
+        raise ConfigError(f"{name}: {key}: unknown key", fix=hint(str(key), LaunchFile.model_fields, "remove it"))
     return tree, notes
 
 

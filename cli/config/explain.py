@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from zeroaccel.config.diagnostics import closest
+from zeroaccel.config.diagnostics import at, hint
 from zeroaccel.config.launch.launch_file import find_launch_file, read_launch_file
 from zeroaccel.config.launch.launch_json import check_json
 from zeroaccel.config.launch.launch_settings import DeepSpeedSection, DynamoSettings, LaunchFile, LaunchSettings
@@ -52,8 +52,7 @@ def show(environ: Mapping[str, str], config_file: str | None, resolve: bool, as_
     file = ExplicitSettings() if source is None else read_launch_file(*source)
     if source is not None:
         click.echo(f"{source[0]} ({source[1]})", err=True)
-    if not resolve:
-        assert source is not None, "its absence was an error"
+    if source is not None and not resolve:
         click.echo(json.dumps(dict(file.values), indent=2) if as_json else source[0].read_text().rstrip("\n"))
         return
     check_variables(environ)
@@ -85,8 +84,8 @@ def explain(key: str) -> None:
     texts = [*_about_settings(key), *_about_json(key)]
     if not texts:
         names = [*LaunchSettings.model_fields, *_json_names()]
-        meant = closest(key, [*names, *(name.rpartition(".")[2] for name in names)])
-        raise ConfigError(f"{key}: no such key", fix=f"did you mean {meant}?" if meant else "")
+        names += [name.rpartition(".")[2] for name in names]
+        raise ConfigError(f"{key}: no such key", fix=hint(key, names))
     click.echo("\n\n".join("\n".join(lines) for lines in texts))
 
 
@@ -194,9 +193,7 @@ def _json_names() -> Iterator[str]:
 
 
 def _value(config: Config, key: str) -> Any:
-    value: Any = config
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else getattr(value, part)
+    value = at(config, key)
     return "auto" if key in config.unresolved else value.model_dump() if isinstance(value, ConfigSection) else value
 
 

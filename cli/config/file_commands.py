@@ -12,14 +12,14 @@ from pathlib import Path
 
 import click
 
-from zeroaccel.config.diagnostics import closest
+from zeroaccel.config.diagnostics import hint
 from zeroaccel.config.launch.launch_file import find_launch_file, read_launch_file
 from zeroaccel.errors import ConfigError
 
 from ..grouped_help import GroupedOptions
 from ..machine import look
 from .config_command import CONTEXT, QUESTION_GROUPS, TypedFlags, question_flags
-from .config_file import ConfigRequest, answers_of, log, make_config_file, why_not_ask, write_file
+from .config_file import ConfigRequest, answers_of, make_config_file, why_not_ask, write_file
 
 
 @click.command(cls=GroupedOptions, groups=QUESTION_GROUPS, context_settings=CONTEXT)
@@ -94,38 +94,19 @@ def template(name: str | None, output: str | None, yes: bool) -> None:
       zeroaccel config template
       zeroaccel config template zero3_config -o zeroaccel.yaml
     """
-    names = template_names()
+    about: dict[str, str] = import_module(_PACKAGE).ABOUT
     if name is None:
-        for each, words in _about().items():
+        for each, words in sorted(about.items()):
             click.echo(f"{each}\t{words}")
         return
-    chosen = next((each for each in names if name in (each, Path(each).stem)), None)
+    chosen = next((each for each in sorted(about) if name in (each, Path(each).stem)), None)
     if chosen is None:
-        meant = closest(name, names)
-        raise ConfigError(
-            f"{name}: no such template", fix=f"did you mean {meant}?" if meant else "leave NAME out for a list"
-        )
-    text = _text(chosen)
+        raise ConfigError(f"{name}: no such template", fix=hint(name, sorted(about), "leave NAME out for a list"))
+    text = (resources.files(_PACKAGE) / chosen).read_text()
     if output is None:
         click.echo(text, nl=False)
         return
     path = Path(output) / chosen if Path(output).is_dir() else Path(output)
     if path.exists() and not yes:
         raise ConfigError(f"{path} exists", fix="--yes replaces it and keeps a copy")
-    backup = write_file(path, text)
-    log(f"written: {path}" + (f" (what was there is in {backup})" if backup else ""))
-
-
-def template_names() -> list[str]:
-    """The names of the templates."""
-    return list(_about())
-
-
-def _about() -> dict[str, str]:
-    """File -> what it is for."""
-    about: dict[str, str] = import_module(_PACKAGE).ABOUT
-    return dict(sorted(about.items()))
-
-
-def _text(name: str) -> str:
-    return (resources.files(_PACKAGE) / name).read_text()
+    write_file(path, text)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING
 
-from .frame import COLOURS, Table, escaped, figure, legend, page
+from .frame import COLOURS, Table, bar, escaped, figure, legend, page
 
 if TYPE_CHECKING:
     from zeroaccel.estimate import Capacity, PlanRow, Workload
@@ -164,10 +164,7 @@ def _bars(shown: dict[str, list[object]], order: Sequence[str], limit: int | Non
         parts.append(f'<g class="plan"><text x="{_LEFT - 10}" y="{y + 16}" class="end">{escaped(name)}</text>')
         for kind, colour, nbytes in zip(KINDS, COLOURS, shown[name], strict=False):
             assert isinstance(nbytes, int)
-            parts.append(
-                f'<rect x="{right:.1f}" y="{y}" width="{nbytes * scale:.1f}" height="{_BAR}" fill="{colour}">'
-                f"<title>{_NAMES[kind]}</title></rect>"
-            )
+            parts.append(bar(right, y, nbytes * scale, _BAR, colour, _NAMES[kind]))
             right += nbytes * scale
         said = f"{gb(_total(shown[name]))} GB{_mark(shown[name][6])}"
         parts.append(f'<text x="{right + 6:.1f}" y="{y + 16}">{said}</text></g>')

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import html
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zeroaccel.checkpoint.atomic_write import write_durably
 from zeroaccel.errors import ConfigError
 
 MOST_NBYTES = 300_000
@@ -143,26 +143,22 @@ def write_page(path: Path, text: str, flag: str = "--html") -> None:
     Raises:
         ConfigError: it cannot be written.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
+        write_durably(path, text.encode())
     except OSError as error:
         raise ConfigError(f"{flag} {path}: {error.strerror}", fix="name another file") from None
-    finally:
-        partial.unlink(missing_ok=True)
 
 
-def check_page_path(path: str | None, flag: str = "--html") -> None:
+def check_page_path(path: str | None, flag: str = "--html", kinds: Sequence[str] = (".html",)) -> None:
     """Refuses, before anything is computed, a path that no page can be written to.
 
     Raises:
-        ConfigError: it does not end in .html, or its folder does not exist.
+        ConfigError: it does not end in one of `kinds`, or its folder does not exist.
     """
     if path is None:
         return
-    if Path(path).suffix != ".html":
-        raise ConfigError(flag, expected="a file that ends in .html", got=path)
+    if Path(path).suffix not in kinds:
+        raise ConfigError(flag, expected=f"a file that ends in {' or '.join(kinds)}", got=path)
     if not Path(path).absolute().parent.is_dir():
         raise ConfigError(f"{flag} {path}: there is no folder {Path(path).parent}", fix="make it, or name another")
 
@@ -180,6 +176,12 @@ def legend(names: Mapping[str, str]) -> str:
         for name, colour in names.items()
     )
     return f'<ul class="key">{items}</ul>'
+
+
+def bar(x: float, y: float, width: float, height: int, colour: str, said: str) -> str:
+    """A rectangle of a figure, and what it says when it is pointed at."""
+    shape = f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{height}" fill="{colour}">'
+    return f"{shape}<title>{said}</title></rect>"
 
 
 def figure(drawing: str, width: int, height: int, label: str, identity: str = "") -> str:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from zeroaccel.config import Fact, Facts, load_config
 from zeroaccel.config.auto_values import after, shown
-from zeroaccel.config.diagnostics import dotted, names_meant
+from zeroaccel.config.diagnostics import at, dotted, names_meant, put
 from zeroaccel.config.document import key_paths, read_document
 from zeroaccel.config.launch.launch_settings import DEFAULT_STAGE
 from zeroaccel.config.launch.launch_sources import LaunchedSettings, from_environment
@@ -132,7 +132,7 @@ class ZeroPlugin:
         self._places: dict[str, str] = {}
         self.deepspeed_config: dict[str, Any] = {}
         self._read(hf_ds_config, settings, sources)
-        self._original = {dotted(path): _at(self.deepspeed_config, path) for path in key_paths(self.deepspeed_config)}
+        self._original = {dotted(path): at(self.deepspeed_config, path) for path in key_paths(self.deepspeed_config)}
         self._leaf_classes(transformer_moe_cls_names, settings, sources)
         self._peer_states(peer_checkpoints)
         # Validated now, so that a mistake raises where the plugin is made; resolved only by `prepare`.
@@ -157,7 +157,7 @@ class ZeroPlugin:
 
     def get_value(self, path: str, default: Any = None) -> Any:
         """The config's value at a dotted path; `default` where there is none."""
-        value = _at(self.deepspeed_config, tuple(path.split(".")))
+        value = at(self.deepspeed_config, path)
         return default if value is None else value
 
     def is_auto(self, path: str) -> bool:
@@ -247,7 +247,7 @@ class ZeroPlugin:
         sources: dict[str, str] = {}
         for path in key_paths(self.deepspeed_config):
             name = dotted(path)
-            value = _at(self.deepspeed_config, path)
+            value = at(self.deepspeed_config, path)
             if self._is_own and value == "auto":
                 continue  # from the plugin's own skeleton, so no user has written it
             unchanged = name in self._original and self._original[name] == value
@@ -261,7 +261,7 @@ class ZeroPlugin:
             place: dotted path.
             source: who says so, for messages.
         """
-        _set(self.deepspeed_config, place, value)
+        put(self.deepspeed_config, place.split("."), value)
         self._places[place] = source
         self._original[place] = value
 
@@ -287,8 +287,8 @@ class ZeroPlugin:
                 for name, place in _PRECISION_PLACES.items()
             }
         for place, fact in fact_at.items():
-            if fact is not None and _at(tree, tuple(place.split("."))) == "auto":
-                _set(tree, place, fact.value)
+            if fact is not None and at(tree, place) == "auto":
+                put(tree, place.split("."), fact.value)
                 sources[place] = after(sources.get(place), fact.source)
         return tree, sources
 
@@ -337,10 +337,10 @@ class ZeroPlugin:
             for name, place in _PLACES.items():
                 fact = getattr(self._facts, _FACTS[name][0])
                 if fact is not None:
-                    _set(self.deepspeed_config, place, fact.value)
+                    put(self.deepspeed_config, place.split("."), fact.value)
                     self._places[place] = fact.source
                 elif place.endswith("nvme_path"):
-                    _drop(self.deepspeed_config, place)
+                    at(self.deepspeed_config, place.removesuffix(".nvme_path")).pop("nvme_path", None)
             return
         try:
             document = read_document(source)
@@ -391,13 +391,13 @@ class ZeroPlugin:
     def _known(self, name: str, default: Any) -> Any:
         """The value of an argument as far as config, arguments and launcher say."""
         for key in (_PLACES[name], _PLACES[name].replace("stage3_", "")):
-            value = _at(self.deepspeed_config, tuple(key.split(".")))
+            value = at(self.deepspeed_config, key)
             if value is not None and value != "auto":
                 return value
         fact = getattr(self._facts, _FACTS[name][0])
         if fact is None:
             return default
-        written = _at(self.deepspeed_config, tuple(_PLACES[name].split("."))) is not None
+        written = at(self.deepspeed_config, _PLACES[name]) is not None
         return fact.value if fact.explicit or written else default
 
 
@@ -469,32 +469,6 @@ def _check_arguments(arguments: Mapping[str, Any]) -> None:
     clipping = arguments.get("gradient_clipping", 0.0)
     if isinstance(clipping, bool) or not isinstance(clipping, (int, float)) or not clipping >= 0:
         raise ConfigError("ZeroPlugin(gradient_clipping)", expected="a number of at least 0", got=clipping)
-
-
-def _at(tree: Mapping[str, Any], path: tuple[str | int, ...]) -> Any:
-    value: Any = tree
-    for part in path:
-        if isinstance(value, Mapping):
-            value = value.get(part)
-        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
-            value = value[part]
-        else:
-            return None
-    return value
-
-
-def _set(tree: dict[str, Any], place: str, value: Any) -> None:
-    *above, key = place.split(".")
-    for part in above:
-        tree = tree.setdefault(part, {})
-    tree[key] = value
-
-
-def _drop(tree: dict[str, Any], place: str) -> None:
-    *above, key = place.split(".")
-    for part in above:
-        tree = tree.get(part, {})
-    tree.pop(key, None)
 
 
 # -- models that are sharded while they are built

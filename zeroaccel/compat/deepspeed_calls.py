@@ -21,7 +21,7 @@ from zeroaccel.compat.device_accelerator import get_accelerator
 from zeroaccel.config import Config, load_config
 from zeroaccel.errors import UsageError
 from zeroaccel.logs import log_once, logger, set_log_level
-from zeroaccel.nested import map_tensors, to_device
+from zeroaccel.nested import map_tensors
 from zeroaccel.seeds import set_seed
 from zeroaccel.telemetry.step_report import EventSink, memory_now
 from zeroaccel.telemetry.trackers import build_monitors
@@ -59,11 +59,6 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
     return map_tensors(cloned, item)
 
 
-def move_to_device(item: Any, device: torch.device | str) -> Any:
-    """Nested containers with their tensors on `device`."""
-    return to_device(item, device)
-
-
 def recursive_getattr(model: nn.Module, module_name: str) -> Any:
     """The submodule or parameter of a dotted name."""
     return functools.reduce(getattr, module_name.split("."), model)
@@ -77,18 +72,18 @@ def recursive_setattr(model: nn.Module, module_name: str, module: Any) -> None:
 
 def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
     """Logs on the given ranks; on all for None or [-1]."""
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    selected = list(ranks) if ranks is not None else [-1]
-    if -1 in selected or rank in selected:
+    if not {_rank(), -1}.isdisjoint([-1] if ranks is None else ranks):
         logger.log(level, "%s", message)
 
 
 def log_dist_once(message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
     """As `log_dist`, the first time only."""
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    selected = list(ranks) if ranks is not None else [-1]
-    if -1 in selected or rank in selected:
+    if not {_rank(), -1}.isdisjoint([-1] if ranks is None else ranks):
         log_once(level, message)
+
+
+def _rank() -> int:
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
 
 def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
@@ -124,7 +119,7 @@ def see_memory_usage(message: str, force: bool = False) -> None:
     MA and CA are what torch has allocated and reserved on the device, on the CPU the memory of this process; then
     follows the memory of the machine. The peak counts anew afterwards.
     """
-    if not force or (torch.distributed.is_initialized() and torch.distributed.get_rank() != 0):
+    if not force or _rank() != 0:
         return
     gc.collect()  # so that tensors that only wait for collection do not count
     accelerator = get_accelerator()
@@ -356,8 +351,7 @@ class MonitorMaster:
 
     def __init__(self, monitor_config: Mapping[str, Any] | Config | EventSink | None) -> None:
         if isinstance(monitor_config, (Mapping, Config)):
-            rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-            monitor_config = build_monitors(load_config(monitor_config, unknown_keys="lenient"), rank)
+            monitor_config = build_monitors(load_config(monitor_config, unknown_keys="lenient"), _rank())
         self._sink = monitor_config
         self.enabled = self._sink is not None and len(self._sink) > 0
 

@@ -215,11 +215,3 @@ def get_all_ranks_from_group(group: Any = None) -> list[int]:
 def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> Any:
     """A `DeviceMesh` over all ranks. (all ranks)"""
     return device_mesh(tuple(mesh_shape), tuple(mesh_dim_names))
-
-
-def get_data_parallel_rank() -> int:
-    return torch.distributed.get_rank()
-
-
-def get_data_parallel_world_size() -> int:
-    return torch.distributed.get_world_size()

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from zeroaccel.compat.parameters import ParameterOffload, attach
 from zeroaccel.compat.stubs import check_expert_marks, note_expert_groups
 from zeroaccel.compat.surface import ABSENT_MEMBERS, QUESTIONS
 from zeroaccel.config import Config, load_config
+from zeroaccel.config.diagnostics import at
 from zeroaccel.config.document import read_document
 from zeroaccel.config.parallel import ParallelConfig, with_config_axes
 from zeroaccel.data import build_dataloader
@@ -345,7 +346,7 @@ class DeepSpeedMembers(EngineBase):
 
     def __getattr__(self, name: str) -> Any:
         if name in QUESTIONS:
-            return partial(_answer, self, name)
+            return lambda: at(self._checked_config, QUESTIONS[name])
         if name in ABSENT_MEMBERS:
             module = self.__dict__.get("_modules", {}).get("module")
             if module is None or not hasattr(module, name):
@@ -768,14 +769,6 @@ def _parallel_of(mpu: Any, model: nn.Module) -> ParallelConfig | None:
                 fix="split the model over a DeviceMesh, and call zeroaccel.initialize(mesh=)",
             )
     return ParallelConfig(sp=sequence)
-
-
-def _answer(engine: DeepSpeedMembers, name: str) -> Any:
-    """The value that the config has, with defaults, for one of `QUESTIONS`; None in an absent section."""
-    value: Any = engine._checked_config
-    for key in QUESTIONS[name].split("."):
-        value = None if value is None else getattr(value, key)
-    return value
 
 
 def _config_of(config: Any, config_params: Any, from_args: Any) -> Any:

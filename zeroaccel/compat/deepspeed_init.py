@@ -21,6 +21,7 @@ from torch import nn
 from zeroaccel.compat.assertions import asserting
 from zeroaccel.compat.parameters import attach, attach_whole
 from zeroaccel.config import load_config
+from zeroaccel.config.diagnostics import at, put
 from zeroaccel.errors import UsageError
 from zeroaccel.zero import GatheredParameters
 from zeroaccel.zero.access.deferred_init import Init as OwnInit
@@ -161,12 +162,8 @@ def from_library(config: Mapping[str, Any]) -> dict[str, Any]:
     tree: dict[str, Any] = _values(copy.deepcopy(dict(config)))
     for key in [key for key in tree if "." in key and key.partition(".")[0] in _SECTIONS]:
         value = tree.pop(key)
-        *parents, last = key.split(".")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        if node.get(last, "auto") == "auto":
-            node[last] = int(value) if isinstance(value, float) else value  # sizes, computed as 0.9 * hidden ** 2
+        if at(tree, key) in (None, "auto"):  # sizes are computed, as 0.9 * hidden ** 2
+            put(tree, key.split("."), int(value) if isinstance(value, float) else value)
     if tree.get("steps_per_print") == math.inf:
         del tree["steps_per_print"]
     return tree

@@ -183,7 +183,8 @@ SURFACE: Mapping[str, Mapping[str, str]] = {
         "SequenceTiledCompute TiledFusedLogitsLoss TiledMLP UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter "
         "sequence_tiled_compute",
     ),
-    "deepspeed.runtime.utils": _same(_CALLS, "clip_grad_norm_ move_to_device see_memory_usage set_random_seed"),
+    "deepspeed.runtime.utils": _same(_CALLS, "clip_grad_norm_ see_memory_usage set_random_seed")
+    | {"move_to_device": "zeroaccel.nested:to_device"},
     "deepspeed.runtime.zero": {**_INIT, **_same(_CALLS, "unwrap_model_for_generation")},
     "deepspeed.runtime.zero.config": {
         **_OFFLOAD,
@@ -206,12 +207,10 @@ SURFACE: Mapping[str, Mapping[str, str]] = {
         "is_initialized": f"{_COMMUNICATION}:is_initialized",
     },
     "deepspeed.utils.groups": {
-        **_same(_COMMUNICATION, "get_data_parallel_rank get_data_parallel_world_size"),
         **_same(_STUBS, "get_model_parallel_rank get_model_parallel_world_size"),
-        "get_data_parallel_group": f"{_COMMUNICATION}:get_world_group",
-        "_get_data_parallel_group": f"{_COMMUNICATION}:get_world_group",
-        "_get_data_parallel_rank": f"{_COMMUNICATION}:get_data_parallel_rank",
-        "_get_data_parallel_world_size": f"{_COMMUNICATION}:get_data_parallel_world_size",
+        **{f"{at}get_data_parallel_group": f"{_COMMUNICATION}:get_world_group" for at in ("", "_")},
+        **{f"{at}get_data_parallel_rank": "torch.distributed:get_rank" for at in ("", "_")},
+        **{f"{at}get_data_parallel_world_size": "torch.distributed:get_world_size" for at in ("", "_")},
         **{f"_{name}": f"{_SEQUENCE_STATE}:{name}" for name in _SEQUENCE_CALLS},
     },
     "deepspeed.utils.init_on_device": _same(_CALLS, "OnDevice"),

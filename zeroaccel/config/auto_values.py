@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
-from zeroaccel.config.diagnostics import KeyPath, Note, Problem, Provenance, dotted, report
+from zeroaccel.config.diagnostics import KeyPath, Note, Problem, Provenance, at, dotted, report
 from zeroaccel.config.document import key_paths, read_document
 from zeroaccel.config.normalize import NormalizedConfig
 from zeroaccel.config.schema import Config
@@ -97,10 +97,7 @@ class RuleInputs:
 
     def at(self, path: str) -> Any:
         """The value at a dotted path in the schema's names, or None."""
-        value: Any = self.tree
-        for part in path.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
-        return value
+        return at(self.tree, path)
 
     def count(self, path: str) -> int | None:
         """The same, if it is a number that can be multiplied: a wrong value is the schema's business."""

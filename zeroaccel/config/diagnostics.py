@@ -28,6 +28,25 @@ def dotted(path: KeyPath) -> str:
     return text.removeprefix(".")
 
 
+def at(tree: Any, path: str | KeyPath) -> Any:
+    """What is at a path of dictionaries, lists and sections, dotted or in parts; None where there is nothing."""
+    for part in path.split(".") if isinstance(path, str) else path:
+        if isinstance(tree, Mapping):
+            tree = tree.get(part)
+        elif isinstance(tree, list):
+            tree = tree[part] if isinstance(part, int) and part < len(tree) else None
+        else:
+            tree = getattr(tree, str(part), None)
+    return tree
+
+
+def put(tree: dict[str, Any], path: Sequence[str], value: object) -> None:
+    """Places a value at a path of dictionaries, which are made where they are not there."""
+    for part in path[:-1]:
+        tree = tree.setdefault(part, {})
+    tree[path[-1]] = value
+
+
 @dataclass(frozen=True)
 class Provenance:
     """Where a config came from; two configs with equal values are equal whatever their origins.
@@ -184,6 +203,14 @@ def closest(word: str, names: Iterable[str], cutoff: float = 0.7) -> str:
         'zero_stage'
     """
     return next(iter(near_names(word, names, 1, cutoff)), "")
+
+
+def hint(
+    word: str, names: Iterable[str], otherwise: str = "", cutoff: float = 0.7, shown: Callable[[str], str] = str
+) -> str:
+    """The fix for a word that is not among the known ones: the one that was probably meant, or `otherwise`."""
+    near = closest(word, names, cutoff)
+    return f"did you mean {shown(near)}?" if near else otherwise
 
 
 def names_meant(call: _Call) -> _Call:

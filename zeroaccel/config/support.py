@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from zeroaccel.config.diagnostics import KeyPath, Note, Problem, dotted
+from zeroaccel.config.diagnostics import KeyPath, Note, Problem, at, dotted
 from zeroaccel.config.schema import Config
 from zeroaccel.config.section import ConfigSection
 from zeroaccel.config.shard_plan import shard_plan
@@ -384,9 +384,7 @@ def _is_undecided(status: SupportStatus, unresolved: Collection[KeyPath]) -> boo
 
 
 def _is_on(config: Config, path: KeyPath, switch: str, unresolved: Collection[KeyPath]) -> bool:
-    owner: object = config
-    for part in path[:-1]:
-        owner = getattr(owner, str(part))
+    owner: object = at(config, path[:-1])
     name = str(path[-1])
     if not isinstance(owner, ConfigSection):
         return False

@@ -30,7 +30,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.optim import Optimizer, lr_scheduler
 
-from zeroaccel.config.diagnostics import closest
+from zeroaccel.config.diagnostics import hint
 from zeroaccel.config.section import as_integer
 from zeroaccel.errors import CheckpointError, ConfigError, UsageError, ZeroAccelError
 from zeroaccel.logs import log_once
@@ -623,8 +623,7 @@ def _unknown(name: str) -> ConfigError:
     if name in _REFUSED:
         return ConfigError(f"scheduler.type {name} is not supported: {_REFUSED[name]}")
     names = [*_OWN, *(kind for kind in _TORCH if kind not in _REFUSED)]
-    near = closest(name, names)
-    fix = f"did you mean {near!r}?" if near else f"choose one of {', '.join(names)}"
+    fix = hint(name, names, f"choose one of {', '.join(names)}", shown=repr)
     return ConfigError("scheduler.type", expected="a known scheduler", got=name, fix=fix)
 
 
@@ -633,8 +632,7 @@ def _check_arguments(name: str, kind: Callable[..., Scheduler], params: Mapping[
     allowed = {key: parameter for key, parameter in signature.items() if key != "optimizer"}
     for key in params:
         if key not in allowed:
-            near = closest(key, allowed)
-            fix = f"did you mean {near!r}?" if near else f"it takes {', '.join(allowed)}"
+            fix = hint(key, allowed, f"it takes {', '.join(allowed)}", shown=repr)
             raise ConfigError(address(key), expected=f"an argument of {name}", got=params[key], fix=fix)
     for key, parameter in allowed.items():
         if parameter.default is parameter.empty and key not in params:

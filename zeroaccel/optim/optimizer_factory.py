@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeroaccel.config.diagnostics import closest
+from zeroaccel.config.diagnostics import hint
 from zeroaccel.errors import ConfigError
 from zeroaccel.logs import logger
 from zeroaccel.ops.elementwise import SGD, Adagrad, Adam, Lion, RMSprop
@@ -142,9 +142,6 @@ _OWN: Mapping[str, tuple[Callable[..., Optimizer], Callable[..., Optimizer], tup
 _REFUSED = {
     "lbfgs": "its step() evaluates the model again through a closure, which an engine has not",
     "sparseadam": "it takes sparse gradients only, and gradients that are reduced over ranks are dense; use Adam",
-    "onebitadam": "1-bit communication is not part of zeroaccel; use AdamW with ZeRO++ quantised gradients",
-    "onebitlamb": "1-bit communication is not part of zeroaccel; use AdamW with ZeRO++ quantised gradients",
-    "zerooneadam": "1-bit communication is not part of zeroaccel; use AdamW with ZeRO++ quantised gradients",
 }
 
 
@@ -183,11 +180,6 @@ def build_optimizer(
         ('Adam', 0.001)
     """
     settings = dict(settings)
-    if settings.get("max_grad_norm"):
-        raise ConfigError(
-            "optimizer.params.max_grad_norm", got=settings["max_grad_norm"], fix='set "gradient_clipping" instead'
-        )
-    settings.pop("max_grad_norm", None)
     name = kind.lower()
     exact = kind.removeprefix("torch.optim.")
     if exact.lower() in _REFUSED:
@@ -244,12 +236,10 @@ def _materialized(params: Iterable[Any]) -> list[Any]:
 def _check(kind: str, settings: Mapping[str, Any], allowed: Sequence[str]) -> None:
     for key in settings:
         if key not in allowed:
-            near = closest(key, allowed, cutoff=0.6)
-            hint = f"did you mean {near!r}?" if near else f"it takes {', '.join(sorted(allowed))}"
-            raise ConfigError(f"optimizer.params.{key}", expected=f"a setting of {kind}", fix=hint)
+            fix = hint(key, allowed, f"it takes {', '.join(sorted(allowed))}", 0.6, repr)
+            raise ConfigError(f"optimizer.params.{key}", expected=f"a setting of {kind}", fix=fix)
 
 
 def _unknown(kind: str) -> ConfigError:
-    near = closest(kind, known_optimizers(), cutoff=0.6)
-    hint = f"did you mean {near!r}?" if near else f"choose one of {', '.join(known_optimizers())}"
-    return ConfigError("optimizer.type", expected="a known optimizer", got=kind, fix=hint)
+    fix = hint(kind, known_optimizers(), f"choose one of {', '.join(known_optimizers())}", 0.6, repr)
+    return ConfigError("optimizer.type", expected="a known optimizer", got=kind, fix=fix)

@@ -21,9 +21,9 @@ from zeroaccel.config.diagnostics import (
     KeyPath,
     Problem,
     Provenance,
-    closest,
     duplicate_key_problems,
     from_pydantic,
+    hint,
     report,
 )
 from zeroaccel.config.document import key_paths
@@ -204,8 +204,8 @@ def text_of_file(path: Path | str, why: str = "") -> str:
 def _near(path: Path) -> str:
     if not path.parent.is_dir():
         return f"there is no folder {path.parent}"
-    near = closest(path.name, sorted(os.listdir(path.parent)), cutoff=0.6)
-    return f"did you mean {path.parent / near}?" if near else "`zeroaccel config` makes one"
+    names = sorted(os.listdir(path.parent))
+    return hint(path.name, names, "`zeroaccel config` makes one", 0.6, lambda near: str(path.parent / near))
 
 
 def _without_nothing(tree: dict[Any, Any]) -> dict[Any, Any]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from zeroaccel.config.diagnostics import at
 from zeroaccel.config.launch.launch_sources import ExplicitSettings
 from zeroaccel.config.launch.setting_table import SETTINGS
 from zeroaccel.config.load_config_file import load_config
@@ -59,7 +60,7 @@ def _existing(path: Path, explicit: ExplicitSettings) -> Path:
 def _twice(explicit: ExplicitSettings, config: Config) -> Iterator[str]:
     for name, key in JSON_PATHS.items():
         if name in explicit.values and _decides(config, key):
-            yield from _line(explicit, name, config, key, _value(config, key))
+            yield from _line(explicit, name, config, key, at(config, key))
 
 
 def _precision_twice(explicit: ExplicitSettings, config: Config) -> Iterator[str]:
@@ -70,7 +71,7 @@ def _precision_twice(explicit: ExplicitSettings, config: Config) -> Iterator[str
         key = f"{name}.enabled"
         if not _decides(config, key):
             continue
-        enabled = _value(config, key)
+        enabled = at(config, key)
         if name == precision or enabled:  # and not: this one is off, and another is wanted
             yield from _line(explicit, "mixed_precision", config, key, enabled, same=enabled == (name == precision))
 
@@ -94,13 +95,6 @@ def _is_file(source: str) -> bool:
 
 def _decides(config: Config, key: str) -> bool:
     return key in config.sources and key not in config.unresolved
-
-
-def _value(config: Config, key: str) -> Any:
-    value: Any = config
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value
 
 
 @dataclass(frozen=True)
@@ -134,7 +128,7 @@ def _json_facts(path: str, _: int) -> JsonFacts:
     if {"fp16.enabled", "bf16.enabled"} & set(config.unresolved) or not {"fp16", "bf16"} & set(config.sources):
         open_keys.add("mixed_precision")
     stage = None if "zero_stage" in open_keys else config.zero_optimization.stage
-    decided = {name: _value(config, key) for name, key in JSON_PATHS.items() if _decides(config, key)}
+    decided = {name: at(config, key) for name, key in JSON_PATHS.items() if _decides(config, key)}
     if stage is not None:
         decided["zero_stage"] = stage
     mesh = with_config_axes(config.raw, None)

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError
 
-from zeroaccel.config.diagnostics import NOTHING, Problem, closest, from_pydantic
+from zeroaccel.config.diagnostics import NOTHING, Problem, from_pydantic, hint
 from zeroaccel.config.parallel import AXES, ParallelConfig
 from zeroaccel.config.section import (
     AlsoSpelled,
@@ -446,8 +446,7 @@ def idle_settings(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _unknown(name: str) -> Problem:
-    meant = closest(name, LaunchSettings.model_fields)
-    return Problem((name,), text="no such setting", fix=f"did you mean {meant}?" if meant else "remove it")
+    return Problem((name,), text="no such setting", fix=hint(name, LaunchSettings.model_fields, "remove it"))
 
 
 def wrong_settings(problems: list[Problem], address: Callable[[str], str]) -> ConfigError:

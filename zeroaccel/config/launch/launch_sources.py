@@ -149,16 +149,6 @@ _RANK_VARIABLES: Mapping[str, tuple[str, _Form]] = {
     )
     for one in fields(LaunchedSettings)
 }
-# Field -> what other launchers write where nothing was set. A path of "none" is no path.
-_UNSET = {
-    "gradient_accumulation_steps": ("auto",),
-    "gradient_clipping": ("auto", "none"),
-    "offload_optimizer_nvme_path": ("none",),
-    "offload_param_nvme_path": ("none",),
-    "deepspeed_config_file": ("none",),
-    "sp_seq_length": ("none",),
-    "sp_attn_implementation": ("none",),
-}
 
 
 def variable_of(name: str) -> str:
@@ -200,7 +190,7 @@ def from_environment(environ: Mapping[str, str]) -> tuple[LaunchedSettings, dict
     sources: dict[str, str] = {}
     for name, (variable, form) in _RANK_VARIABLES.items():
         text = environ.get(variable, "")
-        if not text or text.lower() in _UNSET.get(name, ()):
+        if not text or text.lower() in _unset_words(name):
             continue
         unnamed = f"the launch config ({variable})" if name in in_file else f"environment {variable}"
         sources[name] = named.get(variable, unnamed)
@@ -463,8 +453,9 @@ def variables_of(name: str) -> tuple[str, ...]:
 
 
 def _unset_words(name: str) -> tuple[str, ...]:
-    """What stands for nothing in the environment."""
-    return ("auto", "none") if name.endswith(("_path", "_file", "_clipping", "_steps")) else ()
+    """What launchers write into the environment where nothing was set. A path of "none" is no path."""
+    endings = ("_path", "_file", "_clipping", "_steps", "_length", "_implementation")
+    return ("auto", "none") if name.endswith(endings) else ()
 
 
 OTHER_VARIABLES: Mapping[str, str] = {
