@@ -40,11 +40,12 @@ def _model(base: str) -> Any:
         LlamaConfig(vocab_size=VOCABULARY, num_attention_heads=4, tie_word_embeddings=True, **sizes)
     )
     if base in LIBRARY:
-        _quantize(llama, nested="double" in base)
+        quantize(llama, nested="double" in base)
     return get_peft_model(llama.bfloat16(), LoraConfig(r=8, target_modules="all-linear")).train()
 
 
-def _quantize(llama: nn.Module, *, nested: bool) -> None:
+def quantize(llama: nn.Module, *, nested: bool) -> None:
+    """Puts bitsandbytes' NF4 layers in the place of all linear ones but the head."""
     from bitsandbytes.nn import Linear4bit
 
     for name, module in list(llama.named_modules()):

@@ -34,6 +34,7 @@ else:
 
 _UNITS = {"": 10**9, "gb": 10**9, "gib": 2**30, "mb": 10**6, "mib": 2**20, "tb": 10**12, "tib": 2**40}
 _CHARTS = (".html", ".png")
+CODES = ("int8", "nf4", "mxfp4", "bnb_nf4", "bnb_nf4_double")
 OPTIMIZERS = ("adam", "lion", "adagrad", "momentum", "sgd")
 COUNT = click.IntRange(1)
 _option = click.option
@@ -62,6 +63,7 @@ _GROUPS = {
         "residual_masters",
         "peer_checkpoints",
     ),
+    "Adapters": ("lora_rank", "frozen_weights"),
     "Ranks and meshes": ("ranks", "ranks_per_machine", "pp", "sp", "tp", "ep", "meshes"),
     "What there is": ("device_memory", "host_memory", "disk", "cpu"),
     "Output": ("as_json", "html_path", "plot"),
@@ -91,6 +93,15 @@ _GROUPS = {
 )
 @_option("--residual_masters", is_flag=True, help='As data_types.master_weights "residual": 2 bytes instead of 4.')
 @_option("--peer_checkpoints", is_flag=True, help="With states in memory for lost ranks (checkpoint.peer).")
+@_option(
+    "--lora_rank", type=click.IntRange(0), default=0, metavar="N", help="Train LoRA of this rank; freeze the rest."
+)
+@_option(
+    "--frozen_weights",
+    type=click.Choice(CODES),
+    help="What stores frozen weights as codes: the JSON's key of this name, or bitsandbytes (bnb), with double "
+    "quantisation or without.",
+)
 @_option(
     "--device_memory",
     type=Size(),
@@ -201,6 +212,7 @@ def _question(
         device_memory = min(device.memory_nbytes for device in accelerators)
     if (accelerators or cpu) and host_memory is None:
         host_memory = memory_nbytes()
+    workload["frozen_weights"] = workload["frozen_weights"] or ""
     try:
         requested = Workload(ranks=ranks or max(1, len(accelerators)), **workload)
     except UsageError as error:
@@ -245,7 +257,7 @@ def _report(model: str, workload: Workload, capacity: Capacity, rows: list[PlanR
         for place in ("device", "host", "disk"):
             plan[place]["total"] = getattr(row.estimate, place).total
         plans.append({**plan, "fits": row.fits, "short_of": row.short_of, "recommended": row.recommended})
-    is_plain = workload.is_plain
+    is_plain = workload.is_plain and not workload.lora_rank  # by formulas of a model that is all trained
     traffic = [asdict(sent) for sent in traffic_table(rows[0].estimate.numel, workload)] if is_plain else []
     report = {"model": model, "workload": asdict(workload), "capacity": asdict(capacity), "plans": plans}
     return report | ({"traffic": traffic} if traffic else {})
@@ -261,6 +273,8 @@ def _title(model: str, workload: Workload, rows: list[PlanRow]) -> str:
     ]
     words += [f"{workload.accumulation} micro-steps"] if workload.accumulation > 1 else []
     words += ["recomputation"] if workload.checkpointing else []
+    words += [f"LoRA of rank {workload.lora_rank}"] if workload.lora_rank else []
+    words += [f"frozen weights in {workload.frozen_weights}"] if workload.frozen_weights else []
     return ", ".join([*words, workload.optimizer])
 
 
@@ -273,7 +287,7 @@ def _show(model: str, workload: Workload, capacity: Capacity, rows: list[PlanRow
     headings = ("plan", "params", "optimizer", "gradients", "activations", "total", "host", "disk", "fits")
     title = f"{_title(model, workload, rows)}; GB"
     _print_table(headings, cells, 100, title=title, caption=caption, box=box.ROUNDED)
-    if workload.is_plain:
+    if workload.is_plain and not workload.lora_rank:
         _show_traffic(rows[0].estimate.numel, workload)
     if words := _parameters_in_host_memory(rows, workload):
         click.echo(words, err=True)

@@ -113,6 +113,8 @@ def _rest(workload: Workload, capacity: Capacity) -> str:
     words += [f" --ranks_per_machine {workload.ranks_per_machine}"] if workload.ranks_per_machine else []
     words += [" --residual_masters"] if workload.residual_masters else []
     words += [" --peer_checkpoints"] if workload.peer_checkpoints else []
+    words += [f" --lora_rank {workload.lora_rank}"] if workload.lora_rank else []
+    words += [f" --frozen_weights {workload.frozen_weights}"] if workload.frozen_weights else []
     words += [" --cpu"] if capacity.on_cpu else []
     sizes = {"device_memory": capacity.device, "host_memory": capacity.host, "disk": capacity.disk}
     words += [

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from zeroaccel.comm.quantized import INT8, Codec, dequantize, pack, quantize
 from zeroaccel.ops import kernels
-from zeroaccel.ops.dispatch import launch, unowned_array
+from zeroaccel.ops.dispatch import LOOP_DEVICES, launch, unowned_array
 
 _ALIGN_NBYTES = 16
 _TILE_BLOCKS = 1 << 15  # blocks at a time off the CPU: bounds the float32 temporaries to 8 MiB each
@@ -135,7 +135,7 @@ def encode(values: Tensor, codec: AnyCodec, out: Tensor) -> None:
         return
     scales, codes = views(out, codec, values.numel())
     out[scales.nbytes + codes.numel() :].zero_()  # equal values have equal codes, byte for byte
-    if values.device.type != "cpu":
+    if values.device.type not in LOOP_DEVICES:
         _encode_in_torch(values.detach(), codec, scales, codes)
         return
     block, highest = codec.block_numel, np.float32(codec.highest)
@@ -156,7 +156,7 @@ def decode(code: Tensor, codec: AnyCodec, out: Tensor) -> None:
         dequantize(code, codec, out)
         return
     scales, codes = views(code, codec, out.numel())
-    if out.device.type != "cpu":
+    if out.device.type not in LOOP_DEVICES:
         _decode_in_torch(out.detach(), codec, scales, codes)
         return
     block, levels = codec.block_numel, _table(codec)

@@ -35,7 +35,7 @@ from torch import Tensor
 from zeroaccel.config.comm_plan import INT4_BLOCK_NUMEL, INT8_BLOCK_NUMEL, code_nbytes
 from zeroaccel.ops import kernels
 from zeroaccel.ops.device_kernels import kernels_for
-from zeroaccel.ops.dispatch import launch, unowned_array
+from zeroaccel.ops.dispatch import LOOP_DEVICES, launch, unowned_array
 
 QUANTIZABLE = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that can be quantized."""
@@ -119,7 +119,7 @@ def quantize(values: Tensor, codec: Codec, out: Tensor) -> None:
         return
     # The padding is zeroed, so that equal values have equal codes, byte for byte.
     out[4 * scales.numel() + codes.numel() :].zero_()
-    if values.device.type == "cpu" and not codec.floating:
+    if values.device.type in LOOP_DEVICES and not codec.floating:
         _run("encode", values, scales, codes, codec)
         return
     for first in range(0, scales.numel(), _TILE_BLOCKS):
@@ -138,7 +138,7 @@ def dequantize(code: Tensor, codec: Codec, out: Tensor) -> None:
     if device_kernels is not None:
         device_kernels.decode(code.view(1, -1), out.detach().view(1, -1), codec.format)
         return
-    if out.device.type == "cpu" and not codec.floating:
+    if out.device.type in LOOP_DEVICES and not codec.floating:
         _run("decode", out, scales, codes, codec)
         return
     for part, values in _dequantized_tiles(out, scales, codes, codec):
@@ -153,7 +153,7 @@ def dequantize_add(code: Tensor, codec: Codec, total: Tensor) -> None:
     if device_kernels is not None:
         device_kernels.decode(code.view(1, -1), total.view(1, -1), codec.format, adds=True)
         return
-    if total.device.type == "cpu" and not codec.floating:
+    if total.device.type in LOOP_DEVICES and not codec.floating:
         _run("add", total, scales, codes, codec)
         return
     for part, values in _dequantized_tiles(total, scales, codes, codec):

@@ -165,7 +165,9 @@ _WORKING: Mapping[str, str] = {
     ),
     "zero_optimization.zeropp": "node_size quantize_gradients_on_one_node watch_interval weight_format",
     "aio": "block_size queue_depth intra_op_parallelism overlap_events checksum",
-    "checkpoint": "async_save staging_nbytes keep_last save_random_state exclude_frozen_parameters save_on_preemption peer",
+    "checkpoint": (
+        "async_save staging_nbytes keep_last save_random_state exclude_frozen_parameters save_on_preemption peer"
+    ),
     "checkpoint.peer": "enabled interval memory",
     "activation_checkpointing": "wrap_blocks number_checkpoints synchronize_checkpoint_boundary profile",
     "expert_parallel": "enabled autoep_size",

@@ -213,7 +213,7 @@ def _with_offload(
         shards = sum(nbytes for _, nbytes in step.shards)
         in_memory = shards if param == "cpu" else _in_host_memory(step.shards)
         device = replace(device, params=device.params - shards)
-        host = replace(host, params=in_memory + min(shards - in_memory, _read_ahead(step.shards)))
+        host = replace(host, params=in_memory + min(shards - in_memory, _read_ahead(step.shards, workload)))
         disk = replace(disk, params=shards - in_memory)
         if workload.precision == "fp32" and not on_cpu:
             # The device's masters are no longer its shards; on the host, those of the optimizer are.
@@ -244,9 +244,10 @@ def _in_host_memory(shards: Sequence[tuple[int, int]]) -> int:
     return total
 
 
-def _read_ahead(shards: Sequence[tuple[int, int]]) -> int:
-    """Bytes of the buffers for shards that are read from files."""
-    itemsize = max((nbytes // numel for numel, nbytes in shards if numel), default=0)
+def _read_ahead(shards: Sequence[tuple[int, int]], workload: Workload) -> int:
+    """Bytes of the buffers for shards that are read from files; those of codes count as what they stand for."""
+    least = 4 if workload.precision == "fp32" else 2
+    itemsize = max((max(nbytes // numel, least) for numel, nbytes in shards if numel), default=0)
     return OffloadParam().buffer_count * OffloadParam().buffer_size * itemsize
 
 

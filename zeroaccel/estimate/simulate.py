@@ -26,18 +26,20 @@ from torch.utils.checkpoint import checkpoint
 
 from zeroaccel.config import load_config, overlaps_communication
 from zeroaccel.errors import UsageError
+from zeroaccel.estimate.adapters import adapt
 from zeroaccel.estimate.extrapolate import MemoryTrace, Moment, extrapolate_depth
 from zeroaccel.estimate.fake_ranks import FakeRanks, SentBytes, sent_per_step
 from zeroaccel.estimate.mesh_parts import PHASES, micro_steps, part_of, splits_of
 from zeroaccel.estimate.shapes_only import META, ShapesOnly
 from zeroaccel.estimate.subject import Subject
-from zeroaccel.estimate.workload import MemoryByKind, Workload
+from zeroaccel.estimate.workload import LIBRARY_CODES, MemoryByKind, Workload
 from zeroaccel.setup.axis_estimate import Schedule
 from zeroaccel.setup.build import build
 from zeroaccel.setup.job import JobSpec
 from zeroaccel.setup.plan import TrainPlan
 from zeroaccel.zero.engine import Engine
 from zeroaccel.zero.grad_norm import GradCheck, GradStats, KnownStats
+from zeroaccel.zero.param_unit import FlatBuffer
 from zeroaccel.zero.wrap_policy import group_parameters, has_expert_interface
 
 _DEVICE = torch.ops.prim.device.default
@@ -127,15 +129,20 @@ def short_traces(
     sent = SentBytes()
     part = part_of(subject, workload, kind.pipeline_stage, sent)
     how = _How(
-        kind.on_cpu, kind.offloads_params, subject.shapes_only, sent, "operations" if every_operation else "peaks"
+        kind.on_cpu,
+        kind.offloads_params,
+        subject.shapes_only,
+        sent,
+        subject.name,
+        "operations" if every_operation else "peaks",
     )
     # Only stage 3, and shards apart from their parameters, look ahead over a window of elements.
     looks_ahead = kind.stage == 3 or kind.offloads_params
     shortest = _EDGES + (-(-_WINDOW_NUMEL // max(subject.layer_numel, 1)) if looks_ahead else 0)
     if not lengths or shortest + 2 >= part.layers:
-        return [_trace(partial(part.build, None), subject.name, workload, kind.stage, how)], 0
+        return [_trace(partial(part.build, None), workload, kind.stage, how)], 0
     how = how if every_operation else how._replace(record="changes")
-    traces = [_trace(partial(part.build, shortest + more), subject.name, workload, kind.stage, how) for more in lengths]
+    traces = [_trace(partial(part.build, shortest + more), workload, kind.stage, how) for more in lengths]
     return traces, part.layers - shortest - 2
 
 
@@ -147,12 +154,13 @@ _Record = Literal["peaks", "changes", "operations"]
 
 
 class _How(NamedTuple):
-    """Of a simulation: see `simulate`; `shapes_only` of `Subject`, `record` of `_PeakRecorder`."""
+    """Of a simulation: see `simulate`; `shapes_only` and `name` of `Subject`, `record` of `_PeakRecorder`."""
 
     on_cpu: bool
     offloads_params: bool
     shapes_only: bool
     sent: SentBytes
+    name: str
     record: _Record = "peaks"
 
 
@@ -166,9 +174,7 @@ def simulated(trace: MemoryTrace, workload: Workload, pipeline_stage: int) -> Si
     return Simulated(trace.numel, peak, when, moment.reduced, trace.shards, trace.trained, sent)
 
 
-def _trace(
-    build: Callable[[], tuple[nn.Module, Schedule]], name: str, workload: Workload, stage: int, how: _How
-) -> MemoryTrace:
+def _trace(build: Callable[[], tuple[nn.Module, Schedule]], workload: Workload, stage: int, how: _How) -> MemoryTrace:
     """Memory over the second of two steps."""
     if how.shapes_only:
         return _run_two_steps(build, workload, stage, how)
@@ -180,7 +186,7 @@ def _trace(
             return _run_two_steps(build, workload, stage, how)
         except (UnsupportedFakeTensorException, torch._subclasses.fake_tensor.DataDependentOutputException) as error:
             raise UsageError(
-                f"{name}: its forward depends on values, which an estimate does not have: {error}",
+                f"{how.name}: its forward depends on values, which an estimate does not have: {error}",
                 fix="estimate by the number of parameters instead, such as 7b",
             ) from error
         finally:
@@ -201,6 +207,7 @@ def _run_two_steps(
     with MemoryTracker(_SHAPES if how.shapes_only else None) as tracker:
         model, schedule = build()
         numel = sum(param.numel() for param in model.parameters())
+        adapt(model, workload, how.name)
         collectives = FakeRanks(workload.shard_ranks, how.sent, receives_in_host_memory=how.on_cpu, experts=workload.ep)
         device = META if how.shapes_only else torch.device("cpu")
         engine = _engine(model, workload, stage, collectives, device, how)
@@ -215,11 +222,18 @@ def _run_two_steps(
         moments = recorder.moments
         recorder.engine = None
         buffers = [buffer for unit in engine.units for buffer in unit.buffers]
-        shards = tuple((b.own.numel, b.own.numel * b.dtype.itemsize) for b in buffers if not b.persistent)
+        shards = tuple((b.own.numel, _shard_nbytes(b)) for b in buffers if not b.persistent)
         trained = tuple(b.masters.range.numel for b in buffers if b.trainable)
         sent = how.sent.as_tuple()  # ending the engine joins parts of experts, which no step does
         engine.destroy()
     return MemoryTrace(numel, tuple(moments), shards, trained, sent)
+
+
+def _shard_nbytes(buffer: FlatBuffer) -> int:
+    """Bytes of this rank's shard; those of codes are their tensors'."""
+    if buffer.trainable:  # may be the very memory of its masters
+        return buffer.own.numel * buffer.dtype.itemsize
+    return sum(tensor.nbytes for tensor in buffer.shard_tensors())
 
 
 class _PeakRecorder:
@@ -412,6 +426,8 @@ def _engine(
     # The tensors are on no device with streams.
     overlaps = overlaps_communication(load_config(config), has_streams=not how.on_cpu)
     config["zero_optimization"]["overlap_comm"] = overlaps
+    if workload.frozen_weights and workload.frozen_weights not in LIBRARY_CODES:
+        config["zero_optimization"]["frozen_weights"] = workload.frozen_weights
     if workload.precision != "fp32":
         config[workload.precision] = {"enabled": True}
     if workload.checkpointing:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from zeroaccel.config.parallel import AXES, ParallelConfig
 from zeroaccel.errors import UsageError
@@ -16,6 +16,10 @@ from zeroaccel.errors import UsageError
 Precision = Literal["fp32", "fp16", "bf16"]
 Offload = Literal["none", "cpu", "nvme"]
 OptimizerName = Literal["adam", "lion", "adagrad", "momentum", "sgd"]
+FrozenWeights = Literal["", "int8", "nf4", "mxfp4", "bnb_nf4", "bnb_nf4_double"]
+
+LIBRARY_CODES = ("bnb_nf4", "bnb_nf4_double")
+"""Frozen weights that bitsandbytes has quantised, the second with quantised scales; the others are the engine's own."""
 
 SAMPLE_AXES = ("pp", "sp", "tp")
 """Axes of a mesh whose ranks work on the same samples; a `Workload` has a field for each."""
@@ -39,6 +43,8 @@ class Workload:
         residual_masters: masters of bf16 weights are kept as residuals (`data_types.master_weights`).
         pp, sp, tp: ranks along these axes of the mesh, see `ParallelConfig`; the others see different samples.
         ep: of these others and `sp`, how many divide the experts of each layer.
+        lora_rank: of adapters beside all linear layers but the head, with everything else frozen; 0 trains the model.
+        frozen_weights: how frozen weights are stored: `zero_optimization.frozen_weights`, or one of `LIBRARY_CODES`.
 
     Raises:
         UsageError: a value that means nothing, or axes that do not divide the ranks; with more stages than micro-steps
@@ -63,6 +69,8 @@ class Workload:
     sp: int = 1
     tp: int = 1
     ep: int = 1
+    lora_rank: int = 0
+    frozen_weights: FrozenWeights = ""
 
     def __post_init__(self) -> None:
         for name in ("ranks", "batch", "sequence", "accumulation"):
@@ -72,9 +80,20 @@ class Workload:
         local = self.ranks_per_machine
         if local is not None and (local < 1 or self.ranks % local):
             raise UsageError("Workload.ranks_per_machine", expected=f"a divisor of the {self.ranks} ranks", got=local)
-        for name, choices in (("precision", ("fp32", "fp16", "bf16")), ("optimizer", tuple(_STATES))):
+        choices_of = {"precision": get_args(Precision), "optimizer": tuple(_STATES)}
+        choices_of["frozen_weights"] = get_args(FrozenWeights)
+        for name, choices in choices_of.items():
             if getattr(self, name) not in choices:
                 raise UsageError(f"Workload.{name}", expected=f"one of {', '.join(choices)}", got=getattr(self, name))
+        if type(self.lora_rank) is not int or self.lora_rank < 0:
+            raise UsageError("Workload.lora_rank", expected="a whole number, 0 for no adapters", got=self.lora_rank)
+        if (self.lora_rank or self.frozen_weights) and (self.tp > 1 or self.ep > 1):
+            raise UsageError(
+                f"Workload.{'lora_rank' if self.lora_rank else 'frozen_weights'}",
+                expected="tp 1 and ep 1: adapters beside divided layers are not estimated",
+                got=f"tp {self.tp}, ep {self.ep}",
+                fix="share sequences (sp) or layers (pp), or estimate the whole model",
+            )
         if self.residual_masters and self.precision != "bf16":
             raise UsageError("Workload.residual_masters", expected='precision "bf16"', got=self.precision)
         _ = self.mesh  # raises where the axes do not divide the ranks

@@ -25,6 +25,9 @@ from zeroaccel.ops.number_formats import Array
 
 _Result = TypeVar("_Result")
 
+LOOP_DEVICES = ("cpu", "meta")
+"""Devices whose tensors `launch` takes: those of the second have no values, and nothing is computed of them."""
+
 _MIN_SPAN_NUMEL = 1 << 17  # elements: about 60 us of Adam
 _ALIGNMENT_NUMEL = 64  # spans start on cache lines, whatever the dtype
 
@@ -113,8 +116,10 @@ def launch(
         divisible: False for one span, whose elements share bytes that only one thread may write.
 
     Returns:
-        What the calls return, in the order of the spans.
+        What the calls return, in the order of the spans; nothing for tensors without values.
     """
+    if writes and (writes[0].is_meta or hasattr(writes[0], "fake_device")):
+        return []  # of an estimate: there are no values
     work = bind()
     return in_spans(numel, work) if divisible else [work(0, numel)]
 

@@ -1,8 +1,9 @@
-"""The estimate of the demo model against the bytes of torch's allocator in a real run on two ranks."""
+"""The estimates of small models against the bytes of torch's allocator in real runs on two ranks."""
 
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 
 import pytest
 
@@ -25,3 +26,17 @@ def test_the_peak_is_as_estimated(stage: int, precision: str, accumulation: int)
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     assert found["measured"] == pytest.approx(found["estimated"], rel=0.001)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "base"), [("llama", "nf4"), ("llama", "bnb_nf4_double"), ("mixtral", "nf4"), ("mixtral", "bnb_nf4")]
+)
+def test_the_peak_of_adapters_on_frozen_codes_is_as_estimated(model: str, base: str) -> None:
+    if find_spec("peft") is None or (base.startswith("bnb") and find_spec("bitsandbytes") is None):
+        pytest.skip("needs peft, and for its codes bitsandbytes")
+    plan = ["--stage", 3, "--model", model, "--base", base]
+    result = run_job(2, ROOT / "benchmarks" / "estimate_peak.py", plan)
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["measured"] == pytest.approx(found["estimated"], rel=0.05)

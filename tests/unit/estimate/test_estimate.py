@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.refusals import refused
 from zeroaccel.cli.pages.estimate_page import positions
 from zeroaccel.errors import ConfigError, UsageError, ZeroAccelError
 from zeroaccel.estimate import PLANS, Capacity, ClosedForms, Estimate, Workload, estimate, plan_table, subject
@@ -55,6 +56,71 @@ def test_states_in_memory_are_two_of_each_rank_and_of_a_neighbour() -> None:
         work = Workload(ranks=ranks, ranks_per_machine=local, sequence=8, peer_checkpoints=True)
         (one,) = estimate(_Blocks, work, [(stage, "none", "none")])  # type: ignore[arg-type]
         assert one.host.total == one.host.saved == pytest.approx(copies * 12 * one.numel / ranks, rel=0.05)
+
+
+CODE_NBYTES = {
+    "": 2.0,
+    "int8": 1 + 4 / 512,
+    "nf4": 0.5625,
+    "mxfp4": 0.53125,
+    "bnb_nf4": 0.5625,
+    "bnb_nf4_double": 0.516,
+}
+
+
+class _Headed(nn.Module):
+    """Layers of a size that is sharded, and a head, which libraries leave as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(3)))
+        self.head = nn.Linear(512, 512, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x))  # type: ignore[no-any-return]
+
+
+def _headed() -> tuple[nn.Module, Step]:
+    def step(model: nn.Module, batch: int, sequence: int) -> Tensor:
+        weight = next(model.parameters())
+        return model(torch.zeros(batch, sequence, 512, dtype=torch.bfloat16, device=weight.device)).float().mean()
+
+    return _Headed(), step
+
+
+@pytest.mark.parametrize("frozen", CODE_NBYTES)
+def test_adapters_alone_are_trained_and_a_frozen_base_counts_as_its_codes(frozen: Any) -> None:
+    ranks, layer = 2, 512 * 512
+    workload = Workload(ranks=ranks, sequence=16, lora_rank=128, frozen_weights=frozen)
+    step = simulate(subject(_headed), workload, 3)
+    adapters = 3 * 2 * 128 * 512
+    assert ranks * sum(step.trained) == adapters
+    assert step.numel == 4 * layer
+    head = 2.0 if frozen.startswith("bnb") else CODE_NBYTES[frozen]
+    expected = layer * (3 * CODE_NBYTES[frozen] + head)
+    # Adapters are below the size that is sharded.
+    assert ranks * sum(nbytes for _, nbytes in step.shards) == pytest.approx(expected, rel=0.002)
+
+
+def test_codes_are_counted_on_shapes_alone_too() -> None:
+    what = subject("10m")
+    assert what.shape is not None
+    assert what.shapes_only
+    step = simulate(what, Workload(ranks=2, sequence=16, lora_rank=4, frozen_weights="nf4"), 3)
+    matrices = what.shape.numel - 10_000 * 224 - 19 * 224  # all but the embedding and the norms
+    nbytes = sum(nbytes for _, nbytes in step.shards) - 10_000 * 224
+    assert 2 * nbytes == pytest.approx(0.5625 * matrices, rel=0.01)
+
+
+def test_adapters_that_are_not_estimated_are_refused() -> None:
+    with refused(UsageError, "Workload.lora_rank", "tp 1 and ep 1", "tp 2", "sequences (sp)"):
+        Workload(ranks=2, tp=2, lora_rank=8)
+    with refused(UsageError, "Workload.frozen_weights", "bnb_nf4_double", "got 'nf3'"):
+        Workload(frozen_weights="nf3")  # type: ignore[arg-type]
+    with refused(UsageError, "Workload.frozen_weights", "linear layers besides the head", "which has none"):
+        estimate("10m", Workload(sequence=16, frozen_weights="bnb_nf4"))
+    with refused(UsageError, "zero_optimization.frozen_weights", "all have requires_grad=True"):
+        estimate("10m", Workload(sequence=16, frozen_weights="nf4"))
 
 
 def _of(rows: list[Estimate], *, stage: int, optimizer: str = "none", param: str = "none") -> Estimate:

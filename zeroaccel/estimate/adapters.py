@@ -1,0 +1,127 @@
+"""Adapters on a frozen base, as they are estimated: LoRA beside linear layers, and layers in codes of bitsandbytes.
+
+The layers allocate what PEFT's and the library's do, and compute nothing of use. Codes that the engine makes itself
+(`zero_optimization.frozen_weights`) are its own, and need nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zeroaccel.errors import UsageError
+from zeroaccel.estimate.workload import LIBRARY_CODES, Workload
+from zeroaccel.zero.tensor_subclasses import mark_codes
+
+_BLOCK, _NESTED_BLOCK = 64, 256  # values that share a scale, and scales that share one
+
+
+def adapt(model: nn.Module, workload: Workload, name: str) -> None:
+    """Freezes the model's weights and adds adapters, and stores the weights as a library does.
+
+    Args:
+        name: of the model, for errors.
+
+    Raises:
+        UsageError: no linear layer is there for it.
+    """
+    layers = list(_linear_layers(model))
+    if workload.lora_rank:
+        model.requires_grad_(False)
+    if workload.frozen_weights in LIBRARY_CODES:
+        layers = [layer for layer in layers if not layer[2].weight.requires_grad]
+    elif not workload.lora_rank:
+        return
+    if not layers:
+        field = "lora_rank" if workload.lora_rank else "frozen_weights"
+        raise UsageError(
+            f"Workload.{field}",
+            expected="linear layers besides the head, frozen ones where their weights become codes",
+            got=f"{name}, which has none",
+            fix="estimate a function that returns the model with its adapters",
+        )
+    for parent, child, linear in layers:
+        layer: nn.Module = linear
+        if workload.frozen_weights in LIBRARY_CODES:
+            layer = _Linear4bit(linear, nested=workload.frozen_weights.endswith("double"))
+        if workload.lora_rank:
+            layer = _Lora(layer, linear, workload.lora_rank)
+        setattr(parent, child, layer)
+
+
+def _linear_layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
+    """(parent, name, layer) of those that PEFT's "all-linear" and bitsandbytes take: all but the head."""
+    of_transformers: Any = getattr(model, "get_output_embeddings", None)
+    head = getattr(model, "head", None) if of_transformers is None else of_transformers()
+    for parent in list(model.modules()):
+        for child, layer in list(parent.named_children()):
+            if type(layer) is nn.Linear and layer is not head:
+                yield parent, child, layer
+
+
+class _Lora(nn.Module):
+    """As `peft.tuners.lora.Linear`, and `Linear4bit`, which copies what its base returns."""
+
+    def __init__(self, base: nn.Module, linear: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base, self.is_codes = base, base is not linear
+        self.down = nn.Linear(linear.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, linear.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.base(x)
+        if self.is_codes:
+            result = result.clone()
+        added: Tensor = self.up(self.down(x)) * 2.0
+        return result + added
+
+
+class _Linear4bit(nn.Module):
+    """As `bitsandbytes.nn.Linear4bit` (NF4): dequantised as a whole in forward and in backward."""
+
+    def __init__(self, linear: nn.Linear, *, nested: bool) -> None:
+        super().__init__()
+        self.shape, numel = linear.weight.shape, linear.weight.numel()
+        scales = -(-numel // _BLOCK)
+        device = linear.weight.device
+        self.weight = _frozen(torch.empty(-(-numel // 2), 1, dtype=torch.uint8, device=device))
+        # Not a parameter of the module: scales belong to codes, as attributes of theirs.
+        self.scales = [_frozen(torch.empty(scales, dtype=torch.uint8 if nested else torch.float32, device=device))]
+        mark_codes(self.scales[0], {})
+        mark_codes(self.weight, {"absmax": self.scales[0]})
+        # Small, and on every rank: nested scales and code books.
+        small = (-(-scales // _NESTED_BLOCK) + 256 if nested else 0) + 16
+        self.small, self.nested = [torch.empty(small, device=device)], nested
+        self.bias = linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = _MatMul4bit.apply(x, self.weight, self)  # type: ignore[no-untyped-call]
+        return result if self.bias is None else result + self.bias
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """(out, in) of no values."""
+        absmax: Tensor = self.scales[0]
+        if self.nested:  # dequantised first, and the offset is added to a copy
+            absmax = torch.empty(absmax.shape, device=absmax.device) + 0.0
+        weight = torch.empty(self.shape, dtype=dtype, device=absmax.device)
+        del absmax
+        return weight
+
+
+class _MatMul4bit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, codes: Tensor, layer: _Linear4bit) -> Tensor:
+        ctx.codes, ctx.layer = codes, layer
+        return F.linear(x, layer.dequantized(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return torch.matmul(grads[0], ctx.layer.dequantized(grads[0].dtype)), None, None
+
+
+def _frozen(values: Tensor) -> nn.Parameter:
+    return nn.Parameter(values, requires_grad=False)
