@@ -125,6 +125,7 @@ class Manifest:
     config: Any = None
     writer: Mapping[str, str] = field(default_factory=dict)
     base_model: str = ""
+    codes: tuple[str, ...] = ()
 
     @property
     def global_steps(self) -> int:
@@ -278,6 +279,7 @@ def _from_body(body: dict[str, Any]) -> Manifest:
     }
     values["order"] = tuple(body["order"])
     values["buffers"] = tuple(body["buffers"])
+    values["codes"] = tuple(body.get("codes", ()))
     return Manifest(**values)
 
 
@@ -376,6 +378,7 @@ def _check_kinds(manifest: Manifest) -> None:
         kinds += [(f"optimizer: scalars: {fqn}", of, dict) for fqn, of in manifest.optimizer["scalars"].items()]
         kinds += [(f"optimizer: parameter {name!r}", name, str) for group in groups for name in group["params"]]
     kinds += [("base_model", manifest.base_model, str)]
+    kinds += [(f"codes: {name!r}", name, str) for name in manifest.codes]
     if manifest.random_state is not None:
         kinds += [("random_state", manifest.random_state, list)]
     for what, value, kind in kinds:

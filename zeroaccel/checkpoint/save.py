@@ -40,7 +40,7 @@ from zeroaccel.checkpoint.manifest import (
 from zeroaccel.checkpoint.plain_codec import encode
 from zeroaccel.checkpoint.rank_file import is_part_of_a_save, rank_file_name
 from zeroaccel.checkpoint.rank_file_writer import RankFileWriter, Staging
-from zeroaccel.checkpoint.save_plan import EngineState, SavePlan, describe_parameters, persistent_buffers
+from zeroaccel.checkpoint.save_plan import EngineState, SavePlan, code_names, describe_parameters, persistent_buffers
 from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.errors import CheckpointError, CollectiveError, UsageError
@@ -247,6 +247,7 @@ def _common(request: SaveRequest, engine_state: EngineState, progress: Progress,
         "ties": dict(engine_state.ties),
         "buffers": tuple(name for name, _ in buffers),
         "base_model": request.base_model,
+        "codes": code_names(engine_state.model),
         "optimizer": _optimizer(engine_state, plan),
         "counters": dict(progress.counters),
         "loss_scale": encode(dict(progress.loss_scale), "loss scale", plan.keep),
@@ -270,24 +271,32 @@ def _join_parts(
     """
     assert engine_state.whole_model is not None, "parts of no model"
     buffers = dict(persistent_buffers(engine_state.model))
-    own: tuple[dict[str, Any], list[str], dict[str, int]] | None = None
+    own: tuple[dict[str, Any], list[str], dict[str, int], tuple[str, ...]] | None = None
     if engine_state.lead == engine_state.rank:
         groups = {} if engine_state.optimizer is None else dict(engine_state.optimizer.group_of)
-        own = describe_parameters(engine_state, left_out=left_out), list(buffers), groups
+        own = (
+            describe_parameters(engine_state, left_out=left_out),
+            list(buffers),
+            groups,
+            code_names(engine_state.model),
+        )
     parameters: dict[str, Any] = {}
     savers: dict[str, int] = {}
     group_of: dict[str, int] = {}
+    codes: dict[str, None] = {}
     for rank, part in enumerate(collectives.gather_objects(own, "save_checkpoint: parts")):
         if part is not None:
             parameters |= part[0]
             savers = {**dict.fromkeys(part[1], rank), **savers}
             group_of |= part[2]
+            codes |= dict.fromkeys(part[3])
     for name, saver in savers.items():
         if saver == engine_state.rank != 0:  # rank 0 has added its own
             plan.add_full(f"buffer/{name}", buffers[name].clone())
     if common:
         order = [name for name in engine_state.whole_model.order if name in parameters]
         common |= {"parameters": {name: parameters[name] for name in order}, "order": tuple(order)}
+        common["codes"] = tuple(codes)
         common["buffers"] = tuple(name for name in engine_state.whole_model.buffers if name in savers)
         if common["optimizer"] is not None:
             for index, group in enumerate(common["optimizer"]["param_groups"]):

@@ -274,6 +274,12 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from state_tensors(model)
 
 
+def code_names(model: nn.Module) -> tuple[str, ...]:
+    """Parameters and buffers that are codes of quantised weights, or belong to such: nothing may round them."""
+    codes = [name for name, param in named_tensors(model) if scales_of(param) is not None]
+    return (*codes, *(name for name, _ in state_tensors(model)))
+
+
 def describe_parameters(holdings: EngineState, *, left_out: frozenset[int]) -> dict[str, ParameterRecord]:
     """fqn -> record, in the order of the model's names."""
     groups = holdings.optimizer.group_of if holdings.optimizer is not None else {}

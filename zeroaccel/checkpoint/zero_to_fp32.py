@@ -26,7 +26,7 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -99,7 +99,12 @@ class ByteFile(Protocol):
 
 @dataclass(frozen=True)
 class Weight:
-    """A tensor of the model and the location of its bytes; `excludable`: a parameter that no optimizer updates."""
+    """A tensor of the model and the location of its bytes.
+
+    Attributes:
+        excludable: a parameter that no optimizer updates.
+        is_code: of a quantised weight: its dtype and bits stay.
+    """
 
     name: str
     dtype: str
@@ -107,6 +112,7 @@ class Weight:
     pieces: tuple[Piece, ...]
     is_buffer: bool = False
     excludable: bool = False
+    is_code: bool = False
 
     @property
     def numel(self) -> int:
@@ -305,6 +311,8 @@ def _source(folder: Path, body: Mapping[str, Any], checksum: str) -> Source:
             raise ValueError(f"tensor {key}: not of the shape of its parameter")
         weights.append(_weight(fqn, key, tensors, records, pieces, excludable=not parameter["trainable"]))
     weights += [_weight(name, f"buffer/{name}", tensors, records, pieces, is_buffer=True) for name in body["buffers"]]
+    codes = frozenset(body.get("codes", ()))
+    weights = [replace(weight, is_code=weight.name in codes) for weight in weights]
     if unknown := [alias for alias, name in body["ties"].items() if name not in parameters]:
         raise ValueError(f"ties of {unknown} to no parameter")
     files = tuple(RankFile(folder / item["name"], item["nbytes"], item["table_sha256"]) for item in records)
@@ -382,7 +390,7 @@ class Options:
     """How to convert.
 
     Attributes:
-        dtype: fp32, bf16 or fp16, of every floating-point tensor of 16 bits or more.
+        dtype: fp32, bf16 or fp16, of every floating-point tensor of 16 bits or more that is no code.
         form: safetensors or bin; None to take it from the output's name.
         max_shard_nbytes: of a file in an output folder.
         only: patterns; a tensor is written if its name matches one (`*.lora_*`). None matches all.
@@ -442,7 +450,7 @@ def select(source: Source, options: Options) -> list[Target]:
             if not options.only or any(fnmatch.fnmatchcase(name, pattern) for pattern in options.only)
         ]
         if names and not (options.exclude_frozen and weight.excludable):
-            dtype = DTYPES[options.dtype] if weight.dtype in FLOATS else weight.dtype
+            dtype = DTYPES[options.dtype] if weight.dtype in FLOATS and not weight.is_code else weight.dtype
             targets.append(Target(names[0], weight, dtype, tuple(names[1:])))
     if not targets:
         some = ", ".join(weight.name for weight in source.weights[:5]) or "none"

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zeroaccel
 from tests.support.pool import Ranks
 from tests.support.refusals import refused
+from zeroaccel.checkpoint.consolidate import convert_zero_checkpoint_to_fp32_state_dict
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.recording import RecordingCollectives
 from zeroaccel.comm.topology import init_process_group
@@ -52,25 +54,26 @@ class ScaledCodes:
 class StandIn(nn.Module):
     """A linear layer of 4-bit codes."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, storage: torch.dtype = torch.uint8) -> None:
         super().__init__()
         weight = torch.randn(width * width // 64, 64)
         absmax, code = weight.abs().amax(1), torch.linspace(-1, 1, 16)
         codes = (weight[..., None] / absmax[:, None, None] - code).abs().argmin(-1).to(torch.uint8).view(-1, 2)
-        self.weight = Params4bit((codes[:, 0] << 4 | codes[:, 1])[:, None])
+        self.weight = Params4bit((codes[:, 0] << 4 | codes[:, 1]).view(storage)[:, None])
         self.weight.quant_state = ScaledCodes(absmax, code)
         self.width = width
 
     def forward(self, inputs: Tensor) -> Tensor:
         state = self.weight.quant_state
-        codes = torch.stack((self.weight.data >> 4, self.weight.data & 15), 1).view(-1, 64).int()
+        packed = self.weight.data.view(torch.uint8).view(-1, 1)
+        codes = torch.stack((packed >> 4, packed & 15), 1).view(-1, 64).int()
         base = (state.code[codes] * state.absmax[:, None]).view(self.width, self.width)
         return inputs @ base.to(inputs.dtype).t()
 
 
 def _layer(kind: str) -> nn.Module:
-    if kind == "stand-in":
-        return StandIn(WIDTH)
+    if kind.startswith("stand-in"):
+        return StandIn(WIDTH, torch.bfloat16 if "bfloat16" in kind else torch.uint8)
     bnb = pytest.importorskip("bitsandbytes")
     if kind == "int8":
         layer: nn.Module = bnb.nn.Linear8bitLt(WIDTH, WIDTH, bias=False, has_fp16_weights=False)
@@ -262,13 +265,36 @@ def _saved(kind: str, folder: str) -> tuple[list[float], list[float], list[str],
     return losses, resumed, names if state is not None else [], same
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["stand-in in bfloat16", *KINDS])
 def test_checkpoints_and_state_dicts_have_codes_and_scales(ranks: Ranks, tmp_path: Path, kind: str) -> None:
-    pytest.importorskip("bitsandbytes")
+    if not kind.startswith("stand-in"):
+        pytest.importorskip("bitsandbytes")
     for losses, resumed, differing, same in ranks(2).run(_saved, kind, str(tmp_path)):
         assert resumed == losses
         assert same
+        own = "base.weight.absmax", "base.weight.quant_map"  # of the stand-in, which has them in no state dict
+        differing = [name for name in differing if not (kind.startswith("stand-in") and name.endswith(own))]
         assert [name for name in differing if not name.endswith("weight_format")] == []
+
+
+@pytest.mark.parametrize("kind", ["stand-in in bfloat16", "fp4 in bfloat16", "nf4, nested", "int8"])
+def test_conversions_leave_codes_and_their_scales_as_they_are(tmp_path: Path, kind: str) -> None:
+    """Codes in bfloat16 became float32, where those that are NaNs lost their bits, and scales 16-bit numbers."""
+    if not kind.startswith("stand-in"):
+        pytest.importorskip("bitsandbytes")
+    engine = _initialized(Model(kind, ""), 3, "AdamW")
+    engine.save_checkpoint(tmp_path / "saved")
+    state = engine.consolidated_state_dict()
+    engine.destroy()
+    assert state is not None
+    for dtype in ("fp32", "bf16"):
+        convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "saved", tmp_path / dtype, dtype=dtype)
+        found = load_file(tmp_path / dtype / "model.safetensors")
+        adapters = {name for name in state if "base" not in name}
+        assert {found[name].dtype for name in adapters} == {torch.float32 if dtype == "fp32" else torch.bfloat16}
+        assert set(found) == set(state)
+        for name in set(state) - adapters:
+            assert (name, found[name].dtype, _bits(found[name])) == (name, state[name].dtype, _bits(state[name]))
 
 
 def test_a_quantized_weight_that_cannot_be_carried_is_named() -> None:
