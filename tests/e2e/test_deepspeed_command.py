@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import time_limits
 from tests.support.environment import outside_any_job
 from tests.support.job import JobResult, run_command
 
@@ -48,6 +49,14 @@ def test_processes_of_num_gpus_get_their_local_rank(script: Path) -> None:
     assert facts == [["0", "0", "2", "c.json", "zeroaccel"], ["1", "1", "2", "c.json", "zeroaccel"]]
 
 
+def _shell(variables: dict[str, str], *words: object) -> subprocess.CompletedProcess[str]:
+    """A command as a shell with these variables finds it."""
+    limit = time_limits.seconds(60.0)
+    return subprocess.run(
+        [*map(str, words)], env=outside_any_job() | variables, capture_output=True, text=True, timeout=limit
+    )
+
+
 @pytest.fixture
 def installed(tmp_path: Path) -> dict[str, str]:
     """Variables by which the installed commands and package are found."""
@@ -63,9 +72,7 @@ def installed(tmp_path: Path) -> dict[str, str]:
 
 def test_the_installed_commands_are_launches(script: Path, installed: dict[str, str]) -> None:
     def run(*words: object) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            list(map(str, words)), env=outside_any_job() | installed, capture_output=True, text=True, timeout=60
-        )
+        return _shell(installed, *words)
 
     facts = _facts(run("deepspeed", "--num_gpus", 2, "--cpu", "--no_local_rank", script))
     assert [(one[0], one[1]) for one in facts] == [("-1", "0"), ("-1", "1")]
@@ -80,9 +87,7 @@ def test_the_installed_commands_are_launches(script: Path, installed: dict[str, 
 
 def test_import_deepspeed_finds_the_facade_through_the_installed_package(installed: dict[str, str]) -> None:
     code = "import deepspeed.comm, deepspeed; print(deepspeed.__version__, deepspeed.init_distributed.__module__)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=outside_any_job() | installed, capture_output=True, text=True, timeout=60
-    )
+    done = _shell(installed, sys.executable, "-c", code)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[0].endswith("+zeroaccel")
     assert done.stdout.split()[1].startswith("zeroaccel.")

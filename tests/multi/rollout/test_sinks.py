@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import TCPStore
 
 import zeroaccel
+from tests import time_limits
 from tests.support.pool import Ranks
 from tests.support.training import Toy, batches, config
 from zeroaccel.errors import UsageError
@@ -87,7 +88,7 @@ def _over_channels() -> None:
     send(engine, engine.stream_weights(only_rank=0), first)
     now = _weights(engine)
     if rank == 0:
-        generator.join(60)
+        generator.join(time_limits.seconds(60.0))
         assert all(torch.equal(tensors[name], value) for name, value in now.items())
     engine.destroy()
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests import time_limits
 from tests.support.commands import typed
 from tests.unit.checkpoint.checkpoint_by_hand import Entry, make_checkpoint
 from zeroaccel.cli.pages.frame import MOST_NBYTES, page
@@ -283,7 +284,7 @@ def test_a_line_says_what_takes_long_and_goes(monkeypatch: pytest.MonkeyPatch) -
     shown = threading.Event()
     monkeypatch.setattr(terminal, "flush", shown.set)
     with progress("counting"):
-        assert shown.wait(60)
+        assert shown.wait(time_limits.seconds(60.0))
     assert re.match(r"\r\S zeroaccel: counting \(\d+\.\d s\)", terminal.getvalue())
     assert terminal.getvalue().endswith(" \r")
     monkeypatch.setattr("zeroaccel.cli.progress._PATIENCE_SECONDS", 60)
