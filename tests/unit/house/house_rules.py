@@ -91,23 +91,23 @@ ENVIRONMENT_READERS = {
 # Folder -> its most code lines. A commit that raises one says what the lines are worth.
 MAX_CODE_LINES: Mapping[str, int] = {
     "": 857,
-    "accelerate": 3725,
+    "accelerate": 3795,
     "checkpoint": 6100,
-    "cli": 7310,
-    "comm": 3715,
+    "cli": 7145,
+    "comm": 3740,
     "compat": 3026,
-    "config": 4440,
+    "config": 4285,
     "data": 802,
-    "estimate": 1910,
+    "estimate": 1920,
     "offload": 985,
     "ops": 2450,
     "optim": 1300,
     "parallel": 3455,
     "rollout": 870,
     "setup": 1450,
-    "telemetry": 1165,
+    "telemetry": 1170,
     "utils": 60,
-    "zero": 8430,
+    "zero": 8445,
 }
 LOOSE_LINES = 100
 MAX_FUNCTION_LINES, LONG_FUNCTION_LINES, MAX_LONG_FUNCTIONS = 100, 60, 8
