@@ -91,9 +91,9 @@ ENVIRONMENT_READERS = {
 # Folder -> its most code lines. A commit that raises one says what the lines are worth.
 MAX_CODE_LINES: Mapping[str, int] = {
     "": 857,
-    "accelerate": 3795,
-    "checkpoint": 6100,
-    "cli": 7145,
+    "accelerate": 3815,
+    "checkpoint": 6130,
+    "cli": 7170,
     "comm": 3740,
     "compat": 3026,
     "config": 4285,
