@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from zeroaccel.accelerate.peer_copies import PeerCopies, Sizes, step_of
@@ -63,15 +63,15 @@ class MemoryStates:
         self._is_on = True
         self._found: tuple[str, list[Sizes]] | None = None
 
-    def reserve(self, own_nbytes: int) -> None:
+    def reserve(self, own_nbytes: int, *, reads_all: bool) -> None:
         """Sees to it that the machines have room; where one has not, a warning says so, and none saves.
 
         Args:
-            own_nbytes: of a state, what this rank saves.
+            own_nbytes, reads_all: as for `PeerCopies.short_of_room`.
         """
         earlier = sum(path.stat().st_size for path in self._folder.rglob("*") if path.is_file())
         free = earlier + min(shutil.disk_usage(self._folder.parent).free, free_nbytes())
-        short = self._peers.short_of_room(own_nbytes, free, self._limit)
+        short = self._peers.short_of_room(own_nbytes, free, self._limit, reads_all=reads_all)
         self._is_on = not short
         if short:
             logger.warning("no states in memory: %s; training goes on without", short)
@@ -81,12 +81,17 @@ class MemoryStates:
         self._found = self._peers.newest(saved_states(self._project))
         return None if self._found is None else step_of(self._found[0])
 
-    def fetch(self) -> Path:
-        """The folder of the state that `newest` has found, on this machine."""
+    def fetch(self, to_read: Callable[[Path], Collection[str]]) -> Path:
+        """The folder of the state that `newest` has found, on this machine.
+
+        Args:
+            to_read: which files of single ranks in the folder this rank reads.
+        """
         assert self._found is not None, "there is no state in memory"
         name, machines = self._found
-        self._peers.fetch(self._folder / name, machines)
-        return self._folder / name
+        folder = self._folder / name
+        self._peers.fetch(folder, machines, lambda: to_read(folder))
+        return folder
 
     def save_if_due(self, num_steps: int, micro_step: int) -> None:
         """Saves if `interval` steps have gone by.

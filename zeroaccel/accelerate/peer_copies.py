@@ -2,7 +2,8 @@
 
 After a save each machine has the files of its own ranks. `PeerCopies.spread` sends them to the next machine, and what
 rank 0 alone writes to all of them. Only when all machines have all copies does the folder get the name of a state.
-`PeerCopies.newest` finds the newest state whose files are all on some machine, and `fetch` completes it on each.
+`PeerCopies.newest` finds the newest state whose files are all on some machine, and `fetch` completes it on each, as far
+as its ranks read it: nearly all where every rank has all masters (stage 0), else about what they have saved.
 
 Every rank sends and receives: the k-th file goes from the k-th rank of one machine, counted around, to that of another.
 """
@@ -10,7 +11,8 @@ Every rank sends and receives: the k-th file goes from the k-th rank of one mach
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +32,7 @@ _LIST_NAME = "files.json"
 
 _CHUNK_NBYTES = 16 << 20
 _DIVIDED = ".safetensors"  # files of one rank; all others are rank 0's, and small
+_OF_ONE_RANK = re.compile(r"(.*/)?(rank|run_state_rank)\d{5}(-[^/]*)?\.safetensors")  # read by some ranks only
 
 
 @dataclass(frozen=True)
@@ -63,13 +66,15 @@ class PeerCopies:
         self.num_machines = len(self._nodes)
         self.is_first = any(collectives.rank == ranks[0] for ranks in self._nodes)
 
-    def short_of_room(self, own_nbytes: int, free: int, limit: int | None) -> str:
+    def short_of_room(self, own_nbytes: int, free: int, limit: int | None, *, reads_all: bool) -> str:
         """Which machine has too little room for states, in words; "" if each has enough.
 
-        A machine holds files of its ranks and of another machine's, twice while it saves; after a loss the whole state.
+        A machine holds files of its ranks and of another machine's, twice while it saves, and after a loss what its
+        ranks read.
 
         Args:
             own_nbytes: of a state, what this rank saves.
+            reads_all: each rank reads the whole state.
             free: bytes of this machine's memory.
             limit: how many of them states may take, where the config says so.
         """
@@ -78,7 +83,7 @@ class PeerCopies:
         sizes = [sum(found[rank][0] for rank in ranks) for ranks in self._nodes]
         for machine, ranks in enumerate(self._nodes):
             copies = sizes[machine - 1] if self.num_machines > 1 else 0
-            needed = max(2 * (sizes[machine] + copies), sum(sizes))
+            needed = max(2 * (sizes[machine] + copies), sum(sizes) if reads_all else 0)
             _, room, is_limited = min((found[rank] for rank in ranks), key=lambda one: one[1])
             if room < needed:
                 where = f"the machine of {self._collectives.named(ranks)}"
@@ -132,17 +137,30 @@ class PeerCopies:
                 return name, machines
         return None
 
-    def fetch(self, folder: Path, machines: Sequence[Sizes]) -> None:
-        """Completes a state in the folder of each machine.
+    def fetch(self, folder: Path, machines: Sequence[Sizes], to_read: Callable[[], Collection[str]]) -> None:
+        """Completes a state in the folder of each machine, as far as its ranks read it.
 
         Args:
             machines: as of `newest`.
+            to_read: which files of single ranks this rank reads, once the others are there.
         """
         whole = {name: nbytes for own in machines for name, nbytes in own.items()}
-        moves = []
-        for name in sorted(whole):
-            source = next(machine for machine, own in enumerate(machines) if name in own)
-            moves += [(source, target, name) for target, own in enumerate(machines) if name not in own]
+        self._complete(folder, machines, [{name for name in whole if not _OF_ONE_RANK.fullmatch(name)}] * len(machines))
+        names: Collection[str] = ()
+        with agreed(self._collectives, "states in memory: what to read"):
+            names = to_read() if self.num_machines > 1 else ()
+        found = self._collectives.gather_objects(sorted(names), "states in memory: what to read")
+        self._complete(folder, machines, [{name for rank in ranks for name in found[rank]} for ranks in self._nodes])
+
+    def _complete(self, folder: Path, machines: Sequence[Sizes], needed: Sequence[Collection[str]]) -> None:
+        whole = {name: nbytes for own in machines for name, nbytes in own.items()}
+        source = {name: machine for machine, own in reversed(list(enumerate(machines))) for name in own}
+        moves = [
+            (source[name], target, name)
+            for target, names in enumerate(needed)
+            for name in sorted(names)
+            if name not in machines[target]
+        ]
         self._send(folder, moves, whole)
 
     def _on_each_machine(self, own: Sizes) -> list[Sizes]:

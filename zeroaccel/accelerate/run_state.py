@@ -133,7 +133,7 @@ class RunSaving:
         nbytes = 0
         with agreed(self._collectives, "states in memory: size"):
             nbytes = sum(saved_nbytes(engine.checkpointer.state()) for engine in self._watched)
-        self._memory.reserve(nbytes)
+        self._memory.reserve(nbytes, reads_all=any(not engine.settings.plan.optimizer for engine in self._watched))
 
     def _peer_states(self) -> PeerStates | None:
         """What says how states are saved in memory: `checkpoint.peer` of the configs, or the project."""
@@ -243,7 +243,7 @@ class RunSaving:
         source = Path(folder) if folder is not None else self._newest_folder()
         if folder is None and (memory := self._newer_in_memory(source, log=True)) is not None:
             try:
-                return self._load(memory.fetch())
+                return self._load(memory.fetch(self._files_to_read))
             except CheckpointError as error:
                 logger.warning("skipped the state in memory: %s", error)
         if source is None:
@@ -276,6 +276,15 @@ class RunSaving:
             begin = "left" if is_older else "resuming from"
             log_always(f"{begin} the memory of {self._memory.place}, step {steps}; {rest}")
         return None if is_older else self._memory
+
+    def _files_to_read(self, folder: Path) -> list[str]:
+        """Of single ranks, by their paths in a state's folder."""
+        own = self._collectives.rank
+        names = [_rank_name(own if own < _manifest(folder)["world_size"] else 0)]
+        for index, item in enumerate(self._state.prepared):
+            tag = _tag(index)
+            names += [f"{tag}/{name}" for name in item.engine.checkpointer.files_to_read(folder, tag)]
+        return names
 
     def _load(self, source: Path) -> tuple[str, int]:
         models = [item.engine for item in self._state.prepared]

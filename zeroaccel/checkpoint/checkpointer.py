@@ -28,7 +28,7 @@ from zeroaccel.checkpoint.rank_file import CHUNK_NBYTES
 from zeroaccel.checkpoint.rank_file_writer import Staging
 from zeroaccel.checkpoint.save import CommitRules, Progress, SaveRequest, prepare
 from zeroaccel.checkpoint.save_plan import EngineState, WholeModel, persistent_buffers
-from zeroaccel.checkpoint.tensor_store import TensorStore
+from zeroaccel.checkpoint.tensor_store import TensorStore, UnreadStore
 from zeroaccel.checkpoint.weights import consolidated_state_dict, save_model_files, save_weights
 from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.environment import is_in_launcher_memory
@@ -179,16 +179,7 @@ class Checkpointer:
         self, load_dir: PathLike, tag: object, *, strict: bool, optimizer: bool, scheduler: bool, progress: bool
     ) -> tuple[str | None, dict[str, Any]]:
         engine = self._engine
-        self._require_one_model("load_checkpoint")
-        engine.registry.require_free("engine.load_checkpoint()")
-        engine.require_states_loaded()
-        self.wait()
-        self._finish_update()
-        # Gradients and unsharded weights of before would survive the load; shards and masters are what is written.
-        engine.reset()
-        for unit in engine.units:
-            if not unit.persistent:
-                unit.reshard()
+        self._prepare_to_load()
         root = Path(os.path.abspath(load_dir))
         options = _LoadOptions(
             strict,
@@ -201,6 +192,19 @@ class Checkpointer:
         with agreed(self._ranks, "load_checkpoint: find"):
             folder, store = self._find(root, tag, options)
         return str(folder), self._load(folder, store, options)
+
+    def _prepare_to_load(self) -> None:
+        engine = self._engine
+        self._require_one_model("load_checkpoint")
+        engine.registry.require_free("engine.load_checkpoint()")
+        engine.require_states_loaded()
+        self.wait()
+        self._finish_update()
+        # Gradients and unsharded weights of before would survive the load; shards and masters are what is written.
+        engine.reset()
+        for unit in engine.units:
+            if not unit.persistent:
+                unit.reshard()
 
     def _find(self, root: Path, tag: object, options: _LoadOptions) -> tuple[Path, TensorStore]:
         engine = self._engine
@@ -216,7 +220,7 @@ class Checkpointer:
             whole = self._whole
             buffers = {name for name, _ in persistent_buffers(engine.module)} | set(whole.buffers if whole else ())
             return dcp, open_dcp(dcp, ties=self.state().ties, is_buffer=buffers.__contains__)
-        folder, manifest = find_checkpoint(root, tag)
+        folder, manifest = find_checkpoint(root, tag, complete=not is_in_launcher_memory(root))
         return folder, TensorStore(folder, manifest)
 
     def _load_newest(self, root: Path, options: _LoadOptions) -> tuple[str | None, dict[str, Any]]:
@@ -274,6 +278,25 @@ class Checkpointer:
         if engine.weight_update is not None:
             engine.weight_update.broken = None
         return client_state
+
+    def files_to_read(self, root: Path, tag: str) -> set[str]:
+        """Names of the rank files that this rank would read. Weights and states are gone until a load succeeds."""
+        self._prepare_to_load()
+        folder, manifest = find_checkpoint(root, tag, complete=False)
+        state, optimizer, store = self.state(), self._engine.sharded_optimizer, UnreadStore(folder, manifest)
+        where = f"checkpoint {folder}"
+        check_model(state, manifest, where, strict=True)
+        if optimizer is not None:
+            check_optimizer(optimizer, manifest, where)
+        self._half_loaded = str(folder)
+        load_weights(state, store)
+        if optimizer is not None:
+            load_optimizer(optimizer, store, where)
+        for saved in (manifest.client_state, manifest.lr_scheduler, manifest.loss_scale):
+            decode(saved, store.fetch)
+        if manifest.random_state is not None and self._ranks.rank < len(manifest.random_state):
+            decode(manifest.random_state[self._ranks.rank], store.fetch)
+        return store.names
 
     def _load_progress(self, store: TensorStore, options: _LoadOptions) -> None:
         engine = self._engine

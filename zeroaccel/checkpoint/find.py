@@ -25,8 +25,11 @@ DCP_METADATA_NAME = ".metadata"
 """The file that makes a folder a checkpoint of torch.distributed.checkpoint."""
 
 
-def find_checkpoint(root: Path, tag: object = None) -> tuple[Path, Manifest]:
+def find_checkpoint(root: Path, tag: object = None, *, complete: bool = True) -> tuple[Path, Manifest]:
     """The folder and checked manifest of a tag, or of the one `latest` names.
+
+    Args:
+        complete: see `read_manifest`.
 
     Raises:
         CheckpointError: there is none, or it is damaged or incomplete.
@@ -35,7 +38,7 @@ def find_checkpoint(root: Path, tag: object = None) -> tuple[Path, Manifest]:
     if not folder.is_dir():
         there = listed(sorted(path.name for path in checkpoint_folders(root))) or "none"
         raise CheckpointError(f"{folder}: no such checkpoint", got=f"in {root}: {there}")
-    return folder, read_manifest(folder)
+    return folder, read_manifest(folder, complete=complete)
 
 
 def newest_first(root: Path) -> tuple[list[Path], list[str]]:

@@ -185,8 +185,11 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     write_durably(folder / MANIFEST_NAME, text.encode())
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path, *, complete: bool = True) -> Manifest:
     """The checked manifest of a checkpoint's folder; its files are looked at for their sizes.
+
+    Args:
+        complete: False where the folder may lack files that no rank reads from it.
 
     Raises:
         CheckpointError: it is missing, damaged, of a newer version, contradicts itself, or a file is missing or has
@@ -198,6 +201,8 @@ def read_manifest(folder: Path) -> Manifest:
         try:
             size = os.stat(path).st_size
         except OSError:
+            if not complete:
+                continue
             raise CheckpointError(f"{path}: missing, though the manifest names it", fix=_OTHER) from None
         if size != record.nbytes:
             raise CheckpointError(f"{path}", expected=f"{record.nbytes} bytes", got=size, fix=_OTHER)

@@ -117,6 +117,25 @@ class TensorStore:
         return self._files[file]
 
 
+class UnreadStore(TensorStore):
+    """Notes which files would be read, and reads nothing: what it is asked to fill stays as it is.
+
+    Attributes:
+        names: of the files so far.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        super().__init__(folder, manifest)
+        self.names: set[str] = set()
+
+    def fill(self, key: str, start: int, into: Tensor) -> None:
+        super().fill(key, start, into.zero_())
+
+    def read(self) -> None:
+        self.names.update(self.manifest.files[file].name for file in self._pending)
+        self._pending, self._used = {}, {}
+
+
 def _copier(into: Tensor, dtype: torch.dtype) -> Callable[[NDArray[np.uint8]], None]:
     def deliver(data: NDArray[np.uint8]) -> None:
         into.copy_(torch.from_numpy(data).view(dtype))

@@ -227,11 +227,12 @@ def _with_offload(
 
 
 def _saved_in_memory(trained: int, workload: Workload, stage: int) -> int:
-    """A rank's share of its machine's states in memory: two during a save, and on resuming all of the job's."""
+    """A rank's share of its machine's states in memory: two during a save, and on resuming what they read."""
     of_rank = 4 * (1 + workload.states_per_element) * trained // (1 if stage else workload.shard_ranks)
     if workload.local_ranks == workload.ranks:
         return 2 * of_rank
-    return max(4 * of_rank, of_rank * workload.ranks // workload.local_ranks)
+    whole = of_rank * workload.ranks // workload.local_ranks
+    return 4 * of_rank if stage else max(4 * of_rank, whole)
 
 
 def _in_host_memory(shards: Sequence[tuple[int, int]]) -> int:

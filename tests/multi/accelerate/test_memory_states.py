@@ -201,11 +201,21 @@ def test_of_three_machines_one_may_be_lost(ranks: Ranks, tmp_path: Path) -> None
     ]
     shutil.rmtree(tmp_path / "memory1")
     assert ranks(3).run(life, tmp_path, interval=100, lost_at=4, machines=3)[2][0] == 3
-    shutil.rmtree(tmp_path / "memory1")
-    shutil.rmtree(tmp_path / "memory2")  # nobody has all of it now, except for the machine that put it together
-    assert ranks(3).run(life, tmp_path, interval=100, lost_at=4, machines=3)[2][0] == 3
+    # The machine that took its place has what its rank reads, and no copy: the next save makes that.
+    assert [path.name[:9] for path in (tmp_path / "memory1").rglob("rank*")] == ["rank00001"]
+    assert ranks(3).run(life, tmp_path, interval=2, lost_at=6, machines=3)[2][0] == 3
     (tmp_path / "memory").rename(tmp_path / "away")
-    assert ranks(3).run(life, tmp_path, interval=100, lost_at=4, machines=3)[2][0] == 3
+    assert ranks(3).run(life, tmp_path, interval=100, lost_at=7, machines=3)[2][0] == 5
+
+
+@pytest.mark.parametrize(("stage", "names"), [(0, [0, 1, 2]), (3, [2])])  # rank 3 has no elements
+def test_a_machine_gets_what_its_ranks_read(ranks: Ranks, tmp_path: Path, stage: int, names: list[int]) -> None:
+    ranks(4).run(life, tmp_path, interval=3, lost_at=4, machines=2, stage=stage)
+    shutil.rmtree(tmp_path / "memory1")
+    rest = ranks(4).run(life, tmp_path, interval=100, lost_at=6, machines=2, stage=stage)
+    assert [facts[0] for facts in rest] == [3] * 4
+    files = (tmp_path / "memory1" / "checkpoints" / "checkpoint_3" / "pytorch_model").glob("rank*")
+    assert sorted(int(path.name[4:9]) for path in files) == names
 
 
 def test_two_neighbours_that_are_lost_together_take_the_state_with_them(ranks: Ranks, tmp_path: Path) -> None:
