@@ -1,6 +1,7 @@
 """A soak of lost ranks: seeded runs are killed and stopped again and again, and resume from the memory of the machine.
 
     python benchmarks/lost_ranks.py --minutes 10 --seed 0
+    python benchmarks/lost_ranks.py --minutes 150 --faults 1000   # about 80 minutes of a quiet machine with 2 cores
 
 Each run has two or three ranks, any stage, and two to four faults: a rank or two are killed before a step, while a
 state is written, or as soon as the run has resumed; or a rank is stopped (SIGSTOP), which the watchdog names after its
@@ -85,12 +86,13 @@ def recoveries(folder: Path, kinds: list[str]) -> list[tuple[str, float, int]]:
 
 @click.command()
 @click.option("--minutes", default=10.0, show_default=True)
+@click.option("--faults", "most", default=1_000_000, metavar="N", help="End after so many, if the time is not over.")
 @click.option("--seed", default=0, show_default=True)
-def main(minutes: float, seed: int) -> None:
-    """Runs until the time is over."""
+def main(minutes: float, most: int, seed: int) -> None:
+    """Runs until the time is over, or the faults are many enough. Exits with 1 where any run went wrong."""
     end, counts, seconds = time.monotonic() + 60 * minutes, Counter[str](), dict[str, list[float]]()
     whole: dict[tuple[int, int], str] = {}
-    while time.monotonic() < end:
+    while time.monotonic() < end and sum(counts[kind] for kind in KINDS) < most:
         draw = random.Random(seed)
         num_ranks = draw.choice([2, 2, 3])
         with tempfile.TemporaryDirectory(prefix="lost-") as folder:
@@ -121,6 +123,7 @@ def main(minutes: float, seed: int) -> None:
     for kind in KINDS:
         took = seconds.get(kind, [0.0])
         print(f"| {kind} | {counts[kind]} | {statistics.median(took):.1f} | {max(took):.1f} |")
+    sys.exit(int(any(counts[name] for name in ("wrong", "hang", "left behind"))))
 
 
 if __name__ == "__main__":

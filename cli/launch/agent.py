@@ -24,6 +24,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from datetime import timedelta
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -35,6 +36,7 @@ from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, PContext, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
 import zeroaccel
@@ -111,6 +113,9 @@ class StopSignals:
 
 
 _TORCH_WAITS = 600.0  # seconds, its rendezvous, by default
+_LAST_CALL_SECONDS = 1.0  # for machines beyond the fewest, at a restart; torch's 30 s count at the start
+# A machine is lost after 5 silent seconds; after 15 by torch's own settings.
+_KEEP_ALIVE = {"keep_alive_interval": 1, "keep_alive_max_attempt": 5}
 _SAME_EVERYWHERE = ("num_processes", "num_machines", "max_restarts", "rdzv_backend", "use_cpu", "timeout")
 
 
@@ -264,6 +269,11 @@ class RankFiles(DefaultLogsSpecs):
                 ends.append(RankEnd(rank, local_rank, report.pid, report.exit_code, report.time, report))
         return tuple(ends)
 
+    @property
+    def started(self) -> bool:
+        """Whether the ranks have been started once."""
+        return bool(self._reports)
+
     def _why_again(self) -> str:
         reports = {rank: report for rank, path in enumerate(self._reports) if (report := _report_at(path)) is not None}
         if not reports:
@@ -304,7 +314,8 @@ def run_plan(plan: LaunchPlan, log: Callable[[str], None], arrival_seconds: floa
         _renew_stores()
     watch = ProcessWatch(timeout_seconds(settings.timeout), plan.port, settings.monitor_interval, log)
     forks = ranks_are_forks(plan, {LAUNCH_ID: launch_id}, log)
-    with stop_signals, _agent_log(settings), processes_end_in_time(settings, stop_signals, log), watch, forks:
+    in_time = processes_end_in_time(settings, stop_signals, log)
+    with stop_signals, _agent_log(settings), in_time, lost_machines_are_not_awaited(settings, files), watch, forks:
         try:
             # Its store lives until the ranks have theirs: a slower machine may still be reading from it.
             preflight = meet_machines(plan, log, arrival_seconds)
@@ -365,6 +376,28 @@ def processes_end_in_time(
         PContext.close = close  # type: ignore[method-assign]
 
 
+@contextmanager
+def lost_machines_are_not_awaited(settings: LaunchSettings, files: RankFiles) -> Iterator[None]:
+    """Has torch's rendezvous wait for more machines than the fewest at the first start only.
+
+    It would wait as long at every restart, of which a lost machine is the usual reason. One that comes later joins by
+    another restart.
+    """
+    if settings.min_machines is None:
+        yield
+        return
+    own = RendezvousTimeout.last_call
+
+    def last_call(timeouts: RendezvousTimeout) -> timedelta:
+        return min(timedelta(seconds=_LAST_CALL_SECONDS), timeouts._last_call) if files.started else timeouts._last_call
+
+    RendezvousTimeout.last_call = property(last_call)  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        RendezvousTimeout.last_call = own  # type: ignore[method-assign]
+
+
 def _renew_stores() -> None:
     """Gives the ranks a new store for every attempt.
 
@@ -377,6 +410,8 @@ def _renew_stores() -> None:
 def _launch_config(plan: LaunchPlan, files: RankFiles) -> LaunchConfig:
     settings = plan.settings
     conf: dict[str, Any] = dict(settings.rdzv_conf)
+    if settings.min_machines is not None:
+        conf = {**_KEEP_ALIVE, **conf}
     if settings.rendezvous == "static":
         conf["rank"] = settings.machine
     elif settings.machine_rank is not None or settings.num_machines == 1:

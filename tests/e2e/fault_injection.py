@@ -54,6 +54,10 @@ class Network:
         """Pulls the cable of "b" out of the switch."""
         _ip("-n", f"{self.name}s", "link", "set", "to-b", "down")
 
+    def mend(self) -> None:
+        """Puts it back."""
+        _ip("-n", f"{self.name}s", "link", "set", "to-b", "up")
+
 
 @dataclass(frozen=True)
 class Aftermath:

@@ -4,9 +4,9 @@
 
 Each attempt of the launcher suffers the fault of its number; after the last one none. A fault is KIND:STEP:RANK+...:
 `kill` and `stop` send SIGKILL and SIGSTOP before the micro-step, `save` kills while a state in memory is written (at
-its first file, or a few milliseconds later), `load` kills as soon as the run has resumed, and `machine` kills the
-launcher and the rank before the micro-step. Rank 0 writes `resumed.N` (time and step of each attempt's first update)
-and, at the end, `digest`, of the final weights.
+its first file, or a few milliseconds later), `load` kills as soon as the run has resumed, `machine` kills the launcher
+and the rank before the micro-step, and `cut` waits there until there is a file `cut`. Rank 0 writes `resumed.N` (time
+and step of each attempt's first update) and, at the end, `digest`, of the final weights.
 """
 
 from __future__ import annotations
@@ -60,6 +60,10 @@ def main(folder: str, steps: str, interval: str, seed: str, faults: str = "") ->
             break
         if is_hit and step == int(at) and kind in ("kill", "stop", "machine"):
             suffer(kind)
+        if is_hit and step == int(at) and kind == "cut":
+            Path(f"fault.{attempt}").touch()
+            while not Path("cut").exists():
+                time.sleep(0.01)
         if is_hit and step == int(at) and kind == "save":
             if int(seed) % 2:
                 threading.Timer(0.001 * (int(seed) % 7), suffer, ["kill"]).start()

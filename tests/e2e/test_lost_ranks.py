@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from tests.support.environment import free_port
+import pytest
+
+from tests.e2e.fault_injection import namespaces_missing, network
+from tests.support.environment import free_port, outside_any_job
 from tests.support.job import run_command, run_job, running_command
+from tests.time_limits import Limit, seconds
 
 LAUNCH = (sys.executable, "-m", "zeroaccel.cli", "launch", "--num_processes", "2", "--cpu")
 
@@ -26,6 +32,57 @@ def test_a_killed_rank_is_started_again_from_memory(tmp_path: Path) -> None:
     assert result.stderr.count("resuming from the memory of the machine, step 4;") == 1
     assert [len(list(folder.glob("resumed.*"))) for folder in (whole, lost)] == [1, 2]
     assert (whole / "digest").read_text() == (lost / "digest").read_text()
+
+
+@pytest.mark.slow
+def test_a_short_soak() -> None:
+    program = Path(__file__).parents[2] / "benchmarks" / "lost_ranks.py"
+    result = run_command([sys.executable, program, "--minutes", 5, "--faults", 12, "--seed", 900], timeout=400.0)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "0 with other weights, 0 hung, 0 left something behind" in result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_of_a_network_that_is_cut_one_side_goes_on(tmp_path: Path, stage: int) -> None:
+    if missing := namespaces_missing():
+        pytest.skip(f"needs network namespaces: {missing}")
+    words = ["-m", "zeroaccel.cli", "launch", "--num_processes", "2", "--cpu", "--num_machines", "1:2"]
+    words += ["--max_restarts", "2", "--timeout", "2", "--main_process_port", free_port()]
+    script = [Path(__file__).with_name("lost_ranks.py"), tmp_path, 400, 2, stage, "cut:5:0+1"]
+    environment = outside_any_job() | {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+    with network() as net, ExitStack() as stack:
+        words += ["--main_process_ip", net.address("a"), "--machine_rank"]
+        machines = []
+        for number, name in enumerate("ab"):
+            command = [str(word) for word in (sys.executable, *net.inside(name), *words, number, *script)]
+            output = stack.enter_context(open(tmp_path / f"{name}.txt", "w"))
+            machine = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=output)
+            stack.callback(machine.kill)
+            machines.append(machine)
+        wait_for(tmp_path / "fault.0", 60)
+        net.cut()
+        cut = time.time()
+        (tmp_path / "cut").touch()
+        wait_for(tmp_path / "resumed.1", 90)
+        when, step = (tmp_path / "resumed.1").read_text().split()
+        net.mend()
+        codes = [machine.wait(seconds(90)) for machine in machines]
+    said = [(tmp_path / f"{name}.txt").read_text() for name in "ab"]
+    assert step == "4"
+    assert codes[0] == 0, said[0]
+    assert codes[1] > 0, said[1]
+    assert not (tmp_path / "resumed.2").exists(), said[0]
+    assert (tmp_path / "digest").exists()
+    print(f"{float(when) - cut:.1f} s from the cut to the next step; machine b ended with {codes[1]}")
+    assert float(when) - cut < seconds(15.0)
+
+
+def wait_for(path: Path, most_seconds: float) -> None:
+    limit = Limit(most_seconds)
+    while not path.exists():
+        assert not limit.is_over(), f"{path.name} did not come"
+        time.sleep(0.05)
 
 
 def test_a_lost_machine_leaves_copies_and_the_other_one_goes_on(tmp_path: Path) -> None:
