@@ -1,12 +1,11 @@
 """`zeroaccel estimate`: the memory of training a model, per plan, as a table, JSON or a chart.
 
 The numbers are those of `zeroaccel.estimate`; `--meshes` compares meshes. Data goes to stdout, remarks to stderr. An
-.html chart is one SVG drawn here; a .png is drawn by matplotlib, an optional dependency.
+.html chart is a page (`pages/`); a .png is drawn by matplotlib, an optional dependency.
 """
 
 from __future__ import annotations
 
-import html
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -20,8 +19,8 @@ from zeroaccel.config.parallel import AXES
 from zeroaccel.errors import ConfigError
 
 from .grouped_help import GroupedOptions
-from .pages.estimate_page import estimate_page, gb, positions, verdict
-from .pages.frame import bar, check_page_path, write_page
+from .pages.estimate_page import KINDS, chart_page, estimate_page, gb, positions, verdict
+from .pages.frame import COLOURS, check_page_path, write_page
 from .progress import ProgressLine, estimating
 
 if TYPE_CHECKING:
@@ -176,7 +175,7 @@ def estimate(
         write_page(Path(html_path), page)
         click.echo(f"zeroaccel: page written to {html_path}", err=True)
     if plot is not None:
-        draw(Path(plot), _title(model, requested, rows), rows, capacity)
+        draw(Path(plot), _title(model, requested, rows), rows, requested, capacity)
         click.echo(f"zeroaccel: chart written to {plot}", err=True)
 
 
@@ -347,62 +346,19 @@ def _show_traffic(numel: int, workload: Workload) -> None:
         click.echo(f"GB that a rank sends to other machines per step: {sent}")
 
 
-_COLOURS = {"params": "#0072b2", "optimizer": "#d55e00", "gradients": "#009e73", "activations": "#f0e442"}
-_LEFT, _WIDTH, _BAR, _GAP, _TOP = 270, 640, 22, 12, 74
-
-
-def draw(path: Path, title: str, rows: Sequence[PlanRow], capacity: Capacity) -> None:
+def draw(path: Path, title: str, rows: Sequence[PlanRow], workload: Workload, capacity: Capacity) -> None:
     """Writes the chart; its kind follows from the ending of the file.
 
     Raises:
         ConfigError: it cannot be written, or matplotlib is not installed.
     """
     if path.suffix != ".png":
-        write_page(path, _page(title, rows, capacity.device), "--plot")
+        write_page(path, chart_page(title, workload, capacity, rows), "--plot")
         return
     try:
         _draw_png(path, title, rows, capacity.device)
     except OSError as error:
         raise ConfigError(f"--plot {path}: {error.strerror}", fix="name another file") from None
-
-
-def _page(title: str, rows: Sequence[PlanRow], limit: int | None) -> str:
-    largest = max([row.estimate.device.total for row in rows] + ([limit] if limit else []))
-    scale = _WIDTH / (largest * 1.12)
-    height = _TOP + len(rows) * (_BAR + _GAP) + 30
-    parts = [f'<text x="10" y="24" class="title">{html.escape(title)}</text>']
-    for index, (name, colour) in enumerate(_COLOURS.items()):
-        x = _LEFT + 130 * index
-        parts.append(f'<rect x="{x}" y="40" width="14" height="14" fill="{colour}"/>')
-        parts.append(f'<text x="{x + 20}" y="52">{name}</text>')
-    for index, row in enumerate(rows):
-        parts += _bar(row, _TOP + index * (_BAR + _GAP), scale)
-    if limit:
-        at = _LEFT + limit * scale
-        parts.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{_TOP - 8}" y2="{height - 22}" class="limit"/>')
-        parts.append(f'<text x="{at:.1f}" y="{height - 6}" class="middle">{limit / 1e9:.0f} GB on the device</text>')
-    drawing = "\n".join(parts)
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title><style>'
-        "text{font:14px sans-serif}.title{font-weight:bold}.best{font-weight:bold}.middle{text-anchor:middle}"
-        ".end{text-anchor:end}.limit{stroke:#000;stroke-dasharray:5 4}</style></head><body>\n"
-        f'<svg viewBox="0 0 {_LEFT + _WIDTH + 20} {height}" width="{_LEFT + _WIDTH + 20}" role="img" '
-        f'xmlns="http://www.w3.org/2000/svg">\n{drawing}\n</svg></body></html>\n'
-    )
-
-
-def _bar(row: PlanRow, y: int, scale: float) -> list[str]:
-    one = row.estimate
-    mark = " best" if row.recommended else ""
-    parts = [f'<text x="{_LEFT - 10}" y="{y + 16}" class="end{mark}">{html.escape(one.name)}</text>']
-    right = float(_LEFT)
-    for name, colour in _COLOURS.items():
-        nbytes = getattr(one.device, name)
-        parts.append(bar(right, y, nbytes * scale, _BAR, colour, f"{name}: {nbytes:,} bytes"))
-        right += nbytes * scale
-    total = f"{one.device.total / 1e9:.3g} GB" + (" (recommended)" if row.recommended else "")
-    parts.append(f'<text x="{right + 6:.1f}" y="{y + 16}">{total}</text>')
-    return parts
 
 
 def _draw_png(path: Path, title: str, rows: Sequence[PlanRow], limit: int | None) -> None:
@@ -417,7 +373,7 @@ def _draw_png(path: Path, title: str, rows: Sequence[PlanRow], limit: int | None
     axes = figure.add_subplot(title=title, xlabel="GB per rank on the device, at the peak of a step")
     names = [row.estimate.name + (" (recommended)" if row.recommended else "") for row in rows]
     offsets = [0.0] * len(rows)
-    for part, colour in _COLOURS.items():
+    for part, colour in zip(KINDS, COLOURS, strict=False):
         widths = [getattr(row.estimate.device, part) / 1e9 for row in rows]
         axes.barh(names, widths, left=offsets, color=colour, label=part)
         offsets = [x + width for x, width in zip(offsets, widths, strict=True)]

@@ -61,13 +61,10 @@ def estimate_page(
         _key(one): {row.estimate.name: _numbers(row, one) for row in rows} for one, rows in zip(at, tables, strict=True)
     }
     shown = numbers[_key(workload)]
-    limit = capacity.host // workload.local_ranks if capacity.on_cpu and capacity.host else capacity.device
+    limit = _limit(workload, capacity)
     body = [
         _controls(workload),
-        _table(shown, order),
-        "<h2>On the device, per rank, at the peak of a step</h2>",
-        legend({_NAMES[kind]: colour for kind, colour in zip(KINDS, COLOURS, strict=False)}),
-        _bars(shown, order, limit),
+        *_plans(shown, order, limit),
         "<h2>The command</h2>",
         f'<p><code id="command">{escaped(command(model, workload, capacity))}</code> '
         '<button id="copy" type="button" hidden>Copy</button> <span id="said" role="status"></span></p>',
@@ -92,6 +89,25 @@ def estimate_page(
             "simulations of every stage agreed with that to a part in 10,000"
         )
     return page(title, body, about=f"{about}.", data=settings, script=_SCRIPT)
+
+
+def chart_page(title: str, workload: Workload, capacity: Capacity, rows: Sequence[PlanRow]) -> str:
+    """The page of `--plot`: the plans of one workload."""
+    shown = {row.estimate.name: _numbers(row, workload) for row in rows}
+    return page(title, _plans(shown, list(shown), _limit(workload, capacity)))
+
+
+def _limit(workload: Workload, capacity: Capacity) -> int | None:
+    return capacity.host // workload.local_ranks if capacity.on_cpu and capacity.host else capacity.device
+
+
+def _plans(shown: dict[str, list[object]], order: Sequence[str], limit: int | None) -> list[str]:
+    return [
+        _table(shown, order),
+        "<h2>On the device, per rank, at the peak of a step</h2>",
+        legend({_NAMES[kind]: colour for kind, colour in zip(KINDS, COLOURS, strict=False)}),
+        _bars(shown, order, limit),
+    ]
 
 
 def command(model: str, workload: Workload, capacity: Capacity) -> str:

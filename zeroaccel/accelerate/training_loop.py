@@ -147,13 +147,7 @@ class TrainingLoop:
         ids = {id(parameters)} if isinstance(parameters, Tensor) else {id(param) for param in parameters}
         engines = []
         for engine in self._trained():
-            trained = {
-                slot.fqn: param
-                for unit in engine.units
-                for buffer in unit.buffers
-                if buffer.trainable
-                for slot, param in zip(buffer.layout.slots, buffer.params, strict=True)
-            }
+            trained = _trained_params(engine)
             missing = [fqn for fqn, param in trained.items() if id(param) not in ids]
             if len(missing) == len(trained):
                 continue
@@ -175,15 +169,20 @@ class TrainingLoop:
         return engines
 
 
-def _reached(loss: Tensor, engines: list[EngineBase]) -> list[EngineBase]:
-    """The engines with parameters that the loss depends on, found by walking the autograd graph back from it."""
-    engine_of_param = {
-        id(param): index
-        for index, engine in enumerate(engines)
+def _trained_params(engine: EngineBase) -> dict[str, Tensor]:
+    return {
+        slot.fqn: param
         for unit in engine.units
         for buffer in unit.buffers
         if buffer.trainable
-        for param in buffer.params
+        for slot, param in zip(buffer.layout.slots, buffer.params, strict=True)
+    }
+
+
+def _reached(loss: Tensor, engines: list[EngineBase]) -> list[EngineBase]:
+    """The engines with parameters that the loss depends on, found by walking the autograd graph back from it."""
+    engine_of_param = {
+        id(param): index for index, engine in enumerate(engines) for param in _trained_params(engine).values()
     }
     indices: set[int] = set()
     visited: set[Any] = set()

@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeroaccel.checkpoint.manifest import FileRecord
+from zeroaccel.checkpoint.zero_to_fp32 import block_weights
 from zeroaccel.errors import CheckpointError
 from zeroaccel.zero.access.safetensors_file import ITEMSIZE, FileLayout, lay_out_tensors, parse_header, pread_into
 
@@ -66,16 +66,6 @@ def lay_out_rank_file(sizes: Sequence[tuple[str, str, int]]) -> FileLayout:
         num_blocks = needed
 
 
-@lru_cache(maxsize=1)
-def _block_weights() -> NDArray[np.uint64]:
-    """(8192,) odd numbers: splitmix64 of 1, 2, ..."""
-    with np.errstate(over="ignore"):
-        z = np.arange(1, BLOCK_NBYTES // 8 + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return (z ^ (z >> np.uint64(31))) | np.uint64(1)
-
-
 def block_sums(data: Bytes) -> NDArray[np.uint64]:
     """The checksum of each block of `data`, (n,) uint8; the last block counts as padded with zeros.
 
@@ -93,7 +83,7 @@ def block_sums(data: Bytes) -> NDArray[np.uint64]:
 
 def _sums_of_full_blocks(data: Bytes) -> NDArray[np.uint64]:
     words = data.view("<u8").reshape(-1, BLOCK_NBYTES // 8)
-    result: NDArray[np.uint64] = np.einsum("ij,j->i", words, _block_weights())
+    result: NDArray[np.uint64] = np.einsum("ij,j->i", words, block_weights())
     return result
 
 

@@ -12,6 +12,7 @@ from pydantic import model_validator
 
 from zeroaccel.compat.assertions import asserting
 from zeroaccel.compat.deepspeed_init import from_library
+from zeroaccel.compat.surface import QUESTIONS
 from zeroaccel.config import load_config, solve_batch
 from zeroaccel.config.normalize import NormalizedConfig
 from zeroaccel.config.schema_zero import OffloadOptimizer, ZeroOptimization
@@ -81,31 +82,22 @@ class DeepSpeedZeroConfig(ZeroOptimization):
         return {"overlap_comm": normalized.tree.get("stage", 0) == 3, **normalized.tree}
 
 
-# Attribute of `DeepSpeedConfig` -> place in zeroaccel's `Config`.
+# Attribute of `DeepSpeedConfig` -> place in zeroaccel's `Config`; those that the engine answers, too, are there.
 _PLACES: Mapping[str, str] = {
+    **QUESTIONS,
     "activation_checkpointing_config": "activation_checkpointing",
-    "aio_config": "aio",
     "bfloat16_config": "bf16",
-    "bfloat16_enabled": "bf16.enabled",
     "checkpoint_config": "checkpoint",
     "comms_config": "comms_logger",
     "compile_config": "compile",
-    "fp16_enabled": "fp16.enabled",
     "float16_config": "fp16",
     "flops_profiler_config": "flops_profiler",
     "grad_accum_dtype": "data_types.grad_accum_dtype",
     "hybrid_engine": "hybrid_engine",
-    "load_universal_checkpoint": "checkpoint.load_universal",
     "loss_scale": "fp16.loss_scale",
-    "optimizer_legacy_fusion": "optimizer.legacy_fusion",
     "optimizer_name": "optimizer.type",
-    "optimizer_params": "optimizer.params",
-    "scheduler_name": "scheduler.type",
-    "scheduler_params": "scheduler.params",
     "tensor_parallel_config": "tensor_parallel",
     "timers_config": "timers",
-    "torch_autocast_enabled": "torch_autocast.enabled",
-    "use_node_local_storage": "checkpoint.use_node_local_storage",
     "zero_config": "zero_optimization",
     "zero_optimization_stage": "zero_optimization.stage",
 }

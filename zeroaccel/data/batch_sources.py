@@ -190,8 +190,8 @@ def _of_rank(rounds: Iterable[list[RankBatch[Any]]], rank: int | None) -> Iterat
     return chain.from_iterable(rounds) if rank is None else batches_of_rank(rounds, rank)
 
 
-class IndexedSource:
-    """A dataset with indices.
+class _ReadSource:
+    """A dataset that this process reads itself, by torch's loader.
 
     Args:
         loader: the user's.
@@ -201,14 +201,46 @@ class IndexedSource:
 
     def __init__(self, loader: DataLoader[Any], rules: ShardingRules, order: Order, rank: int | None) -> None:
         self._loader, self._rules, self._order, self._rank = loader, rules, order, rank
+        self._generator = torch.Generator()
+
+    def state(self, *, started: bool) -> Tensor | None:
+        return self._order.state(started=started)
+
+    def restore(self, state: Tensor | None) -> None:
+        self._order.restore(state)
+
+    def __len__(self) -> int:
+        return length_of(self._loader, self._rules, self._rank or 0)
+
+    def _reader_of(self, dataset: Any, **changed: Any) -> DataLoader[Any]:
+        """With the user's settings, and a generator of its own: torch's loader would else draw from the global one."""
+        loader = self._loader
+        settings: dict[str, Any] = {
+            "num_workers": loader.num_workers,
+            "collate_fn": loader.collate_fn,
+            "pin_memory": loader.pin_memory,
+            "timeout": loader.timeout,
+            "worker_init_fn": loader.worker_init_fn,
+            "multiprocessing_context": loader.multiprocessing_context,
+            "persistent_workers": loader.persistent_workers,
+            "generator": self._generator,
+        }
+        if loader.num_workers:
+            settings["prefetch_factor"] = loader.prefetch_factor
+        return DataLoader(dataset, **{**settings, **changed})
+
+
+class IndexedSource(_ReadSource):
+    """A dataset with indices."""
+
+    def __init__(self, loader: DataLoader[Any], rules: ShardingRules, order: Order, rank: int | None) -> None:
+        super().__init__(loader, rules, order, rank)
         self._single = loader.batch_sampler is None
         self._fields: deque[tuple[int | None, bool]] = deque()
         self._batches: Iterator[RankBatch[Any]] = iter(())
         indices = _Indices(self._next_indices)
         sampling = {"batch_size": None, "sampler": indices} if self._single else {"batch_sampler": indices}
-        settings = _settings_of(loader)
-        self._generator: torch.Generator = settings["generator"]
-        self._reader: DataLoader[Any] = DataLoader(loader.dataset, **sampling, **settings)
+        self._reader = self._reader_of(loader.dataset, **sampling)
 
     def epoch(self, number: int, skip: int) -> Iterator[LoadedBatch]:
         """As `BatchSource.epoch`; skipped batches are not read."""
@@ -222,15 +254,6 @@ class IndexedSource:
         for batch in self._reader:
             yield LoadedBatch(batch, *self._fields.popleft())
 
-    def state(self, *, started: bool) -> Tensor | None:
-        return self._order.state(started=started)
-
-    def restore(self, state: Tensor | None) -> None:
-        self._order.restore(state)
-
-    def __len__(self) -> int:
-        return indexed_length(self._loader, self._rules, self._rank or 0)
-
     def _next_indices(self) -> Iterator[Any]:
         # The reader may prefetch, so the fields wait in a queue for the batch that they belong to.
         for batch in self._batches:
@@ -238,26 +261,17 @@ class IndexedSource:
             yield batch.samples[0] if self._single else batch.samples
 
 
-class StreamSource:
-    """An iterable dataset. Skipped rounds are read and dropped, as only the dataset knows what comes later.
-
-    Args:
-        loader: the user's.
-        rank: whose batches; None for those of all ranks, one after another.
-    """
+class StreamSource(_ReadSource):
+    """An iterable dataset. Skipped rounds are read and dropped, as only the dataset knows what comes later."""
 
     def __init__(
         self, loader: DataLoader[Any], rules: ShardingRules, order: Order, rank: int | None, seed: int
     ) -> None:
-        self._loader, self._rules, self._order, self._seed = loader, rules, order, seed
-        self._rank = rank
-        single = loader.batch_size is None
-        assert isinstance(loader.dataset, IterableDataset), "a stream"
-        stream = _BatchStream(loader.dataset, rules, rank)
-        settings = _settings_of(loader)
-        self._generator: torch.Generator = settings["generator"]
-        settings["collate_fn"] = _CollateBatches(loader.collate_fn, single=single)
-        self._reader: DataLoader[Any] = DataLoader(stream, batch_size=None, **settings)
+        super().__init__(loader, rules, order, rank)
+        self._seed = seed
+        items: Any = loader.dataset
+        collate = _CollateBatches(loader.collate_fn, single=loader.batch_size is None)
+        self._reader = self._reader_of(_BatchStream(items, rules, rank), batch_size=None, collate_fn=collate)
 
     def epoch(self, number: int, skip: int) -> Iterator[LoadedBatch]:
         """As `BatchSource.epoch`."""
@@ -272,15 +286,6 @@ class StreamSource:
             rounds = _with_last_of_all(rounds)
         for batches in rounds:
             yield from (LoadedBatch(*batch) for batch in batches)
-
-    def state(self, *, started: bool) -> Tensor | None:
-        return self._order.state(started=started)
-
-    def restore(self, state: Tensor | None) -> None:
-        self._order.restore(state)
-
-    def __len__(self) -> int:
-        return stream_length(self._loader, self._rules, self._rank or 0)
 
 
 class DispatchedSource:
@@ -323,8 +328,13 @@ class DispatchedSource:
         return self._length()
 
 
-def indexed_length(loader: DataLoader[Any], rules: ShardingRules, rank: int) -> int:
-    """Batches of `rank` per epoch; TypeError where the sampler has no length."""
+def length_of(loader: DataLoader[Any], rules: ShardingRules, rank: int) -> int:
+    """Batches of `rank` per epoch; TypeError where the sampler, or a stream, has no length."""
+    if isinstance(loader.dataset, IterableDataset):
+        items: int = len(loader.dataset)  # type: ignore[arg-type]
+        assert rules.batch_size, "streams are cut into batches of a known size"
+        batches = -(-items // rules.batch_size)
+        return count_rounds(batches, rules, rank=rank, last_size=items - (batches - 1) * rules.batch_size)
     sampler: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
     batches, last_size = len(sampler), None
     if rules.batch_size is not None and batches:
@@ -334,14 +344,6 @@ def indexed_length(loader: DataLoader[Any], rules: ShardingRules, rank: int) -> 
         except (AttributeError, TypeError):
             last_size = None  # a batch sampler of the user's own
     return count_rounds(batches, rules, rank=rank, last_size=last_size)
-
-
-def stream_length(loader: DataLoader[Any], rules: ShardingRules, rank: int) -> int:
-    """Batches of `rank` per epoch; TypeError where the dataset does not know its length."""
-    items: int = len(loader.dataset)  # type: ignore[arg-type]
-    assert rules.batch_size, "streams are cut into batches of a known size"
-    batches = -(-items // rules.batch_size)
-    return count_rounds(batches, rules, rank=rank, last_size=items - (batches - 1) * rules.batch_size)
 
 
 class _Indices:
@@ -378,21 +380,6 @@ class _CollateBatches:
             (self._collate(batch.samples[0] if self._single else batch.samples), batch.num_real, batch.last)
             for batch in batches
         ]
-
-
-def _settings_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """The user's settings of reading, with a new generator: torch's loader would else draw from the global one."""
-    settings: dict[str, Any] = {
-        "num_workers": loader.num_workers,
-        "collate_fn": loader.collate_fn,
-        "pin_memory": loader.pin_memory,
-        "timeout": loader.timeout,
-        "worker_init_fn": loader.worker_init_fn,
-        "multiprocessing_context": loader.multiprocessing_context,
-        "persistent_workers": loader.persistent_workers,
-        "generator": torch.Generator(),
-    }
-    return settings | ({"prefetch_factor": loader.prefetch_factor} if loader.num_workers else {})
 
 
 def _with_last_of_all(rounds: Iterator[Any]) -> Iterator[Any]:

@@ -26,8 +26,7 @@ from zeroaccel.data.batch_sources import (
     Order,
     Share,
     StreamSource,
-    indexed_length,
-    stream_length,
+    length_of,
 )
 from zeroaccel.errors import CheckpointError, UsageError
 from zeroaccel.logs import log_once, logger
@@ -61,8 +60,24 @@ class _Position:
     batches: int = 0
     next_: bool = True
 
+    def end(self) -> None:
+        """The epoch is over: the position is the start of the one after it."""
+        self.epoch, self.batches, self.next_ = self.epoch + 1, 0, True
 
-class PreparedLoader(DataLoader[Any]):
+
+class _Around(DataLoader[Any]):
+    """A `DataLoader` by type; attributes that it does not have are those of the loader it reads."""
+
+    _loader: DataLoader[Any]
+
+    def __getattr__(self, name: str) -> Any:
+        loader = self.__dict__.get("_loader")
+        if loader is None or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(loader, name)
+
+
+class PreparedLoader(_Around):
     """One rank's batches, made by `prepare_data_loader`. Every iteration is the next epoch.
 
     A `DataLoader` by type; attributes that are not listed here (`dataset`, `batch_size`, `collate_fn`...) are those of
@@ -109,12 +124,6 @@ class PreparedLoader(DataLoader[Any]):
         """Batches of this rank per epoch; TypeError where the data have no length."""
         return len(self._source)
 
-    def __getattr__(self, name: str) -> Any:
-        loader = self.__dict__.get("_loader")
-        if loader is None or name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(loader, name)
-
     @property
     def epoch(self) -> int:
         """The epoch that the next batch belongs to; a resumed run loops over `range(loader.epoch, n)`."""
@@ -157,7 +166,7 @@ class PreparedLoader(DataLoader[Any]):
             self._progress.next_batch()
         position = self._position
         if not position.next_:
-            position.epoch, position.batches = position.epoch + 1, 0
+            position.end()
         if start is not None:
             position.batches = start
         position.next_ = False
@@ -177,7 +186,7 @@ class PreparedLoader(DataLoader[Any]):
         if loaded is None and position.batches == 0:
             log_once(logging.WARNING, self._why_empty(position.epoch))
         if loaded is None and position is self._position:  # the position was at the end of the epoch
-            position.epoch, position.batches, position.next_ = position.epoch + 1, 0, True
+            position.end()
 
     def _why_empty(self, epoch: int) -> str:
         try:
@@ -201,7 +210,7 @@ class PreparedLoader(DataLoader[Any]):
             self.remainder = loaded.num_real * ((batch_size_of(loaded.batch) or 1) if single else 1)
         position.batches += 1
         if loaded.last:  # a state that is saved during the last batch resumes with the next epoch
-            position.epoch, position.batches, position.next_ = position.epoch + 1, 0, True
+            position.end()
 
     def state_dict(self) -> dict[str, Any]:
         """The position as plain data and a tensor."""
@@ -268,7 +277,7 @@ class PreparedLoader(DataLoader[Any]):
             return None
 
 
-class _SkippingLoader(DataLoader[Any]):
+class _SkippingLoader(_Around):
     """A loader whose epochs start at a later batch; otherwise the loader itself."""
 
     def __init__(self, loader: DataLoader[Any], skipped: int) -> None:
@@ -281,15 +290,6 @@ class _SkippingLoader(DataLoader[Any]):
 
     def __len__(self) -> int:
         return max(0, len(self._loader) - self._skipped)
-
-    def __getattr__(self, name: str) -> Any:
-        loader = self.__dict__.get("_loader")
-        if loader is None or name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(loader, name)
-
-    def set_epoch(self, epoch: int) -> None:
-        self._loader.set_epoch(epoch)  # type: ignore[attr-defined]
 
     def _plain(self) -> Iterator[Any]:
         batches = iter(self._loader)
@@ -412,7 +412,7 @@ def prepare_data_loader(
     if dispatches:
         if collectives is None:
             raise UsageError("prepare_data_loader(collectives)", expected="collectives with dispatch_batches", got=None)
-        source = DispatchedSource(source, collectives, rank, world_size, lambda: _length(loader, rules, rank))
+        source = DispatchedSource(source, collectives, rank, world_size, lambda: length_of(loader, rules, rank))
     return PreparedLoader(
         loader,
         source,
@@ -472,12 +472,6 @@ def _rules(loader: DataLoader[Any], settings: DataLoaderConfiguration, world_siz
     # A batch sampler of the user's own says itself what it drops.
     drop_last = bool(loader.drop_last or getattr(batches, "drop_last", False))
     return ShardingRules(world_size, split, settings.even_batches, drop_last, size)
-
-
-def _length(loader: DataLoader[Any], rules: ShardingRules, rank: int) -> int:
-    if isinstance(loader.dataset, IterableDataset):
-        return stream_length(loader, rules, rank)
-    return indexed_length(loader, rules, rank)
 
 
 def _samples_per_round(loader: DataLoader[Any], rules: ShardingRules) -> int | None:

@@ -178,7 +178,7 @@ class _Comparison:
 
     def run(self, seed: int, tolerance: float) -> tuple[str, _Difference | None]:
         """(why there is no trial or "", the first difference of any rank). (all ranks)"""
-        job, whole, reason = self.engine.collectives.job, _Record(self.tokens), ""
+        job, whole, reason = self.engine.collectives.job, _Record(self.tokens, self.cut), ""
         batch: dict[str, Any] = {}
         try:
             batch = trial_batch(self.engine.module, self.tokens, seed, self.engine.collectives.topology.device)
@@ -195,7 +195,7 @@ class _Comparison:
             return reason, None
         if self.is_half:
             tolerance = max(tolerance, _HALF_TOLERANCE)
-        part = _Record(self.tokens, whole, self.cut, tolerance)
+        part = _Record(self.tokens, self.cut, whole, tolerance)
         with agreed(job, "initialize: cut model"):
             try:
                 with self.cut.computing(whole=False):
@@ -211,8 +211,8 @@ class _Comparison:
 
     def is_random(self) -> bool:
         """Whether the whole model computes something else a second time. (all ranks)"""
-        first = _Record(self.tokens)
-        second = _Record(self.tokens, first, self.cut, _TOLERANCE)
+        first = _Record(self.tokens, self.cut)
+        second = _Record(self.tokens, self.cut, first, _TOLERANCE)
         batch = trial_batch(self.engine.module, self.tokens, _SEEDS[0], self.engine.collectives.topology.device)
         with self.cut.computing(whole=True):
             self._forward(batch, first)
@@ -260,8 +260,8 @@ class _Record:
     """
 
     tokens: int
+    cut: Cut
     whole: _Record | None = None
-    cut: Cut | None = None
     tolerance: float = 0.0
     samples: dict[tuple[str, int], _OutputSample] = field(default_factory=dict)
     inputs: dict[tuple[str, int], int] = field(default_factory=dict)
@@ -323,7 +323,6 @@ class _Record:
             self._compare(named or call[0], expected, sample, is_result=is_result)
 
     def _compare(self, name: str, whole: _OutputSample, own: _OutputSample, *, is_result: bool) -> None:
-        assert self.cut is not None, "compares with the whole model only where it is cut"
         expected = whole.values
         if whole.shape != own.shape:
             dim = self._cut_dim(whole.shape, own.shape)
@@ -344,7 +343,6 @@ class _Record:
 
     def _cut_dim(self, whole: torch.Size, own: torch.Size) -> int | None:
         """Along which dim an output has this rank's tokens; None where it is no part of the whole one's."""
-        assert self.cut is not None, "asked where a model is cut"
         if not self.cut.by_tokens or len(whole) != len(own):
             return None
         dims = [dim for dim in range(len(whole)) if whole[dim] != own[dim]]
@@ -354,7 +352,7 @@ class _Record:
 
     def _check_weights(self, call: tuple[str, int], module: nn.Module, source: Tensor) -> None:
         """Weights that every rank has but that see a part get a part of their gradient, which is never added up."""
-        if self.whole is None or self.cut is None or self.cut.by_tokens or self.difference is not None:
+        if self.whole is None or self.cut.by_tokens or self.difference is not None:
             return
         params = [key for key, param in module._parameters.items() if param is not None and param.requires_grad]
         whole = self.whole.inputs.get(call)
@@ -363,7 +361,6 @@ class _Record:
             self._differs(call[0], about, f"none, and {source.numel()} of {whole} elements")
 
     def _differs(self, module: str, expected: str, got: float | str) -> None:
-        assert self.cut is not None, "differs only where a model is cut"
         self.difference = _Difference(len(self.calls), module, expected.format(self.cut.whole), got)
 
 

@@ -33,7 +33,6 @@ class ChangedBits:
         self.bits: Tensor | None = None
         self._device = device
         self._has_bits = has_bits
-        self._all = not has_bits
 
     def compare(self, before: Tensor, after: Tensor) -> None:
         """Marks elements whose bits differ.
@@ -41,29 +40,25 @@ class ChangedBits:
         Args:
             before, after: (S,) of 16 bits, on one device.
         """
-        if not self._all:
+        if self._has_bits:
             mark_changed(before, after, self._made())
 
     def add(self, part: FlatRange) -> None:
         """Marks a range of the buffer."""
         part = part & self.own
-        if part and not self._all:
+        if part and self._has_bits:
             places = torch.arange(part.start - self.own.start, part.end - self.own.start, device=self._device)
             marks = torch.zeros(8 * self._made().numel(), dtype=torch.bool, device=self._device)
             marks[places] = True
             self._made().bitwise_or_(_packed(marks))
 
-    def add_all(self) -> None:
-        """Marks every element, and needs no bits for it."""
-        self._all, self.bits = True, None
-
     def clear(self) -> None:
         """Marks none."""
-        self._all, self.bits = not self._has_bits, None
+        self.bits = None
 
     def positions(self) -> Tensor | None:
         """(n,) int64: the marked elements, ascending from 0 at the first of the shard; None where all are."""
-        if self._all:
+        if not self._has_bits:
             return None
         if self.bits is None:
             return torch.empty(0, dtype=torch.int64, device=self._device)

@@ -66,9 +66,9 @@ def test_charts_are_written(tmp_path: Path, kind: str) -> None:
         assert path.read_bytes().startswith(b"\x89PNG")
     else:
         page = path.read_text()
-        assert page.count("<title>optimizer: ") == 11
+        assert page.count("<title>masters and states</title>") == 11
         assert "stage 3, all on cpu" in page
-        assert "(recommended)" in page
+        assert "GB, recommended</text>" in page
 
 
 @pytest.mark.parametrize(
