@@ -163,10 +163,11 @@ def test_a_device_ten_times_as_fast_gets_ten_elevenths(monkeypatch: pytest.Monke
     """The device's part ends long before the host asks: its rate is that of its own clock."""
     clock = TimedEvent.clock = Clock()
     monkeypatch.setattr(hybrid_update.time, "perf_counter", lambda: clock.now)
-    monkeypatch.setattr(torch.cuda, "Event", TimedEvent)
+    monkeypatch.setattr(torch.cpu, "Event", TimedEvent)
     lane: Any = object.__new__(AdamLane)
+    lane._module = torch.cpu
     lane._streams = [TimedStream() for _ in range(2)]
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cpu, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(device_lane, "_TILE_NUMEL", 1 << 10)
 
     def tile(written: Sequence[Tensor], grad: Tensor, scalars: Sequence[np.generic], stream: Any) -> None:
@@ -187,9 +188,9 @@ def test_a_device_ten_times_as_fast_gets_ten_elevenths(monkeypatch: pytest.Monke
 def test_the_lane_has_the_bits_of_the_host(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the device's kernel, compiled for the host, in tiles."""
     TimedEvent.clock = Clock()
-    monkeypatch.setattr(torch.cuda, "Event", TimedEvent)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "Stream", TimedStream)
+    monkeypatch.setattr(torch.cpu, "Event", TimedEvent)
+    monkeypatch.setattr(torch.cpu, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cpu, "Stream", TimedStream)
     monkeypatch.setattr(device_lane, "_TILE_NUMEL", 1 << 10)
     lane = AdamLane(torch.device("cpu"), host_kernels())
     for rounded in (True, False):
