@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from zeroaccel.comm.recording import RecordingCollectives
 from zeroaccel.comm.topology import init_process_group
 from zeroaccel.errors import CheckpointError
 
-peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")  # not imported here, for seconds
 
 _KINDS: dict[str, dict[str, Any]] = {
     "lora": {},
@@ -49,6 +50,8 @@ class Network(nn.Module):
 
 
 def _adapted(kind: str, *, name: str = "org/base", adapters: int = 1, seed: int = 1) -> Any:
+    import peft
+
     torch.manual_seed(0)
     model = Network(name)
     torch.manual_seed(seed)
@@ -108,6 +111,8 @@ def test_adapters_train_alike_at_all_stages(ranks: Ranks, kind: str) -> None:
 
 
 def _gathers_of_attaching(folder: Path) -> tuple[list[Any], list[Any], list[float]]:
+    import peft
+
     counted = RecordingCollectives(Collectives(init_process_group()))
     place = folder / str(counted.rank)
     _adapted("lora", seed=3).save_pretrained(place, save_embedding_layers=False)
