@@ -19,7 +19,7 @@ pytest.importorskip("transformers")
     ("arguments", "bounds"),
     [
         (["--tp", 2], (0.98, 1.2)),
-        (["--pp", 2, "--accumulation", 4], (0.95, 1.15)),
+        (["--pp", 2, "--accumulation", 3], (0.95, 1.15)),
         pytest.param(["--sp", 2, "--stage", 3], (0.98, 1.1), marks=pytest.mark.slow),
         (["--ep", 2, "--stage", 3], (0.95, 1.15)),
         pytest.param(["--ep", 4, "--stage", 1], (0.95, 1.15), marks=pytest.mark.slow),
