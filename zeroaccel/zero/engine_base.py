@@ -547,7 +547,8 @@ class EngineBase(nn.Module):
 
     def on_grad_ready(self, param: nn.Parameter) -> None:
         """Autograd has accumulated this parameter's gradient."""
-        self.on_backward()  # a loss may reach parameters without passing an output of the root
+        if not self._step.in_backward:  # a loss may reach parameters without passing an output of the root
+            self.on_backward()
         loop = self.settings.loop
         if self._step.is_direct and loop.divides_direct and self.settings.accumulation > 1 and param.grad is not None:
             param.grad.div_(self.settings.accumulation)

@@ -77,6 +77,7 @@ class GradientBuffer:
         over: no more arrive in this backward.
         pending: gradients of this backward that are not in `flat` yet, by the index of their parameter.
         pending_numel: their elements.
+        paddings: the elements of `flat` that are no parameter's.
         launched: the reduction of this backward has started.
     """
 
@@ -91,6 +92,10 @@ class GradientBuffer:
     launched: bool = False
     pending: dict[int, Tensor] = field(default_factory=dict)
     pending_numel: int = 0
+    paddings: tuple[slice, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.paddings = tuple(part.at(0) for part in self.buffer.layout.padding())
 
     @property
     def complete(self) -> bool:
@@ -146,8 +151,8 @@ class GradientBuffer:
         if self.flat is None:
             layout = self.buffer.layout
             self.flat = torch.empty(layout.numel, dtype=dtype, device=self.buffer.full.device)
-            for padding in layout.padding():
-                self.flat[padding.at(0)].zero_()
+            if self.paddings:
+                torch._foreach_zero_([self.flat[part] for part in self.paddings])
             self.written.clear()
         return self.flat
 
@@ -265,7 +270,10 @@ class GradReducer:
         grad, param.grad = param.grad, None
         if grad is None:
             return
-        grad = local_grad(param, grad.detach())  # create_graph=True gives it a history
+        if grad.requires_grad:  # create_graph=True gives it a history
+            grad = grad.detach()
+        if type(grad) is not Tensor:
+            grad = local_grad(param, grad)
         gradients, index = self._slot_of[id(param)]
         if gradients.launched:
             # Autograd accumulated it a second time: two re-entrant checkpoints that recompute one block each run an

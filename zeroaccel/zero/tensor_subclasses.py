@@ -67,7 +67,7 @@ def show(params: Sequence[nn.Parameter], tensors: Sequence[Tensor], uses: Sequen
     """
     # Each unit comes here several times in a step: no calls for a plain parameter but to find out that it is one.
     for index, (param, tensor) in enumerate(zip(params, tensors, strict=True)):
-        kind, own = type(param), vars(param)
+        kind, own = type(param), param.__dict__
         if (kind is not nn.Parameter and kind is not ShardedParameter) or _SCALES in own or _FOLLOWERS in own:
             as_ordinary(param)
             set_local(param, tensor)
