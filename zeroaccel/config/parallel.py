@@ -18,6 +18,9 @@ _OWN_PLANS = (
     *("vocab_parallel_ce_backend", "tp_overlap_comm", "replace_with_kernel_inject", "kernel_inject"),
 )
 
+EP_BUFFER_NBYTES = 1 << 28
+"""Default of `ParallelConfig(ep_buffer_nbytes)`."""
+
 # Keys of `expert_parallel` that say how tokens are routed, which the model's own router does.
 _OWN_ROUTING = (
     *("load_balance_coeff", "route_norm", "route_scale", "routed_scaling_factor", "score_apply", "score_func", "top_k"),
@@ -58,6 +61,8 @@ class ParallelConfig:
         sp: ranks that share a sequence.
         tp: ranks that share each layer.
         ep: ranks that divide the experts of each layer; a divisor of dp_shard x sp.
+        ep_buffer_nbytes: most bytes of tokens that a rank sends or receives at a time; where a layer has more, each
+            rank takes a few of its experts at a time, at least one.
         tp_plan: the end of a module's name, where * is one part of it between dots, -> "colwise", "rowwise" or another
             style (docs/tensor_parallel.md). By default the plan of a transformers model; "auto" is the same, and for
             other models uses the names of their layers. With tp of 1 nothing is split.
@@ -81,6 +86,7 @@ class ParallelConfig:
     tp: int = 1
     tp_plan: Mapping[str, str] | str | None = field(default=None, hash=False)
     ep: int = field(default=1, repr=False)
+    ep_buffer_nbytes: int = field(default=EP_BUFFER_NBYTES, repr=False)
     verify_cut: bool = field(default=True, compare=False, repr=False)
 
     def __init__(
@@ -93,6 +99,7 @@ class ParallelConfig:
         tp_plan: Mapping[str, str] | str | None = None,
         verify_cut: bool = True,
         ep: int = 1,
+        ep_buffer_nbytes: int = EP_BUFFER_NBYTES,
         **sizes: int,
     ) -> None:
         values = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "sp": sp, "tp": tp, "ep": ep}
@@ -107,6 +114,7 @@ class ParallelConfig:
             object.__setattr__(self, axis, size)
         object.__setattr__(self, "tp_plan", tp_plan)
         object.__setattr__(self, "verify_cut", verify_cut)
+        object.__setattr__(self, "ep_buffer_nbytes", ep_buffer_nbytes)
         self._check()
 
     def _check(self) -> None:
@@ -123,6 +131,9 @@ class ParallelConfig:
                     got=getattr(self, axis),
                     fix=f"leave {axis} at 1, or ep",
                 )
+        buffer = self.ep_buffer_nbytes
+        if not isinstance(buffer, int) or isinstance(buffer, bool) or buffer < 1:
+            raise UsageError("ParallelConfig(ep_buffer_nbytes)", expected="a positive number of bytes", got=buffer)
         if not isinstance(self.verify_cut, bool):
             raise UsageError("ParallelConfig(verify_cut)", expected="True or False", got=self.verify_cut)
         if isinstance(self.tp_plan, str) and self.tp_plan != "auto":

@@ -5,7 +5,7 @@ rank's T tokens. Of P ranks each has E / P experts, and for them the tokens of a
 
 ```text
 hidden (T, H), choices (T, K), weights (T, K)        this rank's tokens
-  sort by expert, exchange how many go where         (P, E/P) numbers
+  sort by expert, gather how many go where           (P, E) numbers
   send tokens and weights                            one all-to-all of exactly the rows that were chosen
 hidden (n, H), choices (n, 1), weights (n, 1)        tokens of all ranks, for this rank's experts
   the module's own forward, with E / P experts
@@ -17,6 +17,12 @@ No token is dropped and none is padded, whatever the load. A rank that no token 
 takes part in each exchange, forward and backward: it computes one row of zeros, so that its graph and gradients are
 those of the other ranks.
 
+**Chunks.** Where some rank would send or receive more rows than its buffer has, each rank takes a few of its experts at
+a time, those with the lowest numbers first. All ranks have the counts of all, so they agree on the chunks, and take
+part in each. An expert is never cut: its product has all its rows, in one order, so the bits are those of one chunk;
+the rows of one expert may pass the buffer. A rank's own tokens are sorted once for all chunks, so that their gradients
+are added up in one order.
+
 **Experts that take all tokens** (Llama 4): their forward is of (E T, H), each token times its score of each expert,
 most of which are 0. Only the rows of the K experts that were chosen are sent. The module's forward multiplies equal
 numbers of rows by each expert, so those that arrive are filled up with zeros to the number of the fullest expert.
@@ -24,13 +30,15 @@ numbers of rows by each expert, so those that arrive are filled up with zeros to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.errors import UsageError
@@ -68,71 +76,140 @@ class Experts:
         for adapter in self.adapters:
             adapter.num_experts = self.count // ranks
 
+    @contextmanager
+    def using(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """The module computes with these in place of its parameters."""
+        module = self.module
+        own, kind = vars(module), type(module)
+        shadowed = {key: own[key] for key in tensors if key in own}
+        own.update(tensors)
+        # An adapter makes its parameter a property of a class of its own meanwhile, which would come first.
+        module.__class__ = type_before_parametrizations(module)
+        try:
+            yield
+        finally:
+            module.__class__ = kind
+            for key in tensors:
+                del own[key]
+            own.update(shadowed)
+
 
 @dataclass(frozen=True)
 class Route:
-    """Where the chosen tokens of one forward go.
+    """Where the chosen tokens of one forward go, for some experts of each rank.
 
     Attributes:
-        order: (sum of `sent`,) places among the T K choices, by expert.
+        first, last: of the experts of each rank, those from the first up to the last, which is not one of them.
         sent, received: rows to and from each rank.
-        ids: (sum of `received`,) which of its own experts each row that arrives is for: ranks one after another, and of
+        ids: (sum of `received`,) which of these experts each row that arrives is for: ranks one after another, and of
             each its tokens by expert.
-        fullest: rows that arrive for the own expert with most.
+        fullest: rows that arrive for that of all own experts with most.
     """
 
-    order: Tensor
+    first: int
+    last: int
     sent: list[int]
     received: list[int]
     ids: Tensor
     fullest: int
 
 
-Router = Callable[[Tensor, int, Collectives], Route]
+Routes = tuple[Tensor, list[Route]]
+"""(rows sent,) places among the T K choices, by expert; and the chunks in which they go."""
+
+Router = Callable[[Tensor, int, int, Collectives], Routes]
 
 
-def route(chosen: Tensor, experts: int, ranks: Collectives) -> Route:
-    """The way of tokens to the experts that were chosen. (all ranks of the group)
+def route(chosen: Tensor, experts: int, most: int, ranks: Collectives) -> Routes:
+    """The ways of tokens to the experts that were chosen, one behind the other. (all ranks of the group)
 
     Args:
         chosen: (T K,) numbers of experts; one that is no expert's counts nothing.
         experts: of all ranks.
+        most: rows that a rank may send or receive at a time, except those of one expert.
     """
-    own = experts // ranks.world_size
-    counts = torch.bincount(chosen, minlength=experts)[:experts].view(ranks.world_size, own)
-    incoming = torch.empty_like(counts)
-    ranks.all_to_all(incoming, counts, "count tokens").wait()
-    to_ranks, from_ranks = torch.stack([counts, incoming]).tolist()
-    sent, received = [sum(row) for row in to_ranks], [sum(row) for row in from_ranks]
-    fullest = max(map(sum, zip(*from_ranks, strict=True)))
-    order = chosen.argsort(stable=True)[: sum(sent)]
-    ids = torch.arange(own, device=chosen.device).repeat(ranks.world_size).repeat_interleave(incoming.view(-1))
-    return Route(order, sent, received, ids, fullest)
+    size, own, me = ranks.world_size, experts // ranks.world_size, ranks.rank
+    counts = torch.bincount(chosen, minlength=experts)[:experts]
+    all_counts = counts.new_empty(size * experts)
+    ranks.all_gather(all_counts, counts, "count tokens").wait()
+    of_ranks = all_counts.view(size, size, own)  # from, to, expert
+    on_host = of_ranks.cpu()
+    incoming, outgoing = on_host[:, me], on_host[me]
+    fullest = int(incoming.sum(0).max())
+    order = chosen.argsort(stable=True)[: int(outgoing.sum())]
+    routes = []
+    for first, last in _chunks(on_host, most):
+        sent, received = outgoing[:, first:last].sum(1).tolist(), incoming[:, first:last].sum(1).tolist()
+        ids = torch.arange(last - first, device=chosen.device).repeat(size)
+        ids = ids.repeat_interleave(of_ranks[:, me, first:last].reshape(-1), output_size=sum(received))
+        routes.append(Route(first, last, sent, received, ids, fullest))
+    return order, routes
 
 
-def even_route(chosen: Tensor, experts: int, ranks: Collectives) -> Route:
-    """As many tokens to each rank, for tensors without values."""
+def _chunks(counts: Tensor, most: int) -> Iterator[tuple[int, int]]:
+    """The first and the last expert, which is not part of it, of each chunk, the same on all ranks.
+
+    Args:
+        counts: (P, P, E / P) rows from a rank, to a rank, for an expert of it.
+    """
+    loads = torch.cat([counts.sum(0), counts.sum(1)])  # received and sent by each rank, (2 P, E / P)
+    first, rows = 0, torch.zeros_like(loads[:, 0])
+    for expert in range(loads.shape[1]):
+        rows = rows + loads[:, expert]
+        if expert > first and int(rows.max()) > most:
+            yield first, expert
+            first, rows = expert, loads[:, expert]
+    yield first, loads.shape[1]
+
+
+def even_route(chosen: Tensor, experts: int, most: int, ranks: Collectives) -> Routes:
+    """As many tokens to each rank, in one chunk, for tensors without values."""
     size, rows = ranks.world_size, chosen.numel()
-    counts = chosen.new_empty(size, experts // size)
-    ranks.all_to_all(torch.empty_like(counts), counts, "count tokens").wait()
+    counts = chosen.new_empty(experts)
+    ranks.all_gather(counts.new_empty(size * experts), counts, "count tokens").wait()
     even = [rows * (rank + 1) // size - rows * rank // size for rank in range(size)]
-    return Route(chosen.argsort(stable=True), even, even, chosen.new_empty(rows), -(-rows * size // experts))
+    fullest = -(-rows * size // experts)
+    return chosen.argsort(stable=True), [Route(0, experts // size, even, even, chosen.new_empty(rows), fullest)]
 
 
-def divided_forwards(experts: Experts, ranks: Collectives, route: Router = route) -> dict[nn.Module, Any]:
-    """Module -> the forward that it has where ranks divide these experts."""
+def divided_forwards(
+    experts: Experts, ranks: Collectives, buffer_nbytes: int, route: Router = route
+) -> dict[nn.Module, Any]:
+    """Module -> the forward that it has where ranks divide these experts.
+
+    Args:
+        buffer_nbytes: of the rows that a rank sends or receives at a time.
+    """
+    choose = partial(_routes, route, experts.count, ranks, buffer_nbytes)
     compute, router = experts.module.forward, experts.router
     if router is None:
-        return {experts.module: partial(_dispatched, experts, compute, ranks, route)}
+        return {experts.module: partial(_dispatched, experts, compute, ranks, choose)}
     seen = _SeenScores(router.forward)
-    return {router: seen, experts.module: partial(_dispatched_by_scores, experts, compute, ranks, route, seen)}
+    return {router: seen, experts.module: partial(_dispatched_by_scores, experts, compute, ranks, choose, seen)}
+
+
+def _routes(
+    route: Router, experts: int, ranks: Collectives, buffer_nbytes: int, chosen: Tensor, hidden: Tensor
+) -> Routes:
+    most = buffer_nbytes // max(1, hidden.shape[-1] * hidden.element_size())
+    return route(chosen, experts, most, ranks)
+
+
+def _parts(experts: Experts, routes: Sequence[Route]) -> list[dict[str, Tensor]]:
+    """The module's parameters for each route, by name; none for one route, which needs all."""
+    if len(routes) == 1:
+        return [{}]
+    # One split for all routes: its backward joins their gradients once.
+    sizes = [one.last - one.first for one in routes]
+    split = {key: getattr(experts.module, key).split(sizes) for key in experts.params}
+    return [{key: parts[place] for key, parts in split.items()} for place in range(len(routes))]
 
 
 def _dispatched(
     experts: Experts,
     compute: Callable[..., Tensor],
     ranks: Collectives,
-    route: Router,
+    choose: Callable[[Tensor, Tensor], Routes],
     hidden_states: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
@@ -141,29 +218,51 @@ def _dispatched(
 
     Args:
         compute: the module's own forward.
+        choose: the routes of (T K,) numbers of experts.
         hidden_states: (T, H).
         top_k_index, top_k_weights: (T, K); an index that is no expert counts nothing.
     """
     # The names are those that the interface has, as models may pass them.
     hidden, choices, weights = hidden_states, top_k_index, top_k_weights
     _check_routing(experts.name, hidden, choices, weights)
-    chosen = choices.reshape(-1)
-    found = route(chosen, experts.count, ranks)
-    order, sent, received, ids = found.order, found.sent, found.received, found.ids
-    rows, scales = hidden[order // choices.shape[-1]], weights.reshape(-1)[order]
-    rows, scales = _Send.apply(rows, scales, ranks, sent, received)  # type: ignore[no-untyped-call]
-    idle = not len(rows)
-    if idle:
-        rows, scales = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), torch.cat([scales, scales.new_zeros(1)])
-        ids = ids.new_zeros(1)
-    experts.module.num_experts = experts.count // ranks.world_size  # type: ignore[assignment]
-    try:
-        out = compute(rows, ids.unsqueeze(1).to(choices.dtype), scales.unsqueeze(1))
-    finally:
-        experts.module.num_experts = experts.count  # type: ignore[assignment]
-    returned: Tensor = _Move.apply(out[:0] if idle else out, ranks, received, sent, _BACK)  # type: ignore[no-untyped-call]
-    placed = returned.new_zeros(chosen.numel(), returned.shape[1]).index_copy(0, order, returned)
+    order, routes = choose(choices.reshape(-1), hidden)
+    all_rows, all_scales = hidden[order // choices.shape[-1]], weights.reshape(-1)[order]
+    parts = zip(routes, _cut(all_rows, routes), _cut(all_scales, routes), _parts(experts, routes), strict=True)
+    del all_rows, all_scales
+    returned = []
+    for one, rows, scales, params in parts:
+        rows, scales = _Send.apply(rows, scales, ranks, one.sent, one.received)  # type: ignore[no-untyped-call]
+        ids, idle = one.ids, not len(rows)
+        if idle:
+            rows, scales = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), torch.cat([scales, scales.new_zeros(1)])
+            ids = ids.new_zeros(1)
+        experts.module.num_experts = one.last - one.first  # type: ignore[assignment]
+        try:
+            with experts.using(params) if params else nullcontext():
+                out = compute(rows, ids.unsqueeze(1).to(choices.dtype), scales.unsqueeze(1))
+        finally:
+            experts.module.num_experts = experts.count  # type: ignore[assignment]
+        out = out[:0] if idle else out
+        returned.append(_Move.apply(out, ranks, one.received, one.sent, _BACK))  # type: ignore[no-untyped-call]
+    joined = _join(returned, routes)
+    placed = joined.new_zeros(choices.numel(), joined.shape[1]).index_copy(0, order, joined)
     return placed.view(*choices.shape, -1).sum(1).to(hidden.dtype)
+
+
+def _cut(rows: Tensor, routes: Sequence[Route]) -> list[Tensor]:
+    """Rows by expert, of each route."""
+    if len(routes) == 1:
+        return [rows]
+    pieces = rows.split([sent for of_rank in zip(*(one.sent for one in routes), strict=True) for sent in of_rank])
+    return [torch.cat(pieces[place :: len(routes)]) for place in range(len(routes))]
+
+
+def _join(parts: Sequence[Tensor], routes: Sequence[Route]) -> Tensor:
+    """The rows of all routes by expert: what `_cut` has cut."""
+    if len(routes) == 1:
+        return parts[0]
+    pieces = [part.split(one.sent) for part, one in zip(parts, routes, strict=True)]
+    return torch.cat([piece for of_rank in zip(*pieces, strict=True) for piece in of_rank])
 
 
 class _SeenScores:
@@ -187,7 +286,7 @@ def _dispatched_by_scores(
     experts: Experts,
     compute: Callable[[Tensor], Tensor],
     ranks: Collectives,
-    route: Router,
+    choose: Callable[[Tensor, Tensor], Routes],
     seen: _SeenScores,
     hidden_states: Tensor,
 ) -> Tensor:
@@ -195,9 +294,10 @@ def _dispatched_by_scores(
 
     Args:
         compute: the module's own forward.
+        choose: the routes of (T K,) numbers of experts.
         hidden_states: (E T, H), all tokens for each expert, times their scores.
     """
-    scores, count, own = seen.scores, experts.count, experts.count // ranks.world_size
+    scores, count = seen.scores, experts.count
     shape = None if scores is None else tuple(scores.shape)
     if scores is None or scores.dim() != 2 or shape != (len(hidden_states) // count, count):
         raise UsageError(
@@ -209,19 +309,23 @@ def _dispatched_by_scores(
     # An expert with the score 0 adds nothing to a token, and the token nothing to its gradients.
     choices = scores.topk(experts.router.top_k, dim=1).indices  # type: ignore[arg-type, union-attr]
     tokens = torch.arange(len(choices), device=choices.device).unsqueeze(1)
-    found = route(choices.reshape(-1), count, ranks)
-    places = (choices * len(choices) + tokens).reshape(-1)[found.order]
-    sent, received, ids = found.sent, found.received, found.ids
-    rows: Tensor = _Move.apply(hidden_states[places], ranks, sent, received, _OUT)  # type: ignore[no-untyped-call]
-    # Row n of expert e comes to place n of its `room` ones.
-    room, by_expert = max(found.fullest, 1), ids.argsort(stable=True)
-    counts = ids.new_zeros(own).scatter_add_(0, ids, torch.ones_like(ids))
-    sorted_ids = ids[by_expert]
-    within = torch.arange(len(ids), device=ids.device) - (counts.cumsum(0) - counts)[sorted_ids]
-    slots = torch.empty_like(ids).index_copy_(0, by_expert, sorted_ids * room + within)
-    out = compute(rows.new_zeros(own * room, rows.shape[1]).index_copy(0, slots, rows))[slots]
-    returned: Tensor = _Move.apply(out, ranks, received, sent, _BACK)  # type: ignore[no-untyped-call]
-    return returned.new_zeros(len(hidden_states), returned.shape[1]).index_copy(0, places, returned)
+    order, routes = choose(choices.reshape(-1), hidden_states)
+    places = (choices * len(choices) + tokens).reshape(-1)[order]
+    returned = []
+    for one, rows, params in zip(routes, _cut(hidden_states[places], routes), _parts(experts, routes), strict=True):
+        ids, own, sent, received = one.ids, one.last - one.first, one.sent, one.received
+        rows = _Move.apply(rows, ranks, sent, received, _OUT)  # type: ignore[no-untyped-call]
+        # Row n of expert e comes to place n of its `room` ones.
+        room, by_expert = max(one.fullest, 1), ids.argsort(stable=True)
+        counts = ids.new_zeros(own).scatter_add_(0, ids, torch.ones_like(ids))
+        sorted_ids = ids[by_expert]
+        within = torch.arange(len(ids), device=ids.device) - (counts.cumsum(0) - counts)[sorted_ids]
+        slots = torch.empty_like(ids).index_copy_(0, by_expert, sorted_ids * room + within)
+        with experts.using(params) if params else nullcontext():
+            out = compute(rows.new_zeros(own * room, rows.shape[1]).index_copy(0, slots, rows))[slots]
+        returned.append(_Move.apply(out, ranks, received, sent, _BACK))  # type: ignore[no-untyped-call]
+    joined = _join(returned, routes)
+    return joined.new_zeros(len(hidden_states), joined.shape[1]).index_copy(0, places, joined)
 
 
 def _check_routing(name: str, hidden: Tensor, choices: Tensor, weights: Tensor) -> None:

@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import type_before_parametrizations
 
 from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
@@ -60,8 +59,8 @@ class ExpertAxis(Axis):
     name: ClassVar[str] = "ep"
     refuses_compiled: ClassVar[str] = "a graph cannot contain the exchange of tokens (expert parallelism)"
 
-    def __init__(self, group: RankGroup, same: RankGroup, topology: Topology) -> None:
-        self._group, self._same, self._topology = group, same, topology
+    def __init__(self, group: RankGroup, same: RankGroup, topology: Topology, buffer_nbytes: int) -> None:
+        self._group, self._same, self._topology, self._buffer_nbytes = group, same, topology, buffer_nbytes
         self._experts: list[Experts] = []
         self._tokens: Collectives | None = None
         self._before: list[tuple[nn.Module, Any]] = []
@@ -78,7 +77,7 @@ class ExpertAxis(Axis):
             "sums of experts": (same.reduce_group, REDUCTIONS),
         }
         connect(topology, groups)
-        return cls(group, same, topology)
+        return cls(group, same, topology, mesh.ep_buffer_nbytes)
 
     @classmethod
     def estimate(cls, mesh: ParallelConfig) -> AxisEstimate | None:
@@ -122,7 +121,7 @@ class ExpertAxis(Axis):
                 refuse_split(names[param])
 
     def facts(self) -> Mapping[str, object]:
-        return {"size": self._group.size}
+        return {"size": self._group.size, "buffer_nbytes": self._buffer_nbytes}
 
     def connect(self, collectives: Collectives) -> None:
         recorder = collectives.flight_recorder
@@ -142,7 +141,7 @@ class ExpertAxis(Axis):
         computed = [(one, one.module.forward) for one in self._experts]
         for one in self._experts:
             one.share(self._group.size)
-            for module, forward in divided_forwards(one, self._tokens).items():
+            for module, forward in divided_forwards(one, self._tokens, self._buffer_nbytes).items():
                 self._before.append((module, vars(module).get("forward")))
                 vars(module)["forward"] = forward
         self._cut = ExpertCut(computed, self._tokens, self._job)
@@ -223,21 +222,10 @@ class ExpertCut(Cut):
         leaves = {key: inputs[key].detach().requires_grad_() for key in one.inputs if key in _LEAVES}
         own: dict[str, Any] = {key: getattr(one.module, key) for key in one.params}
         used = {key: (self._join(part) if whole else part.detach()).requires_grad_() for key, part in own.items()}
-        shadowed = {key: vars(one.module)[key] for key in own if key in vars(one.module)}
-        vars(one.module).update(used)
-        kind = type(one.module)
-        # An adapter makes its parameter a property of a class of its own meanwhile, which would come first.
-        one.module.__class__ = type_before_parametrizations(one.module)
-        try:
-            with torch.enable_grad():
-                out = forward(*((inputs | leaves)[key] for key in one.inputs))
-                loss = torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out).to(out.dtype)
-                grads = torch.autograd.grad(out, [*leaves.values(), *used.values()], loss, materialize_grads=True)
-        finally:
-            one.module.__class__ = kind
-            for key in own:
-                del vars(one.module)[key]
-            vars(one.module).update(shadowed)
+        with one.using(used), torch.enable_grad():
+            out = forward(*((inputs | leaves)[key] for key in one.inputs))
+            loss = torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out).to(out.dtype)
+            grads = torch.autograd.grad(out, [*leaves.values(), *used.values()], loss, materialize_grads=True)
         self._found = [(_LEAVES[key], grad) for key, grad in zip(leaves, grads, strict=False)]
         for key, grad in zip(own, grads[len(leaves) :], strict=True):
             self._found.append((key, grad.chunk(self.size)[self.index] if whole else grad / self.size))
@@ -269,7 +257,7 @@ class ExpertEstimate(AxisEstimate):
         ranks = job.ranks(self.size, self.name)
         for one in find_experts(model, self.size):
             one.share(self.size)
-            for module, forward in divided_forwards(one, ranks, even_route).items():
+            for module, forward in divided_forwards(one, ranks, 0, even_route).items():
                 module.forward = forward
 
     def splits(self, model: nn.Module) -> Mapping[int, Split]:

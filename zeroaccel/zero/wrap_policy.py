@@ -244,7 +244,7 @@ def _projections(experts: nn.Module) -> Iterator[tuple[int, str]]:
 def computes_in_turn(module: nn.Module) -> bool:
     """Whether a module's forward, as it is set now, has used a parameter for the last time when it reads the next."""
     chosen = getattr(getattr(module, "config", None), "_experts_implementation", None)
-    return chosen in _IN_TURN and has_expert_interface(module)
+    return chosen in _IN_TURN and has_expert_interface(module) and "forward" not in vars(module)
 
 
 def has_expert_interface(module: nn.Module) -> bool:

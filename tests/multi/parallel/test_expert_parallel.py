@@ -19,9 +19,14 @@ from tests.support.mixtures import MIXTURE_VOCABULARY, MIXTURES, small_mixture
 from tests.support.pool import Ranks
 from tests.support.training import ADAMW, Run, config, differences, offloaded, recording
 from zeroaccel.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
+from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.topology import init_process_group
+from zeroaccel.compat.deepspeed_engine import initialize as as_deepspeed
+from zeroaccel.config.launch.launch_settings import LaunchSettings
+from zeroaccel.config.launch.launch_sources import launched_environment
 from zeroaccel.config.parallel import ParallelConfig
 from zeroaccel.errors import ZeroAccelError
+from zeroaccel.parallel.expert_dispatch import _chunks
 from zeroaccel.zero import (
     Init,
     safe_get_full_fp32_param,
@@ -77,8 +82,8 @@ def _routed(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(n, p) for n, p in model.named_parameters() if any(part in n for part in IS_ROUTED) and p.requires_grad]
 
 
-def _train(model: nn.Module, settings: Mapping[str, Any], parallel: ParallelConfig) -> MixtureRun:
-    engine, *_ = zeroaccel.initialize(model, config=dict(settings), parallel=parallel)
+def _train(model: nn.Module, settings: Mapping[str, Any], parallel: ParallelConfig, **arguments: Any) -> MixtureRun:
+    engine, *_ = zeroaccel.initialize(model, config=dict(settings), parallel=parallel, **arguments)
     run = MixtureRun()
     for step in range(STEPS):
         loss = engine(**_batch(step, torch.distributed.get_rank())).loss
@@ -199,6 +204,80 @@ def test_a_rank_that_no_token_chooses_takes_part(ranks: Ranks, stage: int) -> No
     _close(of_ranks, plain)
 
 
+# -- chunks
+
+
+_ROW_NBYTES = 4 * 32  # of a hidden state
+
+
+def _chunked(kind: str, experts: str, rows: int) -> tuple[MixtureRun, int, int]:
+    """A run, the most rows of one exchange, and the exchanges of tokens of the last step."""
+    ranks, most, sent = recording(), 0, 0
+    exchange = Collectives.exchange_rows
+
+    def noted(self: Collectives, out: Tensor, rows: Tensor, *rest: Any) -> Any:
+        nonlocal most, sent
+        most, sent = max(most, len(out), len(rows)), sent + 1
+        return exchange(self, out, rows, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Collectives, "exchange_rows", noted)
+        parallel = ParallelConfig(ep=2, ep_buffer_nbytes=rows * _ROW_NBYTES, verify_cut=False)
+        settings = config(2, optimizer=SGD, gradient_clipping=0.5)
+        run = _train(small_mixture(kind, experts), settings, parallel, collectives=ranks)
+    return run, most, sent
+
+
+def _in_chunks(kind: str, experts: str) -> list[tuple[MixtureRun, int, int]]:
+    return [_chunked(kind, experts, rows) for rows in (1 << 20, 24, 1)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "experts"),
+    [
+        ("Llama4", ""),
+        ("GptOss", "batched_mm"),
+        ("Qwen3Moe", "grouped_mm"),
+        pytest.param("Qwen3Moe", "eager", marks=pytest.mark.slow),
+    ],
+)
+def test_chunks_have_the_bits_of_one_exchange(ranks: Ranks, kind: str, experts: str) -> None:
+    own, layers = {"Qwen3Moe": 4, "Llama4": 2, "GptOss": 2}[kind], 2
+    of_ranks = ranks(2).run(_in_chunks, kind, experts)
+    for (one, all_rows, few), (some, rows, more), (each, _, most) in of_ranks:
+        for step, grads in enumerate(one.grads):
+            for name, grad in grads.items():
+                assert _distance(grad, each.grads[step][name]) < 1e-7, name
+        if experts == "grouped_mm":  # its sort by expert is not stable, so sums over an expert's rows have other orders
+            assert one.losses[0] == some.losses[0] == each.losses[0]
+        else:
+            assert differences(one, some) == differences(one, each) == []
+        assert few == STEPS * layers * 4, "out and back, forward and backward"
+        assert few < more <= most == few * own, "with less room than for a row, each expert by itself"
+        assert rows < all_rows
+    assert len({most for *_, (_, _, most) in of_ranks}) == 1
+
+
+def _one_sided_chunks() -> MixtureRun:
+    init_process_group()
+    parallel = ParallelConfig(ep=2, ep_buffer_nbytes=1)
+    return _train(_biased(), config(3, optimizer=SGD, gradient_clipping=0.5), parallel)
+
+
+def test_a_rank_that_no_token_chooses_takes_part_in_each_chunk(ranks: Ranks) -> None:
+    _close(ranks(2).run(_one_sided_chunks), _plain(_biased(), "sgd", 2))
+
+
+@pytest.mark.parametrize(
+    ("most", "chunks"), [(100, [(0, 4)]), (9, [(0, 2), (2, 4)]), (5, [(0, 1), (1, 2), (2, 3), (3, 4)])]
+)
+def test_chunks_are_as_large_as_the_fullest_rank_permits(most: int, chunks: list[tuple[int, int]]) -> None:
+    counts = torch.zeros(2, 2, 4, dtype=torch.int64)
+    counts[0, 1] = torch.tensor([5, 4, 6, 0])  # sent by rank 0 and received by rank 1
+    counts[1, 0] = torch.tensor([0, 1, 0, 9])
+    assert list(_chunks(counts, most)) == chunks
+
+
 # -- adapters
 
 
@@ -280,11 +359,38 @@ class _Gated(nn.Module):
         self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
 
 
+def _without_any() -> nn.Module:
+    model: Any = small_mixture("Mixtral")
+    for layer in model.model.layers:
+        experts = layer.mlp.experts
+        experts.num_experts = 0
+        experts.gate_up_proj, experts.down_proj = (
+            nn.Parameter(param[:0].detach()) for param in (experts.gate_up_proj, experts.down_proj)
+        )
+    return model
+
+
+def _divided_by_transformers() -> nn.Module:
+    model: Any = small_mixture("Mixtral")
+    model.config.distributed_config = transformers.DistributedConfig(fsdp_size=2, ep_size=2)
+    return model
+
+
 _REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "unequal": (
         lambda: small_mixture("Mixtral", num_local_experts=3),
         {},
         "expert parallelism: model.layers.0.mlp.experts: expected a number of experts that is divisible by ep 2, got 3",
+    ),
+    "no experts": (
+        _without_any,
+        {},
+        "expert parallelism: model.layers.0.mlp.experts: expected a number of experts that is divisible by ep 2, got 0",
+    ),
+    "divided by transformers": (
+        _divided_by_transformers,
+        {},
+        "got 'one that from_pretrained(distributed_config=DistributedConfig(ep_size=2)) has divided'; load it without",
     ),
     "dense": (lambda: nn.Linear(4, 4), {}, "got 'no experts in Linear'; leave ep at 1"),
     "lists": (
@@ -351,6 +457,27 @@ def _generates() -> str:
 def test_forwards_that_differ_between_ranks_are_refused(ranks: Ranks) -> None:
     for message in ranks(2).run(_generates):
         assert "expected ranks that have all experts" in message
+
+
+def _launched_with_stages() -> str:
+    """A program that calls DeepSpeed's initialize without a pipeline, launched with --pp_size and --ep_size."""
+    init_process_group()
+    asked = launched_environment(
+        LaunchSettings(num_processes=4, pp_size=2, ep_size=2), {"pp_size": "--pp_size", "ep_size": "--ep_size"}
+    )
+    model = small_mixture("Mixtral", output_router_logits=False)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in asked.items():
+            patch.setenv(name, value)
+        with pytest.raises(ZeroAccelError) as caught:
+            as_deepspeed(model=model, config=config(1, "fp32", 2), model_parameters=model.parameters())
+    return str(caught.value)
+
+
+def test_a_program_of_deepspeed_without_stages_is_refused_with_them(ranks: Ranks) -> None:
+    for message in ranks(4).run(_launched_with_stages):
+        assert "pp: expected 1, as this program asks for an engine without it" in message
+        assert "ep 2'; launch without --pp_size" in message
 
 
 # -- checkpoints, and access by name

@@ -57,7 +57,8 @@ def test_the_json_says_how_many_ranks_divide_experts(section: dict[str, object],
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("top_k", 1), ("load_balance_coeff", 0.1), ("expert_tensor_parallel_size", 2)]
+    ("key", "value"),
+    [("top_k", 1), ("load_balance_coeff", 0.1), ("expert_tensor_parallel_size", 2), ("comm_max_tokens_per_rank", 0)],
 )
 def test_routing_that_is_not_the_models_is_refused(key: str, value: object) -> None:
     section = {"enabled": True, "autoep_size": 2, key: value}
@@ -70,6 +71,12 @@ def test_sizes_of_json_and_program_must_agree() -> None:
     assert with_config_axes({"expert_parallel": section}, ParallelConfig(ep=2)) == ParallelConfig(ep=2)
     with pytest.raises(UsageError, match=r"ParallelConfig\(ep\): expected 2, as expert_parallel.autoep_size"):
         with_config_axes({"expert_parallel": section}, ParallelConfig(ep=4))
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.5, True, None])
+def test_a_buffer_has_a_positive_number_of_bytes(size: Any) -> None:
+    with pytest.raises(UsageError, match=r"ParallelConfig\(ep_buffer_nbytes\): expected a positive number of bytes"):
+        ParallelConfig(ep=2, ep_buffer_nbytes=size)
 
 
 def test_transformers_distributed_config_is_a_mesh(caplog: pytest.LogCaptureFixture) -> None:
