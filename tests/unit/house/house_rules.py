@@ -102,7 +102,7 @@ MAX_CODE_LINES: Mapping[str, int] = {
     "offload": 985,
     "ops": 2450,
     "optim": 1300,
-    "parallel": 3455,
+    "parallel": 3480,
     "rollout": 870,
     "setup": 1450,
     "telemetry": 1170,
