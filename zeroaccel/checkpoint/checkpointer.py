@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from zeroaccel.checkpoint.find import find_checkpoint, newest_first
 from zeroaccel.checkpoint.formats.dcp_import import find_dcp, open_dcp
 from zeroaccel.checkpoint.formats.deepspeed_checkpoint import is_deepspeed_checkpoint
 from zeroaccel.checkpoint.formats.deepspeed_resume import open_to_resume
-from zeroaccel.checkpoint.loader import LoadReport, load_optimizer, load_weights, refresh_copies
+from zeroaccel.checkpoint.loader import LoadReport, load_optimizer, load_weights, read_buffers, refresh_copies
 from zeroaccel.checkpoint.manifest import Manifest
 from zeroaccel.checkpoint.plain_codec import decode, random_state, restore_random_state
 from zeroaccel.checkpoint.rank_file import CHUNK_NBYTES
@@ -260,16 +261,20 @@ class Checkpointer:
             if options.scheduler:
                 self._check_scheduler(manifest, where)
         client_state: dict[str, Any] = {}
-        # From here on weights change in place. Damage that shows only now leaves a mixture, with which the engine
-        # refuses to run: a second copy of all states for a rollback would not fit the memory that ZeRO is used for.
-        self._half_loaded = str(folder)
-        with agreed(self._ranks, f"{what}: read"), opened as store:
-            load_weights(state, store)
-            if options.optimizer and optimizer is not None:
-                load_optimizer(optimizer, store, where)
-            self._load_progress(store, options)
-            client_state = decode(manifest.client_state, store.fetch)
-            self.loaded = LoadReport(store.requested_nbytes, store.read_nbytes)
+        with ExitStack() as files:
+            with agreed(self._ranks, f"{what}: buffers"):
+                store = files.enter_context(opened)
+                buffers = read_buffers(state, store)
+            # From here on weights change in place. Damage that shows only now leaves a mixture, with which the engine
+            # refuses to run: a second copy of all states for a rollback would not fit the memory that ZeRO is used for.
+            self._half_loaded = str(folder)
+            with agreed(self._ranks, f"{what}: read"):
+                load_weights(state, store, buffers)
+                if options.optimizer and optimizer is not None:
+                    load_optimizer(optimizer, store, where)
+                self._load_progress(store, options)
+                client_state = decode(manifest.client_state, store.fetch)
+                self.loaded = LoadReport(store.requested_nbytes, store.read_nbytes)
         refresh_copies(engine.units)
         if engine.tier_set is not None:
             with agreed(self._ranks, f"{what}: store"):

@@ -10,9 +10,10 @@ from typing import Any
 
 from zeroaccel.checkpoint.adapter_base import base_name
 from zeroaccel.checkpoint.manifest import Manifest
-from zeroaccel.checkpoint.save_plan import EngineState, persistent_buffers
+from zeroaccel.checkpoint.save_plan import EngineState, code_names, persistent_buffers
 from zeroaccel.errors import CheckpointError, listed
 from zeroaccel.logs import logger
+from zeroaccel.zero.quantized_weights import PACKED
 from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
 
 _OPTIMIZER_OF_STATES: Sequence[tuple[frozenset[str], str]] = (
@@ -52,7 +53,7 @@ def check_model(engine_state: EngineState, manifest: Manifest, where: str, *, st
     shapes += [
         f"{name}: {saved_buffers[name]} in the checkpoint, {shape} in the model"
         for name, shape in buffers.items()
-        if name in saved_buffers and tuple(saved_buffers[name]) != shape
+        if name in saved_buffers and tuple(saved_buffers[name]) != shape and PACKED not in name
     ]
     # All differences in one message: a wrong model is rarely wrong in one name only.
     missing = [fqn for fqn, name in saved_names.items() if name is None] + sorted(set(buffers) - set(saved_buffers))
@@ -63,10 +64,11 @@ def check_model(engine_state: EngineState, manifest: Manifest, where: str, *, st
         *(["not in the model: " + listed(extra)] if extra else []),
     ]
     if shapes or (strict and problems):
-        raise CheckpointMisfit(
-            f"{where} does not fit the model: " + ". ".join(problems),
-            fix="build the model it was saved from" + ("" if shapes else ", or pass load_module_strict=False"),
-        )
+        codes = set(manifest.codes).intersection(used) - set(code_names(engine_state.model))
+        fix = "build the model it was saved from" + ("" if shapes else ", or pass load_module_strict=False")
+        if codes:
+            fix = f"{listed(sorted(codes))}: codes there; quantise the base by the same library (bitsandbytes) before"
+        raise CheckpointMisfit(f"{where} does not fit the model: " + ". ".join(problems), fix=fix)
     if problems:
         logger.warning("%s: %s", where, ". ".join(problems))
     base = base_name(engine_state.model)

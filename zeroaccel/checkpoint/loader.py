@@ -23,6 +23,7 @@ from zeroaccel.logs import logger
 from zeroaccel.zero.access.safetensors_file import dtype_of
 from zeroaccel.zero.layout import FlatLayout, FlatRange, Slot
 from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit, ShardState
+from zeroaccel.zero.quantized_weights import load_state, state_owners
 from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
 from zeroaccel.zero.storage.masters import MasterPiece
 
@@ -40,10 +41,13 @@ class LoadReport:
     read_nbytes: int
 
 
-def load_weights(holdings: EngineState, store: TensorStore) -> None:
+def load_weights(holdings: EngineState, store: TensorStore, buffers: Mapping[str, Tensor]) -> None:
     """Fills masters, other parameters and buffers; the parameters' own copies follow in `refresh_copies`.
 
     Parameters that were left out of the checkpoint, or have no namesake there, stay as they are.
+
+    Args:
+        buffers: of `read_buffers`.
     """
     absent: list[str] = []
     for buffer in holdings.buffers():
@@ -52,17 +56,41 @@ def load_weights(holdings: EngineState, store: TensorStore) -> None:
         # Memory is filled by one read of all buffers below, in the order of the files; a storage that has memory only
         # on loan from a tier has its part read at once.
         buffer.masters.load(partial(_fill_weights, buffer, keys, store), store.read)
-    buffers = {}
-    for name, value in persistent_buffers(holdings.model):
-        if f"buffer/{name}" in store.manifest.tensors:
-            buffers[name] = torch.empty(value.numel(), dtype=value.dtype, device=value.device)
-            store.fill(f"buffer/{name}", 0, buffers[name])
     store.read()
+    load_state(holdings.model, buffers)
+    owners = state_owners(holdings.model)
     for name, value in persistent_buffers(holdings.model):
-        if name in buffers:
+        if name in buffers and name not in owners:
             value.detach().copy_(buffers[name].view(value.shape))
     if absent:
         logger.warning("not in the checkpoint, so they stay as they are: %s", listed(absent))
+
+
+def read_buffers(holdings: EngineState, store: TensorStore) -> dict[str, Tensor]:
+    """The buffers that the checkpoint has, flat, but for the state of codes that were left out of it.
+
+    Raises:
+        CheckpointError: the state of codes that were left out is another one: so are the codes.
+    """
+    buffers, manifest = {}, store.manifest
+    own = dict(persistent_buffers(holdings.model))
+    for name, value in own.items():
+        if (record := manifest.tensors.get(f"buffer/{name}")) is not None:
+            buffers[name] = torch.empty(record.numel, dtype=value.dtype, device=value.device)
+            store.fill(f"buffer/{name}", 0, buffers[name])
+    store.read()
+    for name, fqn in state_owners(holdings.model).items():
+        canonical = manifest.canonical(fqn)
+        if name not in buffers or canonical is None or manifest.parameters[canonical].saved:
+            continue
+        if not torch.equal(buffers.pop(name), own[name].view(-1)):
+            raise CheckpointError(
+                f"parameter {fqn}: the base under the checkpoint's adapters is not in it",
+                expected="the base that they were trained on, quantised in the same way",
+                got=f"another one, whose {name.removeprefix(fqn).lstrip('.')} differs",
+                fix="load that base before; checkpoint.exclude_frozen_parameters false saves it too",
+            )
+    return buffers
 
 
 def _weight_key(slot: Slot, store: TensorStore) -> str | None:

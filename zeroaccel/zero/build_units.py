@@ -22,7 +22,7 @@ from zeroaccel.zero.device_check import check_model_device
 from zeroaccel.zero.layout import ALIGN_NUMEL, FlatLayout, OwnerLoads, Split, holders
 from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit
 from zeroaccel.zero.precision import forget_cast
-from zeroaccel.zero.quantized_weights import check_quantized
+from zeroaccel.zero.quantized_weights import check_quantized, refuse_wrapped
 from zeroaccel.zero.storage.code_shards import block_numel
 from zeroaccel.zero.storage.placement import BufferPlan, TierSet
 from zeroaccel.zero.tensor_subclasses import check_split, is_split, local, scales_of
@@ -85,9 +85,9 @@ def check_model(model: object, device: torch.device) -> None:
         device: where the engine computes.
 
     Raises:
-        UsageError: the model is no module, has TorchScript modules, or is not on `device`; a parameter is on the meta
-            device, or complex, or in another engine, or a copy of a sharded one, or shares memory with another, or has
-            no shape yet, or was made in inference mode.
+        UsageError: the model is no module, has TorchScript modules, or is not on `device`; a parameter is a wrapper of
+            several tensors, or is on the meta device, or complex, or in another engine, or a copy of a sharded one, or
+            shares memory with another, or has no shape yet, or was made in inference mode.
     """
     if not isinstance(model, nn.Module):
         raise UsageError("initialize(model)", expected="a torch.nn.Module", got=type(model).__name__)
@@ -100,6 +100,7 @@ def check_model(model: object, device: torch.device) -> None:
                 got=f"a TorchScript module ({module.original_name})",
                 fix="train the module that was scripted or traced, and script or trace the result",
             )
+    refuse_wrapped(model)
     # Each of these would fail later, inside a collective or with an error that names no parameter.
     for fqn, param in model.named_parameters():
         if isinstance(param, nn.UninitializedParameter):

@@ -13,7 +13,8 @@ Parameters of other classes are carried as they are; attributes of theirs belong
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ from zeroaccel.zero.tensor_subclasses import follow, mark_codes, scales_of
 
 _SMALL = 64  # scales of at most this part of their codes' bytes are on every rank
 _LIBRARY = "bitsandbytes"
+PACKED = ".quant_state."
+"""In the name of a tensor that is JSON, whose length may differ."""
+_OFFSET = "nested_offset"
 
 
 def _kind(param: Tensor | None) -> str:
@@ -42,6 +46,24 @@ def _quantized(model: nn.Module) -> Iterator[tuple[str, Any, Any, str]]:
         for name, param in module._parameters.items():
             if kind := _kind(param):
                 yield (f"{prefix}.{name}" if prefix else name), module, param, kind
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """Refuses parameters whose values are in other tensors, which a shard would lack: those of torchao and quanto.
+
+    Raises:
+        UsageError: one is such a parameter; DTensors are none.
+    """
+    for fqn, param in model.named_parameters():
+        kind = type(param)
+        if hasattr(kind, "__tensor_flatten__") and not hasattr(param, "_local_tensor"):
+            raise UsageError(
+                f"parameter {fqn}",
+                expected="a tensor with memory of its own, or codes of bitsandbytes",
+                got=f"{kind.__name__} of {kind.__module__.partition('.')[0]}, which consists of several tensors",
+                fix='load the model unquantised with "zero_optimization": {"frozen_weights": "int8"} (or "nf4"), or '
+                "quantised by bitsandbytes",
+            )
 
 
 def check_quantized(model: nn.Module) -> None:
@@ -106,6 +128,45 @@ def _as_parameter(owner: Any, name: str) -> nn.Parameter:
 
 def state_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The small state of quantised weights, by its name in a state dict of the library; each once."""
+    return ((name, value) for _, _, name, value in _states(model))
+
+
+def state_owners(model: nn.Module) -> dict[str, str]:
+    """Name in `state_tensors` -> that of the weight."""
+    return {name: fqn for fqn, _, name, _ in _states(model)}
+
+
+def load_state(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Overwrites the small state of quantised weights.
+
+    Args:
+        values: of the same names as in `state_tensors`; what is missing stays as it is.
+
+    Raises:
+        UsageError: the values belong to codes of another format.
+    """
+    for fqn, param, name, value in list(_states(model)):
+        if name not in values:
+            continue
+        if PACKED not in name:
+            value.detach().copy_(values[name].view(value.shape))
+            continue
+        # The library packs numbers into a tensor, as JSON, when a state dict is made; among them a scale.
+        saved, own = _unpacked(values[name]), _unpacked(value)
+        offset = saved.pop(_OFFSET, None)
+        if saved != {key: number for key, number in own.items() if key != _OFFSET}:
+            raise UsageError(f"parameter {fqn}", expected=f"codes as in the model: {own}", got=saved)
+        if offset is not None:
+            param.quant_state.offset.fill_(offset)
+
+
+def _unpacked(packed: Tensor) -> dict[str, Any]:
+    facts: dict[str, Any] = json.loads(bytes(packed.tolist()))
+    return facts
+
+
+def _states(model: nn.Module) -> Iterator[tuple[str, Any, str, Tensor]]:
+    """(fqn of a weight, weight, name, value) of each tensor of its small state."""
     seen: set[int] = set()
     for fqn, module, param, kind in _quantized(model):
         if id(param) in seen:
@@ -113,11 +174,11 @@ def state_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         seen.add(id(param))
         if kind == "Int8Params":
             if module.state.SCB is not None:
-                yield f"{fqn.removesuffix('weight')}SCB", module.state.SCB
+                yield fqn, param, f"{fqn.removesuffix('weight')}SCB", module.state.SCB
             continue
         for name, value in param.quant_state.as_dict(packed=True).items():
             if name not in (scales_of(param) or {}):
-                yield f"{fqn}.{name}", value
+                yield fqn, param, f"{fqn}.{name}", value
 
 
 def broadcast_state(model: nn.Module, collectives: Collectives) -> None:

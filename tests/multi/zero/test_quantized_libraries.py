@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import zeroaccel
@@ -20,7 +22,7 @@ from zeroaccel.checkpoint.consolidate import convert_zero_checkpoint_to_fp32_sta
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.recording import RecordingCollectives
 from zeroaccel.comm.topology import init_process_group
-from zeroaccel.errors import EngineStateError, UsageError
+from zeroaccel.errors import CheckpointError, EngineStateError, UsageError
 from zeroaccel.zero.build_units import check_model
 
 WIDTH = 128
@@ -49,6 +51,18 @@ class ScaledCodes:
 
     def as_dict(self, packed: bool) -> dict[str, Tensor]:
         return {"absmax": self.absmax, "quant_map": self.code}
+
+
+class OffsetCodes(ScaledCodes):
+    """With an offset, which the library packs into a tensor of JSON."""
+
+    def __init__(self, absmax: Tensor, code: Tensor) -> None:
+        super().__init__(absmax, code)
+        self.offset = absmax.mean()
+
+    def as_dict(self, packed: bool) -> dict[str, Tensor]:
+        facts = json.dumps({"quant_type": "nf4", "nested_offset": self.offset.item()})
+        return {**super().as_dict(packed), "quant_state.bitsandbytes__nf4": torch.tensor(list(facts.encode()))}
 
 
 class StandIn(nn.Module):
@@ -295,6 +309,65 @@ def test_conversions_leave_codes_and_their_scales_as_they_are(tmp_path: Path, ki
         assert set(found) == set(state)
         for name in set(state) - adapters:
             assert (name, found[name].dtype, _bits(found[name])) == (name, state[name].dtype, _bits(state[name]))
+
+
+def _with_offsets(seed: int) -> Model:
+    model = Model("stand-in", "")
+    torch.manual_seed(seed)
+    for block in model.blocks:
+        state = block.base.weight.quant_state
+        block.base.weight.quant_state = OffsetCodes(state.absmax + torch.rand(()), state.code)
+    return model
+
+
+def test_a_checkpoint_with_its_base_restores_offsets_of_scales(tmp_path: Path) -> None:
+    """They are in no tensor of the model: those of the model stayed, under the codes of the checkpoint."""
+    model = _with_offsets(1)
+    engine = _initialized(model, 3, "SGD")
+    engine.save_checkpoint(tmp_path)
+    engine.destroy()
+    other = _with_offsets(2)
+    engine = _initialized(other, 3, "SGD")
+    engine.load_checkpoint(tmp_path)
+    engine.destroy()
+    for one, saved in zip(other.blocks, model.blocks, strict=True):
+        found, expected = one.base.weight.quant_state, saved.base.weight.quant_state
+        assert found.offset == expected.offset
+        assert torch.equal(found.absmax, expected.absmax)
+
+
+def test_adapters_over_another_quantised_base_are_refused(tmp_path: Path) -> None:
+    engine = _initialized(_with_offsets(1), 3, "SGD")
+    engine.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
+    engine.destroy()
+    engine = _initialized(_with_offsets(2), 3, "SGD")
+    before = engine.consolidated_state_dict()
+    with refused(CheckpointError, "blocks.0.base.weight", "another one, whose quant_state", "load that base before"):
+        engine.load_checkpoint(tmp_path)
+    after = engine.consolidated_state_dict()
+    engine.destroy()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_codes_that_a_model_without_its_library_loads_are_named(tmp_path: Path) -> None:
+    engine = _initialized(Model("stand-in", ""), 3, "SGD")
+    engine.save_checkpoint(tmp_path)
+    engine.destroy()
+    model = Model("stand-in", "")
+    for block in model.blocks:
+        block.base = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
+    engine = _initialized(model, 3, "SGD")
+    with refused(CheckpointError, "blocks.0.base.weight", "codes there", "by the same library (bitsandbytes) before"):
+        engine.load_checkpoint(tmp_path)
+    engine.destroy()
+
+
+def test_a_parameter_of_several_tensors_is_refused_by_name() -> None:
+    """torchao's failed within torch, and quanto's trained on values that had been dequantised, silently."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].weight = nn.Parameter(TwoTensor(torch.ones(4, 4), torch.ones(4, 4)), requires_grad=False)
+    with refused(UsageError, "parameter 0.weight", "TwoTensor of torch", "frozen_weights", "bitsandbytes"):
+        check_model(model, torch.device("cpu"))
 
 
 def test_a_quantized_weight_that_cannot_be_carried_is_named() -> None:
