@@ -11,6 +11,7 @@ import contextlib
 import gc
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -524,21 +525,17 @@ class Accelerator(ControlFlow):
         self._loop.begin_micro_step(models)
         yield
 
-    @contextlib.contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Backwards inside accumulate without communication at stages 0 and 1.
 
         At stages 2 and 3 every backward reduces gradients, because a rank has no room for unreduced ones. The result
         is the same.
         """
-        with self._loop.no_sync(model):
-            yield
+        return self._loop.no_sync(model)
 
-    @contextlib.contextmanager
-    def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:
+    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
         """The backward inside reduces gradients as the last of its step, although an accumulation goes on."""
-        with self._loop.trigger_sync_in_backward(model):
-            yield
+        return self._loop.trigger_sync_in_backward(model)
 
     # -- backward and gradients
 
@@ -638,8 +635,7 @@ class Accelerator(ControlFlow):
         """Whether an optimizer's last step was skipped because gradients were not finite."""
         return any(item.optimizer.step_was_skipped for item in self.prepared if item.optimizer is not None)
 
-    @contextlib.contextmanager
-    def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
+    def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[None]:
         """Mixed precision for computations outside the model; the model itself runs in its precision anyway.
 
         Args:
@@ -647,21 +643,17 @@ class Accelerator(ControlFlow):
         """
         handler = autocast_handler or self._handlers.autocast
         dtype = _AUTOCAST_DTYPES.get(self.mixed_precision)
-        enabled = dtype is not None and bool(getattr(handler, "enabled", True))
-        if not enabled:
-            # Also inside another autocast, which `enabled=False` is to leave.
-            with torch.autocast(self.device.type, enabled=False) if dtype is not None else contextlib.nullcontext():
-                yield
-            return
-        with torch.autocast(self.device.type, dtype=dtype, cache_enabled=getattr(handler, "cache_enabled", None)):
-            yield
+        if dtype is None:
+            return contextlib.nullcontext()
+        # Not enabled, it leaves another autocast around it.
+        enabled, cached = bool(getattr(handler, "enabled", True)), getattr(handler, "cache_enabled", None)
+        return torch.autocast(self.device.type, dtype=dtype, enabled=enabled, cache_enabled=cached)
 
-    @contextlib.contextmanager
     def maybe_context_parallel(
         self, buffers: Any = None, buffer_seq_dims: Any = None, no_restore_buffers: Any = None
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """Changes nothing: where the mesh has `sp`, prepared loaders split the sequences."""
-        yield
+        return contextlib.nullcontext()
 
     @contextlib.contextmanager
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
@@ -1060,11 +1052,9 @@ class Accelerator(ControlFlow):
 
     # -- profiling and the end
 
-    @contextlib.contextmanager
-    def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
         """torch's profiler around a block; with `output_trace_dir`, each rank writes `profile_<rank>.json` there."""
-        with profile(profile_handler or self._handlers.profile, self.process_index, self.device) as profiler:
-            yield profiler
+        return profile(profile_handler or self._handlers.profile, self.process_index, self.device)
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Destroys every engine and drops everything that was prepared. (all ranks)

@@ -11,7 +11,7 @@ import builtins
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, ClassVar, TypeVar, cast
@@ -120,22 +120,17 @@ class ControlFlow(ABC):
         """A barrier. (all ranks)"""
         collectives_of_process().barrier("wait_for_everyone")
 
-    @contextmanager
-    def main_process_first(self) -> Iterator[None]:
+    def main_process_first(self) -> AbstractContextManager[None]:
         """Rank 0 runs the block before the other ranks. (all ranks)"""
-        with _first(self.is_main_process, "main_process_first"):
-            yield
+        return _first(self.is_main_process, "main_process_first")
 
-    @contextmanager
-    def local_main_process_first(self) -> Iterator[None]:
+    def local_main_process_first(self) -> AbstractContextManager[None]:
         """The first rank of each node runs the block before the others. (all ranks)"""
-        with _first(self.is_local_main_process, "local_main_process_first"):
-            yield
+        return _first(self.is_local_main_process, "local_main_process_first")
 
     # -- parts of a list
 
-    @contextmanager
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
         """This rank's part of `inputs`: a list, tuple, tensor, dataset, or a mapping of these of equal lengths.
 
         The first ranks get one item more where the length is not a multiple of the number of processes.
@@ -147,7 +142,7 @@ class ControlFlow(ABC):
         Raises:
             UsageError: it has no length, or a mapping's values have different ones.
         """
-        yield self._part(inputs, apply_padding)
+        return nullcontext(self._part(inputs, apply_padding))
 
     def _part(self, inputs: Any, apply_padding: bool) -> Any:
         if isinstance(inputs, Mapping):
