@@ -92,11 +92,11 @@ ENVIRONMENT_READERS = {
 MAX_CODE_LINES: Mapping[str, int] = {
     "": 857,
     "accelerate": 3815,
-    "checkpoint": 6030,
+    "checkpoint": 6055,
     "cli": 7175,
     "comm": 3740,
     "compat": 3026,
-    "config": 4285,
+    "config": 4290,
     "data": 802,
     "estimate": 1920,
     "offload": 985,
@@ -107,7 +107,7 @@ MAX_CODE_LINES: Mapping[str, int] = {
     "setup": 1450,
     "telemetry": 1170,
     "utils": 60,
-    "zero": 8445,
+    "zero": 8485,
 }
 LOOSE_LINES = 100
 MAX_FUNCTION_LINES, LONG_FUNCTION_LINES, MAX_LONG_FUNCTIONS = 100, 60, 8
