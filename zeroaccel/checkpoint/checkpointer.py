@@ -22,7 +22,14 @@ from zeroaccel.checkpoint.find import find_checkpoint, newest_first
 from zeroaccel.checkpoint.formats.dcp_import import find_dcp, open_dcp
 from zeroaccel.checkpoint.formats.deepspeed_checkpoint import is_deepspeed_checkpoint
 from zeroaccel.checkpoint.formats.deepspeed_resume import open_to_resume
-from zeroaccel.checkpoint.loader import LoadReport, load_optimizer, load_weights, read_buffers, refresh_copies
+from zeroaccel.checkpoint.loader import (
+    LoadReport,
+    fetch_buffers,
+    load_optimizer,
+    load_weights,
+    read_buffers,
+    refresh_copies,
+)
 from zeroaccel.checkpoint.manifest import Manifest
 from zeroaccel.checkpoint.plain_codec import decode, random_state, restore_random_state
 from zeroaccel.checkpoint.rank_file import CHUNK_NBYTES
@@ -294,7 +301,8 @@ class Checkpointer:
         if optimizer is not None:
             check_optimizer(optimizer, manifest, where)
         self._half_loaded = str(folder)
-        load_weights(state, store)
+        fetch_buffers(state, store)
+        load_weights(state, store, {})
         if optimizer is not None:
             load_optimizer(optimizer, store, where)
         for saved in (manifest.client_state, manifest.lr_scheduler, manifest.loss_scale):

@@ -66,19 +66,25 @@ def load_weights(holdings: EngineState, store: TensorStore, buffers: Mapping[str
         logger.warning("not in the checkpoint, so they stay as they are: %s", listed(absent))
 
 
+def fetch_buffers(holdings: EngineState, store: TensorStore) -> dict[str, Tensor]:
+    """The buffers that the checkpoint has, flat."""
+    buffers = {}
+    for name, value in persistent_buffers(holdings.model):
+        if (record := store.manifest.tensors.get(f"buffer/{name}")) is not None:
+            buffers[name] = torch.empty(record.numel, dtype=value.dtype, device=value.device)
+            store.fill(f"buffer/{name}", 0, buffers[name])
+    store.read()
+    return buffers
+
+
 def read_buffers(holdings: EngineState, store: TensorStore) -> dict[str, Tensor]:
-    """The buffers that the checkpoint has, flat, but for the state of codes that were left out of it.
+    """As `fetch_buffers`, without the state of codes that were left out of the checkpoint.
 
     Raises:
         CheckpointError: the state of codes that were left out is another one: so are the codes.
     """
-    buffers, manifest = {}, store.manifest
+    buffers, manifest = fetch_buffers(holdings, store), store.manifest
     own = dict(persistent_buffers(holdings.model))
-    for name, value in own.items():
-        if (record := manifest.tensors.get(f"buffer/{name}")) is not None:
-            buffers[name] = torch.empty(record.numel, dtype=value.dtype, device=value.device)
-            store.fill(f"buffer/{name}", 0, buffers[name])
-    store.read()
     for name, fqn in state_owners(holdings.model).items():
         canonical = manifest.canonical(fqn)
         if name not in buffers or canonical is None or manifest.parameters[canonical].saved:
