@@ -113,9 +113,9 @@ class StopSignals:
 
 
 _TORCH_WAITS = 600.0  # seconds, its rendezvous, by default
-_LAST_CALL_SECONDS = 1.0  # for machines beyond the fewest, at a restart; torch's 30 s count at the start
-# A machine is lost after 5 silent seconds; after 15 by torch's own settings.
-_KEEP_ALIVE = {"keep_alive_interval": 1, "keep_alive_max_attempt": 5}
+_LAST_CALL_SECONDS = 3.0  # for machines beyond the fewest, at a restart, where all come at once; first torch's 30
+# A machine is lost after 10 silent seconds; after 15 by torch's own settings.
+_KEEP_ALIVE = {"keep_alive_interval": 2, "keep_alive_max_attempt": 5}
 _SAME_EVERYWHERE = ("num_processes", "num_machines", "max_restarts", "rdzv_backend", "use_cpu", "timeout")
 
 

@@ -85,6 +85,27 @@ def wait_for(path: Path, most_seconds: float) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
+def test_a_lost_rank_of_two_machines_starts_both_again_together(tmp_path: Path) -> None:
+    command = [*LAUNCH, "--num_machines", "1:2", "--max_restarts", 2, "--timeout", 5]
+    command += ["--main_process_ip", "127.0.0.1", "--main_process_port", free_port(), "--machine_rank"]
+    program = Path(__file__).with_name("lost_ranks.py")
+    whole, lost = tmp_path / "whole", tmp_path / "lost"
+    whole.mkdir()
+    lost.mkdir()
+    plain = run_job(2, program, [whole, 12, "off", 3], env={"TORCHELASTIC_RESTART_COUNT": "0"})
+    assert plain.returncode == 0, plain.stderr
+    words = [program, lost, 12, 2, 3, "kill:5:1"]
+    with ExitStack() as stack:
+        machines = [
+            stack.enter_context(running_command([*map(str, [*command, rank, *words])], cwd=tmp_path)) for rank in (0, 1)
+        ]
+        first, second = (machine.wait(90) for machine in machines)
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert first.stderr.count("resuming from the memory of 2 machines, step 4; there is no other") == 1
+    assert (whole / "digest").read_text() == (lost / "digest").read_text()
+
+
 def test_a_lost_machine_leaves_copies_and_the_other_one_goes_on(tmp_path: Path) -> None:
     command = [*LAUNCH, "--num_machines", "1:2", "--max_restarts", 1, "--timeout", 5]
     command += ["--main_process_ip", "127.0.0.1", "--main_process_port", free_port()]
