@@ -92,7 +92,7 @@ ENVIRONMENT_READERS = {
 MAX_CODE_LINES: Mapping[str, int] = {
     "": 857,
     "accelerate": 3815,
-    "checkpoint": 6055,
+    "checkpoint": 6065,
     "cli": 7175,
     "comm": 3740,
     "compat": 3026,
