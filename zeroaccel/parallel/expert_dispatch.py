@@ -20,8 +20,9 @@ those of the other ranks.
 **Chunks.** Where some rank would send or receive more rows than its buffer has, each rank takes a few of its experts at
 a time, those with the lowest numbers first. All ranks have the counts of all, so they agree on the chunks, and take
 part in each. An expert is never cut: its product has all its rows, in one order, so the bits are those of one chunk;
-the rows of one expert may pass the buffer. A rank's own tokens are sorted once for all chunks, so that their gradients
-are added up in one order.
+the rows of one expert may pass the buffer. (transformers' `grouped_mm` sorts the rows again, by an unstable sort: with
+it, gradients of experts are added up in another order, and differ by less than 1e-7.) A rank's own tokens are sorted
+once for all chunks, so that their gradients are added up in one order.
 
 **Experts that take all tokens** (Llama 4): their forward is of (E T, H), each token times its score of each expert,
 most of which are 0. Only the rows of the K experts that were chosen are sent. The module's forward multiplies equal
