@@ -18,15 +18,22 @@ from tests.time_limits import Limit, seconds
 
 LAUNCH = (sys.executable, "-m", "zeroaccel.cli", "launch", "--num_processes", "2", "--cpu")
 
+PROGRAM = Path(__file__).with_name("lost_ranks.py")
 
-def test_a_killed_rank_is_started_again_from_memory(tmp_path: Path) -> None:
-    program = Path(__file__).with_name("lost_ranks.py")
+
+def _whole_run(tmp_path: Path) -> tuple[Path, Path]:
+    """The folder of a run of 12 steps that nothing ends, and an empty one for a run that loses a rank."""
     whole, lost = tmp_path / "whole", tmp_path / "lost"
     whole.mkdir()
     lost.mkdir()
-    plain = run_job(2, program, [whole, 12, "off", 3], env={"TORCHELASTIC_RESTART_COUNT": "0"})
+    plain = run_job(2, PROGRAM, [whole, 12, "off", 3], env={"TORCHELASTIC_RESTART_COUNT": "0"})
     assert plain.returncode == 0, plain.stderr
-    words = ["--max_restarts", 1, "--timeout", 5, program, lost, 12, 2, 3, "kill:5:1"]
+    return whole, lost
+
+
+def test_a_killed_rank_is_started_again_from_memory(tmp_path: Path) -> None:
+    whole, lost = _whole_run(tmp_path)
+    words = ["--max_restarts", 1, "--timeout", 5, PROGRAM, lost, 12, 2, 3, "kill:5:1"]
     result = run_command([*LAUNCH, *words], timeout=150.0)
     assert result.returncode == 0, result.stderr
     assert result.stderr.count("resuming from the memory of the machine, step 4;") == 1
@@ -49,7 +56,7 @@ def test_of_a_network_that_is_cut_one_side_goes_on(tmp_path: Path, stage: int) -
         pytest.skip(f"needs network namespaces: {missing}")
     words = ["-m", "zeroaccel.cli", "launch", "--num_processes", "2", "--cpu", "--num_machines", "1:2"]
     words += ["--max_restarts", "2", "--timeout", "2", "--main_process_port", free_port()]
-    script = [Path(__file__).with_name("lost_ranks.py"), tmp_path, 400, 2, stage, "cut:5:0+1"]
+    script = [PROGRAM, tmp_path, 400, 2, stage, "cut:5:0+1"]
     environment = outside_any_job() | {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
     with network() as net, ExitStack() as stack:
         words += ["--main_process_ip", net.address("a"), "--machine_rank"]
@@ -89,13 +96,8 @@ def wait_for(path: Path, most_seconds: float) -> None:
 def test_a_lost_rank_of_two_machines_starts_both_again_together(tmp_path: Path) -> None:
     command = [*LAUNCH, "--num_machines", "1:2", "--max_restarts", 2, "--timeout", 5]
     command += ["--main_process_ip", "127.0.0.1", "--main_process_port", free_port(), "--machine_rank"]
-    program = Path(__file__).with_name("lost_ranks.py")
-    whole, lost = tmp_path / "whole", tmp_path / "lost"
-    whole.mkdir()
-    lost.mkdir()
-    plain = run_job(2, program, [whole, 12, "off", 3], env={"TORCHELASTIC_RESTART_COUNT": "0"})
-    assert plain.returncode == 0, plain.stderr
-    words = [program, lost, 12, 2, 3, "kill:5:1"]
+    whole, lost = _whole_run(tmp_path)
+    words = [PROGRAM, lost, 12, 2, 3, "kill:5:1"]
     with ExitStack() as stack:
         machines = [
             stack.enter_context(running_command([*map(str, [*command, rank, *words])], cwd=tmp_path)) for rank in (0, 1)
