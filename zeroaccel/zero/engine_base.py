@@ -1175,6 +1175,8 @@ class EngineBase(nn.Module):
     def destroy(self) -> None:
         """Detaches the engine from the model: hooks removed, weights unsharded, in storage of their own. (all ranks)
 
+        It frees its memory at once: shards, masters, and the optimizer's states, which `optimizer.state` no longer has.
+
         Raises:
             CheckpointError: a save in the background failed.
         """
@@ -1206,6 +1208,13 @@ class EngineBase(nn.Module):
         self._report.close()
         if self.tier_set is not None:
             self.tier_set.close()
+        # The engine, its hooks and its optimizer refer to each other: without this their memory would wait for Python's
+        # collector of cycles, which knows nothing of the device's memory.
+        if self.sharded_optimizer is not None:
+            self.sharded_optimizer.optimizer.state.clear()
+        for unit in self.units:
+            for buffer in unit.buffers:
+                buffer.release()
         self._destroyed = True
 
     def __getattr__(self, name: str) -> Any:

@@ -25,7 +25,7 @@ from zeroaccel.telemetry.timeline import span
 from zeroaccel.zero.changed_bits import ChangedBits
 from zeroaccel.zero.layout import FlatLayout, FlatRange, holders, whole_of
 from zeroaccel.zero.storage.copy_stream import CopyStream
-from zeroaccel.zero.storage.masters import MasterPlace, MasterStorage, NoMasters
+from zeroaccel.zero.storage.masters import MasterPlace, MasterStorage, NoMasters, stand_in
 from zeroaccel.zero.storage.shards import MemoryShard, SecondaryShard, ShardPlace, ShardStorage, absent_value
 from zeroaccel.zero.tensor_subclasses import as_ordinary, is_split, local, scales_of, set_local, sharded_use, show
 
@@ -230,6 +230,14 @@ class FlatBuffer:
             set_local(param, whole_of(slot, local(param).clone(), collectives))
         if not self.persistent:
             self.free()
+
+    def release(self) -> None:
+        """Lets go of all memory but the parameters', which are detached: weights, masters, the secondary copy."""
+        for piece in self.masters.pieces:
+            piece.param.data = stand_in(piece.shape)
+        self.full, self._views = self.full.new_empty(0), []
+        self.secondary.drop()
+        self.store_in(MemoryShard.persistent(self.place()))
 
     def note_written(self, part: FlatRange) -> None:
         """Weights in a range of it are about to be others, or are already, by something else than a step."""
