@@ -30,8 +30,8 @@ _EXPERTS = re.compile(r"experts$", re.IGNORECASE)
 _ROUTERS = frozenset({"gate", "router", "gating", "gate_proj_router"})
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 _CONTAINERS = (*_LISTS, nn.Sequential)
-# What `use_experts_implementation` of transformers 5 sets on each module.
-_INTERFACE = ("num_experts", "has_gate", "has_bias", "is_transposed", "_is_expert_parallel")
+# What `use_experts_implementation` of transformers sets on each module, since its 5.0.
+_INTERFACE = ("num_experts", "has_bias", "is_transposed")
 # Its implementations that have used a projection before they read the next one, whatever the tokens are.
 _IN_TURN = frozenset({"grouped_mm", "batched_mm"})
 

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from zeroaccel.errors import ConfigError
-from zeroaccel.zero.wrap_policy import LARGE_LEAF_NUMEL, LeafRules, group_parameters, is_mixture
+from zeroaccel.zero.wrap_policy import LARGE_LEAF_NUMEL, LeafRules, group_parameters, has_expert_interface, is_mixture
 
 WIDTH = 4
 
@@ -194,3 +194,12 @@ def test_a_mixture_is_found_by_its_name() -> None:
     assert not is_mixture("moe", nn.Linear(2, 2))
     assert not is_mixture("mlp", Model(gate_proj=nn.Linear(2, 2), up=nn.Linear(2, 2)))
     assert not is_mixture("mlp", Model(gate=nn.Linear(2, 2), parts=nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 3)])))
+
+
+def test_experts_of_any_transformers_5_are_recognised() -> None:
+    """Later ones set further attributes: `has_gate` since 5.3, `_is_expert_parallel` since 5.20."""
+    module = nn.Module()
+    module.num_experts, module.has_bias = 4, False  # type: ignore[assignment]
+    assert not has_expert_interface(module)
+    module.is_transposed = False  # type: ignore[assignment]
+    assert has_expert_interface(module)
