@@ -109,6 +109,7 @@ _PROVIDES = {
     "zero": "GatheredParameters Init",
     "zero.engine": "Engine",
 }
+_PACKAGES = ("checkpoint", "rollout", "zero")  # attributes without an import of their own, as deepspeed.zero is
 _HOMES = {name: f"zeroaccel.{module}" for module, names in _PROVIDES.items() for name in names.split()}
 # Names that were here in version 0.1, with the modules to import them from.
 _MOVED = {
@@ -126,6 +127,8 @@ def __getattr__(name: str) -> Any:
         message = f"import {name} from {_MOVED[name]}; `from zeroaccel import {name}` ends with the next version"
         warnings.warn(message, DeprecationWarning, stacklevel=2)
         return getattr(import_module(_MOVED[name]), name)
+    if name in _PACKAGES:
+        return import_module(f"zeroaccel.{name}")
     if name not in _HOMES:
         if name in ABSENT:
             raise ImportError(absence(name, "zeroaccel", _HOMES))

@@ -126,6 +126,14 @@ def test_names_of_the_root_and_of_modules_that_are_not_there() -> None:
         _ = utils.nonsense  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("name", ["checkpoint", "rollout", "zero"])
+def test_packages_are_attributes_as_deepspeeds_are(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process that has imported nothing else."""
+    package = importlib.import_module(f"zeroaccel.{name}")
+    monkeypatch.delattr(zeroaccel, name)
+    assert getattr(zeroaccel, name) is package
+
+
 def test_questions_for_packages_and_devices() -> None:
     assert utils.is_transformers_available() == theirs.is_transformers_available()
     assert bool(utils.is_wandb_available()) == bool(theirs.is_wandb_available())
