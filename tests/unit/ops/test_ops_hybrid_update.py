@@ -184,6 +184,38 @@ def test_a_device_ten_times_as_fast_gets_ten_elevenths(monkeypatch: pytest.Monke
     assert split.host_ratio == pytest.approx(1 / 11, abs=0.01)
 
 
+@pytest.mark.parametrize(("shared", "ratio"), [(0.9, 0.5), (1.0, 1.0), (1.1, 1.0)])
+def test_the_host_goes_on_alone_where_sharing_saves_nothing(
+    shared: float, ratio: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both take half the elements in equal times, and as long together as their memory takes."""
+    now, started = 0.0, False
+    monkeypatch.setattr(hybrid_update.time, "perf_counter", lambda: now)
+
+    class Lane:
+        def start(self, written: Sequence[Tensor], grad: Tensor, scalars: Sequence[np.generic]) -> Lane:
+            nonlocal started
+            started = True
+            return self
+
+        def wait(self) -> float:
+            return shared
+
+    def on_host(parts: Sequence[Tensor], part: Tensor) -> None:
+        nonlocal now
+        now += shared if started else 1.0
+
+    split, x = HybridUpdate(Lane(), None), torch.zeros(NUMEL)
+    splits = []
+    for _ in range(2 * hybrid_update._TRIAL_UPDATES):
+        started = False
+        split.run([x], x, [], on_host)
+        splits.append(started)
+    assert splits[:4] == [True, False, True, False]
+    assert splits[-1] == (ratio < 1)
+    assert split.host_ratio == pytest.approx(ratio, abs=0.01)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_lane_has_the_bits_of_the_host(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the device's kernel, compiled for the host, in tiles."""
