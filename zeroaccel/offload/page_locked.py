@@ -13,8 +13,9 @@ from __future__ import annotations
 import mmap
 import os
 import resource
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -90,9 +91,12 @@ class _Pages(mmap.mmap):
             self._address, self._process = address, os.getpid()
         return reason
 
-    def __del__(self) -> None:
-        if self._address and self._process == os.getpid():
-            with suppress(Exception):  # at the end of the interpreter, after CUDA's own
+    # The end of the process unlocks them, too; by then modules are gone, hence the defaults.
+    def __del__(
+        self, is_ending: Callable[[], bool] = sys.is_finalizing, process: Callable[[], int] = os.getpid
+    ) -> None:
+        if self._address and not is_ending() and self._process == process():
+            with suppress(Exception):  # a device that has failed
                 unregister_pages(self._address)
 
 

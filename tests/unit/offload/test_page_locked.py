@@ -347,6 +347,17 @@ def test_an_interpreter_that_ends_does_not_complain(runtime: Runtime, monkeypatc
     gc.collect()
 
 
+def test_the_end_of_an_interpreter_unlocks_nothing(runtime: Runtime) -> None:
+    """Its modules are gone by then; the system takes the pages back."""
+    slab = aligned_bytes(PAGE, pinned=True)
+    pages = next(found for found in gc.get_objects() if type(found) is page_locked._Pages)
+    pages.__del__(is_ending=lambda: True)
+    assert list(runtime.locked.values()) == [PAGE]
+    del slab, pages
+    gc.collect()
+    assert runtime.locked == {}
+
+
 def test_large_slabs_ask_for_huge_pages_and_say_what_takes_time(
     runtime: Runtime, monkeypatch: pytest.MonkeyPatch, warnings: pytest.LogCaptureFixture
 ) -> None:
