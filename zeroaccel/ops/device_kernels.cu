@@ -516,21 +516,44 @@ extern "C" __global__ void __launch_bounds__(THREADS) muon_apply(
 
 // ---- the gradient norm: `reductions.py` ----
 
+struct alignas(16) Words {
+    u32 at[4];
+};
+
+// Calls `use(raws, count)` for all elements of an array, up to 8 at a time, in no order: 16 bytes a load where the array
+// begins at a multiple of that.
+template <class Use> __device__ __forceinline__ void for_each(const void* values, i64 numel, int kind, Use use) {
+    i64 per_load = kind == FLOAT32 ? 4 : 8, thread = (i64)blockIdx.x * THREADS + threadIdx.x;
+    i64 threads = (i64)gridDim.x * THREADS, loads = (u64)values % sizeof(Words) ? 0 : numel / per_load;
+#pragma unroll 2
+    for (i64 i = thread; i < loads; i += threads) {
+        Words words = ((const Words*)values)[i];
+        if (kind == FLOAT32) {
+            use(words.at, 4);
+        } else {
+            u32 raws[8];
+#pragma unroll
+            for (int k = 0; k < 8; ++k) raws[k] = k % 2 ? words.at[k / 2] >> 16 : words.at[k / 2] & 0xffffu;
+            use(raws, 8);
+        }
+    }
+    for (i64 i = loads * per_load + thread; i < numel; i += threads) {
+        u32 raw = load_raw(values, i, kind);
+        use(&raw, 1);
+    }
+}
+
 // Raises `largest` to the bits of the largest magnitude, inf below NaN.
 extern "C" __global__ void __launch_bounds__(THREADS) max_abs(
     const void* values, int* largest, i64 numel, int kind) {
     __shared__ u32 of_warp[WARPS];
-    u32 found = 0;
-    i64 stride = (i64)gridDim.x * (THREADS * ITEMS);
-    for (i64 first = first_item(); first < numel; first += stride) {
-        u32 raws[ITEMS];
-        load_items(values, first, numel, kind, raws);
-#pragma unroll
-        for (int k = 0; k < ITEMS; ++k) {
-            u32 magnitude = raws[k] & (kind == FLOAT32 ? 0x7fffffffu : 0x7fffu);
+    u32 found = 0, mask = kind == FLOAT32 ? 0x7fffffffu : 0x7fffu;
+    for_each(values, numel, kind, [&](const u32* raws, int count) {
+        for (int k = 0; k < count; ++k) {
+            u32 magnitude = raws[k] & mask;
             found = magnitude > found ? magnitude : found;
         }
-    }
+    });
     found = warp_max(found);
     if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = found;
     __syncthreads();
@@ -555,16 +578,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) square_sums(
     int exponent = top >= 0x800000u ? (int)(top >> 23) - 126 : top ? 32 - __clz((int)top) - 149 : 0;
     u64 offset = (u64)(i64)(1023 - 127 + SUM_BITS - exponent) << 52;
     double implicit = double_of((0x800000ull << 29) + offset);
+    bool counts_subnormal = exponent < -100;  // else the square of one, with or without a leading one, rounds to zero
     u64 high = 0, low = 0;
-    i64 stride = (i64)gridDim.x * (THREADS * ITEMS);
-    for (i64 first = first_item(); first < numel; first += stride) {
-        u32 raws[ITEMS], highs = 0, lows = 0;
-        load_items(values, first, numel, kind, raws);
-#pragma unroll
-        for (int k = 0; k < ITEMS; ++k) {
+    for_each(values, numel, kind, [&](const u32* raws, int count) {
+        u32 highs = 0, lows = 0;
+        for (int k = 0; k < count; ++k) {
             u32 bits = bits_of_raw(raws[k], kind) & 0x7fffffffu;
-            double root = double_of(((u64)(bits | (bits < 0x800000u ? 0x800000u : 0)) << 29) + offset);
-            if (bits < 0x800000u) root = __dsub_rn(root, implicit);  // no leading one: zero, or subnormal
+            double root = double_of(((u64)bits << 29) + offset);
+            if (counts_subnormal && bits < 0x800000u) {
+                root = __dsub_rn(double_of(((u64)(bits | 0x800000u) << 29) + offset), implicit);
+            }
             u64 square = (u64)__double_as_longlong(__dadd_rn(__dmul_rn(root, root), 4503599627370496.0));
             square &= (1ull << 52) - 1;
             highs += (u32)(square >> SUM_BITS);
@@ -572,7 +595,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) square_sums(
         }
         high += highs;
         low += lows;
-    }
+    });
     for (int distance = 16; distance; distance >>= 1) {
         high += __shfl_xor_sync(FULL_WARP, high, distance);
         low += __shfl_xor_sync(FULL_WARP, low, distance);
@@ -666,12 +689,17 @@ __device__ __forceinline__ float decode_e4m3(u32 code) {
     return __uint_as_float(sign | (magnitude < 8u ? subnormal : normal));
 }
 
-// The number of a code for value i of n: a byte, or 4 bits with value i + ceil(n / 2) in the upper half of byte i.
+// The number of a code, of a byte or of the half of one.
+__device__ __forceinline__ float number_of_byte(u32 byte, int levels, bool upper) {
+    if (levels == LEVELS_OF_E4M3) return decode_e4m3(byte);
+    if (levels != LEVELS_OF_4_BITS) return (float)(signed char)byte;
+    return (float)((signed char)(upper ? byte : byte << 4) >> 4);
+}
+
+// That of value i of n: a byte, or 4 bits with value i + ceil(n / 2) in the upper half of byte i.
 __device__ __forceinline__ float number_at(const u8* numbers, int i, int n, int levels) {
-    if (levels == LEVELS_OF_E4M3) return decode_e4m3(numbers[i]);
-    if (levels != LEVELS_OF_4_BITS) return (float)(signed char)numbers[i];
-    int half = (n + 1) / 2;
-    return (float)(i < half ? (signed char)(numbers[i] << 4) >> 4 : (signed char)numbers[i - half] >> 4);
+    int half = levels == LEVELS_OF_4_BITS ? (n + 1) / 2 : n;
+    return number_of_byte(numbers[i < half ? i : i - half], levels, i >= half);
 }
 
 // Row r of `codes` becomes the code of row order[r] of `values`, or of row r where `order` is null; rows
@@ -723,6 +751,29 @@ extern "C" __global__ void __launch_bounds__(THREADS) encode(
     }
 }
 
+// Stores or adds four numbers of a code, from the bytes of a word, at a multiple of their size.
+__device__ __forceinline__ void decode_word(
+    u32 word, float scale, void* out, i64 first, int kind, int levels, bool upper, int adds) {
+    Words values, *wide = (Words*)((u32*)out + first);
+    if (adds) values = *wide;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        float value = __fmul_rn(number_of_byte(word >> 8 * k & 0xffu, levels, upper), scale);
+        if (is_nan(scale)) value = scale;
+        if (adds) value = __fadd_rn(__uint_as_float(values.at[k]), value);
+        values.at[k] = __float_as_uint(value);
+    }
+    if (kind == FLOAT32) {
+        *wide = values;
+        return;
+    }
+    u16 halves[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) store(halves, k, __uint_as_float(values.at[k]), kind);
+    *(u64*)((u16*)out + first) =
+        (u64)(halves[0] | (u32)halves[1] << 16) | (u64)(halves[2] | (u32)halves[3] << 16) << 32;
+}
+
 // Row r of `out` becomes the values of row r of `codes`, or gets them added where `adds`, in float32.
 extern "C" __global__ void __launch_bounds__(THREADS) decode(
     const u8* codes, void* out, i64 numel, i64 code_nbytes, int kind, int levels, int block, int adds) {
@@ -730,11 +781,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode(
     i64 blocks = (numel + block - 1) / block;
     if (index >= blocks) return;
     i64 start = (i64)index * block;
-    int size = (int)(numel - start < block ? numel - start : block);
-    i64 first = row * numel + start;
+    int size = (int)(numel - start < block ? numel - start : block), nbytes = size * bits / 8;
+    i64 first = row * numel + start, itemsize = kind == FLOAT32 ? 4 : 2;
     const u8* code = codes + row * code_nbytes;
     const u8* numbers = code + 4 * blocks + start * bits / 8;
     float scale = ((const float*)code)[index];
+    if (size % 8 == 0 && (u64)numbers % 4 == 0 && ((u64)out + first * itemsize) % (4 * itemsize) == 0) {
+        for (int i = 4 * lane; i < nbytes; i += 4 * 32) {
+            u32 word = *(const u32*)(numbers + i);
+            decode_word(word, scale, out, first + i, kind, levels, false, adds);
+            if (bits == 4) decode_word(word, scale, out, first + nbytes + i, kind, levels, true, adds);
+        }
+        return;
+    }
     for (int i = lane; i < size; i += 32) {
         float value = __fmul_rn(number_at(numbers, i, size, levels), scale);
         if (is_nan(scale)) value = scale;

@@ -202,6 +202,9 @@ def norm_values(dtype: torch.dtype) -> Iterator[Tensor]:
     else:
         every = every_pattern(dtype)
         yield every[every.isfinite()]
+        if dtype is torch.bfloat16:
+            for exponent in (-90, -99, -101, -110, -125, -130):  # where subnormals begin to count
+                yield every[every.float().abs() < 2.0**exponent]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
