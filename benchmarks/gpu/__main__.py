@@ -1,10 +1,11 @@
 """Runs the plan for a GPU, part by part, and writes what was found beside what the stream model predicts.
 
-    python benchmarks/gpu [PART ...] [--size small|large] [--limit SECONDS] [--out FOLDER]
+    python benchmarks/gpu [PART ...] [--size small|large] [--limit SECONDS] [--out FOLDER] [--kept]
 
 Each part is a process of its own with a time limit, so that one that fails or hangs costs only itself; FOLDER gets
-its figures as JSON as they come, and `gpu-DATE.md` with the table of all. Without a CUDA device the predictions are
-made all the same, and the parts are skipped by name.
+its figures as JSON as they come, and `gpu-DATE.md` with the table of all. With `--kept`, predictions and figures that
+FOLDER has of an earlier run stay: predictions can be made on another machine, and parts run one at a time. Without a
+CUDA device the predictions are made all the same, and the parts are skipped by name.
 """
 
 from __future__ import annotations
@@ -42,14 +43,11 @@ def main() -> int:
             f"benchmarks/gpu: --out {folder}: expected a folder that can be written ({error.strerror})", file=sys.stderr
         )
         return 2
-    begun = time.monotonic()
-    predictions = {} if arguments.no_predictions else predict(arguments.size)
-    (folder / "predictions.json").write_text(json.dumps(predictions, indent=1))
-    print(f"{len(predictions)} predictions by the stream model ({time.monotonic() - begun:.0f} s)", flush=True)
+    predictions = _predictions(arguments, folder)
     why = _no_gpu()
-    lines = [f"# On a GPU, {datetime.date.today()}", "", f"Size of the models: {arguments.size}.", ""]
+    asked = arguments.parts or list(PARTS)
     failed = False
-    for name in arguments.parts or PARTS:
+    for name in asked:
         print(f"--- {name}", flush=True)
         if why is None:
             figures, outcome = _run_apart(name, arguments, folder)
@@ -57,13 +55,28 @@ def main() -> int:
             figures = [Figure(key, None, "", value) for key, value in predictions.items() if _belongs(key, name)]
             outcome = f"skipped: {why}"
         failed |= outcome.startswith("failed")
-        description = (PARTS[name].__doc__ or "").strip()
-        lines += [f"## {name}", "", description, "", outcome, "", *(table(figures) if figures else []), ""]
+        section = [f"## {name}", "", (PARTS[name].__doc__ or "").strip(), "", outcome, ""]
+        (folder / f"{name}.md").write_text("\n".join([*section, *(table(figures) if figures else []), ""]))
         print("\n".join([outcome, *table(figures)]) if figures else outcome, flush=True)
+    head = f"# On a GPU, {datetime.date.today()}\n\nSize of the models: {arguments.size}.\n"
+    sections = [folder / f"{name}.md" for name in PARTS if name in asked or arguments.kept]
     report = folder / f"gpu-{datetime.date.today()}.md"
-    report.write_text("\n".join(lines))
+    report.write_text("\n".join([head, *(file.read_text() for file in sections if file.exists())]))
     print(f"written: {report}")
     return 1 if failed else 0
+
+
+def _predictions(arguments: argparse.Namespace, folder: Path) -> dict[str, float]:
+    """By the stream model, or those that an earlier run left; of no part with --no-predictions."""
+    file = folder / "predictions.json"
+    begun = time.monotonic()
+    if arguments.kept and file.exists():
+        kept: dict[str, float] = json.loads(file.read_text())
+        return kept
+    predictions = {} if arguments.no_predictions else predict(arguments.size)
+    file.write_text(json.dumps(predictions, indent=1))
+    print(f"{len(predictions)} predictions by the stream model ({time.monotonic() - begun:.0f} s)", flush=True)
+    return predictions
 
 
 _QUANTITIES = {"waits": "waits", "overlap": "ms", "memory": "peak GiB"}
@@ -82,6 +95,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=LIMIT_SECONDS, help="seconds for a part (default 600)")
     parser.add_argument("--out", default="build/gpu", help="folder for the figures (default build/gpu)")
     parser.add_argument("--no-predictions", action="store_true", help="measure only")
+    parser.add_argument("--kept", action="store_true", help="what the folder has of earlier runs stays in the report")
     parser.add_argument("--only", help=argparse.SUPPRESS)  # the process of one part
     arguments = parser.parse_args()
     unknown = [name for name in arguments.parts if name not in PARTS]

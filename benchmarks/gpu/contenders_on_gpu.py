@@ -62,6 +62,12 @@ def fsdp2_step(size: Size) -> Step:
 
 def deepspeed_step(size: Size, config: dict[str, Any]) -> Step:
     """Raises ImportError where DeepSpeed is not installed."""
+    import os
+
+    # Without these it looks for ranks by MPI, where mpi4py is installed.
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29556"}
+    for name, value in alone.items():
+        os.environ.setdefault(name, value)
     import deepspeed
 
     network, tokens = _network(size)

@@ -160,7 +160,21 @@ def promise(run: Run) -> None:
 
 def tests(run: Run) -> None:
     """tests/gpu: the promise between stages, the bits of the kernels, pinned memory, the lane."""
-    command = [sys.executable, "-m", "pytest", "tests/gpu", "-q", "-p", "no:cacheprovider", "--tb", "short", "-rf"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "tests/gpu",
+        "-q",
+        "-m",
+        "not slow",
+        "-p",
+        "no:cacheprovider",
+        "--tb",
+        "short",
+        "-rf",
+    ]
+    command += ["-W", "default"]  # this machine's libraries may be newer than those whose warnings are known
     begun = time.perf_counter()
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=run.seconds)
     print(found.stdout[-6000:], found.stderr[-2000:])
@@ -325,6 +339,10 @@ def lane(run: Run) -> None:
             ) -> None:
                 optimizer.step_shard(optimizer.param_groups[0], master, grad, grad_scale=1.0, out=out)
 
+            step()
+            if pinned:  # as the engine's states are
+                state = optimizer.state[master]
+                state.update({key: value.pin_memory() for key, value in state.items() if isinstance(value, Tensor)})
             found = milliseconds(step, 8)
             host_ratio = 1.0 if optimizer.hybrid is None else optimizer.hybrid.host_ratio
             kind = "pinned" if pinned else "pageable"
@@ -337,27 +355,62 @@ def lane(run: Run) -> None:
 
 def ranks(run: Run) -> None:
     """Two ranks over NCCL on this one device: the bits of the stages, of offload and of ZeRO++'s exact parts."""
+    texts, codes = _two_ranks("two_ranks.py", 29555, run.seconds)
+    if "Duplicate GPU" in texts[0]:
+        run.skip("two ranks on one device", "this NCCL refuses them (Duplicate GPU)")
+        return
+    for name, verdict in _verdicts(texts[0]):
+        run.add(name, float(verdict == "same"), "", note=verdict)
+    construction, _, steps = texts[0].partition("STEPS BEGIN")
+    run.add("communicators made at construction", construction.count("Init COMPLETE"))
+    # Of the first plan: later ones make groups of their own.
+    run.add("communicators made in steps", steps.partition("STEPS END")[0].count("Init COMPLETE"), "of 0")
+    run.add("ranks that ended well", sum(code == 0 for code in codes), "of 2")
+
+
+def meshes(run: Run) -> None:
+    """Two ranks over NCCL on this one device: the greatest relative difference of losses from a plain loop's on it."""
+    texts, codes = _two_ranks("mesh_ranks.py", 29557, run.seconds)
+    if "Duplicate GPU" in texts[0]:
+        run.skip("two ranks on one device", "this NCCL refuses them (Duplicate GPU)")
+        return
+    for name, verdict in _verdicts(texts[0]):
+        try:
+            run.add(name, float(verdict))
+        except ValueError:
+            run.skip(name, verdict)
+    run.add("ranks that ended well", sum(code == 0 for code in codes), "of 2")
+
+
+def _verdicts(text: str) -> list[tuple[str, str]]:
+    """Name and result of each line that begins with FIGURE."""
+    lines = [line.removeprefix("FIGURE ") for line in text.splitlines() if line.startswith("FIGURE ")]
+    return [(name, verdict) for name, _, verdict in (line.partition(": ") for line in lines)]
+
+
+def _two_ranks(script: str, port: int, seconds: float) -> tuple[list[str], list[int | None]]:
+    """What two ranks on this device print, and how they end."""
     # A host name of its own for each rank gets NCCL past its check for two ranks on one device; they talk over lo.
     environment = {
         **os.environ,
         **{"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"},
         **{"NCCL_SOCKET_IFNAME": "lo", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"},
         **{"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT"},
-        **{"NCCL_NVLS_ENABLE": "0", "NCCL_MULTI_RANK_GPU_ENABLE": "1", "MASTER_PORT": "29555"},
+        **{"NCCL_NVLS_ENABLE": "0", "NCCL_MULTI_RANK_GPU_ENABLE": "1", "MASTER_PORT": str(port)},
     }
-    script = str(Path(__file__).with_name("two_ranks.py"))
+    path = str(Path(__file__).with_name(script))
     with tempfile.TemporaryDirectory() as folder:
         logs = [open(Path(folder, f"rank{rank}"), "w+") for rank in range(2)]  # noqa: SIM115
         started = [
             subprocess.Popen(
-                [sys.executable, script],
+                [sys.executable, path],
                 env={**environment, "RANK": str(rank), "NCCL_HOSTID": f"rank{rank}"},
                 stdout=logs[rank],
                 stderr=subprocess.STDOUT,
             )
             for rank in range(2)
         ]
-        deadline = time.monotonic() + 0.9 * run.seconds
+        deadline = time.monotonic() + 0.9 * seconds
         for process in started:
             try:
                 process.wait(max(1.0, deadline - time.monotonic()))
@@ -368,19 +421,8 @@ def ranks(run: Run) -> None:
             log.seek(0)
             texts.append(log.read())
             log.close()
-    if "Duplicate GPU" in texts[0]:
-        run.skip("two ranks on one device", "this NCCL refuses them (Duplicate GPU)")
-        return
-    for line in texts[0].splitlines():
-        if line.startswith("FIGURE "):
-            name, _, verdict = line.removeprefix("FIGURE ").partition(": ")
-            run.add(name, float(verdict == "same"), "", note=verdict)
-    construction, _, steps = texts[0].partition("STEPS BEGIN")
-    run.add("communicators made at construction", construction.count("Init COMPLETE"))
-    # Of the first plan: later ones make groups of their own.
-    run.add("communicators made in steps", steps.partition("STEPS END")[0].count("Init COMPLETE"), "of 0")
-    codes = [process.returncode for process in started]
-    run.add("ranks that ended well", sum(code == 0 for code in codes), "of 2", note=texts[0].strip()[-200:])
+    print(texts[0][-20000:])
+    return texts, [process.returncode for process in started]
 
 
 def sanitizer(run: Run) -> None:
@@ -459,7 +501,7 @@ PARTS: dict[str, Callable[[Run], None]] = {
     part.__name__: part
     for part in (
         *(machine, start, tests, promise, kernels, waits, overlap, memory, lane),
-        *(ranks, sanitizer, side_by_side, largest),
+        *(ranks, meshes, sanitizer, side_by_side, largest),
     )
 }
 """By name, in order."""

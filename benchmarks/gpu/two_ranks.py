@@ -81,7 +81,7 @@ def _checksum(params: list[torch.nn.Parameter]) -> int:
     checksum = 0
     for param in params:
         with zeroaccel.zero.GatheredParameters([param]):
-            checksum = zlib.crc32(str(param.detach().float().cpu().tolist()).encode(), checksum)
+            checksum = zlib.crc32(param.detach().float().cpu().numpy().tobytes(), checksum)
     return checksum
 
 

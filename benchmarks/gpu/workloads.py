@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import torch
 from plans import PLANS, SIZES
@@ -37,5 +38,6 @@ class Workload:
     def close(self) -> None:
         """Gives the memory back."""
         self.engine.destroy()
-        del self.engine
+        del self.engine, self.tokens
+        gc.collect()  # the engine refers to itself, and to the model
         torch.cuda.empty_cache()

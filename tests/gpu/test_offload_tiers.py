@@ -64,14 +64,15 @@ def test_states_on_the_host_take_no_memory_of_the_device(tmp_path: Path) -> None
 def test_parked_states_leave_the_device_and_come_back() -> None:
     torch.manual_seed(7)
     engine, *_ = zeroaccel.initialize(Toy(layers=20, width=256).cuda(), config=config(2, "bf16"))
+    nbytes = 13 * sum(unit.numel for unit in engine.units)  # of 14: weights, masters and two moments
     first, second = batches(0, 2)
     engine.backward(engine(first.cuda()))
     engine.step()
     before = torch.cuda.memory_allocated()
     engine.offload_states()
-    assert torch.cuda.memory_allocated() < before / 10
+    assert torch.cuda.memory_allocated() < before - nbytes
     engine.reload_states()
-    assert torch.cuda.memory_allocated() >= before * 0.9
+    assert torch.cuda.memory_allocated() >= before
     engine.backward(engine(second.cuda()))
     engine.step()
     engine.destroy()

@@ -90,7 +90,7 @@ ENVIRONMENT_READERS = {
 
 # Folder -> its most code lines. A commit that raises one says what the lines are worth.
 MAX_CODE_LINES: Mapping[str, int] = {
-    "": 857,
+    "": 860,
     "accelerate": 3815,
     "checkpoint": 6065,
     "cli": 7175,
@@ -100,14 +100,14 @@ MAX_CODE_LINES: Mapping[str, int] = {
     "data": 802,
     "estimate": 1920,
     "offload": 985,
-    "ops": 2450,
+    "ops": 2465,
     "optim": 1300,
     "parallel": 3480,
     "rollout": 870,
     "setup": 1450,
     "telemetry": 1170,
     "utils": 60,
-    "zero": 8485,
+    "zero": 8495,
 }
 LOOSE_LINES = 100
 MAX_FUNCTION_LINES, LONG_FUNCTION_LINES, MAX_LONG_FUNCTIONS = 100, 60, 8
