@@ -1,4 +1,7 @@
-"""The step of plain torch, of FSDP2 and of DeepSpeed on one GPU with the same model, batch and settings as ours."""
+"""The step of plain torch, of FSDP2 and of DeepSpeed on one GPU with the same model, batch and settings as ours.
+
+Without a GPU they are constructed, and step, on the CPU, which is how a test runs them.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,13 @@ from tests.cuda_model.network_size import Size
 Step = Callable[[], object]
 
 
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def _network(size: Size) -> tuple[GatedNetwork, Tensor]:
     torch.manual_seed(0)
-    with torch.device("cuda"):
+    with torch.device(_device()):
         return GatedNetwork(size), torch.randint(size.vocabulary, (1, size.tokens))
 
 
@@ -43,9 +50,10 @@ def fsdp2_step(size: Size) -> Step:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+        backend = "cpu:gloo,cuda:nccl" if _device() == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     network, tokens = _network(size)
-    mesh = init_device_mesh("cuda", (1,))
+    mesh = init_device_mesh(_device(), (1,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     for module in (*network.layers, network):
         fully_shard(module, mesh=mesh, mp_policy=policy)

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from zeroaccel.comm import quantized
-from zeroaccel.comm.quantized import INT4, INT8, Codec, RowOrder, dequantize, dequantize_add, quantize
+from zeroaccel.comm import level_codes, quantized
+from zeroaccel.comm.quantized import FP8, INT4, INT8, Codec, RowOrder, dequantize, dequantize_add, quantize
 
 pytestmark = pytest.mark.gpu
 
@@ -17,10 +17,11 @@ pytestmark = pytest.mark.gpu
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the kernels, and by torch operations where these do not compile."""
     if request.param == "torch":
-        monkeypatch.setattr(quantized, "kernels_for", lambda device: None)
+        for module in (quantized, level_codes):
+            monkeypatch.setattr(module, "kernels_for", lambda device: None)
 
 
-@pytest.mark.parametrize("codec", [INT8, INT4], ids=str)
+@pytest.mark.parametrize("codec", [INT8, FP8, INT4], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("numel", [1, 257, 5_000_001])
 def test_both_devices_say_the_same(codec: Codec, dtype: torch.dtype, numel: int) -> None:
@@ -53,4 +54,19 @@ def test_rows_are_coded_and_summed_together() -> None:
         quantized.sum_rows(codes.view(ranks, runs, -1), INT4, here, own, totals, order)
         quantized.dequantize_rows(codes, INT4, out)
         found.append([tensor.cpu() for tensor in (codes, totals, out)])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("name", ["nf4", "mxfp4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_levels_are_the_same_on_both_devices(name: str, dtype: torch.dtype) -> None:
+    codec, values = level_codes.FORMATS[name], torch.randn(64 * 30_011).to(dtype)
+    values[100] = math.nan
+    found = []
+    for device in ("cpu", "cuda"):
+        code = torch.zeros(codec.nbytes(values.numel()), dtype=torch.uint8, device=device)
+        out = torch.empty_like(values, device=device)
+        level_codes.encode(values.to(device), codec, code)
+        level_codes.decode(code, codec, out)
+        found.append([code.cpu(), out.cpu().nan_to_num(nan=7.0)])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

@@ -15,7 +15,7 @@ code: (nbytes,) uint8   [ scales, one per block | 4-bit indices, two to a byte |
 [Note: levels' error] A decoded float32 is off by at most half the widest gap, 0.152 absmax in nf4, and by 0.2 absmax in
 mxfp4 (5 between 4 and 6), besides roundings of 2**-20 absmax. A block with an infinity or a NaN decodes to NaN. What
 was decoded is encoded and decoded to the same values. Codes have the same bits from compiled loops and from torch
-operations, which compute them off the CPU.
+operations, which compute them off the CPU; a CUDA device decodes by one kernel (`ops/device_kernels.cu`).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from torch import Tensor
 
 from zeroaccel.comm.quantized import INT8, Codec, dequantize, pack, quantize
 from zeroaccel.ops import kernels
+from zeroaccel.ops.device_kernels import kernels_for
 from zeroaccel.ops.dispatch import LOOP_DEVICES, launch, unowned_array
 
 _ALIGN_NBYTES = 16
@@ -157,7 +158,12 @@ def decode(code: Tensor, codec: AnyCodec, out: Tensor) -> None:
         return
     scales, codes = views(code, codec, out.numel())
     if out.device.type not in LOOP_DEVICES:
-        _decode_in_torch(out.detach(), codec, scales, codes)
+        device_kernels = kernels_for(out.device)
+        if device_kernels is None:
+            _decode_in_torch(out.detach(), codec, scales, codes)
+        else:
+            levels_there = _table_on(out.device, codec)
+            device_kernels.decode_levels(scales, codes, out.detach(), levels_there, codec.block_numel)
         return
     block, levels = codec.block_numel, _table(codec)
 

@@ -751,27 +751,39 @@ extern "C" __global__ void __launch_bounds__(THREADS) encode(
     }
 }
 
-// Stores or adds four numbers of a code, from the bytes of a word, at a multiple of their size.
-__device__ __forceinline__ void decode_word(
-    u32 word, float scale, void* out, i64 first, int kind, int levels, bool upper, int adds) {
-    Words values, *wide = (Words*)((u32*)out + first);
-    if (adds) values = *wide;
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-        float value = __fmul_rn(number_of_byte(word >> 8 * k & 0xffu, levels, upper), scale);
-        if (is_nan(scale)) value = scale;
-        if (adds) value = __fadd_rn(__uint_as_float(values.at[k]), value);
-        values.at[k] = __float_as_uint(value);
-    }
+__device__ __forceinline__ void store_four(void* array, i64 first, const float (&values)[4], int kind) {
     if (kind == FLOAT32) {
-        *wide = values;
+        Words words;
+#pragma unroll
+        for (int k = 0; k < 4; ++k) words.at[k] = __float_as_uint(values[k]);
+        *(Words*)((u32*)array + first) = words;
         return;
     }
     u16 halves[4];
 #pragma unroll
-    for (int k = 0; k < 4; ++k) store(halves, k, __uint_as_float(values.at[k]), kind);
-    *(u64*)((u16*)out + first) =
+    for (int k = 0; k < 4; ++k) store(halves, k, values[k], kind);
+    *(u64*)((u16*)array + first) =
         (u64)(halves[0] | (u32)halves[1] << 16) | (u64)(halves[2] | (u32)halves[3] << 16) << 32;
+}
+
+__device__ __forceinline__ bool takes_four(const void* array, i64 first, int kind) {
+    i64 itemsize = kind == FLOAT32 ? 4 : 2;
+    return ((u64)array + first * itemsize) % (4 * itemsize) == 0;
+}
+
+// Stores or adds four numbers of a code, from the bytes of a word, at a multiple of their size.
+__device__ __forceinline__ void decode_word(
+    u32 word, float scale, void* out, i64 first, int kind, int levels, bool upper, int adds) {
+    Words before;
+    if (adds) before = *(const Words*)((u32*)out + first);
+    float values[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        values[k] = __fmul_rn(number_of_byte(word >> 8 * k & 0xffu, levels, upper), scale);
+        if (is_nan(scale)) values[k] = scale;
+        if (adds) values[k] = __fadd_rn(__uint_as_float(before.at[k]), values[k]);
+    }
+    store_four(out, first, values, kind);
 }
 
 // Row r of `out` becomes the values of row r of `codes`, or gets them added where `adds`, in float32.
@@ -782,11 +794,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode(
     if (index >= blocks) return;
     i64 start = (i64)index * block;
     int size = (int)(numel - start < block ? numel - start : block), nbytes = size * bits / 8;
-    i64 first = row * numel + start, itemsize = kind == FLOAT32 ? 4 : 2;
+    i64 first = row * numel + start;
     const u8* code = codes + row * code_nbytes;
     const u8* numbers = code + 4 * blocks + start * bits / 8;
     float scale = ((const float*)code)[index];
-    if (size % 8 == 0 && (u64)numbers % 4 == 0 && ((u64)out + first * itemsize) % (4 * itemsize) == 0) {
+    if (size % 8 == 0 && (u64)numbers % 4 == 0 && takes_four(out, first, kind)) {
         for (int i = 4 * lane; i < nbytes; i += 4 * 32) {
             u32 word = *(const u32*)(numbers + i);
             decode_word(word, scale, out, first + i, kind, levels, false, adds);
@@ -828,5 +840,41 @@ extern "C" __global__ void __launch_bounds__(THREADS) sum_codes(
             total = __fadd_rn(total, value);
         }
         totals[row * numel + start + i] = total;
+    }
+}
+
+// The values of 4-bit indices of `levels` (16,): the format of `comm/level_codes.py`, in blocks of a power of two of at
+// least 8 values. Scales are float32, or exponents of powers of two. A thread has four bytes.
+extern "C" __global__ void __launch_bounds__(THREADS) decode_levels(
+    const void* scales, const u8* codes, void* out, const float* levels, i64 numel, int kind, int block,
+    int has_exponents) {
+    __shared__ float table[16];
+    if (threadIdx.x < 16) table[threadIdx.x] = levels[threadIdx.x];
+    __syncthreads();
+    i64 byte = 4 * ((i64)blockIdx.x * THREADS + threadIdx.x);
+    if (2 * byte >= numel) return;
+    int half = block / 2;
+    i64 index = byte >> (31 - __clz(half)), first = byte + index * half;
+    u32 size = has_exponents ? ((const u8*)scales)[index] : ((const u32*)scales)[index];
+    if (has_exponents) size = size == 255u ? NAN_BITS : size << 23;
+    u32 word = 0;
+    if ((u64)codes % 4 == 0) {
+        word = *(const u32*)(codes + byte);
+    } else {
+        for (int k = 0; k < 4; ++k) word |= (u32)codes[byte + k] << 8 * k;
+    }
+#pragma unroll
+    for (int upper = 0; upper < 2; ++upper) {
+        float values[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            values[k] = __fmul_rn(table[word >> (8 * k + 4 * upper) & 15u], __uint_as_float(size));
+        }
+        i64 at = first + upper * half;
+        if (takes_four(out, at, kind)) {
+            store_four(out, at, values, kind);
+        } else {
+            for (int k = 0; k < 4; ++k) store(out, at + k, values[k], kind);
+        }
     }
 }

@@ -241,6 +241,24 @@ class DeviceKernels:
             reads = [codes, out] if adds else [codes]
             self.launch("decode", arguments, reads=reads, writes=[out], blocks=blocks, rows=rows)
 
+    def decode_levels(self, scales: Tensor, codes: Tensor, out: Tensor, levels: Tensor, block_numel: int) -> None:
+        """Writes the values of codes that are indices of levels; see `comm/level_codes.py`.
+
+        Args:
+            scales: (n / block_numel,) float32, or uint8 for powers of two.
+            codes: (n / 2,) uint8.
+            out: (n,) float32, bfloat16 or float16, whole blocks.
+            levels: (16,) float32.
+            block_numel: a power of two, at least 8.
+        """
+        numel = out.numel()
+        assert numel % block_numel == 0, f"{numel} values are no whole blocks"
+        if numel:
+            numbers = _int32(_KINDS[out.dtype], block_numel, scales.dtype is torch.uint8)
+            arguments: list[Argument] = [scales, codes, out, levels, np.int64(numel), *numbers]
+            blocks = -(-numel // (8 * _THREADS))
+            self.launch("decode_levels", arguments, reads=[scales, codes, levels], writes=[out], blocks=blocks)
+
     def sum_codes(
         self,
         codes: Tensor,

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.unit.ops.kernels_on_host import host_kernels
 from zeroaccel.comm import level_codes
 from zeroaccel.comm.level_codes import FORMATS, MXFP4, NF4, LevelCodec, decode, encode, views
 
@@ -100,6 +101,26 @@ def test_torch_operations_have_the_bits_of_compiled_loops(name: str, dtype: torc
     level_codes._decode_in_torch(out, codec, *views(code, codec, values.numel()))
     decode(code, codec, expected)
     assert torch.equal(out.nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))
+
+
+@pytest.mark.parametrize("name", ["nf4", "mxfp4"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shift", [0, 1])
+def test_the_kernel_has_the_bits_of_compiled_loops(name: str, dtype: torch.dtype, shift: int) -> None:
+    """Compiled for the host; also where codes and values begin at no multiple of what it loads and stores."""
+    codec = FORMATS[name]
+    assert isinstance(codec, LevelCodec)
+    numel = 64 * 77
+    values = _spread(numel).to(dtype)
+    values[:64] = 0
+    values[100], values[200] = math.inf, math.nan
+    scales, codes = views(_code(values, name), codec, numel)
+    expected, out = torch.empty_like(values), torch.zeros(numel + shift, dtype=dtype)
+    decode(_code(values, name), codec, expected)
+    moved = torch.zeros(codes.numel() + shift, dtype=torch.uint8)[shift:].copy_(codes)
+    table = torch.from_numpy(level_codes._table(codec))
+    host_kernels().decode_levels(scales, moved, out[shift:], table, codec.block_numel)
+    assert torch.equal(out[shift:].nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))
 
 
 def test_bytes_per_value() -> None:

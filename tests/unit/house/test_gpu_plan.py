@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from tests.cuda_model.network_size import Size
 from tests.support.environment import ROOT
 from tests.support.scripts import load_script
 
@@ -36,6 +38,29 @@ def test_every_part_is_skipped_by_name(gpu: Callable[..., int], tmp_path: Path) 
     names = [section.splitlines()[0] for section in sections]
     assert [names[0], names[-1]] == ["machine", "largest"]
     assert all(f"skipped: {why}" in section for section in sections)
+
+
+def test_figures_of_earlier_runs_are_kept(gpu: Callable[..., int], tmp_path: Path) -> None:
+    (tmp_path / "predictions.json").write_text('{"stage 2/waits": 1.0}')
+    (tmp_path / "memory.md").write_text("## memory\n\nof another machine\n")
+    assert gpu("waits", "--kept", "--out", tmp_path) == 0
+    [report] = tmp_path.glob("gpu-*.md")
+    text = report.read_text()
+    assert "of another machine" in text
+    assert "| stage 2/waits |  | 1 | " in text
+    assert gpu("waits", "--no-predictions", "--out", tmp_path) == 0
+    assert "of another machine" not in report.read_text()
+
+
+def test_the_programs_beside_ours_step_without_a_gpu(gpu: Callable[..., int]) -> None:
+    contenders = importlib.import_module("contenders_on_gpu")
+    try:
+        for make in (contenders.torch_step, contenders.fsdp2_step):
+            step = make(Size(layers=1, tokens=16))
+            for _ in range(2):
+                step()
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_mistakes_are_named(gpu: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
