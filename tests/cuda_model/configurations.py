@@ -209,6 +209,8 @@ CASES: Mapping[str, Case] = {
     "stage 1, tp": Case(config(1), 4, mesh={"tp": 2}),
     "stage 3, tp": Case(config(3, **_TRAVELS), 4, mesh={"tp": 2}),
     "stage 3, sp": Case(config(3, **_TRAVELS), 4, "sequence_parts", _SHORT, mesh={"sp": 2}),
+    "stage 1, ep": Case(config(1), 4, "of_a_causal_model", _SHORT, mesh={"ep": 2}),
+    "stage 3, ep": Case(config(3, **_TRAVELS), 4, "of_a_causal_model", _SHORT, mesh={"ep": 4}),
     "stage 1, pp": Case(config(1, accumulation=2), 2, "stages", mesh={"pp": 2}),
     "stage 3, pp": Case(config(3, accumulation=2, **_TRAVELS), 4, "stages", mesh={"pp": 2}),
     # what overlaps, on a network of real size; `ms` is of forward and backward
@@ -305,6 +307,7 @@ SLOW = frozenset(
         "an aborted pass, both on the host",
         "evaluation before the step, both on the host",
         "stage 1, tp",
+        "stage 3, ep",
         "stage 2, half of each update on the device",
         "stage 3, both on the host, a measured part of each update on the device",
         "stage 3, both on the host, two buffers for a unit",

@@ -63,3 +63,15 @@ def attention_network(size: Size) -> nn.Module:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": size.layers}
     sizes = {"hidden_size": size.width, "intermediate_size": size.inner, "vocab_size": size.vocabulary}
     return LlamaForCausalLM(LlamaConfig(**heads, **sizes, attn_implementation="eager"))
+
+
+def mixture_network(size: Size) -> nn.Module:
+    """A model of transformers with two experts of four for each token, which ranks divide."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": size.layers}
+    sizes = {"hidden_size": size.width, "intermediate_size": size.inner, "vocab_size": size.vocabulary}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    model = MixtralForCausalLM(MixtralConfig(**heads, **sizes, **experts, attn_implementation="eager"))
+    model.set_experts_implementation("batched_mm")  # torch counts integers for grouped_mm on a device only
+    return model

@@ -502,4 +502,14 @@ BUGS: Mapping[str, Bug] = {
         _without(f"{_TRACKER}.DeviceWork", "wait", "parallel/sequence.py", "exchange_rows"),
         "READ AFTER WRITE",
     ),
+    "tokens are computed with before they have come": Bug(
+        "stage 1, ep",
+        _without(f"{_TRACKER}.DeviceWork", "wait", "parallel/expert_dispatch.py", "_exchanged"),
+        "READ AFTER WRITE",
+    ),
+    "counts of tokens are read before they are there": Bug(
+        "stage 1, ep",
+        _without(f"{_TRACKER}.DeviceWork", "wait", "parallel/expert_dispatch.py", "route"),
+        "READ AFTER WRITE",
+    ),
 }

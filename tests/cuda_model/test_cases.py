@@ -64,6 +64,9 @@ MORE_WAITS: dict[str, int] = {
     "stage 3, parameters in files, one buffer": 14,
     # Each copy of pageable memory is a wait.
     "stage 3, both on the host, unpinned": 15,
+    # NCCL takes sizes from the host: it reads how many tokens go where, once in each of two layers. Backward has them.
+    "stage 1, ep": 3,
+    "stage 3, ep": 3,
     # Programs that take several steps, or evaluate before they step.
     "evaluation before the step, both on the host": 2,
     "two engines": 2,

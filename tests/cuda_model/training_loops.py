@@ -17,7 +17,13 @@ from torch import Tensor, nn
 
 import zeroaccel
 from tests.cuda_model.configurations import Case
-from tests.cuda_model.gated_network import GatedNetwork, attention_network, staged_network, token_loss
+from tests.cuda_model.gated_network import (
+    GatedNetwork,
+    attention_network,
+    mixture_network,
+    staged_network,
+    token_loss,
+)
 from tests.cuda_model.network_size import Size
 from tests.cuda_model.stream_model import StreamModel
 from zeroaccel.config.parallel import ParallelConfig, PipelineConfig
@@ -83,6 +89,8 @@ def new_engine(case: Case) -> tuple[Engine, Tensor]:
         kind, pipeline = staged_network, PipelineConfig(loss=token_loss)
     elif "sp" in mesh:
         kind = attention_network
+    elif "ep" in mesh:
+        kind = mixture_network
     elif "tp" in mesh:
         mesh["tp_plan"] = _SPLIT_LAYERS
     with torch.device(DEVICE.type):
@@ -107,6 +115,15 @@ _SPLIT_LAYERS = {
 def plain(program: Program) -> None:
     """Forward, backward, step."""
     program.backward()
+    program.step()
+
+
+def of_a_causal_model(program: Program) -> None:
+    """As `plain`, of a model of transformers."""
+    program.phase("forward")
+    loss = program.engine(input_ids=program.tokens, labels=program.tokens).loss
+    program.phase("backward")
+    program.engine.backward(loss)
     program.step()
 
 
@@ -261,6 +278,7 @@ LOOPS: Mapping[str, Callable[[Program], None]] = {
         weights_to_a_generator,
         graph_dropped,
         input_changed_in_place,
+        of_a_causal_model,
         outcomes_read_late,
         plain,
         sequence_parts,

@@ -130,7 +130,9 @@ def route(chosen: Tensor, experts: int, most: int, ranks: Collectives) -> Routes
         most: rows that a rank may send or receive at a time, except those of one expert.
     """
     size, own, me = ranks.world_size, experts // ranks.world_size, ranks.rank
-    counts = torch.bincount(chosen, minlength=experts)[:experts]
+    # `bincount` reads the extremes of its input first: on a GPU, the host would wait twice more.
+    places = chosen.long().clamp(max=experts)
+    counts = places.new_zeros(experts + 1).scatter_add_(0, places, torch.ones_like(places))[:experts]
     all_counts = counts.new_empty(size * experts)
     ranks.all_gather(all_counts, counts, "count tokens").wait()
     of_ranks = all_counts.view(size, size, own)  # from, to, expert
