@@ -291,6 +291,7 @@ class GradReducer:
         if complete or gradients.pending_numel >= _PENDING_NUMEL:
             self._copy_pending(gradients)
         if complete and self._reducing:
+            del grad  # which is in the flat gradient: a reduction takes memory of its own
             self._launch_ready()
 
     def _copy_pending(self, gradients: GradientBuffer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ import zeroaccel
 from tests.support.mixtures import MIXTURE_VOCABULARY, small_mixture
 from tests.support.pool import Ranks
 from tests.support.training import ADAMW, SGD, Run, config, differences, offloaded, recording
+from zeroaccel.zero.grad_reducer import GradientBuffer, GradReducer
 from zeroaccel.zero.param_unit import FlatBuffer
 from zeroaccel.zero.wrap_policy import LeafRules, group_parameters
 
@@ -202,6 +204,37 @@ def _with_a_layer_dropped() -> tuple[Run, Run]:
 def test_a_backward_that_passes_experts_by_gathers_them_too(ranks: Ranks) -> None:
     for whole, split in ranks(2).run(_with_a_layer_dropped):
         assert differences(whole, split) == []
+
+
+def _gradients_beside_their_reduction() -> tuple[int, list[str]]:
+    """How many buffers are reduced, and which gradients have memory of their own as their reduction begins."""
+    refs: dict[int, weakref.ref[Tensor]] = {}
+    reductions, found = 0, list[str]()
+    arrive, start = GradReducer.on_grad_ready, GradReducer._start_reduction
+
+    def arrives(reducer: GradReducer, param: nn.Parameter) -> None:
+        assert param.grad is not None
+        refs[id(param)] = weakref.ref(param.grad)
+        arrive(reducer, param)
+
+    def starts(reducer: GradReducer, gradients: GradientBuffer, flat: Tensor) -> Any:
+        nonlocal reductions
+        reductions += 1
+        pairs = zip(gradients.buffer.layout.slots, gradients.buffer.params, strict=True)
+        found.extend(slot.fqn for slot, param in pairs if refs[id(param)]() is not None)
+        return start(reducer, gradients, flat)
+
+    engine, *_ = zeroaccel.initialize(_mixture(num_hidden_layers=1), config=config(3), collectives=recording())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GradReducer, "on_grad_ready", arrives)
+        patch.setattr(GradReducer, "_start_reduction", starts)
+        engine.backward(engine(**_batch(0)).loss)
+    engine.destroy()
+    return reductions, found
+
+
+def test_a_gradient_is_freed_before_its_reduction_takes_memory(ranks: Ranks) -> None:
+    assert ranks(2).run(_gradients_beside_their_reduction) == [(4, [])] * 2
 
 
 # -- units

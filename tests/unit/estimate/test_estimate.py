@@ -171,7 +171,7 @@ def test_accumulation_keeps_unsharded_sums_below_stage_2() -> None:
     whole, sharded = estimate(_Blocks, Workload(ranks=8, sequence=8, accumulation=4), PLAIN[1:3])
     # fp32 sums of all gradients; or the shard of them, and those in 16 bits, all of whose reductions the bucket admits.
     assert whole.device.gradients > 3.8 * whole.numel
-    assert sharded.device.total < whole.device.total - 1.6 * whole.numel
+    assert sharded.device.total < whole.device.total - 1.5 * whole.numel
 
 
 def test_offload_moves_bytes_and_loses_none() -> None:
