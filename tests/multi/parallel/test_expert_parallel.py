@@ -1,7 +1,11 @@
-"""Experts that ranks divide: the training of one process, up to the order of sums, and the same bits at every stage."""
+"""Experts that ranks divide: the training of one process, up to the order of sums, and the same bits at every stage.
+
+python -m pytest -m slow tests/multi/parallel/test_expert_parallel.py -k any_mixture --sweep-report build/experts.jsonl
+"""
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +21,7 @@ import zeroaccel
 from tests.support.mesh_training import with_frozen_base
 from tests.support.mixtures import MIXTURE_VOCABULARY, MIXTURES, small_mixture
 from tests.support.pool import Ranks
+from tests.support.sweeps import Case, Sweep
 from tests.support.training import ADAMW, Run, config, differences, offloaded, recording
 from zeroaccel.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
 from zeroaccel.comm.collectives import Collectives
@@ -103,30 +108,38 @@ def _divided(kind: str, settings: list[dict[str, Any]], parallel: ParallelConfig
 
 
 def _settings(optimizer: str, folder: Path) -> list[dict[str, Any]]:
-    """All stages; at stage 2 also with states in host memory, at stage 3 with weights, too."""
+    """All stages; from stage 1 also with states in host memory, at stage 3 with weights, too."""
     common: dict[str, Any] = {"optimizer": OPTIMIZERS[optimizer], "gradient_clipping": 0.5}
     plain = [config(stage, **common) for stage in range(4)]
     return [
         *plain,
+        config(1, **common, **offloaded(folder, "cpu")),
         config(2, **common, **offloaded(folder, "cpu")),
         config(3, **common, **offloaded(folder, "cpu", "cpu")),
     ]
 
 
-def _close(runs: list[MixtureRun], plain: MixtureRun) -> None:
-    """Of the ranks' runs, as their losses are of batches of their own."""
-    losses = torch.tensor([run.losses for run in runs]).mean(0).tolist()
-    assert losses == pytest.approx(plain.losses, rel=2e-6)
+def _close(runs: list[MixtureRun], plain: MixtureRun) -> dict[str, float]:
+    """Of the ranks' runs, as their losses are of batches of their own. The largest differences of each kind."""
+    losses = torch.tensor([run.losses for run in runs], dtype=torch.float64).mean(0).tolist()
+    loss = max(abs(one - other) / other for one, other in zip(losses, plain.losses, strict=True))
+    found = {"loss": loss, "norm": 0.0, "gradients": 0.0}
     for run in runs:
-        assert run.norms == pytest.approx(plain.norms, rel=2e-6)
+        for norm, of_plain in zip(run.norms, plain.norms, strict=True):
+            assert norm is not None
+            assert of_plain is not None
+            found["norm"] = max(found["norm"], abs(norm - of_plain) / of_plain)
         for step, grads in enumerate(plain.grads):
             assert grads.keys() == run.grads[step].keys()
             for name, grad in grads.items():
                 assert run.grads[step][name].shape == grad.shape, name
-                assert _distance(run.grads[step][name], grad) < 1e-6, (step, name)
+                found["gradients"] = max(found["gradients"], _distance(run.grads[step][name], grad))
+    assert all(distance < 1e-6 for distance in found.values()), found
+    for run in runs:
         for name, weight in plain.weights.items():
             assert run.weights[name].shape == weight.shape, name
             assert torch.allclose(run.weights[name], weight, rtol=1e-4, atol=3e-6), name
+    return found
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
@@ -135,7 +148,7 @@ def _distance(one: Tensor, other: Tensor) -> float:
 
 @pytest.mark.parametrize("kind", ["GptOss", "DeepseekV3"])
 def test_mixture_trains_as_one_process_at_every_stage(ranks: Ranks, kind: str, tmp_path: Path) -> None:
-    of_ranks = ranks(2).run(_divided, kind, _settings("sgd", tmp_path)[::5], ParallelConfig(ep=2))
+    of_ranks = ranks(2).run(_divided, kind, _settings("sgd", tmp_path)[::6], ParallelConfig(ep=2))
     plain = _plain(small_mixture(kind), "sgd", 2)
     for runs in zip(*of_ranks, strict=True):
         _close(list(runs), plain)
@@ -145,17 +158,21 @@ def test_mixture_trains_as_one_process_at_every_stage(ranks: Ranks, kind: str, t
 
 
 @pytest.mark.slow  # of each kind, both optimizers, and groups of experts within the data ranks
-@pytest.mark.parametrize(("world", "ep"), [(2, 1), (2, 2), (4, 2), (4, 4)])
+@pytest.mark.parametrize("ep", [1, 2, 4])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("kind", MIXTURES)
-def test_any_mixture_on_any_ranks(ranks: Ranks, kind: str, optimizer: str, world: int, ep: int, tmp_path: Path) -> None:
-    of_ranks = ranks(world).run(_divided, kind, _settings(optimizer, tmp_path), ParallelConfig(ep=ep))
-    plain = _plain(small_mixture(kind), optimizer, world)
-    for runs in zip(*of_ranks, strict=True):
-        _close(list(runs), plain)
+def test_any_mixture_on_any_ranks(
+    ranks: Ranks, sweep: Sweep, kind: str, optimizer: str, ep: int, tmp_path: Path
+) -> None:
+    of_ranks = ranks(4).run(_divided, kind, _settings(optimizer, tmp_path), ParallelConfig(ep=ep))
+    plain = _plain(small_mixture(kind), optimizer, 4)
+    found = [_close(list(runs), plain) for runs in zip(*of_ranks, strict=True)]
     for runs in of_ranks:
         for run in runs[1:]:
             assert differences(runs[0], run) == []
+    most = {key: max(one[key] for one in found) for key in found[0]}
+    most["largest gradient"] = max(grad.abs().max().item() for grads in plain.grads for grad in grads.values())
+    sweep.add(Case("experts", f"{optimizer}, ep {ep}", kind, "equal", json.dumps(most)))
 
 
 def _planted(factor: float) -> MixtureRun:
@@ -311,7 +328,7 @@ def test_adapters_of_experts_train_as_in_one_process(
     ranks: Ranks, kind: str, world: int, ep: int, tmp_path: Path
 ) -> None:
     settings = _settings("sgd", tmp_path)
-    of_ranks = ranks(world).run(_adapted, kind, settings if ep == 1 or world > 2 else settings[::3], ep)
+    of_ranks = ranks(world).run(_adapted, kind, settings if ep == 1 or world > 2 else settings[:4:3], ep)
     plain = _plain(_with_adapters(kind, *_PROJECTIONS), "sgd", world)
     assert all("lora" in name for name in plain.grads[0]), "nothing else is trained"
     for runs in zip(*of_ranks, strict=True):
