@@ -5,7 +5,7 @@ rank's T tokens. Of P ranks each has E / P experts, and for them the tokens of a
 
 ```text
 hidden (T, H), choices (T, K), weights (T, K)        this rank's tokens
-  sort by expert, gather how many go where           (P, E) numbers
+  sort by expert, gather how many go where           (P, E + 2) numbers
   send tokens and weights                            one all-to-all of exactly the rows that were chosen
 hidden (n, H), choices (n, 1), weights (n, 1)        tokens of all ranks, for this rank's experts
   the module's own forward, with E / P experts
@@ -118,35 +118,61 @@ class Route:
 Routes = tuple[Tensor, list[Route]]
 """(rows sent,) places among the T K choices, by expert; and the chunks in which they go."""
 
-Router = Callable[[Tensor, int, int, Collectives], Routes]
+Router = Callable[[Experts, Collectives, int, Tensor, Tensor], Routes]
 
 
-def route(chosen: Tensor, experts: int, most: int, ranks: Collectives) -> Routes:
+def route(experts: Experts, ranks: Collectives, buffer_nbytes: int, choices: Tensor, hidden: Tensor) -> Routes:
     """The ways of tokens to the experts that were chosen, one behind the other. (all ranks of the group)
 
     Args:
-        chosen: (T K,) numbers of experts; one that is no expert's counts nothing.
-        experts: of all ranks.
-        most: rows that a rank may send or receive at a time, except those of one expert.
+        buffer_nbytes: of the rows that a rank sends or receives at a time, except those of one expert.
+        choices: (T, K) numbers of experts; one that is no expert's counts nothing.
+        hidden: of the width and dtype of the rows.
+
+    Raises:
+        UsageError: K, or the size of a row, differs between the ranks; on each of them.
     """
-    size, own, me = ranks.world_size, experts // ranks.world_size, ranks.rank
+    count, size, me = experts.count, ranks.world_size, ranks.rank
     # `bincount` reads the extremes of its input first: on a GPU, the host would wait twice more.
-    places = chosen.long().clamp(max=experts)
-    counts = places.new_zeros(experts + 1).scatter_add_(0, places, torch.ones_like(places))[:experts]
-    all_counts = counts.new_empty(size * experts)
-    ranks.all_gather(all_counts, counts, "count tokens").wait()
-    of_ranks = all_counts.view(size, size, own)  # from, to, expert
-    on_host = of_ranks.cpu()
+    places = choices.reshape(-1).long().clamp(max=count)
+    own = places.new_zeros(count + 2).scatter_add_(0, places, torch.ones_like(places))
+    # Behind the counts, what each rank takes for granted of the others' rows.
+    row_nbytes = hidden.shape[-1] * hidden.element_size()
+    own[count].fill_(choices.shape[-1])
+    own[count + 1].fill_(row_nbytes)
+    table = own.new_empty(size, len(own))
+    ranks.all_gather(table.view(-1), own, "count tokens").wait()
+    on_host = table.cpu()
+    _check_agreed(experts.name, on_host[:, count:].tolist(), ranks)
+    of_ranks, on_host = (each[:, :count].unflatten(1, (size, -1)) for each in (table, on_host))  # from, to, expert
     incoming, outgoing = on_host[:, me], on_host[me]
     fullest = int(incoming.sum(0).max())
-    order = chosen.argsort(stable=True)[: int(outgoing.sum())]
+    order = places.argsort(stable=True)[: int(outgoing.sum())]
     routes = []
-    for first, last in _chunks(on_host, most):
+    for first, last in _chunks(on_host, buffer_nbytes // max(1, row_nbytes)):
         sent, received = outgoing[:, first:last].sum(1).tolist(), incoming[:, first:last].sum(1).tolist()
-        ids = torch.arange(last - first, device=chosen.device).repeat(size)
+        ids = torch.arange(last - first, device=places.device).repeat(size)
         ids = ids.repeat_interleave(of_ranks[:, me, first:last].reshape(-1), output_size=sum(received))
         routes.append(Route(first, last, sent, received, ids, fullest))
     return order, routes
+
+
+def _check_agreed(name: str, of_ranks: Sequence[Sequence[int]], ranks: Collectives) -> None:
+    """Refuses choices or rows of another shape on another rank: all ranks see the same.
+
+    Args:
+        of_ranks: by rank: experts per token, bytes of a row.
+    """
+    first = of_ranks[0]
+    for rank, other in enumerate(of_ranks):
+        if other != first:
+            words = "{} experts per token, rows of {} bytes on {}"
+            raise UsageError(
+                f"{WHERE}: {name}",
+                expected=words.format(*first, ranks.named([0])),
+                got=words.format(*other, ranks.named([rank])),
+                fix="build the same model, with the same config and dtype, on every rank",
+            )
 
 
 def _chunks(counts: Tensor, most: int) -> Iterator[tuple[int, int]]:
@@ -154,6 +180,7 @@ def _chunks(counts: Tensor, most: int) -> Iterator[tuple[int, int]]:
 
     Args:
         counts: (P, P, E / P) rows from a rank, to a rank, for an expert of it.
+        most: rows that a rank may send or receive at a time, except those of one expert.
     """
     loads = torch.cat([counts.sum(0), counts.sum(1)])  # received and sent by each rank, (2 P, E / P)
     first, rows = 0, torch.zeros_like(loads[:, 0])
@@ -165,14 +192,15 @@ def _chunks(counts: Tensor, most: int) -> Iterator[tuple[int, int]]:
     yield first, loads.shape[1]
 
 
-def even_route(chosen: Tensor, experts: int, most: int, ranks: Collectives) -> Routes:
+def even_route(experts: Experts, ranks: Collectives, buffer_nbytes: int, choices: Tensor, hidden: Tensor) -> Routes:
     """As many tokens to each rank, in one chunk, for tensors without values."""
-    size, rows = ranks.world_size, chosen.numel()
-    counts = chosen.new_empty(experts)
-    ranks.all_gather(counts.new_empty(size * experts), counts, "count tokens").wait()
+    size, chosen = ranks.world_size, choices.reshape(-1)
+    rows, own = chosen.numel(), chosen.new_empty(experts.count + 2)
+    ranks.all_gather(own.new_empty(size * len(own)), own, "count tokens").wait()
     even = [rows * (rank + 1) // size - rows * rank // size for rank in range(size)]
-    fullest = -(-rows * size // experts)
-    return chosen.argsort(stable=True), [Route(0, experts // size, even, even, chosen.new_empty(rows), fullest)]
+    fullest = -(-rows * size // experts.count)
+    ids = chosen.new_empty(rows)
+    return chosen.argsort(stable=True), [Route(0, experts.count // size, even, even, ids, fullest)]
 
 
 def divided_forwards(
@@ -183,19 +211,12 @@ def divided_forwards(
     Args:
         buffer_nbytes: of the rows that a rank sends or receives at a time.
     """
-    choose = partial(_routes, route, experts.count, ranks, buffer_nbytes)
+    choose = partial(route, experts, ranks, buffer_nbytes)
     compute, router = experts.module.forward, experts.router
     if router is None:
         return {experts.module: partial(_dispatched, experts, compute, ranks, choose)}
     seen = _SeenScores(router.forward)
     return {router: seen, experts.module: partial(_dispatched_by_scores, experts, compute, ranks, choose, seen)}
-
-
-def _routes(
-    route: Router, experts: int, ranks: Collectives, buffer_nbytes: int, chosen: Tensor, hidden: Tensor
-) -> Routes:
-    most = buffer_nbytes // max(1, hidden.shape[-1] * hidden.element_size())
-    return route(chosen, experts, most, ranks)
 
 
 def _parts(experts: Experts, routes: Sequence[Route]) -> list[dict[str, Tensor]]:
@@ -221,14 +242,14 @@ def _dispatched(
 
     Args:
         compute: the module's own forward.
-        choose: the routes of (T K,) numbers of experts.
+        choose: the routes of (T, K) numbers of experts.
         hidden_states: (T, H).
         top_k_index, top_k_weights: (T, K); an index that is no expert counts nothing.
     """
     # The names are those that the interface has, as models may pass them.
     hidden, choices, weights = hidden_states, top_k_index, top_k_weights
     _check_routing(experts.name, hidden, choices, weights)
-    order, routes = choose(choices.reshape(-1), hidden)
+    order, routes = choose(choices, hidden)
     all_rows, all_scales = hidden[order // choices.shape[-1]], weights.reshape(-1)[order]
     parts = zip(routes, _cut(all_rows, routes), _cut(all_scales, routes), _parts(experts, routes), strict=True)
     del all_rows, all_scales
@@ -297,7 +318,7 @@ def _dispatched_by_scores(
 
     Args:
         compute: the module's own forward.
-        choose: the routes of (T K,) numbers of experts.
+        choose: the routes of (T, K) numbers of experts.
         hidden_states: (E T, H), all tokens for each expert, times their scores.
     """
     scores, count = seen.scores, experts.count
@@ -312,7 +333,7 @@ def _dispatched_by_scores(
     # An expert with the score 0 adds nothing to a token, and the token nothing to its gradients.
     choices = scores.topk(experts.router.top_k, dim=1).indices  # type: ignore[arg-type, union-attr]
     tokens = torch.arange(len(choices), device=choices.device).unsqueeze(1)
-    order, routes = choose(choices.reshape(-1), hidden_states)
+    order, routes = choose(choices, hidden_states)
     places = (choices * len(choices) + tokens).reshape(-1)[order]
     returned = []
     for one, rows, params in zip(routes, _cut(hidden_states[places], routes), _parts(experts, routes), strict=True):

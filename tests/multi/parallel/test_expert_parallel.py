@@ -462,6 +462,39 @@ def test_what_cannot_be_divided_is_named_on_all_ranks(ranks: Ranks, case: str) -
         assert _REFUSED[case][2] in message
 
 
+def _disagreed(what: str) -> str:
+    """Rank 1 chooses one more expert for each token, or computes in another dtype."""
+    init_process_group()
+    model, is_other = small_mixture("Qwen3Moe"), torch.distributed.get_rank() == 1
+    layers: Any = model.model.layers  # type: ignore[union-attr]
+    parallel = ParallelConfig(ep=2, verify_cut=what == "choices")
+    if what == "choices":
+        for layer in layers:
+            layer.mlp.gate.top_k = 2 + is_other
+        with pytest.raises(ZeroAccelError) as caught:
+            zeroaccel.initialize(model, config=config(1), parallel=parallel)
+        return str(caught.value)
+    engine, *_ = zeroaccel.initialize(model, config=config(1), parallel=parallel)
+    hidden = torch.ones(1, 6, 32, dtype=torch.bfloat16 if is_other else torch.float32)
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_other), pytest.raises(ZeroAccelError) as caught:
+        layers[0].mlp(hidden)
+    engine.destroy()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("choices", "expected 2 experts per token, rows of 128 bytes on rank 0, got '3 experts per token, rows of 128"),
+        ("rows", "expected 2 experts per token, rows of 128 bytes on rank 0, got '2 experts per token, rows of 64"),
+    ],
+)
+def test_ranks_that_disagree_on_shapes_of_routing_are_named(ranks: Ranks, what: str, words: str) -> None:
+    for message in ranks(2).run(_disagreed, what):
+        assert message.startswith("expert parallelism: model.layers.0.mlp.experts: ")
+        assert words in message
+
+
 def _generates() -> str:
     init_process_group()
     engine, *_ = zeroaccel.initialize(small_mixture("Mixtral"), config=config(3), parallel=ParallelConfig(ep=2))

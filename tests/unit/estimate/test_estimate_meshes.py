@@ -142,7 +142,7 @@ def test_ranks_divide_experts(tmp_path: Path) -> None:
         # Each rank has a fourth of all states, whoever shares the experts.
         assert one.numel == dense + experts
         assert one.device.optimizer == pytest.approx(12 * one.numel / 4, rel=0.01)
-        rows, counts = tokens * 2 * (ep - 1) // ep, (ep - 1) * 8 * 8
+        rows, counts = tokens * 2 * (ep - 1) // ep, (ep - 1) * (8 + 2) * 8
         # Rows of 64 values in bf16, to the experts and back with a weight in fp32, forward and backward.
         assert one.sent.get("ep", 0) == 2 * (rows * (2 * (2 * 64 * 2 + 4)) + counts)
         # A gather and a sum of the experts that two ranks have, half to the other one.
