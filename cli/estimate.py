@@ -233,9 +233,8 @@ def _plans(what: Subject, requested: Workload, capacity: Capacity) -> list[PlanR
     try:
         return plan_table(what, requested, capacity)
     except UsageError as error:
-        if requested.is_plain:
-            raise
-        raise ConfigError(str(error), fix="--meshes shows which meshes there are") from None
+        fix = "" if requested.is_plain else "--meshes shows which meshes there are"
+        raise ConfigError(_in_flags(str(error)), fix=fix) from None
 
 
 def _mesh_rows(what: Subject, requested: Workload, capacity: Capacity, line: ProgressLine) -> list[MeshRow]:
@@ -405,7 +404,7 @@ def show_meshes(model: str, workload: Workload, capacity: Capacity, rows: Sequen
     remarks = ["memory: at the peak; inside, across: sent per step to ranks of the same machine, and of others"]
     if any(row.idle for row in rows):
         remarks.append("idle: of a step, while stages of a pipeline wait for the first and the last micro-batches")
-    remarks += dict.fromkeys(f"not possible: {row.refused}" for row in rows if row.refused)
+    remarks += dict.fromkeys(f"not possible: {_in_flags(row.refused)}" for row in rows if row.refused)
     if all(row.plan is None or row.plan.fits is None for row in rows):
         remarks.append("--device_memory 80GB (or --cpu) says what fits")
     elif not any(row.recommended for row in rows):

@@ -265,6 +265,9 @@ _WHOLE_LAYERS = Condition(
 _OWN_EXPERTS = Condition(
     lambda s: (s["tp_size"] or 1) == 1, "processes that share layers share their experts, too (--tp_size)"
 )
+_WHOLE_EXPERTS = Condition(
+    lambda s: (s["ep_size"] or 1) == 1, "experts that processes divide are not stored as codes (--ep_size)"
+)
 _EACH = Condition(lambda s: s["multinode_launcher"] != "ssh", "the job is started on all machines from here (ssh)")
 _BY_SSH = Condition(
     lambda s: s["multinode_launcher"] == "ssh", "the command is run on each machine (--multinode_launcher)"
@@ -435,6 +438,13 @@ QUESTIONS: tuple[Question, ...] = (
         _in_json("gradient_clipping"),
         default=lambda _: 1.0,
         gate="Clip gradients?",
+    ),
+    _choice(
+        "frozen_weights",
+        "As which codes are frozen matrices stored?",
+        [Choice("nf4", "0.56 bytes a value"), Choice("mxfp4", "0.53 bytes"), Choice("int8", "1 byte")],
+        *_in_json("frozen_weights", _WHOLE_LAYERS, _WHOLE_EXPERTS),
+        gate="Train adapters on a frozen base that is stored as codes?",
     ),
     _yes_no(
         "zero3_save_16bit_model",

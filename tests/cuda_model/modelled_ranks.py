@@ -238,9 +238,9 @@ def _watch_copies(cuda: FakeCuda, replacements: Replacements) -> None:
             kept[secondary] = cuda.model.num_operations
 
     def watched_gather(buffer: FlatBuffer, collectives: Collectives, label: str, *, exact: bool) -> Any:
-        if buffer.secondary.is_valid and not exact:
+        if buffer.shard.secondary.is_valid and not exact:
             changed = max((cuda.memory_of(tensor).changed for tensor in buffer.shard.tensors()), default=0)
-            if changed > kept.get(buffer.secondary, changed):
+            if changed > kept.get(buffer.shard.secondary, changed):
                 cuda.model.find(f"STALE COPY: {label} gathers a copy of weights that have changed since")
         return gather(buffer, collectives, label, exact=exact)
 

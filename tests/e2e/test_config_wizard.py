@@ -95,8 +95,9 @@ def _until_stage(person: Terminal) -> None:
 
 def _accept_the_rest(person: Terminal) -> tuple[int, str]:
     """Takes what is proposed, from the question after gradient accumulation on: the exit status and what it said."""
-    for words in ("Clip gradients?", "Gather the whole model", "zero.Init", "mixture-of-experts", "Compile the model"):
+    for words in ("Clip gradients?", "on a frozen base", "Gather the whole model", "zero.Init", "mixture-of-experts"):
         person.at(words)
+    person.at("Compile the model")
     person.at(f"Write {FILE}?")
     return person.ends()
 
@@ -112,6 +113,7 @@ def test_without_a_json_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         person.process.send(f"{CLEAR}4{ENTER}")
         person.at("Clip gradients?", UP + ENTER)
         person.at("largest norm", f"0.5{ENTER}")
+        person.at("on a frozen base")
         person.at("Compile the model")
         person.at(f"Write {FILE}?")
         code, said = person.ends()

@@ -75,6 +75,7 @@ class ZeroPlugin:
             by commas; mixtures of experts are found without being named.
         enable_msamp, msamp_opt_level: refused; 8-bit training is not available.
         train_micro_batch_size_per_gpu: samples per rank and micro-step, where no loader is prepared. [the loader's]
+        frozen_weights: "int8", "nf4" or "mxfp4" stores frozen matrices, as of a base under adapters, as codes. [off]
         peer_checkpoints: `checkpoint.peer.interval`, steps between two states in the memory of the machines, from which
             a run resumes that has lost a rank; "auto" measures an interval. False is off. [off]
 
@@ -112,6 +113,7 @@ class ZeroPlugin:
         msamp_opt_level: str | None = None,
         *,
         train_micro_batch_size_per_gpu: int | None = None,
+        frozen_weights: Literal["int8", "nf4", "mxfp4"] | None = None,
         peer_checkpoints: int | Literal["auto", False] | None = None,
     ) -> None:
         if enable_msamp or msamp_opt_level is not None:

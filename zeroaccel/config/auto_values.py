@@ -59,6 +59,7 @@ class Facts:
         offload_param_path, offload_optimizer_path: folder for "nvme".
         save_16bit_weights: gather and write all weights in 16 bits when a model is saved.
         hpz_partition_size, quantized_weights, quantized_gradients: ZeRO++.
+        frozen_weights: format of the codes of frozen matrices.
         lr, weight_decay, betas, eps: arguments of the optimizer.
         warmup_num_steps, total_num_steps: optimizer steps of the schedule.
         training: an optimizer comes from outside the config; batch sizes are needed to train only.
@@ -79,6 +80,7 @@ class Facts:
     hpz_partition_size: Fact[int] | None = None
     quantized_weights: Fact[bool] | None = None
     quantized_gradients: Fact[bool] | None = None
+    frozen_weights: Fact[str] | None = None
     lr: Fact[float] | None = None
     weight_decay: Fact[float] | None = None
     betas: Fact[tuple[float, float]] | None = None
@@ -255,6 +257,7 @@ RULES: tuple[Rule, ...] = (
     _stated("zero_optimization.zero_hpz_partition_size", "hpz_partition_size"),
     _stated("zero_optimization.zero_quantized_weights", "quantized_weights"),
     _stated("zero_optimization.zero_quantized_gradients", "quantized_gradients"),
+    _stated("zero_optimization.frozen_weights", "frozen_weights"),
     _sized("reduce_bucket_size", "hidden^2", lambda hidden: hidden * hidden),
     # Not 9 * hidden^2 // 10: the libraries whose configs say "auto" here round this product of floats.
     _sized("prefetch_bucket_size", "int(0.9 * hidden^2)", lambda hidden: int(0.9 * hidden * hidden)),

@@ -32,6 +32,13 @@ def adapt(model: nn.Module, workload: Workload, name: str) -> None:
     layers = list(_linear_layers(model))
     if workload.lora_rank:
         model.requires_grad_(False)
+    elif workload.frozen_weights and all(param.requires_grad for param in model.parameters() if param.dim() > 1):
+        raise UsageError(
+            "Workload.frozen_weights",
+            expected="frozen matrices, as codes cannot be trained",
+            got=f"{name}, of which every matrix is trained",
+            fix="add Workload.lora_rank, 16 for instance, or estimate a function that returns a model with adapters",
+        )
     if workload.frozen_weights in LIBRARY_CODES:
         layers = [layer for layer in layers if not layer[2].weight.requires_grad]
     elif not workload.lora_rank:

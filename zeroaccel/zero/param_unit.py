@@ -26,7 +26,7 @@ from zeroaccel.zero.changed_bits import ChangedBits
 from zeroaccel.zero.layout import FlatLayout, FlatRange, holders, whole_of
 from zeroaccel.zero.storage.copy_stream import CopyStream
 from zeroaccel.zero.storage.masters import MasterPlace, MasterStorage, NoMasters, stand_in
-from zeroaccel.zero.storage.shards import MemoryShard, SecondaryShard, ShardPlace, ShardStorage, absent_value
+from zeroaccel.zero.storage.shards import MemoryShard, ShardPlace, ShardStorage, absent_value
 from zeroaccel.zero.tensor_subclasses import as_ordinary, is_split, local, scales_of, set_local, sharded_use, show
 
 
@@ -49,7 +49,6 @@ class FlatBuffer:
             by `unshard` and freed by `reshard`.
         shard: this rank's (S,) of it, wherever they live.
         masters: the fp32 weights the optimizer updates, with its states; for frozen parameters a way to the shard.
-        secondary: the copy that hpZ gathers from in backward.
         persistent: unsharded on every rank all the time.
         watches_uses: reads of and writes to sharded parameters are errors; see [Note: sharded parameters]. Not while
             models are built, when constructors may come back to them.
@@ -83,7 +82,6 @@ class FlatBuffer:
         self.persistent = persistent
         self.key = key
         self.full = torch.empty(layout.numel, dtype=dtype, device=device)
-        self.secondary = SecondaryShard()
         self.watches_uses = watches_uses
         self.on_read: Callable[[], None] | None = None
         self.versions = [param._version for param in self.params]
@@ -122,7 +120,7 @@ class FlatBuffer:
     def shard_tensors(self) -> Iterator[Tensor]:
         """The memory of its weights besides `full`."""
         full = self.full.untyped_storage()._cdata
-        tensors = (*self.shard.tensors(), *self.secondary.tensors())
+        tensors = (*self.shard.tensors(), *self.shard.secondary.tensors())
         return (tensor for tensor in tensors if tensor.untyped_storage()._cdata != full)
 
     @property
@@ -169,8 +167,8 @@ class FlatBuffer:
     def all_gather(self, collectives: Collectives, label: str, *, exact: bool) -> Work:
         """Starts to gather `full`; the shard is swapped in. From the secondary copy where that may be rounded, too."""
         collectives = self.holders(collectives)
-        if self.secondary.is_valid and not exact:
-            return self.secondary.all_gather(self.full, collectives, label)
+        if self.shard.secondary.is_valid and not exact:
+            return self.shard.gather_secondary(self.full, collectives, label)
         return self.shard.all_gather(self.full, collectives, label, exact=exact or self._is_code)
 
     def missing(self, wanted: Iterable[int]) -> list[FlatRange]:
@@ -236,7 +234,6 @@ class FlatBuffer:
         for piece in self.masters.pieces:
             piece.param.data = stand_in(piece.shape)
         self.full, self._views = self.full.new_empty(0), []
-        self.secondary.drop()
         self.store_in(MemoryShard.persistent(self.place()))
 
     def note_written(self, part: FlatRange) -> None:
@@ -577,7 +574,7 @@ class ParamUnit:
         for buffer in self._gathered:
             if not self._exact:
                 # Only of values to compute with: backward then reads the very values that forward read.
-                buffer.secondary.keep(buffer.full, self._collectives)
+                buffer.shard.keep_secondary(buffer.full, self._collectives)
             buffer.valid = buffer.all_slots.copy()
         self._cover(keep_views=keep_views, keep_values=keep_values)
         self._exact = True
@@ -616,7 +613,7 @@ class ParamUnit:
     def drop_secondary(self) -> None:
         """As `drop_copies`, where the full buffers have the new weights."""
         for buffer in self.buffers:
-            buffer.secondary.drop()
+            buffer.shard.secondary.drop()
 
     def join_gather(self) -> None:
         """Participates in an all-gather that other ranks need; restores this rank's state."""

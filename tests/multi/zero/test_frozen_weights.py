@@ -215,6 +215,41 @@ def test_ranks_have_and_send_codes_only(ranks: Ranks, name: str, world_size: int
         assert calls == []
 
 
+def _second_copies(name: str) -> list[tuple[list[float], int, int]]:
+    found = []
+    in_two = {"zero_hpz_partition_size": 2}
+    for changes in ({}, in_two, {**in_two, "offload_param": {"device": "cpu"}}):
+        model, counted = Model(), recording()
+        settings = config(3, "bf16", frozen_weights=name, **SMALL, **changes)
+        del settings["optimizer"]
+        engine, *_ = zeroaccel.initialize(model, _trained(model, "SGD"), config=settings, collectives=counted)
+        losses = _steps(engine, _batches())
+        engine.backward(engine(_batches()[0]))
+        codes = [buffer for unit in engine.units for buffer in unit.buffers if unit.name.startswith("codes of ")]
+        copies = sum(part.nbytes for buffer in codes for part in buffer.shard.secondary.tensors())
+        sent = [call.nbytes for call in counted.calls if call.op == "gather_secondary" and "codes of" in call.label]
+        engine.step()
+        assert not any(list(buffer.shard.secondary.tensors()) for buffer in codes)
+        engine.destroy()
+        found.append((losses, copies, sum(sent)))
+    return found
+
+
+@pytest.mark.parametrize("name", ["int8", "nf4"])
+def test_second_copies_are_of_codes(ranks: Ranks, name: str) -> None:
+    """Under hpZ backward gathers codes from two ranks instead of four; second copies were of decoded values."""
+    codec = FORMATS[name]
+    numels = [round_up(numel, codec.block_numel * 4) for numel in (*(WIDTH * WIDTH,) * 3, VOCABULARY * WIDTH)]
+    nbytes = sum(4 * codec.nbytes(numel // 4) for numel in numels)
+    for plain, *others in ranks(4).run(_second_copies, name):
+        assert plain[1:] == (0, 0)
+        assert plain[0][0] != plain[0][-1]
+        for losses, copies, sent in others:
+            assert losses == plain[0]
+            assert copies == nbytes // 2
+            assert sent == 5 * nbytes // 2
+
+
 def _saved(folder: str, saves: tuple[int, str | None], resumes: list[tuple[int, str | None]]) -> list[list[float]]:
     engine = _initialized(Model(), saves[0], "AdamW", frozen_weights=saves[1])
     _steps(engine, _batches()[:2])

@@ -307,6 +307,11 @@ STEPS = "gradient_accumulation_steps"
             f"train_batch_size: 9 is not|train_micro_batch_size_per_gpu 4|{STEPS} not given|ranks 1",
         ),
         ({STEPS: 2}, {STEPS: 4}, f"{STEPS}: 4 from Accelerator({STEPS}=4), but 2 from ZeroPlugin"),
+        (
+            {"hf_ds_config": {"zero_optimization": {"frozen_weights": "int8"}}, "frozen_weights": "nf4"},
+            {},
+            'zero_optimization.frozen_weights: "int8" here, but "nf4" from ZeroPlugin(frozen_weights=\'nf4\')',
+        ),
     ],
 )
 def test_two_meanings_are_reported_with_both_places(
@@ -353,6 +358,23 @@ def test_states_in_memory_are_said_once(peer: Any, argument: Any, interval: int 
 
     with pytest.raises(ConfigError, match=re.escape(message)):
         prepare()
+
+
+@pytest.mark.parametrize("said_by", ["argument", "launcher"])
+def test_a_plugin_stores_frozen_matrices_as_codes(said_by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if said_by == "launcher":
+        monkeypatch.setenv("ACCELERATE_DEEPSPEED_FROZEN_WEIGHTS", "nf4")
+    plugin = ZeroPlugin(train_micro_batch_size_per_gpu=1, frozen_weights="nf4" if said_by == "argument" else None)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64).requires_grad_(False), _model())
+    optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
+    engine, _ = Accelerator(zero_plugin=plugin, cpu=True).prepare(model, optimizer)
+    assert [unit.name for unit in engine.units if unit.name.startswith("codes of ")]
+    engine.destroy()
+
+
+def test_a_plugin_names_codes_that_there_are_not() -> None:
+    with refused(ConfigError, "ZeroPlugin(frozen_weights='nf3')", "'int8', 'nf4' or 'mxfp4'"):
+        ZeroPlugin(frozen_weights="nf3")  # type: ignore[arg-type]
 
 
 def test_an_engine_without_an_accelerator_refuses_states_in_memory() -> None:

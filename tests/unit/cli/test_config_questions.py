@@ -92,7 +92,7 @@ def test_only_what_applies_is_asked(tmp_path: Path) -> None:
     _walk(_machine(tmp_path), asker)
     assert " ".join(asker.asked) == (
         "use_cpu num_machines num_processes use_deepspeed deepspeed_config_file? mixed_precision zero_stage "
-        "offload_optimizer_device gradient_accumulation_steps gradient_clipping? dynamo_backend?"
+        "offload_optimizer_device gradient_accumulation_steps gradient_clipping? frozen_weights? dynamo_backend?"
     )
     asker = Scripted({"zero_stage": 0, "use_deepspeed": False})
     _walk(_machine(tmp_path), asker)
@@ -360,6 +360,18 @@ def test_a_mesh_is_asked_for_where_there_are_several_processes(tmp_path: Path) -
     _walk(_machine(tmp_path), asker)
     assert "use_parallelism_config" not in asker.asked
     assert "tp_size 2" in asker.remarks[0]
+
+
+def test_a_frozen_base_may_be_stored_as_codes_where_layers_are_whole(tmp_path: Path) -> None:
+    script = {"num_processes": 4, "frozen_weights": "mxfp4"}
+    answers = _walk(_machine(tmp_path), Scripted(script))
+    assert yaml.safe_load(render(answers))["deepspeed_config"]["frozen_weights"] == "mxfp4"
+    for axis in ("tp", "ep"):
+        asker = Scripted({**script, "use_parallelism_config": True, f"{axis}_size": 2})
+        _walk(_machine(tmp_path), asker)
+        assert "frozen_weights?" not in asker.asked
+        with pytest.raises(ConfigError, match=f"--frozen_weights: it does not apply: .*--{axis}_size"):
+            complete({**script, f"{axis}_size": 2}, _machine(tmp_path))
 
 
 def test_zeropp_is_asked_for_at_stage_3_of_several_machines(tmp_path: Path) -> None:

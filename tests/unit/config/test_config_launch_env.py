@@ -31,7 +31,7 @@ FULL = LaunchedSettings(
     "offload_optimizer_nvme_path": "/fast", "offload_param_nvme_path": "/faster", "zero3_init_flag": false,
     "zero3_save_16bit_model": true, "deepspeed_config_file": "ds.json",
     "deepspeed_moe_layer_cls_names": "MixtralSparseMoeBlock,Other", "zero_hpz_partition_size": 4,
-    "zero_quantized_weights": true, "zero_quantized_gradients": true, "use_cpu": true,
+    "zero_quantized_weights": true, "zero_quantized_gradients": true, "frozen_weights": "nf4", "use_cpu": true,
     "dynamo_backend": "inductor", "dynamo_mode": "max-autotune", "dynamo_use_fullgraph": false,
     "dynamo_use_dynamic": true, "dynamo_use_regional_compilation": true, "debug": false,
     "use_parallelism_config": true, "dp_replicate_size": 2, "dp_shard_size": 4, "pp_size": 1, "sp_size": 2,

@@ -75,6 +75,7 @@ CASES: list[tuple[str, Facts, Any, str]] = [
     (f"{Z}zero_hpz_partition_size", Facts(hpz_partition_size=_said(2)), 2, "code"),
     (f"{Z}zero_quantized_weights", Facts(quantized_weights=_said(True)), True, "code"),
     (f"{Z}zero_quantized_gradients", Facts(quantized_gradients=_said(True)), True, "code"),
+    (f"{Z}frozen_weights", Facts(frozen_weights=_said("nf4")), "nf4", "code"),
     (MICRO, Facts(micro_batch_size=_said(4)), 4, "code"),
     (MICRO, Facts(micro_batch_size=_seen(4)), 4, "the loader"),
     (STEPS, Facts(accumulation=_said(3)), 3, "code"),

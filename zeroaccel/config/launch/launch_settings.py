@@ -16,6 +16,7 @@ from pydantic import BeforeValidator, Field, ValidationError
 
 from zeroaccel.config.diagnostics import NOTHING, Problem, from_pydantic, hint
 from zeroaccel.config.parallel import AXES, ParallelConfig
+from zeroaccel.config.schema_zero import FrozenFormat
 from zeroaccel.config.section import (
     AlsoSpelled,
     ConfigSection,
@@ -222,6 +223,8 @@ class ZeroSettings(ConfigSection):
     """At stage 3, gather parameters as 8-bit integers (ZeRO++ qwZ). [default: false]"""
     zero_quantized_gradients: Flag | None = None
     """At stage 3, reduce gradients between machines as 4-bit integers (ZeRO++ qgZ). [default: false]"""
+    frozen_weights: FrozenFormat | None = None
+    """Store frozen matrices, as of a base under adapters, as codes: int8, nf4 or mxfp4. [default: as they are]"""
 
 
 class HostSettings(ConfigSection):

@@ -48,6 +48,7 @@ class LaunchedSettings:
         deepspeed_config_file: the JSON file.
         deepspeed_moe_layer_cls_names: classes of leaf modules (gathered at once), separated by commas.
         zero_hpz_partition_size, zero_quantized_weights, zero_quantized_gradients: ZeRO++, as the keys of the JSON.
+        frozen_weights: "int8", "nf4" or "mxfp4".
         use_cpu: compute on the CPU although there are accelerators.
         dynamo_backend, dynamo_mode, dynamo_use_fullgraph, dynamo_use_dynamic, dynamo_use_regional_compilation:
             arguments of torch.compile; a backend of "no" compiles nothing.
@@ -73,6 +74,7 @@ class LaunchedSettings:
     zero_hpz_partition_size: int | None = None
     zero_quantized_weights: bool | None = None
     zero_quantized_gradients: bool | None = None
+    frozen_weights: str | None = None
     use_cpu: bool | None = None
     dynamo_backend: str | None = None
     dynamo_mode: str | None = None

@@ -97,6 +97,7 @@ SETTINGS: Mapping[str, Setting] = {
         _zero("zero_hpz_partition_size", f"{_ZERO}.zero_hpz_partition_size", "hpz_partition_size", "N"),
         _zero("zero_quantized_weights", f"{_ZERO}.zero_quantized_weights", "quantized_weights", "bool"),
         _zero("zero_quantized_gradients", f"{_ZERO}.zero_quantized_gradients", "quantized_gradients", "bool"),
+        _zero("frozen_weights", f"{_ZERO}.frozen_weights", "frozen_weights"),
         Setting("dp_replicate_size", _MESH, rank_variable=f"{_SIZES}_DP_REPLICATE_SIZE"),
         Setting("dp_shard_size", _MESH, rank_variable=f"{_SIZES}_DP_SHARD_SIZE"),
         Setting("pp_size", _MESH, rank_variable=f"{_SIZES}_PP_SIZE"),

@@ -96,8 +96,21 @@ class CodeShard(ShardStorage):
             decode(code, self._codec, full)
             return DONE
         codes = full.new_empty(self._bytes.numel, dtype=torch.uint8)
-        gather = self._codes.all_gather(codes, collectives, label, exact=True)
+
+        def take() -> None:
+            if not exact:
+                self.secondary.keep(codes, collectives)
+            self._decode_rows(codes, full)
+
+        return _DecodedGather(self._codes.all_gather(codes, collectives, label, exact=True), take)
+
+    def gather_secondary(self, full: Tensor, collectives: Collectives, label: str) -> Work:
+        codes = full.new_empty(self._bytes.numel, dtype=torch.uint8)
+        gather = self.secondary.all_gather(codes, collectives, label)
         return _DecodedGather(gather, lambda: self._decode_rows(codes, full))
+
+    def keep_secondary(self, full: Tensor, collectives: Collectives) -> None:
+        """`all_gather` has copied a part of the codes, which is less than of the values."""
 
     def _decode_rows(self, codes: Tensor, full: Tensor) -> None:
         ranks = self._bytes.world_size

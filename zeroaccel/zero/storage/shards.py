@@ -84,6 +84,7 @@ class ShardStorage(ABC):
         range: the elements that can be read and written here: this rank's S, or all N of a persistent buffer.
         is_swapped: each gather brings the shard into memory on loan, which can fail on one rank alone.
         rounds_writes: what is read back may differ from what was written.
+        secondary: the copy that hpZ gathers from in backward.
     """
 
     is_swapped = False
@@ -96,6 +97,7 @@ class ShardStorage(ABC):
         self._split_sizes = place.layout.uneven_sizes
         self._copies = place.copies
         self._copied: torch.Event | None = None  # behind the copy of the last gather from host memory
+        self.secondary = SecondaryShard()
 
     # -- what a tier implements
 
@@ -203,6 +205,14 @@ class ShardStorage(ABC):
         self._copied = self._copies.to_device(own, source)
         with self._copies.stream():
             return _CopiedGather(self._copied, self._gather(own, full, collectives, label, exact=exact), full.device)
+
+    def gather_secondary(self, full: Tensor, collectives: Collectives, label: str) -> Work:
+        """All-gather of the secondary copy, which is valid, into (N,) `full`."""
+        return self.secondary.all_gather(full, collectives, label)
+
+    def keep_secondary(self, full: Tensor, collectives: Collectives) -> None:
+        """Has the secondary copy made of values to compute with, (N,) `full`, where there is to be one (hpZ)."""
+        self.secondary.keep(full, collectives)
 
     def copy_own(self, part: FlatRange, full: Tensor) -> None:
         """Copies those elements of `part` that are this rank's into `full`, (N,), for `all_gather_part`.

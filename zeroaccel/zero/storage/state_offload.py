@@ -100,7 +100,7 @@ class StateOffload:
             yield from (tensor for buffer in buffers for tensor in buffer.masters.tensors())
         elif kind == "lp_params":
             for buffer in buffers:
-                yield from (*buffer.shard.tensors(), *buffer.secondary.tensors())
+                yield from (*buffer.shard.tensors(), *buffer.shard.secondary.tensors())
         elif kind == "lp_grads":
             yield from (t for g in self._reducer.gradients for t in (g.shard, g.full) if t is not None)
         elif kind == "contiguous_grad_buffer":
