@@ -40,9 +40,9 @@ def _kind(param: Tensor | None) -> str:
     return ""
 
 
-def _quantized(model: nn.Module) -> Iterator[tuple[str, Any, Any, str]]:
+def _quantized(model: nn.Module, *, recurse: bool = True) -> Iterator[tuple[str, Any, Any, str]]:
     """(fqn, module, weight, class) of every registration of a quantised weight."""
-    for prefix, module in model.named_modules():
+    for prefix, module in model.named_modules() if recurse else (("", model),):
         for name, param in module._parameters.items():
             if kind := _kind(param):
                 yield (f"{prefix}.{name}" if prefix else name), module, param, kind
@@ -80,8 +80,7 @@ def check_quantized(model: nn.Module) -> None:
                 got=f"a quantised weight ({kind}) with requires_grad=True",
                 fix="call requires_grad_(False) and train adapters (peft.get_peft_model), or load it unquantised",
             )
-        has_codes = param.quant_state is not None if kind == "Params4bit" else param.dtype is torch.int8
-        if not has_codes:
+        if not _has_codes(param, kind):
             raise UsageError(
                 f"parameter {fqn}",
                 expected=f"the codes of a quantised weight ({kind})",
@@ -97,14 +96,27 @@ def check_quantized(model: nn.Module) -> None:
             )
 
 
-def attach_codes(model: nn.Module) -> None:
-    """Notes on every quantised weight which tensors belong to it; changes no value."""
-    for _, module, param, kind in _quantized(model):
+def attach_codes(model: nn.Module, *, recurse: bool = True) -> None:
+    """Notes on every quantised weight that has codes which tensors belong to it; changes no value.
+
+    Args:
+        recurse: in the modules within it too.
+    """
+    for _, module, param, kind in _quantized(model, recurse=recurse):
+        if scales_of(param) is not None or not _has_codes(param, kind):
+            continue
         if kind == "Int8Params":
             _attach_int8(module, param)
-        elif scales_of(param) is None:
+        else:
             state = param.quant_state
             mark_codes(param, {"absmax": _as_parameter(state, "absmax")} if _is_large(state.absmax, param) else {})
+
+
+def _has_codes(param: Any, kind: str) -> bool:
+    """Of a weight on the meta device, which a library makes for its shape, none are there."""
+    if param.is_meta:
+        return False
+    return getattr(param, "quant_state", None) is not None if kind == "Params4bit" else param.dtype is torch.int8
 
 
 def _attach_int8(module: Any, param: Any) -> None:

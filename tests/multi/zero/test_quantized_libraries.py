@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,10 @@ from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.recording import RecordingCollectives
 from zeroaccel.comm.topology import init_process_group
 from zeroaccel.errors import CheckpointError, EngineStateError, UsageError
+from zeroaccel.zero import Init
+from zeroaccel.zero.access.param_registry import handle_of
 from zeroaccel.zero.build_units import check_model
+from zeroaccel.zero.tensor_subclasses import scales_of
 
 WIDTH = 128
 KINDS = ["nf4, nested", "nf4", "fp4 in bfloat16", "int8"]
@@ -204,6 +207,73 @@ def test_a_quantized_base_has_the_losses_of_one_process(ranks: Ranks, tmp_path: 
         whole, sharded = found["", 0, "{}"][2], found["", 3, "{}"][2]
         assert whole - adapters == pytest.approx(3 * WIDTH * WIDTH * per_value, rel=0.05)
         assert sharded == pytest.approx(whole / 2, rel=0.05)
+
+
+def _codes_here(params: Iterable[nn.Parameter]) -> tuple[int, int]:
+    """Bytes of quantised weights and their scales on this rank, and in the model."""
+    handles = [handle_of(tensor) for param in params for tensor in (param, *(scales_of(param) or {}).values())]
+    coded = [handle for handle in handles if handle is not None and scales_of(handle.param) is not None]
+    assert all(handle.is_absent for handle in coded)
+    buffers = {id(handle.buffer): handle.buffer for handle in coded}.values()
+    here = sum(buffer.own.numel * buffer.dtype.itemsize for buffer in buffers)
+    return here, sum(handle.slot.range.numel * handle.param.itemsize for handle in coded)
+
+
+def _built_sharded(kind: str) -> tuple[tuple[int, int], list[float]]:
+    with Init():
+        model = Model(kind, "")
+    nbytes = _codes_here(model.parameters())
+    engine = _initialized(model, 3, "SGD")
+    losses = _steps(engine, _inputs())
+    engine.destroy()
+    return nbytes, losses
+
+
+@pytest.mark.parametrize("kind", ["stand-in", "stand-in in bfloat16", *KINDS])
+def test_a_base_that_zero_init_shards_has_the_same_losses(ranks: Ranks, kind: str) -> None:
+    """Every rank had the whole of it until the engine was made."""
+    if not kind.startswith("stand-in"):
+        pytest.importorskip("bitsandbytes")
+    expected = _plain(Model(kind, ""), "SGD")
+    for (here, whole), losses in ranks(2).run(_built_sharded, kind):
+        assert losses == pytest.approx(expected, abs=1e-6)
+        assert whole >= 3 * WIDTH * WIDTH // 2
+        assert here == pytest.approx(whole / 2, rel=0.02)
+
+
+def _from_pretrained(folder: str, how: str) -> tuple[tuple[int, int], list[float]]:
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    with Init(enabled=how == "sharded"):
+        model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=quantization, device_map="cpu")
+    nbytes = _codes_here(model.parameters())
+    for param in model.parameters():
+        param.requires_grad_(False)
+    model.lm_head.weight.requires_grad_(True)
+    engine = _initialized(model, 3, "SGD")
+    tokens, losses = torch.arange(32).view(2, 16), []
+    for _ in range(3):
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    engine.destroy()
+    return nbytes, losses
+
+
+def test_from_pretrained_within_zero_init_leaves_each_rank_a_part_of_the_codes(ranks: Ranks, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 64}
+    LlamaForCausalLM(LlamaConfig(num_attention_heads=4, **sizes)).save_pretrained(tmp_path)
+    plain = ranks(2).run(_from_pretrained, str(tmp_path), "whole")
+    for (here, whole), losses in ranks(2).run(_from_pretrained, str(tmp_path), "sharded"):
+        assert losses == plain[0][1]
+        assert whole >= 2 * (4 * 64 * 64 + 3 * 64 * 128) // 2
+        assert here == pytest.approx(whole / 2, rel=0.05)
+    assert plain[0][0] == (0, 0)
 
 
 def _evaluated_first(stages: tuple[int, ...]) -> list[list[float]]:

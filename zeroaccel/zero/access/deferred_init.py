@@ -39,8 +39,9 @@ from zeroaccel.zero.hooks import refuse_calls, watch_construction
 from zeroaccel.zero.layout import FlatLayout
 from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit
 from zeroaccel.zero.precision import dtype_before, note_cast
+from zeroaccel.zero.quantized_weights import attach_codes
 from zeroaccel.zero.storage.shards import MemoryShard
-from zeroaccel.zero.tensor_subclasses import METADATA, function_name
+from zeroaccel.zero.tensor_subclasses import METADATA, function_name, scales_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -85,6 +86,8 @@ class ShardTarget:
         Raises:
             UsageError: as the engine for the precision would: the parameter has 64 bits, and the precision 32.
         """
+        if scales_of(param) is not None:
+            return param.dtype
         if self.from_precision and self.dtype is torch.float32 and param.dtype is torch.float64:
             raise float64_error(name)
         return self.dtype if self.dtype is not None and param.is_floating_point() else param.dtype
@@ -282,12 +285,18 @@ class ModuleShards:
 
 def _to_shard(module: nn.Module, *, meta: bool = False) -> list[tuple[str, nn.Parameter]]:
     """The module's own parameters that are ordinary and not sharded yet, each once."""
+    if not meta:
+        attach_codes(module, recurse=False)
     named: dict[int, tuple[str, nn.Parameter]] = {}
     for name, param in module._parameters.items():
-        # A subclass, such as a quantised weight, may not be cut at any element.
-        if param is None or type(param) is not nn.Parameter or param.is_meta != meta or handle_of(param) is not None:
+        # A subclass may not be cut at any element, unless its values are codes.
+        if param is None or param.is_meta != meta or handle_of(param) is not None:
+            continue
+        scales = scales_of(param)
+        if scales is None and type(param) is not nn.Parameter:
             continue
         named.setdefault(id(param), (name, param))
+        named |= {id(scale): (f"{name}.{key}", scale) for key, scale in (scales or {}).items()}
     return list(named.values())
 
 
@@ -318,8 +327,8 @@ class Init:
 
     After the block, pass the model to `initialize()`; training has the bits of a model built without the block. Until
     then, read and write its values inside `GatheredParameters`; calling it raises EngineStateError. May be nested:
-    the innermost counts. On one rank it only casts. Buffers are not sharded; nor are parameters on the meta device, and
-    parameters of subclasses.
+    the innermost counts. On one rank it only casts. Codes of bitsandbytes are sharded with their scales. Buffers are
+    not sharded; nor are parameters on the meta device, and parameters of other subclasses.
 
     Args:
         module: an existing model, sharded at once, before the block.
