@@ -9,12 +9,13 @@ on PYTHONPATH, which installs the finder and then runs the `sitecustomize` that 
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.abc import Loader
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.metadata import Distribution, DistributionFinder
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -35,6 +36,7 @@ SWITCH = "ZEROACCEL_COMPAT"
 _STARTUP = str(Path(__file__).parent / "startup")
 
 _DECIDED_AT_IMPORT = ("accelerate", "transformers")  # these look for deepspeed once, when they are imported
+_MODELING = "transformers.modeling_utils"
 
 
 _SCRIPT = """\
@@ -88,6 +90,31 @@ class _FacadeLoader(Loader):
         return compile(_SCRIPT.format(name=fullname), f"<{fullname}>", "exec")
 
 
+class _ModelingLoader(SourceFileLoader):
+    """Of transformers' models: a quantised base is built within `zero.Init`, where transformers leaves it whole."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        _sharded_while_loading(module.PreTrainedModel)
+
+
+_WHOLE: dict[type, Any] = {}  # class -> its own from_pretrained
+
+
+def _sharded_while_loading(owner: type) -> None:
+    _WHOLE[owner] = original = vars(owner)["from_pretrained"]
+
+    @functools.wraps(original.__func__)
+    def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
+        quantization = kwargs.get("quantization_config") or getattr(kwargs.get("config"), "quantization_config", None)
+        if quantization is None:
+            return original.__func__(cls, *args, **kwargs)
+        with import_module("zeroaccel.compat.transformers_calls").init_of_quantized(quantization):
+            return original.__func__(cls, *args, **kwargs)
+
+    owner.from_pretrained = classmethod(from_pretrained)  # type: ignore[attr-defined]
+
+
 class _Distribution(Distribution):
     def read_text(self, filename: str) -> str | None:
         if filename in ("METADATA", "PKG-INFO"):
@@ -108,6 +135,11 @@ class _Finder(DistributionFinder):
             # A script is no package: of one, `python -m` would look for a `__main__`.
             spec = ModuleSpec(fullname, _FacadeLoader(), origin="zeroaccel", is_package=fullname not in SCRIPTS)
             return spec
+        if fullname == _MODELING:
+            found = PathFinder.find_spec(fullname, path)
+            if found is not None and type(found.loader) is SourceFileLoader:
+                found.loader = _ModelingLoader(fullname, found.loader.path)
+            return found
         parent, _, name = fullname.rpartition(".")
         if fullname.partition(".")[0] != PACKAGE or name in SURFACE.get(parent, {}):
             return None
@@ -171,6 +203,9 @@ def uninstall() -> None:
     if not is_installed():
         return
     sys.meta_path.remove(_FINDER)
+    while _WHOLE:
+        owner, original = _WHOLE.popitem()
+        owner.from_pretrained = original  # type: ignore[attr-defined]
     parameters = sys.modules.get("zeroaccel.compat.parameters")
     if parameters is not None:
         parameters.detach()

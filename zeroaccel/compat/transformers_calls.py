@@ -5,7 +5,8 @@
 from the model. `Accelerator.get_state_dict` below stage 3 reads the module's own state dict, and where ranks have parts
 of layers or other experts the patch gathers it. `TrainingArguments(enable_jit_checkpoint=True)` has each rank save when
 its own timer says so; here the ranks agree on the step, and save after `on_step_end` has counted it. All are patched
-when an engine is made, and only if the library is imported; `detach()` restores the originals.
+when an engine is made, and only if the library is imported; `detach()` restores the originals. `finder.py`
+patches `from_pretrained`, with `init_of_quantized`, as transformers is imported.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import functools
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from zeroaccel.accelerate import pretrained_saving
 from zeroaccel.comm.stop_notice import stop_notice
+from zeroaccel.compat.deepspeed_init import DeepSpeedInit
 from zeroaccel.zero.engine_base import EngineBase
 
 _ORIGINALS: dict[tuple[type, str], Callable[..., Any]] = {}
@@ -90,6 +93,19 @@ def _of_all_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
         return model._consolidated_16bit_state_dict()
 
     return get_state_dict
+
+
+def init_of_quantized(quantization: Any) -> AbstractContextManager[Any]:
+    """`zero.Init` for a base of bitsandbytes at stage 3, of which transformers would give every rank the whole.
+
+    Args:
+        quantization: the config, an object or a dict.
+    """
+    deepspeed = sys.modules["transformers.integrations.deepspeed"]
+    read = quantization.get if isinstance(quantization, dict) else functools.partial(getattr, quantization)
+    if read("quant_method", None) != "bitsandbytes" or not deepspeed.is_deepspeed_zero3_enabled():
+        return nullcontext()
+    return DeepSpeedInit(config_dict_or_path=deepspeed.deepspeed_config())
 
 
 def _restore_config(trainer: Any) -> None:

@@ -14,6 +14,8 @@ import pytest
 from packaging.version import parse
 
 from tests import time_limits
+from tests.support.environment import ROOT
+from tests.support.job import run_command
 from zeroaccel import compat
 from zeroaccel.compat.deepspeed_init import from_library
 from zeroaccel.compat.finder import inherited_environment
@@ -166,3 +168,44 @@ def test_dicts_from_libraries_say_the_same_in_the_words_of_the_format() -> None:
         "zero_optimization": {"stage": 3, "reduce_bucket_size": 64, "stage3_prefetch_bucket_size": 7}
     }
     assert given == kept
+
+
+_QUANTIZED = """
+import sys
+from types import SimpleNamespace
+from zeroaccel import compat
+from zeroaccel.zero.access import deferred_init
+
+compat.install()
+from transformers.modeling_utils import PreTrainedModel
+config = {"zero_optimization": {"stage": 3}}
+sys.modules["transformers.integrations.deepspeed"] = SimpleNamespace(
+    is_deepspeed_zero3_enabled=lambda: len(sys.argv) < 2, deepspeed_config=lambda: config
+)
+of_library = {"quant_method": "bitsandbytes"}
+print(
+    PreTrainedModel.from_pretrained("a", quantization_config=of_library),
+    PreTrainedModel.from_pretrained("a", config=SimpleNamespace(quantization_config=SimpleNamespace(**of_library))),
+    PreTrainedModel.from_pretrained("a", quantization_config={"quant_method": "gptq"}),
+    PreTrainedModel.from_pretrained("a", config=SimpleNamespace()),
+)
+compat.uninstall()
+print(PreTrainedModel.from_pretrained("a", quantization_config=of_library))
+"""
+
+
+def test_quantised_bases_of_transformers_are_loaded_within_zero_init(tmp_path: Path) -> None:
+    package = tmp_path / "transformers"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "modeling_utils.py").write_text(
+        "from zeroaccel.zero.access import deferred_init\n\n\nclass PreTrainedModel:\n    @classmethod\n"
+        "    def from_pretrained(cls, path, **kwargs):\n        return len(deferred_init._ACTIVE)\n"
+    )
+    script = tmp_path / "script.py"
+    script.write_text(_QUANTIZED)
+    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    run = run_command([sys.executable, script], env=environment, fresh=True)
+    assert run.stdout.split() == ["1", "1", "0", "0", "0"], run.stderr
+    run = run_command([sys.executable, script, "no stage 3"], env=environment, fresh=True)
+    assert run.stdout.split() == ["0", "0", "0", "0", "0"], run.stderr
