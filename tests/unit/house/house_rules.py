@@ -91,10 +91,10 @@ ENVIRONMENT_READERS = {
 # Folder -> its most code lines. A commit that raises one says what the lines are worth.
 MAX_CODE_LINES: Mapping[str, int] = {
     "": 860,
-    "accelerate": 3815,
-    "checkpoint": 6065,
+    "accelerate": 3995,
+    "checkpoint": 6105,
     "cli": 7175,
-    "comm": 3745,
+    "comm": 3775,
     "compat": 3030,
     "config": 4295,
     "data": 802,
