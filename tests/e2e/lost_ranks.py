@@ -4,9 +4,10 @@
 
 Each attempt of the launcher suffers the fault of its number; after the last one none. A fault is KIND:STEP:RANK+...:
 `kill` and `stop` send SIGKILL and SIGSTOP before the micro-step, `save` kills while a state in memory is written (at
-its first file, or a few milliseconds later), `load` kills as soon as the run has resumed, `machine` kills the launcher
-and the rank before the micro-step, and `cut` waits there until there is a file `cut`. Rank 0 writes `resumed.N` (time
-and step of each attempt's first update) and, at the end, `digest`, of the final weights.
+its first file, or a few milliseconds later), `copy` while one arrives from another machine, `load` kills as soon as the
+run has resumed, `machine` kills the launcher and the rank before the micro-step, and `cut` waits there until there is a
+file `cut`. Rank 0 writes `resumed.N` (time and step of each attempt's first update) and, at the end, `digest`, of the
+final weights.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from zeroaccel import Accelerator, ProjectConfiguration, ZeroPlugin, set_seed
-from zeroaccel.accelerate import run_state
+from zeroaccel.accelerate import peer_copies, run_state
 
 
 def suffer(kind: str) -> None:
@@ -33,6 +34,16 @@ def suffer(kind: str) -> None:
     if kind == "machine":
         os.kill(os.getppid(), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
+
+
+def suffer_at_next_state(kind: str, seed: int) -> None:
+    """Has this process killed while a state is written or copied."""
+    if kind == "copy":
+        peer_copies._write = lambda *_: suffer("kill")  # type: ignore[assignment]
+    elif seed % 2:
+        threading.Timer(0.001 * (seed % 7), suffer, ["kill"]).start()
+    else:
+        run_state.write_durably = lambda *_: suffer("kill")  # type: ignore[assignment]
 
 
 def main(folder: str, steps: str, interval: str, seed: str, faults: str = "") -> None:
@@ -64,11 +75,8 @@ def main(folder: str, steps: str, interval: str, seed: str, faults: str = "") ->
             Path(f"fault.{attempt}").touch()
             while not Path("cut").exists():
                 time.sleep(0.01)
-        if is_hit and step == int(at) and kind == "save":
-            if int(seed) % 2:
-                threading.Timer(0.001 * (int(seed) % 7), suffer, ["kill"]).start()
-            else:
-                run_state.write_durably = lambda *_: suffer("kill")  # type: ignore[assignment]
+        if is_hit and step == int(at) and kind in ("save", "copy"):
+            suffer_at_next_state(kind, int(seed))
         accelerator.backward(model(x).square().mean())
         optimizer.step()
         optimizer.zero_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -36,7 +37,7 @@ def test_a_killed_rank_is_started_again_from_memory(tmp_path: Path) -> None:
     words = ["--max_restarts", 1, "--timeout", 5, PROGRAM, lost, 12, 2, 3, "kill:5:1"]
     result = run_command([*LAUNCH, *words], timeout=150.0)
     assert result.returncode == 0, result.stderr
-    assert result.stderr.count("resuming from the memory of the machine, step 4;") == 1
+    assert len(re.findall("resuming from the memory of the machine, step [24];", result.stderr)) == 1
     assert [len(list(folder.glob("resumed.*"))) for folder in (whole, lost)] == [1, 2]
     assert (whole / "digest").read_text() == (lost / "digest").read_text()
 
@@ -76,7 +77,7 @@ def test_of_a_network_that_is_cut_one_side_goes_on(tmp_path: Path, stage: int) -
         net.mend()
         codes = [machine.wait(seconds(90)) for machine in machines]
     said = [(tmp_path / f"{name}.txt").read_text() for name in "ab"]
-    assert step == "4"
+    assert step in "24"
     assert codes[0] == 0, said[0]
     assert codes[1] > 0, said[1]
     assert not (tmp_path / "resumed.2").exists(), said[0]
@@ -93,18 +94,20 @@ def wait_for(path: Path, most_seconds: float) -> None:
 
 
 @pytest.mark.slow
-def test_a_lost_rank_of_two_machines_starts_both_again_together(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("fault", "steps"), [("kill:5:1", "[24]"), ("copy:3:1", "2"), ("copy:3:0", "2")])
+def test_a_lost_rank_of_two_machines_starts_both_again_together(tmp_path: Path, fault: str, steps: str) -> None:
     command = [*LAUNCH, "--num_machines", "1:2", "--max_restarts", 2, "--timeout", 5]
     command += ["--main_process_ip", "127.0.0.1", "--main_process_port", free_port(), "--machine_rank"]
     whole, lost = _whole_run(tmp_path)
-    words = [PROGRAM, lost, 12, 2, 3, "kill:5:1"]
+    words = [PROGRAM, lost, 12, 2, 3, fault]
     with ExitStack() as stack:
         machines = [
             stack.enter_context(running_command([*map(str, [*command, rank, *words])], cwd=tmp_path)) for rank in (0, 1)
         ]
         first, second = (machine.wait(90) for machine in machines)
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
-    assert first.stderr.count("resuming from the memory of 2 machines, step 4; there is no other") == 1
+    found = f"resuming from the memory of 2 machines, step {steps}; there is no other"
+    assert len(re.findall(found, first.stderr)) == 1, first.stderr
     assert (whole / "digest").read_text() == (lost / "digest").read_text()
 
 
@@ -119,6 +122,6 @@ def test_a_lost_machine_leaves_copies_and_the_other_one_goes_on(tmp_path: Path) 
         ]
         first, second = (machine.wait(90) for machine in machines)
     assert (first.returncode, second.returncode) == (0, -signal.SIGKILL), first.stderr
-    assert first.stderr.count("resuming from the memory of the machine, step 4; there is no other") == 1
-    assert (tmp_path / "resumed.1").read_text().split()[1] == "4"
+    assert len(re.findall("resuming from the memory of the machine, step [24]; there is no other", first.stderr)) == 1
+    assert (tmp_path / "resumed.1").read_text().split()[1] in "24"
     assert (tmp_path / "digest").exists()

@@ -1069,6 +1069,7 @@ class Accelerator(ControlFlow):
             >>> model = accelerator.prepare(torch.nn.Linear(4, 1))
             >>> (model,) = accelerator.free_memory(model)
         """
+        self._run.close()
         for item in self.prepared:
             item.engine.destroy()
         self.prepared.clear()
@@ -1089,6 +1090,7 @@ class Accelerator(ControlFlow):
         The process group is closed if zeroaccel made it.
         """
         self._end_tracking()
+        self._run.close()
         self.wait_for_everyone()
         leave_accelerate()
         self.state.partial.destroy_process_group()

@@ -11,22 +11,80 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
+
+import torch
 
 from zeroaccel.accelerate.peer_copies import PeerCopies, Sizes, step_of
 from zeroaccel.accelerate.project import ProjectConfiguration, prune_states, saved_states
-from zeroaccel.comm.agree import from_rank_0
+from zeroaccel.comm.agree import agree_or_raise, from_rank_0
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.config.schema import PeerStates
 from zeroaccel.errors import CheckpointError
 from zeroaccel.logs import logger
 from zeroaccel.offload.page_locked import free_nbytes
+from zeroaccel.ops.device_threads import start_thread
 
 MOST_COST = 0.02
 """Of the time of training, what all states in memory together take where their interval is measured."""
 
 _FIRST_INTERVAL = 2
+_WRITTEN = "written_"  # a folder that is no state yet: its name with the step
+
+
+class StateSave(Protocol):
+    """A state that is being saved, see `RunSave`."""
+
+    device: torch.device
+    names: Sequence[str]
+
+    def write(self) -> None: ...
+
+    def complete(self) -> None: ...
+
+    def abandon(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """Between two batches: steps so far, and the time in seconds."""
+
+    num_steps: int
+    time: float
+
+
+class _Writing:
+    """A thread that writes this rank's files of a state and exchanges copies with other machines.
+
+    Attributes:
+        error: why it failed; None while it runs.
+    """
+
+    def __init__(self, save: StateSave, folder: Path, peers: PeerCopies, begin: _Moment) -> None:
+        self.save, self.folder, self.begin = save, folder, begin
+        self.error: Exception | None = None
+        self._peers = peers
+        self._thread = start_thread(self._run, "state in memory", save.device)
+
+    @property
+    def is_over(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self.save.write()
+        except Exception as error:
+            self.error = error
+        try:
+            self._peers.send(self.folder, self.save.names if self.error is None else None)
+        except (OSError, RuntimeError) as error:
+            self.error = self.error or CheckpointError(f"{self.folder}: cannot be copied ({error})")
 
 
 class MemoryStates:
@@ -38,7 +96,7 @@ class MemoryStates:
     Args:
         folder: of this machine's launcher, in memory.
         settings: interval and memory; an interval is measured so that states take at most `MOST_COST` of the time.
-        save: `save(folder, step)` writes a complete state.
+        save: `save(folder, step)` begins a state. (all ranks)
 
     Attributes:
         interval: steps until the next state.
@@ -46,7 +104,7 @@ class MemoryStates:
     """
 
     def __init__(
-        self, folder: Path, settings: PeerStates, save: Callable[[Path, int], object], collectives: Collectives
+        self, folder: Path, settings: PeerStates, save: Callable[[Path, int], StateSave], collectives: Collectives
     ) -> None:
         self._project = ProjectConfiguration(str(folder), total_limit=1)
         self._folder = folder / "checkpoints"
@@ -58,8 +116,11 @@ class MemoryStates:
         self._peers = PeerCopies(collectives, folder)
         machines = self._peers.num_machines
         self.place = "the machine" if machines == 1 else f"{machines} machines"
-        self._last: tuple[int, float] | None = None  # number of steps and time at the last state
+        self._at: _Moment | None = None  # from which the interval counts
+        self._writing: _Writing | None = None
         self._start = self._spent = 0.0  # time at the first step, and seconds of all states since
+        self._step_seconds = 0.0  # of a step without a state
+        self._blocked = 0.0  # seconds for the state that is written
         self._is_on = True
         self._found: tuple[str, list[Sizes]] | None = None
 
@@ -93,47 +154,93 @@ class MemoryStates:
         self._peers.fetch(folder, machines, lambda: to_read(folder))
         return folder
 
-    def save_if_due(self, num_steps: int, micro_step: int) -> None:
-        """Saves if `interval` steps have gone by.
+    def at_batch(self, num_steps: int, micro_step: int) -> None:
+        """Between two batches: begins a state if `interval` steps have gone by, or completes the one that is written.
 
         Args:
             num_steps: of all engines so far.
             micro_step: as for `save`.
         """
-        begin = time.monotonic()
-        if self._last is None or num_steps < self._last[0]:
-            self._begin(num_steps)
-        assert self._last is not None, "counted from nowhere"
-        steps = num_steps - self._last[0]
-        if not self._is_on or steps < self.interval:
+        now = time.monotonic()
+        if self._at is None or num_steps < self._at.num_steps:
+            self._begin_counting(num_steps)
+        assert self._at is not None, "counted from nowhere"
+        if not self._is_on:
             return
-        written = self._folder / f"written_{num_steps}"
         try:
-            self._save(written, micro_step)
-            self._peers.spread(written, self._folder / f"checkpoint_{num_steps}")
+            if self._writing is None:
+                if num_steps - self._at.num_steps >= self.interval:
+                    self._begin(num_steps, micro_step, now)
+            elif self._is_written(self._writing):
+                self._complete(self._writing, num_steps, now)
+                return
+            self._blocked += time.monotonic() - now
         except CheckpointError as error:
             logger.warning("no more states in memory: %s", error)
             self._is_on = False
-            if self._peers.is_first:
-                shutil.rmtree(written, ignore_errors=True)
-            return
-        end = time.monotonic()
-        if self._is_measured:
-            per_step, cost = (begin - self._last[1]) / steps, end - begin
-            self._spent += cost
-            until = interval_of(self._spent + cost, end - self._start, per_step)
-            self.interval = from_rank_0(self._collectives, lambda: until, "interval of states in memory")
-        self._last = num_steps, end
+            self._give_up()
+
+    def _begin(self, num_steps: int, micro_step: int, now: float) -> None:
+        assert self._at is not None, "counted from nowhere"
+        if (steps := num_steps - self._at.num_steps) > 0:
+            self._step_seconds = (now - self._at.time) / steps
+        self._at = _Moment(num_steps, now)
+        self._peers.connect()
+        folder = self._folder / f"{_WRITTEN}{num_steps}"
+        self._writing = _Writing(self._save(folder, micro_step), folder, self._peers, self._at)
+
+    def _is_written(self, writing: _Writing) -> bool:
+        """Whether all ranks have written and copied their files. (all ranks)"""
+        standing = torch.tensor([not writing.is_over, writing.error is not None]).int()
+        self._collectives.all_reduce(standing, "max", "states in memory: standing")
+        is_written = not standing[0].item()
+        if is_written and standing[1].item():
+            agree_or_raise(self._collectives, writing.error, "states in memory: files")
+        return is_written
+
+    def _complete(self, writing: _Writing, num_steps: int, called: float) -> None:
+        begin = writing.begin
+        writing.save.complete()
+        self._peers.spread(writing.folder, self._folder / f"checkpoint_{begin.num_steps}")
+        self._writing = None
         if self._peers.is_first:
             prune_states(self._project)
+        if not self._is_measured:
+            return
+        # What steps have taken longer than those without a state, by waiting for it or beside its threads; at least
+        # what this class has blocked.
+        now, steps = time.monotonic(), num_steps - begin.num_steps
+        cost = max(self._blocked + now - called, now - begin.time - steps * self._step_seconds)
+        self._blocked = 0.0
+        self._spent += cost
+        until = interval_of(self._spent + cost, now - self._start, self._step_seconds)
+        until = max(until, steps, 1)  # as many without one, to compare with
+        self.interval = from_rank_0(self._collectives, lambda: until, "interval of states in memory")
+        self._at = _Moment(num_steps, now)
 
-    def _begin(self, num_steps: int) -> None:
-        """Counts from here. Removes states of later steps: a run that started anew would take them for its own."""
-        self._last = num_steps, time.monotonic()
-        self._start = self._start or self._last[1]
+    def _give_up(self) -> None:
+        """Removes what is there of a state that will not be complete. (all ranks)"""
+        self.close()
+        self._collectives.barrier("states in memory: given up")
         if self._peers.is_first:
-            for path in [*saved_states(self._project), *self._folder.glob("written_*")]:
-                if path.name.startswith("written_") or step_of(path.name) > num_steps:
+            for path in self._folder.glob(f"{_WRITTEN}*"):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def close(self) -> None:
+        """Waits for this rank's thread; what it has written is no state."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.wait()
+            writing.save.abandon()
+
+    def _begin_counting(self, num_steps: int) -> None:
+        """Counts from here. Removes states of later steps: a run that started anew would take them for its own."""
+        self._at = _Moment(num_steps, time.monotonic())
+        self._start = self._start or self._at.time
+        self._give_up()
+        if self._peers.is_first:
+            for path in saved_states(self._project):
+                if step_of(path.name) > num_steps:
                     shutil.rmtree(path, ignore_errors=True)
 
 

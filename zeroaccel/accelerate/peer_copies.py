@@ -1,11 +1,13 @@
 """Copies of states in memory on other machines, from which a state is put together after a machine was lost.
 
-After a save each machine has the files of its own ranks. `PeerCopies.spread` sends them to the next machine, and what
-rank 0 alone writes to all of them. Only when all machines have all copies does the folder get the name of a state.
-`PeerCopies.newest` finds the newest state whose files are all on some machine, and `fetch` completes it on each, as far
-as its ranks read it: nearly all where every rank has all masters (stage 0), else about what they have saved.
+A thread writes the files of each rank and sends them to a rank of the next machine (`PeerCopies.send`), while training
+goes on. `PeerCopies.spread` then sends what rank 0 alone writes to all of them. Only when all machines have all copies
+does the folder get the name of a state. `PeerCopies.newest` finds the newest state whose files are all on some machine,
+and `fetch` completes it on each, as far as its ranks read it: nearly all where every rank has all masters (stage 0),
+else about what they have saved.
 
-Every rank sends and receives: the k-th file goes from the k-th rank of one machine, counted around, to that of another.
+Every rank sends and receives: the k-th rank of one machine to that of the next, counted around; where several machines
+lack files, the k-th file goes from the k-th rank of one that has it.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ import torch
 
 from zeroaccel.comm.agree import agreed, from_rank
 from zeroaccel.comm.collectives import Collectives
+from zeroaccel.comm.topology import pair_backends
+from zeroaccel.comm.transport import PairLink, PendingTransfer
 from zeroaccel.errors import CheckpointError
+from zeroaccel.ops.device_threads import CPU, start_thread
 
 Sizes = Mapping[str, int]
 """Relative path of each file of a folder -> bytes."""
@@ -65,6 +70,14 @@ class PeerCopies:
         self._nodes = list(machines.values())
         self.num_machines = len(self._nodes)
         self.is_first = any(collectives.rank == ranks[0] for ranks in self._nodes)
+        neighbour = {
+            rank: self._rank_at((machine + 1) % len(self._nodes), place)
+            for machine, ranks in enumerate(self._nodes)
+            for place, rank in enumerate(ranks)
+        }
+        self._target = neighbour[collectives.rank]
+        self._sources = [rank for rank, target in neighbour.items() if target == collectives.rank]
+        self._links: dict[int, PairLink] = {}
 
     def short_of_room(self, own_nbytes: int, free: int, limit: int | None, *, reads_all: bool) -> str:
         """Which machine has too little room for states, in words; "" if each has enough.
@@ -97,8 +110,37 @@ class PeerCopies:
                 return f"{where} needs {_megabytes(needed)} for {what}, and {has}"
         return ""
 
+    def connect(self) -> None:
+        """Connects this rank with those of `send`; the first call does it."""
+        if self.num_machines > 1 and not self._links:
+            own, topology = self._collectives.rank, self._collectives.topology
+            pairs = pair_backends(topology, [self._target, *self._sources])
+            self._links = {rank: PairLink(pairs[rank], is_first=own < rank) for rank in (self._target, *self._sources)}
+
+    def send(self, folder: Path, names: Sequence[str] | None) -> None:
+        """Sends files to a rank of the next machine, and receives those of the one before. In a thread of each rank.
+
+        Args:
+            names: relative paths of this rank's files; None where it could not write them.
+
+        Raises:
+            OSError: a file cannot be read or written. RuntimeError: another rank is gone.
+        """
+        if self.num_machines == 1:
+            return
+        failures: list[Exception] = []
+        receivers = [
+            start_thread(partial(_noted, failures, partial(_receive_files, self._links[rank], folder)), "states", CPU)
+            for rank in self._sources
+        ]
+        _noted(failures, partial(_send_files, self._links[self._target], folder, names or ()))
+        for thread in receivers:
+            thread.join()
+        if failures:
+            raise failures[0]
+
     def spread(self, written: Path, state: Path) -> None:
-        """Copies what the ranks of each machine have written, and makes a state of it.
+        """Copies to each machine what it lacks of what is written, and makes a state of it.
 
         Raises:
             CheckpointError: a machine has no memory for it; on every rank.
@@ -106,10 +148,14 @@ class PeerCopies:
         sizes = self._on_each_machine(_sizes(written) if self.is_first else {})
         count = self.num_machines
         moves = []
-        for source, own in enumerate(sizes):
-            for name in own:
-                targets = [(source + 1) % count] if name.endswith(_DIVIDED) else range(count)
-                moves += [(source, target, name) for target in targets if target != source]
+        for name in sorted({name for own in sizes for name in own}):
+            has = [name in own for own in sizes]
+            source = has.index(True)
+            if name.endswith(_DIVIDED):
+                targets = [(source + 1) % count] if sum(has) == 1 < count else []
+            else:
+                targets = [machine for machine in range(count) if not has[machine]]
+            moves += [(source, target, name) for target in targets]
         whole = {name: nbytes for own in sizes for name, nbytes in own.items()}
         self._send(written, moves, whole)
         with agreed(self._collectives, "states in memory: name"), _as_checkpoint_error(written):
@@ -205,7 +251,7 @@ class PeerCopies:
             for piece, part in zip(leaving, rows.split(_positive(sent)), strict=True):
                 with open(folder / piece.name, "rb") as file:
                     file.seek(piece.offset)
-                    file.readinto(memoryview(part.numpy()).cast("B"))
+                    file.readinto(_memory_of(part))
         except OSError as error:
             failure = error
         out = torch.empty(sum(received), 1, dtype=torch.uint8)
@@ -214,11 +260,63 @@ class PeerCopies:
             raise failure
         arrived = [pieces[rank, own] for rank in ranks if received[rank]]
         for piece, part in zip(arrived, out.split(_positive(received)), strict=True):
-            path = folder / piece.name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with open(path, "r+b" if piece.offset else "wb") as file:
-                file.seek(piece.offset)
-                file.write(memoryview(part.numpy()).cast("B"))
+            _write(folder, piece, part)
+
+
+def _noted(failures: list[Exception], call: Callable[[], object]) -> None:
+    try:
+        call()
+    except Exception as error:
+        failures.append(error)
+
+
+def _send_files(link: PairLink, folder: Path, names: Sequence[str]) -> None:
+    """Two chunks at a time: one is read while the other one travels."""
+    sizes = {name: (folder / name).stat().st_size for name in names}
+    link.send_bytes(json.dumps(sizes).encode())
+    chunks = torch.empty(2, _CHUNK_NBYTES, dtype=torch.uint8)
+    sent: PendingTransfer | None = None
+    number = 0
+    for name, nbytes in sizes.items():
+        with open(folder / name, "rb") as file:
+            for piece in _pieces(name, nbytes):
+                chunk = chunks[number % 2][: piece.nbytes]
+                file.readinto(_memory_of(chunk))
+                if sent is not None:
+                    sent.wait()
+                sent = link.begin_send(chunk)
+                number += 1
+    if sent is not None:
+        sent.wait()
+
+
+def _receive_files(link: PairLink, folder: Path) -> None:
+    """Receives everything also where it cannot be written: the other rank is sending it."""
+    sizes: dict[str, int] = json.loads(link.receive_bytes())
+    chunk = torch.empty(_CHUNK_NBYTES, dtype=torch.uint8)
+    failure: OSError | None = None
+    for name, nbytes in sizes.items():
+        for piece in _pieces(name, nbytes):
+            part = chunk[: piece.nbytes]
+            link.receive(part)
+            try:
+                _write(folder, piece, part)
+            except OSError as error:
+                failure = failure or error
+    if failure is not None:
+        raise failure
+
+
+def _write(folder: Path, piece: _Piece, part: torch.Tensor) -> None:
+    path = folder / piece.name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "r+b" if piece.offset else "wb") as file:
+        file.seek(piece.offset)
+        file.write(_memory_of(part))
+
+
+def _memory_of(rows: torch.Tensor) -> memoryview:
+    return memoryview(rows.numpy()).cast("B")  # type: ignore[arg-type]
 
 
 @contextmanager

@@ -42,6 +42,7 @@ from zeroaccel.accelerate.project import (
 from zeroaccel.accelerate.training_loop import TrainingLoop
 from zeroaccel.checkpoint.atomic_write import remove_abandoned, write_durably
 from zeroaccel.checkpoint.plain_codec import decode, encode, random_state, restore_random_state
+from zeroaccel.checkpoint.save import Part, Save
 from zeroaccel.checkpoint.save_plan import saved_nbytes
 from zeroaccel.comm.agree import agreed, from_rank_0
 from zeroaccel.comm.collectives import Collectives
@@ -169,7 +170,7 @@ class RunSaving:
             asked = "ProjectConfiguration.memory_interval" if self.project.memory_interval else "checkpoint.peer"
             log_once(logging.WARNING, f"{asked} has no effect: {why}; {fix}")
             return None
-        return MemoryStates(folder, settings, self._save_completely, self._collectives)
+        return MemoryStates(folder, settings, self._begin_save, self._collectives)
 
     def register(self, obj: Any) -> None:
         missing = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(obj, name, None))]
@@ -190,6 +191,11 @@ class RunSaving:
                 got="one that it returned, which every state contains already",
             )
         self._objects.append(obj)
+
+    def close(self) -> None:
+        """Ends what runs in the background."""
+        if self._memory is not None:
+            self._memory.close()
 
     def add_save_hook(self, hook: SaveHook) -> RemovableHandle:
         return _added(self._save_hooks, hook)
@@ -236,7 +242,7 @@ class RunSaving:
         if self._is_preempted:
             raise Preempted(f"saved state {self._save_completely(None, step)}")
         if self._memory is not None:
-            self._memory.save_if_due(sum(engine.global_steps for engine in self._watched), step)
+            self._memory.at_batch(sum(engine.global_steps for engine in self._watched), step)
 
     def load(self, folder: PathLike | None) -> tuple[str, int]:
         """Returns the folder and the accelerator's `step`."""
@@ -254,6 +260,12 @@ class RunSaving:
         """Whether there is a state to resume from."""
         source = self._newest_folder()
         return source is not None or self._newer_in_memory(source, log=False) is not None
+
+    def _begin_save(self, folder: Path, step: int) -> RunSave:
+        models = [item.engine for item in self._state.prepared]
+        for hook in list(self._save_hooks.values()):
+            hook(models, [], str(folder))
+        return RunSave(folder, self._parts(step), self._collectives, self._state.partial.device)
 
     def _save_completely(self, folder: PathLike | None, step: int) -> str:
         saved = self.save(folder, step)
@@ -343,37 +355,104 @@ def save_run(folder: str | os.PathLike[str], run: RunParts, collectives: Collect
         UsageError: a state is not plain data and tensors; it names the key.
         EngineStateError: gradients of unfinished accumulation would be lost.
     """
-    root = Path(os.path.abspath(folder))
-    content, digest = b"", ""
-    # Everything is encoded before anything is written, so that an object that cannot be saved leaves the old state.
-    with agreed(collectives, f"save_state {root.name}: what to save"):
-        _check_keep_last(run)
-        content = _encoded(run, device)
-        digest = hashlib.sha256(content).hexdigest()
-    with agreed(collectives, f"save_state {root.name}: folder"):
-        if collectives.rank == 0:
-            _writable(root, lambda: _invalidate(root))
+    part = _RunPart(folder, run, collectives, device)
     for index, engine in enumerate(run.engines):
-        engine.save_checkpoint(root, tag=_tag(index))
-    with agreed(collectives, f"save_state {root.name}: write"):
-        _writable(root, lambda: write_durably(root / _rank_name(collectives.rank), content))
-        remove_abandoned(root / _rank_name(collectives.rank))
-    # The manifest goes last and has the digest of every rank's file: it is what makes the folder a complete state.
-    digests = collectives.gather_objects(digest, f"save_state {root.name}: parts")
-    with agreed(collectives, f"save_state {root.name}: finish"):
-        if collectives.rank == 0:
-            manifest = {
-                "version": _VERSION,
-                "world_size": collectives.world_size,
-                "iteration": run.iteration,
-                "counts": run.counts(),
-                "num_steps": sum(engine.global_steps for engine in run.engines),
-                "sha256": digests,
-            }
-            _writable(root, lambda: write_durably(root / STATE_NAME, json.dumps(manifest, indent=1).encode()))
-            remove_abandoned(root / STATE_NAME)
-    logger.info("saved state %s", root)
-    return root
+        engine.save_checkpoint(part.root, tag=_tag(index))
+    with agreed(collectives, f"save_state {part.root.name}: write"):
+        part.write()
+    part.complete()
+    return part.root
+
+
+class _RunPart:
+    """What this rank saves of a run besides its engines. (all ranks; raises as `save_run`)
+
+    Everything is encoded before anything is written, so that an object that cannot be saved leaves the old state.
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str], run: RunParts, collectives: Collectives, device: torch.device
+    ) -> None:
+        self.root = root = Path(os.path.abspath(folder))
+        self.name = _rank_name(collectives.rank)
+        self._collectives = collectives
+        self._content = b""
+        with agreed(collectives, f"save_state {root.name}: what to save"):
+            _check_keep_last(run)
+            self._content = _encoded(run, device)
+        self._facts = {
+            "version": _VERSION,
+            "world_size": collectives.world_size,
+            "iteration": run.iteration,
+            "counts": run.counts(),
+            "num_steps": sum(engine.global_steps for engine in run.engines),
+        }
+        with agreed(collectives, f"save_state {root.name}: folder"):
+            if collectives.rank == 0:
+                _writable(root, lambda: _invalidate(root))
+
+    def write(self) -> None:
+        """Writes this rank's file."""
+        _writable(self.root, lambda: write_durably(self.root / self.name, self._content))
+        remove_abandoned(self.root / self.name)
+
+    def complete(self) -> None:
+        """Makes the folder a complete state, as every rank has written all its files. (all ranks)"""
+        root, ranks = self.root, self._collectives
+        # The manifest goes last and has the digest of every rank's file: it is what makes the folder a complete state.
+        digests = ranks.gather_objects(hashlib.sha256(self._content).hexdigest(), f"save_state {root.name}: parts")
+        with agreed(ranks, f"save_state {root.name}: finish"):
+            if ranks.rank == 0:
+                manifest = json.dumps(self._facts | {"sha256": digests}, indent=1).encode()
+                _writable(root, lambda: write_durably(root / STATE_NAME, manifest))
+                remove_abandoned(root / STATE_NAME)
+        logger.info("saved state %s", root)
+
+
+class RunSave:
+    """A save of a run whose files a thread writes while training goes on. (made by all ranks; raises as `save_run`)
+
+    Life: 1. `write` in a thread of each rank, 2. `complete` (all ranks) once all have written, or `abandon`.
+
+    Attributes:
+        device: for the thread.
+        names: relative paths of this rank's files.
+    """
+
+    def __init__(self, folder: Path, run: RunParts, collectives: Collectives, device: torch.device) -> None:
+        self._part = _RunPart(folder, run, collectives, device)
+        self._collectives = collectives
+        self._saves: list[Save] = []
+        self._written: list[Part] = []
+        self.device = device
+        try:
+            for index, engine in enumerate(run.engines):
+                self._saves.append(engine.checkpointer.begin_save(self._part.root, _tag(index)))
+        except Exception:
+            self.abandon()
+            raise
+        own = [f"{save.tag}/{save.writer.path.name}" for save in self._saves]
+        self.names: Sequence[str] = [*own, self._part.name]
+
+    def write(self) -> None:
+        """Writes this rank's files; what they are copied from may change as soon as it is copied."""
+        try:
+            self._written = [save.write() for save in self._saves]
+            self._part.write()
+        finally:
+            for save in self._saves:
+                save.writer.copied.set()
+
+    def complete(self) -> None:
+        """Makes the folder a complete state. (all ranks)"""
+        for save, part in zip(self._saves, self._written, strict=True):
+            save.commit_together(part, self._collectives)
+        self._part.complete()
+
+    def abandon(self) -> None:
+        """Removes this rank's files and lets the tensors change; `write`, if it was called, has ended."""
+        for save in self._saves:
+            save.abandon()
 
 
 def load_run(folder: str | os.PathLike[str], run: RunParts, collectives: Collectives, device: torch.device) -> int:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,7 +35,7 @@ from zeroaccel.checkpoint.manifest import Manifest
 from zeroaccel.checkpoint.plain_codec import decode, random_state, restore_random_state
 from zeroaccel.checkpoint.rank_file import CHUNK_NBYTES
 from zeroaccel.checkpoint.rank_file_writer import Staging
-from zeroaccel.checkpoint.save import CommitRules, Progress, SaveRequest, prepare
+from zeroaccel.checkpoint.save import CommitRules, Progress, Save, SaveRequest, prepare
 from zeroaccel.checkpoint.save_plan import EngineState, WholeModel, persistent_buffers
 from zeroaccel.checkpoint.tensor_store import TensorStore, UnreadStore
 from zeroaccel.checkpoint.weights import consolidated_state_dict, save_model_files, save_weights
@@ -104,7 +105,10 @@ class Checkpointer:
         self._ranks = engine.collectives.job
         self._settings = settings = settings or CheckpointSettings()
         staging_nbytes = settings.staging_nbytes if settings.background else 4 * CHUNK_NBYTES
-        self._staging = Staging(staging_nbytes, pinned=self._device().type != "cpu")
+        self._staging = Staging(staging_nbytes, pinned=self._is_on_device)
+        self._copied = threading.Event()  # of the tensors of `begin_save`
+        self._copied.set()
+        engine.registry.before_write = self._wait_copied
         self._saving: BackgroundSave | None = None
         self._half_loaded: str | None = None
         self.loaded: LoadReport | None = None
@@ -125,8 +129,35 @@ class Checkpointer:
         *,
         exclude_frozen: bool | None,
     ) -> None:
-        self.prepare_to_save("save_checkpoint")
         self.wait()
+        save = self._prepared(save_dir, tag, client_state, save_latest, exclude_frozen, self._staging)
+        # After `prepare` the ranks have agreed on everything, so that writing needs no collectives and can go on in the
+        # background while training issues its own.
+        if self._settings.background:
+            self._saving = BackgroundSave(save)
+        else:
+            save.write_now(self._ranks)
+            logger.info("saved checkpoint %s", save.folder)
+
+    def begin_save(self, folder: PathLike, tag: str) -> Save:
+        """A save that the caller writes in a thread and commits, or abandons. (all ranks)
+
+        Until its tensors are copied nothing changes them: updates, loads and `wait` block.
+        """
+        save = self._prepared(folder, tag, None, True, None, Staging(4 * CHUNK_NBYTES, pinned=self._is_on_device))
+        self._copied = save.writer.copied
+        return save
+
+    def _prepared(
+        self,
+        save_dir: PathLike,
+        tag: object,
+        client_state: dict[str, Any] | None,
+        save_latest: bool,
+        exclude_frozen: bool | None,
+        staging: Staging,
+    ) -> Save:
+        self.prepare_to_save("save_checkpoint")
         engine = self._engine
         with agreed(self._ranks, "save_checkpoint: state"):
             self._require_boundary()
@@ -140,14 +171,7 @@ class Checkpointer:
             base,
             CommitRules(save_latest, self._settings.keep_last, is_shared=not is_in_launcher_memory(save_dir)),
         )
-        # After `prepare` the ranks have agreed on everything, so that writing needs no collectives and can go on in the
-        # background while training issues its own.
-        save = prepare(request, self.state(), self._progress(), self._ranks, self._staging)
-        if self._settings.background:
-            self._saving = BackgroundSave(save)
-        else:
-            save.write_now(self._ranks)
-            logger.info("saved checkpoint %s", save.folder)
+        return prepare(request, self.state(), self._progress(), self._ranks, staging)
 
     def save_and_leave(self, save_dir: PathLike) -> None:
         """Saves a checkpoint, waits until it is complete, and raises Preempted."""
@@ -362,16 +386,22 @@ class Checkpointer:
         Raises:
             CheckpointError: it failed; on every rank.
         """
+        self._wait_copied()
         if self._saving is not None:
-            self._saving.wait_copied()
             self._agree_on_outcome(self._saving)
 
+    def _wait_copied(self) -> None:
+        self._copied.wait()
+        if self._saving is not None:
+            self._saving.wait_copied()
+
     def wait(self) -> None:
-        """Waits for the running save.
+        """Waits for the running save; of one in memory, for its copies.
 
         Raises:
             CheckpointError: it failed; on every rank.
         """
+        self._copied.wait()
         if self._saving is not None:
             self._saving.wait()
             self._agree_on_outcome(self._saving)
@@ -414,6 +444,10 @@ class Checkpointer:
 
     def _device(self) -> torch.device:
         return self._engine.units[0].buffers[0].full.device if self._engine.units else torch.device("cpu")
+
+    @property
+    def _is_on_device(self) -> bool:
+        return self._device().type != "cpu"
 
     def _progress(self) -> Progress:
         engine = self._engine

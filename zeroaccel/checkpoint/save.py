@@ -14,7 +14,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -183,7 +183,9 @@ def prepare(
     lock: FolderLock | None = None
     try:
         with agreed(collectives, f"checkpoint {tag}: folder"):
-            lock = _open_folder(root / tag, sum(sizes), locked=engine_state.rank == 0)
+            # Of folders that machines do not share none gets everything.
+            nbytes = sum(sizes) if request.rules.is_shared else writer.layout.nbytes
+            lock = _open_folder(root / tag, nbytes, locked=engine_state.rank == 0)
     except Exception:
         if lock is not None:
             lock.release()
@@ -343,7 +345,7 @@ class Save:
     """One rank's part of a save that all ranks have agreed on; nothing is written yet.
 
     Life: 1. `write_part` (each rank), 2. `commit` (rank 0), 3. `release`; or `discard`, `release` and `discard_folder`
-    after a failure. `write_now` does all of it.
+    after a failure. `write_now` does all of it; or `write` in a thread, then `commit_together` or `abandon`.
 
     Attributes:
         common: on rank 0 the fields of the manifest besides the parts; elsewhere empty.
@@ -368,6 +370,14 @@ class Save:
     def folder(self) -> Path:
         """The checkpoint's folder."""
         return self.root / self.tag
+
+    def write(self) -> Part:
+        """Writes this rank's file, with a thread that copies the tensors."""
+        copier = start_thread(self.writer.copy, f"checkpoint copy {self.tag}", self.writer.device)
+        try:
+            return self.write_part()
+        finally:
+            copier.join()
 
     def write_part(self) -> Part:
         """Writes this rank's file; `writer.copy` must be running in another thread."""
@@ -409,23 +419,37 @@ class Save:
             CheckpointError: on every rank, if any could not write.
         """
         part: Part = {}
-        try:
+        with self._abandoned_if_it_fails():
             with agreed(collectives, f"checkpoint {self.tag}: write"):
-                copier = start_thread(self.writer.copy, f"checkpoint copy {self.tag}", self.writer.device)
-                try:
-                    part = self.write_part()
-                finally:
-                    copier.join()
-            parts = collectives.gather_objects(part, f"checkpoint {self.tag}: parts")
-            with agreed(collectives, f"checkpoint {self.tag}: commit"):
-                if self.rank == 0:
-                    self.commit(parts)
+                part = self.write()
+            self._commit_together(part, collectives)
+
+    def commit_together(self, part: Part, collectives: Collectives) -> None:
+        """Commits what `write` has returned on each rank. (all ranks)"""
+        with self._abandoned_if_it_fails():
+            self._commit_together(part, collectives)
+
+    def abandon(self) -> None:
+        """Removes what is there of a save that will not be committed; its `write`, if it was called, has ended."""
+        self.writer.copied.set()
+        self.discard()
+        self.release()
+        self.discard_folder()  # succeeds on the last rank to discard its file
+
+    def _commit_together(self, part: Part, collectives: Collectives) -> None:
+        parts = collectives.gather_objects(part, f"checkpoint {self.tag}: parts")
+        with agreed(collectives, f"checkpoint {self.tag}: commit"):
+            if self.rank == 0:
+                self.commit(parts)
+
+    @contextlib.contextmanager
+    def _abandoned_if_it_fails(self) -> Iterator[None]:
+        try:
+            yield
         except CollectiveError:
             raise  # a rank is gone: rank 0 may have committed, so nothing may be removed
         except Exception:
-            self.discard()
-            self.release()
-            self.discard_folder()  # succeeds on the last rank to discard its file
+            self.abandon()
             raise
         finally:
             self.release()

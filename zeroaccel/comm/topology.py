@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from multiprocessing.util import Finalize
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zeroaccel.comm.collective_tracker import CollectiveTracker
@@ -54,7 +54,9 @@ from zeroaccel.comm.tracked_group import TrackedGroup
 from zeroaccel.comm.transport import (
     GATHERS,
     REDUCTIONS,
+    SendRecvBackend,
     TransportFactory,
+    close_connection,
     close_connections,
     exchange_first,
     gather_at_first,
@@ -75,6 +77,7 @@ __all__ = [
     "init_process_group",
     "meet",
     "mesh_of",
+    "pair_backends",
     "peer_recorder",
     "subgroup",
     "track",
@@ -118,6 +121,7 @@ class Topology:
         connected: the NCCL groups whose ranks have found each other, each with a kind of collective.
         recorders: what `recorder` has made, by its name.
         tracked: what `track` has made, by its ranks.
+        pairs: what `pair_backends` has made, by the other rank.
         names: puts ranks into words, with their places on the mesh of the job once that is known.
         limit: seconds a collective may wait.
         local_rank, local_world_size: among the ranks on this machine.
@@ -149,6 +153,7 @@ class Topology:
     connected: set[tuple[dist.ProcessGroup, str]] = field(default_factory=set)
     recorders: dict[str, FlightRecorder] = field(default_factory=dict)
     tracked: dict[tuple[int, ...], TrackedGroup] = field(default_factory=dict)
+    pairs: dict[int, SendRecvBackend] = field(default_factory=dict)
     names: RankNames = field(default_factory=RankNames)
 
     @property
@@ -354,9 +359,9 @@ def _build(
     _generation += 1  # tells the side channels of one default group from those of the next
     rank, world_size = default.rank(), default.size()
     backend = str(dist.get_backend_config(default))
-    accelerated = ACCELERATOR.backend in backend
     flight_recorder = FlightRecorder()
-    simulated = "fake" in backend  # torch's group without peers, for measurements
+    # "fake": torch's group without peers, for measurements.
+    accelerated, simulated = ACCELERATOR.backend in backend, "fake" in backend
     if not (accelerated or simulated or _made_default_group) and own_device is None:
         warn_of_unused_devices(backend)
     if not (accelerated or simulated) and own_device is None:
@@ -370,28 +375,27 @@ def _build(
     nodes = ((rank,),) if simulated else _nodes(rank, processes, control)
     node_group = next(node for node in nodes if rank in node)
     launched = None if simulated else local_rank_and_size()
-    local_rank, local_world_size = launched or (node_group.index(rank), len(node_group))
+    local = launched or (node_group.index(rank), len(node_group))  # rank and world size
     device = CPU if own_device is None else named_device(own_device)
     if accelerated and (own_device is None or device.type != "cpu"):
         bound = default.bound_device_id if own_device is None else device
-        device = _agreed_device(bound, local_rank, local_world_size, processes[rank].host, control)
+        device = _agreed_device(bound, *local, processes[rank].host, control)
     _require_data_backend(device, backend, transports)
     _make_current(device)
     avoid_record_streams(_torch_version())
     # Ranks may issue a gather and a reduction in different orders (a prefetch that one rank starts early), which within
     # one NCCL communicator would be a deadlock; with a group each, only calls of one kind have to agree in order.
     gather, reduce = (dist.new_group(backend=_data_backend(backend), timeout=backstop) for _ in range(2))
-    made, names, watchdog = [gather, reduce, control], RankNames(), None
+    made, names, watchdog, pairs = [gather, reduce, control], RankNames(), None, dict[int, SendRecvBackend]()
     if not simulated:
         peers = PeerProcesses(rank, processes, signals=not launcher_wakes_stopped_ranks())
-        interrupter = _interrupter(made, device)
+        interrupter = _interrupter(made, pairs, rank, device)
         watchdog = Watchdog(flight_recorder, _side_channel(rank, world_size), peers, limit, interrupter, names, device)
         send_exit_notice_through(watchdog, _destroy_at_exit)
     topology = Topology(
         rank,
         world_size,
-        local_rank,
-        local_world_size,
+        *local,
         device,
         backend,
         gather,
@@ -404,6 +408,7 @@ def _build(
         made,
         transports=transports,
         names=names,
+        pairs=pairs,
     )
     connect(topology, {"gathers": (gather, GATHERS), "reductions": (reduce, REDUCTIONS)})
     return topology
@@ -514,6 +519,25 @@ def subgroup(topology: Topology, partition: Sequence[Sequence[int]]) -> RankGrou
         groups = [_rank_group(topology, ranks) for ranks in key]
         topology.subgroups[key] = next(group for group in groups if group is not None)
     return topology.subgroups[key]
+
+
+def pair_backends(topology: Topology, peers: Iterable[int]) -> Mapping[int, SendRecvBackend]:
+    """Gloo with each of some other ranks, this rank and it alone. (all ranks that are in a pair, each with the other's)
+
+    Made at the first call and kept. For threads: no collective of the main thread uses them. Not of `dist.new_group`,
+    which takes as many calls on each rank.
+
+    Args:
+        peers: global ranks.
+    """
+    store, rank = dist.distributed_c10d._get_default_store(), topology.rank
+    # The lowest pair first: ranks that wait for each other around a circle would never begin.
+    for low, high, peer in sorted((min(peer, rank), max(peer, rank), peer) for peer in set(peers)):
+        if peer not in topology.pairs:
+            own = PrefixStore(f"pair/{_generation}/{low}/{high}", store)
+            gloo = ProcessGroupGloo(own, int(rank == high), 2, _backstop(topology.limit))
+            topology.pairs[peer] = cast(SendRecvBackend, gloo)
+    return topology.pairs
 
 
 def peer_recorder(topology: Topology, peers: RankGroups | None) -> FlightRecorder | None:
@@ -682,7 +706,9 @@ def _backstop(limit: float) -> timedelta:
     return timedelta(seconds=limit + _BACKSTOP_SECONDS) if math.isfinite(limit) else timedelta(days=365)
 
 
-def _interrupter(groups: list[dist.ProcessGroup], device: torch.device) -> Callable[[], None]:
+def _interrupter(
+    groups: list[dist.ProcessGroup], pairs: Mapping[int, SendRecvBackend], rank: int, device: torch.device
+) -> Callable[[], None]:
     """A function that breaks the groups' connections, so that threads blocked in them raise."""
 
     def interrupt() -> None:
@@ -691,5 +717,7 @@ def _interrupter(groups: list[dist.ProcessGroup], device: torch.device) -> Calla
             close_connections(group)
             if device.type != "cpu" and device.type in str(group._device_types):
                 group._get_backend(device).abort()
+        for peer, backend in tuple(pairs.items()):
+            close_connection(backend, int(rank < peer))
 
     return interrupt

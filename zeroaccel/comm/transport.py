@@ -81,9 +81,53 @@ def close_connections(group: dist.ProcessGroup) -> None:
     """
     for peer in range(group.size()):
         if peer != group.rank():
-            with contextlib.suppress(RuntimeError):  # it always raises: timed out, or closed already
-                never_sent = send_recv_backend(group).recv([torch.empty(1)], peer, _UNUSED_TAG)
-                never_sent.wait(timedelta(milliseconds=1))
+            close_connection(send_recv_backend(group), peer)
+
+
+def close_connection(backend: SendRecvBackend, peer: int) -> None:
+    """As `close_connections`, of one peer."""
+    with contextlib.suppress(RuntimeError):  # it always raises: timed out, or closed already
+        never_sent = backend.recv([torch.empty(1)], peer, _UNUSED_TAG)
+        never_sent.wait(timedelta(milliseconds=1))
+
+
+class PairLink:
+    """This rank's link to another one, for threads that send while the main thread trains; one at a time per direction.
+
+    A collective in a thread would interleave with those of training in another order on each rank; a message between
+    two ranks that nothing else sends in their group cannot. Waits end with the process group's own timeout.
+
+    Args:
+        gloo: of these two ranks, of `pair_backends`.
+        is_first: this rank is the lower one.
+    """
+
+    def __init__(self, gloo: SendRecvBackend, *, is_first: bool) -> None:
+        self._gloo = gloo
+        self._own, self._peer = (0, 1) if is_first else (1, 0)
+
+    def begin_send(self, tensor: Tensor) -> PendingTransfer:
+        """Sends a tensor in host memory, which must not change until the transfer is over."""
+        return self._gloo.send([tensor], self._peer, self._own)
+
+    def receive(self, tensor: Tensor) -> None:
+        """tensor = the next one that the other rank sends. Blocks. Raises RuntimeError if it is gone."""
+        self._gloo.recv([tensor], self._peer, self._peer).wait()
+
+    def send_bytes(self, content: bytes) -> None:
+        """Sends bytes of any number. Blocks."""
+        self.begin_send(torch.tensor([len(content)])).wait()
+        if content:
+            self.begin_send(torch.frombuffer(bytearray(content), dtype=torch.uint8)).wait()
+
+    def receive_bytes(self) -> bytes:
+        """What the other rank's `send_bytes` has sent. Blocks."""
+        length = torch.empty(1, dtype=torch.int64)
+        self.receive(length)
+        content = torch.empty(int(length), dtype=torch.uint8)
+        if content.numel():
+            self.receive(content)
+        return content.numpy().tobytes()
 
 
 class Transport(Protocol):

@@ -125,6 +125,9 @@ class Checkpoints(Protocol):
         exclude_frozen: bool | None,
     ) -> None: ...
 
+    def begin_save(self, folder: PathLike, tag: str) -> Any:
+        """A save that a thread of the caller writes (a `Save` of `checkpoint/`). (all ranks)"""
+
     def load_checkpoint(
         self, load_dir: PathLike, tag: object, *, strict: bool, optimizer: bool, scheduler: bool, progress: bool
     ) -> tuple[str | None, dict[str, Any]]: ...
@@ -1002,6 +1005,7 @@ class EngineBase(nn.Module):
             EngineStateError: they are offloaded already.
         """
         self.finish_update()
+        self.registry.before_write()  # a save may be copying them
         kinds = self._state_offload.kinds(include, device)
         self._coordinator.end_step()
         self._state_offload.offload(kinds, pinned=pin_memory)

@@ -6,7 +6,9 @@ import logging.handlers
 import os
 import re
 import shutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -19,11 +21,21 @@ from torch.utils.data import DataLoader
 
 from tests.conftest import Ranks
 from zeroaccel import Accelerator, ProjectConfiguration, ZeroPlugin, set_seed
+from zeroaccel.accelerate import memory_states
 from zeroaccel.accelerate.memory_states import interval_of
+from zeroaccel.accelerate.project import prune_states
+from zeroaccel.checkpoint.rank_file_writer import RankFileWriter
 from zeroaccel.checkpoint.save_plan import saved_nbytes
 from zeroaccel.errors import ConfigError
 from zeroaccel.logs import logger
 from zeroaccel.ops.tensorwise import Lamb
+from zeroaccel.zero import (
+    GatheredParameters,
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+)
 
 VARIABLE = "ZEROACCEL_MEMORY_FOLDER"
 STEPS = 16
@@ -31,6 +43,14 @@ STEPS = 16
 
 class Lost(Exception):
     """As if the process had died."""
+
+
+@contextmanager
+def waiting() -> Iterator[None]:
+    """A state is complete at the batch after it, however busy the machine is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory_states._Writing, "is_over", property(lambda writing: writing.wait() is None))
+        yield
 
 
 def life(
@@ -45,6 +65,7 @@ def life(
     resume: bool = True,
     machines: int = 1,
     peer: dict[str, Any] | None = None,
+    writes: bool = False,
 ) -> tuple[int, list[float], list[str]]:
     """Trains from the newest state to the end, or until it is lost; (first step, losses, states in memory)."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -68,8 +89,10 @@ def life(
         if resume:
             accelerator.resume()
         begin = model.global_steps
-        for _ in range(loader.epoch, 2):
-            for x in loader:
+        with suppress(Lost), waiting():
+            for x in chain.from_iterable(loader for _ in range(loader.epoch, 2)):
+                if writes:
+                    scale_weights(model)
                 loss = model(x).square().mean()
                 accelerator.backward(loss)
                 optimizer.step()
@@ -79,12 +102,72 @@ def life(
                     accelerator.save_state()
                 if model.global_steps == lost_at:
                     raise Lost
-    except Lost:
-        pass
     finally:
         accelerator.free_memory()
         del os.environ[VARIABLE]
     return begin, losses, sorted(path.name for path in memory.glob("checkpoints/*"))
+
+
+def scale_weights(model: Any) -> None:
+    """Writes weights, masters and moments, as programs may."""
+    first, last = model.module[0].weight, model.module[2].weight
+    with GatheredParameters([first], modifier_rank=0):
+        first.data.mul_(1.01)
+    master = safe_get_full_fp32_param(last)
+    assert master is not None
+    safe_set_full_fp32_param(last, master * 1.01)
+    if model.global_steps:
+        moment = safe_get_full_optimizer_state(last, "exp_avg")
+        assert moment is not None
+        safe_set_full_optimizer_state(last, moment * 0.5, "exp_avg")
+
+
+def slowly_copied(root: Path, **settings: Any) -> tuple[int, list[float], list[str]]:
+    """As `life`, where a state's tensors are copied long after the next batch has come."""
+    copy = RankFileWriter.copy
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RankFileWriter, "copy", lambda writer: (time.sleep(0.05), copy(writer)))
+        return life(root, writes=True, **settings)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_state_has_what_was_there_when_it_began(ranks: Ranks, tmp_path: Path, stage: int) -> None:
+    (tmp_path / "whole").mkdir()
+    whole = ranks(2).run(life, tmp_path / "whole", interval=None, stage=stage, writes=True)
+    for _ in range(2):
+        ranks(2).run(slowly_copied, tmp_path, interval=3, lost_at=5, stage=stage)
+    rest = ranks(2).run(life, tmp_path, interval=100, stage=stage, writes=True)
+    for rank in range(2):
+        assert rest[rank][:2] == (3, whole[rank][1][3:])
+
+
+def held(root: Path, machines: int) -> tuple[int, int, int]:
+    """Bytes in this rank's machine with two states and with one, and those of the rank's own files."""
+    found: list[int] = []
+    rank = int(os.environ["RANK"])
+    memory = root / f"memory{rank * machines // int(os.environ['WORLD_SIZE']) or ''}"
+
+    def size() -> int:
+        return sum(path.stat().st_size for path in memory.rglob("*.safetensors"))
+
+    def prune(project: ProjectConfiguration) -> None:
+        found.append(size())
+        prune_states(project)
+        found.append(size())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory_states, "prune_states", prune)
+        life(root, interval=2, lost_at=6, machines=machines)
+    own = sum(path.stat().st_size for path in memory.rglob(f"*rank{rank:05}*.safetensors"))
+    return found[-2] if found else 0, found[-1] if found else 0, own
+
+
+@pytest.mark.parametrize("machines", [1, 2])
+def test_two_states_are_the_most_that_a_machine_holds(ranks: Ranks, tmp_path: Path, machines: int) -> None:
+    found = ranks(4).run(held, tmp_path, machines)
+    of_all = sum(own for *_, own in found)  # on one machine it has these, on two its own and copies of the other's
+    for two, one, _ in found[:: 4 // machines]:
+        assert (two, one) == (2 * of_all, of_all)
 
 
 @pytest.mark.parametrize(("stage", "offload"), [(0, "none"), (1, "cpu"), (2, "none"), (3, "cpu")])
@@ -94,13 +177,13 @@ def test_a_run_that_starts_again_has_the_same_bits(ranks: Ranks, tmp_path: Path,
         (tmp_path / name).mkdir()
     whole = ranks(2).run(life, tmp_path / "whole", interval=None, **settings)
     first = ranks(2).run(life, tmp_path / "parts", interval=3, lost_at=8, **settings)
-    second = ranks(2).run(life, tmp_path / "parts", interval=3, lost_at=13, **settings)
+    second = ranks(2).run(life, tmp_path / "parts", interval=3, lost_at=14, **settings)
     third = ranks(2).run(life, tmp_path / "parts", interval=3, **settings)
     for rank in range(2):
         losses = whole[rank][1]
         assert len(losses) == STEPS
         assert (first[rank][0], first[rank][1], first[rank][2]) == (0, losses[:8], ["checkpoint_6"])
-        assert (second[rank][0], second[rank][1], second[rank][2]) == (6, losses[6:13], ["checkpoint_12"])
+        assert (second[rank][0], second[rank][1], second[rank][2]) == (6, losses[6:14], ["checkpoint_12"])
         assert (third[rank][0], third[rank][1]) == (12, losses[12:])
 
 
@@ -205,14 +288,14 @@ def test_of_three_machines_one_may_be_lost(ranks: Ranks, tmp_path: Path) -> None
     assert ranks(3).run(life, tmp_path, interval=100, lost_at=4, machines=3)[2][0] == 3
     # The machine that took its place has what its rank reads, and no copy: the next save makes that.
     assert [path.name[:9] for path in (tmp_path / "memory1").rglob("rank*")] == ["rank00001"]
-    assert ranks(3).run(life, tmp_path, interval=2, lost_at=6, machines=3)[2][0] == 3
+    assert ranks(3).run(life, tmp_path, interval=2, lost_at=7, machines=3)[2][0] == 3
     (tmp_path / "memory").rename(tmp_path / "away")
-    assert ranks(3).run(life, tmp_path, interval=100, lost_at=7, machines=3)[2][0] == 5
+    assert ranks(3).run(life, tmp_path, interval=100, lost_at=8, machines=3)[2][0] == 5
 
 
 @pytest.mark.parametrize(("stage", "names"), [(0, [0, 1, 2]), (3, [2])])  # rank 3 has no elements
 def test_a_machine_gets_what_its_ranks_read(ranks: Ranks, tmp_path: Path, stage: int, names: list[int]) -> None:
-    ranks(4).run(life, tmp_path, interval=3, lost_at=4, machines=2, stage=stage)
+    ranks(4).run(life, tmp_path, interval=3, lost_at=5, machines=2, stage=stage)
     shutil.rmtree(tmp_path / "memory1")
     rest = ranks(4).run(life, tmp_path, interval=100, lost_at=6, machines=2, stage=stage)
     assert [facts[0] for facts in rest] == [3] * 4
@@ -229,7 +312,7 @@ def test_two_neighbours_that_are_lost_together_take_the_state_with_them(ranks: R
 
 
 def test_fewer_ranks_go_on_as_from_a_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(4).run(life, tmp_path, interval=4, save_at=4, lost_at=5, machines=2)
+    ranks(4).run(life, tmp_path, interval=4, save_at=4, lost_at=6, machines=2)
     shutil.rmtree(tmp_path / "memory1")
     from_memory = ranks(2).run(life, tmp_path, interval=100, lost_at=9, before=hide_disk)
     shutil.rmtree(tmp_path / "memory")
@@ -288,14 +371,15 @@ def samples(root: Path, *, lost_at: int = -1, machines: int = 1) -> list[list[in
     found: list[list[int]] = [[] for _ in range(6)]
     try:
         accelerator.resume()
-        for x in loader:
-            if model.global_steps == lost_at:
-                break
-            found[model.global_steps] += map(int, x.view(-1).tolist())
-            with accelerator.accumulate(model):
-                accelerator.backward(model(x / 96).square().mean())
-                optimizer.step()
-                optimizer.zero_grad()
+        with waiting():
+            for x in loader:
+                if model.global_steps == lost_at:
+                    break
+                found[model.global_steps] += map(int, x.view(-1).tolist())
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(x / 96).square().mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
     finally:
         accelerator.free_memory()
         del os.environ[VARIABLE]

@@ -94,6 +94,8 @@ class GatheredParameters:
                 raise UsageError("GatheredParameters(modifier_rank)", expected=f"0 to {ranks - 1}", got=self._rank)
             if self._rank is not None:
                 _refuse_split(handles)
+            if self._rank is not None or self._discards:
+                registry.before_write()
             registry.acquire(_units(handles), handles)
             for handle in handles:
                 registry.write_detector.enter(handle.buffer, handle.index, writes=self._rank is not None)
@@ -258,6 +260,7 @@ def overwrite(handle: ParamHandle, value: Tensor) -> None:
     buffer, slot = handle.buffer, handle.slot
     own = slot.range & buffer.own
     _require_settled(handle)
+    handle.registry.before_write()
     buffer.note_written(own)
     with torch.no_grad():
         # The master takes the value itself, not what the shard rounds it to: fp32 values keep their bits.

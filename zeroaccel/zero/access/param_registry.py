@@ -117,6 +117,7 @@ class ParamRegistry:
 
     Attributes:
         write_detector: detects writes to unsharded parameters, for `full_params.py`.
+        before_write: blocks while a save in the background copies weights and states.
     """
 
     def __init__(
@@ -131,6 +132,7 @@ class ParamRegistry:
         self.collectives = collectives
         self.training = training
         self.write_detector = WriteDetector()
+        self.before_write: Callable[[], object] = list  # of nothing
         self._units: dict[int, ParamUnit] = {}
         self._num_params: dict[int, int] = {}
         self._pin, self._unpin, self._on_empty = pin, unpin, on_empty

@@ -327,6 +327,7 @@ def _assembled(handle: ParamHandle, own: Tensor, label: str) -> Tensor:
 def _write(handle: ParamHandle, values: _Values, new: FlatTensor) -> None:
     """Writes those of `new` that this rank has."""
     part = new.range if values.is_replicated else new.range & _own(handle)
+    handle.registry.before_write()
     with torch.no_grad():
         if part:
             values.write(part, new[part] / values.factor)
