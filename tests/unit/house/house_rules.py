@@ -91,8 +91,8 @@ ENVIRONMENT_READERS = {
 # Folder -> its most code lines. A commit that raises one says what the lines are worth.
 MAX_CODE_LINES: Mapping[str, int] = {
     "": 860,
-    "accelerate": 3995,
-    "checkpoint": 6105,
+    "accelerate": 4000,
+    "checkpoint": 6115,
     "cli": 7175,
     "comm": 3775,
     "compat": 3030,
