@@ -121,6 +121,7 @@ class RunSaving:
         self._watched: weakref.WeakSet[EngineBase] = weakref.WeakSet()
         self._is_preempted = False
         self._memory: MemoryStates | None = None
+        self._seen_steps: int | None = None
 
     def _reserve_memory(self) -> None:
         """Begins with states in memory where config or project ask for them, and sees to it that there is room."""
@@ -241,8 +242,11 @@ class RunSaving:
             return
         if self._is_preempted:
             raise Preempted(f"saved state {self._save_completely(None, step)}")
-        if self._memory is not None:
-            self._memory.at_batch(sum(engine.global_steps for engine in self._watched), step)
+        steps = sum(engine.global_steps for engine in self._watched)
+        # Once per step: a pipeline reads all micro-batches of a step before it has any gradient.
+        if self._memory is not None and steps != self._seen_steps:
+            self._seen_steps = steps
+            self._memory.at_batch(steps, step)
 
     def load(self, folder: PathLike | None) -> tuple[str, int]:
         """Returns the folder and the accelerator's `step`."""

@@ -25,9 +25,9 @@ from zeroaccel.checkpoint.formats.deepspeed_checkpoint import is_deepspeed_check
 from zeroaccel.checkpoint.formats.deepspeed_resume import open_to_resume
 from zeroaccel.checkpoint.loader import (
     LoadReport,
-    fetch_buffers,
     load_optimizer,
     load_weights,
+    note_files,
     read_buffers,
     refresh_copies,
 )
@@ -316,23 +316,13 @@ class Checkpointer:
         return client_state
 
     def files_to_read(self, root: Path, tag: str) -> set[str]:
-        """Names of the rank files that this rank would read. Weights and states are gone until a load succeeds."""
-        self._prepare_to_load()
+        """Names of the rank files that this rank would read."""
         folder, manifest = find_checkpoint(root, tag, complete=False)
-        state, optimizer, store = self.state(), self._engine.sharded_optimizer, UnreadStore(folder, manifest)
-        where = f"checkpoint {folder}"
+        state, store, where = self.state(), UnreadStore(folder, manifest), f"checkpoint {folder}"
         check_model(state, manifest, where, strict=True)
-        if optimizer is not None:
-            check_optimizer(optimizer, manifest, where)
-        self._half_loaded = str(folder)
-        fetch_buffers(state, store)
-        load_weights(state, store, {})
-        if optimizer is not None:
-            load_optimizer(optimizer, store, where)
-        for saved in (manifest.client_state, manifest.lr_scheduler, manifest.loss_scale):
-            decode(saved, store.fetch)
-        if manifest.random_state is not None and self._ranks.rank < len(manifest.random_state):
-            decode(manifest.random_state[self._ranks.rank], store.fetch)
+        if state.optimizer is not None:
+            check_optimizer(state.optimizer, manifest, where)
+        note_files(state, store, where)
         return store.names
 
     def _load_progress(self, store: TensorStore, options: _LoadOptions) -> None:

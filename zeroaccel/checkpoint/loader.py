@@ -17,7 +17,7 @@ from torch import Tensor
 from zeroaccel.checkpoint.compatibility import hyperparameters
 from zeroaccel.checkpoint.plain_codec import decode
 from zeroaccel.checkpoint.save_plan import EngineState, persistent_buffers
-from zeroaccel.checkpoint.tensor_store import TensorStore
+from zeroaccel.checkpoint.tensor_store import TensorStore, UnreadStore
 from zeroaccel.errors import CheckpointError, listed
 from zeroaccel.logs import logger
 from zeroaccel.zero.access.safetensors_file import dtype_of
@@ -64,6 +64,29 @@ def load_weights(holdings: EngineState, store: TensorStore, buffers: Mapping[str
             value.detach().copy_(buffers[name].view(value.shape))
     if absent:
         logger.warning("not in the checkpoint, so they stay as they are: %s", listed(absent))
+
+
+def note_files(holdings: EngineState, store: UnreadStore, where: str) -> None:
+    """Has `store` note what this rank would read of weights, states and progress. Changes nothing."""
+    fetch_buffers(holdings, store)
+    for buffer in holdings.buffers():
+        within = buffer.masters.range
+        keys = {slot.fqn: _weight_key(slot, store) for slot in buffer.layout.slots}
+        _fill_weights(buffer, keys, store, within, torch.empty(within.numel, device="meta"))
+        store.read()
+    manifest = store.manifest
+    if holdings.optimizer is not None:
+        groups = holdings.optimizer.optimizer.param_groups
+        for buffer in holdings.optimizer.buffers:
+            for piece in buffer.masters.pieces:
+                _state(piece, buffer.layout, groups[piece.group], store, where)
+                store.read()
+        for group in hyperparameters(holdings.optimizer, manifest, where):
+            decode(dict(group), store.fetch)
+    states = manifest.random_state
+    own = None if states is None or holdings.rank >= len(states) else states[holdings.rank]
+    for saved in (manifest.client_state, manifest.lr_scheduler, manifest.loss_scale, own):
+        decode(saved, store.fetch)
 
 
 def fetch_buffers(holdings: EngineState, store: TensorStore) -> dict[str, Tensor]:

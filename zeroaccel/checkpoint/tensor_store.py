@@ -118,7 +118,7 @@ class TensorStore:
 
 
 class UnreadStore(TensorStore):
-    """Notes which files would be read, and reads nothing: what it is asked to fill stays as it is.
+    """Notes which files would be read, and reads nothing: what it should fill may be on the meta device.
 
     Attributes:
         names: of the files so far.
@@ -127,9 +127,6 @@ class UnreadStore(TensorStore):
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         super().__init__(folder, manifest)
         self.names: set[str] = set()
-
-    def fill(self, key: str, start: int, into: Tensor) -> None:
-        super().fill(key, start, into.zero_())
 
     def read(self) -> None:
         self.names.update(self.manifest.files[file].name for file in self._pending)

@@ -22,11 +22,14 @@ from torch import nn
 import zeroaccel
 from tests.support.checkpoint_runs import STEPS, assembled, make_engine, resume, save, snapshot, train
 from tests.support.pool import Ranks
-from tests.support.training import Toy, batches, config
+from tests.support.training import Toy, batches, config, offloaded
 from zeroaccel.checkpoint import atomic_write
 from zeroaccel.checkpoint.atomic_write import FolderLock
 from zeroaccel.checkpoint.save_plan import SavePlan
+from zeroaccel.checkpoint.tensor_store import TensorStore
 from zeroaccel.errors import CheckpointError, EngineStateError, UsageError
+from zeroaccel.offload.nvme import NvmeTier
+from zeroaccel.zero.engine import Engine
 
 
 def message(kind: type[Exception], call: Callable[[], Any]) -> str:
@@ -555,3 +558,44 @@ def test_another_scheduler_is_refused_before_anything_is_touched(ranks: Ranks, t
     for told, loaded in ranks(2).run(scheduler_of_another_kind, tmp_path):
         assert "expected CosineAnnealingLR, got 'WarmupLR'" in told
         assert loaded
+
+
+def files_of_a_load(root: Path, stage: int, tier: str) -> tuple[set[str], set[str], int]:
+    """What this rank expects to read of a checkpoint, what it reads, and how often it wrote to a tier to know."""
+    saver = make_engine(stage, "bf16")
+    train(saver, batches(0, 2))
+    saver.save_checkpoint(root, tag="one")
+    saver.destroy()
+    engine = make_engine(stage, "bf16", seed=11, **offloaded(root, tier))
+    before = pieces_of(engine)
+    stored, opened = list[object](), set[str]()
+    open_ = TensorStore._open
+
+    def noted(store: TensorStore, file: int) -> Any:
+        opened.add(store.manifest.files[file].name)
+        return open_(store, file)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NvmeTier, "store", lambda *call: stored.append(call))
+        expected = engine.checkpointer.files_to_read(root, "one")
+    after = pieces_of(engine)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before), "the question changed something"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TensorStore, "_open", noted)
+        engine.load_checkpoint(root, tag="one")
+    engine.destroy()
+    return expected, opened, len(stored)
+
+
+def pieces_of(engine: Engine) -> dict[str, torch.Tensor]:
+    entries = SavePlan.collect(engine.checkpointer.state()).entries
+    return {one.key: one.data.clone() if isinstance(one.data, torch.Tensor) else one.data.copy() for one in entries}
+
+
+@pytest.mark.parametrize(("stage", "tier"), [(0, "none"), (2, "nvme"), (3, "none")])
+def test_the_files_of_a_load_are_known_before_it(ranks: Ranks, tmp_path: Path, stage: int, tier: str) -> None:
+    for expected, opened, stored in ranks(2).run(files_of_a_load, tmp_path, stage, tier):
+        assert opened
+        assert expected == opened
+        assert stored == 0

@@ -94,7 +94,7 @@ MAX_CODE_LINES: Mapping[str, int] = {
     "accelerate": 4000,
     "checkpoint": 6115,
     "cli": 7175,
-    "comm": 3775,
+    "comm": 3780,
     "compat": 3030,
     "config": 4295,
     "data": 802,
@@ -107,7 +107,7 @@ MAX_CODE_LINES: Mapping[str, int] = {
     "setup": 1450,
     "telemetry": 1170,
     "utils": 60,
-    "zero": 8510,
+    "zero": 8530,
 }
 LOOSE_LINES = 100
 MAX_FUNCTION_LINES, LONG_FUNCTION_LINES, MAX_LONG_FUNCTIONS = 100, 60, 8
