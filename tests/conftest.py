@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import pytest_timeout
 import torch
@@ -15,6 +16,12 @@ import torch
 from tests import time_limits
 from tests.support.pool import Pool, Ranks
 from tests.support.sweeps import Sweep
+
+# A busy machine makes neither inputs nor examples wrong; `time_limits.py` says when a test is too slow.
+hypothesis.settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any machine")
 
 
 def slow_tests() -> tuple[tuple[str, ...], tuple[str, ...]]:
