@@ -2,10 +2,10 @@
 
 [Note: gradient path] A gradient is copied once, into its slot of its buffer's flat gradient: in one call with those
 that arrived before it, when `_PENDING_NUMEL` elements wait or the buffer has all. So small ones cost a unit one call,
-and large ones no memory. When the last one of a buffer arrives its reduce-scatter starts; parameters without a gradient
-count as zero when the backward ends. Where gradients are sharded (`ShardPlan.grads`, ZeRO-2 and 3) every backward
-reduces and the shards are summed over the micro-steps; otherwise the flat gradients are summed and reduced once, at
-the accumulation boundary.
+and large ones no memory. That of a buffer's only parameter is the flat gradient itself, unless it needs padding. When
+the last one of a buffer arrives its reduce-scatter starts; parameters without a gradient count as zero when the
+backward ends. Where gradients are sharded (`ShardPlan.grads`, ZeRO-2 and 3) every backward reduces and the shards are
+summed over the micro-steps; otherwise the flat gradients are summed and reduced once, at the accumulation boundary.
 
 [Note: order of reductions] Collectives must start in one order on all ranks, yet a parameter may be unused on one
 rank only. So buffers are launched in a fixed order, each waiting for its predecessors, as DDP's buckets are. A rank
@@ -106,6 +106,9 @@ class GradientBuffer:
         """Copies the pending gradients into their slots, or adds them to those of earlier micro-steps."""
         if not self.pending:
             return
+        if predivide == 1.0 and self._takes_only_one(dtype):
+            self.forget_pending()
+            return
         flat, slots = self._flat_of(dtype), self.buffer.layout.slots
         copied: tuple[list[Tensor], list[Tensor]] = [], []
         for index, grad in self.pending.items():
@@ -123,6 +126,23 @@ class GradientBuffer:
             torch._foreach_copy_(*copied)
         self.written.update(self.pending)
         self.forget_pending()
+
+    def _takes_only_one(self, dtype: torch.dtype) -> bool:
+        """Makes the buffer's only gradient the flat one, uncopied, where nothing else is in its memory."""
+        grad = self.pending.get(0)
+        if self.flat is not None or grad is None or len(self.buffer.params) > 1:
+            return False
+        # Autograd leaves a parameter a gradient that is a view of what other gradients are views of, too.
+        count = getattr(torch._C, "_storage_Use_Count", None)
+        is_whole = grad.numel() == self.buffer.layout.numel and grad.dtype is dtype and not grad.is_sparse
+        if count is None or not is_whole or not grad.is_contiguous():
+            return False
+        storage = grad.untyped_storage()
+        # Of the gradient, and the Python object that is asked.
+        if storage.nbytes() != grad.nbytes or count(storage._cdata) > 2:
+            return False
+        self.flat, self.written = grad.view(-1), {0}
+        return True
 
     def forget_pending(self) -> None:
         """Drops the pending gradients."""

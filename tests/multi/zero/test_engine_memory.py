@@ -9,11 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 import zeroaccel
 from tests.multi.zero.test_engine_traffic import Trained
 from tests.support.pool import Ranks
 from tests.support.training import SGD, batches, config
+from zeroaccel.zero.grad_reducer import GradientBuffer, GradReducer
 
 States = dict[str, int]
 
@@ -83,3 +86,74 @@ def _unsharded_in_forward(settings: dict[str, Any]) -> tuple[int, int]:
 def test_full_parameters_are_counted_while_they_are_unsharded(ranks: Ranks) -> None:
     for whole, resting in ranks(2).run(_unsharded_in_forward, config(3, "bf16", stage3_max_reuse_distance=0)):
         assert whole > resting
+
+
+class _Sharing(nn.Module):
+    """Four matrices, each a unit: the gradients of two share memory, and a hook keeps that of the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(4))
+        self.seen: list[Tensor] = []
+        self.blocks[3].weight.register_hook(lambda grad: self.seen.append(grad))  # type: ignore[arg-type, union-attr]
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, third, last = self.blocks
+        both: Any = second.weight.view(-1) + third.weight.view(-1)  # type: ignore[operator]
+        out: Tensor = last(nn.functional.linear(first(x).tanh(), both.view(16, 16)).tanh())
+        return out.square().mean()
+
+
+def _sharing_batch(number: int, rank: int) -> Tensor:
+    return torch.randn(3, 16, generator=torch.Generator().manual_seed(10 * number + rank))
+
+
+def _sharing_weights(stage: int) -> tuple[list[Tensor], set[str]]:
+    """After two steps of two micro-steps; and whose flat gradient is the one that autograd has made."""
+    arrived: list[Tensor] = []  # for as long as they are here, no other tensor gets their memory
+    taken: set[str] = set()
+    arrive, start = GradReducer.on_grad_ready, GradReducer._start_reduction
+
+    def arrives(reducer: GradReducer, param: nn.Parameter) -> None:
+        assert param.grad is not None
+        arrived.append(param.grad)
+        arrive(reducer, param)
+
+    def starts(reducer: GradReducer, gradients: GradientBuffer, flat: Tensor) -> Any:
+        if flat.data_ptr() in [grad.data_ptr() for grad in arrived]:
+            taken.add(gradients.name)
+        return start(reducer, gradients, flat)
+
+    model = _Sharing()
+    engine, *_ = zeroaccel.initialize(model, config=config(stage, "fp32", 2, optimizer=SGD))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GradReducer, "on_grad_ready", arrives)
+        patch.setattr(GradReducer, "_start_reduction", starts)
+        for number in range(4):
+            arrived.clear()
+            engine.backward(engine(_sharing_batch(number, engine.collectives.rank)))
+            engine.step()
+    engine.destroy()
+    return [param.detach().clone() for param in model.parameters()], taken
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_the_gradient_of_a_unit_of_one_parameter_is_not_copied_where_nothing_shares_it(
+    ranks: Ranks, stage: int
+) -> None:
+    plain = _Sharing()
+    params = list(plain.parameters())
+    optimizer = torch.optim.SGD(params, lr=0.05, momentum=0.9)
+    for step in range(2):
+        batches_of_step = [_sharing_batch(number, rank) for number in (2 * step, 2 * step + 1) for rank in range(2)]
+        # Not by `backward`: into gradients that share memory, torch adds a second one twice.
+        grads = [torch.autograd.grad(plain(batch) / 4, params) for batch in batches_of_step]
+        for param, *parts in zip(params, *grads, strict=True):
+            param.grad = torch.stack(parts).sum(0)
+        optimizer.step()
+    for weights, taken in ranks(2).run(_sharing_weights, stage):
+        for weight, expected in zip(weights, plain.parameters(), strict=True):
+            assert torch.allclose(weight, expected, rtol=1e-6, atol=1e-7)
+        # Below stage 2 the sum over micro-steps is formed in the first gradient, and launched with the second.
+        assert taken == ({"blocks.0", "blocks.3"} if stage >= 2 else set())

@@ -221,7 +221,9 @@ def _gradients_beside_their_reduction() -> tuple[int, list[str]]:
         nonlocal reductions
         reductions += 1
         pairs = zip(gradients.buffer.layout.slots, gradients.buffer.params, strict=True)
-        found.extend(slot.fqn for slot, param in pairs if refs[id(param)]() is not None)
+        grads = {slot.fqn: refs[id(param)]() for slot, param in pairs}
+        own = flat.untyped_storage().data_ptr()
+        found.extend(n for n, grad in grads.items() if grad is not None and grad.untyped_storage().data_ptr() != own)
         return start(reducer, gradients, flat)
 
     engine, *_ = zeroaccel.initialize(_mixture(num_hidden_layers=1), config=config(3), collectives=recording())
