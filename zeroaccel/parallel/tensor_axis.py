@@ -22,7 +22,7 @@ from zeroaccel.errors import UsageError
 from zeroaccel.nested import map_tensors
 from zeroaccel.optim.optimizer_kinds import OptimizerKind
 from zeroaccel.parallel.tensor import SplitLayers, by_module, is_transposed, layer_styles, local_head_counts
-from zeroaccel.parallel.tensor_modules import EXPERTS, MODULE_STYLES, ROTARY, cuts_of, rotary_features
+from zeroaccel.parallel.tensor_modules import MODULE_STYLES, ROTARY, SUMMED, cuts_of, rotary_features
 from zeroaccel.setup.axis import Axis, require_plain
 from zeroaccel.setup.axis_estimate import AxisEstimate, EstimatedJob, Shape
 from zeroaccel.setup.cut_check import Cut
@@ -235,7 +235,7 @@ def _share_module(
         return cast(Tensor, _Shared.apply(tensor, partial(_count_sum, count, size))) if floats else tensor  # type: ignore[no-untyped-call]
 
     forward = module.forward
-    if style == EXPERTS:
+    if style in SUMMED:
 
         def of_part(*args: Any, **kwargs: Any) -> Tensor:
             args, kwargs = map_tensors(shared, (args, kwargs))

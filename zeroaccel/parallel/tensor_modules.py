@@ -6,6 +6,7 @@ A plan of transformers gives such a module a style, and styles of linear layers 
 layers.*.mlp.experts                moe_tp_experts   parameters (E, 2I, H) and (E, H, I): each rank has a part of I of
 layers.*.mlp.experts.gate_up_proj   packed_colwise   every expert, whose outputs are summed, as of colwise and rowwise
 layers.*.mlp.experts.down_proj      rowwise          linear layers one behind the other
+layers.*.mlp.shared_experts         all_reduce       the same, of experts that every token goes to
 layers.*.self_attn                  local_params     computes with this rank's part of a parameter of its own
 layers.*.self_attn.sinks            colwise
 layers.*.self_attn.kv_a_proj        mla_kv_a_proj    a whole linear layer; of its outputs each rank uses the last ones,
@@ -39,8 +40,10 @@ PARAMETER_STYLES: Mapping[str, tuple[int, int]] = {
     "rowwise": (-1, 1),
     "packed_rowwise": (-1, 2),
 }
-EXPERTS, OWN_PARAMETERS, ROTARY, IDENTITY = "moe_tp_experts", "local_params", "mla_kv_a_proj", "moe_identity_expert"
-MODULE_STYLES = (EXPERTS, OWN_PARAMETERS, ROTARY, IDENTITY)
+SUMMED = ("moe_tp_experts", "all_reduce")
+"""Styles of modules whose outputs are parts of a sum: experts, and experts that every token goes to."""
+OWN_PARAMETERS, ROTARY, IDENTITY = "local_params", "mla_kv_a_proj", "moe_identity_expert"
+MODULE_STYLES = (*SUMMED, OWN_PARAMETERS, ROTARY, IDENTITY)
 
 
 def note_calls(mesh: DeviceMesh, name: str, phase: str) -> None:
@@ -84,7 +87,7 @@ class SplitModule:
         module = model.get_submodule(name)
         cuts = cuts_of(name, module, style, own, Split(0, int(mesh.size()), index))
         enter = leave = None
-        if style == EXPERTS:
+        if style in SUMMED:
             enter, leave = partial(_with_summed_gradient, mesh), partial(_summed, mesh)
         elif style == ROTARY:
             leave = partial(_with_summed_gradient_of_last, mesh, rotary_features(name, model))
@@ -149,7 +152,7 @@ def cuts_of(name: str, module: nn.Module, style: str, own: Mapping[str, str], pa
     """
     where = f"tensor parallelism: {name}"
     names = [key for key, _ in module.named_parameters(recurse=False)]
-    if style == EXPERTS and (whole := [key for key in names if key not in own]):
+    if style in SUMMED and (whole := [key for key in names if key not in own]):
         raise UsageError(
             where,
             expected=f"a style in tp_plan for each parameter of {style}, whose outputs are summed",

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -29,8 +31,12 @@ STEPS, SECONDS = 2, 60.0
 SGD = {"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}}
 
 
-def _family(kind: str, name: str, seed: int) -> tuple[str, str]:
-    """(outcome, detail); dropout is off, as a part of a layer would draw otherwise than the whole."""
+def _family(kind: str, name: str, seed: int, changes: Mapping[str, str | None] | None = None) -> tuple[str, str]:
+    """(outcome, detail); dropout is off, as a part of a layer would draw otherwise than the whole.
+
+    Args:
+        changes: of the model's plan: other styles, None for none.
+    """
     try:
         model, batch = zoo.build(kind, name, seed)
     except zoo.NotBuilt as error:
@@ -48,8 +54,12 @@ def _family(kind: str, name: str, seed: int) -> tuple[str, str]:
         expected.norms.append(nn.utils.clip_grad_norm_(plain.parameters(), 1e9).item())
         optimizer.step()
         optimizer.zero_grad()
+    plan: Any = "auto"
+    if changes is not None:
+        plan = {key: style for key, style in ({**model._tp_plan, **changes}).items() if style}  # type: ignore[dict-item]
+    parallel = ParallelConfig(tp=2, tp_plan=plan)
     try:
-        engine, *_ = zeroaccel.initialize(model, config=config(3, optimizer=SGD), parallel=ParallelConfig(tp=2))
+        engine, *_ = zeroaccel.initialize(model, config=config(3, optimizer=SGD), parallel=parallel)
     except ZeroAccelError as error:
         return "refused", str(error)
     engine.eval()
@@ -85,3 +95,22 @@ def test_every_plan_gives_the_numbers_of_one_process(ranks: Ranks, sweep: Sweep)
     outcomes = Counter(case.outcome for case in cases)
     assert outcomes["different"] == 0, [case for case in cases if case.outcome == "different"]
     assert sweep.count or outcomes["equal"] >= 135, outcomes
+
+
+_INKLING = "inkling_text", "InklingForCausalLM"
+# Its plan cuts gate and up, which lie one behind the other, as if they were one layer. The embedding has a norm, and no
+# layer is dense.
+_APART: dict[str, str | None] = {
+    "model.layers.*.mlp.experts.gate_up_proj": "packed_colwise",
+    **{f"model.layers.*.mlp.{name}_proj": None for name in ("gate", "up", "down")},
+    "model.embed_tokens": None,
+}
+
+
+@NEEDS_SPLIT_LAYERS
+@pytest.mark.slow  # test_tensor_parallel.py has `moe_tp_experts`, which is the same code
+@pytest.mark.parametrize("changes", [None, _APART])
+def test_shared_experts_in_one_module_are_summed(ranks: Ranks, changes: dict[str, str | None] | None) -> None:
+    for outcome, detail in ranks(2).run(_family, *_INKLING, 0, changes):
+        assert outcome == ("refused" if changes is None else "equal"), detail
+        assert changes is not None or "model.layers.0.mlp (InklingMoE): expected numbers within" in detail
