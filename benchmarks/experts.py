@@ -6,8 +6,9 @@ Each round starts one job of every contender, in turn: a Mixtral with 16 experts
 one sample per rank. "Whole layers" is stage 3 with one gather per layer, which the others are compared with. With
 `--regather`, ours gather for each use and one unit ahead, as where the model does not fit. A job's step is the median
 of its timed steps on its slowest rank; its peak is the most memory of a rank from before the model is made, beyond what
-the process had then. Ratios are of the same round, and their median counts, so a busy machine slows down what is
-compared alike. Gathers are bytes that a rank sends, by the engine's recorder.
+the process had then; CPU seconds and page faults are of a process and step, with the kernel's share. Ratios are of the
+same round, and their median counts, so a busy machine slows down what is compared alike. Gathers are bytes that a rank
+sends, by the engine's recorder.
 """
 
 from __future__ import annotations
@@ -109,20 +110,28 @@ def measure(name: str, regather: bool) -> None:
     """One job of a contender; rank 0 prints its figures. (all ranks)"""
     import transformers  # noqa: F401  before memory is read
 
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = resource.getrusage(resource.RUSAGE_SELF)
     keys: dict[str, Any] = {"leaf_module": {"classes": ["MixtralDecoderLayer"]}} if name == WHOLE else {}
     keys |= REGATHER if regather else {}
     step, gathers = _fsdp2() if name == "FSDP2" else _zeroaccel(RANKS if name == "ep 4" else 1, keys)
-    seconds = []
+    seconds, used = [], before
     for number in range(WARM + TIMED):
         dist.barrier()
+        if number == WARM:
+            used = resource.getrusage(resource.RUSAGE_SELF)
         if number == WARM + TIMED - 1:
             gathers()
         begun = time.perf_counter()
         step()
         seconds.append(time.perf_counter() - begun)
-    peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-    own = {"seconds": statistics.median(seconds[WARM:]), "peak": peak, **gathers()}
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    own = {
+        "seconds": statistics.median(seconds[WARM:]),
+        "peak": (after.ru_maxrss - before.ru_maxrss) * 1024,
+        "cpu": (after.ru_utime + after.ru_stime - used.ru_utime - used.ru_stime) / TIMED,
+        "faults": (after.ru_minflt - used.ru_minflt) / TIMED,
+        **gathers(),
+    }
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, own)
     if dist.get_rank() == 0:
@@ -147,13 +156,15 @@ def _table(rounds: list[dict[str, dict[str, Any]]]) -> list[str]:
         return f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
 
     lines = [
-        "| | step / whole layers' | peak memory / whole layers' | gathers of weights, MB | of experts, MB |",
-        "| --- | ---: | ---: | ---: | ---: |",
+        "| | step / whole layers' | CPU seconds / whole layers' | peak memory / whole layers' | page faults "
+        "| gathers of weights, MB | of experts, MB |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for name in CONTENDERS:
         last = rounds[-1][name]
         sent = [f"{last[key] / 1e6:.1f}" if key in last else "-" for key in ("gathers", "gathers of experts")]
-        lines.append(f"| {name} | {against(name, 'seconds')} | {against(name, 'peak')} | {' | '.join(sent)} |")
+        ratios = " | ".join(against(name, key) for key in ("seconds", "cpu", "peak"))
+        lines.append(f"| {name} | {ratios} | {last['faults']:,.0f} | {' | '.join(sent)} |")
     return lines
 
 
