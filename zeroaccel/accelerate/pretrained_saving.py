@@ -17,6 +17,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -68,13 +69,21 @@ def _gathering(original: Callable[..., Any]) -> Callable[..., Any]:
         collectives = engine.collectives.job
         # Who says which is the main process calls on all ranks; without that a Trainer may have called on one.
         on_all_ranks = "is_main_process" in bound.arguments or collectives.world_size == 1
+        own = [name for name, _ in chain(model.named_parameters(remove_duplicate=False), model.named_buffers())]
         if collectives.rank != 0:
             bound.arguments["is_main_process"] = False  # it has no values; rank 0 writes
 
         def save(state: dict[str, Any]) -> Any:
             inside = {name.removeprefix(prefix): state.pop(name) for name in list(state) if name.startswith(prefix)}
+            if collectives.rank != 0:  # transformers looks tensors without values up in the model, which lacks scales
+                inside = {name: inside[name] for name in own if name in inside}
             bound.arguments["state_dict"] = inside
-            return original(*bound.args, **bound.kwargs)
+            # Of a quantised base transformers ignores the argument, and asks the model.
+            vars(model)["state_dict"] = lambda *args, **kwargs: inside
+            try:
+                return original(*bound.args, **bound.kwargs)
+            finally:
+                del vars(model)["state_dict"]
 
         if not on_all_ranks:
             gathered = getattr(engine, "gathered_state", None)

@@ -20,6 +20,7 @@ from zeroaccel.checkpoint.atomic_write import remove_abandoned, write_durably
 from zeroaccel.checkpoint.formats.deepspeed_checkpoint import open_source
 from zeroaccel.config.bounds import read_at_most
 from zeroaccel.errors import CheckpointError, UsageError
+from zeroaccel.zero.quantized_weights import LAYOUT, PACKED, load_state, state_tensors
 
 __all__ = [
     "SCRIPT_NAME",
@@ -109,7 +110,11 @@ def load_state_dict_from_zero_checkpoint(
         _check_fit(model, source, strict=strict)
         targets = zero_to_fp32.select(source, zero_to_fp32.Options())
         for part in zero_to_fp32.shard_plan(targets, "bin", _PART_NBYTES):
-            model.load_state_dict(zero_to_fp32.read_tensors(source, part.targets).state_dict(), strict=False)
+            values = zero_to_fp32.read_tensors(source, part.targets).state_dict()
+            # Libraries load codes by name; the scales that layers have, they leave as they are, or refuse.
+            scales = {name: values.pop(name) for name, _ in state_tensors(model) if name in values}
+            model.load_state_dict(values, strict=False)
+            load_state(model, scales)
     return model
 
 
@@ -121,11 +126,11 @@ def _check_fit(model: nn.Module, source: zero_to_fp32.Source, *, strict: bool) -
     differences = [
         f"{name} is {list(saved[name])} in the checkpoint and {list(own[name].shape)} in the model"
         for name in sorted(saved.keys() & own.keys())
-        if saved[name] != tuple(own[name].shape)
+        if saved[name] != tuple(own[name].shape) and PACKED not in name
     ]
     if strict:
         filled = {id(own[name]) for name in saved.keys() & own.keys()}  # one name of a tied parameter is enough
-        missing = own.keys() - saved.keys() - set(source.left_out)
+        missing = {name for name in own if name.removesuffix(LAYOUT) not in saved} - set(source.left_out)
         differences += [f"{name} is not in the checkpoint" for name in sorted(missing) if id(own[name]) not in filled]
         differences += [f"{name} is not in the model" for name in sorted(saved.keys() - own.keys())]
     if differences:

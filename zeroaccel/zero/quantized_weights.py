@@ -28,6 +28,8 @@ _SMALL = 64  # scales of at most this part of their codes' bytes are on every ra
 _LIBRARY = "bitsandbytes"
 PACKED = ".quant_state."
 """In the name of a tensor that is JSON, whose length may differ."""
+LAYOUT = "_format"
+"""Behind the name of int8 codes, that of a constant in the library's own state dicts."""
 _OFFSET = "nested_offset"
 
 

@@ -18,7 +18,11 @@ from torch.utils.checkpoint import checkpoint
 import zeroaccel
 from tests.support.pool import Ranks
 from tests.support.refusals import refused
-from zeroaccel.checkpoint.consolidate import convert_zero_checkpoint_to_fp32_state_dict
+from zeroaccel.accelerate import pretrained_saving
+from zeroaccel.checkpoint.consolidate import (
+    convert_zero_checkpoint_to_fp32_state_dict,
+    load_state_dict_from_zero_checkpoint,
+)
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.recording import RecordingCollectives
 from zeroaccel.comm.topology import init_process_group
@@ -404,6 +408,83 @@ def test_a_checkpoint_with_its_base_restores_offsets_of_scales(tmp_path: Path) -
         found, expected = one.base.weight.quant_state, saved.base.weight.quant_state
         assert found.offset == expected.offset
         assert torch.equal(found.absmax, expected.absmax)
+
+
+@pytest.mark.parametrize("kind", ["stand-in", *KINDS])
+def test_a_plain_model_takes_scales_from_a_checkpoint(tmp_path: Path, kind: str) -> None:
+    """The library loads codes by name and drops scales: those of the model stayed, under codes of the checkpoint."""
+    if kind == "stand-in":
+        model, other = _with_offsets(1), _with_offsets(2)
+    else:
+        pytest.importorskip("bitsandbytes")
+        model, other = Model(kind, ""), Model(kind, "")
+        for block in other.blocks:
+            block.base = _layer(kind)
+    with torch.no_grad():
+        expected = [block.base(_inputs()[0]) for block in model.train().blocks]
+    engine = _initialized(model, 3, "SGD")
+    engine.save_checkpoint(tmp_path)
+    engine.destroy()
+    before = [block.base(_inputs()[0]) for block in other.train().blocks]
+    load_state_dict_from_zero_checkpoint(other, tmp_path, strict=kind != "stand-in")
+    for block, one, was in zip(other.blocks, expected, before, strict=True):
+        assert torch.equal(block.base(_inputs()[0]), one)
+        assert not torch.equal(was, one)
+    if kind == "stand-in":
+        offsets = [block.base.weight.quant_state.offset for block in model.blocks]
+        assert [block.base.weight.quant_state.offset for block in other.blocks] == offsets
+
+
+def _whole_saved(folder: str, kind: str) -> bool:
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers.quantizers import HfQuantizer
+
+    class Serializable(HfQuantizer):
+        """As of bitsandbytes: transformers then ignores the state dict that it is passed."""
+
+        requires_calibration = False
+
+        def __init__(self) -> None:
+            pass
+
+        def is_serializable(self) -> bool:
+            return True
+
+        @property
+        def is_trainable(self) -> bool:
+            return True
+
+    quantization = None if kind == "stand-in" else BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=quantization, device_map="cpu")
+    if kind == "stand-in":
+        model.hf_quantizer = Serializable()
+    expected = {name: _bits(value) for name, value in model.state_dict().items()}
+    model.requires_grad_(False)
+    model.lm_head.weight.requires_grad_(True)
+    engine = _initialized(model, 3, "SGD")
+    pretrained_saving.attach(engine)
+    saved = str(Path(folder) / "saved")
+    try:
+        model.save_pretrained(saved, is_main_process=torch.distributed.get_rank() == 0)
+        assert "state_dict" not in vars(model)
+    finally:
+        engine.destroy()
+        pretrained_saving.detach()
+    return {name: _bits(value) for name, value in load_file(f"{saved}/model.safetensors").items()} == expected
+
+
+@pytest.mark.parametrize("kind", ["stand-in", "nf4"])
+@pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules")
+def test_save_pretrained_of_a_live_quantised_model_writes_codes_and_scales(
+    ranks: Ranks, tmp_path: Path, kind: str
+) -> None:
+    if kind != "stand-in":
+        pytest.importorskip("bitsandbytes")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 64}
+    LlamaForCausalLM(LlamaConfig(num_attention_heads=4, **sizes)).save_pretrained(tmp_path)
+    assert ranks(2).run(_whole_saved, str(tmp_path), kind) == [True, True]
 
 
 def test_adapters_over_another_quantised_base_are_refused(tmp_path: Path) -> None:
