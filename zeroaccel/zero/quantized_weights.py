@@ -5,9 +5,10 @@ attributes. `attach_codes` makes parameters of the scales that are large enough 
 weight; `group_parameters` puts both into one unit. Codes and scales keep dtype and bits whatever the precision is, and
 no gather rounds them. Smaller state is on every rank; `broadcast_state` gives it the values of rank 0.
 
-bitsandbytes' classes are known by name, so that nothing imports the library: `Params4bit` (NF4, FP4) with `absmax`, and
-`Int8Params`, whose layer has a second reference to the codes, which follows the parameter. Its CPU kernel for
-evaluation packs 4-bit codes anew in the first forward and rounds the scales: `forbid_packing` turns that kernel off.
+bitsandbytes' classes are known by name, so that nothing imports the library: `Params4bit` (NF4, FP4) with `absmax`, as
+parameters outside of layers have within a parametrization (`replace_parameter_4bit`), and `Int8Params`, whose layer has
+a second reference to the codes, which follows the parameter. Its CPU kernel for evaluation packs 4-bit codes anew in
+the first forward and rounds the scales: `forbid_packing` turns that kernel off.
 Parameters of other classes are carried as they are; attributes of theirs belong to the program.
 """
 
@@ -46,8 +47,18 @@ def _quantized(model: nn.Module, *, recurse: bool = True) -> Iterator[tuple[str,
     """(fqn, module, weight, class) of every registration of a quantised weight."""
     for prefix, module in model.named_modules() if recurse else (("", model),):
         for name, param in module._parameters.items():
-            if kind := _kind(param):
+            if kind := _kind(param) or _kind_of_parametrized(module, param):
                 yield (f"{prefix}.{name}" if prefix else name), module, param, kind
+
+
+def _kind_of_parametrized(module: nn.Module, param: Any) -> str:
+    """That of codes from `replace_parameter_4bit`, as of fused experts: a plain parameter within a parametrization."""
+    first = next(iter(module._modules.values()), None)
+    is_library = type(first).__module__.partition(".")[0] == _LIBRARY
+    if param is None or not is_library or type(first).__name__ != "Bnb4bitParametrization":
+        return ""
+    param.quant_state = first.quant_state  # type: ignore[union-attr] # where `Params4bit` has it
+    return "Params4bit"
 
 
 def refuse_wrapped(model: nn.Module) -> None:

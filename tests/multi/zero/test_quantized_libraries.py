@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -383,6 +384,77 @@ def test_conversions_leave_codes_and_their_scales_as_they_are(tmp_path: Path, ki
         assert set(found) == set(state)
         for name in set(state) - adapters:
             assert (name, found[name].dtype, _bits(found[name])) == (name, state[name].dtype, _bits(state[name]))
+
+
+class Bnb4bitParametrization(nn.Module):
+    """Stands in for the library's class where it is not installed."""
+
+    def __init__(self, quant_state: Any) -> None:
+        super().__init__()
+        self.quant_state = quant_state
+
+    @torch.no_grad()
+    def forward(self, codes: Tensor) -> Tensor:
+        state = self.quant_state
+        levels = torch.stack((codes.view(-1) >> 4, codes.view(-1) & 15), 1).view(-1, 64).int()
+        result: Tensor = (state.code[levels] * state.absmax[:, None]).view(4, WIDTH, WIDTH)
+        return result
+
+
+Bnb4bitParametrization.__module__ = "bitsandbytes.nn.parametrize"
+
+
+class Experts(nn.Module):
+    """A fused weight of three dimensions, which libraries quantise as a parameter of no layer."""
+
+    def __init__(self, kind: str, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.up = nn.Parameter(torch.randn(4, WIDTH, WIDTH) / 8, requires_grad=False)
+        if kind == "stand-in":
+            layers = [StandIn(WIDTH) for _ in range(4)]
+            absmax = torch.cat([layer.weight.quant_state.absmax for layer in layers])
+            state = OffsetCodes(absmax, torch.linspace(-1, 1, 16))
+            self.up = nn.Parameter(torch.cat([layer.weight.data for layer in layers]), requires_grad=False)
+            register_parametrization(self, "up", Bnb4bitParametrization(state), unsafe=True)
+        else:
+            library = pytest.importorskip("bitsandbytes.nn.parametrize")
+            library.replace_parameter_4bit(self, "up", quant_type="nf4", compress_statistics="nested" in kind)
+        torch.manual_seed(0)
+        self.down = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.einsum("bi,eio->beo", torch.tanh(self.down(inputs)), self.up).square().mean()
+
+
+def _experts(kind: str, folder: str) -> tuple[list[float], list[float], list[float], int]:
+    engine = _initialized(Experts(kind, 1), 3, "AdamW")
+    nbytes = engine.model_state_nbytes()["params"]
+    losses = _steps(engine, _inputs()[:2])
+    engine.save_checkpoint(folder)
+    losses += _steps(engine, _inputs()[2:])
+    engine.destroy()
+    resumed = []
+    for stage in (0, 3):
+        engine = _initialized(Experts(kind, 2), stage, "AdamW")  # with other codes, scales and offsets
+        engine.load_checkpoint(folder)
+        resumed.append(_steps(engine, _inputs()[2:]))
+        engine.destroy()
+    return losses, *resumed, nbytes
+
+
+@pytest.mark.parametrize("kind", ["stand-in", "nf4", "nf4, nested"])
+def test_fused_experts_are_carried_by_codes_and_scales(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    """Their scales were whole on every rank, and in no checkpoint."""
+    if kind != "stand-in":
+        pytest.importorskip("bitsandbytes")
+    expected = _plain(Experts(kind, 1), "AdamW")
+    for losses, at_stage_0, at_stage_3, nbytes in ranks(2).run(_experts, kind, str(tmp_path)):
+        assert losses == pytest.approx(expected, abs=1e-6)
+        assert at_stage_0 == at_stage_3 == losses[2:]
+        per_value = 0.5 + 1 / 64 if "nested" in kind else 0.5 + 4 / 64
+        trained = 4 * (WIDTH * WIDTH + WIDTH)
+        assert nbytes == pytest.approx((4 * WIDTH * WIDTH * per_value + trained) / 2, rel=0.02)
 
 
 def _with_offsets(seed: int) -> Model:
