@@ -162,8 +162,16 @@ def _coded(model: nn.Module, settings: Config, plan: ShardPlan) -> frozenset[int
     }
     coded = frozenset(id(param) for param in matrices.values() if not param.requires_grad and scales_of(param) is None)
     if explicit and not coded:
+        where = f"parameter {next(iter(matrices), '')}: {settings.where('zero_optimization.frozen_weights')}"
+        if any(scales_of(param) is not None for param in model.parameters()):
+            raise UsageError(
+                where,
+                expected="frozen matrices that no library has quantised",
+                got="codes of a library, and trained matrices",
+                fix="remove the key, or load the base unquantised",
+            )
         raise UsageError(
-            f"parameter {next(iter(matrices), '')}: {settings.where('zero_optimization.frozen_weights')}",
+            where,
             expected="frozen matrices, as codes cannot be trained",
             got="a model whose matrices all have requires_grad=True",
             fix="call requires_grad_(False) on the base and train adapters (peft.get_peft_model), or remove the key",

@@ -593,6 +593,12 @@ def test_a_parameter_of_several_tensors_is_refused_by_name() -> None:
         check_model(model, torch.device("cpu"))
 
 
+def test_a_base_is_quantised_by_a_library_or_by_the_engine() -> None:
+    words = ("parameter blocks.0.down.weight: zero_optimization.frozen_weights", "no library", "remove the key")
+    with refused(UsageError, *words):
+        _initialized(Model("stand-in", ""), 3, "SGD", frozen_weights="nf4")
+
+
 def test_a_quantized_weight_that_cannot_be_carried_is_named() -> None:
     layer = StandIn(WIDTH)
     layer.weight.quant_state.packing_format_for_cpu = True
