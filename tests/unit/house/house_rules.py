@@ -91,7 +91,7 @@ ENVIRONMENT_READERS = {
 # Folder -> its most code lines. A commit that raises one says what the lines are worth.
 MAX_CODE_LINES: Mapping[str, int] = {
     "": 860,
-    "accelerate": 4000,
+    "accelerate": 4010,
     "checkpoint": 6115,
     "cli": 7175,
     "comm": 3780,
