@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -33,6 +33,7 @@ from typing import Any
 
 import psutil
 from torch.distributed import DistError
+from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerGroup
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, PContext, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError
@@ -270,6 +271,12 @@ class RankFiles(DefaultLogsSpecs):
         return tuple(ends)
 
     @property
+    def first(self) -> list[int]:
+        """The local rank that was the first to report a failure."""
+        times = {rank: report.time for rank, path in enumerate(self._reports) if (report := _report_at(path))}
+        return [min(times, key=times.__getitem__)] if times else []
+
+    @property
     def started(self) -> bool:
         """Whether the ranks have been started once."""
         return bool(self._reports)
@@ -280,6 +287,46 @@ class RankFiles(DefaultLogsSpecs):
             return "a process died without a report, or another machine had to start again"
         rank, report = min(reports.items(), key=lambda item: item[1].time)
         return f"local rank {rank} failed first: {report.headline}"
+
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+class Places:
+    """The places of this machine that have a rank: `--num_processes MIN:MAX` leaves out one that loses its ranks.
+
+    A rank that the system has killed, or that failed first, comes back with all others at the next attempt. Where that
+    loses the rank of the same place again, the attempts after it have no rank there, and its device is idle.
+
+    Attributes:
+        used: places, in the order of local ranks.
+    """
+
+    def __init__(self, plan: LaunchPlan, log: Callable[[str], None]) -> None:
+        self.used = tuple(range(plan.num_local))
+        self._fewest = plan.settings.min_processes or plan.num_local
+        self._plan = plan
+        self._log = log
+        self._lost: frozenset[int] = frozenset()
+
+    def note_loss(self, local_ranks: Iterable[int]) -> None:
+        """The ranks that an attempt has lost; called once per attempt that failed."""
+        lost = frozenset(self.used[rank] for rank in local_ranks)
+        again, self._lost = sorted(lost & self._lost), lost
+        for place in again[: max(0, len(self.used) - self._fewest)]:
+            self.used = tuple(other for other in self.used if other != place)
+            self._log(f"process {place} was lost twice in a row: going on with {len(self.used)} processes")
+
+    def additions(self, local_rank: int) -> dict[str, str]:
+        """What a rank gets on top of the launcher's own environment and of torch's."""
+        found = self._plan.additions(self.used[local_rank])
+        if len(self.used) == self._plan.num_local:
+            return found
+        found["LOCAL_SIZE"] = str(len(self.used))
+        if self._plan.device != "cpu":
+            visible = found.get(_VISIBLE) or os.environ.get(_VISIBLE) or ",".join(map(str, range(self._plan.num_local)))
+            found[_VISIBLE] = ",".join(visible.split(",")[place] for place in self.used)
+        return found
 
 
 def run_plan(plan: LaunchPlan, log: Callable[[str], None], arrival_seconds: float | None = None) -> JobEnd:
@@ -302,10 +349,11 @@ def run_plan(plan: LaunchPlan, log: Callable[[str], None], arrival_seconds: floa
     streams = prefixed_streams(
         settings, plan.num_local, stdout_is_terminal=sys.stdout.isatty(), stderr_is_terminal=sys.stderr.isatty()
     )
+    places = Places(plan, log)
     files = RankFiles(
         folder,
         settings,
-        lambda local_rank: {**plan.additions(local_rank), LAUNCH_ID: launch_id, **memory.variables},
+        lambda local_rank: {**places.additions(local_rank), LAUNCH_ID: launch_id, **memory.variables},
         stop_signals.processes_exist,
         log,
         streams,
@@ -314,8 +362,9 @@ def run_plan(plan: LaunchPlan, log: Callable[[str], None], arrival_seconds: floa
         _renew_stores()
     watch = ProcessWatch(timeout_seconds(settings.timeout), plan.port, settings.monitor_interval, log)
     forks = ranks_are_forks(plan, {LAUNCH_ID: launch_id}, log)
-    in_time = processes_end_in_time(settings, stop_signals, log)
-    with stop_signals, _agent_log(settings), in_time, lost_machines_are_not_awaited(settings, files), watch, forks:
+    in_time = processes_end_in_time(settings, stop_signals, log, lambda killed: places.note_loss(killed or files.first))
+    awaited = lost_machines_are_not_awaited(settings, files)
+    with stop_signals, _agent_log(settings), in_time, awaited, as_many_ranks_as(places), watch, forks:
         try:
             # Its store lives until the ranks have theirs: a slower machine may still be reading from it.
             preflight = meet_machines(plan, log, arrival_seconds)
@@ -328,7 +377,7 @@ def run_plan(plan: LaunchPlan, log: Callable[[str], None], arrival_seconds: floa
         except ChildFailedError as error:
             return JobEnd(tuple(files.end_of(rank, failure) for rank, failure in sorted(error.failures.items())))
         except SignalException as error:
-            return _end_by_signal(error, files.ends(), plan.num_local)
+            return _end_by_signal(error, files.ends(), len(places.used))
         except (RendezvousError, DistError) as error:
             if ends := files.ends():
                 return JobEnd(ends)  # the agent has lost the store, but the ranks have reported why they end
@@ -348,17 +397,26 @@ def _end_by_signal(error: SignalException, ends: tuple[RankEnd, ...], num_local:
 
 @contextmanager
 def processes_end_in_time(
-    settings: LaunchSettings, stop_signals: StopSignals, log: Callable[[str], None]
+    settings: LaunchSettings,
+    stop_signals: StopSignals,
+    log: Callable[[str], None],
+    about_to_end: Callable[[Sequence[int]], object],
 ) -> Iterator[None]:
     """Has the elastic agent wait from SIGTERM to SIGKILL as `settings` say, and shorter once a process has failed.
 
     For the latter it has no setting, and for the former not in every release that is supported. Processes that are
     stopped (SIGSTOP) are woken first: the agent's SIGTERM would not reach them before its SIGKILL.
+
+    Args:
+        about_to_end: called with the local ranks that a signal has ended, when the agent begins to end the others.
     """
-    close = PContext.close
+    close, ending = PContext.close, set[int]()
 
     def close_in_time(context: PContext, death_sig: signal.Signals | None = None, timeout: float = 30) -> None:
         timeout = settings.shutdown_timeout
+        if context.pids() and not ending.issuperset(context.pids().values()):  # the agent calls this twice
+            ending.update(context.pids().values())
+            about_to_end(killed_ranks(getattr(context, "subprocess_handlers", {})))
         if not stop_signals.stopping:
             timeout = min(timeout, AFTER_FAILURE_SECONDS)
         start = time.monotonic()
@@ -374,6 +432,27 @@ def processes_end_in_time(
         yield
     finally:
         PContext.close = close  # type: ignore[method-assign]
+
+
+@contextmanager
+def as_many_ranks_as(places: Places) -> Iterator[None]:
+    """Has torch's agent start a rank at each place that is used, whatever the attempt before had."""
+    meet = SimpleElasticAgent._rendezvous
+
+    def meet_with(agent: SimpleElasticAgent, worker_group: WorkerGroup) -> Any:
+        worker_group.spec.local_world_size = len(places.used)
+        return meet(agent, worker_group)
+
+    SimpleElasticAgent._rendezvous = meet_with  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        SimpleElasticAgent._rendezvous = meet  # type: ignore[method-assign]
+
+
+def killed_ranks(handlers: Mapping[int, Any]) -> list[int]:
+    """The local ranks that a signal has ended by now, of the handlers of torch's agent."""
+    return [rank for rank, handler in handlers.items() if (handler.proc.poll() or 0) < 0]
 
 
 @contextmanager

@@ -112,9 +112,10 @@ def settings_from_flags(typed: Mapping[str, Any]) -> ExplicitSettings:
         ConfigError: a value has not the form of its setting.
     """
     typed = {name: value for name, value in typed.items() if value is not None}
-    least, colon, most = str(typed.get("num_machines", "")).partition(":")
-    if colon:  # as torchrun's --nnodes
-        typed |= {"num_machines": most, "min_machines": least}
+    for name, fewest in (("num_machines", "min_machines"), ("num_processes", "min_processes")):
+        least, colon, most = str(typed.get(name, "")).partition(":")
+        if colon:  # as torchrun's --nnodes
+            typed |= {name: most, fewest: least}
     values = {
         name: value if isinstance(value, bool) else from_text(name, value, flag)
         for name, value in typed.items()

@@ -116,7 +116,7 @@ class LaunchPlan:
         return {
             "RANK": str(settings.machine * self.num_local + local_rank) if ranks_are_known else "<order of arrival>",
             "LOCAL_RANK": str(local_rank),
-            "WORLD_SIZE": str(self.world_size) if settings.min_machines is None else f"<at most {self.world_size}>",
+            "WORLD_SIZE": f"<at most {self.world_size}>" if settings.is_elastic else str(self.world_size),
             "LOCAL_WORLD_SIZE": str(self.num_local),
             "MASTER_ADDR": self.host if ranks_are_known else "<machine of rank 0>",
             "MASTER_PORT": str(self.port) if is_static and self.port != FREE_PORT else "<free port>",

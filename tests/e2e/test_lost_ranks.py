@@ -42,6 +42,17 @@ def test_a_killed_rank_is_started_again_from_memory(tmp_path: Path) -> None:
     assert (whole / "digest").read_text() == (lost / "digest").read_text()
 
 
+def test_a_rank_that_is_lost_twice_is_left_out(tmp_path: Path) -> None:
+    words = ["launch", "--cpu", "--num_processes", "2:3", "--max_restarts", 2, "--timeout", 5]
+    faults = "kill:3:1,kill:4:1"  # the next attempts have no rank 2, and rank 1 is that of the third place
+    command = [sys.executable, "-m", "zeroaccel.cli", *words, PROGRAM, tmp_path, 8, 2, 3, faults]
+    result = run_command(command, timeout=150.0)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("process 1 was lost twice in a row: going on with 2 processes") == 1
+    assert [(tmp_path / f"resumed.{attempt}").exists() for attempt in range(4)] == [True, True, True, False]
+    assert (tmp_path / "digest").exists()
+
+
 @pytest.mark.slow
 def test_a_short_soak() -> None:
     program = Path(__file__).parents[2] / "benchmarks" / "lost_ranks.py"

@@ -118,7 +118,7 @@ def test_processes_have_the_shutdown_timeout_after_a_signal(
     ours, log = launch_settings(settings), lambda _: None
     agents_own: Any = 30  # that torch's agent asks for, whatever happened
     stop_signals = StopSignals(lambda: None, log, ours.shutdown_timeout, may_wait_in_native_code=False)
-    with stop_signals, processes_end_in_time(ours, stop_signals, log):
+    with stop_signals, processes_end_in_time(ours, stop_signals, log, list):
         PContext.close(_NoProcesses(), None, agents_own)  # type: ignore[arg-type]
         stop_signals.processes_exist()
         with pytest.raises(SignalException):

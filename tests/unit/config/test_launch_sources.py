@@ -35,6 +35,7 @@ from zeroaccel.errors import ConfigError
 # Each setting with three legal values, as text; a file has them as YAML reads them.
 VALUES = """
 distributed_type DEEPSPEED MULTI_GPU MULTI_CPU; num_processes 2 3 4; num_machines 2 3 4; min_machines 1 2 3;
+min_processes 1 2 3;
 machine_rank 1 2 3; main_process_ip a b c; main_process_port 1 2 3; rdzv_backend static c10d static;
 rdzv_conf timeout=1 timeout=2 timeout=3; max_restarts 1 2 3; monitor_interval 1.5 2.5 3.5;
 shutdown_timeout 1.5 2.5 3.5; gpu_ids 0 1 2; num_cpu_threads_per_process 2 3 4; engine zeroaccel deepspeed zeroaccel;
@@ -265,8 +266,20 @@ def test_a_json_next_to_the_launch_file_is_pointed_at(tmp_path: Path, monkeypatc
 
 def test_a_range_of_machines_is_two_settings() -> None:
     assert _typed("num_machines", "1:4").values == {"num_machines": 4, "min_machines": 1}
+    assert _typed("num_processes", "1:4").values == {"num_processes": 4, "min_processes": 1}
     with pytest.raises(ConfigError, match="--min_machines: expected at most num_machines"):
         ExplicitSettings({"num_machines": 2, "min_machines": 3, "main_process_ip": "a"}).settings()
+    for values, message in (
+        ({"num_processes": 2, "min_processes": 3}, r"--min_processes: expected at most num_processes \(2\)"),
+        ({"min_processes": 3}, "--min_processes: expected at most num_processes, got 3"),
+        ({"num_processes": 3, "min_processes": 2, "max_restarts": 1}, "set max_restarts to 2 or more"),
+        (
+            {"num_processes": 4, "num_machines": 2, "min_processes": 2, "main_process_ip": "a", "machine_rank": 0},
+            "several machines keep their numbers of processes; say --num_machines MIN:MAX",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            ExplicitSettings(values).settings()
     values = {"num_machines": 2, "machine_rank": 0, "main_process_ip": "a", "max_restarts": 1, "rdzv_backend": "static"}
     with pytest.raises(ConfigError, match="the static rendezvous does not tell other machines of a restart"):
         ExplicitSettings(values).settings()

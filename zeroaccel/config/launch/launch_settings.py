@@ -139,7 +139,9 @@ class ProcessSettings(ConfigSection):
     engine: EngineName | None = None
     """What `import deepspeed` gives the processes. [default: deepspeed where one is installed, else zeroaccel]"""
     num_processes: PositiveCount | None = None
-    """Processes of the whole job, over all machines. [default: one per accelerator; without any, 1 per machine]"""
+    """Processes of the whole job; MIN:MAX on one machine. [default: one per accelerator; without any, 1 per machine]"""
+    min_processes: PositiveCount | None = None
+    """With max_restarts, processes that are enough to go on with after one was lost twice. [default: all of them]"""
     num_machines: PositiveCount = 1
     """Machines of the job; run the command on each, with its --machine_rank. MIN:MAX with c10d. [default: 1]"""
     min_machines: PositiveCount | None = None
@@ -343,6 +345,11 @@ class LaunchSettings(ProcessSettings, ZeroSettings, HostSettings, DynamoSettings
         return self.rdzv_backend or "static"
 
     @property
+    def is_elastic(self) -> bool:
+        """Whether the job may go on with fewer processes."""
+        return self.min_machines is not None or self.min_processes is not None
+
+    @property
     def machine(self) -> int:
         """The rank of this machine."""
         return self.machine_rank or 0
@@ -499,6 +506,8 @@ def _problems_of_elasticity(settings: LaunchSettings) -> Iterator[Problem]:
     if settings.max_restarts and settings.num_machines > 1 and settings.rendezvous == "static":
         text = "the static rendezvous does not tell other machines of a restart"
         yield Problem(("rdzv_backend",), text=text, fix="set it to c10d, or max_restarts to 0")
+    if settings.min_processes is not None:
+        yield from _problems_of_fewer_processes(settings, settings.min_processes)
     least = settings.min_machines
     if least is None:
         return
@@ -508,6 +517,19 @@ def _problems_of_elasticity(settings: LaunchSettings) -> Iterator[Problem]:
     elif settings.rendezvous != "c10d":
         text = "machines come and go with the c10d rendezvous only"
         yield Problem(("min_machines",), text=text, fix="set rdzv_backend to c10d, or leave it out")
+
+
+def _problems_of_fewer_processes(settings: LaunchSettings, least: int) -> Iterator[Problem]:
+    name = ("min_processes",)
+    if settings.num_machines > 1:
+        text = "several machines keep their numbers of processes"
+        yield Problem(name, text=text, fix="say --num_machines MIN:MAX")
+    elif settings.num_processes is None or least > settings.num_processes:
+        most = "num_processes" if settings.num_processes is None else f"num_processes ({settings.num_processes})"
+        yield Problem(name, expected=f"at most {most}", got=least)
+    elif settings.max_restarts < 2:
+        text = "a process is left out after two attempts that have lost it"
+        yield Problem(name, text=text, fix="set max_restarts to 2 or more")
 
 
 def _problems_between_machines(settings: LaunchSettings) -> Iterator[Problem]:

@@ -59,6 +59,7 @@ SETTINGS: Mapping[str, Setting] = {
     setting.name: setting
     for setting in (
         Setting("num_processes", _PROCESSES, "N"),
+        Setting("min_processes", _PROCESSES, "N"),
         Setting("use_cpu", _PROCESSES, flag="--cpu", rank_variable="ACCELERATE_USE_CPU"),
         Setting("gpu_ids", _PROCESSES, "IDS"),
         Setting("num_cpu_threads_per_process", _PROCESSES),
