@@ -1,4 +1,4 @@
-"""What the launcher and the user say through environment variables, and the CPU cores of this process. No torch.
+"""What the launcher and the user say through environment variables, and limits of this process. No torch.
 
 The only module of `comm` that reads the environment. The names are those of torchrun, which every launcher of PyTorch
 jobs sets, and ZEROACCEL_COLLECTIVE_TIMEOUT.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
@@ -16,12 +17,30 @@ from typing import Any, TypeVar
 
 from zeroaccel.config.launch.launch_sources import check_variables
 from zeroaccel.errors import ConfigError
+from zeroaccel.logs import logger
 
 _Order = TypeVar("_Order")
 _DEFAULT_LIMIT_SECONDS = 600.0
+_FILES_PER_RANK, _OTHER_FILES = 5, 512  # of programs and their libraries
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # what mpirun sets, of Open MPI and of MPICH
 _HOW_TO_START = "start the script with `zeroaccel launch --num_processes N script.py`, or set them on every rank"
+
+
+def allow_connections(world_size: int) -> None:
+    """Raises the limit of open files to what connections to all other ranks need, or warns that it cannot.
+
+    gloo connects the ranks of a group all to all when it is made. Measured: 5 sockets per other rank, and a few more.
+    """
+    needed = _OTHER_FILES + _FILES_PER_RANK * world_size
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < needed:
+        text = "%d ranks need about %d open files per process, and the hard limit is %d: raise it with `ulimit -Hn %d`"
+        logger.warning(text, world_size, needed, hard, needed)
 
 
 def check_own_variables() -> None:

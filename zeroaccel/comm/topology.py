@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zeroaccel.comm.collective_tracker import CollectiveTracker
 from zeroaccel.comm.environment import (
+    allow_connections,
     avoid_record_streams,
     launcher_owns_store,
     launcher_wakes_stopped_ranks,
@@ -287,6 +288,7 @@ def current_topology(
     # Code other than this module may destroy the default group and make another; then the topology is rebuilt for it.
     if _current is None or _current[0] is not default:
         _leave_current()
+        allow_connections(default.size())
         _current = default, _build(default, timeout_seconds(timeout), device, transports or transport_over)
         return _current[1]
     _require_same(_current[1], device, transports)
@@ -620,6 +622,7 @@ def _data_backend(backend: str) -> str | None:
 def _rendezvous(backend: str, rank: int, world_size: int, limit: float) -> None:
     # The server of a TCPStore stays with the first group of the process: a second bind to its port would fail.
     address = rendezvous_address()
+    allow_connections(world_size)
     # A second default group numbers its groups from 0 again, and would read in the store the keys of the first one.
     store = PrefixStore(f"again/{_generation}", _stores[address]) if address in _stores else None
     try:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from datetime import timedelta
 from pathlib import Path
 
@@ -156,3 +158,22 @@ def test_who_said_how_many_threads(
     if launcher is not None:
         (tmp_path / "environ").write_bytes(launcher)
     assert omp_threads_chosen(tmp_path / "environ") == said
+
+
+def limits_after(world_size: int, soft: int, hard: int) -> list[str]:
+    """The soft limit of open files and what the log says, of a process with these limits."""
+    code = (
+        "import logging, resource; from zeroaccel.comm.environment import allow_connections; "
+        f"resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard})); "
+        f"allow_connections({world_size}); print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return [done.stdout.strip(), done.stderr]
+
+
+def test_the_limit_of_open_files_follows_the_number_of_ranks() -> None:
+    assert limits_after(8, 1024, 4096) == ["1024", ""]
+    assert limits_after(128, 1024, 4096) == ["1152", ""]
+    limit, said = limits_after(1024, 1024, 4096)
+    assert limit == "4096"
+    assert "1024 ranks need about 5632 open files per process, and the hard limit is 4096" in said
