@@ -1,12 +1,13 @@
 """A soak of lost ranks: seeded runs are killed and stopped again and again, and resume from the memory of the machine.
 
     python benchmarks/lost_ranks.py --minutes 10 --seed 0
-    python benchmarks/lost_ranks.py --minutes 150 --faults 1000   # about 80 minutes of a quiet machine with 2 cores
+    python benchmarks/lost_ranks.py --minutes 150 --faults 1000 --jobs 3
 
-Each run has two or three ranks, any stage, and two to four faults: a rank or two are killed before a step, while a
+Each run has two or three ranks, any stage, and four to eight faults: a rank or two are killed before a step, while a
 state is written, or as soon as the run has resumed; or a rank is stopped (SIGSTOP), which the watchdog names after its
-limit. Counted are runs whose final weights differ from those of the same run without faults, runs that hang, and
-processes and files in memory that are left. The program of the ranks is `tests/e2e/lost_ranks.py`.
+limit. Several runs go side by side, as starts and limits are mostly waits. Counted are runs whose final weights differ
+from those of the same run without faults, runs that hang, and processes and files in memory that are left. The program
+of the ranks is `tests/e2e/lost_ranks.py`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from datetime import date
@@ -30,13 +32,13 @@ ROOT = Path(__file__).resolve().parent.parent
 MEMORY = Path("/dev/shm")
 PROGRAM = ROOT / "tests" / "e2e" / "lost_ranks.py"
 KINDS = ("kill", "kill two", "save", "load", "stop")
-STEPS, LIMIT_SECONDS, HANG_SECONDS = 14, 4.0, 120.0
+STEPS, LIMIT_SECONDS, HANG_SECONDS = 28, 4.0, 120.0
 
 
 def faults_of(draw: random.Random, num_ranks: int) -> list[tuple[str, str]]:
     """(kind, order for the program) of each attempt."""
     found, step = [], 3
-    for _ in range(draw.randint(2, 4)):
+    for _ in range(draw.randint(4, 8)):
         kind = draw.choice(KINDS)
         who = draw.sample(range(num_ranks), 2 if kind == "kill two" else 1)
         found.append((kind, f"{kind.split()[0]}:{step}:{'+'.join(map(str, who))}"))
@@ -61,9 +63,14 @@ def launched(folder: Path, num_ranks: int, seed: int, faults: list[str]) -> tupl
     return True, digest.read_text() if digest.exists() else "", said
 
 
-def is_locked(folder: Path) -> bool:
-    """Whether a launcher has the folder."""
-    handle = os.open(folder, os.O_RDONLY)
+def is_in_use(folder: Path) -> bool:
+    """Whether a launcher has the folder, has removed it, or is making it."""
+    try:
+        if folder.name.startswith(".") and time.time() - folder.stat().st_mtime < HANG_SECONDS:
+            return True
+        handle = os.open(folder, os.O_RDONLY)
+    except FileNotFoundError:
+        return True
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -84,45 +91,93 @@ def recoveries(folder: Path, kinds: list[str]) -> list[tuple[str, float, int]]:
     return found
 
 
+class Soak:
+    """What the runs have shown so far.
+
+    Attributes:
+        whole: digest of the run without faults, by (ranks, seed of the program, which is its stage as well).
+    """
+
+    def __init__(self, most: int, end: float, seed: int) -> None:
+        self.counts, self.seconds = Counter[str](), dict[str, list[float]]()
+        self.whole: dict[tuple[int, int], str] = {}
+        self._most, self._end, self._seed = most, end, seed
+        self._lock = threading.Lock()
+
+    @property
+    def num_faults(self) -> int:
+        """Suffered by all runs."""
+        return sum(self.counts[kind] for kind in KINDS)
+
+    def work(self) -> None:
+        """Runs until the time is over, or the faults are many enough; in a thread of its own."""
+        while time.monotonic() < self._end and self.num_faults < self._most:
+            with self._lock:
+                seed, self._seed = self._seed, self._seed + 1
+            with tempfile.TemporaryDirectory(prefix="lost-") as folder:
+                self.suffer(seed, Path(folder))
+
+    def suffer(self, seed: int, folder: Path) -> None:
+        """One run with faults."""
+        draw = random.Random(seed)
+        key = draw.choice([2, 2, 3]), seed % 4
+        faults = faults_of(draw, key[0])
+        ended, digest, said = launched(folder / "lost", *key, [order for _, order in faults])
+        suffered = [kind for attempt, (kind, _) in enumerate(faults) if Path(folder, f"lost/fault.{attempt}").exists()]
+        left = left_behind(folder)
+        whole = self.digest_without_faults(key, folder)
+        outcome = "hang" if not ended else "wrong" if digest != whole else "right"
+        with self._lock:
+            self.counts.update([*suffered, "runs", outcome, *["left behind"] * bool(left)])
+            for kind, took, _ in recoveries(folder / "lost", [kind for kind, _ in faults]):
+                self.seconds.setdefault(kind, []).append(took)
+            print(f"seed {seed}: {key[0]} ranks, {', '.join(suffered)}: {outcome}", flush=True)
+            if outcome != "right" or left:
+                print(f"{faults}\n{left}\n{said}", flush=True)
+
+    def digest_without_faults(self, key: tuple[int, int], folder: Path) -> str:
+        """Of the same program."""
+        if key not in self.whole:
+            self.whole[key] = launched(folder / "whole", *key, [])[1]
+        return self.whole[key]
+
+
+def left_behind(folder: Path) -> list[str]:
+    """Folders in memory that no launcher has, and processes of the run in this folder."""
+    for _ in range(3):  # what ends just now
+        left = [str(path) for path in MEMORY.glob("*zeroaccel-memory-*") if not is_in_use(path)]
+        words = [" ".join(one.info["cmdline"] or []) for one in psutil.process_iter(["cmdline"])]
+        left += [line for line in words if f"{folder}/lost" in line]
+        if not left:
+            break
+        time.sleep(0.5)
+    return left
+
+
 @click.command()
 @click.option("--minutes", default=10.0, show_default=True)
 @click.option("--faults", "most", default=1_000_000, metavar="N", help="End after so many, if the time is not over.")
 @click.option("--seed", default=0, show_default=True)
-def main(minutes: float, most: int, seed: int) -> None:
+@click.option(
+    "--jobs", default=1, show_default=True, help="Runs side by side; with one, seconds are of a quiet machine."
+)
+def main(minutes: float, most: int, seed: int, jobs: int) -> None:
     """Runs until the time is over, or the faults are many enough. Exits with 1 where any run went wrong."""
-    end, counts, seconds = time.monotonic() + 60 * minutes, Counter[str](), dict[str, list[float]]()
-    whole: dict[tuple[int, int], str] = {}
-    while time.monotonic() < end and sum(counts[kind] for kind in KINDS) < most:
-        draw = random.Random(seed)
-        num_ranks = draw.choice([2, 2, 3])
-        with tempfile.TemporaryDirectory(prefix="lost-") as folder:
-            key = num_ranks, seed % 4  # the seed of the program, which is its stage as well
-            if key not in whole:
-                _, whole[key], _ = launched(Path(folder, "whole"), *key, [])
-            faults = faults_of(draw, num_ranks)
-            ended, digest, said = launched(Path(folder, "lost"), *key, [order for _, order in faults])
-            suffered = [
-                kind for attempt, (kind, _) in enumerate(faults) if Path(folder, f"lost/fault.{attempt}").exists()
-            ]
-            counts.update(suffered)
-            for kind, took, _ in recoveries(Path(folder, "lost"), [kind for kind, _ in faults]):
-                seconds.setdefault(kind, []).append(took)
-        left = [path for path in MEMORY.glob("*zeroaccel-memory-*") if not is_locked(path)]
-        alive = [one for one in psutil.process_iter(["cmdline"]) if str(PROGRAM) in (one.info["cmdline"] or [])]
-        outcome = "hang" if not ended else "wrong" if digest != whole[key] else "right"
-        counts.update(["runs", outcome, *["left behind"] * bool(left or alive)])
-        print(f"seed {seed}: {num_ranks} ranks, {', '.join(suffered)}: {outcome}", flush=True)
-        if outcome != "right" or left or alive:
-            print(f"{faults}\n{left} {alive}\n{said}", flush=True)
-        seed += 1
-    print(
-        f"{date.today()}, {os.cpu_count()} cores: {counts['runs']} runs, {counts['wrong']} with other weights, ", end=""
-    )
+    begin = time.monotonic()
+    soak = Soak(most, begin + 60 * minutes, seed)
+    workers = [threading.Thread(target=soak.work) for _ in range(jobs)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    counts, took = soak.counts, (time.monotonic() - begin) / 60
+    print(f"{date.today()}, {os.cpu_count()} cores, {jobs} side by side, {took:.1f} minutes: ", end="")
+    print(f"{counts['runs']} runs with {soak.num_faults} faults, {counts['wrong']} with other weights, ", end="")
     print(f"{counts['hang']} hung, {counts['left behind']} left something behind")
     print("| fault | number | seconds to the next step: median | largest |\n|---|---|---|---|")
     for kind in KINDS:
-        took = seconds.get(kind, [0.0])
-        print(f"| {kind} | {counts[kind]} | {statistics.median(took):.1f} | {max(took):.1f} |")
+        found = soak.seconds.get(kind, [0.0])
+        print(f"| {kind} | {counts[kind]} | {statistics.median(found):.1f} | {max(found):.1f} |")
     sys.exit(int(any(counts[name] for name in ("wrong", "hang", "left behind"))))
 
 

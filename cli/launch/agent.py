@@ -114,9 +114,13 @@ class StopSignals:
 
 
 _TORCH_WAITS = 600.0  # seconds, its rendezvous, by default
-_LAST_CALL_SECONDS = 3.0  # for machines beyond the fewest, at a restart, where all come at once; first torch's 30
-# A machine is lost after 10 silent seconds; after 15 by torch's own settings.
-_KEEP_ALIVE = {"keep_alive_interval": 2, "keep_alive_max_attempt": 5}
+# For machines beyond the fewest, from the end of this machine's ranks; at the first start torch's 30.
+_LAST_CALL_SECONDS = 3.0
+_LAST_JOIN_SECONDS = (
+    1.5  # at least, once the last attempt is over everywhere: machines look once a second whether it is
+)
+# A machine is lost after 7 silent seconds; after 15 by torch's own settings.
+_KEEP_ALIVE = {"keep_alive_interval": 1, "keep_alive_max_attempt": 7}
 _SAME_EVERYWHERE = ("num_processes", "num_machines", "max_restarts", "rdzv_backend", "use_cpu", "timeout")
 
 
@@ -211,6 +215,9 @@ class RankFiles(DefaultLogsSpecs):
     """The files of each rank, its output and its error report; torch's agent asks for them at each start.
 
     Adds `additions` to the environment of each rank, logs why the ranks are started again, and reads their reports.
+
+    Attributes:
+        ended: when the ranks of the last attempt ended; None before.
     """
 
     def __init__(
@@ -229,6 +236,7 @@ class RankFiles(DefaultLogsSpecs):
         self._log = log
         self._reports: tuple[Path, ...] = ()
         self._ranks: tuple[int, ...] = ()
+        self.ended: float | None = None
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         if self._reports:
@@ -270,16 +278,13 @@ class RankFiles(DefaultLogsSpecs):
                 ends.append(RankEnd(rank, local_rank, report.pid, report.exit_code, report.time, report))
         return tuple(ends)
 
-    @property
-    def first(self) -> list[int]:
-        """The local rank that was the first to report a failure."""
+    def lost_by(self, killed: Sequence[int]) -> Sequence[int]:
+        """The local ranks by which an attempt ends, now: those killed, or the first to report a failure."""
+        self.ended = time.monotonic()
+        if killed:
+            return killed
         times = {rank: report.time for rank, path in enumerate(self._reports) if (report := _report_at(path))}
         return [min(times, key=times.__getitem__)] if times else []
-
-    @property
-    def started(self) -> bool:
-        """Whether the ranks have been started once."""
-        return bool(self._reports)
 
     def _why_again(self) -> str:
         reports = {rank: report for rank, path in enumerate(self._reports) if (report := _report_at(path)) is not None}
@@ -362,7 +367,7 @@ def run_plan(plan: LaunchPlan, log: Callable[[str], None], arrival_seconds: floa
         _renew_stores()
     watch = ProcessWatch(timeout_seconds(settings.timeout), plan.port, settings.monitor_interval, log)
     forks = ranks_are_forks(plan, {LAUNCH_ID: launch_id}, log)
-    in_time = processes_end_in_time(settings, stop_signals, log, lambda killed: places.note_loss(killed or files.first))
+    in_time = processes_end_in_time(settings, stop_signals, log, lambda lost: places.note_loss(files.lost_by(lost)))
     awaited = lost_machines_are_not_awaited(settings, files)
     with stop_signals, _agent_log(settings), in_time, awaited, as_many_ranks_as(places), watch, forks:
         try:
@@ -468,7 +473,11 @@ def lost_machines_are_not_awaited(settings: LaunchSettings, files: RankFiles) ->
     own = RendezvousTimeout.last_call
 
     def last_call(timeouts: RendezvousTimeout) -> timedelta:
-        return min(timedelta(seconds=_LAST_CALL_SECONDS), timeouts._last_call) if files.started else timeouts._last_call
+        if files.ended is None:
+            return timeouts._last_call
+        # While this one waited for a lost machine, the others have come.
+        rest = max(_LAST_JOIN_SECONDS, _LAST_CALL_SECONDS - (time.monotonic() - files.ended))
+        return min(timedelta(seconds=rest), timeouts._last_call)
 
     RendezvousTimeout.last_call = property(last_call)  # type: ignore[assignment,method-assign]
     try:
