@@ -87,7 +87,7 @@ def recoveries(folder: Path, kinds: list[str]) -> list[tuple[str, float, int]]:
         begin, then = folder / f"fault.{attempt}", folder / f"resumed.{attempt + 1}"
         if begin.exists() and then.exists():
             when, step = then.read_text().split()
-            found.append((kind, float(when) - float(begin.read_text()), int(step)))
+            found.append((kind, float(when) - float(begin.read_text().split()[0]), int(step)))
     return found
 
 
