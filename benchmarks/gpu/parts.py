@@ -355,31 +355,22 @@ def lane(run: Run) -> None:
 
 def ranks(run: Run) -> None:
     """Two ranks over NCCL on this one device: the bits of the stages, of offload and of ZeRO++'s exact parts."""
-    texts, codes = _two_ranks("two_ranks.py", 29555, run.seconds)
-    if "Duplicate GPU" in texts[0]:
-        run.skip("two ranks on one device", "this NCCL refuses them (Duplicate GPU)")
-        return
-    for name, verdict in _verdicts(texts[0]):
+    text = _two_ranks(run, "two_ranks.py", 29555)
+    for name, verdict in _verdicts(text):
         run.add(name, float(verdict == "same"), "", note=verdict)
-    construction, _, steps = texts[0].partition("STEPS BEGIN")
+    construction, _, steps = text.partition("STEPS BEGIN")
     run.add("communicators made at construction", construction.count("Init COMPLETE"))
     # Of the first plan: later ones make groups of their own.
     run.add("communicators made in steps", steps.partition("STEPS END")[0].count("Init COMPLETE"), "of 0")
-    run.add("ranks that ended well", sum(code == 0 for code in codes), "of 2")
 
 
 def meshes(run: Run) -> None:
     """Two ranks over NCCL on this one device: the greatest relative difference of losses from a plain loop's on it."""
-    texts, codes = _two_ranks("mesh_ranks.py", 29557, run.seconds)
-    if "Duplicate GPU" in texts[0]:
-        run.skip("two ranks on one device", "this NCCL refuses them (Duplicate GPU)")
-        return
-    for name, verdict in _verdicts(texts[0]):
+    for name, verdict in _verdicts(_two_ranks(run, "mesh_ranks.py", 29557)):
         try:
             run.add(name, float(verdict))
         except ValueError:
             run.skip(name, verdict)
-    run.add("ranks that ended well", sum(code == 0 for code in codes), "of 2")
 
 
 def _verdicts(text: str) -> list[tuple[str, str]]:
@@ -388,8 +379,8 @@ def _verdicts(text: str) -> list[tuple[str, str]]:
     return [(name, verdict) for name, _, verdict in (line.partition(": ") for line in lines)]
 
 
-def _two_ranks(script: str, port: int, seconds: float) -> tuple[list[str], list[int | None]]:
-    """What two ranks on this device print, and how they end."""
+def _two_ranks(run: Run, script: str, port: int) -> str:
+    """What the first of two ranks on this device prints; adds how they end, or why they do not run."""
     # A host name of its own for each rank gets NCCL past its check for two ranks on one device; they talk over lo.
     environment = {
         **os.environ,
@@ -410,7 +401,7 @@ def _two_ranks(script: str, port: int, seconds: float) -> tuple[list[str], list[
             )
             for rank in range(2)
         ]
-        deadline = time.monotonic() + 0.9 * seconds
+        deadline = time.monotonic() + 0.9 * run.seconds
         for process in started:
             try:
                 process.wait(max(1.0, deadline - time.monotonic()))
@@ -422,7 +413,11 @@ def _two_ranks(script: str, port: int, seconds: float) -> tuple[list[str], list[
             texts.append(log.read())
             log.close()
     print(texts[0][-20000:])
-    return texts, [process.returncode for process in started]
+    if "Duplicate GPU" in texts[0]:
+        run.skip("two ranks on one device", "this NCCL refuses them (Duplicate GPU)")
+    else:
+        run.add("ranks that ended well", sum(process.returncode == 0 for process in started), "of 2")
+    return texts[0]
 
 
 def sanitizer(run: Run) -> None:

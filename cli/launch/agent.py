@@ -116,9 +116,8 @@ class StopSignals:
 _TORCH_WAITS = 600.0  # seconds, its rendezvous, by default
 # For machines beyond the fewest, from the end of this machine's ranks; at the first start torch's 30.
 _LAST_CALL_SECONDS = 3.0
-_LAST_JOIN_SECONDS = (
-    1.5  # at least, once the last attempt is over everywhere: machines look once a second whether it is
-)
+# At least so long once the last attempt is over everywhere: machines look once a second whether it is.
+_LAST_JOIN_SECONDS = 1.5
 # A machine is lost after 7 silent seconds; after 15 by torch's own settings.
 _KEEP_ALIVE = {"keep_alive_interval": 1, "keep_alive_max_attempt": 7}
 _SAME_EVERYWHERE = ("num_processes", "num_machines", "max_restarts", "rdzv_backend", "use_cpu", "timeout")

@@ -1,6 +1,6 @@
 """Models of transformers on a CUDA device: stage 3, its states in host memory too, has the bits of stage 0.
 
-    python -m pytest -m slow tests/gpu/test_models_of_transformers.py    # every class, about 40 minutes
+    python -m pytest -m slow tests/gpu/test_models_of_transformers.py    # every class
 
 Stage 0 in fp32 is also a plain loop of torch on that device, but for rounding. Where torch itself has no bits that it
 gives twice, a class is left out, by what two runs at stage 0 gave.

@@ -130,7 +130,9 @@ class Checkpointer:
         exclude_frozen: bool | None,
     ) -> None:
         self.wait()
-        save = self._prepared(save_dir, tag, client_state, save_latest, exclude_frozen, self._staging)
+        save = self._prepared(
+            save_dir, tag, self._staging, client_state, save_latest=save_latest, exclude_frozen=exclude_frozen
+        )
         # After `prepare` the ranks have agreed on everything, so that writing needs no collectives and can go on in the
         # background while training issues its own.
         if self._settings.background:
@@ -144,7 +146,7 @@ class Checkpointer:
 
         Until its tensors are copied nothing changes them: updates, loads and `wait` block.
         """
-        save = self._prepared(folder, tag, None, True, None, Staging(4 * CHUNK_NBYTES, pinned=self._is_on_device))
+        save = self._prepared(folder, tag, Staging(4 * CHUNK_NBYTES, pinned=self._is_on_device))
         self._copied = save.writer.copied
         return save
 
@@ -152,10 +154,11 @@ class Checkpointer:
         self,
         save_dir: PathLike,
         tag: object,
-        client_state: dict[str, Any] | None,
-        save_latest: bool,
-        exclude_frozen: bool | None,
         staging: Staging,
+        client_state: dict[str, Any] | None = None,
+        *,
+        save_latest: bool = True,
+        exclude_frozen: bool | None = None,
     ) -> Save:
         self.prepare_to_save("save_checkpoint")
         engine = self._engine

@@ -123,7 +123,7 @@ class PeerStates(ConfigSection):
     enabled: Flag = True
     """Save them."""
     interval: Annotated[Literal["auto"] | int, BeforeValidator(_interval)] = "auto"
-    """Steps between two states; "auto" measures an interval at which they take at most 2 % of the time."""
+    """Steps between two states; "auto" measures an interval at which their part of the time should be 2 %."""
     memory: PositiveCount | None = None
     """Bytes of a machine's memory that states may take; absent, what is free."""
 

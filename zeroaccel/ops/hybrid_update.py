@@ -58,7 +58,7 @@ class HybridUpdate:
         self._is_fixed = ratio is not None
         self.host_ratio = 0.5 if ratio is None else ratio
         self._host_rate = self._lane_rate = 0.0
-        self._num_updates = 0
+        self._num_trials = 0
         self._least_seconds = {True: float("inf"), False: float("inf")}  # per element, shared and alone
 
     def __deepcopy__(self, memo: dict[int, object]) -> HybridUpdate:
@@ -73,8 +73,8 @@ class HybridUpdate:
     ) -> None:
         """Updates `written`; `on_host` updates the part that it is called with."""
         numel = grad.numel()
-        is_trial = not self._is_fixed and numel >= _MIN_NUMEL and self._num_updates < _TRIAL_UPDATES
-        is_split = numel >= _MIN_NUMEL and self.host_ratio < 1.0 and not (is_trial and self._num_updates % 2)
+        is_trial = not self._is_fixed and numel >= _MIN_NUMEL and self._num_trials < _TRIAL_UPDATES
+        is_split = numel >= _MIN_NUMEL and self.host_ratio < 1.0 and not (is_trial and self._num_trials % 2)
         cut = min(round(numel * self.host_ratio / _ALIGNMENT_NUMEL) * _ALIGNMENT_NUMEL, numel) if is_split else numel
         pending = None
         begun = time.perf_counter()
@@ -95,9 +95,9 @@ class HybridUpdate:
 
     def _compare(self, is_split: bool, seconds: float) -> None:
         """After the last update of the trial the host goes on alone, unless the device made updates faster."""
-        self._num_updates += 1
+        self._num_trials += 1
         self._least_seconds[is_split] = min(self._least_seconds[is_split], seconds)
-        if self._num_updates == _TRIAL_UPDATES and self._least_seconds[False] <= self._least_seconds[True]:
+        if self._num_trials == _TRIAL_UPDATES and self._least_seconds[False] <= self._least_seconds[True]:
             self.host_ratio, self._is_fixed = 1.0, True
 
     def _adapt(self, host_rate: float, lane_rate: float) -> None:

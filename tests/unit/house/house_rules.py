@@ -92,7 +92,7 @@ ENVIRONMENT_READERS = {
 MAX_CODE_LINES: Mapping[str, int] = {
     "": 860,
     "accelerate": 4010,
-    "checkpoint": 6115,
+    "checkpoint": 6120,
     "cli": 7205,
     "comm": 3795,
     "compat": 3030,

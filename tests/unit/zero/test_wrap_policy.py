@@ -197,7 +197,7 @@ def test_a_mixture_is_found_by_its_name() -> None:
 
 
 def test_experts_of_any_transformers_5_are_recognised() -> None:
-    """Later ones set further attributes: `has_gate` since 5.3, `_is_expert_parallel` since 5.20."""
+    """Later ones set further attributes: `has_gate` by 5.3, `_is_expert_parallel` since 5.18."""
     module = nn.Module()
     module.num_experts, module.has_bias = 4, False  # type: ignore[assignment]
     assert not has_expert_interface(module)
