@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import subprocess
@@ -95,6 +96,42 @@ def test_of_a_network_that_is_cut_one_side_goes_on(tmp_path: Path, stage: int) -
     assert (tmp_path / "digest").exists()
     print(f"{float(when) - cut:.1f} s from the cut to the next step; machine b ended with {codes[1]}")
     assert float(when) - cut < seconds(12.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("machines", "stage", "faults"), [(1, 2, "5:1,7:0,9:1"), (2, 3, "5:1")])
+def test_a_trainer_goes_on_from_memory_with_the_same_losses_evaluations_and_weights(
+    tmp_path: Path, machines: int, stage: int, faults: str
+) -> None:
+    pytest.importorskip("transformers")
+    program = Path(__file__).with_name("lost_trainer.py")
+    whole, lost = tmp_path / "whole", tmp_path / "lost"
+    whole.mkdir()
+    lost.mkdir()
+    command = [sys.executable, "-m", "zeroaccel.cli", "launch", "--num_processes", 2, "--engine", "zeroaccel"]
+    plain = run_command([*command, program, whole, stage, "off"], timeout=100.0)
+    assert plain.returncode == 0, plain.stderr[-3000:]
+    command += ["--max_restarts", 3, "--timeout", 20]
+    if machines > 1:
+        command += ["--num_machines", machines, "--main_process_ip", "127.0.0.1"]
+        command += ["--main_process_port", free_port(), "--machine_rank"]
+    words = [program, lost, stage, 2, faults]
+    with ExitStack() as stack:
+        runs = [
+            stack.enter_context(
+                running_command([*map(str, [*command, *([rank] if machines > 1 else []), *words])], cwd=tmp_path)
+            )
+            for rank in range(machines)
+        ]
+        ends = [run.wait(200) for run in runs]
+    assert [end.returncode for end in ends] == [0] * machines, [end.stderr[-3000:] for end in ends]
+    place = "the machine" if machines == 1 else "2 machines"
+    resumed = re.findall(f"resuming from the memory of {place}, step ([0-9]+);", ends[0].stderr)
+    assert len(resumed) == len(faults.split(","))
+    first, second = (json.loads((folder / "result.json").read_text()) for folder in (whole, lost))
+    assert first.pop("begins") == ["0"]
+    assert second.pop("begins") == ["0", *resumed]
+    assert second == first
 
 
 def wait_for(path: Path, most_seconds: float) -> None:

@@ -142,17 +142,22 @@ class MemoryStates:
         self._found = self._peers.newest(saved_states(self._project))
         return None if self._found is None else step_of(self._found[0])
 
-    def fetch(self, to_read: Callable[[Path], Collection[str]]) -> Path:
-        """The folder of the state that `newest` has found, on this machine.
+    def open(self) -> Path:
+        """The folder on this machine of the state that `newest` has found, with the files that all ranks read."""
+        assert self._found is not None, "there is no state in memory"
+        name, machines = self._found
+        self._peers.fetch_common(self._folder / name, machines)
+        return self._folder / name
+
+    def fetch(self, to_read: Callable[[], Collection[str]]) -> None:
+        """Completes the folder that `open` has returned.
 
         Args:
-            to_read: which files of single ranks in the folder this rank reads.
+            to_read: which files of single ranks in it this rank reads.
         """
         assert self._found is not None, "there is no state in memory"
         name, machines = self._found
-        folder = self._folder / name
-        self._peers.fetch(folder, machines, lambda: to_read(folder))
-        return folder
+        self._peers.fetch_own(self._folder / name, machines, to_read)
 
     def at_batch(self, num_steps: int, micro_step: int) -> None:
         """Between two batches: begins a state if `interval` steps have gone by, or completes the one that is written.

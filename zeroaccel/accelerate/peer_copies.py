@@ -2,9 +2,9 @@
 
 A thread writes the files of each rank and sends them to a rank of the next machine (`PeerCopies.send`), while training
 goes on. `PeerCopies.spread` then sends what rank 0 alone writes to all of them. Only when all machines have all copies
-does the folder get the name of a state. `PeerCopies.newest` finds the newest state whose files are all on some machine,
-and `fetch` completes it on each, as far as its ranks read it: nearly all where every rank has all masters (stage 0),
-else about what they have saved.
+does the folder get the name of a state. `PeerCopies.newest` finds the newest state whose files are all on some machine.
+`fetch_common` and `fetch_own` complete it on each, as far as its ranks read it: nearly all where every rank has all
+masters (stage 0), else about what they have saved.
 
 Every rank sends and receives: the k-th rank of one machine to that of the next, counted around; where several machines
 lack files, the k-th file goes from the k-th rank of one that has it.
@@ -183,15 +183,21 @@ class PeerCopies:
                 return name, machines
         return None
 
-    def fetch(self, folder: Path, machines: Sequence[Sizes], to_read: Callable[[], Collection[str]]) -> None:
-        """Completes a state in the folder of each machine, as far as its ranks read it.
+    def fetch_common(self, folder: Path, machines: Sequence[Sizes]) -> None:
+        """Copies the files of a state that all ranks read into the folder of each machine.
 
         Args:
             machines: as of `newest`.
-            to_read: which files of single ranks this rank reads, once the others are there.
         """
         whole = {name: nbytes for own in machines for name, nbytes in own.items()}
         self._complete(folder, machines, [{name for name in whole if not _OF_ONE_RANK.fullmatch(name)}] * len(machines))
+
+    def fetch_own(self, folder: Path, machines: Sequence[Sizes], to_read: Callable[[], Collection[str]]) -> None:
+        """Copies those files of single ranks that the ranks of each machine read, after `fetch_common`.
+
+        Args:
+            to_read: which this rank reads.
+        """
         names: Collection[str] = ()
         with agreed(self._collectives, "states in memory: what to read"):
             names = to_read() if self.num_machines > 1 else ()

@@ -253,7 +253,9 @@ class RunSaving:
         source = Path(folder) if folder is not None else self._newest_folder()
         if folder is None and (memory := self._newer_in_memory(source, log=True)) is not None:
             try:
-                return self._load(memory.fetch(self._files_to_read))
+                found = memory.open()
+                memory.fetch(lambda: self._files_to_read(found))
+                return self._load(found)
             except CheckpointError as error:
                 logger.warning("skipped the state in memory: %s", error)
         if source is None:

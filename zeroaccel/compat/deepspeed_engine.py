@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from zeroaccel.checkpoint.find import has_checkpoints
 from zeroaccel.checkpoint.weights import placeholder_state_dict
 from zeroaccel.comm.agree import agreed
-from zeroaccel.compat import loss_scale_members, transformers_calls
+from zeroaccel.compat import loss_scale_members, trainer_states, transformers_calls
 from zeroaccel.compat.assertions import asserting
 from zeroaccel.compat.deepspeed_calls import MonitorMaster, StepThroughput
 from zeroaccel.compat.deepspeed_checkpoints import plain_client_state
@@ -654,7 +654,7 @@ def initialize(
             unknown_keys="lenient",
             parallel=_parallel_of(mpu, model),
             pipeline=model.pipeline_config() if isinstance(model, PipelineModule) else None,
-            loop=LoopRules(empty_when_sharded=True, saves_within_accumulation=True),
+            loop=LoopRules(empty_when_sharded=True, saves_within_accumulation=True, resumes=trainer_states.is_saving()),
         )
     )
     assert isinstance(engine, DeepSpeedMembers), "the engine_type that was asked for"
@@ -664,6 +664,7 @@ def initialize(
     if engine.settings.plan.params:
         attach(engine.registry)
     transformers_calls.attach(engine)
+    trainer_states.attach(engine)
     note_expert_groups(engine.optimizer)
     loss_scale_members.attach(engine)
     engine.training_dataloader = plan.loader

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
@@ -36,8 +36,6 @@ SWITCH = "ZEROACCEL_COMPAT"
 _STARTUP = str(Path(__file__).parent / "startup")
 
 _DECIDED_AT_IMPORT = ("accelerate", "transformers")  # these look for deepspeed once, when they are imported
-_MODELING = "transformers.modeling_utils"
-
 
 _SCRIPT = """\
 import sys
@@ -90,19 +88,22 @@ class _FacadeLoader(Loader):
         return compile(_SCRIPT.format(name=fullname), f"<{fullname}>", "exec")
 
 
-class _ModelingLoader(SourceFileLoader):
-    """Of transformers' models: a quantised base is built within `zero.Init`, where transformers leaves it whole."""
+class _PatchingLoader(SourceFileLoader):
+    """Of a module of transformers with a class of which zeroaccel replaces a method."""
 
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
-        _sharded_while_loading(module.PreTrainedModel)
+        name, method, change = _PATCHED[module.__name__]
+        owner = getattr(module, name)
+        _ORIGINALS[owner, method] = vars(owner)[method]
+        setattr(owner, method, change(vars(owner)[method]))
 
 
-_WHOLE: dict[type, Any] = {}  # class -> its own from_pretrained
+_ORIGINALS: dict[tuple[type, str], Any] = {}
 
 
-def _sharded_while_loading(owner: type) -> None:
-    _WHOLE[owner] = original = vars(owner)["from_pretrained"]
+def _sharded_while_loading(original: Any) -> Any:
+    """`from_pretrained` that builds a quantised base within `zero.Init`, where transformers leaves it whole."""
 
     @functools.wraps(original.__func__)
     def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -112,7 +113,24 @@ def _sharded_while_loading(owner: type) -> None:
         with import_module("zeroaccel.compat.transformers_calls").init_of_quantized(quantization):
             return original.__func__(cls, *args, **kwargs)
 
-    owner.from_pretrained = classmethod(from_pretrained)  # type: ignore[attr-defined]
+    return classmethod(from_pretrained)
+
+
+def _saving_states(original: Any) -> Any:
+    """`train` with states in memory, in jobs whose launcher keeps memory."""
+
+    @functools.wraps(original)
+    def train(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        return import_module("zeroaccel.compat.trainer_states").train(original, trainer, *args, **kwargs)
+
+    return train
+
+
+_PATCHED: Mapping[str, tuple[str, str, Callable[[Any], Any]]] = {
+    "transformers.modeling_utils": ("PreTrainedModel", "from_pretrained", _sharded_while_loading),
+    "transformers.trainer": ("Trainer", "train", _saving_states),
+}
+"""Module -> class, method, its replacement."""
 
 
 class _Distribution(Distribution):
@@ -135,10 +153,10 @@ class _Finder(DistributionFinder):
             # A script is no package: of one, `python -m` would look for a `__main__`.
             spec = ModuleSpec(fullname, _FacadeLoader(), origin="zeroaccel", is_package=fullname not in SCRIPTS)
             return spec
-        if fullname == _MODELING:
+        if fullname in _PATCHED:
             found = PathFinder.find_spec(fullname, path)
             if found is not None and type(found.loader) is SourceFileLoader:
-                found.loader = _ModelingLoader(fullname, found.loader.path)
+                found.loader = _PatchingLoader(fullname, found.loader.path)
             return found
         parent, _, name = fullname.rpartition(".")
         if fullname.partition(".")[0] != PACKAGE or name in SURFACE.get(parent, {}):
@@ -203,15 +221,15 @@ def uninstall() -> None:
     if not is_installed():
         return
     sys.meta_path.remove(_FINDER)
-    while _WHOLE:
-        owner, original = _WHOLE.popitem()
-        owner.from_pretrained = original  # type: ignore[attr-defined]
     parameters = sys.modules.get("zeroaccel.compat.parameters")
     if parameters is not None:
         parameters.detach()
     calls = sys.modules.get("zeroaccel.compat.transformers_calls")
     if calls is not None:
         calls.detach()
+    while _ORIGINALS:
+        (owner, method), original = _ORIGINALS.popitem()
+        setattr(owner, method, original)
     for name in [name for name, module in sys.modules.items() if isinstance(module, FacadeModule)]:
         del sys.modules[name]
 

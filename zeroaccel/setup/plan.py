@@ -243,7 +243,8 @@ def _config(job: JobSpec, ranks: JobRanks) -> Config:
     if peer is not None and peer.enabled and not job.loop.resumes:
         raise ConfigError(
             f"{config.where('checkpoint.peer')}: a loop around an engine resumes from its own checkpoints only",
-            fix="remove the section, or train with zeroaccel.Accelerator",
+            fix="remove the section, or train with zeroaccel.Accelerator, or by transformers' Trainer under "
+            "`zeroaccel launch --max_restarts N`",
         )
     if config.log_level is not None:
         set_log_level(config.log_level)

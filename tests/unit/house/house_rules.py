@@ -91,11 +91,11 @@ ENVIRONMENT_READERS = {
 # Folder -> its most code lines. A commit that raises one says what the lines are worth.
 MAX_CODE_LINES: Mapping[str, int] = {
     "": 860,
-    "accelerate": 4010,
+    "accelerate": 4015,
     "checkpoint": 6120,
     "cli": 7205,
     "comm": 3795,
-    "compat": 3030,
+    "compat": 3220,
     "config": 4315,
     "data": 802,
     "estimate": 1925,

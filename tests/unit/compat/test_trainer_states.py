@@ -1,0 +1,72 @@
+"""Which steps of a Trainer are saved in memory, and which checkpoint a run resumes from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from zeroaccel.compat import trainer_states
+from zeroaccel.compat.trainer_states import TrainerStates
+from zeroaccel.config.schema import PeerStates
+
+
+class _Memory:
+    """Notes the steps at which a state may be saved, and has one of a given step."""
+
+    def __init__(self, folder: Path, *_: Any) -> None:
+        self.steps: list[int] = []
+        self.folder, self.place = folder, "the machine"
+
+    def at_batch(self, num_steps: int, _: int) -> None:
+        self.steps.append(num_steps)
+
+    def newest(self) -> int | None:
+        return 5
+
+    def open(self) -> Path:
+        return self.folder / "checkpoint_5"
+
+
+@pytest.fixture(name="states")
+def _states(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> TrainerStates:
+    monkeypatch.setattr(trainer_states, "MemoryStates", _Memory)
+    trainer = SimpleNamespace(state=SimpleNamespace(global_step=0, epoch=0), args=SimpleNamespace(output_dir=tmp_path))
+    return TrainerStates(trainer, tmp_path, PeerStates(interval=1), 1)
+
+
+def test_the_last_step_of_an_epoch_is_saved_after_the_epochs_evaluation(states: TrainerStates) -> None:
+    states._engine = object()  # type: ignore[assignment]
+    calls = [(1, 0.5), (2, 1.0), (2, 1.0), (3, 1.5), (3, 1.5)]  # the run ends in the middle of the second epoch
+    seen = []
+    for step, epoch in calls:
+        states._trainer.state = SimpleNamespace(global_step=step, epoch=epoch)
+        states.after_step()
+        seen.append(list(states._memory.steps))  # type: ignore[attr-defined]
+    assert seen == [[1], [1], [1, 2], [1, 2, 3], [1, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("asked", "there", "taken"),
+    [
+        (None, {}, "memory"),
+        (True, {}, "memory"),  # Trainer would raise
+        (True, {4: "checkpoint-4", 3: "checkpoint-3"}, "memory"),
+        (True, {12: "checkpoint-12", 4: "checkpoint-4"}, "asked"),
+        ("checkpoint-6", {6: "checkpoint-6"}, "asked"),
+        ("checkpoint-4", {4: "checkpoint-4"}, "memory"),
+        ("elsewhere", {}, "memory"),
+    ],
+)
+def test_a_run_resumes_from_the_later_of_memory_and_what_the_script_asks_for(
+    states: TrainerStates, tmp_path: Path, asked: Any, there: dict[int, str], taken: str
+) -> None:
+    for step, name in there.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    asked = str(tmp_path / asked) if isinstance(asked, str) else asked
+    found = states.newest(asked)
+    assert found == (asked if taken == "asked" else str(tmp_path / "train_1" / "checkpoint_5"))

@@ -1,0 +1,263 @@
+"""States in memory for transformers' Trainer: `train()` saves one every few steps, and resumes from the newest.
+
+`checkpoint.peer` of the config asks for them, in a job whose launcher keeps memory (`memory_states.py`). A state is a
+checkpoint of Trainer without the weights for other programs: the engine's checkpoint, written by a thread, Trainer's
+own state, random generators and schedule. `Trainer.train` gets its folder as `resume_from_checkpoint`, unless the
+checkpoint that the script asks for is of a later step.
+
+A state is saved where Trainer would save a checkpoint: after the logs and evaluations of a step, and for the last step
+of an epoch after those of the epoch, as a run that resumes there begins with the next epoch. `train()` calls of one
+script are counted: each resumes from its own states, and those of earlier calls go with the first of a later one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zeroaccel.accelerate.memory_states import MemoryStates
+from zeroaccel.accelerate.project import STATE_NAME
+from zeroaccel.checkpoint.save import Part
+from zeroaccel.checkpoint.save_plan import saved_nbytes
+from zeroaccel.comm.agree import agreed, from_rank_0
+from zeroaccel.comm.environment import launcher_memory
+from zeroaccel.config import load_config
+from zeroaccel.config.schema import PeerStates
+from zeroaccel.errors import CheckpointError
+from zeroaccel.logs import log_always
+from zeroaccel.operations import collectives_of_process
+from zeroaccel.zero.engine_base import EngineBase
+
+_TRAINER_STATE = "trainer_state.json"  # Trainer's names
+_SCHEDULER = "scheduler.pt"
+
+_current: TrainerStates | None = None
+_num_calls = 0
+
+
+def is_saving() -> bool:
+    """Whether a `Trainer.train` runs that saves states in memory."""
+    return _current is not None
+
+
+def attach(engine: EngineBase) -> None:
+    """Uses the engine of the `Trainer.train` that runs; not one without an optimizer. (all ranks)"""
+    if _current is not None and engine.optimizer is not None:
+        _current.use(engine)
+
+
+def train(
+    original: Callable[..., Any],
+    trainer: Any,
+    resume_from_checkpoint: Any = None,
+    trial: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """`Trainer.train` that saves states in memory and resumes from them, where the config asks for it.
+
+    Args:
+        original: Trainer's own.
+    """
+    global _current
+    folder = launcher_memory() if trial is None and _current is None else None
+    settings = _settings(trainer) if folder is not None else None
+    if folder is None or settings is None:
+        return original(trainer, resume_from_checkpoint, trial, *args, **kwargs)
+    with _states(trainer, folder, settings) as states:
+        _current = states
+        try:
+            return original(trainer, states.newest(resume_from_checkpoint), trial, *args, **kwargs)
+        finally:
+            _current = None
+
+
+def _settings(trainer: Any) -> PeerStates | None:
+    """`checkpoint.peer` of the config that Trainer passes to `deepspeed.initialize`."""
+    plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
+    section = (getattr(plugin, "deepspeed_config", None) or {}).get("checkpoint") or {}
+    if not section.get("peer"):
+        return None
+    document = {"train_micro_batch_size_per_gpu": 1, "checkpoint": {"peer": section["peer"]}}
+    peer = load_config(document).checkpoint.peer
+    return peer if peer is not None and peer.enabled else None
+
+
+@contextmanager
+def _states(trainer: Any, folder: Path, settings: PeerStates) -> Iterator[TrainerStates]:
+    global _num_calls
+    _num_calls += 1
+    states = TrainerStates(trainer, folder, settings, _num_calls)
+    own = trainer._maybe_log_save_evaluate
+
+    def after_step(*args: Any, **kwargs: Any) -> Any:
+        result = own(*args, **kwargs)
+        states.after_step()
+        return result
+
+    trainer._maybe_log_save_evaluate = after_step
+    try:
+        yield states
+    finally:
+        del trainer._maybe_log_save_evaluate
+        states.close()
+
+
+class TrainerStates:
+    """The states in memory of one call of `Trainer.train`. (calls of all ranks)
+
+    Args:
+        folder: of this machine's launcher.
+        number: of the call among those of the script, from 1.
+    """
+
+    def __init__(self, trainer: Any, folder: Path, settings: PeerStates, number: int) -> None:
+        self._trainer = trainer
+        self._collectives = collectives_of_process()
+        self._earlier = [folder / f"train_{earlier}" for earlier in range(1, number)]
+        own = folder / f"train_{number}"
+        own.mkdir(exist_ok=True)
+        self._memory = MemoryStates(own, settings, self._begin, self._collectives)
+        self._engine: EngineBase | None = None
+        self._found: Path | None = None
+        self._num_steps = -1
+
+    def newest(self, asked: Any) -> Any:
+        """What `Trainer.train` resumes from: the newest state, or `asked` where that is newer.
+
+        Args:
+            asked: the script's `resume_from_checkpoint`.
+        """
+        steps = self._memory.newest()
+        if steps is None:
+            return asked
+        other, steps_of_other = from_rank_0(
+            self._collectives, lambda: _asked(asked, self._trainer.args.output_dir), "Trainer.train: checkpoint"
+        )
+        is_older = steps_of_other is not None and steps_of_other > steps
+        rest = "there is no other" if steps_of_other is None else f"{other} is of step {steps_of_other}"
+        begin = "left" if is_older else "resuming from"
+        log_always(f"{begin} the memory of {self._memory.place}, step {steps}; {rest}")
+        if is_older:
+            return asked
+        self._found = self._memory.open()
+        return str(self._found)
+
+    def use(self, engine: EngineBase) -> None:
+        """Completes the state that `newest` has returned, as far as this engine reads it, and reserves memory."""
+        self._engine = engine
+        if self._found is not None:
+            found, self._found = self._found, None
+            tag = _tag(found)
+            self._memory.fetch(lambda: [f"{tag}/{name}" for name in engine.checkpointer.files_to_read(found, tag)])
+        nbytes = 0
+        with agreed(self._collectives, "states in memory: size"):
+            nbytes = saved_nbytes(engine.checkpointer.state())
+        self._memory.reserve(nbytes, reads_all=not engine.settings.plan.optimizer)
+
+    def after_step(self) -> None:
+        """Saves a state where it is time; called after the logs of a step, and of an epoch."""
+        state = self._trainer.state
+        is_first, self._num_steps = state.global_step != self._num_steps, state.global_step
+        ends_epoch = state.epoch is not None and state.epoch == int(state.epoch)
+        if is_first != ends_epoch and self._engine is not None:
+            self._memory.at_batch(state.global_step, 0)
+
+    def close(self) -> None:
+        """Ends what runs in the background."""
+        self._memory.close()
+
+    def _begin(self, folder: Path, step: int) -> TrainerSave:
+        assert self._engine is not None, "states are saved after steps of an engine"
+        if self._trainer.hp_search_backend is None:
+            self._trainer.store_flos()
+        return TrainerSave(folder, self._trainer, self._engine, self._earlier)
+
+
+class TrainerSave:
+    """A checkpoint of Trainer whose largest files a thread writes while training goes on; a `StateSave`.
+
+    Args:
+        replaced: folders that go when it is complete.
+    """
+
+    def __init__(self, folder: Path, trainer: Any, engine: EngineBase, replaced: Sequence[Path]) -> None:
+        self._folder, self._replaced = folder, replaced
+        self._collectives = engine.collectives.job
+        self.device = engine.device
+        tag = f"global_step{trainer.state.global_step}"  # as DeepSpeed's, which Trainer looks for
+        with agreed(self._collectives, "states in memory: Trainer's part"):
+            self._write_small(trainer)
+        self._save = engine.checkpointer.begin_save(folder, tag)
+        self._written: Part = {}
+        own = "rng_state.pth" if trainer.args.world_size <= 1 else f"rng_state_{trainer.args.process_index}.pth"
+        self.names: Sequence[str] = [f"{tag}/{self._save.writer.path.name}", own]
+
+    def write(self) -> None:
+        """Writes this rank's file of the engine's checkpoint."""
+        try:
+            self._written = self._save.write()
+        finally:
+            self._save.writer.copied.set()
+
+    def complete(self) -> None:
+        """Makes the folder a state. (all ranks)"""
+        self._save.commit_together(self._written, self._collectives)
+        with agreed(self._collectives, "states in memory: Trainer's state"):
+            if self._collectives.rank == 0:
+                _writable(self._folder, lambda: (self._folder / STATE_NAME).write_text(json.dumps({"trainer": True})))
+        for path in self._replaced:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def abandon(self) -> None:
+        """Removes this rank's file; `write`, if it was called, has ended."""
+        self._save.abandon()
+
+    def _write_small(self, trainer: Any) -> None:
+        _writable(self._folder, lambda: trainer._save_rng_state(str(self._folder)))
+        if self._collectives.rank != 0:
+            return
+        # A schedule that the engine steps is in its checkpoint.
+        if type(trainer.lr_scheduler).__name__ != "DeepSpeedSchedulerWrapper":
+            schedule = trainer.lr_scheduler.state_dict()
+            _writable(self._folder, lambda: torch.save(schedule, self._folder / _SCHEDULER))
+        state = copy(trainer.state)
+        exported: dict[str, list[Any]] = {name: [] for name in state.stateful_callbacks}
+        for part in (*trainer.callback_handler.callbacks, trainer.control):
+            if type(part).__name__ in exported:
+                exported[type(part).__name__].append(part.state())
+        state.stateful_callbacks = {name: own[0] if len(own) == 1 else own for name, own in exported.items()}
+        _writable(self._folder, lambda: state.save_to_json(str(self._folder / _TRAINER_STATE)))
+
+
+def _tag(folder: Path) -> str:
+    return next(path.name for path in folder.glob("global_step*"))
+
+
+def _asked(asked: Any, output_dir: str) -> tuple[str | None, int | None]:
+    """The checkpoint that `resume_from_checkpoint` names, and its step; (None, None) if there is none."""
+    if asked is True:
+        found = [path for path in Path(output_dir).glob("checkpoint-*") if path.name[len("checkpoint-") :].isdecimal()]
+        asked = max(found, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+    if not asked:
+        return None, None
+    try:
+        return str(asked), int(json.loads(Path(asked, _TRAINER_STATE).read_text())["global_step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return str(asked), None
+
+
+def _writable(folder: Path, write: Callable[[], object]) -> None:
+    try:
+        write()
+    except (OSError, RuntimeError) as error:  # torch.save raises the latter on a full file system
+        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else error
+        raise CheckpointError(f"{folder}: cannot be written ({reason})") from error
