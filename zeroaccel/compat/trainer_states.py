@@ -6,12 +6,14 @@ own state, random generators and schedule. `Trainer.train` gets its folder as `r
 checkpoint that the script asks for is of a later step.
 
 A state is saved where Trainer would save a checkpoint: after the logs and evaluations of a step, and for the last step
-of an epoch after those of the epoch, as a run that resumes there begins with the next epoch. `train()` calls of one
-script are counted: each resumes from its own states, and those of earlier calls go with the first of a later one.
+of an epoch after those of the epoch, as a run that resumes there begins with the next epoch. A script may call
+`train()` several times, and leave out calls that an earlier attempt has ended: states are found by what is trained and
+how often that was trained before. Those of a process' earlier calls go with the first of a later one.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -39,8 +41,13 @@ from zeroaccel.zero.engine_base import EngineBase
 _TRAINER_STATE = "trainer_state.json"  # Trainer's names
 _SCHEDULER = "scheduler.pt"
 
+_ARGUMENTS = (  # those that tell one training of a script from another
+    *("output_dir", "max_steps", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps"),
+    *("learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "seed", "data_seed"),
+)
+
 _current: TrainerStates | None = None
-_num_calls = 0
+_used: list[Path] = []  # folders of this process' calls
 
 
 def is_saving() -> bool:
@@ -93,13 +100,14 @@ def _settings(trainer: Any) -> PeerStates | None:
 
 @contextmanager
 def _states(trainer: Any, folder: Path, settings: PeerStates) -> Iterator[TrainerStates]:
-    global _num_calls
-    _num_calls += 1
-    states = TrainerStates(trainer, folder, settings, _num_calls)
-    own = trainer._maybe_log_save_evaluate
+    own = folder / f"train_{_digest(trainer)}"
+    own = own.with_name(f"{own.name}_{sum(path.name.startswith(own.name) for path in _used)}")
+    states = TrainerStates(trainer, own, settings, tuple(_used))
+    _used.append(own)
+    call = trainer._maybe_log_save_evaluate
 
     def after_step(*args: Any, **kwargs: Any) -> Any:
-        result = own(*args, **kwargs)
+        result = call(*args, **kwargs)
         states.after_step()
         return result
 
@@ -115,17 +123,16 @@ class TrainerStates:
     """The states in memory of one call of `Trainer.train`. (calls of all ranks)
 
     Args:
-        folder: of this machine's launcher.
-        number: of the call among those of the script, from 1.
+        folder: of this call, in the memory of this machine's launcher.
+        replaced: folders that go with the first state.
     """
 
-    def __init__(self, trainer: Any, folder: Path, settings: PeerStates, number: int) -> None:
+    def __init__(self, trainer: Any, folder: Path, settings: PeerStates, replaced: Sequence[Path]) -> None:
         self._trainer = trainer
         self._collectives = collectives_of_process()
-        self._earlier = [folder / f"train_{earlier}" for earlier in range(1, number)]
-        own = folder / f"train_{number}"
-        own.mkdir(exist_ok=True)
-        self._memory = MemoryStates(own, settings, self._begin, self._collectives)
+        self._replaced = replaced
+        folder.mkdir(exist_ok=True)
+        self._memory = MemoryStates(folder, settings, self._begin, self._collectives)
         self._engine: EngineBase | None = None
         self._found: Path | None = None
         self._num_steps = -1
@@ -179,7 +186,7 @@ class TrainerStates:
         assert self._engine is not None, "states are saved after steps of an engine"
         if self._trainer.hp_search_backend is None:
             self._trainer.store_flos()
-        return TrainerSave(folder, self._trainer, self._engine, self._earlier)
+        return TrainerSave(folder, self._trainer, self._engine, self._replaced)
 
 
 class TrainerSave:
@@ -236,6 +243,18 @@ class TrainerSave:
                 exported[type(part).__name__].append(part.state())
         state.stateful_callbacks = {name: own[0] if len(own) == 1 else own for name, own in exported.items()}
         _writable(self._folder, lambda: state.save_to_json(str(self._folder / _TRAINER_STATE)))
+
+
+def _digest(trainer: Any) -> str:
+    """Of what a call of `train()` trains: its arguments, the model's parameters, the number of samples."""
+    dataset = trainer.train_dataset
+    model = [(name, list(param.shape), param.requires_grad) for name, param in trainer.model.named_parameters()]
+    facts = [
+        [str(getattr(trainer.args, name, None)) for name in _ARGUMENTS],
+        model if trainer.model_init is None else [],
+        len(dataset) if hasattr(dataset, "__len__") else None,
+    ]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
 def _tag(folder: Path) -> str:

@@ -35,7 +35,7 @@ class _Memory:
 def _states(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> TrainerStates:
     monkeypatch.setattr(trainer_states, "MemoryStates", _Memory)
     trainer = SimpleNamespace(state=SimpleNamespace(global_step=0, epoch=0), args=SimpleNamespace(output_dir=tmp_path))
-    return TrainerStates(trainer, tmp_path, PeerStates(interval=1), 1)
+    return TrainerStates(trainer, tmp_path / "train", PeerStates(interval=1), ())
 
 
 def test_the_last_step_of_an_epoch_is_saved_after_the_epochs_evaluation(states: TrainerStates) -> None:
@@ -69,4 +69,4 @@ def test_a_run_resumes_from_the_later_of_memory_and_what_the_script_asks_for(
         (tmp_path / name / "trainer_state.json").write_text(json.dumps({"global_step": step}))
     asked = str(tmp_path / asked) if isinstance(asked, str) else asked
     found = states.newest(asked)
-    assert found == (asked if taken == "asked" else str(tmp_path / "train_1" / "checkpoint_5"))
+    assert found == (asked if taken == "asked" else str(tmp_path / "train" / "checkpoint_5"))
