@@ -26,9 +26,9 @@ from zeroaccel.setup.job import ConfigSource, JobSpec, OptimizerSource
 from zeroaccel.setup.orders import follow_orders
 from zeroaccel.setup.plan import TrainPlan
 from zeroaccel.setup.ranks import join_ranks
-from zeroaccel.zero.build_units import check_model
 from zeroaccel.zero.engine_base import EngineBase
 from zeroaccel.zero.from_config import LoopRules
+from zeroaccel.zero.model_check import check_model
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -36,7 +36,7 @@ from zeroaccel.setup.job import JobSpec
 from zeroaccel.setup.optimizer_plan import OptimizerPlan
 from zeroaccel.setup.orders import ordered_config
 from zeroaccel.setup.ranks import JobRanks
-from zeroaccel.zero.build_units import Placement, check_dtypes
+from zeroaccel.zero.build_units import Placement
 from zeroaccel.zero.from_config import (
     DTYPES,
     EngineSettings,
@@ -45,6 +45,7 @@ from zeroaccel.zero.from_config import (
     placement_of,
     unit_specs_of,
 )
+from zeroaccel.zero.model_check import check_dtypes
 from zeroaccel.zero.quantized_weights import attach_codes
 from zeroaccel.zero.tensor_subclasses import named_tensors
 from zeroaccel.zero.wrap_policy import UnitSpec

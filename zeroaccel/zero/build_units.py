@@ -18,11 +18,9 @@ from zeroaccel.config.shard_plan import ShardPlan
 from zeroaccel.errors import ConfigError, UsageError, listed
 from zeroaccel.logs import logger
 from zeroaccel.zero.access.param_registry import ParamHandle, handle_of
-from zeroaccel.zero.device_check import check_model_device
 from zeroaccel.zero.layout import ALIGN_NUMEL, FlatLayout, OwnerLoads, Split, holders
 from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit
 from zeroaccel.zero.precision import forget_cast
-from zeroaccel.zero.quantized_weights import check_quantized, refuse_wrapped
 from zeroaccel.zero.storage.code_shards import block_numel
 from zeroaccel.zero.storage.placement import BufferPlan, TierSet
 from zeroaccel.zero.tensor_subclasses import check_split, is_split, local, scales_of
@@ -74,125 +72,6 @@ class Placement:
         return self.trainable(param) and self.groups[id(param)] in self.full_tensor_groups
 
 
-_OTHER_ENGINE = "call destroy() of that engine first"
-_FROM_META = "load it with zero.load_safetensors, or build the model without the meta device"
-
-
-def check_model(model: object, device: torch.device) -> None:
-    """Refuses what is no module, a model on another accelerator, and parameters that cannot be sharded.
-
-    Args:
-        device: where the engine computes.
-
-    Raises:
-        UsageError: the model is no module, has TorchScript modules, or is not on `device`; a parameter is a wrapper of
-            several tensors, or is on the meta device, or complex, or in another engine, or a copy of a sharded one, or
-            shares memory with another, or has no shape yet, or was made in inference mode.
-    """
-    if not isinstance(model, nn.Module):
-        raise UsageError("initialize(model)", expected="a torch.nn.Module", got=type(model).__name__)
-    _refuse_divided(model)
-    for fqn, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise UsageError(
-                f"initialize(model): module {fqn or 'itself'}",
-                expected="modules of Python, whose forwards can have hooks",
-                got=f"a TorchScript module ({module.original_name})",
-                fix="train the module that was scripted or traced, and script or trace the result",
-            )
-    refuse_wrapped(model)
-    # Each of these would fail later, inside a collective or with an error that names no parameter.
-    for fqn, param in model.named_parameters():
-        if isinstance(param, nn.UninitializedParameter):
-            raise UsageError(
-                f"parameter {fqn}",
-                expected="a shape",
-                got="that of a lazy module, which has none yet",
-                fix="call the model once with an example before",
-            )
-        if param.is_inference():
-            raise UsageError(
-                f"parameter {fqn}",
-                expected="a tensor that gradients can go through",
-                got="one made under torch.inference_mode()",
-                fix="build the model outside of it",
-            )
-        handle = handle_of(param)
-        if handle is not None and handle.registry.training is not None:
-            raise UsageError(
-                f"parameter {fqn}",
-                expected="a model of its own",
-                got="one that another engine holds",
-                fix=_OTHER_ENGINE,
-            )
-        # A copy of a sharded parameter has the NaN that stands for its values: the values themselves are lost.
-        if (handle is None or handle.replaced) and _is_all_nan(param):
-            raise UsageError(
-                f"parameter {fqn}",
-                expected="values",
-                got="only NaN, as a copy or a cast of a sharded parameter has",
-                fix="copy or cast it inside zero.GatheredParameters; zero.Init(dtype=...) casts while it builds",
-            )
-        if param.is_meta:
-            raise UsageError(f"parameter {fqn}", expected="real values", got="the meta device", fix=_FROM_META)
-        if param.is_complex() and param.requires_grad:
-            raise UsageError(
-                f"parameter {fqn}",
-                expected="a real dtype, as master weights are fp32",
-                got=str(param.dtype),
-                fix="keep it as torch.view_as_real(...), or freeze it",
-            )
-    check_quantized(model)
-    _refuse_shared_memory(model)
-    check_model_device(model, device)
-
-
-def _refuse_divided(model: nn.Module) -> None:
-    """Refuses a model of which transformers has left each rank a part: initialize would take it for the whole."""
-    divided = getattr(getattr(model, "config", None), "distributed_config", None)
-    for key in ("ep_size", "fsdp_size", "pp_size"):
-        if (size := getattr(divided, key, None) or 1) > 1:
-            raise UsageError(
-                "initialize(model)",
-                expected="a model with all experts, parameters and layers, which initialize divides",
-                got=f"one that from_pretrained(distributed_config=DistributedConfig({key}={size})) has divided",
-                fix="load it without, and pass the DistributedConfig as initialize(parallel=)",
-            )
-
-
-def _refuse_shared_memory(model: nn.Module) -> None:
-    """Raises UsageError where two parameters share elements, which shards of their own would silently separate."""
-    spans: dict[int, list[tuple[int, int, str, nn.Parameter]]] = {}
-    for fqn, param in model.named_parameters():
-        if type(param) is nn.Parameter and handle_of(param) is None and param.layout is torch.strided and param.numel():
-            start = int(param.storage_offset())
-            reach = sum(int((size - 1) * stride) for size, stride in zip(param.shape, param.stride(), strict=True))
-            spans.setdefault(param.untyped_storage()._cdata, []).append((start, start + reach + 1, fqn, param))
-    for of_one in spans.values():
-        of_one.sort(key=lambda span: span[:2])
-        for index, (_, end, fqn, param) in enumerate(of_one):
-            for start, _, other_fqn, other in of_one[index + 1 :]:
-                if start >= end:
-                    break
-                if _share_elements(param, other):
-                    raise UsageError(
-                        f"parameters {fqn} and {other_fqn}",
-                        expected="memory of their own, or one nn.Parameter under both names",
-                        got="two parameters that share elements of one storage",
-                        fix="assign the parameter itself, as in head.weight = embed.weight, or clone() one",
-                    )
-
-
-def _share_elements(one: Tensor, other: Tensor) -> bool:
-    """Of two tensors of one storage; columns of one matrix lie between each other and share nothing."""
-    if one.dtype is not other.dtype:
-        return True
-    numel = one.untyped_storage().nbytes() // one.itemsize
-    used = torch.zeros(numel, dtype=torch.bool)
-    used.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
-    return bool(used.as_strided(other.shape, other.stride(), other.storage_offset()).any())
-
-
 def group_index(optimizer: Optimizer, names: Mapping[int, str]) -> dict[int, int]:
     """id(parameter) -> index of its param group.
 
@@ -222,32 +101,6 @@ def group_index(optimizer: Optimizer, names: Mapping[int, str]) -> dict[int, int
                 )
             groups[id(param)] = index
     return groups
-
-
-def check_dtypes(model: nn.Module, dtype: torch.dtype) -> None:
-    """Refuses a loss of precision that no 16-bit precision of the config asks for.
-
-    Args:
-        dtype: of the precision.
-
-    Raises:
-        UsageError: a parameter has 64 bits, and the precision is fp32.
-    """
-    if dtype is not torch.float32:
-        return
-    for fqn, param in model.named_parameters():
-        if param.dtype is torch.float64:
-            raise float64_error(fqn)
-
-
-def float64_error(fqn: str) -> UsageError:
-    """The error for a parameter in float64, whose fp32 master would round it."""
-    return UsageError(
-        f"parameter {fqn}",
-        expected="at most 32 bits: master weights, sums of gradients and optimizer states are fp32",
-        got="torch.float64",
-        fix='call model.float() before, or choose "bf16" or "fp16" in the config; constants in float64 can be buffers',
-    )
 
 
 def plan_units(specs: Sequence[UnitSpec], placement: Placement, collectives: Collectives) -> list[list[BufferPlan]]:
@@ -423,15 +276,6 @@ def _take_over(params: Sequence[nn.Parameter]) -> None:
         handle = handle_of(param)
         if handle is not None and handle.registry.training is None:
             handle.registry.drop([param])
-
-
-def _is_all_nan(param: nn.Parameter) -> bool:
-    """Whether all values are NaN; reads more than the first only if that is."""
-    if param.is_meta or not param.is_floating_point() or not param.numel():
-        return False
-    with torch._C.DisableTorchFunctionSubclass():  # a `ShardedParameter` would refuse to be read
-        data = param.detach()
-        return bool(data[(0,) * data.dim()].isnan()) and bool(data.isnan().all())
 
 
 def warn_unoptimized(fqns: Sequence[str]) -> None:

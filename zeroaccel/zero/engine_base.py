@@ -37,11 +37,11 @@ from zeroaccel.zero.compiled import (
     refuse_compiled_engine,
 )
 from zeroaccel.zero.coordinator import ParamCoordinator
-from zeroaccel.zero.device_check import misplaced_inputs
 from zeroaccel.zero.from_config import EngineSettings
 from zeroaccel.zero.grad_norm import FactorRule, GradCheck
 from zeroaccel.zero.grad_reducer import GradReducer
 from zeroaccel.zero.hooks import Hooks, StateDictHooks, freed_view
+from zeroaccel.zero.model_check import misplaced_inputs
 from zeroaccel.zero.param_check import ParamIntegrityCheck
 from zeroaccel.zero.param_unit import ParamUnit, ShardState
 from zeroaccel.zero.precision import LossScale, cast_floats

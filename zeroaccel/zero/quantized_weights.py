@@ -61,24 +61,6 @@ def _kind_of_parametrized(module: nn.Module, param: Any) -> str:
     return "Params4bit"
 
 
-def refuse_wrapped(model: nn.Module) -> None:
-    """Refuses parameters whose values are in other tensors, which a shard would lack: those of torchao and quanto.
-
-    Raises:
-        UsageError: one is such a parameter; DTensors are none.
-    """
-    for fqn, param in model.named_parameters():
-        kind = type(param)
-        if hasattr(kind, "__tensor_flatten__") and not hasattr(param, "_local_tensor"):
-            raise UsageError(
-                f"parameter {fqn}",
-                expected="a tensor with memory of its own, or codes of bitsandbytes",
-                got=f"{kind.__name__} of {kind.__module__.partition('.')[0]}, which consists of several tensors",
-                fix='load the model unquantised with "zero_optimization": {"frozen_weights": "int8"} (or "nf4"), or '
-                "quantised by bitsandbytes",
-            )
-
-
 def check_quantized(model: nn.Module) -> None:
     """Refuses quantised weights that cannot be carried.
 

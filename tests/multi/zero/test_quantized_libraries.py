@@ -30,7 +30,7 @@ from zeroaccel.comm.topology import init_process_group
 from zeroaccel.errors import CheckpointError, EngineStateError, UsageError
 from zeroaccel.zero import Init
 from zeroaccel.zero.access.param_registry import handle_of
-from zeroaccel.zero.build_units import check_model
+from zeroaccel.zero.model_check import check_model
 from zeroaccel.zero.tensor_subclasses import scales_of
 
 WIDTH = 128

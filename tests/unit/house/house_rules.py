@@ -171,7 +171,6 @@ SMALL_MODULES = {
 ENGINE_LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "compiled",
-        "device_check",
         "layout",
         "precision",
         "prefetch",
@@ -189,7 +188,7 @@ ENGINE_LAYERS: tuple[tuple[str, ...], ...] = (
     ("coordinator", "grad_reducer", "param_check"),
     ("sharded_optimizer",),
     ("weight_update", "storage.state_offload", "access.param_registry"),
-    ("step_boundary", "access.full_params", "access.safe_get_set"),
+    ("step_boundary", "access.full_params", "access.safe_get_set", "model_check"),
     ("build_units", "from_config", "hooks"),
     ("step_trace",),
     ("engine_base",),

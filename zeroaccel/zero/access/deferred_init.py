@@ -33,10 +33,11 @@ from zeroaccel.config import Config, load_config
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.offload.file_io import nameless_file
 from zeroaccel.zero.access.param_registry import ParamRegistry, handle_of
-from zeroaccel.zero.build_units import float64_error, initial_values
+from zeroaccel.zero.build_units import initial_values
 from zeroaccel.zero.from_config import DTYPES
 from zeroaccel.zero.hooks import refuse_calls, watch_construction
 from zeroaccel.zero.layout import FlatLayout
+from zeroaccel.zero.model_check import float64_error
 from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit
 from zeroaccel.zero.precision import dtype_before, note_cast
 from zeroaccel.zero.quantized_weights import attach_codes

@@ -13,7 +13,7 @@ import zeroaccel
 from zeroaccel.config import load_config
 from zeroaccel.errors import UsageError
 from zeroaccel.setup import build
-from zeroaccel.zero.device_check import check_model_device, misplaced_inputs
+from zeroaccel.zero.model_check import check_model_device, misplaced_inputs
 
 GPU = torch.device("cuda", 0)
 CPU = torch.device("cpu")
