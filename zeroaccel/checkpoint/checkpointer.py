@@ -42,31 +42,13 @@ from zeroaccel.checkpoint.weights import consolidated_state_dict, save_model_fil
 from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.environment import is_in_launcher_memory
 from zeroaccel.config.parallel import ParallelConfig
+from zeroaccel.config.schema import Checkpoint
 from zeroaccel.errors import CheckpointError, EngineStateError, Preempted
 from zeroaccel.logs import logger
 from zeroaccel.zero.engine_base import EngineBase
 from zeroaccel.zero.precision import DynamicLossScale
 
 PathLike = str | os.PathLike[str]
-
-
-@dataclass(frozen=True)
-class CheckpointSettings:
-    """How an engine saves; the config's `checkpoint` section.
-
-    Attributes:
-        background: write beside training.
-        staging_nbytes: host memory per rank that a background save copies through.
-        keep_last: checkpoints that stay in a folder; None for all.
-        random_state: save the random generators too.
-        exclude_frozen: leave out all frozen parameters, or none; None: a base of adapters that has a name.
-    """
-
-    background: bool = False
-    staging_nbytes: int = 1 << 30
-    keep_last: int | None = None
-    random_state: bool = False
-    exclude_frozen: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -85,6 +67,7 @@ class Checkpointer:
     At most one save runs in the background: the next save, load or update waits for it, or for its copies.
 
     Args:
+        section: of the config; absent, its defaults.
         whole: the model before an axis of the mesh took parameters away; None where none did.
         mesh: how the ranks divide the work.
 
@@ -95,7 +78,7 @@ class Checkpointer:
     def __init__(
         self,
         engine: EngineBase,
-        settings: CheckpointSettings | None = None,
+        section: Checkpoint | None = None,
         whole: WholeModel | None = None,
         mesh: ParallelConfig | None = None,
     ) -> None:
@@ -103,8 +86,8 @@ class Checkpointer:
         self._whole = whole
         self._mesh = "" if mesh is None else mesh.described
         self._ranks = engine.collectives.job
-        self._settings = settings = settings or CheckpointSettings()
-        staging_nbytes = settings.staging_nbytes if settings.background else 4 * CHUNK_NBYTES
+        self._section = section = section or Checkpoint()
+        staging_nbytes = section.staging_nbytes if section.async_save else 4 * CHUNK_NBYTES
         self._staging = Staging(staging_nbytes, pinned=self._is_on_device)
         self._copied = threading.Event()  # of the tensors of `begin_save`
         self._copied.set()
@@ -135,7 +118,7 @@ class Checkpointer:
         )
         # After `prepare` the ranks have agreed on everything, so that writing needs no collectives and can go on in the
         # background while training issues its own.
-        if self._settings.background:
+        if self._section.async_save:
             self._saving = BackgroundSave(save)
         else:
             save.write_now(self._ranks)
@@ -164,7 +147,7 @@ class Checkpointer:
         engine = self._engine
         with agreed(self._ranks, "save_checkpoint: state"):
             self._require_boundary()
-            excludes = self._settings.exclude_frozen if exclude_frozen is None else exclude_frozen
+            excludes = self._section.exclude_frozen_parameters if exclude_frozen is None else exclude_frozen
             parameters, base = left_out(engine.module, excludes)
         request = SaveRequest(
             save_dir,
@@ -172,7 +155,7 @@ class Checkpointer:
             client_state if client_state is not None else {},
             parameters,
             base,
-            CommitRules(save_latest, self._settings.keep_last, is_shared=not is_in_launcher_memory(save_dir)),
+            CommitRules(save_latest, self._section.keep_last, is_shared=not is_in_launcher_memory(save_dir)),
         )
         return prepare(request, self.state(), self._progress(), self._ranks, staging)
 
@@ -458,7 +441,9 @@ class Checkpointer:
             else {"type": type(scheduler).__name__, "state": scheduler.state_dict()},
             config=engine.zero_config,
             sharded=asdict(engine.settings.plan),
-            random_state={**random_state(self._device()), "mesh": self._mesh} if self._settings.random_state else None,
+            random_state={**random_state(self._device()), "mesh": self._mesh}
+            if self._section.save_random_state
+            else None,
         )
 
     # -- checks

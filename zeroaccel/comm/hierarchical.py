@@ -111,9 +111,14 @@ class HierarchicalCollectives(Collectives):
         watch_interval: int = 0,
         peers: RankGroups | None = None,
     ) -> None:
+        # Making process groups is collective: every rank makes all of them, in this order, needed here or not.
         data_group = subgroup(topology, layout.data_groups)
-        # The units of another stage are others, and so are its collectives: their histories are not compared.
         own_ranks = topology.all_ranks if peers is None else subgroup(topology, peers)
+        shard_group = subgroup(topology, layout.shard_groups)
+        replicate_group = subgroup(topology, layout.replicate_groups)
+        secondary_group = subgroup(topology, layout.secondary_groups)
+        hops = [subgroup(topology, partition) for partition in layout.hops or ()]
+        # The units of another stage are others, and so are its collectives: their histories are not compared.
         recorder = peer_recorder(topology, peers)
         super().__init__(topology, data_group, recorder=recorder)
         self.layout = layout
@@ -123,10 +128,6 @@ class HierarchicalCollectives(Collectives):
         if peers is not None:
             self.peers = self if own_ranks == data_group else Collectives(topology, own_ranks, recorder=recorder)
         self.quantized_weights, self._weight_codec = weight_codec is not None, weight_codec
-        # Making process groups is collective: every rank makes all of them, in this order, needed here or not.
-        shard_group = subgroup(topology, layout.shard_groups)
-        replicate_group = subgroup(topology, layout.replicate_groups)
-        secondary_group = subgroup(topology, layout.secondary_groups)
         self.shard_rank, self.shard_world_size = shard_group.rank, shard_group.size
         self.shard_ranks = shard_group.ranks
         self.secondary_rank, self.secondary_world_size = secondary_group.rank, secondary_group.size
@@ -144,8 +145,8 @@ class HierarchicalCollectives(Collectives):
             "gathers of shards": (shard_group.gather_group, GATHERS),
             "secondary gathers": (secondary_group.gather_group, GATHERS),
         }
-        if layout.hops is not None:
-            node_group, peer_group = (subgroup(topology, partition) for partition in layout.hops)
+        if hops:
+            node_group, peer_group = hops
             groups |= {"hop 1": (node_group.reduce_group, HOPS), "hop 2": (peer_group.reduce_group, HOPS)}
             self._reduction = Int4Reduction(
                 self._tracker,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from zeroaccel.checkpoint.checkpointer import Checkpointer, CheckpointSettings
+from zeroaccel.checkpoint.checkpointer import Checkpointer
 from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.hierarchical import arrange
@@ -23,21 +23,20 @@ from zeroaccel.ops.coupled import CoupledOptimizer, Reductions
 from zeroaccel.ops.shard_step import ShardOptimizer
 from zeroaccel.optim.optimizer_kinds import OptimizerKind
 from zeroaccel.rollout.weight_stream import WeightSender
-from zeroaccel.setup.compilation import check_no_recorded_graphs, compilation_of
 from zeroaccel.setup.cut_check import verify_cuts
 from zeroaccel.setup.plan import TrainPlan
 from zeroaccel.telemetry.step_report import EventSink, StepReport
 from zeroaccel.telemetry.trackers import build_monitors
 from zeroaccel.zero.build_units import build_units, plan_units, warn_unoptimized
-from zeroaccel.zero.compiled import check_backends_within, check_not_compiled, check_toolchain
+from zeroaccel.zero.compiled import check_backends_within, check_no_recorded_graphs, check_not_compiled, check_toolchain
 from zeroaccel.zero.engine import Engine
 from zeroaccel.zero.engine_base import EngineBase, EngineParts
-from zeroaccel.zero.from_config import autocast_of, buffer_dtypes_of, loss_scale_of
+from zeroaccel.zero.from_config import autocast_of, loss_scale_of
 from zeroaccel.zero.param_unit import ParamUnit
 from zeroaccel.zero.precision import Autocast, broadcast_buffers, cast_buffers
 from zeroaccel.zero.quantized_weights import broadcast_state, forbid_packing
 from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
-from zeroaccel.zero.storage.placement import BufferPlan, OffloadRules, TierSet, check_update_time, share_updates
+from zeroaccel.zero.storage.placement import BufferPlan, TierSet, check_update_time, share_updates
 
 _DEVICE_SUB_GROUP_NUMEL = 50_000_000
 
@@ -60,8 +59,7 @@ def build(plan: TrainPlan) -> EngineBase:
     job_ranks = collectives.everyone if ranks.peer_groups is None else collectives.job
     with agreed(job_ranks, "initialize: compile"):
         refuses_compiled = _compile(plan)
-    # Buffers first: their dtypes follow from those of the parameters.
-    cast_buffers(model, ranks.topology.device, buffer_dtypes_of(model, plan.config))
+    cast_buffers(model, ranks.topology.device, plan.buffer_dtypes)
     broadcast_buffers(model, collectives.everyone)
     broadcast_state(model, collectives.everyone)
     buffers = plan_units(plan.units, plan.placement, collectives)
@@ -101,7 +99,7 @@ def _complete(engine: EngineBase, plan: TrainPlan) -> None:
     ranks, model = plan.ranks, plan.job.model
     engine.at_destroy(forbid_packing(model))
     whole = next((axis.whole for axis in ranks.axes if axis.whole is not None), None)
-    engine.checkpointer = checkpointer = Checkpointer(engine, _checkpoint_settings(plan.config), whole, ranks.mesh)
+    engine.checkpointer = checkpointer = Checkpointer(engine, plan.config.checkpoint, whole, ranks.mesh)
     engine.weight_sender = WeightSender(engine, checkpointer.state)
     engine.at_destroy(partial(ranks.topology.names.forget, ranks.mesh))
     if (dtype := autocast_of(plan.config)) is not None:
@@ -149,8 +147,7 @@ def _compile(plan: TrainPlan) -> str:
     moves = on_device and plan.shards.params
     if moves:
         check_no_recorded_graphs(model)
-    compilation = plan.job.compilation or compilation_of(plan.config)
-    if compilation is not None:
+    if (compilation := plan.compilation) is not None:
         if refusal:
             raise ConfigError(f"{compilation.setting}: {refusal}", fix="leave it out")
         check_toolchain(compilation.backend, plan.ranks.topology.device, compilation.setting)
@@ -174,7 +171,7 @@ def _bind_reductions(optimizer: object, collectives: Collectives) -> None:
 
 def _plan_tiers(plan: TrainPlan, buffers: Sequence[Sequence[BufferPlan]]) -> TierSet:
     optimizer, device = plan.optimizer.optimizer, plan.ranks.topology.device
-    rules = OffloadRules.of(plan.config, plan.tiers.param, plan.tiers.optimizer)
+    rules = plan.offload
     tiers = TierSet(rules, list(chain(*buffers)), optimizer, device)
     if optimizer is not None and plan.tiers.optimizer != "device":
         section = f"{rules.where}.offload_optimizer"
@@ -231,17 +228,6 @@ def _report(plan: TrainPlan, rank: int, monitors: EventSink) -> StepReport:
         memory_breakdown=config.memory_breakdown,
         monitors=monitors,
         is_monitored=any(section.enabled for section in sections),
-    )
-
-
-def _checkpoint_settings(config: Config) -> CheckpointSettings:
-    section = config.checkpoint
-    return CheckpointSettings(
-        background=section.async_save,
-        staging_nbytes=section.staging_nbytes,
-        keep_last=section.keep_last,
-        random_state=section.save_random_state,
-        exclude_frozen=section.exclude_frozen_parameters,
     )
 
 

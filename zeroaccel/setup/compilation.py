@@ -11,9 +11,9 @@ from torch import nn
 
 from zeroaccel.activations import repeated_blocks
 from zeroaccel.config import Config
-from zeroaccel.errors import ConfigError, UsageError
+from zeroaccel.errors import ConfigError
 from zeroaccel.logs import log_once
-from zeroaccel.zero.compiled import Backend, backend_named, compiler_config
+from zeroaccel.zero.compiled import Backend, backend_named
 
 _MODES_WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 
@@ -87,21 +87,3 @@ def compilation_of(config: Config) -> Compilation | None:
         mode_setting=config.where("compile.kwargs.mode"),
         setting=config.where("compile.enabled"),
     )
-
-
-def check_no_recorded_graphs(model: nn.Module) -> None:
-    """Refuses a model that the program compiled with CUDA graphs, where sharded parameters move.
-
-    Raises:
-        UsageError: such a mode of `torch.compile`; the message names the module.
-    """
-    for name, module in model.named_modules():
-        settings = compiler_config(module)
-        if settings is not None and settings.get("triton.cudagraphs"):
-            raise UsageError(
-                f"torch.compile of {name or type(module).__name__}",
-                expected="a mode without CUDA graphs, which are bound to the addresses of parameters: sharded ones are "
-                "gathered to other addresses in each pass",
-                got='triton.cudagraphs, as by mode "reduce-overhead" or "max-autotune"',
-                fix='compile it with mode "default" or "max-autotune-no-cudagraphs", or shard no parameters (stage 2)',
-            )

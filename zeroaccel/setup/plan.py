@@ -32,6 +32,7 @@ from zeroaccel.data import build_dataloader
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.logs import log_once, set_log_level
 from zeroaccel.optim.rank_facts import SAME_OPTIMIZER, difference
+from zeroaccel.setup.compilation import Compilation, compilation_of
 from zeroaccel.setup.job import JobSpec
 from zeroaccel.setup.optimizer_plan import OptimizerPlan
 from zeroaccel.setup.orders import ordered_config
@@ -40,6 +41,7 @@ from zeroaccel.zero.build_units import Placement
 from zeroaccel.zero.from_config import (
     DTYPES,
     EngineSettings,
+    buffer_dtypes_of,
     engine_settings_of,
     facts_from_model,
     placement_of,
@@ -47,6 +49,7 @@ from zeroaccel.zero.from_config import (
 )
 from zeroaccel.zero.model_check import check_dtypes
 from zeroaccel.zero.quantized_weights import attach_codes
+from zeroaccel.zero.storage.placement import OffloadRules
 from zeroaccel.zero.tensor_subclasses import named_tensors
 from zeroaccel.zero.wrap_policy import UnitSpec
 
@@ -75,6 +78,9 @@ class TrainPlan:
         parameters: of this rank's part of the model.
         job, ranks, config: what the plan was made from.
         names: id(parameter) -> fqn.
+        compilation: of the model; None leaves it as it is.
+        buffer_dtypes: name -> dtype of the model's buffers.
+        offload: how shards and states reach their tiers.
         units: parameters by unit.
         placement: dtype, device and storage of each parameter.
         unoptimized: trainable parameters in no param group.
@@ -92,6 +98,9 @@ class TrainPlan:
     ranks: JobRanks = field(metadata={"local": True})
     config: Config = field(metadata={"local": True})
     names: Mapping[int, str] = field(metadata={"local": True})
+    compilation: Compilation | None = field(metadata={"local": True})
+    buffer_dtypes: Mapping[str, torch.dtype] = field(metadata={"local": True})
+    offload: OffloadRules = field(metadata={"local": True})
     units: Sequence[UnitSpec] = field(metadata={"local": True})
     placement: Placement = field(metadata={"local": True})
     unoptimized: Sequence[nn.Parameter] = field(metadata={"local": True})
@@ -137,6 +146,9 @@ class TrainPlan:
             ranks=ranks,
             config=config,
             names=names,
+            compilation=job.compilation or compilation_of(config),
+            buffer_dtypes=buffer_dtypes_of(job.model, config),
+            offload=OffloadRules.of(config, tiers),
             units=unit_specs_of(job.model, config, shards),
             placement=placement_of(job.model, config, shards, groups, device, tiers, kinds, splits),
             unoptimized=[p for p in job.model.parameters() if p.requires_grad and id(p) not in groups],

@@ -182,6 +182,24 @@ def compiler_config(module: nn.Module) -> Any:
     return settings or getattr(getattr(module, "dynamo_ctx", None), "compiler_config", None)
 
 
+def check_no_recorded_graphs(model: nn.Module) -> None:
+    """Refuses a model that the program compiled with CUDA graphs, where sharded parameters move.
+
+    Raises:
+        UsageError: such a mode of `torch.compile`; the message names the module.
+    """
+    for name, module in model.named_modules():
+        settings = compiler_config(module)
+        if settings is not None and settings.get("triton.cudagraphs"):
+            raise UsageError(
+                f"torch.compile of {name or type(module).__name__}",
+                expected="a mode without CUDA graphs, which are bound to the addresses of parameters: sharded ones are "
+                "gathered to other addresses in each pass",
+                got='triton.cudagraphs, as by mode "reduce-overhead" or "max-autotune"',
+                fix='compile it with mode "default" or "max-autotune-no-cudagraphs", or shard no parameters (stage 2)',
+            )
+
+
 # -- errors
 
 

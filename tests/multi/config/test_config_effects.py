@@ -10,7 +10,7 @@ import torch
 import zeroaccel
 from tests.support.pool import Ranks
 from tests.support.training import Toy, config
-from zeroaccel.config import load_config
+from zeroaccel.config import TierPlan, load_config
 from zeroaccel.offload.file_io import IoSettings
 from zeroaccel.zero.storage.placement import OffloadRules
 
@@ -18,8 +18,8 @@ from zeroaccel.zero.storage.placement import OffloadRules
 def test_files_are_read_as_the_aio_section_says() -> None:
     aio = {"block_size": 8192, "queue_depth": 3, "intra_op_parallelism": 2, "overlap_events": False, "checksum": True}
     settings = load_config({"aio": aio})
-    assert OffloadRules.of(settings, "device", "nvme").io == IoSettings(8192, 6, overlap=False, checksum=True)
-    assert OffloadRules.of(load_config({}), "device", "nvme").io.overlap
+    assert OffloadRules.of(settings, TierPlan("device", "nvme")).io == IoSettings(8192, 6, overlap=False, checksum=True)
+    assert OffloadRules.of(load_config({}), TierPlan("device", "nvme")).io.overlap
 
 
 def _batch_sizes(drop: bool) -> list[int]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from zeroaccel.config import load_config
+from zeroaccel.config import TierPlan, load_config
 from zeroaccel.offload import page_locked
 from zeroaccel.offload.host_buffers import HostArena, aligned_bytes, empty_on_host
 from zeroaccel.offload.tier import HostTier
@@ -288,7 +288,7 @@ def _tiers(monkeypatch: pytest.MonkeyPatch, device: str, stage: int = 3, **secti
     monkeypatch.setattr(placement, "CopyStream", lambda device, pinned: None)
     config = load_config({"zero_optimization": {"stage": stage, **sections}, "train_micro_batch_size_per_gpu": 1})
     residences = [sections.get(key) for key in ("offload_param", "offload_optimizer")]
-    rules = OffloadRules.of(config, *("host" if section else "device" for section in residences))  # type: ignore[arg-type]
+    rules = OffloadRules.of(config, TierPlan(*("host" if section else "device" for section in residences)))  # type: ignore[arg-type]
     return TierSet(rules, [], None, torch.device(device))
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from zeroaccel.errors import UsageError
-from zeroaccel.setup.compilation import check_no_recorded_graphs
+from zeroaccel.zero.compiled import check_no_recorded_graphs
 
 # Of the compiler that torch imports.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

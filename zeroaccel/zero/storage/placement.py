@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from zeroaccel.config.schema import Config
 from zeroaccel.config.schema_zero import OffloadOptimizer, OffloadParam
-from zeroaccel.config.shard_plan import Residence, UpdateTime
+from zeroaccel.config.shard_plan import Residence, TierPlan, UpdateTime
 from zeroaccel.errors import ConfigError
 from zeroaccel.logs import logger
 from zeroaccel.offload.device_lane import AdamLane
@@ -141,12 +141,12 @@ class OffloadRules:
     where: str = "zero_optimization"
 
     @classmethod
-    def of(cls, config: Config, param: Residence, optimizer: Residence) -> OffloadRules:
-        """The rules of a config; the residences come from its `TierPlan`."""
+    def of(cls, config: Config, tiers: TierPlan) -> OffloadRules:
+        """The rules of a config and of its residences."""
         zero, aio = config.zero_optimization, config.aio
         return cls(
-            param,
-            optimizer,
+            tiers.param,
+            tiers.optimizer,
             zero.offload_param or OffloadParam(),
             zero.offload_optimizer or OffloadOptimizer(),
             IoSettings(aio.block_size, aio.intra_op_parallelism * aio.queue_depth, aio.overlap_events, aio.checksum),
