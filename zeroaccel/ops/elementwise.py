@@ -18,7 +18,13 @@ from torch.optim.optimizer import ParamsT
 
 from zeroaccel.errors import UsageError
 from zeroaccel.ops import updates
-from zeroaccel.ops.shard_step import Hyperparameters, ShardOptimizer, require, require_unit_interval
+from zeroaccel.ops.shard_step import (
+    Hyperparameters,
+    ShardOptimizer,
+    require,
+    require_not_negative,
+    require_unit_interval,
+)
 
 
 class Adagrad(ShardOptimizer):
@@ -59,8 +65,7 @@ class Adagrad(ShardOptimizer):
             "initial_accumulator_value": initial_accumulator_value,
             "eps": eps,
         }
-        for name, value in defaults.items():
-            require(value >= 0, f"Adagrad, {name}", "a number of at least 0", value)
+        require_not_negative("Adagrad", **defaults)
         super().__init__(params, defaults, moments_dtype)
 
     def _advance(self, group: Hyperparameters, param: Tensor) -> tuple[list[Tensor | None], list[float | np.uint32]]:
@@ -130,10 +135,8 @@ class Adam(ShardOptimizer):
         adamw_mode: bool = True,
         moments_dtype: str = "fp32",
     ) -> None:
-        require(lr >= 0, "Adam, lr", "a number of at least 0", lr)
+        require_not_negative("Adam", lr=lr, eps=eps, weight_decay=weight_decay)
         require_unit_interval("Adam, betas", betas)
-        require(eps >= 0, "Adam, eps", "a number of at least 0", eps)
-        require(weight_decay >= 0, "Adam, weight_decay", "a number of at least 0", weight_decay)
         if amsgrad:
             raise UsageError("Adam, amsgrad", expected="False", got=amsgrad, fix="use torch's own Adam for AMSGrad")
         defaults = {
@@ -210,9 +213,8 @@ class Lion(ShardOptimizer):
         weight_decay: float = 0.0,
         moments_dtype: str = "fp32",
     ) -> None:
-        require(lr >= 0, "Lion, lr", "a number of at least 0", lr)
+        require_not_negative("Lion", lr=lr, weight_decay=weight_decay)
         require_unit_interval("Lion, betas", betas)
-        require(weight_decay >= 0, "Lion, weight_decay", "a number of at least 0", weight_decay)
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay}, moments_dtype)
 
     def _advance(self, group: Hyperparameters, param: Tensor) -> tuple[list[Tensor | None], list[float | np.uint32]]:
@@ -268,8 +270,7 @@ class RMSprop(ShardOptimizer):
         momentum: float = 0.0,
         centered: bool = False,
     ) -> None:
-        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay), ("momentum", momentum)):
-            require(value >= 0, f"RMSprop, {name}", "a number of at least 0", value)
+        require_not_negative("RMSprop", lr=lr, eps=eps, weight_decay=weight_decay, momentum=momentum)
         require(0.0 <= alpha < 1.0, "RMSprop, alpha", "a number in [0, 1)", alpha)
         defaults = {
             "lr": lr,
@@ -342,8 +343,7 @@ class SGD(ShardOptimizer):
         weight_decay: float = 0.0,
         nesterov: bool = False,
     ) -> None:
-        for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
-            require(value >= 0, f"SGD, {name}", "a number of at least 0", value)
+        require_not_negative("SGD", lr=lr, momentum=momentum, weight_decay=weight_decay)
         require(
             not nesterov or (momentum > 0 and dampening == 0),
             "SGD, nesterov",

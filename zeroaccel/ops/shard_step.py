@@ -116,12 +116,12 @@ class NativeOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            self._step_group(group, [param for param in group["params"] if param.grad is not None])
+            self._step_group(group, [(param, param.grad) for param in group["params"] if param.grad is not None])
         return loss
 
     @abstractmethod
-    def _step_group(self, group: Hyperparameters, params: list[Tensor]) -> None:
-        """Advances the parameters of a group that have a gradient."""
+    def _step_group(self, group: Hyperparameters, stepped: list[tuple[Tensor, Tensor]]) -> None:
+        """Advances the parameters of a group that have a gradient, each beside it."""
 
 
 class ShardOptimizer(NativeOptimizer):
@@ -259,10 +259,9 @@ class ShardOptimizer(NativeOptimizer):
         """The key of the stochastic rounding of one step: another for each step."""
         return np.uint32((step * 0x9E3779B9 + 0x7F4A7C15) & 0xFFFFFFFF)
 
-    def _step_group(self, group: Hyperparameters, params: list[Tensor]) -> None:
-        for param in params:
-            assert param.grad is not None, "only parameters with a gradient are stepped"
-            self.step_shard(group, param, param.grad, grad_scale=1.0, out=None)
+    def _step_group(self, group: Hyperparameters, stepped: list[tuple[Tensor, Tensor]]) -> None:
+        for param, grad in stepped:
+            self.step_shard(group, param, grad, grad_scale=1.0, out=None)
 
     @torch.no_grad()
     def step_shard(
@@ -479,6 +478,12 @@ def require(condition: bool, where: str, expected: str, got: object) -> None:
     """Raises UsageError unless `condition` (which a NaN makes false) holds for a hyperparameter."""
     if not condition:
         raise UsageError(where, expected=expected, got=got)
+
+
+def require_not_negative(owner: str, **values: float) -> None:
+    """Raises UsageError unless each hyperparameter is at least 0."""
+    for name, value in values.items():
+        require(value >= 0, f"{owner}, {name}", "a number of at least 0", value)
 
 
 def require_unit_interval(where: str, betas: tuple[float, float]) -> None:

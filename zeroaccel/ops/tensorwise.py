@@ -33,6 +33,7 @@ from zeroaccel.ops.shard_step import (
     TensorStep,
     batches_alike,
     require,
+    require_not_negative,
     require_unit_interval,
 )
 
@@ -77,10 +78,8 @@ class Lamb(NativeOptimizer):
         min_coeff: float = 0.01,
         amsgrad: bool = False,
     ) -> None:
-        require(lr >= 0, "Lamb, lr", "a number of at least 0", lr)
+        require_not_negative("Lamb", lr=lr, eps=eps, weight_decay=weight_decay)
         require_unit_interval("Lamb, betas", betas)
-        require(eps >= 0, "Lamb, eps", "a number of at least 0", eps)
-        require(weight_decay >= 0, "Lamb, weight_decay", "a number of at least 0", weight_decay)
         require(0 <= min_coeff <= max_coeff, "Lamb, min_coeff", f"a number from 0 to max_coeff, {max_coeff}", min_coeff)
         if amsgrad:
             raise UsageError("Lamb, amsgrad", expected="False", got=amsgrad, fix="LAMB has no such variant")
@@ -96,10 +95,9 @@ class Lamb(NativeOptimizer):
         }
         super().__init__(params, defaults)
 
-    def _step_group(self, group: Hyperparameters, params: list[Tensor]) -> None:
-        for param in params:
-            assert param.grad is not None, "only parameters with a gradient are stepped"
-            self._advance(group, param, param.grad)
+    def _step_group(self, group: Hyperparameters, stepped: list[tuple[Tensor, Tensor]]) -> None:
+        for param, grad in stepped:
+            self._advance(group, param, grad)
 
     def _counted(self, param: Tensor) -> dict[str, Any]:
         """The state of a parameter, made if need be, with one more step."""
@@ -240,12 +238,11 @@ class Muon(NativeOptimizer):
             self.defaults = before
         _check_group(where, self.param_groups[-1])
 
-    def _step_group(self, group: Hyperparameters, params: list[Tensor]) -> None:
+    def _step_group(self, group: Hyperparameters, stepped: list[tuple[Tensor, Tensor]]) -> None:
         if not group["use_muon"]:
-            return self._step_elements(group, params)
-        for param in params:
-            assert param.grad is not None, "only parameters with a gradient are stepped"
-            self._step_matrices(group, param, param.grad)
+            return self._step_elements(group, stepped)
+        for param, grad in stepped:
+            self._step_matrices(group, param, grad)
 
     @torch.no_grad()
     def step_many(
@@ -330,16 +327,15 @@ class Muon(NativeOptimizer):
         rate = lr * _stretch(matrices.shape)
         param.mul_(1 - lr * group["weight_decay"]).sub_((direction * rate).view(param.shape))
 
-    def _step_elements(self, group: Hyperparameters, params: list[Tensor]) -> None:
-        for param in params:
-            self._adamw_state(param)
+    def _step_elements(self, group: Hyperparameters, stepped: list[tuple[Tensor, Tensor]]) -> None:
+        states = [self._adamw_state(param) for param, _ in stepped]
         adamw(
-            params,
-            [param.grad for param in params if param.grad is not None],
-            [self.state[param]["exp_avg"] for param in params],
-            [self.state[param]["exp_avg_sq"] for param in params],
+            [param for param, _ in stepped],
+            [grad for _, grad in stepped],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
             [],
-            [self.state[param]["step"] for param in params],
+            [state["step"] for state in states],
             foreach=False,
             amsgrad=False,
             beta1=group["betas"][0],
@@ -441,11 +437,10 @@ def _by_gram_matrix(x: Tensor, steps: int) -> Tensor:
 
 
 def _check_group(where: str, group: Hyperparameters) -> None:
-    require(group["lr"] >= 0, f"{where}, lr", "a number of at least 0", group["lr"])
-    require(group["weight_decay"] >= 0, f"{where}, weight_decay", "a number of at least 0", group["weight_decay"])
+    require_not_negative(where, lr=group["lr"], weight_decay=group["weight_decay"])
     if not group["use_muon"]:
         require_unit_interval(f"{where}, betas", group["betas"])
-        require(group["eps"] >= 0, f"{where}, eps", "a number of at least 0", group["eps"])
+        require_not_negative(where, eps=group["eps"])
         return
     require(0 <= group["momentum"] < 1, f"{where}, momentum", "a number in [0, 1)", group["momentum"])
     require(group["ns_steps"] in range(1, 100), f"{where}, ns_steps", "a count from 1 to 99", group["ns_steps"])

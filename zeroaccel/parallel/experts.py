@@ -27,14 +27,12 @@ from zeroaccel.comm.transport import GATHERS, HOPS, REDUCTIONS
 from zeroaccel.config import Config
 from zeroaccel.config.parallel import ParallelConfig
 from zeroaccel.errors import UsageError, listed
-from zeroaccel.optim.optimizer_kinds import OptimizerKind
 from zeroaccel.parallel.expert_dispatch import WHERE, Experts, divided_forwards, even_route
-from zeroaccel.setup.axis import Axis, require_plain
+from zeroaccel.setup.axis import Axis, require_plain, require_uncoupled
 from zeroaccel.setup.axis_estimate import AxisEstimate, EstimatedJob
 from zeroaccel.setup.cut_check import Cut
 from zeroaccel.setup.job import JobSpec
 from zeroaccel.setup.optimizer_plan import OptimizerPlan
-from zeroaccel.zero.build_units import refuse_split
 from zeroaccel.zero.compiled import check_not_compiled
 from zeroaccel.zero.from_config import EngineSettings
 from zeroaccel.zero.layout import Split
@@ -108,17 +106,7 @@ class ExpertAxis(Axis):
         self, config: Config, settings: EngineSettings, optimizer: OptimizerPlan, names: Mapping[int, str]
     ) -> None:
         require_plain(config, _PLAIN_COLLECTIVES, "ep", "expert")
-        if OptimizerKind.COUPLED in optimizer.group_kinds:
-            raise UsageError(
-                f"optimizer {type(optimizer.optimizer).__name__}",
-                expected="one that updates elements by themselves, with expert parallelism",
-                got="one whose rule sums over several parameters",
-                fix="use AdamW, SGD or the like, or leave ep at 1",
-            )
-        splits = self.splits
-        for param, index in optimizer.groups.items():
-            if param in splits and optimizer.group_kinds[index] is OptimizerKind.PER_TENSOR:
-                refuse_split(names[param])
+        require_uncoupled(optimizer, self.splits, names, "ep", "expert")
 
     def facts(self) -> Mapping[str, object]:
         return {"size": self._group.size, "buffer_nbytes": self._buffer_nbytes}

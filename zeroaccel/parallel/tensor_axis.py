@@ -20,15 +20,13 @@ from zeroaccel.config import Config
 from zeroaccel.config.parallel import ParallelConfig
 from zeroaccel.errors import UsageError
 from zeroaccel.nested import map_tensors
-from zeroaccel.optim.optimizer_kinds import OptimizerKind
 from zeroaccel.parallel.tensor import SplitLayers, by_module, is_transposed, layer_styles, local_head_counts
 from zeroaccel.parallel.tensor_modules import MODULE_STYLES, ROTARY, SUMMED, cuts_of, rotary_features
-from zeroaccel.setup.axis import Axis, require_plain
+from zeroaccel.setup.axis import Axis, require_plain, require_uncoupled
 from zeroaccel.setup.axis_estimate import AxisEstimate, EstimatedJob, Shape
 from zeroaccel.setup.cut_check import Cut
 from zeroaccel.setup.job import JobSpec
 from zeroaccel.setup.optimizer_plan import OptimizerPlan
-from zeroaccel.zero.build_units import refuse_split
 from zeroaccel.zero.compiled import check_not_compiled
 from zeroaccel.zero.engine_base import EngineBase
 from zeroaccel.zero.from_config import EngineSettings
@@ -93,16 +91,7 @@ class TensorAxis(Axis):
         self, config: Config, settings: EngineSettings, optimizer: OptimizerPlan, names: Mapping[int, str]
     ) -> None:
         require_plain(config, _PLAIN, "tp", "tensor")
-        if OptimizerKind.COUPLED in optimizer.group_kinds:
-            raise UsageError(
-                f"optimizer {type(optimizer.optimizer).__name__}",
-                expected="one that updates elements or tensors by themselves, with tensor parallelism",
-                got="one whose rule sums over several parameters",
-                fix="use AdamW, SGD or the like, or leave tp at 1",
-            )
-        for param, index in optimizer.groups.items():
-            if param in self.splits and optimizer.group_kinds[index] is OptimizerKind.PER_TENSOR:
-                refuse_split(names[param])
+        require_uncoupled(optimizer, self.splits, names, "tp", "tensor")
 
     def connect(self, collectives: Collectives) -> None:
         collectives.parts = Collectives(self._topology, self._group, recorder=collectives.flight_recorder)

@@ -17,11 +17,13 @@ from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.topology import Topology
 from zeroaccel.config import Config
 from zeroaccel.config.parallel import ParallelConfig
-from zeroaccel.errors import ConfigError
+from zeroaccel.errors import ConfigError, UsageError
+from zeroaccel.optim.optimizer_kinds import OptimizerKind
 from zeroaccel.setup.axis_estimate import AxisEstimate
 from zeroaccel.setup.cut_check import Cut
 from zeroaccel.setup.job import JobSpec
 from zeroaccel.setup.optimizer_plan import OptimizerPlan
+from zeroaccel.zero.build_units import refuse_split
 from zeroaccel.zero.engine_base import EngineBase
 from zeroaccel.zero.from_config import EngineSettings
 from zeroaccel.zero.layout import Split
@@ -162,3 +164,27 @@ def require_plain(config: Config, plain: Mapping[str, object], axis: str, parall
                 got=got,
                 fix=f"remove the key, or leave {axis} at 1",
             )
+
+
+def require_uncoupled(
+    optimizer: OptimizerPlan, splits: Mapping[int, Split], names: Mapping[int, str], axis: str, parallelism: str
+) -> None:
+    """Refuses an optimizer that needs more of a parameter than the part that an axis leaves this rank.
+
+    Args:
+        splits: id(parameter) -> how the axis cuts it.
+        names: id(parameter) -> fqn.
+
+    Raises:
+        UsageError: its rule sums over several parameters, or looks at a whole tensor that is split.
+    """
+    if OptimizerKind.COUPLED in optimizer.group_kinds:
+        raise UsageError(
+            f"optimizer {type(optimizer.optimizer).__name__}",
+            expected=f"one that updates elements or tensors by themselves, with {parallelism} parallelism",
+            got="one whose rule sums over several parameters",
+            fix=f"use AdamW, SGD or the like, or leave {axis} at 1",
+        )
+    for param, index in optimizer.groups.items():
+        if param in splits and optimizer.group_kinds[index] is OptimizerKind.PER_TENSOR:
+            refuse_split(names[param])
