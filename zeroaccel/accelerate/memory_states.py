@@ -167,15 +167,15 @@ class MemoryStates:
             micro_step: as for `save`.
         """
         now = time.monotonic()
-        if self._at is None or num_steps < self._at.num_steps:
-            self._begin_counting(num_steps)
-        assert self._at is not None, "counted from nowhere"
+        at = self._at
+        if at is None or num_steps < at.num_steps:
+            at = self._begin_counting(num_steps)
         if not self._is_on:
             return
         try:
             if self._writing is None:
-                if num_steps - self._at.num_steps >= self.interval:
-                    self._begin(num_steps, micro_step, now)
+                if num_steps - at.num_steps >= self.interval:
+                    self._begin(at, num_steps, micro_step, now)
             elif self._is_written(self._writing):
                 self._complete(self._writing, num_steps, now)
                 return
@@ -185,14 +185,13 @@ class MemoryStates:
             self._is_on = False
             self._give_up()
 
-    def _begin(self, num_steps: int, micro_step: int, now: float) -> None:
-        assert self._at is not None, "counted from nowhere"
-        if (steps := num_steps - self._at.num_steps) > 0:
-            self._step_seconds = (now - self._at.time) / steps
-        self._at = _Moment(num_steps, now)
+    def _begin(self, last: _Moment, num_steps: int, micro_step: int, now: float) -> None:
+        if (steps := num_steps - last.num_steps) > 0:
+            self._step_seconds = (now - last.time) / steps
+        self._at = at = _Moment(num_steps, now)
         self._peers.connect()
         folder = self._folder / f"{_WRITTEN}{num_steps}"
-        self._writing = _Writing(self._save(folder, micro_step), folder, self._peers, self._at)
+        self._writing = _Writing(self._save(folder, micro_step), folder, self._peers, at)
 
     def _is_written(self, writing: _Writing) -> bool:
         """Whether all ranks have written and copied their files. (all ranks)"""
@@ -238,15 +237,16 @@ class MemoryStates:
             writing.wait()
             writing.save.abandon()
 
-    def _begin_counting(self, num_steps: int) -> None:
+    def _begin_counting(self, num_steps: int) -> _Moment:
         """Counts from here. Removes states of later steps: a run that started anew would take them for its own."""
-        self._at = _Moment(num_steps, time.monotonic())
-        self._start = self._start or self._at.time
+        self._at = at = _Moment(num_steps, time.monotonic())
+        self._start = self._start or at.time
         self._give_up()
         if self._peers.is_first:
             for path in saved_states(self._project):
                 if step_of(path.name) > num_steps:
                     shutil.rmtree(path, ignore_errors=True)
+        return at
 
 
 def interval_of(spent_seconds: float, elapsed_seconds: float, step_seconds: float) -> int:

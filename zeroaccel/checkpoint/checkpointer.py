@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroaccel.checkpoint.adapter_base import left_out
 from zeroaccel.checkpoint.background_save import BackgroundSave
 from zeroaccel.checkpoint.compatibility import CheckpointMisfit, check_model, check_optimizer
 from zeroaccel.checkpoint.find import find_checkpoint, newest_first
@@ -36,7 +35,7 @@ from zeroaccel.checkpoint.plain_codec import decode, random_state, restore_rando
 from zeroaccel.checkpoint.rank_file import CHUNK_NBYTES
 from zeroaccel.checkpoint.rank_file_writer import Staging
 from zeroaccel.checkpoint.save import CommitRules, Progress, Save, SaveRequest, prepare
-from zeroaccel.checkpoint.save_plan import EngineState, WholeModel, persistent_buffers
+from zeroaccel.checkpoint.save_plan import EngineState, WholeModel, left_out, persistent_buffers
 from zeroaccel.checkpoint.tensor_store import TensorStore, UnreadStore
 from zeroaccel.checkpoint.weights import consolidated_state_dict, save_model_files, save_weights
 from zeroaccel.comm.agree import agreed

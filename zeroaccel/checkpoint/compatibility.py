@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from zeroaccel.checkpoint.adapter_base import base_name
 from zeroaccel.checkpoint.manifest import Manifest
-from zeroaccel.checkpoint.save_plan import EngineState, code_names, persistent_buffers
+from zeroaccel.checkpoint.save_plan import EngineState, base_name, code_names, persistent_buffers
 from zeroaccel.errors import CheckpointError, listed
 from zeroaccel.logs import logger
 from zeroaccel.zero.quantized_weights import PACKED
@@ -136,8 +135,7 @@ def hyperparameters(optimizer: ShardedOptimizer, manifest: Manifest, where: str)
     Raises:
         CheckpointMisfit: parameters that are one group now were in groups of different hyperparameters.
     """
-    assert manifest.optimizer is not None, "hyperparameters of a checkpoint without an optimizer"
-    saved = manifest.optimizer["param_groups"]
+    saved = manifest.saved_optimizer["param_groups"]
     group_of = {fqn: index for index, group in enumerate(saved) for fqn in group["params"]}
     chosen: list[Mapping[str, Any]] = []
     for index in range(len(optimizer.optimizer.param_groups)):

@@ -179,8 +179,8 @@ def load_optimizer(optimizer: ShardedOptimizer, store: TensorStore, where: str) 
         loaded.update({param: inner.state[param] for param in params if param in inner.state})
     store.read()
     groups = hyperparameters(optimizer, store.manifest, where)
-    assert store.manifest.optimizer is not None, "hyperparameters of a checkpoint without an optimizer"
-    is_same_class = store.manifest.optimizer["type"] == type(inner).__name__  # which may count from its first step on
+    # Which may count from its first step on.
+    is_same_class = store.manifest.saved_optimizer["type"] == type(inner).__name__
     for group, saved in zip(inner.param_groups, groups, strict=True):
         settings = decode(dict(saved), store.fetch)
         group.update(
@@ -220,8 +220,7 @@ def _has_state(name: str, store: TensorStore) -> bool:
 
 def _scalars(slots: list[tuple[Slot, str]], store: TensorStore, where: str) -> dict[str, Any]:
     """What the parameters of a piece have besides tensors of elements: they must agree."""
-    assert store.manifest.optimizer is not None, "states without an optimizer"
-    saved = store.manifest.optimizer["scalars"]
+    saved = store.manifest.saved_optimizer["scalars"]
     first = saved.get(slots[0][1], {})
     for slot, name in slots[1:]:
         if saved.get(name, {}) != first and "plain/" not in str(first):

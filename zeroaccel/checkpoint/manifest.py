@@ -133,6 +133,12 @@ class Manifest:
         return int(self.counters["global_steps"])
 
     @property
+    def saved_optimizer(self) -> Mapping[str, Any]:
+        """`optimizer`, of a checkpoint that has one."""
+        assert self.optimizer is not None, "states of a checkpoint without an optimizer"
+        return self.optimizer
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all rank files."""
         return sum(file.nbytes for file in self.files)

@@ -172,21 +172,24 @@ def _match(model: nn.Module, there: Mapping[str, TensorLocation], rename: Callab
         for own, param in module._parameters.items():
             if param is not None and id(param) not in seen:
                 seen.add(id(param))
-                _match_parameter(plan, module, own, names[id(param)], there)
+                _match_parameter(plan, module, own, param, names[id(param)], there)
         for own, buffer in module._buffers.items():
             if buffer is not None:
-                _match_buffer(plan, module, own, rename(f"{prefix}.{own}" if prefix else own), there)
+                _match_buffer(plan, module, own, buffer, rename(f"{prefix}.{own}" if prefix else own), there)
     of_model = {name for several in names.values() for name in several} | {rename(n) for n, _ in model.named_buffers()}
     plan.unexpected += sorted(there.keys() - of_model)
     return plan
 
 
 def _match_parameter(
-    plan: _Plan, module: nn.Module, own: str, aliases: Sequence[str], there: Mapping[str, TensorLocation]
+    plan: _Plan,
+    module: nn.Module,
+    own: str,
+    param: nn.Parameter,
+    aliases: Sequence[str],
+    there: Mapping[str, TensorLocation],
 ) -> None:
     """`aliases`: the names of a parameter, several if it is tied."""
-    param = module._parameters[own]
-    assert param is not None, "a parameter went away while it was looked for"
     stored = next((name for name in aliases if name in there), None)
     if stored is None:
         plan.missing.append(aliases[0])
@@ -195,9 +198,9 @@ def _match_parameter(
         plan.parameters.setdefault(module, {})[own] = stored
 
 
-def _match_buffer(plan: _Plan, module: nn.Module, own: str, name: str, there: Mapping[str, TensorLocation]) -> None:
-    buffer = module._buffers[own]
-    assert buffer is not None, "a buffer went away while it was looked for"
+def _match_buffer(
+    plan: _Plan, module: nn.Module, own: str, buffer: Tensor, name: str, there: Mapping[str, TensorLocation]
+) -> None:
     if own in module._non_persistent_buffers_set:
         if buffer.is_meta:
             plan.unset.append(name)
@@ -247,8 +250,7 @@ def _load_module(module: nn.Module, names: Mapping[str, str], folder: Safetensor
     elif on_meta:
         _make_real(module, shards.destination.device, names, shards.destination.dtype)
     for own, name in names.items():
-        param = module._parameters[own]
-        assert param is not None, "a parameter went away while the model was loaded"
+        param = module.get_parameter(own)
         handle = handle_of(param)
         if handle is None or handle.replaced:
             full = (
@@ -267,8 +269,7 @@ def _fill(handle: ParamHandle, name: str, folder: SafetensorsFolder) -> None:
 
 
 def _load_buffer(module: nn.Module, own: str, name: str, folder: SafetensorsFolder, device: torch.device) -> None:
-    buffer = module._buffers[own]
-    assert buffer is not None, "a buffer went away while the model was loaded"
+    buffer = module.get_buffer(own)
     values = torch.empty(buffer.shape, dtype=buffer.dtype, device=device if buffer.is_meta else buffer.device)
     folder.read(name, 0, values.view(-1))
     if buffer.is_meta:
