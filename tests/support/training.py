@@ -59,8 +59,15 @@ class Toy(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens[:, :-1]) + (self.frozen * self.offset).to(self.frozen.dtype)
+        return self.loss(self.run_layers(x), tokens)
+
+    def run_layers(self, x: Tensor) -> Tensor:
+        """What most subclasses change."""
         for layer in self.layers:
             x = layer(x)
+        return x
+
+    def loss(self, x: Tensor, tokens: Tensor) -> Tensor:
         logits = self.head(self.norm(x)) * self.temperature
         return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
@@ -154,6 +161,11 @@ def train(
         if boundary:
             run.norms.append(engine.get_global_grad_norm())
     run.skipped = engine.skipped_steps
+    return finished(engine, run)
+
+
+def finished(engine: Any, run: Run) -> Run:
+    """The run with its weights, which the engine gives back as it ends."""
     engine.destroy()
-    run.weights = {name: param.detach().clone() for name, param in model.named_parameters()}
+    run.weights = {name: param.detach().clone() for name, param in engine.module.named_parameters()}
     return run

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import zeroaccel
 from tests.support.environment import begin
-from tests.support.training import Block, Toy, batches, config
+from tests.support.training import Block, Toy, batches, config, train_step
 from zeroaccel.zero.engine import Engine
 
 
@@ -22,18 +22,13 @@ class TwoTowers(Toy):
         self.towers = nn.ModuleDict({"vision": Block(23), "sound": Block(23)})
         self.tower = "vision"
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens[:, :-1])
-        for layer in [*self.layers, self.towers[self.tower]]:
-            x = layer(x)
-        logits = self.head(self.norm(x))
-        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+    def run_layers(self, x: Tensor) -> Tensor:
+        return self.towers[self.tower](super().run_layers(x))
 
 
 def train(engine: Engine, data: list[Tensor]) -> None:
     for batch in data:
-        engine.backward(engine(batch))
-        engine.step()
+        train_step(engine, engine(batch))
 
 
 def branches(engine: Engine, data: list[Tensor]) -> None:

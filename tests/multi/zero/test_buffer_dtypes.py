@@ -108,8 +108,7 @@ def _curves(name: str) -> tuple[list[float], list[float]]:
     curves: tuple[list[float], list[float]] = ([], [])
     for x in _inputs(0, torch.bfloat16) * 30:  # the same on all ranks
         loss, other = _loss(engine, x), _loss(plain, x)
-        engine.backward(loss)
-        engine.step()
+        train_step(engine, loss)
         other.backward()
         for param, master in zip(plain.parameters(), masters.parameters(), strict=True):
             assert param.grad is not None
@@ -288,10 +287,7 @@ def _trained_of_transformers(name: str, stage: int, precision: str) -> tuple[boo
     losses = []
     for step in range(4):
         torch.manual_seed(step)  # of dropouts
-        loss = engine(**batch).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+        losses.append(train_step(engine, engine(**batch).loss))
     engine.destroy()
     return same, kept, losses
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import zeroaccel
 from tests.multi.zero.test_engine_passes import drive, plain
 from tests.support.pool import Ranks
-from tests.support.training import Run, Toy, batches, config, differences, recording
+from tests.support.training import Run, Toy, batches, config, differences, finished, recording, train_step
 from zeroaccel.errors import EngineStateError
 
 
@@ -26,22 +26,15 @@ def _same(one: list[Run], other: list[Run]) -> list[list[str]]:
 
 
 def _alternate(stages: tuple[int, int], together: bool) -> list[Run]:
-    engines, models = [], []
+    engines = []
     for index, stage in enumerate(stages):
         torch.manual_seed(7 + index)
-        models.append(Toy(layers=2 + index))
-        engines.append(zeroaccel.initialize(models[-1], config=config(stage, "bf16"))[0])
+        engines.append(zeroaccel.initialize(Toy(layers=2 + index), config=config(stage, "bf16"))[0])
     runs = [Run(), Run()]
     data = batches(engines[0].collectives.rank, 3)
-    order: Iterator[tuple[int, Tensor]] = iter(
-        [(i, b) for b in data for i in (0, 1)] if together else [(i, b) for i in (0, 1) for b in data]
-    )
-    for index, batch in order:
+    for index, batch in [(i, b) for b in data for i in (0, 1)] if together else [(i, b) for i in (0, 1) for b in data]:
         runs[index].losses.append(plain(engines[index], batch).item())
-    for engine, model, run in zip(engines, models, runs, strict=True):
-        engine.destroy()
-        run.weights = {name: param.detach().clone() for name, param in model.named_parameters()}
-    return runs
+    return list(map(finished, engines, runs))
 
 
 @pytest.mark.parametrize("stages", [(3, 3), (1, 3)])
@@ -102,8 +95,7 @@ def _memory_after_destroy(settings: dict[str, Any]) -> tuple[float, float]:
         numel = sum(param.numel() for param in model.parameters())
         engine, optimizer, *_ = zeroaccel.initialize(model, config=settings)
         for batch in batches(engine.collectives.rank, 2):
-            engine.backward(engine(batch))
-            engine.step()
+            train_step(engine, engine(batch))
         trained = (_live_nbytes() - before) / numel
         engine.destroy()
         assert not optimizer.state
@@ -184,12 +176,10 @@ def test_an_engine_for_inference_at_every_stage(ranks: Ranks, with_gradients: bo
 class Recomputed(Toy):
     reentrant = False
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens[:, :-1])
+    def run_layers(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=self.reentrant)
-        logits = self.head(self.norm(x))
-        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+        return x
 
 
 class RecomputedReentrant(Recomputed):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import zeroaccel
 from tests.support.pool import Ranks
-from tests.support.training import Toy, config
+from tests.support.training import Toy, config, train_step
 from zeroaccel.errors import EngineStateError
 
 PLAIN_SGD = {"type": "SGD", "params": {"lr": 1.0}}
@@ -53,8 +53,7 @@ def _run(settings: dict[str, Any], overflows: list[bool], inputs: list[float] | 
         for _ in range(engine.gradient_accumulation_steps()):
             model.factor = 1e30 if overflow and last else 1.0
             x = torch.full((40,), inputs[number] if inputs else 1.0)
-            engine.backward(engine(x))
-            engine.step()
+            train_step(engine, engine(x))
         history.scales.append(engine.loss_scale.value)
         history.applied.append(engine.was_step_applied())
         history.rates.append(engine.get_lr()[0])
@@ -134,8 +133,7 @@ def _refused_direct_backward(stage: int) -> list[float]:
     with pytest.raises(EngineStateError, match=r"engine\.backward\(loss\)"):
         engine(torch.ones(40)).backward()
     engine.reset()
-    engine.backward(engine(torch.ones(40)))
-    engine.step()
+    train_step(engine, engine(torch.ones(40)))
     engine.destroy()
     return list(model.weight.tolist())
 
@@ -174,8 +172,7 @@ def _bf16_overflow(check: bool) -> tuple[bool, bool]:
         "bf16": {"enabled": True, "check_grad_overflow": check},
     }
     engine, *_ = zeroaccel.initialize(model, config=settings)
-    engine.backward(engine(torch.full((40,), float("inf"))))
-    engine.step()
+    train_step(engine, engine(torch.full((40,), float("inf"))))
     applied = engine.was_step_applied()
     engine.destroy()
     return applied, bool(torch.isfinite(model.weight).all())
@@ -204,8 +201,7 @@ def _take_part(settings: dict[str, Any]) -> list[list[float]]:
         model.active = 2 if step == 0 else 1
         dtype = next(model.parameters()).dtype
         for _ in range(engine.gradient_accumulation_steps()):
-            engine.backward(engine(torch.ones(1, 4, dtype=dtype)))
-            engine.step()
+            train_step(engine, engine(torch.ones(1, 4, dtype=dtype)))
         model.active = 2
         with torch.no_grad():
             seen.append([block(torch.ones(1, 4, dtype=dtype)).sum().item() for block in model.blocks])

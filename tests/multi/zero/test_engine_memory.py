@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import zeroaccel
 from tests.multi.zero.test_engine_traffic import Trained
 from tests.support.pool import Ranks
-from tests.support.training import SGD, batches, config
+from tests.support.training import SGD, batches, config, train_step
 from zeroaccel.zero.grad_reducer import GradientBuffer, GradReducer
 
 States = dict[str, int]
@@ -76,8 +76,7 @@ def _unsharded_in_forward(settings: dict[str, Any]) -> tuple[int, int]:
     batch = batches(engine.collectives.rank, 1)[0]
     seen = []
     engine.module.norm.register_forward_hook(lambda *_: seen.append(engine.model_state_nbytes()["params"]))
-    engine.backward(engine(batch))
-    engine.step()
+    train_step(engine, engine(batch))
     resting = engine.model_state_nbytes()["params"]
     engine.destroy()
     return seen[0], resting
@@ -132,8 +131,7 @@ def _sharing_weights(stage: int) -> tuple[list[Tensor], set[str]]:
         patch.setattr(GradReducer, "_start_reduction", starts)
         for number in range(4):
             arrived.clear()
-            engine.backward(engine(_sharing_batch(number, engine.collectives.rank)))
-            engine.step()
+            train_step(engine, engine(_sharing_batch(number, engine.collectives.rank)))
     engine.destroy()
     return [param.detach().clone() for param in model.parameters()], taken
 

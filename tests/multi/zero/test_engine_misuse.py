@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import pickle
 import warnings
 from collections.abc import Callable
@@ -15,8 +14,9 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import zeroaccel
+from tests.support.log_lines import log_lines
 from tests.support.pool import Ranks
-from tests.support.training import ADAMW, SGD, WIDTH, Toy, batches, config
+from tests.support.training import ADAMW, SGD, WIDTH, Toy, batches, config, train_step
 from zeroaccel import zero
 from zeroaccel.errors import EngineStateError, ZeroAccelError
 from zeroaccel.zero.engine import Engine
@@ -281,8 +281,7 @@ def _penalised(stage: int, where: str, optimizer: dict[str, Any]) -> list[float]
         if where == "block":  # and backward outside
             with zero.GatheredParameters(model.parameters()):
                 loss = loss + model.penalty()
-        engine.backward(loss)
-        engine.step()
+        train_step(engine, loss)
         total = loss.detach().clone()
         torch.distributed.all_reduce(total)
         losses.append(total.item() / 2)
@@ -318,20 +317,14 @@ def test_weights_in_the_loss_train_as_in_a_plain_loop(ranks: Ranks) -> None:
 
 def _read_unseen() -> str:
     """Torch's functions do not see it, so the step has to."""
-    log, handler = [], logging.Handler()
-    handler.emit = lambda record: log.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("zeroaccel").addHandler(handler)
-    try:
+    with log_lines() as log:
         engine, *_ = zeroaccel.initialize(Toy(), config=config(3))
         loss = _loss(engine)
         weight = engine.module.layers[1].up.weight
         with zero.GatheredParameters(weight), saved_tensors_hooks(lambda t: t, lambda t: t):
             loss = loss + weight.square().sum()
-        engine.backward(loss)
-        engine.step()
+        train_step(engine, loss)
         engine.destroy()
-    finally:
-        logging.getLogger("zeroaccel").removeHandler(handler)
     return "\n".join(log)
 
 
@@ -340,18 +333,23 @@ def test_a_step_names_gradients_that_are_nan_throughout(ranks: Ranks) -> None:
         assert f"the gradients of {FQN} are NaN throughout, and those of others are not" in said
 
 
+def _write(engine: Engine) -> None:
+    with torch.no_grad():
+        engine.module.get_parameter(FQN).mul_(0.5)
+
+
 def _halve(module: nn.Module, args: Any) -> None:
     module.weight.detach().mul_(0.5)
 
 
 def _write_in_forward(engine: Engine) -> None:
-    up = engine.module.get_submodule("layers.1.up")
-    handle = up.register_forward_pre_hook(_halve)
-    try:
-        with torch.no_grad():
-            _loss(engine)
-    finally:
-        handle.remove()
+    with engine.module.get_submodule("layers.1.up").register_forward_pre_hook(_halve), torch.no_grad():
+        _loss(engine)
+
+
+def _write_gathered(engine: Engine) -> None:
+    with engine.gathered():
+        _write(engine)
 
 
 def _write_before_step(engine: Engine) -> None:
@@ -360,31 +358,30 @@ def _write_before_step(engine: Engine) -> None:
     engine.step()
 
 
-def _write(engine: Engine) -> None:
-    with torch.no_grad():
-        engine.module.get_parameter(FQN).mul_(0.5)
+def _other_data(value: Callable[[torch.Tensor], torch.Tensor]) -> Misuse:
+    def write(engine: Engine) -> None:
+        param = engine.module.get_parameter(FQN)
+        param.data = value(param.data)
+
+    return write
+
+
+UNSHARDED: dict[str, Misuse] = {
+    "": _write,
+    "forward": _write_in_forward,
+    "gathered": _write_gathered,
+    "step": _write_before_step,
+    "data": _other_data(lambda data: data * 0.5),
+    "shape": _other_data(lambda data: torch.zeros(3, WIDTH)),
+    "dtype": _other_data(lambda data: data.half()),
+}
 
 
 def _writes_while_unsharded(stage: int, precision: str, how: str) -> str:
     engine, *_ = zeroaccel.initialize(Toy(), config=config(stage, precision))
     _step(engine)
     try:
-        if how == "forward":
-            _write_in_forward(engine)
-        elif how == "gathered":
-            with engine.gathered():
-                _write(engine)
-        elif how == "step":
-            _write_before_step(engine)
-        elif how == "data":
-            param = engine.module.get_parameter(FQN)
-            param.data = param.data * 0.5
-        elif how == "shape":
-            engine.module.get_parameter(FQN).data = torch.zeros(3, WIDTH)
-        elif how == "dtype":
-            engine.module.get_parameter(FQN).data = torch.zeros(2 * WIDTH + 1, WIDTH).half()
-        else:
-            _write(engine)
+        UNSHARDED[how](engine)
         _step(engine)
     except ZeroAccelError as error:
         return str(error)

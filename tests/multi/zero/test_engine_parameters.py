@@ -11,7 +11,8 @@ from torch import Tensor, nn
 import zeroaccel
 from tests.multi.zero.test_engine_passes import drive
 from tests.support.pool import Ranks
-from tests.support.training import WIDTH, Block, Toy, batches, config, differences, recording
+from tests.support.refusals import message
+from tests.support.training import WIDTH, Block, Toy, batches, config, differences, recording, train_step
 from zeroaccel import zero
 from zeroaccel.errors import UsageError
 
@@ -33,9 +34,7 @@ class Mixed(Toy):
 
     def forward(self, tokens: Tensor) -> Tensor:
         self.count += 1
-        x = self.embed(tokens[:, :-1])
-        for layer in self.layers:
-            x = layer(x)
+        x = self.run_layers(self.embed(tokens[:, :-1]))
         x = self.finals(x.to(self.finals.weight.dtype)).to(self.final.weight.dtype)
         x = (self.final(x) * self.final.scale).to(self.embed.weight.dtype)
         logits = self.head(x)
@@ -47,8 +46,7 @@ def _dtypes(settings: dict[str, Any]) -> tuple[dict[str, str], int]:
     model.table += torch.distributed.get_rank()
     engine, *_ = zeroaccel.initialize(model, config=settings)
     for batch in batches(engine.collectives.rank, 2):
-        engine.backward(engine(batch))
-        engine.step()
+        train_step(engine, engine(batch))
     found = {name: str(p.dtype).removeprefix("torch.") for name, p in model.named_parameters()}
     found |= {name: str(b.dtype).removeprefix("torch.") for name, b in model.named_buffers()}
     engine.destroy()
@@ -126,9 +124,7 @@ def _given_float64(case: str) -> str:
         return str(caught.value)
     else:
         model.double()
-    with pytest.raises(UsageError) as caught:
-        zeroaccel.initialize(model, config=config(1))
-    return str(caught.value)
+    return message(UsageError, zeroaccel.initialize, model, config=config(1))
 
 
 @pytest.mark.parametrize(
@@ -138,7 +134,7 @@ def _given_float64(case: str) -> str:
 def test_float64_is_not_made_less_precise_silently(ranks: Ranks, case: str, fqn: str, size: int) -> None:
     said = ranks(size).run(_given_float64, case)
     begins = f"parameter {fqn}: expected at most 32 bits: master weights"
-    assert all(message.startswith(begins) and "got 'torch.float64'; call model.float()" in message for message in said)
+    assert all(one.startswith(begins) and "got 'torch.float64'; call model.float()" in one for one in said)
 
 
 def _asked_for_fp32() -> str:
@@ -194,12 +190,8 @@ class WithGated(Toy):
         super().__init__()
         self.chooser = Gated()
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens[:, :-1])
-        for layer in self.layers:
-            x = layer(x)
-        logits = self.head(self.norm(self.chooser(x)))
-        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+    def run_layers(self, x: Tensor) -> Tensor:
+        return self.chooser(super().run_layers(x))
 
 
 LEAVES: dict[str, dict[str, Any]] = {
@@ -256,13 +248,9 @@ class Experts(Toy):
         rank = torch.distributed.get_rank()
         return experts[1](x) if rank == 1 else x
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens[:, :-1])
-        for layer in self.layers:
-            x = layer(x)
-        x = self.ffn(x) if hasattr(self, "ffn") else self._expert(x, self.experts)
-        logits = self.head(self.norm(x))
-        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+    def run_layers(self, x: Tensor) -> Tensor:
+        x = super().run_layers(x)
+        return self.ffn(x) if hasattr(self, "ffn") else self._expert(x, self.experts)
 
 
 class RootExperts(Experts):
@@ -292,11 +280,9 @@ def _compiled_gathers() -> tuple[int, int]:
         engine, *_ = zeroaccel.initialize(model, config=settings, collectives=counted)
         data = batches(engine.collectives.rank, 3)
         for batch in data[:2]:
-            engine.backward(engine(batch))
-            engine.step()
+            train_step(engine, engine(batch))
         counted.reset()
-        engine.backward(engine(data[2]))
-        engine.step()
+        train_step(engine, engine(data[2]))
     seen = counted.count("all_gather", "unshard layers"), counted.count("reduce_scatter", "reduce layers")
     engine.destroy()
     return seen

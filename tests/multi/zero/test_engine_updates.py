@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import zeroaccel
 from tests.support.pool import Ranks
-from tests.support.training import ADAMW, Run, Toy, batches, config, differences, recording
+from tests.support.training import ADAMW, Run, Toy, batches, config, differences, finished, recording, train_step
 from zeroaccel.comm.collectives import Work
 from zeroaccel.comm.recording import RecordingCollectives
 from zeroaccel.errors import EngineStateError
@@ -21,12 +21,6 @@ from zeroaccel.zero.engine import Engine
 Weights = dict[str, Tensor]
 PLAIN_SGD = {"type": "SGD", "params": {"lr": 1.0}}
 MICRO_STEPS = 3
-
-
-def _finish(engine: Engine, run: Run) -> Run:
-    engine.destroy()
-    run.weights = {name: param.detach().clone() for name, param in engine.module.named_parameters()}
-    return run
 
 
 def _seeded(settings: dict[str, Any], **arguments: Any) -> Engine:
@@ -41,16 +35,14 @@ def _seeded(settings: dict[str, Any], **arguments: Any) -> Engine:
 def _counted(engine: Engine, data: list[Tensor]) -> None:
     """The textbook: the engine counts."""
     for batch in data:
-        engine.backward(engine(batch))
-        engine.step()
+        train_step(engine, engine(batch))
 
 
 def _set_boundaries(engine: Engine, data: list[Tensor]) -> None:
     """The caller says which micro-step is the last, and steps at each."""
     for number, batch in enumerate(data, 1):
         engine.set_gradient_accumulation_boundary(number % MICRO_STEPS == 0)
-        engine.backward(engine(batch))
-        engine.step()
+        train_step(engine, engine(batch))
         assert engine.was_step_applied() is (number % MICRO_STEPS == 0)
 
 
@@ -87,7 +79,7 @@ def _accumulate(settings: dict[str, Any], loop: str) -> tuple[Run, tuple[int, in
     LOOPS[loop](engine, batches(engine.collectives.rank, 2 * MICRO_STEPS))
     run = Run(norms=[engine.get_global_grad_norm()])
     counts = (engine.global_steps, engine.train_batch_size())
-    return _finish(engine, run), counts
+    return finished(engine, run), counts
 
 
 @pytest.mark.parametrize("loop", [name for name in LOOPS if name != "_counted"])
@@ -113,7 +105,7 @@ def _unmanaged(settings: dict[str, Any]) -> tuple[Run, tuple[int, int]]:
         engine.set_gradient_accumulation_boundary(True)
     run = Run(norms=[engine.get_global_grad_norm()])
     counts = (engine.global_steps, engine.train_batch_size())
-    return _finish(engine, run), counts
+    return finished(engine, run), counts
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -134,9 +126,8 @@ def _drop(stage: int, drops: bool) -> Run:
         engine.zero_grad()
         with pytest.raises(EngineStateError, match="backward"):
             engine.step()
-    engine.backward(engine(other))
-    engine.step()
-    return _finish(engine, Run(norms=[engine.get_global_grad_norm()]))
+    train_step(engine, engine(other))
+    return finished(engine, Run(norms=[engine.get_global_grad_norm()]))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -221,7 +212,7 @@ def _clipped_step(settings: dict[str, Any]) -> Run:
     engine.backward(engine(batches(engine.collectives.rank, 1)[0]))
     assert engine.get_global_grad_norm() is None
     engine.step()
-    return _finish(engine, Run(norms=[engine.get_global_grad_norm()]))
+    return finished(engine, Run(norms=[engine.get_global_grad_norm()]))
 
 
 @pytest.mark.parametrize("clipping", [0.0, 0.5, 1000.0])
@@ -269,8 +260,7 @@ def _average(settings: dict[str, Any]) -> tuple[float, float]:
     spy = Spy(recording().inner)
     model = Sum()
     engine, *_ = zeroaccel.initialize(model, config=settings, collectives=spy)
-    engine.backward(engine(1.0 + engine.collectives.rank))
-    engine.step()
+    train_step(engine, engine(1.0 + engine.collectives.rank))
     engine.destroy()
     return -float(model.weight.detach().mean()), spy.largest
 
@@ -315,12 +305,11 @@ def _grouped(settings: dict[str, Any], given: str) -> tuple[Run, list[float], li
         settings = {**settings, "optimizer": {"type": "AdamW", "params": {"lr": 1.0}}}
     engine, optimizer, *_ = zeroaccel.initialize(model, config=settings, **arguments)
     for batch in batches(engine.collectives.rank, 4):
-        engine.backward(engine(batch))
-        engine.step()
+        train_step(engine, engine(batch))
     left = [names[id(p)] for p in model.parameters() if p.grad is not None]
     rates = engine.get_lr()
     assert rates == [group["lr"] for group in optimizer.param_groups]
-    return _finish(engine, Run()), rates, left
+    return finished(engine, Run()), rates, left
 
 
 @pytest.mark.parametrize("given", ["object", "callable", "config"])
@@ -357,8 +346,7 @@ def _schedule_groups(stage: int) -> list[list[float]]:
     assert returned is scheduler
     seen = []
     for batch in batches(0, 2):
-        engine.backward(engine(batch))
-        engine.step()
+        train_step(engine, engine(batch))
         seen.append(engine.get_lr())
     engine.destroy()
     return seen
@@ -376,9 +364,8 @@ def _given_optimizer(settings: dict[str, Any], kind: str) -> Run:
     settings = {key: value for key, value in settings.items() if key != "optimizer"}
     engine, *_ = zeroaccel.initialize(model, optimizer, config=settings)
     for batch in batches(engine.collectives.rank, 3):
-        engine.backward(engine(batch))
-        engine.step()
-    return _finish(engine, Run(norms=[engine.get_global_grad_norm()]))
+        train_step(engine, engine(batch))
+    return finished(engine, Run(norms=[engine.get_global_grad_norm()]))
 
 
 @pytest.mark.parametrize("kind", ["Adagrad", "Adamax", "RAdam", "Rprop", "Adadelta", "ASGD"])

@@ -122,8 +122,7 @@ def _mistakes(stage: int) -> list[str]:
 
     def train_inside() -> None:
         with GatheredParameters(weight):
-            engine.backward(engine(batches(rank, 1)[0]))
-            engine.step()
+            train_step(engine, engine(batches(rank, 1)[0]))
 
     def backward_inside() -> None:
         with engine.gathered():
@@ -238,10 +237,7 @@ def _part_alone(stage: int) -> tuple[list[float], list[float]]:
         alone = model.layers[1].up(x)
     losses = [float(alone.sum())]
     for _ in range(2):
-        loss = model.layers[1].down(model.layers[0].up(x)).square().mean()
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+        losses.append(train_step(engine, model.layers[1].down(model.layers[0].up(x)).square().mean()))
     losses += steps(engine, 1)
     engine.destroy()
     return losses, [float(param.detach().double().sum()) for param in model.parameters()]

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zeroaccel
 from tests.support.pool import Ranks
-from tests.support.training import SGD, WIDTH, Block, Run, Toy, batches, config, differences, train
+from tests.support.training import SGD, WIDTH, Block, Run, Toy, batches, config, differences, train, train_step
 from zeroaccel.errors import EngineStateError, UsageError
 from zeroaccel.zero.engine import Engine
 
@@ -31,16 +31,9 @@ class Recomputed(Toy):
         super().__init__()
         self.reentrant, self.segments = reentrant, segments
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens[:, :-1])
-        parts = [self._all] if self.segments else list(self.layers)
-        for part in parts:
+    def run_layers(self, x: Tensor) -> Tensor:
+        for part in [super().run_layers] if self.segments else self.layers:
             x = checkpoint(part, x, use_reentrant=self.reentrant)
-        return _loss(self.head(self.norm(x)), tokens)
-
-    def _all(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
         return x
 
 
@@ -57,13 +50,13 @@ class Adapted(Toy):
             layer.high = nn.Linear(3, WIDTH, bias=False)
             layer.forward = lambda x, layer=layer: Block.forward(layer, x) + layer.high(layer.low(x))
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens[:, :-1])
-        if self.recompute is not None:
-            x = x.requires_grad_()
+    def run_layers(self, x: Tensor) -> Tensor:
+        if self.recompute is None:
+            return super().run_layers(x)
+        x = x.requires_grad_()
         for layer in self.layers:
-            x = layer(x) if self.recompute is None else checkpoint(layer, x, use_reentrant=self.recompute)
-        return _loss(self.head(self.norm(x)), tokens)
+            x = checkpoint(layer, x, use_reentrant=self.recompute)
+        return x
 
 
 class Shared(Toy):
@@ -74,11 +67,8 @@ class Shared(Toy):
         self.layers[2].up = self.layers[0].up
         self.layers[2].down.weight = self.layers[0].down.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens[:, :-1])
-        for layer in [*self.layers, self.layers[1]]:
-            x = layer(x)
-        return _loss(self.head(self.norm(x)), tokens)
+    def run_layers(self, x: Tensor) -> Tensor:
+        return self.layers[1](super().run_layers(x))
 
 
 class Outside(Toy):
@@ -90,23 +80,21 @@ class Outside(Toy):
         self.big = nn.Embedding(3000, WIDTH)  # large enough to be a unit of its own
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens[:, :-1]) + self.big(tokens[:, :-1])
-        for layer in self.layers:
-            x = layer(x)
+        x = self.run_layers(self.embed(tokens[:, :-1]) + self.big(tokens[:, :-1]))
         x = x * self.layers[0].norm.weight + self.big.weight[:1]
-        return _loss(nn.functional.linear(x, self.embed.weight), tokens)
+        logits = nn.functional.linear(x, self.embed.weight)
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
 class InPlace(Toy):
     """A view that a block returns is changed in place by its caller."""
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens[:, :-1])
+    def run_layers(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             parts = _Halves(layer)(x)
             parts[0].mul_(1.5)
             x = torch.cat(parts, dim=-1)
-        return _loss(self.head(self.norm(x)), tokens)
+        return x
 
 
 class _Halves(nn.Module):
@@ -133,12 +121,11 @@ class InPlaceOnOutput(Toy):
         super().__init__()
         self.layers = nn.ModuleList(ViewBlock(WIDTH) for _ in range(3))
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens[:, :-1])
+    def run_layers(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(x)
             x += 0.125
-        return _loss(self.head(self.norm(x)), tokens)
+        return x
 
 
 class InPlaceOnInput(Toy):
@@ -149,11 +136,10 @@ class InPlaceOnInput(Toy):
         for layer in self.layers:
             layer.forward = lambda x, layer=layer: Block.forward(layer, x.mul_(0.5))
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens[:, :-1]) * 2.0
+    def run_layers(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = layer(x) + 0.0
-        return _loss(self.head(self.norm(x)), tokens)
+            x = layer(x * 2.0) + 0.0
+        return x
 
 
 class Nested(Toy):
@@ -167,21 +153,19 @@ class Nested(Toy):
                 layer.norm(state["pair"][1]),
             )
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens[:, :-1])
+    def run_layers(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             out, _ = layer({"pair": (x, x + 1)}, scale=torch.ones((), dtype=x.dtype))
             x = out["x"]
-        return _loss(self.head(self.norm(x)), tokens)
+        return x
 
 
 class Encoder(Toy):
     """One tensor feeds every block, as an encoder's output does, and blocks run on different branches."""
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        memory = self.embed(tokens[:, :-1])
+    def run_layers(self, memory: Tensor) -> Tensor:
         x = sum(layer(memory) for layer in self.layers)
-        return _loss(self.head(self.norm(x + self.layers[0](x))), tokens)
+        return x + self.layers[0](x)
 
 
 class MixtureOfExperts(Toy):
@@ -194,12 +178,8 @@ class MixtureOfExperts(Toy):
         self.moe.experts = nn.ModuleList(Block(WIDTH) for _ in range(4))
         self.moe.forward = lambda x, chosen: self.moe.experts[chosen](x) * self.moe.gate(x).softmax(-1)[..., :1]
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens[:, :-1])
-        for layer in self.layers:
-            x = layer(x)
-        x = self.moe(x, torch.distributed.get_rank())
-        return _loss(self.head(self.norm(x)), tokens)
+    def run_layers(self, x: Tensor) -> Tensor:
+        return self.moe(super().run_layers(x), torch.distributed.get_rank())
 
 
 class PartlyUsed(Toy):
@@ -232,13 +212,12 @@ class PassedBy(Toy):
     def _maybe(self, number: int, layer: Block, x: Tensor) -> Tensor:
         return x if self._is_out(number) and not self.drops else Block.forward(layer, x)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def run_layers(self, x: Tensor) -> Tensor:
         self.calls += 1
-        x = self.embed(tokens[:, :-1])
         for number, layer in enumerate(self.layers):
             y = layer(x) if self.recompute is None else checkpoint(layer, x, use_reentrant=self.recompute)
             x = x if self.drops and self._is_out(number) else y
-        return _loss(self.head(self.norm(x)), tokens)
+        return x
 
 
 class ReturnsViews(Toy):
@@ -254,12 +233,9 @@ class ReturnsViews(Toy):
 
     def forward(self, tokens: Tensor) -> Tensor:
         up = self.layers[1].up.weight.T
-        x = self.embed(tokens[:, :-1]) + self.mixed(self.positions[0](len(tokens)))
-        for layer in self.layers:
-            x = layer(x)
+        x = self.run_layers(self.embed(tokens[:, :-1]) + self.mixed(self.positions[0](len(tokens))))
         views, first = self.positions[1](len(tokens))["at"]
-        x = x + torch.cat([first[None], views.T]) + (x @ up)[..., :WIDTH]
-        return _loss(self.head(self.norm(x)), tokens)
+        return self.loss(x + torch.cat([first[None], views.T]) + (x @ up)[..., :WIDTH], tokens)
 
 
 class Penalised(Toy):
@@ -267,10 +243,7 @@ class Penalised(Toy):
 
     def forward(self, tokens: Tensor) -> Tensor:
         start = self.embed(tokens[:, :-1])
-        x = start
-        for layer in self.layers:
-            x = layer(x)
-        loss = _loss(self.head(self.norm(x)), tokens)
+        loss = self.loss(self.run_layers(start), tokens)
         if torch.is_grad_enabled():
             (slope,) = torch.autograd.grad(loss, start, create_graph=True)
             loss = loss + (slope.float().norm() - 1.0).square()
@@ -304,41 +277,11 @@ class OwnFunctions(Toy):
         self.list = nn.ParameterList(nn.Parameter(torch.ones(WIDTH)) for _ in range(2))
         self.by_name = nn.ParameterDict({"shift": nn.Parameter(torch.zeros(WIDTH))})
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens[:, :-1])
-        for layer in self.layers:
-            x = layer(x)
+    def run_layers(self, x: Tensor) -> Tensor:
+        x = super().run_layers(x)
         for scale in self.list:
             x = x * scale + self.by_name["shift"]
-        return _loss(self.head(self.norm(x)), tokens)
-
-
-def _loss(logits: Tensor, tokens: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
-
-
-def _recomputed() -> nn.Module:
-    return Recomputed(reentrant=False)
-
-
-def _recomputed_reentrant() -> nn.Module:
-    return Recomputed(reentrant=True)
-
-
-def _recomputed_segment() -> nn.Module:
-    return Recomputed(reentrant=False, segments=True)
-
-
-def _recomputed_segment_reentrant() -> nn.Module:
-    return Recomputed(reentrant=True, segments=True)
-
-
-def _adapted_recomputed() -> nn.Module:
-    return Adapted(recompute=False)
-
-
-def _adapted_reentrant() -> nn.Module:
-    return Adapted(recompute=True)
+        return x
 
 
 def _compiled() -> nn.Module:
@@ -356,13 +299,13 @@ def _wrapped_compiled() -> nn.Module:
 
 TRAPS: dict[str, Callable[[], nn.Module]] = {
     "plain": Toy,
-    "recomputation": _recomputed,
-    "re-entrant recomputation": _recomputed_reentrant,
-    "recomputed segment": _recomputed_segment,
-    "re-entrant segment": _recomputed_segment_reentrant,
+    "recomputation": partial(Recomputed, reentrant=False),
+    "re-entrant recomputation": partial(Recomputed, reentrant=True),
+    "recomputed segment": partial(Recomputed, reentrant=False, segments=True),
+    "re-entrant segment": partial(Recomputed, reentrant=True, segments=True),
     "adapters": Adapted,
-    "adapters, recomputation": _adapted_recomputed,
-    "adapters, re-entrant recomputation": _adapted_reentrant,
+    "adapters, recomputation": partial(Adapted, recompute=False),
+    "adapters, re-entrant recomputation": partial(Adapted, recompute=True),
     "shared block and parameters": Shared,
     "read outside": Outside,
     "view output": InPlace,
@@ -416,17 +359,17 @@ class KeepsViews(Toy):
         first.forward = kept
         self.way = way
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.layers[0](self.embed(tokens[:, :-1]))
+    def run_layers(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
         x, view = (x, self.layers[0].kept) if self.way == "attribute" else (x.out, x.view)
-        return _loss(self.head(self.norm(self.layers[1](x) + (x @ view)[..., :WIDTH])), tokens)
+        return self.layers[1](x) + (x @ view)[..., :WIDTH]
 
 
 def _kept(stage: int, way: str) -> str:
     engine, *_ = zeroaccel.initialize(KeepsViews(way), config=config(stage, stage3_max_reuse_distance=0))
     try:
         for batch in batches(engine.collectives.rank, 2):
-            _step(engine, batch)
+            train_step(engine, engine(batch))
     except EngineStateError as error:
         return str(error)
     finally:
@@ -475,17 +418,10 @@ def _called(engine: Engine, batch: Tensor, scale: Tensor) -> Tensor:
     return loss
 
 
-def _step(engine: Engine, batch: Tensor) -> float:
-    loss = engine(batch)
-    engine.backward(loss)
-    engine.step()
-    return float(loss.item())
-
-
 def _another(stage: int) -> list[float]:
     torch.manual_seed(7)
     engine, *_ = zeroaccel.initialize(Toy(), config=config(stage, optimizer=SGD))
-    losses = [_step(engine, batch) for batch in batches(engine.collectives.rank, 2)]
+    losses = [train_step(engine, engine(batch)) for batch in batches(engine.collectives.rank, 2)]
     engine.destroy()
     return losses
 
@@ -500,7 +436,7 @@ def _after_errors(stage: int) -> list[str]:
     for place in (*PLACES, *TRANSFORMS):
         engine, *_ = zeroaccel.initialize(Toy(), config=config(stage, optimizer=SGD))
         first, second = batches(engine.collectives.rank, 2)
-        _step(engine, first)
+        train_step(engine, engine(first))
         if isinstance(place, str):
             with pytest.raises(EngineStateError, match=f"torch.func.{place} of Toy: expected a call outside"):
                 TRANSFORMS[place](engine, first)
@@ -510,11 +446,11 @@ def _after_errors(stage: int) -> list[str]:
                 patch.setattr(getattr(engine, place[0]), place[1], _raise)
                 if stage == 3 or place[1] not in OF_UNITS:
                     with pytest.raises(LookupError):
-                        _step(engine, second)
+                        train_step(engine, engine(second))
         if _another(stage) != plain:  # while the engine that failed is still there
             wrong.append(f"another, after {place}")
         engine.reset()
-        if not math.isfinite(_step(engine, second)):
+        if not math.isfinite(train_step(engine, engine(second))):
             wrong.append(f"itself, after {place}")
         engine.destroy()
     return wrong
