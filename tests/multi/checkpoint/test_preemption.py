@@ -14,7 +14,7 @@ from torch import Tensor
 
 import zeroaccel
 from tests.conftest import Ranks
-from tests.support.training import SGD, Toy, batches, config, offloaded, recording
+from tests.support.training import SGD, Toy, batches, config, offloaded, recording, train_step
 from zeroaccel.comm.stop_notice import stop_notice
 from zeroaccel.errors import Preempted
 from zeroaccel.zero.step_boundary import StepBoundary
@@ -48,8 +48,7 @@ def attempt(case: str, root: Path | None, signals: dict[int, tuple[int, signal.S
                 os.kill(os.getpid(), number)
             loss = engine(tokens[micro])
             losses[micro] = loss.item()
-            engine.backward(loss)
-            engine.step()
+            train_step(engine, loss)
         weights = {name: weight.clone() for name, weight in engine.iter_named_full_params()}
         return engine.global_steps, {"losses": losses, "weights": weights}
     except Preempted as left:
@@ -95,8 +94,7 @@ def calls_of_a_run(root: Path, *, listens: bool) -> list[tuple[str, str]]:
     changes = {"checkpoint": {"save_on_preemption": str(root)}} if listens else {}
     engine, *_ = zeroaccel.initialize(model=Toy(), config=config(2) | changes, collectives=collectives)
     for tokens in batches(engine.collectives.rank, 2):
-        engine.backward(engine(tokens))
-        engine.step()
+        train_step(engine, engine(tokens))
     calls = [(call.op, call.label) for call in collectives.calls]
     engine.destroy()
     return calls
@@ -118,8 +116,7 @@ def steps_until_stop(asked: int) -> tuple[int, list[str]]:
     for step, tokens in enumerate(batches(engine.collectives.rank, 6)):
         if step == asked and engine.collectives.rank == 1:
             stop_notice.give()
-        engine.backward(engine(tokens))
-        engine.step()
+        train_step(engine, engine(tokens))
     engine.destroy()
     return engine.global_steps, found
 

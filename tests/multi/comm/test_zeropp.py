@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import zeroaccel
 from tests.support.pool import Ranks
-from tests.support.training import SGD, Run, Toy, batches, config, differences, train
+from tests.support.training import SGD, Run, Toy, batches, config, differences, train, train_step
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.hierarchical import HierarchicalCollectives, QuantError, arrange
 from zeroaccel.comm.quantized import FP8, INT4, INT8, Codec
@@ -327,8 +327,7 @@ def _resumed(
                 continue
             if step == 3 and not load:
                 engine.save_checkpoint(folder)
-            engine.backward(engine(batch))
-            engine.step()
+            train_step(engine, engine(batch))
         engine.destroy()
         return {name: param.detach().clone() for name, param in model.named_parameters()}
 
@@ -362,8 +361,7 @@ def _stored(changes: dict[str, Any]) -> tuple[int, list[float], dict[str, Tensor
     for batch in batches(engine.collectives.rank, 6):
         loss = engine(batch)
         losses.append(loss.item())
-        engine.backward(loss)
-        engine.step()
+        train_step(engine, loss)
     nbytes = engine.model_state_nbytes()["params"]
     engine.destroy()
     return nbytes, losses, {name: param.detach().clone() for name, param in model.named_parameters()}

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from tests.multi.compat.facade_engines import CONFIG, loss_of, make_engine, small_model, with_facade
 from tests.support.pool import Ranks
+from tests.support.training import train_step
 from zeroaccel.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("ranks_without_libraries")
@@ -30,8 +31,7 @@ def _unwrapped() -> tuple[list[bool], bool, list[bool]]:
         same = unwrapped is engine
     after = [weight.ds_status is ZeroParamStatus.AVAILABLE for weight in weights]
     for _ in range(2):  # and it goes on training
-        engine.backward(engine(torch.ones(2, 4)).sum())
-        engine.step()
+        train_step(engine, engine(torch.ones(2, 4)).sum())
     engine.destroy()
     return whole, same, after
 
@@ -126,8 +126,7 @@ def _one_part_per_rank() -> list[str]:
         model=model, config={**CONFIG, "gradient_accumulation_steps": 1, "zero_optimization": section}
     )
     for _ in range(2):
-        engine.backward(engine(torch.ones(2, 4)).square().mean())
-        engine.step()
+        train_step(engine, engine(torch.ones(2, 4)).square().mean())
     names = [unit.name for unit in engine.units]
     engine.destroy()
     return names
@@ -187,8 +186,7 @@ def _writes_without_a_rank(persistent_numel: int) -> tuple[list[bool], bool, str
         with _gathered(model):
             kept.append(all(torch.equal(param, before[name]) for name, param in model.named_parameters()))
     loss = loss_of(engine)
-    engine.backward(loss)
-    engine.step()
+    train_step(engine, loss)
     plain = make_engine(3, zero_optimization=section)
     expected = loss_of(plain)
     plain.destroy()

@@ -18,7 +18,7 @@ from torch import Tensor
 import zeroaccel
 from tests.support.checkpoint_runs import Snapshot, assembled, resume, save
 from tests.support.pool import Ranks
-from tests.support.training import ADAMW, SGD, Toy, batches, config, differences, train
+from tests.support.training import ADAMW, SGD, Toy, batches, config, differences, train, train_step
 from zeroaccel import zero
 from zeroaccel.zero.layout import FlatRange, FlatTensor
 from zeroaccel.zero.storage.masters import MasterPiece, MasterPlace, MasterStorage, SeparateMasters, stand_in
@@ -168,8 +168,7 @@ def _read_and_write() -> dict[str, Tensor]:
     weight = model.layers[0].up.weight
     assert isinstance(weight, torch.nn.Parameter)
     batch = batches(engine.collectives.rank, 1)[0]
-    engine.backward(engine(batch))
-    engine.step()
+    train_step(engine, engine(batch))
     found: dict[str, Tensor] = {}
 
     def read(when: str) -> None:
@@ -187,8 +186,7 @@ def _read_and_write() -> dict[str, Tensor]:
     with zero.GatheredParameters([weight], modifier_rank=0):
         weight.data[::2] *= 3
     read("written")
-    engine.backward(engine(batch))
-    engine.step()
+    train_step(engine, engine(batch))
     read("stepped again")
     engine.destroy()
     return found

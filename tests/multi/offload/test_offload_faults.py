@@ -13,7 +13,7 @@ from torch import Tensor
 
 import zeroaccel
 from tests.support.pool import Ranks
-from tests.support.training import Toy, batches, config, offloaded
+from tests.support.training import Toy, batches, config, offloaded, train_step
 from zeroaccel.errors import EngineStateError, OffloadError, ZeroAccelError
 from zeroaccel.offload import file_io
 from zeroaccel.zero.engine import Engine
@@ -26,9 +26,7 @@ def _engine(settings: dict[str, Any], seed: int = 7) -> Engine:
 
 def _step(engine: Engine, batch: Tensor) -> float:
     loss = engine(batch)
-    engine.backward(loss)
-    engine.step()
-    return float(loss.item())
+    return train_step(engine, loss)
 
 
 def _fails(call: str, bad_rank: int, error: OSError, settings: dict[str, Any], root: Path) -> tuple[str, str, bool]:

@@ -13,7 +13,7 @@ import zeroaccel
 import zeroaccel.zero
 from tests.support.checkpoint_runs import assembled, resume, save
 from tests.support.pool import Ranks
-from tests.support.training import ADAMW, SGD, Run, Toy, batches, config, differences, offloaded, train
+from tests.support.training import ADAMW, SGD, Run, Toy, batches, config, differences, offloaded, train, train_step
 from zeroaccel.errors import ZeroAccelError
 
 TIERS = [
@@ -139,10 +139,7 @@ def _edited(settings: dict[str, Any], steps: int) -> tuple[list[float], list[Ten
     model, losses, seen = engine.module, [], []
     tokens = batches(engine.collectives.rank, steps)
     for step, batch in enumerate(tokens):
-        loss = engine(batch)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+        losses.append(train_step(engine, engine(batch)))
         if step == 0:
             with zeroaccel.zero.GatheredParameters([model.layers[1].up.weight, model.head.weight], modifier_rank=0):
                 if engine.collectives.rank == 0:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import zeroaccel
 from tests.support.pool import Ranks
-from tests.support.training import Run, Toy, batches, config, differences, offloaded, train
+from tests.support.training import Run, Toy, batches, config, differences, offloaded, train, train_step
 from zeroaccel.errors import ConfigError
 from zeroaccel.ops.coupled import Reductions
 from zeroaccel.zero.access.safe_get_set import safe_get_full_grad
@@ -195,10 +195,7 @@ def _evaluated(stage: int, precision: str, changes: dict[str, Any]) -> tuple[lis
     for batch in batches(engine.collectives.rank, 5):
         optimizer.train()
         engine.train()
-        loss = engine(batch)
-        engine.backward(loss)
-        engine.step()
-        trained.append(loss.item())
+        trained.append(train_step(engine, engine(batch)))
         optimizer.eval()
         engine.eval()
         with torch.no_grad():

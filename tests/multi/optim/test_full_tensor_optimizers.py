@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import zeroaccel
 import zeroaccel.zero
 from tests.support.pool import Ranks
-from tests.support.training import Run, Toy, batches, config, differences, offloaded, recording, train
+from tests.support.training import Run, Toy, batches, config, differences, offloaded, recording, train, train_step
 from zeroaccel.errors import ConfigError
 from zeroaccel.zero.access.safe_get_set import (
     safe_get_full_fp32_param,
@@ -187,8 +187,7 @@ def _one_matrix(stage: int) -> tuple[list[tuple[int, int]], dict[str, int], list
     optimizer, counts = engine.optimizer, []
     for _ in range(3):
         watched.reset()
-        engine.backward(engine(torch.ones(2, 8)).square().mean())
-        engine.step()
+        train_step(engine, engine(torch.ones(2, 8)).square().mean())
         counts.append((optimizer.param_groups[0]["step"], optimizer.calls))
     sent = watched.nbytes_by_op()
     masters = [param.numel() for group in optimizer.param_groups for param in group["params"]]
@@ -248,9 +247,7 @@ def _go_on(
 
 def _step(engine: zeroaccel.Engine, batch: Tensor) -> float:
     loss = engine(batch)
-    engine.backward(loss)
-    engine.step()
-    return float(loss.item())
+    return train_step(engine, loss)
 
 
 @pytest.mark.parametrize("rule", sorted(RULES))
@@ -283,8 +280,7 @@ def _few_matrices(stage: int, changes: dict[str, Any]) -> list[list[float]]:
         model, optimizer=Lars, config=_settings(stage, "bf16", **changes), optimizer_kind="per_tensor"
     )
     for _ in range(3):
-        engine.backward(engine(torch.ones(2, 8, dtype=torch.bfloat16)).float().square().mean())
-        engine.step()
+        train_step(engine, engine(torch.ones(2, 8, dtype=torch.bfloat16)).float().square().mean())
     first = model[0].weight
     with zeroaccel.zero.GatheredParameters([first], modifier_rank=0):
         if torch.distributed.get_rank() == 0:
@@ -293,8 +289,7 @@ def _few_matrices(stage: int, changes: dict[str, Any]) -> list[list[float]]:
     safe_set_full_optimizer_state(first, momentum * 0.5, "momentum_buffer")
     master = safe_get_full_fp32_param(first)
     safe_set_full_fp32_param(model[1].weight, master)
-    engine.backward(engine(torch.ones(2, 8, dtype=torch.bfloat16)).float().square().mean())
-    engine.step()
+    train_step(engine, engine(torch.ones(2, 8, dtype=torch.bfloat16)).float().square().mean())
     engine.destroy()
     found = [param.float().flatten().tolist() for param in model.parameters()]
     return [*found, momentum.flatten().tolist(), master.flatten().tolist()]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import zeroaccel
 from tests.support.pool import Ranks
-from tests.support.training import config, offloaded
+from tests.support.training import config, offloaded, train_step
 from zeroaccel.checkpoint.manifest import read_manifest
 from zeroaccel.checkpoint.tensor_store import TensorStore
 
@@ -62,8 +62,7 @@ def _engine(rule: str, stage: int, changes: dict[str, Any]) -> zeroaccel.Engine:
 
 def _step(engine: zeroaccel.Engine, tokens: Tensor) -> tuple[float, float | None]:
     loss = engine(input_ids=tokens, labels=tokens).loss
-    engine.backward(loss)
-    engine.step()
+    train_step(engine, loss)
     return float(loss.item()), engine.get_global_grad_norm()
 
 
@@ -136,8 +135,7 @@ def test_groups_without_a_rate_have_rate_zero(own_job: None) -> None:
     settings: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "steps_per_print": 1}
     engine, *_ = zeroaccel.initialize(model, optimizer, config=settings)
     before = model.weight.detach().clone()
-    engine.backward(engine(torch.ones(1, 4)).sum())
-    engine.step()
+    train_step(engine, engine(torch.ones(1, 4)).sum())
     assert engine.get_lr() == [0.0]
     assert not torch.equal(model.weight, before)
     engine.destroy()

@@ -11,7 +11,7 @@ from torch import nn
 
 import zeroaccel
 from tests.support.pool import Ranks
-from tests.support.training import Run, Toy, batches, config, differences, offloaded, train
+from tests.support.training import Run, Toy, batches, config, differences, offloaded, train, train_step
 from tests.unit.optim.written_optimizers import MakesStates
 from zeroaccel.optim.optimizer_kinds import classify
 
@@ -87,10 +87,7 @@ def _losses(folder: str, resumes: bool) -> list[float]:
             continue
         if index == 4 and not resumes:
             engine.save_checkpoint(folder, tag="half")
-        loss = engine(batch)
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(loss.item()))
+        losses.append(train_step(engine, engine(batch)))
     engine.destroy()
     return losses[-4:]
 

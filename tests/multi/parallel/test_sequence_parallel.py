@@ -95,10 +95,7 @@ def _cut(
     for batch in batches:
         assert batch["input_ids"].shape == (BATCH, LENGTH // sp)
         labels = batch["shift_labels"]
-        loss = group.mean_loss(engine(**batch, labels=labels).loss, labels)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+        losses.append(train_step(engine, group.mean_loss(engine(**batch, labels=labels).loss, labels)))
     engine.destroy()
     assert UlyssesAttention.of(model) is None
     return losses, {name: param.detach().clone() for name, param in model.named_parameters()}
@@ -211,10 +208,9 @@ def _lengths_differ() -> list[float]:
     for place, cut in enumerate(loader):
         assert cut.pop("name") == f"of rank {rank - rank % 2 + place}"
         assert cut["position_ids"][0, 0] == group.rank * cut["input_ids"].shape[1]
-        loss = group.mean_loss(engine(**cut, labels=cut["shift_labels"]).loss, cut["shift_labels"])
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+        losses.append(
+            train_step(engine, group.mean_loss(engine(**cut, labels=cut["shift_labels"]).loss, cut["shift_labels"]))
+        )
     engine.destroy()
     return losses
 

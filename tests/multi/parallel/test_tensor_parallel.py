@@ -98,8 +98,7 @@ def _train(model: nn.Module, settings: Mapping[str, Any], parallel: ParallelConf
     run = Run()
     for step in range(STEPS):
         loss = engine(**_batch(step, place)).loss
-        engine.backward(loss)
-        engine.step()
+        train_step(engine, loss)
         run.losses.append(loss.item())
         run.norms.append(engine.get_global_grad_norm())
     engine.destroy()
@@ -555,8 +554,7 @@ def _by_json(make: Callable[[], nn.Module], settings: dict[str, Any]) -> Run:
     run = Run()
     for batch in loader:
         loss = engine(**batch).loss
-        engine.backward(loss)
-        engine.step()
+        train_step(engine, loss)
         run.losses.append(loss.item())
         run.norms.append(engine.get_global_grad_norm())
     engine.destroy()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import zeroaccel
 from tests.support.mesh_training import small_llama
 from tests.support.pool import Ranks
-from tests.support.training import Toy, batches, config, offloaded, recording
+from tests.support.training import Toy, batches, config, offloaded, recording, train_step
 from zeroaccel.comm.recording import RecordingCollectives
 from zeroaccel.errors import EngineStateError, UsageError
 from zeroaccel.rollout.receiver import Packet, WeightReceiver
@@ -28,8 +28,7 @@ def _trained(settings: dict[str, Any]) -> tuple[Engine, RecordingCollectives]:
     counted = recording()
     engine, *_ = zeroaccel.initialize(Toy(), config=settings, collectives=counted)
     for batch in batches(counted.rank, 2):
-        engine.backward(engine(batch))
-        engine.step()
+        train_step(engine, engine(batch))
     return engine, counted
 
 
@@ -85,8 +84,7 @@ def _stream(settings: dict[str, Any]) -> None:
     if settings["zero_optimization"]["stage"] == 3:
         assert numel <= sum(call.numel for call in counted.calls if call.op == "all_gather") < numel + 32
     # Training goes on as if nothing had been read.
-    engine.backward(engine(batches(counted.rank, 3)[2]))
-    engine.step()
+    train_step(engine, engine(batches(counted.rank, 3)[2]))
     engine.destroy()
 
 
