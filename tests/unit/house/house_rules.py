@@ -16,39 +16,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cache, cached_property
 from pathlib import PurePosixPath
 
-__all__ = [
-    "ENVIRONMENT_READERS",
-    "PACKAGE_RULES",
-    "PUBLIC_MODULES",
-    "TREE_RULES",
-    "Rule",
-    "Source",
-    "collectives_are_called_in_comm",
-    "core_knows_no_facade",
-    "every_environment_reader_in_the_table_is_one",
-    "few_modules_are_loose",
-    "files_stay_short",
-    "folders_keep_their_size",
-    "functions_stay_short",
-    "hooks_are_registered_in_one_file",
-    "imports_have_no_circle",
-    "imports_point_down",
-    "module_name",
-    "names_say_something",
-    "no_name_is_used_twice",
-    "nothing_is_left_open",
-    "old_words_are_gone",
-    "process_groups_are_made_in_one_file",
-    "public_modules_have_all",
-    "small_modules_have_several_importers",
-    "stages_are_compared_in_config_only",
-    "storages_are_asked_for_their_kind_rarely",
-    "the_engine_imports_downwards",
-    "the_environment_is_read_where_the_table_says",
-    "threads_are_started_in_one_file",
-    "variables_say_what_they_are",
-]
-
 LAYERS = (
     ("errors", "logs", "nested", "templates"),
     ("config",),

@@ -12,39 +12,8 @@ import pytest
 
 from tests.support.environment import ROOT
 from tests.support.job import run_command
-from tests.unit.house.house_rules import (
-    ENVIRONMENT_READERS,
-    MAX_LOOSE_MODULES,
-    PACKAGE_RULES,
-    TREE_RULES,
-    Rule,
-    Source,
-    collectives_are_called_in_comm,
-    core_knows_no_facade,
-    devices_are_asked_for_their_type,
-    every_environment_reader_in_the_table_is_one,
-    few_modules_are_loose,
-    files_stay_short,
-    folders_keep_their_size,
-    functions_stay_short,
-    hooks_are_registered_in_one_file,
-    imports_have_no_circle,
-    imports_point_down,
-    module_name,
-    names_say_something,
-    no_name_is_used_twice,
-    nothing_is_left_open,
-    old_words_are_gone,
-    process_groups_are_made_in_one_file,
-    public_modules_have_all,
-    small_modules_have_several_importers,
-    stages_are_compared_in_config_only,
-    storages_are_asked_for_their_kind_rarely,
-    the_engine_imports_downwards,
-    the_environment_is_read_where_the_table_says,
-    threads_are_started_in_one_file,
-    variables_say_what_they_are,
-)
+from tests.unit.house import house_rules as rules
+from tests.unit.house.house_rules import PACKAGE_RULES, TREE_RULES, Rule, Source, module_name
 
 PACKAGE_FOLDERS = ("zeroaccel", "cli", "templates")
 FOLDERS = (*PACKAGE_FOLDERS, "tests", "examples", "benchmarks")
@@ -87,7 +56,7 @@ def _name(value: object) -> str:
 
 # Broken trees of each rule: path and text of its file, or a dict of files, and where the complaint has to point.
 BROKEN: dict[Rule, list[tuple[Any, ...]]] = {
-    imports_point_down: [
+    rules.imports_point_down: [
         ("zeroaccel/comm/a.py", "from zeroaccel.zero.engine import Engine", "zeroaccel/comm/a.py:1"),
         ("zeroaccel/zero/a.py", "def f():\n    import zeroaccel.checkpoint.save", "a.py:2"),
         ("zeroaccel/config/a.py", "from ..ops import adam", "zeroaccel.config.a imports zeroaccel.ops"),
@@ -98,7 +67,7 @@ BROKEN: dict[Rule, list[tuple[Any, ...]]] = {
             "zeroaccel/accelerate/preparation.py:1",
         ),
     ],
-    imports_have_no_circle: [
+    rules.imports_have_no_circle: [
         (
             {
                 "zeroaccel/zero/a.py": "from zeroaccel.zero import b",
@@ -108,113 +77,113 @@ BROKEN: dict[Rule, list[tuple[Any, ...]]] = {
             "zeroaccel.zero.a",
         ),
     ],
-    core_knows_no_facade: [
+    rules.core_knows_no_facade: [
         ("zeroaccel/errors.py", "class A(ValueError, AssertionError): pass", "errors.py:1: A is"),
         ("zeroaccel/accelerate/a.py", "engine.divides = 1", "accelerate/a.py:1: sets engine.divides"),
         ("zeroaccel/compat/a.py", "def f(self):\n    del self._engine.config", "compat/a.py:2"),
     ],
-    hooks_are_registered_in_one_file: [
+    rules.hooks_are_registered_in_one_file: [
         ("zeroaccel/zero/a.py", "m.register_forward_pre_hook(f)", "a.py:1"),
         ("cli/a.py", "p.register_post_accumulate_grad_hook(f)", "cli/a.py:1"),
         ("zeroaccel/a.py", "t.register_hook(f)", "a.py:1"),
     ],
-    collectives_are_called_in_comm: [
+    rules.collectives_are_called_in_comm: [
         ("zeroaccel/zero/a.py", "import torch\ntorch.distributed.barrier()", "a.py:2"),
         ("zeroaccel/a.py", "import torch.distributed as d\nd.all_reduce(t)", "a.py:2"),
         ("cli/a.py", "from torch import distributed as d\nd.isend(t)", "a.py:2"),
         ("zeroaccel/a.py", "from torch.distributed import all_gather_object as g", "a.py:1"),
         ("zeroaccel/a.py", "import torch.distributed as d\nd.nn.functional.reduce_scatter(o, i)", "a.py:2"),
     ],
-    process_groups_are_made_in_one_file: [
+    rules.process_groups_are_made_in_one_file: [
         (
             "zeroaccel/comm/groups.py",
             "import torch.distributed as dist\ndist.new_group([0])",
             "zeroaccel/comm/groups.py:2",
         ),
     ],
-    threads_are_started_in_one_file: [
+    rules.threads_are_started_in_one_file: [
         ("zeroaccel/zero/a.py", "import threading as t\nt.Thread(target=f)", "a.py:2"),
         ("zeroaccel/zero/a.py", "with ThreadPoolExecutor(2) as pool: pass", "a.py:1"),
     ],
-    folders_keep_their_size: [
+    rules.folders_keep_their_size: [
         ("zeroaccel/utils/a.py", "x = 1\n" * 90, "utils: 90 code lines, more than"),
         ("zeroaccel/zero/a.py", "x = 1\n", "zero: 1 code lines: lower"),
         ("zeroaccel/fresh/a.py", "x = 1\n", "fresh: 1 code lines, more than the 0"),
     ],
-    functions_stay_short: [
+    rules.functions_stay_short: [
         ("zeroaccel/a.py", "\ndef f():\n" + "    x = 1\n" * 100, "a.py:2: f has 101 lines, more"),
         ("cli/a.py", ("def f():\n" + "    x = 1\n" * 60) * 9, "f has 61 lines: at most 8"),
     ],
-    the_environment_is_read_where_the_table_says: [
+    rules.the_environment_is_read_where_the_table_says: [
         ("zeroaccel/a.py", "import os\nos.environ['X']", "a.py:2"),
         ("zeroaccel/a.py", "import os\nos.getenv('X')", "a.py:2"),
         ("zeroaccel/a.py", "from os import environ", "a.py:1"),
     ],
-    every_environment_reader_in_the_table_is_one: [
+    rules.every_environment_reader_in_the_table_is_one: [
         (
-            dict.fromkeys(ENVIRONMENT_READERS, "import os\nos.environ") | {"zeroaccel/logs.py": "import os"},
+            dict.fromkeys(rules.ENVIRONMENT_READERS, "import os\nos.environ") | {"zeroaccel/logs.py": "import os"},
             "zeroaccel/logs.py",
         ),
     ],
-    devices_are_asked_for_their_type: [
+    rules.devices_are_asked_for_their_type: [
         ("zeroaccel/zero/a.py", "if device.type == 'cuda': pass", "a.py:1"),
         ("zeroaccel/comm/a.py", "import torch\ntorch.cuda.synchronize()", "a.py:2"),
     ],
-    public_modules_have_all: [
+    rules.public_modules_have_all: [
         ("zeroaccel/a.py", "x = 1", "has no __all__"),
         ("zeroaccel/comm/topology.py", "x = 1", "has no __all__"),
         ("zeroaccel/zero/__init__.py", "'''Doc.'''\nfrom .a import x", "has no __all__"),
         ("zeroaccel/zero/a.py", "__all__ = ['x', 'x']", "twice"),
         ("zeroaccel/zero/a.py", "__all__ = ['_x']", "_x"),
     ],
-    stages_are_compared_in_config_only: [
+    rules.stages_are_compared_in_config_only: [
         ("zeroaccel/zero/a.py", "if config.zero.stage >= 2: pass", "a.py:1"),
         ("zeroaccel/comm/a.py", "x = zero_stage in (1, 2)", "a.py:1"),
         ("zeroaccel/ops/a.py", "match stage:\n    case 3: pass", "a.py:1"),
     ],
-    storages_are_asked_for_their_kind_rarely: [
+    rules.storages_are_asked_for_their_kind_rarely: [
         (
             "zeroaccel/checkpoint/a.py",
             "\n".join(f"def f{n}(s): return s.is_swapped" for n in range(16)),
             "16 functions",
         ),
     ],
-    no_name_is_used_twice: [
+    rules.no_name_is_used_twice: [
         ({"zeroaccel/zero/a.py": "", "zeroaccel/comm/a.py": ""}, "zeroaccel/zero/a.py has the same"),
         (
             {"zeroaccel/a.py": "class Place: pass", "cli/b.py": "\nclass Place: pass"},
             "cli/b.py:2: class Place is in zeroaccel/a.py, too",
         ),
     ],
-    few_modules_are_loose: [
-        ({f"zeroaccel/m{n}.py": "" for n in range(MAX_LOOSE_MODULES + 1)}, "belongs in a folder"),
+    rules.few_modules_are_loose: [
+        ({f"zeroaccel/m{n}.py": "" for n in range(rules.MAX_LOOSE_MODULES + 1)}, "belongs in a folder"),
     ],
-    small_modules_have_several_importers: [
+    rules.small_modules_have_several_importers: [
         (
             {"zeroaccel/zero/a.py": "x = 1", "zeroaccel/zero/b.py": "from zeroaccel.zero.a import x"},
             "imported by zeroaccel.zero.b alone",
         ),
     ],
-    the_engine_imports_downwards: [
+    rules.the_engine_imports_downwards: [
         ("zeroaccel/zero/layout.py", "\nfrom zeroaccel.zero.engine import Engine", "zeroaccel/zero/layout.py:2"),
         ("zeroaccel/zero/new.py", "", "no row"),
     ],
-    old_words_are_gone: [
+    rules.old_words_are_gone: [
         ("zeroaccel/zero/a.py", "x = 1\n# " + "who" + "ever needs it", "a.py:2"),
     ],
-    variables_say_what_they_are: [
+    rules.variables_say_what_they_are: [
         ("cli/a.py", "def f(given): pass", "'given'"),
         ("cli/a.py", "_held = 1", "'_held'"),
     ],
-    files_stay_short: [
+    rules.files_stay_short: [
         ("tests/a.py", "x = 1\n" * 901, "901 lines"),
     ],
-    names_say_something: [
+    rules.names_say_something: [
         ("zeroaccel/zero/grad_utils.py", "", "grad_utils"),
         ("examples/common/a.py", "", "'common'"),
         ("zeroaccel/zero/a.py", "class NVMeBufferManager: pass", "NVMeBufferManager"),
     ],
-    nothing_is_left_open: [
+    rules.nothing_is_left_open: [
         ("benchmarks/a.py", "x = 1\n# " + "TO" + "DO: two", "benchmarks/a.py:2"),
     ],
 }
@@ -247,20 +216,23 @@ def test_documents_import_public_names_only() -> None:
 # What a rule must let pass.
 SOUND: list[tuple[Rule, dict[str, str]]] = [
     (
-        imports_point_down,
+        rules.imports_point_down,
         {"zeroaccel/zero/a.py": "from zeroaccel.comm.collectives import Collectives\nfrom . import b"},
     ),
-    (imports_point_down, {"cli/main.py": "import zeroaccel\nfrom .launch import launch"}),
-    (collectives_are_called_in_comm, {"zeroaccel/comm/a.py": "import torch.distributed as d\nd.all_reduce(t)"}),
-    (collectives_are_called_in_comm, {"zeroaccel/zero/a.py": "collectives.all_gather(out, shard, label)"}),
-    (collectives_are_called_in_comm, {"zeroaccel/zero/a.py": "import torch.distributed as d\nd.ReduceOp.SUM"}),
-    (public_modules_have_all, {"zeroaccel/zero/__init__.py": "'''Only a docstring.'''", "zeroaccel/_a.py": "x = 1"}),
-    (stages_are_compared_in_config_only, {"zeroaccel/config/shard_plan.py": "x = stage >= 1"}),
+    (rules.imports_point_down, {"cli/main.py": "import zeroaccel\nfrom .launch import launch"}),
+    (rules.collectives_are_called_in_comm, {"zeroaccel/comm/a.py": "import torch.distributed as d\nd.all_reduce(t)"}),
+    (rules.collectives_are_called_in_comm, {"zeroaccel/zero/a.py": "collectives.all_gather(out, shard, label)"}),
+    (rules.collectives_are_called_in_comm, {"zeroaccel/zero/a.py": "import torch.distributed as d\nd.ReduceOp.SUM"}),
     (
-        storages_are_asked_for_their_kind_rarely,
+        rules.public_modules_have_all,
+        {"zeroaccel/zero/__init__.py": "'''Only a docstring.'''", "zeroaccel/_a.py": "x = 1"},
+    ),
+    (rules.stages_are_compared_in_config_only, {"zeroaccel/config/shard_plan.py": "x = stage >= 1"}),
+    (
+        rules.storages_are_asked_for_their_kind_rarely,
         {"zeroaccel/zero/storage/a.py": "\n".join(f"def f{n}(s): return isinstance(s, NvmeShard)" for n in range(16))},
     ),
-    (names_say_something, {"zeroaccel/a.py": "class Commons: pass\nclass Miscount: pass"}),
+    (rules.names_say_something, {"zeroaccel/a.py": "class Commons: pass\nclass Miscount: pass"}),
 ]
 
 
