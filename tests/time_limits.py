@@ -11,8 +11,6 @@ from __future__ import annotations
 import os
 import time
 
-__all__ = ["CAP", "VARIABLE", "Limit", "factor", "measure", "seconds"]
-
 VARIABLE = "TEST_TIME_FACTOR"
 CAP = 10.0
 

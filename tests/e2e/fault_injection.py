@@ -26,8 +26,6 @@ from tests import time_limits
 from tests.support.environment import ROOT, free_port, outside_any_job, rank_environment
 from tests.support.processes import Process, start
 
-__all__ = ["Aftermath", "Job", "Network", "Starter", "namespaces_missing", "network", "starting"]
-
 Starter = Literal["ranks", "torchrun", "launch"]
 """Each rank by itself, torchrun, or `zeroaccel launch`."""
 

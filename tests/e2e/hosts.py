@@ -15,8 +15,6 @@ from tests import time_limits
 from tests.support.environment import free_port
 from tests.support.job import JobResult, RunningJob, run_command, running_command
 
-__all__ = ["HOSTS", "alive", "files_of", "hostfile_flags", "launch", "launching", "write_script"]
-
 HOSTS = ("127.0.0.1", "127.0.0.2")
 
 # As ssh, in a shell and a folder of its own, with none of our variables; and it knows one machine that is down.

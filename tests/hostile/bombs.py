@@ -10,8 +10,6 @@ from typing import Any
 
 from tests.hostile.readers import READERS, zip_around
 
-__all__ = ["BOMBS", "bomb"]
-
 _START = b"\x80\x02"
 _PRIME = (1 << 61) - 1
 _PAIRS = b"K\x01" + b"2\x86" * 60  # each pair is of twice the last one: 2**60 numbers, written out

@@ -44,8 +44,6 @@ from zeroaccel.config.load_config_file import load_config
 from zeroaccel.errors import ZeroAccelError
 from zeroaccel.zero.access.load_safetensors import SafetensorsFolder
 
-__all__ = ["ALLOWED", "READERS", "Edit", "Reader", "apply_edits", "edited_tree", "resealed", "zip_around"]
-
 ALLOWED = (ZeroAccelError, zero_to_fp32.ConversionError)
 DATA = Path(__file__).parent.parent / "data" / "deepspeed"
 

@@ -20,19 +20,6 @@ from zeroaccel.checkpoint.save_plan import SavePlan
 from zeroaccel.optim.optimizer_factory import build_optimizer
 from zeroaccel.zero.engine import Engine
 
-__all__ = [
-    "PRECISIONS",
-    "STEPS",
-    "TIERS",
-    "Snapshot",
-    "assembled",
-    "make_engine",
-    "resume",
-    "resume_all",
-    "save",
-    "save_all",
-]
-
 PRECISIONS = ("fp32", "bf16", "fp16")
 TIERS = ("none", "cpu", "nvme")
 STEPS = 3

@@ -11,8 +11,6 @@ import pytest
 
 from zeroaccel.cli.main import main  # type: ignore[import-not-found]  # a folder of its own in the tree
 
-__all__ = ["Said", "typed"]
-
 
 @dataclass(frozen=True)
 class Said:

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 
 from torch.utils.data import Dataset, IterableDataset
 
-__all__ = ["Numbers", "SizedStream", "Stream"]
-
 
 class Numbers(Dataset[int]):
     """0 ... ``length - 1``, by index."""

@@ -13,8 +13,6 @@ import sys
 import time
 from pathlib import Path
 
-__all__ = ["ROOT", "WAIT_LIMIT", "begin", "free_port", "outside_any_job", "rank_environment"]
-
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_LIMIT = "TEST_WAIT_LIMIT"  # seconds that a collective may wait, once a script has called `begin`
 _JOB_VARIABLES = (

@@ -44,8 +44,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-__all__ = ["MOST_BYTES", "Request", "needs_interpreter"]
-
 MOST_BYTES = 150_000  # of a request
 
 _PRELOADED = (

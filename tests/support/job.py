@@ -26,8 +26,6 @@ from tests import time_limits
 from tests.support.environment import ROOT, free_port, outside_any_job, rank_environment
 from tests.support.processes import Process, start
 
-__all__ = ["JobResult", "JobTimeout", "RunningJob", "run_command", "run_job", "running_command", "side_by_side"]
-
 Parameter = TypeVar("Parameter", bound=Hashable)
 Result = TypeVar("Result")
 

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 
 from zeroaccel.logs import logger
 
-__all__ = ["log_lines"]
-
 
 @contextmanager
 def log_lines(level: int = logging.NOTSET) -> Iterator[list[str]]:

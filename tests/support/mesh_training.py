@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import ScheduleGPipe
 from torch.distributed.tensor.parallel import parallelize_module
 
-__all__ = ["NEEDS_SPLIT_LAYERS", "NEEDS_STAGES", "small_llama", "train_micro_step"]
-
 # What `initialize` refuses by name on an older torch.
 NEEDS_SPLIT_LAYERS = pytest.mark.skipif(
     "src_data_rank" not in inspect.signature(parallelize_module).parameters,

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["MIXTURES", "MIXTURE_VOCABULARY", "small_mixture"]
-
 MIXTURE_VOCABULARY = 64
 
 _SIZES: dict[str, Any] = {"vocab_size": MIXTURE_VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2}

@@ -25,8 +25,6 @@ from tests.support.environment import ROOT, free_port, rank_environment
 from tests.support.processes import start
 from tests.support.worker import DUMP_SIGNAL, Answer, Setup
 
-__all__ = ["Pool", "RankFailure", "RankTimeout", "Ranks"]
-
 T = TypeVar("T")
 
 START_SECONDS = 100.0  # importing torch in every rank, on a busy machine

@@ -22,8 +22,6 @@ from typing import IO, Protocol
 from tests.support.environment import ROOT, outside_any_job
 from tests.support.fork_server import Request, needs_interpreter
 
-__all__ = ["Process", "start"]
-
 
 class Process(Protocol):
     """What the two kinds of processes have in common."""

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["message", "refused", "table"]
-
 
 def message(error: type[BaseException], call: Callable[..., object], *arguments: Any, **options: Any) -> str:
     """The text of the error that ``call(*arguments, **options)`` raises."""

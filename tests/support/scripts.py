@@ -8,8 +8,6 @@ from types import ModuleType
 
 from tests.support.environment import ROOT
 
-__all__ = ["load_script"]
-
 
 def load_script(path: str) -> ModuleType:
     """The module made of a file, which is looked for below the root of the tree."""

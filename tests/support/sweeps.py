@@ -13,8 +13,6 @@ from torch import Tensor
 
 from zeroaccel.comm.collectives import Collectives
 
-__all__ = ["Case", "Sweep", "table", "wrong_sums"]
-
 
 @dataclass
 class Case:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["every_pattern", "normal", "same_bits"]
-
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
     """Normal values, the same for the same seed."""

@@ -26,8 +26,6 @@ from typing import Any
 
 from tests.support.environment import ROOT
 
-__all__ = ["DUMP_SIGNAL", "Answer", "Setup", "apply_warning_filters", "main"]
-
 DUMP_SIGNAL = signal.SIGUSR1
 
 

@@ -15,8 +15,6 @@ import zeroaccel
 from tests.support.environment import ROOT
 from zeroaccel.checkpoint.save_plan import SavePlan
 
-__all__ = ["MAKE", "Resumed", "resume_deepspeed"]
-
 
 def _load_make() -> ModuleType:
     path = ROOT / "tests" / "data" / "deepspeed" / "make.py"

@@ -10,9 +10,6 @@ from torch import Tensor, nn
 
 from zeroaccel import compat
 
-__all__ = ["CONFIG", "loss_of", "make_engine", "small_model", "with_facade"]
-
-
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
     "gradient_accumulation_steps": 2,

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
-__all__ = ["BATCH_NORMS", "MODELS"]
-
 WIDTH = 16
 
 

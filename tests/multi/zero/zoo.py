@@ -20,8 +20,6 @@ import transformers
 from torch import Tensor, nn
 from transformers.models.auto import configuration_auto, modeling_auto
 
-__all__ = ["HEADS", "NotBuilt", "build", "classes", "failure", "inputs", "loss_of", "seed_all", "varied"]
-
 VOCABULARY, WIDTH, LENGTH, IMAGE = 128, 32, 12, 32
 LARGEST = 5_000_000  # parameters
 

@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Entry", "make_checkpoint", "rewrite_manifest", "seal", "sums_of"]
-
 _BLOCK = 65536
 _SIZES = {"U8": 1, "F16": 2, "BF16": 2, "F32": 4, "I64": 8, "F64": 8}
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["BETA1", "DEFAULTS", "LR", "RATES"]
-
 LR = 5e-3
 
 # fmt: off
