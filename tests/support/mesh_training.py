@@ -40,6 +40,17 @@ def small_llama(kind: str = "Llama", **changes: Any) -> nn.Module:
     return made
 
 
+def small_gpt2(**changes: Any) -> nn.Module:
+    """Four blocks without dropout, the same on every rank; its head is its embedding."""
+    import transformers
+
+    torch.manual_seed(3)
+    sizes: dict[str, Any] = {"vocab_size": 64, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 32}
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    made: nn.Module = transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**sizes, **dropout, **changes}))
+    return made
+
+
 def train_micro_step(engine: Any, batch: dict[str, Tensor]) -> float:
     """Forward, backward and step of a batch, or of a rank's part of one; returns the mean loss of whole sequences."""
     labels = batch.get("shift_labels", batch.get("labels"))

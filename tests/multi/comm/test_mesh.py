@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zeroaccel
+from tests.support.log_lines import log_lines
 from tests.support.pool import Ranks
 from tests.support.training import SGD, Run, config, differences, train
 from zeroaccel import zero
 from zeroaccel.comm.hierarchical import HierarchicalCollectives
 from zeroaccel.comm.topology import init_process_group
 from zeroaccel.errors import UsageError
-from zeroaccel.logs import logger
 
 WIDTH = 24
 
@@ -168,12 +167,8 @@ def _saved(folder: str) -> list[str]:
     mesh = _mesh(2, 2)
     model = Network()
     _cut(model, mesh["tp"])
-    said: list[str] = []
-    listener = logging.Handler()
-    listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(listener)
-    engine, *_ = zeroaccel.initialize(model, config=config(3, "fp32"), mesh=mesh["dp"])
-    logger.removeHandler(listener)
+    with log_lines() as said:
+        engine, *_ = zeroaccel.initialize(model, config=config(3, "fp32"), mesh=mesh["dp"])
     told = [line for line in said if "save_checkpoint() and the other calls" in line]
     for call in (engine.save_checkpoint, engine.load_checkpoint, engine.save_16bit_model):
         try:

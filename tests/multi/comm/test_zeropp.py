@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroaccel
+from tests.support.log_lines import log_lines
 from tests.support.pool import Ranks
 from tests.support.training import SGD, Run, Toy, batches, config, differences, train, train_step
 from zeroaccel.comm.collectives import Collectives
@@ -278,15 +279,9 @@ def test_the_watch_compares_and_changes_nothing(ranks: Ranks) -> None:
 
 
 def _log_of_fallback(changes: dict[str, Any]) -> list[str]:
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    try:
+    with log_lines() as records:
         for _ in range(2):
             _collectives(changes)
-    finally:
-        logger.removeHandler(handler)
     return [line for line in records if "zero_quantized_gradients" in line]
 
 

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from tests.support.pool import Ranks
+from tests.support.refusals import message
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.topology import init_process_group
 from zeroaccel.data import DataLoaderConfiguration, prepare_data_loader
@@ -133,11 +134,7 @@ def test_uneven_rounds_are_dispatched_as_they_are(ranks: Ranks) -> None:
 
 
 def _failure() -> str:
-    try:
-        _epochs(_broken, {"dispatch_batches": True}, None)
-    except KeyError as error:
-        return str(error)
-    return "nothing"
+    return message(KeyError, _epochs, _broken, {"dispatch_batches": True}, None)
 
 
 def test_what_fails_on_rank_0_fails_on_all(ranks: Ranks) -> None:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import zeroaccel
 import zeroaccel.zero
 from tests.support.pool import Ranks
-from tests.support.training import ADAMW, SGD, Run, Toy, batches, config, differences, offloaded
+from tests.support.training import ADAMW, SGD, Run, Toy, batches, config, differences, finished, offloaded
 from zeroaccel.errors import EngineStateError, ZeroAccelError
 from zeroaccel.ops.elementwise import Adam
 from zeroaccel.zero.engine import Engine
@@ -59,9 +59,7 @@ def _train(settings: dict[str, Any], steps: int, make: Callable[[], nn.Module] =
         run.norms.append(engine.get_global_grad_norm())
     run.skipped = engine.skipped_steps
     assert any(map(engine.grad_reducer.accumulates_twice, engine.grad_reducer.gradients)) == (make is _Recomputed)
-    engine.destroy()
-    run.weights = {name: param.detach().clone() for name, param in engine.module.named_parameters()}
-    return run, early
+    return finished(engine, run), early
 
 
 class _Recomputed(nn.Module):

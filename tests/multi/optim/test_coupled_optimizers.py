@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import zeroaccel
 from tests.support.pool import Ranks
+from tests.support.refusals import message
 from tests.support.training import Run, Toy, batches, config, differences, offloaded, train, train_step
 from zeroaccel.errors import ConfigError
 from zeroaccel.ops.coupled import Reductions
@@ -131,11 +132,7 @@ def test_replicas_add_each_shard_once(ranks: Ranks) -> None:
 
 
 def _refused(rule: str, settings: dict[str, Any]) -> str:
-    try:
-        zeroaccel.initialize(Toy(), optimizer=RULES[rule], config=settings)
-    except ConfigError as error:
-        return str(error)
-    return ""
+    return message(ConfigError, zeroaccel.initialize, Toy(), optimizer=RULES[rule], config=settings)
 
 
 def test_without_the_protocol_shards_are_refused(ranks: Ranks) -> None:
@@ -148,9 +145,9 @@ def test_without_the_protocol_shards_are_refused(ranks: Ranks) -> None:
 
 def test_states_in_files_are_refused(ranks: Ranks, tmp_path: Path) -> None:
     settings = _settings(2, "bf16", **offloaded(tmp_path, "nvme"))
-    for message in ranks(2).run(_refused, "EstimatesStepSize", settings):
-        assert "zero_optimization.offload_optimizer.device" in message
-        assert "EstimatesStepSize" in message
+    for said in ranks(2).run(_refused, "EstimatesStepSize", settings):
+        assert "zero_optimization.offload_optimizer.device" in said
+        assert "EstimatesStepSize" in said
 
 
 class ScheduleFree(torch.optim.Optimizer):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import zeroaccel
 import zeroaccel.zero
 from tests.support.pool import Ranks
+from tests.support.refusals import message
 from tests.support.training import Run, Toy, batches, config, differences, offloaded, recording, train, train_step
 from zeroaccel.errors import ConfigError
 from zeroaccel.zero.access.safe_get_set import (
@@ -205,11 +206,8 @@ def test_a_rank_that_owns_nothing_counts_steps_and_sends_only_gradients(ranks: R
 
 
 def _refused(changes: dict[str, Any], kind: str) -> str:
-    try:
-        zeroaccel.initialize(Toy(), optimizer=Lars, config=_settings(3, "bf16", **changes), optimizer_kind=kind)
-    except ConfigError as error:
-        return str(error)
-    return ""
+    settings = _settings(3, "bf16", **changes)
+    return message(ConfigError, zeroaccel.initialize, Toy(), optimizer=Lars, config=settings, optimizer_kind=kind)
 
 
 @pytest.mark.parametrize(
@@ -223,8 +221,8 @@ def _refused(changes: dict[str, Any], kind: str) -> str:
 def test_what_does_not_go_together_is_refused_on_all_ranks(
     ranks: Ranks, changes: dict[str, Any], kind: str, words: tuple[str, ...]
 ) -> None:
-    for message in ranks(2).run(_refused, changes, kind):
-        assert all(word in message for word in words), message
+    for said in ranks(2).run(_refused, changes, kind):
+        assert all(word in said for word in words), said
 
 
 def _go_on(

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeroaccel
 from tests.support.job import run_job
-from tests.support.mesh_training import NEEDS_STAGES
+from tests.support.mesh_training import NEEDS_STAGES, small_gpt2, small_llama
 from tests.support.pool import Ranks
-from tests.support.training import ADAMW, SGD, Run, config, differences
+from tests.support.training import ADAMW, SGD, Run, config, differences, finished
 from zeroaccel.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
 from zeroaccel.compat.deepspeed_engine import initialize
 from zeroaccel.compat.deepspeed_pipe import LayerSpec, PipelineModule, TiedLayerSpec
@@ -33,29 +33,9 @@ VOCABULARY, BATCH, LENGTH, MICRO_BATCHES, STEPS = 61, 2, 8, 4, 2
 
 def causal(kind: str, tied: bool = False) -> nn.Module:
     """A model of four blocks, the same on every rank."""
-    torch.manual_seed(3)
-    if kind == "gpt2":  # its head is its embedding
-        settings = transformers.GPT2Config(
-            vocab_size=VOCABULARY,
-            n_embd=32,
-            n_layer=4,
-            n_head=4,
-            n_positions=32,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-        )
-        return transformers.GPT2LMHeadModel(settings)
-    settings = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=tied,
-    )
-    return transformers.LlamaForCausalLM(settings)
+    if kind == "gpt2":
+        return small_gpt2(vocab_size=VOCABULARY)
+    return small_llama(vocab_size=VOCABULARY, num_hidden_layers=4, tie_word_embeddings=tied)
 
 
 def layers() -> nn.Sequential:
@@ -102,9 +82,16 @@ def plain(settings: Mapping[str, Any], kind: str) -> Run:
             run.norms.append(engine.get_global_grad_norm())
             losses.clear()
     run.skipped = engine.skipped_steps
-    engine.destroy()
-    run.weights = {name: param.detach().clone() for name, param in model.named_parameters()}
-    return run
+    return finished(engine, run)
+
+
+def stepped(engine: Any, data: Iterator[Any]) -> Run:
+    run = Run()
+    for _ in range(STEPS):
+        run.losses.append(engine.train_batch(data).item())
+        run.norms.append(engine.get_global_grad_norm())
+    run.skipped = engine.skipped_steps
+    return finished(engine, run)
 
 
 def staged(settings: Mapping[str, Any], kind: str, pp: int, **cutting: Any) -> Run:
@@ -113,14 +100,7 @@ def staged(settings: Mapping[str, Any], kind: str, pp: int, **cutting: Any) -> R
         cutting["loss"] = nn.functional.mse_loss
     pipeline = PipelineConfig(**cutting)
     engine, *_ = zeroaccel.initialize(model, config=dict(settings), parallel=ParallelConfig(pp=pp), pipeline=pipeline)
-    run, data = Run(), batches(kind, engine.collectives.rank)
-    for _ in range(STEPS):
-        run.losses.append(engine.train_batch(data).item())
-        run.norms.append(engine.get_global_grad_norm())
-    run.skipped = engine.skipped_steps
-    engine.destroy()
-    run.weights = {name: param.detach().clone() for name, param in model.named_parameters()}
-    return run
+    return stepped(engine, batches(kind, engine.collectives.rank))
 
 
 def require_same(runs: list[Run], whole: Run) -> None:
@@ -217,13 +197,7 @@ def recomputed(settings: Mapping[str, Any], kind: str, pp: int) -> Run:
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable()  # type: ignore[operator]
     engine, *_ = zeroaccel.initialize(model, config=dict(settings), parallel=ParallelConfig(pp=pp))
-    run, data = Run(), batches(kind, engine.collectives.rank)
-    for _ in range(STEPS):
-        run.losses.append(engine.train_batch(data).item())
-        run.norms.append(engine.get_global_grad_norm())
-    engine.destroy()
-    run.weights = {name: param.detach().clone() for name, param in model.named_parameters()}
-    return run
+    return stepped(engine, batches(kind, engine.collectives.rank))
 
 
 def test_offload_and_recomputation_in_a_stage(ranks: Ranks) -> None:
@@ -295,14 +269,9 @@ def facade(settings: Mapping[str, Any], stages: int, partition: str) -> Run:
     model = PipelineModule(layers, num_stages=stages, loss_fn=loss, partition_method=partition)
     engine, *_ = initialize(model=model, config=dict(settings))
     assert engine.is_pipe_parallel()
-    run = Run()
-    data = ((batch["input_ids"], batch["input_ids"]) for batch in batches("llama", engine.collectives.rank))
-    for _ in range(STEPS):
-        run.losses.append(engine.train_batch(data).item())
-        run.norms.append(engine.get_global_grad_norm())
-    engine.destroy()
-    run.weights = {name: param.detach().clone() for name, param in model.named_parameters()}
-    return run
+    return stepped(
+        engine, ((batch["input_ids"], batch["input_ids"]) for batch in batches("llama", engine.collectives.rank))
+    )
 
 
 @pytest.mark.parametrize(("partition", "stages"), [("parameters", 2), ("type:linear", 3)])

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import zeroaccel
+from tests.support.mesh_training import small_gpt2, small_llama
 from tests.support.pool import Ranks
+from tests.support.refusals import message
 from tests.support.training import config, train_step
 from zeroaccel import Accelerator, DataLoaderConfiguration, ZeroPlugin
 from zeroaccel.comm.topology import init_process_group
@@ -31,18 +33,12 @@ SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
 
 
 def _model(kind: str, attention: str, key_heads: int = 2) -> nn.Module:
-    torch.manual_seed(3)
-    sizes: dict[str, Any] = {"vocab_size": VOCAB, "attn_implementation": attention, "use_cache": False}
+    sizes: dict[str, Any] = {"vocab_size": VOCAB, "attn_implementation": attention}
     if kind == "gpt2":
-        settings = transformers.GPT2Config(
-            n_embd=32, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **sizes
-        )
-        return transformers.GPT2LMHeadModel(settings)
-    common = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, **sizes}
+        return small_gpt2(n_layer=2, use_cache=False, **sizes)
     if kind == "mistral":  # its tokens see the last 5 only
-        settings = transformers.MistralConfig(num_key_value_heads=key_heads, sliding_window=5, **common)
-        return transformers.MistralForCausalLM(settings)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(num_key_value_heads=key_heads, **common))
+        return small_llama("Mistral", num_key_value_heads=key_heads, sliding_window=5, **sizes)
+    return small_llama(num_key_value_heads=key_heads, **sizes)
 
 
 def _batch(step: int, place: int, what: str) -> Batch:
@@ -181,17 +177,14 @@ def _launched() -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
         patch.setenv("PARALLELISM_CONFIG_SP_SIZE", "2")
-        try:
-            zeroaccel.initialize(_model("llama", "sdpa"), config=config(3, "fp32", optimizer=SGD))
-        except ZeroAccelError as error:
-            return str(error)
-    raise AssertionError("it was taken")
+        model = _model("llama", "sdpa")
+        return message(ZeroAccelError, zeroaccel.initialize, model, config=config(3, "fp32", optimizer=SGD))
 
 
 def test_a_script_that_does_not_deal_out_sequences_says_so(ranks: Ranks) -> None:
-    for message in ranks(2).run(_launched):
-        assert "initialize(parallel): the launch asks for sp=2 (environment PARALLELISM_CONFIG_SP_SIZE)" in message
-        assert "expected parallel=ParallelConfig(sp=2), with batches by data-parallel rank" in message
+    for said in ranks(2).run(_launched):
+        assert "initialize(parallel): the launch asks for sp=2 (environment PARALLELISM_CONFIG_SP_SIZE)" in said
+        assert "expected parallel=ParallelConfig(sp=2), with batches by data-parallel rank" in said
 
 
 def _lengths_differ() -> list[float]:
@@ -348,10 +341,10 @@ def _use_wrongly(engine: Any, what: str) -> None:
     ],
 )
 def test_what_cannot_be_cut_is_named_on_every_rank(ranks: Ranks, what: str, says: str) -> None:
-    for rank, message in enumerate(ranks(4).run(_mistaken, what)):
+    for rank, said in enumerate(ranks(4).run(_mistaken, what)):
         group = rank // 2  # named by the ranks of the job, not by those of the sequence
         own = says.replace("FIRST", f"rank {2 * group} (dp_shard {group}, sp 0)")
-        assert own.replace("SECOND", f"rank {2 * group + 1} (dp_shard {group}, sp 1)") in message
+        assert own.replace("SECOND", f"rank {2 * group + 1} (dp_shard {group}, sp 1)") in said
 
 
 def test_eager_attention_that_no_table_replaces_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,8 +394,8 @@ def _by_config() -> tuple[int, float, int, str]:
 
 def test_the_config_may_say_it(ranks: Ranks) -> None:
     runs = ranks(4).run(_by_config)
-    for rank, (size, loss, samples, message) in enumerate(runs):
+    for rank, (size, loss, samples, said) in enumerate(runs):
         assert (size, samples) == (2, 4)
         whole = _model("llama", "sdpa")(**_batch(0, rank // 2, "plain")).loss.item()
         assert loss == pytest.approx(whole, rel=2e-6)
-        assert "ParallelConfig(sp): expected 2, as sequence_parallel_size of the config says, got 4" in message
+        assert "ParallelConfig(sp): expected 2, as sequence_parallel_size of the config says, got 4" in said

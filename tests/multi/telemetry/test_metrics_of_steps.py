@@ -13,7 +13,7 @@ from torch import Tensor
 import zeroaccel
 from tests.support.mixtures import MIXTURE_VOCABULARY, small_mixture
 from tests.support.pool import Ranks
-from tests.support.training import SGD, Run, Toy, batches, config, differences, offloaded, recording
+from tests.support.training import SGD, Run, Toy, batches, config, differences, finished, offloaded, recording
 from zeroaccel.comm.topology import init_process_group
 from zeroaccel.config.parallel import ParallelConfig
 
@@ -33,9 +33,7 @@ def _train(settings: dict[str, Any]) -> tuple[Run, list[int]]:
         run.norms.append(engine.get_global_grad_norm())
         sent.append(sum(one.nbytes for one in counted.traffic()))
         counted.reset()
-    engine.destroy()
-    run.weights = {name: param.detach().clone() for name, param in model.named_parameters()}
-    return run, sent
+    return finished(engine, run), sent
 
 
 @pytest.mark.parametrize("tier", ["none", "nvme"])

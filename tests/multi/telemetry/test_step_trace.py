@@ -13,7 +13,7 @@ import torch
 
 import zeroaccel
 from tests.support.pool import Ranks
-from tests.support.training import ADAMW, SGD, Run, Toy, batches, config, differences, offloaded, recording
+from tests.support.training import ADAMW, SGD, Run, Toy, batches, config, differences, finished, offloaded, recording
 from zeroaccel.comm.recording import CollectiveCall
 from zeroaccel.errors import ConfigError, EngineStateError, UsageError
 from zeroaccel.telemetry import timeline
@@ -46,9 +46,7 @@ def _train(settings: dict[str, Any], path: Path | None) -> tuple[Run, list[Colle
     units = tuple(unit.name for unit in engine.units)
     assert timeline.active is None
     assert counted.topology.flight_recorder.listener is None
-    engine.destroy()
-    run.weights = {name: param.detach().clone() for name, param in model.named_parameters()}
-    return run, calls, units
+    return finished(engine, run), calls, units
 
 
 @pytest.mark.parametrize(

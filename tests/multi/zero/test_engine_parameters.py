@@ -224,46 +224,6 @@ def test_a_leaf_module_is_one_unit(ranks: Ranks, leaf: str) -> None:
     assert [differences(a, b) for a, b in zip(expected, sharded, strict=True)] == [[], []]
 
 
-class Experts(Toy):
-    """Mixtures as people write them; ranks run different experts, and some run none."""
-
-    kind = "list in a layer"
-
-    def __init__(self) -> None:
-        super().__init__()
-        experts = nn.ModuleList(Block(WIDTH) for _ in range(3))
-        if self.kind == "list in the root":
-            self.experts = experts
-        else:
-            self.ffn = nn.Module()
-            self.ffn.wg = nn.Linear(WIDTH, 3)
-            self.ffn.experts = experts
-            self.ffn.forward = self._mix
-
-    def _mix(self, x: Tensor) -> Tensor:
-        x = x + self.ffn.wg(x)[..., :1]
-        return self._expert(x, self.ffn.experts)
-
-    def _expert(self, x: Tensor, experts: nn.ModuleList) -> Tensor:
-        rank = torch.distributed.get_rank()
-        return experts[1](x) if rank == 1 else x
-
-    def run_layers(self, x: Tensor) -> Tensor:
-        x = super().run_layers(x)
-        return self.ffn(x) if hasattr(self, "ffn") else self._expert(x, self.experts)
-
-
-class RootExperts(Experts):
-    kind = "list in the root"
-
-
-@pytest.mark.parametrize("make", [Experts, RootExperts])
-def test_mixtures_are_found_by_themselves(ranks: Ranks, make: type[nn.Module]) -> None:
-    expected = ranks(2).run(drive, config(0, "bf16"), "plain", make)
-    sharded = ranks(2).run(drive, config(3, "bf16"), "plain", make, timeout=20)
-    assert [differences(a, b) for a, b in zip(expected, sharded, strict=True)] == [[], []]
-
-
 # -- compiled blocks
 
 

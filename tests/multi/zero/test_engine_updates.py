@@ -357,25 +357,6 @@ def test_a_scheduler_keeps_the_ratio_of_the_groups(ranks: Ranks, stage: int) -> 
     assert ranks(2).run(_schedule_groups, stage)[0] == [[5e-3, 1.5e-3], [2.5e-3, 0.75e-3]]
 
 
-def _given_optimizer(settings: dict[str, Any], kind: str) -> Run:
-    torch.manual_seed(7)
-    model = Toy()
-    optimizer = getattr(torch.optim, kind)([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    settings = {key: value for key, value in settings.items() if key != "optimizer"}
-    engine, *_ = zeroaccel.initialize(model, optimizer, config=settings)
-    for batch in batches(engine.collectives.rank, 3):
-        train_step(engine, engine(batch))
-    return finished(engine, Run(norms=[engine.get_global_grad_norm()]))
-
-
-@pytest.mark.parametrize("kind", ["Adagrad", "Adamax", "RAdam", "Rprop", "Adadelta", "ASGD"])
-def test_elementwise_optimizers_of_torch_can_be_given(ranks: Ranks, kind: str) -> None:
-    expected = ranks(2).run(_given_optimizer, config(0, "bf16"), kind)
-    for stage in (1, 3):
-        for one, other in zip(expected, ranks(2).run(_given_optimizer, config(stage, "bf16"), kind), strict=True):
-            assert differences(one, other) == []
-
-
 def test_the_default_config_trains_every_parameter(ranks: Ranks) -> None:
     settings = config(3, optimizer=ADAMW)
     (run, counts), _ = ranks(2).run(_accumulate, settings, "_counted")

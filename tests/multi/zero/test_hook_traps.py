@@ -182,6 +182,18 @@ class MixtureOfExperts(Toy):
         return self.moe(super().run_layers(x), torch.distributed.get_rank())
 
 
+class RootExperts(Toy):
+    """Experts that the root itself lists: rank 0 runs none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Block(WIDTH) for _ in range(3))
+
+    def run_layers(self, x: Tensor) -> Tensor:
+        x = super().run_layers(x)
+        return self.experts[1](x) if torch.distributed.get_rank() == 1 else x
+
+
 class PartlyUsed(Toy):
     """Blocks with two experts, of which rank 0 uses one and rank 1 both."""
 
@@ -314,6 +326,7 @@ TRAPS: dict[str, Callable[[], nn.Module]] = {
     "nested inputs and outputs": Nested,
     "branches": Encoder,
     "mixture of experts": MixtureOfExperts,
+    "experts of the root": RootExperts,
     "partly used": PartlyUsed,
     "views of parameters": ReturnsViews,
     "output dropped": PassedBy,

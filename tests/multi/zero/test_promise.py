@@ -63,7 +63,11 @@ def test_settings_of_movement_change_nothing(ranks: Ranks, at_stage_0: list[Run]
         assert [differences(a, b) for a, b in zip(at_stage_0, changed, strict=True)] == [[], []], stage
 
 
-@pytest.mark.parametrize("kind", ["SGD", "Adagrad", "Lion", "RMSprop", "torch AdamW", "NAdam", "bf16", "int8"])
+OURS = ("SGD", "Adagrad", "Lion", "RMSprop", "bf16", "int8")
+TORCHS = ("torch AdamW", "NAdam", "torch.optim.Adagrad", "Adamax", "RAdam", "Rprop", "Adadelta", "ASGD")
+
+
+@pytest.mark.parametrize("kind", [*OURS, *TORCHS])
 def test_every_optimizer_keeps_the_promise(ranks: Ranks, kind: str) -> None:
     section = {
         "SGD": SGD,

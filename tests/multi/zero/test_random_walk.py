@@ -23,7 +23,7 @@ import zeroaccel
 from tests.multi.zero.test_hook_traps import Adapted, MixtureOfExperts, Recomputed, Shared
 from tests.support.pool import RankFailure, Ranks
 from tests.support.sweeps import Case, Sweep, table, wrong_sums
-from tests.support.training import ADAMW, SGD, Run, Toy, batches, config, differences
+from tests.support.training import ADAMW, SGD, Run, Toy, batches, config, differences, finished
 from zeroaccel import zero
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -155,9 +155,7 @@ def _train(settings: dict[str, Any], model_kind: str, init: str, mesh: bool, eva
             with torch.no_grad():
                 run.losses.append(engine(batch).item())
     run.skipped = engine.skipped_steps
-    engine.destroy()
-    run.weights = {name: param.detach().clone() for name, param in model.named_parameters()}
-    return run
+    return finished(engine, run)
 
 
 def _train_wrongly(*arguments: Any) -> Run:

@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zeroaccel
 from tests.support.pool import Ranks
-from tests.support.training import SGD, WIDTH, Run, Toy, batches, config, differences
+from tests.support.refusals import message
+from tests.support.training import SGD, WIDTH, Run, Toy, batches, config, differences, finished, train_step
 from zeroaccel import zero
 from zeroaccel.comm.recording import RecordingCollectives
 from zeroaccel.errors import EngineStateError, UsageError
@@ -49,29 +50,18 @@ class LateParameter(nn.Module):
         self.part.weight = nn.Parameter(torch.randn(7, 5))
 
 
-def train(engine: Any, steps: int = 3) -> Run:
+def train(engine: Any) -> Run:
     run = Run()
-    for batch in batches(engine.collectives.rank, steps):
-        loss = engine(batch)
-        engine.backward(loss)
-        engine.step()
-        run.losses.append(loss.item())
+    for batch in batches(engine.collectives.rank, 3):
+        run.losses.append(train_step(engine, engine(batch)))
         run.norms.append(engine.get_global_grad_norm())
-    engine.destroy()
-    run.weights = {name: param.detach().clone() for name, param in engine.module.named_parameters()}
-    return run
+    return finished(engine, run)
 
 
 def full_elements(model: nn.Module) -> int:
     """Elements of parameters that are in this rank's memory as they are."""
     found = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() // p.element_size() for p in model.parameters()}
     return sum(found.values())
-
-
-def _refused(use: Callable[[], object]) -> str:
-    with pytest.raises(EngineStateError) as raised:
-        use()
-    return str(raised.value)
 
 
 def _same(stage: int, precision: str, how: str, folder: str) -> Run:
@@ -85,7 +75,9 @@ def _same(stage: int, precision: str, how: str, folder: str) -> Run:
         with zero.Init(remote_device=device, nvme_path=folder if how == "nvme" else None):
             model = Elaborate()
         assert all(handle_of(param) is not None for param in model.parameters())
-        assert "weight of Linear number 5: expected no read" in _refused(lambda: model.layers[1].up.weight.norm())
+        assert "weight of Linear number 5: expected no read" in message(
+            EngineStateError, model.layers[1].up.weight.norm
+        )
         if how == "nvme":
             assert list(Path(folder).iterdir()) == []  # unlinked: gone with the process
         with zero.GatheredParameters(model.parameters()):
@@ -143,7 +135,7 @@ def _sizes() -> None:
     there = nn.Linear(16, 16)
     values = there.weight.detach().clone()
     zero.Init(there)
-    assert "got 'fill_'; write inside zero.GatheredParameters" in _refused(lambda: there.weight.data.fill_(1))
+    assert "got 'fill_'; write inside zero.GatheredParameters" in message(EngineStateError, there.weight.data.fill_, 1)
     with zero.GatheredParameters(there.weight):
         assert torch.equal(there.weight, values)
     with zero.GatheredParameters(model[0].weight, modifier_rank=1), torch.no_grad():
@@ -173,9 +165,7 @@ def _undone() -> list[str]:
     found = []
 
     def attempt(error: type[Exception], action: Callable[[], object]) -> None:
-        with pytest.raises(error) as raised:
-            action()
-        found.append(str(raised.value))
+        found.append(message(error, action))
 
     with zero.Init():
         model = nn.Sequential(nn.Linear(5, 5))
