@@ -11,12 +11,23 @@ from typing import Any
 
 import pytest
 
+from zeroaccel.errors import ZeroAccelError
+
 
 def message(error: type[BaseException], call: Callable[..., object], *arguments: Any, **options: Any) -> str:
     """The text of the error that ``call(*arguments, **options)`` raises."""
     with pytest.raises(error) as caught:
         call(*arguments, **options)
     return str(caught.value)
+
+
+def complaint(call: Callable[..., object], *arguments: Any, **options: Any) -> str:
+    """The text of the error of zeroaccel that ``call(*arguments, **options)`` raises, or "nothing"."""
+    try:
+        call(*arguments, **options)
+    except ZeroAccelError as error:
+        return str(error)
+    return "nothing"
 
 
 @contextmanager

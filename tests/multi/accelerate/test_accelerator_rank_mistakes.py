@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from tests.support.pool import Ranks
+from tests.support.refusals import complaint
 from zeroaccel import Accelerator, DataLoaderConfiguration, DummyOptim, DummyScheduler, ProjectConfiguration, ZeroPlugin
-from zeroaccel.errors import ZeroAccelError
 
 DATA = TensorDataset(torch.zeros(16, 4))
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-3}}
@@ -166,11 +166,7 @@ IN_A_FOLDER: dict[str, tuple[Callable[[int, Path], object], str]] = {
 
 
 def _said(function: Callable[..., object], *args: Any) -> str:
-    try:
-        function(torch.distributed.get_rank(), *args)
-    except ZeroAccelError as error:
-        return str(error)
-    return "nothing"
+    return complaint(function, torch.distributed.get_rank(), *args)
 
 
 def _all_said() -> dict[str, str]:

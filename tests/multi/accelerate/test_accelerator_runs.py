@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.support.pool import Ranks
+from tests.support.refusals import complaint
 from zeroaccel import Accelerator, DataLoaderConfiguration, GeneralTracker, ProjectConfiguration, ZeroPlugin
-from zeroaccel.errors import ZeroAccelError
 
 
 class Stream(IterableDataset[Any]):
@@ -52,14 +51,6 @@ class Count:
         self.value = state["value"]
 
 
-def _said(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except ZeroAccelError as error:
-        return str(error)
-    return "nothing"
-
-
 def _project(folder: str) -> tuple[list[str], list[Any], dict[str, str]]:
     project = ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=2)
     accelerator = Accelerator(
@@ -84,7 +75,7 @@ def _project(folder: str) -> tuple[list[str], list[Any], dict[str, str]]:
         with accelerator.accumulate(model):
             accelerator.backward(model(x).square().mean())
             if number == 0:
-                said["in between"] = _said(accelerator.save_state)
+                said["in between"] = complaint(accelerator.save_state)
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
@@ -105,12 +96,12 @@ def _project(folder: str) -> tuple[list[str], list[Any], dict[str, str]]:
     if weights is not None:
         assert all(torch.equal(weights[name], again[name]) for name in weights)
     said["number"] = str(accelerator.save_iteration)
-    said["twice"] = _said(lambda: accelerator.register_for_checkpointing(count))
-    said["engine"] = _said(lambda: accelerator.register_for_checkpointing(model))
-    said["stateless"] = _said(lambda: accelerator.register_for_checkpointing(object()))
-    said["pickled"] = _said(lambda: accelerator.save_state(safe_serialization=False))
+    said["twice"] = complaint(lambda: accelerator.register_for_checkpointing(count))
+    said["engine"] = complaint(lambda: accelerator.register_for_checkpointing(model))
+    said["stateless"] = complaint(lambda: accelerator.register_for_checkpointing(object()))
+    said["pickled"] = complaint(lambda: accelerator.save_state(safe_serialization=False))
     accelerator.register_for_checkpointing(Count(0))
-    said["another"] = _said(accelerator.load_state)
+    said["another"] = complaint(accelerator.load_state)
     names = sorted(path.name for path in Path(folder, "checkpoints").iterdir())
     parts = sorted(path.name for path in Path(folder, "checkpoints", names[-1]).iterdir() if path.is_dir())
     accelerator.free_memory()
@@ -155,11 +146,11 @@ def _tracked(folder: str) -> tuple[list[Any], str, list[str]]:
     except OSError as error:
         ended = str(error)
     refused = [
-        _said(lambda: Accelerator(log_with="neptune")),
-        _said(lambda: Accelerator(log_with="tensorboard")),
-        _said(lambda: Accelerator().save_state()),
-        _said(lambda: Accelerator().load_state()),
-        _said(lambda: Accelerator(project_dir="a", project_config=ProjectConfiguration("b"))),
+        complaint(lambda: Accelerator(log_with="neptune")),
+        complaint(lambda: Accelerator(log_with="tensorboard")),
+        complaint(lambda: Accelerator().save_state()),
+        complaint(lambda: Accelerator().load_state()),
+        complaint(lambda: Accelerator(project_dir="a", project_config=ProjectConfiguration("b"))),
     ]
     return notes.calls, ended, refused
 

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from tests.support.mesh_training import small_llama
 from tests.support.pool import Ranks
 from tests.support.training import Toy, batches
 from zeroaccel import Accelerator, ZeroPlugin
@@ -135,14 +136,16 @@ def test_one_unit_at_a_time_is_unsharded(ranks: Ranks, tmp_path: Path) -> None:
     assert elsewhere == 0  # rank 0 writes
 
 
+def _sharded_llama(layers: int) -> tuple[Any, Accelerator]:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": layers, "num_attention_heads": 2}
+    model = small_llama(**sizes, tie_word_embeddings=True)
+    tree = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+    return model, Accelerator(zero_plugin=ZeroPlugin(tree), mixed_precision="bf16")
+
+
 def _hugging_face(folder: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    settings = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": True}
-    torch.manual_seed(3)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings, **heads))
-    tree = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
-    accelerator = Accelerator(zero_plugin=ZeroPlugin(tree), mixed_precision="bf16")
+    model, accelerator = _sharded_llama(2)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     tokens = torch.randint(0, 64, (2, 8))
     accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
@@ -165,13 +168,7 @@ def _hugging_face(folder: Path) -> None:
 
 def _no_state_dict(folder: Path) -> dict[str, Any]:
     """Saves with a state dict and without, and measures what values of the latter are in host memory at a time."""
-    transformers = pytest.importorskip("transformers")
-    settings = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 6}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": True}
-    torch.manual_seed(3)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings, **heads))
-    tree = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
-    accelerator = Accelerator(zero_plugin=ZeroPlugin(tree), mixed_precision="bf16")
+    model, accelerator = _sharded_llama(6)
     engine = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))[0]
     main = accelerator.is_main_process
     arguments = {"is_main_process": main, "max_shard_size": "8KB"}

@@ -8,7 +8,6 @@ import os
 import random
 import resource
 import time
-from collections.abc import Callable
 from pathlib import Path
 from threading import Timer
 from typing import Any
@@ -22,6 +21,7 @@ from torch import nn
 import zeroaccel
 from tests.support.checkpoint_runs import STEPS, assembled, make_engine, resume, save, snapshot, train
 from tests.support.pool import Ranks
+from tests.support.refusals import message
 from tests.support.training import Toy, batches, config, offloaded
 from zeroaccel.checkpoint import atomic_write
 from zeroaccel.checkpoint.atomic_write import FolderLock
@@ -30,15 +30,6 @@ from zeroaccel.checkpoint.tensor_store import TensorStore
 from zeroaccel.errors import CheckpointError, EngineStateError, UsageError
 from zeroaccel.offload.nvme import NvmeTier
 from zeroaccel.zero.engine import Engine
-
-
-def message(kind: type[Exception], call: Callable[[], Any]) -> str:
-    """The text of the error that `call` must raise."""
-    with pytest.raises(kind) as caught:
-        call()
-    assert type(caught.value).__mro__.count(kind), caught.value
-    return str(caught.value)
-
 
 # -- other precisions, optimizers and models
 

@@ -13,8 +13,9 @@ from torch import Tensor
 
 import zeroaccel
 from tests.support.pool import Ranks
+from tests.support.refusals import complaint
 from tests.support.training import Toy, batches, config, offloaded, train_step
-from zeroaccel.errors import EngineStateError, OffloadError, ZeroAccelError
+from zeroaccel.errors import EngineStateError, OffloadError
 from zeroaccel.offload import file_io
 from zeroaccel.zero.engine import Engine
 
@@ -25,11 +26,10 @@ def _engine(settings: dict[str, Any], seed: int = 7) -> Engine:
 
 
 def _step(engine: Engine, batch: Tensor) -> float:
-    loss = engine(batch)
-    return train_step(engine, loss)
+    return train_step(engine, engine(batch))
 
 
-def _fails(call: str, bad_rank: int, error: OSError, settings: dict[str, Any], root: Path) -> tuple[str, str, bool]:
+def _fails(call: str, error: OSError, settings: dict[str, Any], root: Path) -> tuple[str, str, bool]:
     """(what the step said, what the next said, whether training went on from the checkpoint as it would have)."""
     engine = _engine(settings)
     tokens = batches(engine.collectives.rank, 4)
@@ -42,7 +42,7 @@ def _fails(call: str, bad_rank: int, error: OSError, settings: dict[str, Any], r
         raise error
 
     told, refused = "", ""
-    if engine.collectives.rank == bad_rank:
+    if engine.collectives.rank == 1:
         setattr(file_io.os, call, failing)
     try:
         _step(engine, tokens[3])
@@ -67,22 +67,12 @@ def test_a_disk_that_fails_in_a_step_is_reported_on_every_rank(
 ) -> None:
     files = offloaded(tmp_path, "nvme", pipeline_read=pipelined, pipeline_write=pipelined)
     error = OSError(errno.ENOSPC, "No space left on device")
-    found = ranks(2).run(_fails, call, 1, error, config(2, "bf16", **files), tmp_path / "saved")
+    found = ranks(2).run(_fails, call, error, config(2, "bf16", **files), tmp_path / "saved")
     for told, refused, went_on in found:
         assert "No space left on device" in told
         assert "[rank 1]" in told
         assert "weights are a mixture" in refused
         assert "resume from the last checkpoint" in refused
-        assert went_on
-
-
-def test_a_shard_that_cannot_be_read_is_reported_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
-    files = offloaded(tmp_path, "none", "nvme")
-    error = OSError(errno.EIO, "Input/output error")
-    found = ranks(2).run(_fails, "preadv", 0, error, config(3, "bf16", **files), tmp_path / "saved")
-    for told, _, went_on in found:
-        assert "cannot read (Input/output error)" in told
-        assert "[rank 0]" in told
         assert went_on
 
 
@@ -148,11 +138,7 @@ def _mistakes(cases: list[dict[str, Any]], missing_on: int) -> list[str]:
         optimizer = (lambda params: _DeviceOnly(params, lr=0.1)) if client else None
         if client:
             case.pop("optimizer")
-        try:
-            zeroaccel.initialize(Toy(), optimizer, config=case)[0].destroy()
-            told.append("")
-        except ZeroAccelError as raised:
-            told.append(str(raised))
+        told.append(complaint(zeroaccel.initialize, Toy(), optimizer, config=case))
     return told
 
 
@@ -184,20 +170,15 @@ def _too_large(settings: dict[str, Any], free: int) -> str:
     from zeroaccel.offload import offload_folder
 
     real = offload_folder.shutil.disk_usage
-    offload_folder.shutil.disk_usage = lambda path: type(real(path))(1 << 40, 1 << 40, free)  # type: ignore[assignment]
-    try:
-        zeroaccel.initialize(Toy(), config=settings)[0].destroy()
-    except ZeroAccelError as error:
-        return str(error)
-    finally:
-        offload_folder.shutil.disk_usage = real
-    return ""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offload_folder.shutil, "disk_usage", lambda path: type(real(path))(1 << 40, 1 << 40, free))
+        return complaint(lambda: zeroaccel.initialize(Toy(), config=settings)[0].destroy())
 
 
 def test_ranks_that_share_a_disk_need_room_together(ranks: Ranks, tmp_path: Path) -> None:
     settings = config(2, "bf16", **offloaded(tmp_path, "nvme"))
     roomy = ranks(2).run(_too_large, settings, 1 << 30)
-    assert roomy == ["", ""]
+    assert roomy == ["nothing"] * 2
     for told in ranks(2).run(_too_large, settings, 100_000):  # enough for one rank's, not for two
         assert "bytes of free space for 2 files of the ranks on" in told
         assert "got 100000" not in told or "100000 bytes free" in told
