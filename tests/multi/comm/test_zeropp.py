@@ -20,7 +20,6 @@ from zeroaccel.comm.hierarchical import HierarchicalCollectives, QuantError, arr
 from zeroaccel.comm.quantized import FP8, INT4, INT8, Codec
 from zeroaccel.comm.topology import init_process_group
 from zeroaccel.config import comm_plan, load_config
-from zeroaccel.logs import logger
 from zeroaccel.zero.engine import Engine
 
 
@@ -249,10 +248,6 @@ def test_masters_and_what_is_saved_stay_exact(ranks: Ranks) -> None:
 
 def _watched(changes: dict[str, Any]) -> tuple[Run, list[QuantError], list[str]]:
     """(a run of 4 steps, what its watch saw, what it logged)."""
-    lines: list[str] = []
-    handler = logging.Handler(logging.INFO)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
     seen: list[QuantError] = []
 
     def keep(engine: Engine) -> None:
@@ -261,10 +256,8 @@ def _watched(changes: dict[str, Any]) -> tuple[Run, list[QuantError], list[str]]
         nonlocal seen
         seen = engine.collectives.watch.seen
 
-    try:
+    with log_lines(logging.INFO) as lines:
         run = train(config(3, "bf16", **changes), steps=4, before=keep)
-    finally:
-        logger.removeHandler(handler)
     return run, seen, [line for line in lines if "is off by" in line]
 
 
