@@ -9,36 +9,28 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-import torch
-
 from zeroaccel.checkpoint.checkpointer import Checkpointer
 from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.hierarchical import arrange
-from zeroaccel.config import Config
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.logs import log_always, logger
-from zeroaccel.offload.host_buffers import empty_on_host
 from zeroaccel.ops.coupled import CoupledOptimizer, Reductions
-from zeroaccel.ops.shard_step import ShardOptimizer
 from zeroaccel.optim.optimizer_kinds import OptimizerKind
 from zeroaccel.rollout.weight_stream import WeightSender
 from zeroaccel.setup.cut_check import verify_cuts
 from zeroaccel.setup.plan import TrainPlan
-from zeroaccel.telemetry.step_report import EventSink, StepReport
+from zeroaccel.telemetry.step_report import StepReport
 from zeroaccel.telemetry.trackers import build_monitors
-from zeroaccel.zero.build_units import build_units, plan_units, warn_unoptimized
+from zeroaccel.zero.build_units import build_units, plan_units
 from zeroaccel.zero.compiled import check_backends_within, check_no_recorded_graphs, check_not_compiled, check_toolchain
 from zeroaccel.zero.engine import Engine
 from zeroaccel.zero.engine_base import EngineBase, EngineParts
-from zeroaccel.zero.from_config import autocast_of, loss_scale_of
 from zeroaccel.zero.param_unit import ParamUnit
 from zeroaccel.zero.precision import Autocast, broadcast_buffers, cast_buffers
 from zeroaccel.zero.quantized_weights import broadcast_state, forbid_packing
 from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
-from zeroaccel.zero.storage.placement import BufferPlan, TierSet, check_update_time, share_updates
-
-_DEVICE_SUB_GROUP_NUMEL = 50_000_000
+from zeroaccel.zero.storage.placement import TierSet, plan_tiers
 
 
 def build(plan: TrainPlan) -> EngineBase:
@@ -66,7 +58,7 @@ def build(plan: TrainPlan) -> EngineBase:
     with ExitStack() as undo:
         with agreed(job_ranks, "initialize: offload"):
             monitors = build_monitors(plan.config, ranks.collectives.rank)
-            tiers = _plan_tiers(plan, buffers)
+            tiers = plan_tiers(plan.offload, list(chain(*buffers)), plan.optimizer.optimizer, ranks.topology.device)
         undo.callback(tiers.close)
         _open_tiers(tiers, job_ranks)
         with agreed(job_ranks, "initialize: axes"):
@@ -81,8 +73,8 @@ def build(plan: TrainPlan) -> EngineBase:
     parts = EngineParts(
         optimizer=optimizer,
         lr_scheduler=plan.optimizer.scheduler,
-        loss_scale=loss_scale_of(plan.config),
-        report=_report(plan, job_ranks.rank, monitors),
+        loss_scale=plan.loss_scale,
+        report=StepReport.of(plan.config, ranks.topology.device, job_ranks.rank, monitors),
         tiers=tiers,
         unoptimized=plan.unoptimized,
         refuses_compiled=refuses_compiled,
@@ -102,8 +94,8 @@ def _complete(engine: EngineBase, plan: TrainPlan) -> None:
     engine.checkpointer = checkpointer = Checkpointer(engine, plan.config.checkpoint, whole, ranks.mesh)
     engine.weight_sender = WeightSender(engine, checkpointer.state)
     engine.at_destroy(partial(ranks.topology.names.forget, ranks.mesh))
-    if (dtype := autocast_of(plan.config)) is not None:
-        engine.at_destroy(Autocast(model, engine.collectives.topology.device, dtype).undo)
+    if plan.autocast is not None:
+        engine.at_destroy(Autocast(model, engine.collectives.topology.device, plan.autocast).undo)
     for axis in ranks.axes:
         engine.at_destroy(axis.undo)
         axis.attach(engine, plan.loader)
@@ -169,19 +161,6 @@ def _bind_reductions(optimizer: object, collectives: Collectives) -> None:
 # -- tiers and optimizer
 
 
-def _plan_tiers(plan: TrainPlan, buffers: Sequence[Sequence[BufferPlan]]) -> TierSet:
-    optimizer, device = plan.optimizer.optimizer, plan.ranks.topology.device
-    rules = plan.offload
-    tiers = TierSet(rules, list(chain(*buffers)), optimizer, device)
-    if optimizer is not None and plan.tiers.optimizer != "device":
-        section = f"{rules.where}.offload_optimizer"
-        share_updates(optimizer, rules.optimizer_section.ratio, device, section)
-        check_update_time(optimizer, rules.optimizer_section.update_during, section)
-    if tiers.pins_states and tiers.swapper is None and isinstance(optimizer, ShardOptimizer):
-        optimizer.host_memory = partial(empty_on_host, pinned=True)
-    return tiers
-
-
 def _open_tiers(tiers: TierSet, collectives: Collectives) -> None:
     """Opens the tiers of all ranks, or of none. (all ranks)"""
     # Each rank reserves its file now, and the ranks of a node check together that the disk has room for all of them.
@@ -194,41 +173,17 @@ def _shard_optimizer(plan: TrainPlan, units: Sequence[ParamUnit], tiers: TierSet
     trained = plan.optimizer
     if trained.optimizer is None or trained.kinds is None:
         return None
-    warn_unoptimized([plan.names[id(param)] for param in plan.unoptimized])
     return ShardedOptimizer(
         trained.optimizer,
         trained.kinds,
         trained.groups,
         [buffer for unit in units for buffer in unit.buffers if buffer.trainable],
-        sub_group_numel=_sub_group_numel(plan.config, tiers.device),
+        sub_group_numel=plan.engine.sub_group_numel,
         copies=tiers.copies,
     )
 
 
-def _sub_group_numel(config: Config, device: torch.device) -> int:
-    """Elements that are stepped at a time by optimizers that need their gradients in fp32."""
-    zero = config.zero_optimization
-    # The format's default, 10^9, is 4 GB of fp32 gradients, for which a GPU seldom has room; a config's value counts.
-    if device.type != "cpu" and "sub_group_size" not in zero.model_fields_set:
-        return min(zero.sub_group_size, _DEVICE_SUB_GROUP_NUMEL)
-    return zero.sub_group_size
-
-
 # -- the engine's surroundings
-
-
-def _report(plan: TrainPlan, rank: int, monitors: EventSink) -> StepReport:
-    config = plan.config
-    sections = (config.tensorboard, config.csv_monitor, config.jsonl_monitor, config.wandb)
-    return StepReport(
-        device=plan.ranks.topology.device,
-        rank=rank,
-        steps_per_print=config.steps_per_print,
-        wall_clock_breakdown=config.wall_clock_breakdown,
-        memory_breakdown=config.memory_breakdown,
-        monitors=monitors,
-        is_monitored=any(section.enabled for section in sections),
-    )
 
 
 def _let_modes_change_weights(optimizer: Any, engine: EngineBase) -> None:

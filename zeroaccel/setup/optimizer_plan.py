@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,6 @@ from zeroaccel.optim.lr_schedules import build_scheduler
 from zeroaccel.optim.optimizer_factory import build_optimizer
 from zeroaccel.optim.optimizer_kinds import OptimizerKind, OptimizerKinds, check_steppable, classify
 from zeroaccel.optim.rank_facts import training_facts
-from zeroaccel.zero.build_units import group_index
 from zeroaccel.zero.from_config import addressed
 
 
@@ -63,8 +62,8 @@ class OptimizerPlan:
         Raises:
             ConfigError, UsageError: config and arguments both name one, or it does not fit the model or the config.
         """
-        built = _optimizer(model, optimizer, params, config)
-        groups = {} if built is None else group_index(built, names)
+        built = _optimizer(model, optimizer, params, config, names)
+        groups = {} if built is None else _group_index(built.param_groups, names)
         schedule = _scheduler(scheduler, config, built)
         declared = config.optimizer.kind if kind is None and config.optimizer is not None else kind
         kinds = None if built is None else _classified(built, declared)
@@ -132,6 +131,7 @@ def _optimizer(
     source: Optimizer | Callable[[list[nn.Parameter]], Optimizer] | None,
     params: Iterable[Any] | None,
     config: Config,
+    names: Mapping[int, str],
 ) -> Optimizer | None:
     """The optimizer of the argument or of the config's section; None for inference."""
     section = config.optimizer
@@ -152,8 +152,7 @@ def _optimizer(
         return made
     if section is None or section.type is None:
         return None
-    groups = list(params) if params is not None else [p for p in model.parameters() if p.requires_grad]
-    _check_param_groups(model, groups)
+    groups = _read(params if params is not None else (p for p in model.parameters() if p.requires_grad), names)
     arguments = dict(section.params)
     if config.bf16.bf16_optimizer_states:
         arguments.setdefault("moments_dtype", "bf16")
@@ -170,22 +169,47 @@ def _named_twice(config: Config, section: str) -> ConfigError:
     )
 
 
-def _check_param_groups(model: nn.Module, groups: list[Any]) -> None:
-    """Refuses a parameter in two groups, by its name; torch's own error names none."""
-    names = {id(param): fqn for fqn, param in model.named_parameters()}
-    seen: dict[int, int] = {}
-    for index, group in enumerate(item for item in groups if isinstance(item, dict)):
-        members = group["params"]
-        if not isinstance(members, torch.Tensor):  # an iterator could be read only once
-            members = group["params"] = list(members)
-        for param in [members] if isinstance(members, torch.Tensor) else members:
-            if seen.setdefault(id(param), index) != index:
+def _group_index(groups: Sequence[Mapping[str, Any]], names: Mapping[int, str]) -> dict[int, int]:
+    """id(parameter) -> index of its param group.
+
+    Args:
+        names: id(parameter) -> fqn, for all of the model's parameters.
+
+    Raises:
+        ConfigError: a parameter is in two groups.
+        UsageError: a parameter is not the model's.
+    """
+    index_of: dict[int, int] = {}
+    for index, group in enumerate(groups):
+        for position, param in enumerate(group["params"]):
+            if id(param) not in names:
+                raise UsageError(
+                    f"optimizer.param_groups[{index}]['params'][{position}]",
+                    expected="a parameter of the model that is prepared with it",
+                    got=f"a tensor of shape {tuple(param.shape)}",
+                    fix="create the optimizer from the same model object; freeze a module that only the loss reads",
+                )
+            if id(param) in index_of:
                 raise ConfigError(
-                    f"parameter {names.get(id(param), '(not of this model)')}",
+                    f"parameter {names[id(param)]}",
                     expected="to be in one param group",
-                    got=f"groups {seen[id(param)]} and {index}",
+                    got=f"groups {index_of[id(param)]} and {index}",
                     fix="remove it from one of them",
                 )
+            index_of[id(param)] = index
+    return index_of
+
+
+def _read(params: Iterable[Any], names: Mapping[int, str]) -> list[Any]:
+    """Parameters or param groups, of which none is an iterator; refused here, as torch's own errors name nothing."""
+    groups = list(params)
+    plain = []
+    for group in (item for item in groups if isinstance(item, dict)):
+        members = group["params"]
+        group["params"] = members = [members] if isinstance(members, torch.Tensor) else list(members)
+        plain.append({"params": [member[1] if isinstance(member, tuple) else member for member in members]})
+    _group_index(plain, names)
+    return groups
 
 
 def _scheduler(source: Any, config: Config, optimizer: Optimizer | None) -> Any:

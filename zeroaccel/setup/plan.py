@@ -29,8 +29,8 @@ from zeroaccel.config import (
     tier_plan,
 )
 from zeroaccel.data import build_dataloader
-from zeroaccel.errors import ConfigError, UsageError
-from zeroaccel.logs import log_once, set_log_level
+from zeroaccel.errors import ConfigError, UsageError, listed
+from zeroaccel.logs import log_once, logger, set_log_level
 from zeroaccel.optim.rank_facts import SAME_OPTIMIZER, difference
 from zeroaccel.setup.compilation import Compilation, compilation_of
 from zeroaccel.setup.job import JobSpec
@@ -41,13 +41,16 @@ from zeroaccel.zero.build_units import Placement
 from zeroaccel.zero.from_config import (
     DTYPES,
     EngineSettings,
+    autocast_of,
     buffer_dtypes_of,
     engine_settings_of,
     facts_from_model,
+    loss_scale_of,
     placement_of,
     unit_specs_of,
 )
 from zeroaccel.zero.model_check import check_dtypes
+from zeroaccel.zero.precision import LossScale
 from zeroaccel.zero.quantized_weights import attach_codes
 from zeroaccel.zero.storage.placement import OffloadRules
 from zeroaccel.zero.tensor_subclasses import named_tensors
@@ -81,6 +84,8 @@ class TrainPlan:
         compilation: of the model; None leaves it as it is.
         buffer_dtypes: name -> dtype of the model's buffers.
         offload: how shards and states reach their tiers.
+        loss_scale: of fp16.
+        autocast: the dtype of `torch_autocast`; None where it is not enabled.
         units: parameters by unit.
         placement: dtype, device and storage of each parameter.
         unoptimized: trainable parameters in no param group.
@@ -101,6 +106,8 @@ class TrainPlan:
     compilation: Compilation | None = field(metadata={"local": True})
     buffer_dtypes: Mapping[str, torch.dtype] = field(metadata={"local": True})
     offload: OffloadRules = field(metadata={"local": True})
+    loss_scale: LossScale = field(metadata={"local": True})
+    autocast: torch.dtype | None = field(metadata={"local": True})
     units: Sequence[UnitSpec] = field(metadata={"local": True})
     placement: Placement = field(metadata={"local": True})
     unoptimized: Sequence[nn.Parameter] = field(metadata={"local": True})
@@ -149,6 +156,8 @@ class TrainPlan:
             compilation=job.compilation or compilation_of(config),
             buffer_dtypes=buffer_dtypes_of(job.model, config),
             offload=OffloadRules.of(config, tiers),
+            loss_scale=loss_scale_of(config),
+            autocast=autocast_of(config),
             units=unit_specs_of(job.model, config, shards),
             placement=placement_of(job.model, config, shards, groups, device, tiers, kinds, splits),
             unoptimized=[p for p in job.model.parameters() if p.requires_grad and id(p) not in groups],
@@ -157,6 +166,8 @@ class TrainPlan:
         )
         for axis in ranks.axes:
             axis.check(config, plan.engine, trained, names)
+        if trained.optimizer is not None and plan.unoptimized:
+            _warn_unoptimized([names[id(param)] for param in plan.unoptimized])
         return plan
 
     def compare(self) -> None:
@@ -295,6 +306,14 @@ def _batch(config: Config, samplers: int, *, training: bool) -> BatchSizes:
     if not training and not is_configured:
         return BatchSizes(train=samplers, micro=1, accumulation=1)
     return solve_batch(config, samplers)
+
+
+def _warn_unoptimized(fqns: Sequence[str]) -> None:
+    logger.warning(
+        "%d trainable parameters are in no param group of the optimizer, so they stay as they are: %s",
+        len(fqns),
+        listed(fqns, most=5),
+    )
 
 
 def _recomputation(model: nn.Module, config: Config) -> Recomputation | None:

@@ -85,53 +85,38 @@ def join_ranks(job: JobSpec, axes: Sequence[type[Axis]], launched: Callable[[], 
         if job.mesh is not None and asked is not None:
             raise UsageError("initialize", expected="a mesh or a ParallelConfig", got="both", fix="leave one out")
         mesh = (asked or ParallelConfig()).resolve(collectives.world_size)
+    samplers, sampler = Fact(mesh.data_parallel_size, "the process group"), mesh.data_parallel_rank(topology.rank)
+    data, peers, shards = _or_none(mesh.data_groups), _or_none(mesh.peer_groups), None
     if job.mesh is not None:
-        return _of_device_mesh(job, axes, topology, collectives, mesh)
-    if asked is not None:
+        data = data_groups(job.mesh, collectives)
+        own = next(ranks for ranks in data if topology.rank in ranks)
+        samplers, sampler = Fact(len(own), "initialize(mesh)"), own.index(topology.rank)
+        if (size := shard_size_of(job.mesh)) is not None:
+            shards = ShardSize(size, "the size of the mesh's second axis", "pass a mesh of one axis")
+    elif asked is not None:
         _check_same_mesh(mesh, collectives)
         topology.names.use(mesh)
-    data, peers = mesh.data_groups, mesh.peer_groups
-    size = len(data[0])
-    replicas = mesh.dp_replicate
-    shards = ShardSize(size // replicas, "dp_shard x sp of ParallelConfig", "leave dp_replicate at 1")
+        samplers = Fact(mesh.data_parallel_size, "initialize(parallel)")
+        if (replicas := mesh.dp_replicate) > 1:
+            size = len(mesh.data_groups[0]) // replicas
+            shards = ShardSize(size, "dp_shard x sp of ParallelConfig", "leave dp_replicate at 1")
     return JobRanks(
         topology,
         collectives,
         mesh,
-        _join_axes(axes, mesh, topology, job),
-        size,
-        Fact(mesh.data_parallel_size, "the process group" if asked is None else "initialize(parallel)"),
-        mesh.data_parallel_rank(topology.rank),
-        data if len(data) > 1 else None,
-        peers if len(peers) > 1 else None,
-        shards if replicas > 1 else None,
+        tuple(made for axis in axes if (made := axis.join(mesh, topology, job)) is not None),
+        collectives.world_size if data is None else len(data[0]),
+        samplers,
+        sampler,
+        data,
+        peers,
+        shards,
     )
 
 
-def _of_device_mesh(
-    job: JobSpec, axes: Sequence[type[Axis]], topology: Topology, collectives: Collectives, mesh: ParallelConfig
-) -> JobRanks:
-    assert job.mesh is not None, "a job without a DeviceMesh"
-    groups = data_groups(job.mesh, collectives)
-    own = next(ranks for ranks in groups if topology.rank in ranks)
-    shards = shard_size_of(job.mesh)
-    return JobRanks(
-        topology,
-        collectives,
-        mesh,
-        _join_axes(axes, mesh, topology, job),
-        len(own),
-        Fact(len(own), "initialize(mesh)"),
-        own.index(topology.rank),
-        groups,
-        shard_size=None
-        if shards is None
-        else ShardSize(shards, "the size of the mesh's second axis", "pass a mesh of one axis"),
-    )
-
-
-def _join_axes(axes: Sequence[type[Axis]], mesh: ParallelConfig, topology: Topology, job: JobSpec) -> tuple[Axis, ...]:
-    return tuple(made for axis in axes if (made := axis.join(mesh, topology, job)) is not None)
+def _or_none(groups: RankGroups) -> RankGroups | None:
+    """None for one group, of all ranks."""
+    return groups if len(groups) > 1 else None
 
 
 def _check_same_mesh(mesh: ParallelConfig, collectives: Collectives) -> None:

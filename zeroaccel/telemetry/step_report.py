@@ -22,6 +22,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
+from zeroaccel.config import Config
 from zeroaccel.logs import logger
 from zeroaccel.offload.file_io import Direction
 from zeroaccel.offload.tier import Tier
@@ -284,6 +285,20 @@ class StepReport:
         self._losses: list[Tensor] = []
         self._steps = 0  # since the last lines
         self._since: tuple[int, float] | None = None  # samples and time at the last lines, or after the first step
+
+    @classmethod
+    def of(cls, config: Config, device: torch.device, rank: int, monitors: EventSink) -> StepReport:
+        """The report that a config asks for."""
+        sections = (config.tensorboard, config.csv_monitor, config.jsonl_monitor, config.wandb)
+        return cls(
+            device=device,
+            rank=rank,
+            steps_per_print=config.steps_per_print,
+            wall_clock_breakdown=config.wall_clock_breakdown,
+            memory_breakdown=config.memory_breakdown,
+            monitors=monitors,
+            is_monitored=any(section.enabled for section in sections),
+        )
 
     @property
     def monitors(self) -> EventSink | None:

@@ -39,6 +39,7 @@ class GeneralTracker:
         name: by which `get_tracker` finds it.
         requires_logging_directory: whether it needs a `logging_dir`.
         main_process_only: False for one that logs on every rank.
+        tracker: the tracking library's object.
 
     Example:
         >>> from zeroaccel import Accelerator, GeneralTracker
@@ -56,11 +57,7 @@ class GeneralTracker:
     name: str = "nothing"
     requires_logging_directory: bool = False
     main_process_only: bool = True
-
-    @property
-    def tracker(self) -> Any:
-        """The tracking library's object."""
-        return None
+    tracker: Any = None
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
         """Stores the hyperparameters of a run."""
@@ -92,12 +89,7 @@ class TensorBoardTracker(GeneralTracker):
         self._folder = Path(logging_dir, run_name)
         self._flush_each_log = flush_each_log
         module = importlib.import_module("torch.utils.tensorboard")
-        self._writer: Any = module.SummaryWriter(log_dir=str(self._folder), **kwargs)
-
-    @property
-    def tracker(self) -> Any:
-        """The `SummaryWriter`."""
-        return self._writer
+        self.tracker = self._writer = module.SummaryWriter(log_dir=str(self._folder), **kwargs)
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
         """As hyperparameters of the run, and in `hparams.yml` beside the events."""
@@ -145,12 +137,7 @@ class WandBTracker(GeneralTracker):
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:
         self._wandb: Any = importlib.import_module("wandb")
-        self._run: Any = self._wandb.init(**({"project": run_name} | kwargs))
-
-    @property
-    def tracker(self) -> Any:
-        """The run."""
-        return self._run
+        self.tracker = self._run = self._wandb.init(**({"project": run_name} | kwargs))
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
         """As the run's config."""
@@ -327,12 +314,7 @@ _BY_NAME: Mapping[str, Callable[..., GeneralTracker]] = {
     "tensorboard": TensorBoardTracker,
     "wandb": WandBTracker,
     "jsonl": JsonlTracker,
-    "trackio": _of_accelerate("trackio"),
-    "mlflow": _of_accelerate("mlflow"),
-    "swanlab": _of_accelerate("swanlab"),
-    "comet_ml": _of_accelerate("comet_ml"),
-    "clearml": _of_accelerate("clearml"),
-    "dvclive": _of_accelerate("dvclive"),
+    **{name: _of_accelerate(name) for name in ("trackio", "mlflow", "swanlab", "comet_ml", "clearml", "dvclive")},
     "aim": _of_accelerate("aim", folder=True),
 }
 _NEED_NO_PACKAGE = {"jsonl"}

@@ -5,18 +5,15 @@ Runs once, at the start. Afterwards every parameter is a view into a unit's buff
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.config.shard_plan import ShardPlan
-from zeroaccel.errors import ConfigError, UsageError, listed
-from zeroaccel.logs import logger
+from zeroaccel.errors import UsageError
 from zeroaccel.zero.access.param_registry import ParamHandle, handle_of
 from zeroaccel.zero.layout import ALIGN_NUMEL, FlatLayout, OwnerLoads, Split, holders
 from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit
@@ -70,37 +67,6 @@ class Placement:
     def needs_owner(self, param: nn.Parameter) -> bool:
         """Whether its optimizer needs the full tensor on one rank; see [Note: owner layout] of `layout.py`."""
         return self.trainable(param) and self.groups[id(param)] in self.full_tensor_groups
-
-
-def group_index(optimizer: Optimizer, names: Mapping[int, str]) -> dict[int, int]:
-    """id(parameter) -> index of its param group.
-
-    Args:
-        names: id(parameter) -> fqn, for all of the model's parameters.
-
-    Raises:
-        ConfigError: a parameter is in two groups.
-        UsageError: a parameter is not the model's.
-    """
-    groups: dict[int, int] = {}
-    for index, group in enumerate(optimizer.param_groups):
-        for position, param in enumerate(group["params"]):
-            if id(param) not in names:
-                raise UsageError(
-                    f"optimizer.param_groups[{index}]['params'][{position}]",
-                    expected="a parameter of the model that is prepared with it",
-                    got=f"a tensor of shape {tuple(param.shape)}",
-                    fix="create the optimizer from the same model object; freeze a module that only the loss reads",
-                )
-            if id(param) in groups:
-                raise ConfigError(
-                    f"parameter {names[id(param)]}",
-                    expected="to be in one param group",
-                    got=f"groups {groups[id(param)]} and {index}",
-                    fix="remove it from one of them",
-                )
-            groups[id(param)] = index
-    return groups
 
 
 def plan_units(specs: Sequence[UnitSpec], placement: Placement, collectives: Collectives) -> list[list[BufferPlan]]:
@@ -276,14 +242,3 @@ def _take_over(params: Sequence[nn.Parameter]) -> None:
         handle = handle_of(param)
         if handle is not None and handle.registry.training is None:
             handle.registry.drop([param])
-
-
-def warn_unoptimized(fqns: Sequence[str]) -> None:
-    """Warns of trainable parameters that no optimizer updates."""
-    if fqns:
-        logger.log(
-            logging.WARNING,
-            "%d trainable parameters are in no param group of the optimizer, so they stay as they are: %s",
-            len(fqns),
-            listed(fqns, most=5),
-        )

@@ -82,6 +82,7 @@ class EngineSettings:
         loss_scaled: gradients in fp16, where a plain `loss.backward()` would miss the scale.
         input_dtype: cast floating inputs of forward to this; None leaves them.
         gather_numel: elements of all-gathers in flight after a step (`allgather_bucket_size`).
+        sub_group_numel: elements that are stepped at a time by optimizers that need their gradients in fp32.
         update_during: when masters on the host are updated.
         limits: bounds on unsharded and prefetched parameters.
         rules: how gradients are summed.
@@ -99,12 +100,14 @@ class EngineSettings:
     loss_scaled: bool = False
     input_dtype: torch.dtype | None = None
     gather_numel: int = 500_000_000
+    sub_group_numel: int = 10**9
     update_during: UpdateTime = "step"
     limits: PrefetchLimits = field(default_factory=PrefetchLimits)
     rules: ReduceRules = field(default_factory=ReduceRules)
     loop: LoopRules = field(default_factory=LoopRules)
 
 
+_DEVICE_SUB_GROUP_NUMEL = 50_000_000
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -263,6 +266,7 @@ def engine_settings_of(
         loss_scaled=settings.scales_loss,
         input_dtype=DTYPES[settings.precision] if casts else None,
         gather_numel=zero.allgather_bucket_size,
+        sub_group_numel=_sub_group_numel(settings, has_streams=has_streams),
         update_during=zero.offload_optimizer.update_during if zero.offload_optimizer is not None else "step",
         limits=PrefetchLimits(
             zero.prefetch_bucket_size,
@@ -280,6 +284,14 @@ def engine_settings_of(
         ),
         loop=loop,
     )
+
+
+def _sub_group_numel(settings: Config, *, has_streams: bool) -> int:
+    zero = settings.zero_optimization
+    # The format's default, 10^9, is 4 GB of fp32 gradients, for which a GPU seldom has room; a config's value counts.
+    if has_streams and "sub_group_size" not in zero.model_fields_set:
+        return min(zero.sub_group_size, _DEVICE_SUB_GROUP_NUMEL)
+    return zero.sub_group_size
 
 
 def loss_scale_of(settings: Config) -> LossScale:

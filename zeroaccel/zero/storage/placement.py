@@ -11,6 +11,7 @@ import math
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -23,14 +24,14 @@ from zeroaccel.errors import ConfigError
 from zeroaccel.logs import logger
 from zeroaccel.offload.device_lane import AdamLane
 from zeroaccel.offload.file_io import IoSettings
-from zeroaccel.offload.host_buffers import HostBuffers, aligned_nbytes, return_freed_memory
+from zeroaccel.offload.host_buffers import HostBuffers, aligned_nbytes, empty_on_host, return_freed_memory
 from zeroaccel.offload.nvme import NvmeTier
 from zeroaccel.offload.offload_folder import OffloadFolder, examine_folder
 from zeroaccel.offload.tier import HostTier, Tier
 from zeroaccel.ops.device_kernels import kernels_for
 from zeroaccel.ops.elementwise import Adam
 from zeroaccel.ops.hybrid_update import HybridUpdate
-from zeroaccel.ops.shard_step import ShardStep
+from zeroaccel.ops.shard_step import ShardOptimizer, ShardStep
 from zeroaccel.optim.optimizer_copy import element_states
 from zeroaccel.zero.layout import FlatLayout
 from zeroaccel.zero.storage.code_shards import CodeShard, code_nbytes
@@ -519,6 +520,24 @@ def _states_after_step(optimizer: Optimizer, group: int, shape: tuple[int, ...])
         ) from error
 
 
+def plan_tiers(
+    rules: OffloadRules, plans: Sequence[BufferPlan], optimizer: Optimizer | None, device: torch.device
+) -> TierSet:
+    """The tiers of an engine, not open yet, with an optimizer that steps where its masters are.
+
+    Raises:
+        ConfigError: as `TierSet`; or the optimizer does not share its updates, or not at the time that the config says.
+    """
+    tiers = TierSet(rules, plans, optimizer, device)
+    if optimizer is not None and rules.optimizer != "device":
+        section = f"{rules.where}.offload_optimizer"
+        share_updates(optimizer, rules.optimizer_section.ratio, device, section)
+        _check_update_time(optimizer, rules.optimizer_section.update_during, section)
+    if tiers.pins_states and tiers.swapper is None and isinstance(optimizer, ShardOptimizer):
+        optimizer.host_memory = partial(empty_on_host, pinned=True)
+    return tiers
+
+
 def share_updates(optimizer: Optimizer, ratio: float | None, device: torch.device, where: str) -> None:
     """Lets an optimizer that steps in host memory use the device for a part of each update (DeepSpeed's Twin-Flow).
 
@@ -547,7 +566,7 @@ def share_updates(optimizer: Optimizer, ratio: float | None, device: torch.devic
         raise ConfigError(f"{where}.ratio", expected="1.0", got=ratio, fix=f"a share for the device needs {missing}")
 
 
-def check_update_time(optimizer: Optimizer, during: UpdateTime, where: str) -> None:
+def _check_update_time(optimizer: Optimizer, during: UpdateTime, where: str) -> None:
     """Updates outside of `step()` are for optimizers that take their hyperparameters with each update.
 
     Raises:
