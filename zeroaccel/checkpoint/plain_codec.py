@@ -11,7 +11,8 @@ import base64
 import math
 import random
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -147,6 +148,16 @@ def random_state(device: torch.device) -> dict[str, Any]:
         "python": (version, torch.tensor(words, dtype=torch.int64), gauss),
         "numpy": (str(name), torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)),
     }
+
+
+@contextmanager
+def preserved_random_state(device: torch.device) -> Iterator[None]:
+    """Restores the generators of Python, numpy, torch and, if `device` is one, the GPU afterwards."""
+    state = random_state(device)
+    try:
+        yield
+    finally:
+        restore_random_state(state, device)
 
 
 def restore_random_state(state: dict[str, Any], device: torch.device) -> None:

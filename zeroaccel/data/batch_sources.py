@@ -14,7 +14,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, NamedTuple, Protocol
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from zeroaccel.checkpoint.plain_codec import random_state, restore_random_state
+from zeroaccel.checkpoint.plain_codec import preserved_random_state
 from zeroaccel.comm.agree import from_rank_0
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.data.batch_sharding import (
@@ -132,21 +132,11 @@ class Order:
         if self._stream or sequential or not isinstance(self._sampler, Sized):
             return self._sampler  # type: ignore[no-any-return]
         # A sampler of the user's may draw from any global generator: it runs at once, with all of them seeded alike.
-        with _preserved_rng():
+        with preserved_random_state(_CPU):
             random.seed(seed)
             np.random.seed(seed % 2**32)
             torch.default_generator.manual_seed(seed)
             return list(self._sampler)  # type: ignore[call-overload, no-any-return]
-
-
-@contextmanager
-def _preserved_rng() -> Iterator[None]:
-    """Restores the generators of Python, NumPy and torch (on the CPU) afterwards."""
-    state = random_state(_CPU)
-    try:
-        yield
-    finally:
-        restore_random_state(state, _CPU)
 
 
 def _chain(sampler: Any) -> list[Any]:
@@ -279,7 +269,7 @@ class StreamSource(_ReadSource):
         self._generator.manual_seed(self._seed + number)
         rounds: Iterator[list[LoadedBatch]] = iter(self._reader)
         # Random numbers that the dataset draws for skipped rounds were drawn before the state was saved already.
-        with _preserved_rng() if skip and self._reader.num_workers == 0 else nullcontext():
+        with preserved_random_state(_CPU) if skip and self._reader.num_workers == 0 else nullcontext():
             for _ in islice(rounds, skip):
                 pass
         if self._reader.num_workers:  # each worker knows its own last round only

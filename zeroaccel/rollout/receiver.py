@@ -107,7 +107,7 @@ class WeightReceiver:
 
     def __post_init__(self) -> None:
         self.missing = set(self.tensors)
-        self._staged: dict[int, list[Packet]] = {}
+        self._staged: dict[int, list[tuple[dict[str, Any], Tensor]]] = {}
         self._coming: int | None = None
         self._refused: int | None = None
 
@@ -126,15 +126,13 @@ class WeightReceiver:
             self.drop()
             self._coming = version
         try:
-            self._check(packet)
+            payload = self._checked(packet)
         except WeightsRefusedError:
             self.drop()
             self._refused = version
             raise
-        payload = packet.payload
-        assert payload is not None
-        self._staged.setdefault(manifest["sender"], []).append(Packet(manifest, payload.detach().clone()))
-        complete = [packets for packets in self._staged.values() if packets[-1].manifest["last"]]
+        self._staged.setdefault(manifest["sender"], []).append((manifest, payload.detach().clone()))
+        complete = [packets for packets in self._staged.values() if packets[-1][0]["last"]]
         if len(complete) < manifest["senders"]:
             return False
         self._swap()
@@ -147,7 +145,8 @@ class WeightReceiver:
         self._staged.clear()
         self._coming = None
 
-    def _check(self, packet: Packet) -> None:
+    def _checked(self, packet: Packet) -> Tensor:
+        """The payload of a packet that fits."""
         manifest, version = packet.manifest, packet.manifest["version"]
         if packet.payload is None:
             raise WeightsRefusedError(f"version {version}: expected a packet with a payload, got None")
@@ -175,6 +174,7 @@ class WeightReceiver:
                 )
             if not tensor.is_contiguous():
                 raise WeightsRefusedError(f"version {version}, {name}: expected a contiguous tensor")
+        return packet.payload
 
     def _own(self, sent: str) -> tuple[str, Tensor | None] | None:
         name = self.rename(sent)
@@ -185,13 +185,12 @@ class WeightReceiver:
         ties: dict[str, str] = {}
         with torch.no_grad():
             for packets in self._staged.values():
-                for packet in packets:
-                    ties.update(packet.manifest["ties"])
-                    for entry in packet.manifest["tensors"]:
+                for manifest, payload in packets:
+                    ties.update(manifest["ties"])
+                    for entry in manifest["tensors"]:
                         own = self._own(entry["name"])
                         if own is not None and own[1] is not None:
-                            assert packet.payload is not None
-                            _write(own[1], entry, packet.payload)
+                            _write(own[1], entry, payload)
                             changed[entry["name"]] = own[1]
                             self.missing.discard(own[0])
             for alias, name in ties.items():  # where the receiver has them apart

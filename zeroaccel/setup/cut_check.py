@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import random
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -25,13 +24,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from zeroaccel.checkpoint.plain_codec import preserved_random_state
 from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
-from zeroaccel.comm.rank_device import ACCELERATOR
 from zeroaccel.errors import UsageError, ZeroAccelError
 from zeroaccel.logs import log_always, log_once, logger
 from zeroaccel.nested import leaves_of
@@ -484,7 +482,7 @@ def without_trace(model: nn.Module, collectives: Collectives) -> Iterator[None]:
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # it would compile for the trial's shapes
         stack.enter_context(collectives.uncounted())
-        stack.enter_context(_random_states())
+        stack.enter_context(preserved_random_state(collectives.topology.device))
         stack.enter_context(_silent("torch._subclasses.fake_tensor"))  # logs what it raises, too
         for module in model.modules():
             for hooks in (module._forward_pre_hooks, module._forward_hooks):
@@ -503,19 +501,6 @@ def _silent(name: str) -> Iterator[None]:
         yield
     finally:
         log.disabled = before
-
-
-@contextmanager
-def _random_states() -> Iterator[None]:
-    states = random.getstate(), np.random.get_state()
-    module = ACCELERATOR.module
-    devices = [module.current_device()] if module.is_initialized() else []
-    with torch.random.fork_rng(devices, device_type=ACCELERATOR.type):
-        try:
-            yield
-        finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])
 
 
 def _hide_foreign(hooks: MutableMapping[int, Any]) -> Callable[[], None]:
