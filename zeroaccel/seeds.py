@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 import torch
@@ -80,26 +81,17 @@ def synchronize_rng_states(
     if "generator" in kinds and generator is None:
         raise UsageError('synchronize_rng_states: "generator"', expected="a torch.Generator", got=None)
     collectives = Collectives(init_process_group())
-    devices = ACCELERATOR.module
-    cuda = "cuda" in kinds and devices.is_available()
-
-    def states() -> dict[str, object]:
-        return {
-            "python": random.getstate(),
-            "numpy": np.random.get_state(),
-            "torch": torch.get_rng_state(),
-            "cuda": devices.get_rng_state() if cuda else None,
-            "generator": generator.get_state() if generator is not None else None,
-        }
-
-    rank_0: dict[str, object] = from_rank_0(collectives, states, "states of random generators")
-    if "python" in kinds:
-        random.setstate(rank_0["python"])  # type: ignore[arg-type]
-    if "numpy" in kinds:
-        np.random.set_state(rank_0["numpy"])  # type: ignore[arg-type]
-    if "torch" in kinds:
-        torch.set_rng_state(rank_0["torch"])  # type: ignore[arg-type]
-    if cuda:
-        devices.set_rng_state(rank_0["cuda"])
-    if "generator" in kinds and generator is not None:
-        generator.set_state(rank_0["generator"])  # type: ignore[arg-type]
+    generators: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+        "python": (random.getstate, random.setstate),
+        "numpy": (np.random.get_state, np.random.set_state),
+        "torch": (torch.get_rng_state, torch.set_rng_state),
+    }
+    if (devices := ACCELERATOR.module).is_available():
+        generators["cuda"] = devices.get_rng_state, devices.set_rng_state
+    if generator is not None:
+        generators["generator"] = generator.get_state, generator.set_state
+    chosen = {kind: generators[kind] for kind in kinds if kind in generators}
+    label = "states of random generators"
+    rank_0 = from_rank_0(collectives, lambda: {kind: read() for kind, (read, _) in chosen.items()}, label)
+    for kind, (_, write) in chosen.items():
+        write(rank_0[kind])

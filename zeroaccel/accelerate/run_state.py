@@ -40,7 +40,7 @@ from zeroaccel.accelerate.project import (
     saved_states,
 )
 from zeroaccel.accelerate.training_loop import TrainingLoop
-from zeroaccel.checkpoint.atomic_write import remove_abandoned, write_durably
+from zeroaccel.checkpoint.atomic_write import remove_abandoned, write_durably, writing_to
 from zeroaccel.checkpoint.plain_codec import decode, encode, random_state, restore_random_state
 from zeroaccel.checkpoint.save import Part, Save
 from zeroaccel.checkpoint.save_plan import saved_nbytes
@@ -395,11 +395,14 @@ class _RunPart:
         }
         with agreed(collectives, f"save_state {root.name}: folder"):
             if collectives.rank == 0:
-                _writable(root, lambda: _invalidate(root))
+                with writing_to(root):
+                    root.mkdir(parents=True, exist_ok=True)
+                    (root / STATE_NAME).unlink(missing_ok=True)  # until it is written again there is no state here
 
     def write(self) -> None:
         """Writes this rank's file."""
-        _writable(self.root, lambda: write_durably(self.root / self.name, self._content))
+        with writing_to(self.root):
+            write_durably(self.root / self.name, self._content)
         remove_abandoned(self.root / self.name)
 
     def complete(self) -> None:
@@ -410,7 +413,8 @@ class _RunPart:
         with agreed(ranks, f"save_state {root.name}: finish"):
             if ranks.rank == 0:
                 manifest = json.dumps(self._facts | {"sha256": digests}, indent=1).encode()
-                _writable(root, lambda: write_durably(root / STATE_NAME, manifest))
+                with writing_to(root):
+                    write_durably(root / STATE_NAME, manifest)
                 remove_abandoned(root / STATE_NAME)
         logger.info("saved state %s", root)
 
@@ -601,20 +605,6 @@ def _check_keep_last(run: RunParts) -> None:
                 got=keep,
                 fix="limit whole states instead, with ProjectConfiguration(total_limit=...)",
             )
-
-
-def _invalidate(root: Path) -> None:
-    root.mkdir(parents=True, exist_ok=True)
-    (root / STATE_NAME).unlink(missing_ok=True)  # until it is written again there is no state here
-
-
-def _writable(root: Path, write: Callable[[], object]) -> None:
-    try:
-        write()
-    except OSError as error:
-        raise CheckpointError(
-            f"{root}: cannot be written ({error.strerror})", fix="free some space or choose another folder"
-        ) from error
 
 
 def _tag(index: int) -> str:

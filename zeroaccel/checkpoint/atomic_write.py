@@ -28,6 +28,23 @@ _ABANDONED_SECONDS = 10.0
 """Age from which an unlocked temporary file counts as abandoned: a writer locks it right after creating it."""
 
 
+@contextlib.contextmanager
+def writing_to(place: Path, *, keeps_others: bool = False) -> Iterator[None]:
+    """Makes an OSError of the block a CheckpointError with the place.
+
+    Args:
+        keeps_others: nothing that was written earlier is lost by it.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{place}: cannot be written ({error.strerror})",
+            fix="free some space or choose another folder"
+            + ("; earlier checkpoints are as they were" if keeps_others else ""),
+        ) from error
+
+
 class NewFile:
     """A file under a temporary name in the folder of its final one. A context manager; unpublished files are removed.
 

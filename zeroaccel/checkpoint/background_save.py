@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from threading import Event
 
-from zeroaccel.checkpoint.atomic_write import TEMPORARY_SUFFIX, write_durably
+from zeroaccel.checkpoint.atomic_write import TEMPORARY_SUFFIX, write_durably, writing_to
 from zeroaccel.checkpoint.save import Part, Save
 from zeroaccel.errors import CheckpointError
 from zeroaccel.logs import logger
@@ -94,13 +94,8 @@ class BackgroundSave:
     def _send(self, part: Part) -> None:
         """Writes the part file that rank 0 polls for."""
         path = self._part_path(self._save.rank)
-        try:
+        with writing_to(path, keeps_others=True):
             write_durably(path, json.dumps(part).encode())
-        except OSError as error:
-            raise CheckpointError(
-                f"{path}: cannot be written ({error.strerror})",
-                fix="free some space or choose another folder; earlier checkpoints are as they were",
-            ) from error
 
     def _part_path(self, rank: int) -> Path:
         return self._file_path(rank).with_suffix(".part.json")

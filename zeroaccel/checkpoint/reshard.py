@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from zeroaccel.checkpoint.atomic_write import NewFile, write_all, write_durably
+from zeroaccel.checkpoint.atomic_write import NewFile, write_all, write_durably, writing_to
 from zeroaccel.checkpoint.find import find_checkpoint
 from zeroaccel.checkpoint.manifest import (
     LATEST_NAME,
@@ -38,7 +38,7 @@ from zeroaccel.checkpoint.rank_file import (
     lay_out_rank_file,
     rank_file_name,
 )
-from zeroaccel.errors import CheckpointError, UsageError
+from zeroaccel.errors import UsageError
 from zeroaccel.zero.access.safetensors_file import ITEMSIZE, FileLayout
 from zeroaccel.zero.layout import FlatRange
 
@@ -97,7 +97,7 @@ def rewrite(manifest: Manifest, files: Sequence[CheckedFile], out: Path, world_s
     if (target / MANIFEST_NAME).exists():
         raise UsageError(f"{target}", expected="no checkpoint there", fix="choose another folder")
     save_id = secrets.token_hex(4)
-    try:
+    with writing_to(target):
         target.mkdir(parents=True, exist_ok=True)
         # All layouts before any file: the offsets follow from the sizes alone, so each file is written front to back.
         plans = list(_plan_ranks(manifest, world_size))
@@ -110,10 +110,6 @@ def rewrite(manifest: Manifest, files: Sequence[CheckedFile], out: Path, world_s
             records.append(_write_file(path, rank, layout, _contents(layout, plan, files)))
         write_manifest(target, _resharded(manifest, save_id, world_size, records, plans, layouts))
         write_durably(out / LATEST_NAME, manifest.tag.encode())
-    except OSError as error:
-        raise CheckpointError(
-            f"{target}: cannot be written ({error.strerror})", fix="free some space or choose another folder"
-        ) from error
     return target
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 import torch
 
-from zeroaccel.checkpoint.atomic_write import FolderLock, remove_abandoned, write_durably
+from zeroaccel.checkpoint.atomic_write import FolderLock, remove_abandoned, write_durably, writing_to
 from zeroaccel.checkpoint.consolidate import drop_script
 from zeroaccel.checkpoint.find import checkpoint_folders
 from zeroaccel.checkpoint.manifest import (
@@ -515,7 +515,7 @@ def commit(root: Path, manifest: Manifest, rules: CommitRules) -> None:
         CheckpointError: the disk is full or fails; earlier checkpoints stay valid.
     """
     folder = root / manifest.tag
-    try:
+    with writing_to(folder, keeps_others=True):
         # In this order, so that after a crash at any point `latest` names a complete checkpoint, the old or the new.
         for record in manifest.files if rules.is_shared else ():
             _check_visible(folder / record.name, record.nbytes)
@@ -524,11 +524,6 @@ def commit(root: Path, manifest: Manifest, rules: CommitRules) -> None:
             write_durably(root / LATEST_NAME, manifest.tag.encode())
             drop_script(root)
             remove_abandoned(root / LATEST_NAME)
-    except OSError as error:
-        raise CheckpointError(
-            f"{folder}: cannot be written ({error.strerror})",
-            fix="free some space or choose another folder; earlier checkpoints are as they were",
-        ) from error
     _remove_stale_files(folder, manifest)
     if rules.keep_last is not None:
         _prune(root, manifest, rules.keep_last)

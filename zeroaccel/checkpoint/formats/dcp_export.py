@@ -26,12 +26,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from zeroaccel.checkpoint.atomic_write import NewFile, remove_abandoned, write_durably
+from zeroaccel.checkpoint.atomic_write import NewFile, remove_abandoned, write_durably, writing_to
 from zeroaccel.checkpoint.find import DCP_METADATA_NAME, find_checkpoint
 from zeroaccel.checkpoint.manifest import Manifest
 from zeroaccel.checkpoint.plain_codec import decode
 from zeroaccel.checkpoint.tensor_store import TensorStore
-from zeroaccel.errors import CheckpointError, UsageError
+from zeroaccel.errors import UsageError
 
 _FILE_NAME = "__0_0.distcp"
 
@@ -61,7 +61,7 @@ def export_dcp(checkpoint_dir: str | os.PathLike[str], out: str | os.PathLike[st
     target = Path(out)
     if (target / DCP_METADATA_NAME).exists():
         raise UsageError(f"{target}", expected="no checkpoint there", fix="choose another folder")
-    try:
+    with writing_to(target):
         target.mkdir(parents=True, exist_ok=True)
         with (
             NewFile(target / _FILE_NAME) as new,
@@ -74,10 +74,6 @@ def export_dcp(checkpoint_dir: str | os.PathLike[str], out: str | os.PathLike[st
         remove_abandoned(target / _FILE_NAME)
         # Last, as DCP itself does: without its `.metadata` a folder is no checkpoint.
         write_durably(target / DCP_METADATA_NAME, pickle.dumps(metadata))
-    except OSError as error:
-        raise CheckpointError(
-            f"{target}: cannot be written ({error.strerror})", fix="free some space or choose another folder"
-        ) from error
     return target
 
 
