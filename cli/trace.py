@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,7 +23,7 @@ from zeroaccel.errors import UsageError
 from zeroaccel.telemetry.trace_file import SHARES, Span, StepTraceFile, innermost, read_trace, unit_of
 
 from .pages.frame import COLOURS, MOST_NBYTES, Table, escaped, figure, legend, page, write_page
-from .verify import launch_command
+from .verify import run_ordered
 
 _VARIABLE = "ZEROACCEL_TRACE"  # as `zeroaccel.zero.step_trace` has it, which imports torch
 _FILE, _PAGE = "trace.json", "trace.html"
@@ -76,7 +74,7 @@ def trace(steps: int, warmup: int, out: Path, arguments: tuple[str, ...]) -> int
     with _folder_for_results(out), tempfile.TemporaryDirectory(prefix="zeroaccel-trace-") as folder:
         progress, written = Path(folder, "steps"), out / _FILE
         order = {"path": str(written.resolve()), "warmup": warmup, "steps": steps, "progress": str(progress)}
-        code = _run(arguments, json.dumps(order))
+        code = run_ordered(arguments, {_VARIABLE: json.dumps(order)})
         if code:
             return code
         done = int(progress.read_text()) if progress.exists() else None
@@ -114,15 +112,6 @@ def _folder_for_results(folder: Path) -> Iterator[None]:
         if is_new:
             with suppress(OSError):  # it is not empty
                 folder.rmdir()
-
-
-def _run(arguments: tuple[str, ...], order: str) -> int:
-    process = subprocess.Popen(launch_command(arguments), env={**os.environ, _VARIABLE: order})
-    try:
-        return process.wait()
-    except KeyboardInterrupt:  # the terminal sends it to the job as well
-        process.wait()
-        return 128 + signal.SIGINT
 
 
 def _show(recorded: StepTraceFile, page: Path) -> None:

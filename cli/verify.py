@@ -54,6 +54,16 @@ def run_job(
     return lines, "" if done.returncode == 0 else done.stderr.strip() or f"exit code {done.returncode}"
 
 
+def run_ordered(arguments: Sequence[str], order: Mapping[str, str], stdout: int | None = None) -> int:
+    """Runs a job with an order in its environment, on this terminal; returns its exit code."""
+    process = subprocess.Popen(launch_command(arguments), env={**os.environ, **order}, stdout=stdout)
+    try:
+        return process.wait()
+    except KeyboardInterrupt:  # the terminal sends it to the job as well
+        process.wait()
+        return 128 + signal.SIGINT
+
+
 _SECONDS = 300.0
 
 
@@ -192,14 +202,7 @@ def _run(
     """(file -> records, exit code) of a run with these keys of `zero_optimization` replaced."""
     order = json.dumps({"folder": str(folder), "steps": steps, "zero": dict(zero)})
     click.echo(f"zeroaccel: {'at stage ' + str(zero['stage']) if zero else 'as configured'}:", err=True)
-    process = subprocess.Popen(
-        launch_command(arguments), env={**os.environ, _VARIABLE: order}, stdout=subprocess.DEVNULL
-    )
-    try:
-        code = process.wait()
-    except KeyboardInterrupt:  # the terminal sends it to the job as well
-        process.wait()
-        return {}, 128 + signal.SIGINT
+    code = run_ordered(arguments, {_VARIABLE: order}, stdout=subprocess.DEVNULL)
     records = {path.stem: _read(path) for path in sorted(folder.glob("*.jsonl"))} if folder.is_dir() else {}
     return {name: steps for name, steps in records.items() if steps}, code
 

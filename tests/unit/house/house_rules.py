@@ -36,7 +36,6 @@ ENVIRONMENT_READERS = {
     "cli/launch/agent.py": "tells torch's elastic agent, which reads it, that attempts do not share a store",
     "cli/config/config_command.py": "whether there is somebody to ask, and where files of the user lie",
     "cli/doctor.py": "shows the machine and the settings in force, and passes the environment to a job of its own",
-    "cli/trace.py": "passes it to a job of its own, with an order",
     "cli/verify.py": "passes it to jobs of its own, with an order",
     "cli/launch/fork_server.py": "a fork becomes a rank, whose environment comes with the request",
     "cli/launch/forked_ranks.py": "the process that imports has the environment that all ranks of the machine share",

@@ -13,7 +13,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from zeroaccel.cli import trace as trace_module
+from zeroaccel.cli import verify as verify_module
 from zeroaccel.cli.main import main
 from zeroaccel.cli.pages.frame import MOST_NBYTES
 from zeroaccel.cli.trace import trace_page
@@ -268,7 +268,7 @@ if int(sys.argv[1] if sys.argv[1] != "none" else 0) == order["warmup"] + order["
 
 def _trace(folder: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> Result:
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(trace_module, "launch_command", lambda words: [sys.executable, "-S", *words])
+    monkeypatch.setattr(verify_module, "launch_command", lambda words: [sys.executable, "-S", *words])
     Path("train.py").write_text(SCRIPT)
     write_trace(Path("made.json"), _two_ranks())
     return CliRunner().invoke(main, ["trace", *words])
