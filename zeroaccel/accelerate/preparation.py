@@ -33,7 +33,7 @@ from zeroaccel.data import PreparedLoader
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.initialization import start
 from zeroaccel.nested import batch_size_of
-from zeroaccel.optim.rank_facts import SAME_OPTIMIZER, difference, scheduler_facts
+from zeroaccel.optim.rank_facts import require_same, scheduler_facts
 from zeroaccel.setup.compilation import Compilation
 from zeroaccel.setup.job import JobSpec
 from zeroaccel.zero.engine_base import EngineBase
@@ -357,8 +357,7 @@ def _check_same_objects(
             f"{collectives.named([rank])}: {', '.join(theirs) or 'nothing'}" for rank, (theirs, _) in enumerate(by_rank)
         )
         raise UsageError("prepare", expected="the same objects on every rank, in the same order", got=got)
-    if (mismatch := difference([facts for _, facts in by_rank], collectives.named)) is not None:
-        raise UsageError(f"prepare: {mismatch}", expected="one value on all ranks", fix=SAME_OPTIMIZER)
+    require_same("prepare", [facts for _, facts in by_rank], collectives.named)
 
 
 def _schedule_facts(schedulers: Sequence[Any], late: Iterable[tuple[int, Any]]) -> dict[str, str]:

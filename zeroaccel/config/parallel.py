@@ -336,8 +336,8 @@ def with_config_axes(tree: Mapping[str, Any], parallel: ParallelConfig | None) -
         >>> with_config_axes({"tensor_parallel": {"autotp_size": 2}}, None)
         ParallelConfig(pp=1, dp_replicate=1, dp_shard=-1, sp=1, tp=2, tp_plan='auto')
     """
-    sequence, layers = out_of_quotes(int, tree.get("sequence_parallel_size")), _autotp_size(tree)
-    if isinstance(sequence, int) and sequence > 1:
+    layers = _autotp_size(tree)
+    if (sequence := _ranks(tree.get("sequence_parallel_size"))) > 1:
         parallel = _with_axis(parallel, "sp", sequence, "sequence_parallel_size")
     if (experts := _autoep_size(tree)) > 1:
         parallel = _with_axis(parallel, "ep", experts, "expert_parallel.autoep_size")
@@ -345,6 +345,12 @@ def with_config_axes(tree: Mapping[str, Any], parallel: ParallelConfig | None) -
         parallel = _with_axis(parallel, "tp", layers, "tensor_parallel.autotp_size")
         parallel = replace(parallel, tp_plan="auto" if parallel.tp_plan is None else parallel.tp_plan)
     return parallel
+
+
+def _ranks(value: object) -> int:
+    """A number of ranks as it is written; 1 for what is none."""
+    size = out_of_quotes(int, value)
+    return size if isinstance(size, int) and not isinstance(size, bool) else 1
 
 
 def _with_axis(parallel: ParallelConfig | None, axis: str, size: int, key: str) -> ParallelConfig:
@@ -372,8 +378,7 @@ def _autoep_size(tree: Mapping[str, Any]) -> int:
     # Patterns and presets by which DeepSpeed finds experts, and its kernels: found and computed as the model has them.
     for key in sorted(section.keys() - {"enabled", "autoep_size", *_OWN_ROUTING}):
         log_once(logging.INFO, f"expert_parallel.{key}: does nothing: experts are found by transformers' interface")
-    size = out_of_quotes(int, section.get("autoep_size"))
-    return size if isinstance(size, int) and not isinstance(size, bool) else 1
+    return _ranks(section.get("autoep_size"))
 
 
 def _autotp_size(tree: Mapping[str, Any]) -> int:
@@ -382,9 +387,7 @@ def _autotp_size(tree: Mapping[str, Any]) -> int:
     if not isinstance(section, Mapping):
         return 1
     older = section.get("tensor_parallel", section.get("tp"))
-    sizes = [section.get("autotp_size"), older.get("tp_size") if isinstance(older, Mapping) else None]
-    sizes = [out_of_quotes(int, size) for size in sizes]
-    size = max((size for size in sizes if isinstance(size, int) and not isinstance(size, bool)), default=1)
+    size = max(_ranks(section.get("autotp_size")), _ranks(older.get("tp_size") if isinstance(older, Mapping) else None))
     for key in _OWN_PLANS:
         if size > 1 and section.get(key):
             raise UsageError(

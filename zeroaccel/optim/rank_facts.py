@@ -34,9 +34,6 @@ from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.hangs.hang_report import Names, rank_list
 from zeroaccel.errors import UsageError
 
-SAME_OPTIMIZER = "make the optimizer and its scheduler from the same settings on every rank"
-"""The remedy where new optimizers differ."""
-
 Facts = dict[str, str]
 
 _MOST_NUMEL = 16  # elements of a tensor whose values count as settings
@@ -259,6 +256,17 @@ class Difference:
     def __str__(self) -> str:
         others = f" ({self.others} more {'setting differs' if self.others == 1 else 'settings differ'})"
         return f"{self.address} is {self.values}" + (others if self.others else "")
+
+
+def require_same(where: str, everyone: Sequence[Mapping[str, str]], names: Names = rank_list) -> None:
+    """Raises UsageError at the first difference, as `difference` finds it.
+
+    Args:
+        where: the call that compares.
+    """
+    if (differs := difference(everyone, names)) is not None:
+        fix = "make the optimizer and its scheduler from the same settings on every rank"
+        raise UsageError(f"{where}: {differs}", expected="one value on all ranks", fix=fix)
 
 
 def difference(everyone: Sequence[Mapping[str, str]], names: Names = rank_list) -> Difference | None:

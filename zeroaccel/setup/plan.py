@@ -31,7 +31,7 @@ from zeroaccel.config import (
 from zeroaccel.data import build_dataloader
 from zeroaccel.errors import ConfigError, UsageError, listed
 from zeroaccel.logs import log_once, logger, set_log_level
-from zeroaccel.optim.rank_facts import SAME_OPTIMIZER, difference
+from zeroaccel.optim.rank_facts import require_same
 from zeroaccel.setup.compilation import Compilation, compilation_of
 from zeroaccel.setup.job import JobSpec
 from zeroaccel.setup.optimizer_plan import OptimizerPlan
@@ -188,8 +188,7 @@ class TrainPlan:
             return
         compared: Sequence[_Compared] = ranks.gather_objects(own, "compare plans in detail")
         _compare_fields("settings", {rank: list(one.settings.items()) for rank, one in enumerate(compared)}, ranks)
-        if (differs := difference([one.optimizer for one in compared], ranks.named)) is not None:
-            raise UsageError(f"initialize: {differs}", expected="one value on all ranks", fix=SAME_OPTIMIZER)
+        require_same("initialize", [one.optimizer for one in compared], ranks.named)
         for part in sorted({one.part for one in compared}):
             of_part = {rank: one.parameters for rank, one in enumerate(compared) if one.part == part}
             _compare_fields("models", of_part, ranks)
