@@ -145,14 +145,14 @@ class HierarchicalCollectives(Collectives):
             "gathers of shards": (shard_group.gather_group, GATHERS),
             "secondary gathers": (secondary_group.gather_group, GATHERS),
         }
-        if hops:
+        if layout.hops is not None:
             node_group, peer_group = hops
             groups |= {"hop 1": (node_group.reduce_group, HOPS), "hop 2": (peer_group.reduce_group, HOPS)}
             self._reduction = Int4Reduction(
                 self._tracker,
                 self._transports(node_group, node_group.reduce_group),
                 self._transports(peer_group, peer_group.reduce_group),
-                _shards_of_peers(layout, shard_group, node_group),
+                _shards_of_peers(layout.hops[1], shard_group, node_group),
             )
         elif replicate_group.size > 1:
             groups["sums of shards"] = shard_group.reduce_group, REDUCTIONS
@@ -222,10 +222,9 @@ class HierarchicalCollectives(Collectives):
         return self._reduction.nbytes(numel, shard_numel, dtype)
 
 
-def _shards_of_peers(layout: MeshLayout, shard_group: RankGroup, node_group: RankGroup) -> list[list[int]]:
+def _shards_of_peers(partition: RankGroups, shard_group: RankGroup, node_group: RankGroup) -> list[list[int]]:
     """shard_of[l][n] of `Int4Reduction`: for each rank of this node, the shard ranks of its peers on all nodes."""
-    assert layout.hops is not None, "an exact reduction has no hops"
-    peers = {rank: group for group in layout.hops[1] for rank in group}
+    peers = {rank: group for group in partition for rank in group}
     return [[shard_group.ranks.index(peer) for peer in peers[rank]] for rank in node_group.ranks]
 
 
