@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import math
 import shutil
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +21,9 @@ from typing import Protocol
 import torch
 
 from zeroaccel.accelerate.peer_copies import PeerCopies, Sizes, step_of
-from zeroaccel.accelerate.project import ProjectConfiguration, prune_states, saved_states
+from zeroaccel.accelerate.project import ProjectConfiguration, saved_states
+from zeroaccel.checkpoint.rank_file import is_part_of_a_save
+from zeroaccel.checkpoint.save import OVERWRITTEN
 from zeroaccel.comm.agree import agree_or_raise, from_rank_0
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.config.schema import PeerStates
@@ -32,6 +36,7 @@ MOST_COST = 0.02
 """Of the time of training, what all states in memory together take where their interval is measured."""
 
 _FIRST_INTERVAL = 2
+_STEPS_COUNTED, _STATES_COUNTED = 64, 5
 _WRITTEN = "written_"  # a folder that is no state yet: its name with the step
 
 
@@ -87,11 +92,55 @@ class _Writing:
             self.error = self.error or CheckpointError(f"{self.folder}: cannot be copied ({error})")
 
 
+class MeasuredInterval:
+    """Steps between two states with which they take `MOST_COST` of the time of steps without one.
+
+    A state costs what the steps beside it take longer than as many without a state: waiting for it, and what its
+    threads take from the ranks' processors. Medians count, of the last steps and states: a pause for an evaluation is
+    no step, and the first state takes fresh memory.
+    """
+
+    def __init__(self) -> None:
+        self._steps: deque[float] = deque(maxlen=_STEPS_COUNTED)
+        self._states: deque[tuple[int, float, float]] = deque(maxlen=_STATES_COUNTED)
+
+    def note_step(self, seconds: float) -> None:
+        """A step without a state."""
+        self._steps.append(seconds)
+
+    def note_state(self, steps: int, seconds: float, blocked_seconds: float) -> None:
+        """A state that began before `steps` steps and is complete.
+
+        Args:
+            seconds: from its begin until now.
+            blocked_seconds: of these, what training waited here.
+        """
+        self._states.append((steps, seconds, blocked_seconds))
+
+    @property
+    def step_seconds(self) -> float:
+        """Of a step without a state."""
+        return max(statistics.median(self._steps), 1e-9)
+
+    @property
+    def state_seconds(self) -> float:
+        """What a state costs; at least what training waited for it."""
+        step = self.step_seconds
+        costs = [max(blocked, seconds - steps * step) for steps, seconds, blocked in self._states]
+        return statistics.median_high(costs)
+
+    @property
+    def interval(self) -> int:
+        """Steps from the end of a state to the next; at least as many as are compared with."""
+        beside = self._states[-1][0]
+        return max(1, beside, math.ceil(self.state_seconds / (MOST_COST * self.step_seconds)))
+
+
 class MemoryStates:
     """The states that one process group keeps in folders of the launchers, one per machine. (calls of all ranks)
 
-    The newest one stays, and the one before until the newest is complete. Where the memory does not suffice, a warning
-    says so and no more states are saved.
+    The newest one stays, and the one before until the next save overwrites its files. Where the memory does not
+    suffice, a warning says so and no more states are saved.
 
     Args:
         folder: of this machine's launcher, in memory.
@@ -108,6 +157,7 @@ class MemoryStates:
     ) -> None:
         self._project = ProjectConfiguration(str(folder), total_limit=1)
         self._folder = folder / "checkpoints"
+        self._overwritten = self._folder / OVERWRITTEN
         self._is_measured = settings.interval == "auto"
         self.interval = _FIRST_INTERVAL if settings.interval == "auto" else int(settings.interval)
         self._limit = settings.memory
@@ -118,8 +168,8 @@ class MemoryStates:
         self.place = "the machine" if machines == 1 else f"{machines} machines"
         self._at: _Moment | None = None  # from which the interval counts
         self._writing: _Writing | None = None
-        self._start = self._spent = 0.0  # time at the first step, and seconds of all states since
-        self._step_seconds = 0.0  # of a step without a state
+        self._last: _Moment | None = None  # when the last step began
+        self._costs = MeasuredInterval()
         self._blocked = 0.0  # seconds for the state that is written
         self._is_on = True
         self._found: tuple[str, list[Sizes]] | None = None
@@ -174,21 +224,22 @@ class MemoryStates:
             return
         try:
             if self._writing is None:
+                if self._last is not None and num_steps > self._last.num_steps:
+                    self._costs.note_step((now - self._last.time) / (num_steps - self._last.num_steps))
                 if num_steps - at.num_steps >= self.interval:
-                    self._begin(at, num_steps, micro_step, now)
+                    self._begin(num_steps, micro_step, now)
             elif self._is_written(self._writing):
                 self._complete(self._writing, num_steps, now)
-                return
-            self._blocked += time.monotonic() - now
         except CheckpointError as error:
             logger.warning("no more states in memory: %s", error)
             self._is_on = False
             self._give_up()
+        self._last = _Moment(num_steps, time.monotonic())
+        self._blocked += self._last.time - now
 
-    def _begin(self, last: _Moment, num_steps: int, micro_step: int, now: float) -> None:
-        if (steps := num_steps - last.num_steps) > 0:
-            self._step_seconds = (now - last.time) / steps
+    def _begin(self, num_steps: int, micro_step: int, now: float) -> None:
         self._at = at = _Moment(num_steps, now)
+        self._blocked = 0.0
         self._peers.connect()
         folder = self._folder / f"{_WRITTEN}{num_steps}"
         self._writing = _Writing(self._save(folder, micro_step), folder, self._peers, at)
@@ -208,26 +259,29 @@ class MemoryStates:
         self._peers.spread(writing.folder, self._folder / f"checkpoint_{begin.num_steps}")
         self._writing = None
         if self._peers.is_first:
-            prune_states(self._project)
+            self._give_to_next_save(saved_states(self._project)[:-1])
         if not self._is_measured:
             return
-        # What steps have taken longer than those without a state, by waiting for it or beside its threads; at least
-        # what this class has blocked.
-        now, steps = time.monotonic(), num_steps - begin.num_steps
-        cost = max(self._blocked + now - called, now - begin.time - steps * self._step_seconds)
-        self._blocked = 0.0
-        self._spent += cost
-        until = interval_of(self._spent + cost, now - self._start, self._step_seconds)
-        until = max(until, steps, 1)  # as many without one, to compare with
-        self.interval = from_rank_0(self._collectives, lambda: until, "interval of states in memory")
+        now = time.monotonic()
+        self._costs.note_state(num_steps - begin.num_steps, now - begin.time, self._blocked + now - called)
+        self.interval = from_rank_0(self._collectives, lambda: self._costs.interval, "interval of states in memory")
         self._at = _Moment(num_steps, now)
+
+    def _give_to_next_save(self, states: Sequence[Path]) -> None:
+        """Has the next save overwrite a state, and no longer the one that the last save has overwritten."""
+        for state in states:
+            shutil.rmtree(self._overwritten, ignore_errors=True)
+            state.rename(self._overwritten)
+        for path in self._overwritten.rglob("*"):
+            if path.is_file() and not is_part_of_a_save(path.name):
+                path.unlink()
 
     def _give_up(self) -> None:
         """Removes what is there of a state that will not be complete. (all ranks)"""
         self.close()
         self._collectives.barrier("states in memory: given up")
         if self._peers.is_first:
-            for path in self._folder.glob(f"{_WRITTEN}*"):
+            for path in (*self._folder.glob(f"{_WRITTEN}*"), self._overwritten):
                 shutil.rmtree(path, ignore_errors=True)
 
     def close(self) -> None:
@@ -240,24 +294,10 @@ class MemoryStates:
     def _begin_counting(self, num_steps: int) -> _Moment:
         """Counts from here. Removes states of later steps: a run that started anew would take them for its own."""
         self._at = at = _Moment(num_steps, time.monotonic())
-        self._start = self._start or at.time
+        self._last = None
         self._give_up()
         if self._peers.is_first:
             for path in saved_states(self._project):
                 if step_of(path.name) > num_steps:
                     shutil.rmtree(path, ignore_errors=True)
         return at
-
-
-def interval_of(spent_seconds: float, elapsed_seconds: float, step_seconds: float) -> int:
-    """Steps until a state may be saved with which all states so far have taken at most `MOST_COST` of the time.
-
-    Args:
-        spent_seconds: on states, with the next one.
-        elapsed_seconds: since the first step.
-
-    Example:
-        >>> interval_of(1.0, 10.0, 1.0), interval_of(0.1, 10.0, 1.0)
-        (40, 1)
-    """
-    return max(1, math.ceil((spent_seconds / MOST_COST - elapsed_seconds) / max(step_seconds, 1e-9)))

@@ -13,6 +13,7 @@ lack files, the k-th file goes from the k-th rank of one that has it.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -22,6 +23,8 @@ from pathlib import Path
 
 import torch
 
+from zeroaccel.checkpoint.atomic_write import write_all
+from zeroaccel.checkpoint.save import OVERWRITTEN, file_of_rank
 from zeroaccel.comm.agree import agreed, from_rank
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.topology import pair_backends
@@ -36,8 +39,9 @@ _LIST_NAME = "files.json"
 """The sizes of all files of a state; on every machine."""
 
 _CHUNK_NBYTES = 16 << 20
+_SENT_NBYTES = 1 << 20  # by threads: what the processor's caches have, in place of fresh memory at each state
 _DIVIDED = ".safetensors"  # files of one rank; all others are rank 0's, and small
-_OF_ONE_RANK = re.compile(r"(.*/)?(rank|run_state_rank)\d{5}(-[^/]*)?\.safetensors")  # read by some ranks only
+_OF_ONE_RANK = re.compile(r"(.*/)?(rank(?P<rank>\d{5,})-[^/]*|run_state_rank\d{5})\.safetensors")  # read by some only
 
 
 @dataclass(frozen=True)
@@ -280,12 +284,12 @@ def _send_files(link: PairLink, folder: Path, names: Sequence[str]) -> None:
     """Two chunks at a time: one is read while the other one travels."""
     sizes = {name: (folder / name).stat().st_size for name in names}
     link.send_bytes(json.dumps(sizes).encode())
-    chunks = torch.empty(2, _CHUNK_NBYTES, dtype=torch.uint8)
+    chunks = torch.empty(2, _SENT_NBYTES, dtype=torch.uint8)
     sent: PendingTransfer | None = None
     number = 0
     for name, nbytes in sizes.items():
-        with open(folder / name, "rb") as file:
-            for piece in _pieces(name, nbytes):
+        with open(folder / name, "rb", buffering=0) as file:
+            for piece in _pieces(name, nbytes, _SENT_NBYTES):
                 chunk = chunks[number % 2][: piece.nbytes]
                 file.readinto(_memory_of(chunk))
                 if sent is not None:
@@ -297,28 +301,45 @@ def _send_files(link: PairLink, folder: Path, names: Sequence[str]) -> None:
 
 
 def _receive_files(link: PairLink, folder: Path) -> None:
-    """Receives everything also where it cannot be written: the other rank is sending it."""
+    """Receives everything also where it cannot be written: the other rank is sending it.
+
+    Into files that the next save overwrites, where there are any (`OVERWRITTEN`).
+    """
     sizes: dict[str, int] = json.loads(link.receive_bytes())
-    chunk = torch.empty(_CHUNK_NBYTES, dtype=torch.uint8)
+    chunk = torch.empty(_SENT_NBYTES, dtype=torch.uint8)
     failure: OSError | None = None
     for name, nbytes in sizes.items():
-        for piece in _pieces(name, nbytes):
+        _take_file_to_overwrite(folder, name)
+        for piece in _pieces(name, nbytes, _SENT_NBYTES):
             part = chunk[: piece.nbytes]
             link.receive(part)
             try:
                 _write(folder, piece, part)
+                if piece.offset + piece.nbytes == nbytes:
+                    os.truncate(folder / name, nbytes)
             except OSError as error:
                 failure = failure or error
     if failure is not None:
         raise failure
 
 
+def _take_file_to_overwrite(folder: Path, name: str) -> None:
+    path = folder / name
+    if (match := _OF_ONE_RANK.fullmatch(name)) is None or match["rank"] is None:
+        return
+    over = file_of_rank((folder.with_name(OVERWRITTEN) / name).parent, int(match["rank"]))
+    if over is not None:
+        with suppress(OSError):  # then it is written anew
+            path.parent.mkdir(parents=True, exist_ok=True)
+            over.rename(path)
+
+
 def _write(folder: Path, piece: _Piece, part: torch.Tensor) -> None:
     path = folder / piece.name
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "r+b" if piece.offset else "wb") as file:
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), "wb", buffering=0) as file:
         file.seek(piece.offset)
-        file.write(_memory_of(part))
+        write_all(file.fileno(), _memory_of(part))
 
 
 def _memory_of(rows: torch.Tensor) -> memoryview:
@@ -337,9 +358,9 @@ def _megabytes(nbytes: int) -> str:
     return f"{nbytes / 1e6:,.2f} MB"
 
 
-def _pieces(name: str, nbytes: int) -> Iterator[_Piece]:
-    for offset in range(0, nbytes, _CHUNK_NBYTES):
-        yield _Piece(name, offset, min(_CHUNK_NBYTES, nbytes - offset))
+def _pieces(name: str, nbytes: int, most: int = _CHUNK_NBYTES) -> Iterator[_Piece]:
+    for offset in range(0, nbytes, most):
+        yield _Piece(name, offset, min(most, nbytes - offset))
 
 
 def _positive(sizes: Iterable[int]) -> list[int]:

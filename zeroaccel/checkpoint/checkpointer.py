@@ -88,7 +88,8 @@ class Checkpointer:
         self._section = section = section or Checkpoint()
         staging_nbytes = section.staging_nbytes if section.async_save else 4 * CHUNK_NBYTES
         self._staging = Staging(staging_nbytes, pinned=self._is_on_device)
-        self._copied = threading.Event()  # of the tensors of `begin_save`
+        self._state_staging = Staging(4 * CHUNK_NBYTES, pinned=self._is_on_device)  # of `begin_save`
+        self._copied = threading.Event()  # of its tensors
         self._copied.set()
         engine.registry.before_write = self._wait_copied
         self._saving: BackgroundSave | None = None
@@ -128,7 +129,7 @@ class Checkpointer:
 
         Until its tensors are copied nothing changes them: updates, loads and `wait` block.
         """
-        save = self._prepared(folder, tag, Staging(4 * CHUNK_NBYTES, pinned=self._is_on_device))
+        save = self._prepared(folder, tag, self._state_staging)
         self._copied = save.writer.copied
         return save
 

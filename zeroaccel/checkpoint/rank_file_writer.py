@@ -132,18 +132,22 @@ class RankFileWriter:
     Args:
         path: its final name.
         entries: what goes into it, in any order; none of them copied yet.
+        over: as for `NewFile`.
 
     Attributes:
         entries: in the order of the file, largest item size first, which aligns each one.
         layout: the offset of each entry.
+        fresh_nbytes: of the file, those that need room beside the file that it overwrites.
         device: where tensors are copied from, the CPU without any on a device.
         copied: set when the tensors are needed no longer, also after an error.
     """
 
-    def __init__(self, path: Path, entries: Sequence[SaveItem], staging: Staging) -> None:
+    def __init__(self, path: Path, entries: Sequence[SaveItem], staging: Staging, *, over: Path | None = None) -> None:
         self.path = path
+        self._over = over
         self.entries = sorted(entries, key=lambda entry: -ITEMSIZE[entry.dtype])
         self.layout: FileLayout = lay_out_rank_file([(e.key, e.dtype, e.data.numel()) for e in self.entries])
+        self.fresh_nbytes = self.layout.nbytes - (0 if over is None else over.stat().st_size)
         self.copied = threading.Event()
         self._staging = staging
         self._copies = copies_of(self.entries)
@@ -173,7 +177,7 @@ class RankFileWriter:
             CheckpointError: the disk is full or fails. Nothing is left of the file, and `copy` ends all the same.
         """
         try:
-            with NewFile(self.path, unique=False) as file:  # the name has the number of this save
+            with NewFile(self.path, unique=False, over=self._over) as file:  # the name has the number of this save
                 table = self._write(file.handle)
                 file.publish()
         except BaseException as error:

@@ -69,6 +69,10 @@ class CommitRules:
     is_shared: bool = True
 
 
+OVERWRITTEN = "overwritten"
+"""Beside a folder in memory: one whose files the next save overwrites, instead of taking fresh memory."""
+
+
 @dataclass(frozen=True)
 class SaveRequest:
     """The arguments of `save_checkpoint`.
@@ -177,14 +181,15 @@ def prepare(
         _join_parts(common, engine_state, plan, collectives, left_out=request.left_out)
     save_id, processes = _agree_on_tag(tag, collectives)
     path = root / tag / rank_file_name(engine_state.rank, engine_state.world_size, save_id)
+    over = None if request.rules.is_shared else file_of_rank(root.with_name(OVERWRITTEN) / tag, engine_state.rank)
     with agreed(collectives, f"checkpoint {tag}: lay out"):
-        writer = RankFileWriter(path, plan.entries, staging)
+        writer = RankFileWriter(path, plan.entries, staging, over=over)
     sizes = collectives.gather_objects(writer.layout.nbytes, f"checkpoint {tag}: sizes")
     lock: FolderLock | None = None
     try:
         with agreed(collectives, f"checkpoint {tag}: folder"):
             # Of folders that machines do not share none gets everything.
-            nbytes = sum(sizes) if request.rules.is_shared else writer.layout.nbytes
+            nbytes = sum(sizes) if request.rules.is_shared else writer.fresh_nbytes
             lock = _open_folder(root / tag, nbytes, locked=engine_state.rank == 0)
     except Exception:
         if lock is not None:
@@ -317,6 +322,11 @@ def _optimizer(engine_state: EngineState, plan: SavePlan) -> dict[str, Any] | No
             raise UsageError(f"optimizer.param_groups[{index}]", expected="names of hyperparameters as keys")
         groups.append({**encoded, "params": [fqn for fqn, owner in sharded.group_of.items() if owner == index]})
     return {"type": type(sharded.optimizer).__name__, "param_groups": groups}
+
+
+def file_of_rank(folder: Path, rank: int) -> Path | None:
+    """That of any save; None where there is none."""
+    return next(folder.glob(f"rank{rank:05d}-of-*.safetensors"), None)
 
 
 def _open_folder(folder: Path, nbytes: int, *, locked: bool) -> FolderLock | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from zeroaccel.checkpoint import atomic_write
-from zeroaccel.checkpoint.atomic_write import FolderLock, NewFile, remove_abandoned, write_durably
+from zeroaccel.checkpoint.atomic_write import FolderLock, NewFile, remove_abandoned, write_all, write_durably
 from zeroaccel.errors import CheckpointError
 
 
@@ -85,3 +85,15 @@ def test_a_lock_is_of_the_folder_that_is_there(tmp_path: Path) -> None:
     lock.release()
     assert FolderLock.if_free(tmp_path / "absent") is None
     assert not (tmp_path / "absent").exists()
+
+
+def test_an_older_file_is_overwritten(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.write_bytes(b"longer than the new one")
+    number = old.stat().st_ino
+    with NewFile(new, unique=False, over=old) as file:
+        write_all(file.handle, memoryview(b"new"))
+        assert not new.exists()
+        file.publish()
+    assert (new.read_bytes(), new.stat().st_ino) == (b"new", number)
+    assert list(tmp_path.iterdir()) == [new]
