@@ -17,6 +17,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 from zeroaccel.accelerate import pretrained_saving
@@ -43,8 +44,23 @@ def attach(engine: EngineBase) -> None:
         # The engine has stepped when this is called, and the Trainer has not counted it.
         _patch(callback, "on_pre_optimizer_step", lambda original: lambda *args, **kwargs: None)
         _patch(type(saver), "_enable_checkpoint", lambda original: lambda saver: stop_notice.give())
+        _patch(type(saver), "execute_jit_checkpoint", _beside_other_ranks)
         stop_notice.saved = ""  # this training is not over
         engine.when_preempted(functools.partial(_ask_to_save, saver))
+
+
+def _beside_other_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Saving on a signal: every rank removes the mark of an incomplete checkpoint if it is there, one of them first."""
+
+    @functools.wraps(original)
+    def execute(saver: Any) -> None:
+        try:
+            original(saver)
+        except FileNotFoundError as error:
+            if Path(error.filename or "").name != "checkpoint-is-incomplete.txt":
+                raise
+
+    return execute
 
 
 def _ask_to_save(saver: Any) -> None:
