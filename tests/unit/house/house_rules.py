@@ -57,8 +57,8 @@ ENVIRONMENT_READERS = {
 # Folder -> its most code lines. A commit that raises one says what the lines are worth.
 MAX_CODE_LINES: Mapping[str, int] = {
     "": 860,
-    "accelerate": 4015,
-    "checkpoint": 6120,
+    "accelerate": 4050,
+    "checkpoint": 6135,
     "cli": 7205,
     "comm": 3795,
     "compat": 3220,
