@@ -8,6 +8,7 @@ machine's (`peer_copies.py`). `RunSaving` decides when it is between two batches
 
 from __future__ import annotations
 
+import logging
 import math
 import shutil
 import statistics
@@ -26,9 +27,10 @@ from zeroaccel.checkpoint.rank_file import is_part_of_a_save
 from zeroaccel.checkpoint.save import OVERWRITTEN
 from zeroaccel.comm.agree import agree_or_raise, from_rank_0
 from zeroaccel.comm.collectives import Collectives
+from zeroaccel.comm.environment import launcher_memory
 from zeroaccel.config.schema import PeerStates
 from zeroaccel.errors import CheckpointError
-from zeroaccel.logs import logger
+from zeroaccel.logs import log_once, logger
 from zeroaccel.offload.page_locked import free_nbytes
 from zeroaccel.ops.device_threads import start_thread
 
@@ -301,3 +303,20 @@ class MemoryStates:
                 if step_of(path.name) > num_steps:
                     shutil.rmtree(path, ignore_errors=True)
         return at
+
+
+def folder_for_states(collectives: Collectives, asked: str) -> Path | None:
+    """The folder of this machine's launcher, in memory; None, with a warning, where one has none. (all ranks)
+
+    Args:
+        asked: what asks for states, for the warning.
+    """
+    folder = launcher_memory()
+    have = collectives.gather_objects(folder is not None, "states in memory")
+    if all(have):
+        return folder
+    without = [rank for rank, has in enumerate(have) if not has]
+    who = collectives.named(without) if any(have) else "this job"
+    why, fix = f"no launcher keeps memory for {who}", "start it with `zeroaccel launch --max_restarts N`"
+    log_once(logging.WARNING, f"{asked} has no effect: {why}; {fix}")
+    return None

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import weakref
 from collections import OrderedDict
@@ -30,7 +29,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from zeroaccel.accelerate.accelerator_state import AcceleratorState
-from zeroaccel.accelerate.memory_states import MemoryStates
+from zeroaccel.accelerate.memory_states import MemoryStates, folder_for_states
 from zeroaccel.accelerate.prepared_optimizer import GradientState
 from zeroaccel.accelerate.project import (
     STATE_NAME,
@@ -46,12 +45,11 @@ from zeroaccel.checkpoint.save import Part, Save
 from zeroaccel.checkpoint.save_plan import saved_nbytes
 from zeroaccel.comm.agree import agreed, from_rank_0
 from zeroaccel.comm.collectives import Collectives
-from zeroaccel.comm.environment import launcher_memory
 from zeroaccel.config.bounds import parse_plain_json, read_at_most
 from zeroaccel.config.schema import PeerStates
 from zeroaccel.data import PreparedLoader
 from zeroaccel.errors import CheckpointError, ConfigError, Preempted, UsageError
-from zeroaccel.logs import log_always, log_once, logger
+from zeroaccel.logs import log_always, logger
 from zeroaccel.zero.access.safetensors_file import parse_header
 from zeroaccel.zero.engine_base import EngineBase
 
@@ -162,16 +160,9 @@ class RunSaving:
         return found
 
     def _memory_states(self, settings: PeerStates) -> MemoryStates | None:
-        folder = launcher_memory()
-        have = self._collectives.gather_objects(folder is not None, "states in memory")
-        if folder is None or not all(have):
-            without = [rank for rank, has in enumerate(have) if not has]
-            who = self._collectives.named(without) if any(have) else "this job"
-            why, fix = f"no launcher keeps memory for {who}", "start it with `zeroaccel launch --max_restarts N`"
-            asked = "ProjectConfiguration.memory_interval" if self.project.memory_interval else "checkpoint.peer"
-            log_once(logging.WARNING, f"{asked} has no effect: {why}; {fix}")
-            return None
-        return MemoryStates(folder, settings, self._begin_save, self._collectives)
+        asked = "ProjectConfiguration.memory_interval" if self.project.memory_interval else "checkpoint.peer"
+        folder = folder_for_states(self._collectives, asked)
+        return None if folder is None else MemoryStates(folder, settings, self._begin_save, self._collectives)
 
     def register(self, obj: Any) -> None:
         missing = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(obj, name, None))]

@@ -654,7 +654,7 @@ def initialize(
             unknown_keys="lenient",
             parallel=_parallel_of(mpu, model),
             pipeline=model.pipeline_config() if isinstance(model, PipelineModule) else None,
-            loop=LoopRules(empty_when_sharded=True, saves_within_accumulation=True, resumes=trainer_states.is_saving()),
+            loop=LoopRules(empty_when_sharded=True, saves_within_accumulation=True, resumes=trainer_states.are_asked()),
         )
     )
     assert isinstance(engine, DeepSpeedMembers), "the engine_type that was asked for"

@@ -25,12 +25,11 @@ from typing import Any
 
 import torch
 
-from zeroaccel.accelerate.memory_states import MemoryStates
+from zeroaccel.accelerate.memory_states import MemoryStates, folder_for_states
 from zeroaccel.accelerate.project import STATE_NAME
 from zeroaccel.checkpoint.save import Part
 from zeroaccel.checkpoint.save_plan import saved_nbytes
 from zeroaccel.comm.agree import agreed, from_rank_0
-from zeroaccel.comm.environment import launcher_memory
 from zeroaccel.config import load_config
 from zeroaccel.config.schema import PeerStates
 from zeroaccel.errors import CheckpointError
@@ -40,6 +39,9 @@ from zeroaccel.zero.engine_base import EngineBase
 
 _TRAINER_STATE = "trainer_state.json"  # Trainer's names
 _SCHEDULER = "scheduler.pt"
+_TAG = (
+    "global_step"  # that Trainer looks for begin so; the same for all, so that a save overwrites the files of another
+)
 
 _ARGUMENTS = (  # those that tell one training of a script from another
     *("output_dir", "max_steps", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps"),
@@ -47,12 +49,13 @@ _ARGUMENTS = (  # those that tell one training of a script from another
 )
 
 _current: TrainerStates | None = None
+_is_asked = False
 _used: list[Path] = []  # folders of this process' calls
 
 
-def is_saving() -> bool:
-    """Whether a `Trainer.train` runs that saves states in memory."""
-    return _current is not None
+def are_asked() -> bool:
+    """Whether a `Trainer.train` runs whose config asks for states in memory."""
+    return _is_asked
 
 
 def attach(engine: EngineBase) -> None:
@@ -74,17 +77,19 @@ def train(
     Args:
         original: Trainer's own.
     """
-    global _current
-    folder = launcher_memory() if trial is None and _current is None else None
-    settings = _settings(trainer) if folder is not None else None
-    if folder is None or settings is None:
+    global _current, _is_asked
+    settings = None if _is_asked else _settings(trainer)
+    if settings is None:
         return original(trainer, resume_from_checkpoint, trial, *args, **kwargs)
-    with _states(trainer, folder, settings) as states:
-        _current = states
-        try:
-            return original(trainer, states.newest(resume_from_checkpoint), trial, *args, **kwargs)
-        finally:
-            _current = None
+    _is_asked = True
+    try:
+        folder = None if trial is not None else folder_for_states(collectives_of_process(), "checkpoint.peer")
+        if folder is None:
+            return original(trainer, resume_from_checkpoint, trial, *args, **kwargs)
+        with _states(trainer, folder, settings) as _current:
+            return original(trainer, _current.newest(resume_from_checkpoint), trial, *args, **kwargs)
+    finally:
+        _current, _is_asked = None, False
 
 
 def _settings(trainer: Any) -> PeerStates | None:
@@ -163,8 +168,7 @@ class TrainerStates:
         self._engine = engine
         if self._found is not None:
             found, self._found = self._found, None
-            tag = _tag(found)
-            self._memory.fetch(lambda: [f"{tag}/{name}" for name in engine.checkpointer.files_to_read(found, tag)])
+            self._memory.fetch(lambda: [f"{_TAG}/{name}" for name in engine.checkpointer.files_to_read(found, _TAG)])
         nbytes = 0
         with agreed(self._collectives, "states in memory: size"):
             nbytes = saved_nbytes(engine.checkpointer.state())
@@ -200,13 +204,12 @@ class TrainerSave:
         self._folder, self._replaced = folder, replaced
         self._collectives = engine.collectives.job
         self.device = engine.device
-        tag = f"global_step{trainer.state.global_step}"  # as DeepSpeed's, which Trainer looks for
         with agreed(self._collectives, "states in memory: Trainer's part"):
             self._write_small(trainer)
-        self._save = engine.checkpointer.begin_save(folder, tag)
+        self._save = engine.checkpointer.begin_save(folder, _TAG)
         self._written: Part = {}
         own = "rng_state.pth" if trainer.args.world_size <= 1 else f"rng_state_{trainer.args.process_index}.pth"
-        self.names: Sequence[str] = [f"{tag}/{self._save.writer.path.name}", own]
+        self.names: Sequence[str] = [f"{_TAG}/{self._save.writer.path.name}", own]
 
     def write(self) -> None:
         """Writes this rank's file of the engine's checkpoint."""
@@ -255,10 +258,6 @@ def _digest(trainer: Any) -> str:
         len(dataset) if hasattr(dataset, "__len__") else None,
     ]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
-
-
-def _tag(folder: Path) -> str:
-    return next(path.name for path in folder.glob("global_step*"))
 
 
 def _asked(asked: Any, output_dir: str) -> tuple[str | None, int | None]:
