@@ -7,6 +7,7 @@ cannot be made this way raises `NotBuilt` with the reason.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import random
@@ -236,11 +237,11 @@ def build(kind: str, name: str, seed: int) -> tuple[nn.Module, dict[str, Tensor]
                     param.clamp_(-4, 4).add_(0.02 * torch.randn_like(param))
         model.float().train()
         for batch in inputs(model, seed):
-            found = failure(model, batch)
+            found = failure(copy.deepcopy(model), batch)  # some keep states of a forward
             if not found:
                 return model, batch
             for filled in _with_places(batch, config, found):
-                if not failure(model, filled):
+                if not failure(copy.deepcopy(model), filled):
                     return model, filled
             reason = reason or f"forward: {found}"
     raise NotBuilt(reason)
