@@ -28,6 +28,8 @@ from zeroaccel.zero.access.deferred_init import Init as OwnInit
 
 _HOW_TO_CALL = (
     "hand the model to deepspeed.initialize(), a Trainer or Accelerator.prepare() first, and call what they return. "
+    "A model without an engine, as a frozen encoder beside the one that trains, has to be loaded whole: "
+    "load it before the Accelerator or TrainingArguments is made, after which transformers shards what it loads. "
     "accelerate prepares no DeepSpeed engine where ACCELERATE_USE_CPU is true: leave it out of the environment"
 )
 _SECTIONS = ("zero_optimization", "optimizer", "scheduler", "fp16", "bf16")
