@@ -14,7 +14,7 @@ from race import PHASES, Conditions, Result
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["Bar", "Ratio", "bars", "document", "holds", "losses_agree", "machine", "ratio", "show"]
+__all__ = ["Bar", "Ratio", "bars", "compiled", "document", "holds", "losses_agree", "machine", "ratio", "show"]
 
 MIB = 1 << 20
 LOSS_TOLERANCE = 0.01
@@ -25,7 +25,7 @@ Results = Mapping[str, Result]
 
 @dataclass(frozen=True)
 class Ratio:
-    """Of two contenders' step times, taken round by round."""
+    """Of two contenders' times, taken round by round."""
 
     median: float
     low: float
@@ -48,9 +48,9 @@ class Bar:
         return self.value <= self.limit
 
 
-def ratio(of: Result, to: Result) -> Ratio:
+def ratio(of: Result, to: Result, measure: str = "seconds") -> Ratio:
     """Median, smallest and largest of the rounds' ratios."""
-    pairs = [mine / theirs for mine, theirs in zip(of.seconds, to.seconds, strict=True)]
+    pairs = [mine / theirs for mine, theirs in zip(getattr(of, measure), getattr(to, measure), strict=True)]
     return Ratio(statistics.median(pairs), min(pairs), max(pairs))
 
 
@@ -136,11 +136,14 @@ def show(results: Results, conditions: Conditions, console: Console) -> None:
         name, distance = losses_agree(there)
         verdict = "agree" if distance <= LOSS_TOLERANCE else "[red]DO NOT AGREE[/]"
         console.print(f"losses {verdict}: farthest from the median is {name}, by {distance:.2%}")
+    for name, peer, seconds, processor in compiled(there):
+        console.print(f"{name} / {peer}: step time {seconds}, processor time {processor}")
     for bar in bars(there, conditions.world_size):
         mark = "[green]holds[/]" if bar.passed else "[red]misses[/]"
         console.print(f"{mark}  {bar.claim}: {bar.value:.2f}, at most {bar.limit:.2f}")
 
 
+_COMPILED, _PEER = "-compiled", "fsdp2-compiled"
 _COLUMNS = (
     _DDP,
     _DEEPSPEED_2,
@@ -170,6 +173,17 @@ def _show_times(there: Results, references: Sequence[str], conditions: Condition
             *(str(ratio(result, there[peer])) for peer in references),
         )
     console.print(table)
+
+
+def compiled(there: Results) -> list[tuple[str, str, Ratio, Ratio]]:
+    """What compiling gives: each compiled contender beside itself in eager mode, and beside FSDP2 compiled."""
+    pairs = [(name, name.removesuffix(_COMPILED)) for name in there if name.endswith(_COMPILED)]
+    pairs += [(name, _PEER) for name, _ in pairs if name != _PEER]
+    return [
+        (name, peer, ratio(there[name], there[peer]), ratio(there[name], there[peer], "processor_seconds"))
+        for name, peer in pairs
+        if peer in there
+    ]
 
 
 def document(results: Results, conditions: Conditions) -> dict[str, Any]:
