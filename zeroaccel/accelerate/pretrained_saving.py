@@ -31,6 +31,7 @@ from zeroaccel.errors import EngineStateError
 from zeroaccel.nested import map_tensors
 from zeroaccel.zero.engine_base import EngineBase
 from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit, ShardState
+from zeroaccel.zero.tensor_subclasses import inner_tensors, is_wrapper, rewrapped
 
 _ENGINES: weakref.WeakSet[EngineBase] = weakref.WeakSet()
 _ORIGINALS: dict[type, Callable[..., Any]] = {}
@@ -76,7 +77,9 @@ def _gathering(original: Callable[..., Any]) -> Callable[..., Any]:
         def save(state: dict[str, Any]) -> Any:
             inside = {name.removeprefix(prefix): state.pop(name) for name in list(state) if name.startswith(prefix)}
             if collectives.rank != 0:  # transformers looks tensors without values up in the model, which lacks scales
-                inside = {name: inside[name] for name in own if name in inside}
+                inside = {name: inside[name] for name in own if name in inside and not is_wrapper(inside[name])}
+            if any(map(is_wrapper, inside.values())):  # torchao's writer takes its own classes, of plain tensors, alone
+                inside = {name: _in_full(value) for name, value in inside.items()}
             bound.arguments["state_dict"] = inside
             # Of a quantised base transformers ignores the argument, and asks the model.
             vars(model)["state_dict"] = lambda *args, **kwargs: inside
@@ -227,6 +230,13 @@ class _OnDemand(Tensor):
                 result = func(*args, **kwargs)
                 return _on_demand(result, args[0].ask) if isinstance(result, Tensor) else result
             return func(*map_tensors(_valued, args), **map_tensors(_valued, kwargs))
+
+
+def _in_full(value: Tensor) -> Tensor:
+    """A value that may be on demand, or a wrapper of such, as a plain one."""
+    if is_wrapper(value):
+        return rewrapped(value, {name: _in_full(getattr(owner, key)) for name, owner, key in inner_tensors(value)})
+    return _valued(value)
 
 
 def _on_demand(tensor: Tensor, ask: Callable[[], Tensor]) -> Tensor:

@@ -21,6 +21,7 @@ from zeroaccel.checkpoint.formats.deepspeed_checkpoint import open_source
 from zeroaccel.config.bounds import read_at_most
 from zeroaccel.errors import CheckpointError, UsageError
 from zeroaccel.zero.quantized_weights import LAYOUT, PACKED, load_state, state_tensors
+from zeroaccel.zero.tensor_subclasses import is_wrapper
 
 __all__ = [
     "SCRIPT_NAME",
@@ -120,7 +121,9 @@ def load_state_dict_from_zero_checkpoint(
 
 def _check_fit(model: nn.Module, source: zero_to_fp32.Source, *, strict: bool) -> None:
     """CheckpointError unless shapes, and if `strict` names, agree."""
-    own = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+    named = model.state_dict(keep_vars=True).items()
+    own = {name: value for name, value in named if isinstance(value, Tensor) and not is_wrapper(value)}
+    own |= dict(state_tensors(model))
     saved = {weight.name: weight.shape for weight in source.weights}
     saved |= {alias: saved[name] for alias, name in source.ties.items()}
     differences = [

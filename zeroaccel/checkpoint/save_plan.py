@@ -354,13 +354,13 @@ def left_out(model: nn.Module, exclude_frozen: bool | None) -> tuple[frozenset[i
             raise UsageError(
                 "save_checkpoint(exclude_frozen_parameters)", expected="True, False or None", got=exclude_frozen
             )
-        frozen = frozenset(id(param) for param in model.parameters() if not param.requires_grad)
+        frozen = frozenset(id(param) for _, param in named_tensors(model) if not param.requires_grad)
         return (frozen if exclude_frozen else frozenset()), base_name(model)
     name = base_name(model)
     if not name:
         return frozenset(), ""
     adapters = {id(param) for module in model.modules() for param in _adapters_of(module)}
-    base = frozenset(id(p) for p in model.parameters() if not p.requires_grad and id(p) not in adapters)
+    base = frozenset(id(p) for _, p in named_tensors(model) if not p.requires_grad and id(p) not in adapters)
     if base:
         log_once(
             logging.WARNING,

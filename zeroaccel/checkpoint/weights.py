@@ -30,6 +30,7 @@ from zeroaccel.comm.collectives import Collectives
 from zeroaccel.errors import CheckpointError
 from zeroaccel.zero.access.safetensors_file import dtype_name, lay_out_tensors
 from zeroaccel.zero.param_unit import FlatBuffer, ShardState
+from zeroaccel.zero.quantized_weights import join_wrappers
 
 TensorSpec = tuple[str, torch.dtype, tuple[int, ...]]
 """(name, dtype, shape) of a tensor of the model."""
@@ -152,6 +153,7 @@ def placeholder_state_dict(engine_state: EngineState, *, exclude_frozen: bool) -
 
 def with_ties(tensors: dict[str, Tensor], engine_state: EngineState) -> dict[str, Tensor]:
     """The same tensors under every name that a state dict of the model has for them, in its order."""
+    tensors = join_wrappers(engine_state.model, tensors)
     ties = {alias: name for alias, name in engine_state.ties.items() if name in tensors}
     named = {**tensors, **{alias: tensors[name] for alias, name in ties.items()}}
     return {name: named[name] for name in engine_state.state_dict_names if name in named}

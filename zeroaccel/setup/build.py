@@ -28,7 +28,7 @@ from zeroaccel.zero.engine import Engine
 from zeroaccel.zero.engine_base import EngineBase, EngineParts
 from zeroaccel.zero.param_unit import ParamUnit
 from zeroaccel.zero.precision import Autocast, broadcast_buffers, cast_buffers
-from zeroaccel.zero.quantized_weights import broadcast_state, forbid_packing
+from zeroaccel.zero.quantized_weights import broadcast_state, forbid_packing, release_codes
 from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
 from zeroaccel.zero.storage.placement import TierSet, plan_tiers
 
@@ -90,6 +90,7 @@ def _complete(engine: EngineBase, plan: TrainPlan) -> None:
     """Adds to an engine what ends with it: checkpoints, axes, and what the config changes outside of the engine."""
     ranks, model = plan.ranks, plan.job.model
     engine.at_destroy(forbid_packing(model))
+    engine.at_destroy(partial(release_codes, model))
     whole = next((axis.whole for axis in ranks.axes if axis.whole is not None), None)
     engine.checkpointer = checkpointer = Checkpointer(engine, plan.config.checkpoint, whole, ranks.mesh)
     engine.weight_sender = WeightSender(engine, checkpointer.state)

@@ -53,7 +53,7 @@ from zeroaccel.zero.model_check import check_dtypes
 from zeroaccel.zero.precision import LossScale
 from zeroaccel.zero.quantized_weights import attach_codes
 from zeroaccel.zero.storage.placement import OffloadRules
-from zeroaccel.zero.tensor_subclasses import named_tensors
+from zeroaccel.zero.tensor_subclasses import is_wrapper, named_tensors
 from zeroaccel.zero.wrap_policy import UnitSpec
 
 
@@ -280,6 +280,14 @@ def _divide(job: JobSpec, ranks: JobRanks) -> tuple[Any, Any]:
     """Has each axis reduce the model to this rank's part; returns the optimizer and the params that are left."""
     optimizer, params = job.optimizer, job.params
     for index, axis in enumerate(ranks.axes):
+        wrapped = next((fqn for fqn, param in job.model.named_parameters() if is_wrapper(param)), None)
+        if wrapped is not None and axis.name != "sp":  # which divides no parameters
+            raise UsageError(
+                f"parameter {wrapped}",
+                expected=f"a weight of one tensor with {axis.name}, which divides the model",
+                got="a quantised weight that consists of several tensors",
+                fix=f"leave {axis.name} at 1, or quantise the base by bitsandbytes",
+            )
         axis.divide(job.model, ranks.axes[:index])
         optimizer, params = axis.own_params(optimizer, params)
     return optimizer, params

@@ -45,6 +45,7 @@ from zeroaccel.zero.compiled import (
 )
 from zeroaccel.zero.coordinator import ForwardUse, ParamCoordinator
 from zeroaccel.zero.param_unit import ParamUnit, ShardState
+from zeroaccel.zero.tensor_subclasses import carriers, inner_tensors, is_wrapper, tensors_of
 from zeroaccel.zero.wrap_policy import computes_in_turn
 
 _CALL = nn.Module._call_impl.__code__
@@ -267,7 +268,10 @@ class Hooks:
         self._modules = {id(module) for module in root.modules()}
         for module in root.modules():
             owned = {
-                name: unit_of[id(p)] for name, p in module._parameters.items() if p is not None and id(p) in unit_of
+                name: unit_of[id(each)]
+                for name, param in module._parameters.items()
+                for each in (carriers(param)[:1] if param is not None else ())
+                if id(each) in unit_of
             }
             if owned and id(module) not in compiled:
                 module.__dict__["_parameters"] = WatchedParameters(module._parameters, owned, self._read)
@@ -358,7 +362,13 @@ class StateDictHooks:
         self._empty_when_sharded = empty_when_sharded
         self._handles: list[RemovableHandle] = []
         for module in root.modules():
-            handles = {name: registry.handle(param) for name, param in module._parameters.items() if param is not None}
+            named = [
+                each
+                for name, param in module._parameters.items()
+                if param is not None
+                for each in tensors_of(name, param)
+            ]
+            handles = {name: registry.handle(param) for name, param in named}
             owned = {name: handle for name, handle in handles.items() if handle is not None}
             if owned:
                 self._attach(module, owned)
@@ -383,13 +393,20 @@ class StateDictHooks:
                 )
             loaded.clear()
             gathered.clear()
+            saved = {
+                f"{name}.{inner}": getattr(owner, attribute)
+                for name in module._parameters
+                if is_wrapper(value := state.get(prefix + name))
+                for inner, owner, attribute in inner_tensors(value)
+            }
             for name, handle in owned.items():
                 # Kept until after torch's own copy, which rounds to the parameter's dtype: the master gets all bits.
-                value = state.get(prefix + name)
+                value = saved.get(name, state.get(prefix + name))
                 if isinstance(value, Tensor) and tuple(value.shape) == handle.slot.whole_shape:
                     split = handle.slot.split
-                    # The dict is torch's own copy. Of a split parameter it gets the part that the parameter has.
-                    loaded[name] = state[prefix + name] = value if split is None else split.part(value)
+                    loaded[name] = value if split is None else split.part(value)
+                    if split is not None:  # the dict is torch's own copy: it gets the part that the parameter has
+                        state[prefix + name] = loaded[name]
             for unit in units:
                 # torch copies into the parameter after this hook, and `after` writes shard and master from there.
                 if unit.state is ShardState.SHARDED:
@@ -475,7 +492,8 @@ def refuse_calls(unit: ParamUnit, is_building: Callable[[], bool], fix: str) -> 
         if unit.state is not ShardState.SHARDED or is_building():
             return
         # A program may have replaced the parameters by others, which the unit does not follow.
-        handles = [handle_of(param) for param in module._parameters.values()]
+        own = [param for param in module._parameters.values() if param is not None]
+        handles = [handle_of(each) for param in own for each in carriers(param)]
         if any(handle is not None and handle.unit is unit for handle in handles):
             raise EngineStateError(
                 f"forward of {type(module).__name__}: {next(unit.fqns())} is sharded by zero.Init, and reads as NaN",
@@ -639,7 +657,13 @@ def _owners_below(root: nn.Module, unit: ParamUnit) -> list[nn.Module]:
     """The modules below the root that hold parameters of its unit; code may call them without it."""
     own = {id(param) for buffer in unit.buffers for param in buffer.params}
     compiled = compiled_within(root)
-    owners = [m for m in root.modules() if any(id(p) in own for p in m._parameters.values())]
+    owners = [
+        module
+        for module in root.modules()
+        if any(
+            id(each) in own for param in module._parameters.values() if param is not None for each in carriers(param)
+        )
+    ]
     return [module for module in owners if module is not root and id(module) not in compiled]
 
 

@@ -20,6 +20,7 @@ from zeroaccel.errors import UsageError
 from zeroaccel.nested import leaves_of
 from zeroaccel.zero.access.param_registry import handle_of
 from zeroaccel.zero.quantized_weights import check_quantized
+from zeroaccel.zero.tensor_subclasses import is_wrapper
 
 # How torch says that tensors of one operation are in different memories; some operations compare the types only.
 _MIXED = re.compile(r"\bdevices?\b|\btorch\.(cuda\.)?\w*Tensor\b|weight type", re.IGNORECASE)
@@ -33,9 +34,9 @@ def check_model(model: object, device: torch.device) -> None:
         device: where the engine computes.
 
     Raises:
-        UsageError: the model is no module, has TorchScript modules, or is not on `device`; a parameter is a wrapper of
-            several tensors, or is on the meta device, or complex, or in another engine, or a copy of a sharded one, or
-            shares memory with another, or has no shape yet, or was made in inference mode.
+        UsageError: the model is no module, has TorchScript modules, or is not on `device`; a parameter is on the meta
+            device, or complex, or in another engine, or a copy of a sharded one, or shares memory with another, or has
+            no shape yet, or was made in inference mode.
     """
     if not isinstance(model, nn.Module):
         raise UsageError("initialize(model)", expected="a torch.nn.Module", got=type(model).__name__)
@@ -53,22 +54,13 @@ def check_model(model: object, device: torch.device) -> None:
         if (fault := _fault(param)) is not None:
             expected, got, fix = fault
             raise UsageError(f"parameter {fqn}", expected=expected, got=got, fix=fix)
-    check_quantized(model)
+    check_quantized(model, device)
     _refuse_shared_memory(model)
     check_model_device(model, device)
 
 
 def _fault(param: nn.Parameter) -> tuple[str, str, str] | None:
     """What is expected, what there is, and what to do, of a parameter that cannot be sharded; None for others."""
-    kind = type(param)
-    # A shard would lack the other tensors; those of torchao and quanto.
-    if hasattr(kind, "__tensor_flatten__") and not hasattr(param, "_local_tensor"):
-        return (
-            "a tensor with memory of its own, or codes of bitsandbytes",
-            f"{kind.__name__} of {kind.__module__.partition('.')[0]}, which consists of several tensors",
-            'load the model unquantised with "zero_optimization": {"frozen_weights": "int8"} (or "nf4"), or '
-            "quantised by bitsandbytes",
-        )
     if isinstance(param, nn.UninitializedParameter):
         return "a shape", "that of a lazy module, which has none yet", "call the model once with an example before"
     if param.is_inference():
@@ -78,7 +70,7 @@ def _fault(param: nn.Parameter) -> tuple[str, str, str] | None:
     if handle is not None and handle.registry.training is not None:
         return "a model of its own", "one that another engine holds", "call destroy() of that engine first"
     # A copy of a sharded parameter has the NaN that stands for its values: the values themselves are lost.
-    if (handle is None or handle.replaced) and _is_all_nan(param):
+    if (handle is None or handle.replaced) and not is_wrapper(param) and _is_all_nan(param):
         fix = "copy or cast it inside zero.GatheredParameters; zero.Init(dtype=...) casts while it builds"
         return "values", "only NaN, as a copy or a cast of a sharded parameter has", fix
     if param.is_meta:

@@ -9,6 +9,10 @@ bitsandbytes' classes are known by name, so that nothing imports the library: `P
 parameters outside of layers have within a parametrization (`replace_parameter_4bit`), and `Int8Params`, whose layer has
 a second reference to the codes, which follows the parameter. Its CPU kernel for evaluation packs 4-bit codes anew in
 the first forward and rounds the scales: `forbid_packing` turns that kernel off.
+
+A frozen wrapper, as of torchao and quanto, has codes and scales in other tensors, which torch's `__tensor_flatten__`
+names. They become parameters that the wrapper refers to, and that units have in its place: a gather fills them, and
+nothing is done to the wrapper. HQQ's layers have scales and zeros in a dictionary.
 Parameters of other classes are carried as they are; attributes of theirs belong to the program.
 """
 
@@ -23,7 +27,15 @@ from torch import Tensor, nn
 
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.errors import UsageError
-from zeroaccel.zero.tensor_subclasses import follow, mark_codes, scales_of
+from zeroaccel.zero.tensor_subclasses import (
+    follow,
+    inner_tensors,
+    is_wrapper,
+    mark_codes,
+    rewrapped,
+    scales_of,
+    unmark_codes,
+)
 
 _SMALL = 64  # scales of at most this part of their codes' bytes are on every rank
 _LIBRARY = "bitsandbytes"
@@ -35,7 +47,9 @@ _OFFSET = "nested_offset"
 
 
 def _kind(param: Tensor | None) -> str:
-    """The class of a quantised weight of bitsandbytes; "" for any other parameter."""
+    """The class of a quantised weight of bitsandbytes, or "wrapper"; "" for any other parameter."""
+    if is_wrapper(param):
+        return "wrapper"
     for kind in type(param).__mro__:
         if kind.__module__.partition(".")[0] == _LIBRARY and kind.__name__ in ("Params4bit", "Int8Params"):
             is_float = kind.__name__ == "Int8Params" and getattr(param, "has_fp16_weights", False)
@@ -47,7 +61,7 @@ def _quantized(model: nn.Module, *, recurse: bool = True) -> Iterator[tuple[str,
     """(fqn, module, weight, class) of every registration of a quantised weight."""
     for prefix, module in model.named_modules() if recurse else (("", model),):
         for name, param in module._parameters.items():
-            if kind := _kind(param) or _kind_of_parametrized(module, param):
+            if kind := _kind(param) or _kind_of_parametrized(module, param) or _kind_of_layer(module, name, param):
                 yield (f"{prefix}.{name}" if prefix else name), module, param, kind
 
 
@@ -61,21 +75,44 @@ def _kind_of_parametrized(module: nn.Module, param: Any) -> str:
     return "Params4bit"
 
 
-def check_quantized(model: nn.Module) -> None:
+def _kind_of_layer(module: nn.Module, name: str, param: Any) -> str:
+    """That of the codes in a layer of HQQ, which has scales and zeros in a dictionary."""
+    is_layer = type(module).__name__ == "HQQLinear" and type(module).__module__.partition(".")[0] == "hqq"
+    return "HQQLinear" if is_layer and name == "W_q" and param is not None else ""
+
+
+def _get(owner: Any, name: str) -> Any:
+    return owner[name] if isinstance(owner, dict) else getattr(owner, name)
+
+
+def _set(owner: Any, name: str, value: Tensor) -> None:
+    if isinstance(owner, dict):
+        owner[name] = value
+    else:
+        setattr(owner, name, value)
+
+
+def check_quantized(model: nn.Module, device: torch.device) -> None:
     """Refuses quantised weights that cannot be carried.
 
+    Args:
+        device: where the engine computes.
+
     Raises:
-        UsageError: one is to be trained, has no codes yet, or was packed for the library's kernel of evaluation.
+        UsageError: one is to be trained, has no codes yet, or was packed for the library's kernel of evaluation; or is
+            a wrapper that is elsewhere, or of other tensors than plain ones.
     """
     for fqn, _, param, kind in _quantized(model):
         if param.requires_grad:
             raise UsageError(
                 f"parameter {fqn}",
                 expected="to be frozen, as its codes cannot be trained",
-                got=f"a quantised weight ({kind}) with requires_grad=True",
+                got=f"a quantised weight ({type(param).__name__}) with requires_grad=True",
                 fix="call requires_grad_(False) and train adapters (peft.get_peft_model), or load it unquantised",
             )
-        if not _has_codes(param, kind):
+        if kind == "wrapper" and scales_of(param) is None:
+            _check_wrapper(fqn, param, device)
+        elif not _has_codes(param, kind):
             raise UsageError(
                 f"parameter {fqn}",
                 expected=f"the codes of a quantised weight ({kind})",
@@ -91,6 +128,27 @@ def check_quantized(model: nn.Module) -> None:
             )
 
 
+def _check_wrapper(fqn: str, param: nn.Parameter, device: torch.device) -> None:
+    kind = f"{type(param).__name__} of {type(param).__module__.partition('.')[0]}"
+    if not param.is_meta and param.device != device:
+        raise UsageError(
+            f"parameter {fqn}",
+            expected=f"a quantised weight on {device}, as its class notes the device",
+            got=f"{kind} on {param.device}",
+            fix=f'call model.to("{device}") before initialize() or prepare()',
+        )
+    for name, owner, attribute in inner_tensors(param):
+        inner = _get(owner, attribute)
+        if type(inner) not in (Tensor, nn.Parameter) or inner.layout is not torch.strided or not inner.is_contiguous():
+            raise UsageError(
+                f"parameter {fqn}",
+                expected="a quantised weight that consists of plain contiguous tensors",
+                got=f"{kind}, whose {name} is a {type(inner).__name__} with strides {inner.stride()}",
+                fix='load the model unquantised with "zero_optimization": {"frozen_weights": "int8"} (or "nf4"), or '
+                "quantised by bitsandbytes",
+            )
+
+
 def attach_codes(model: nn.Module, *, recurse: bool = True) -> None:
     """Notes on every quantised weight that has codes which tensors belong to it; changes no value.
 
@@ -103,15 +161,43 @@ def attach_codes(model: nn.Module, *, recurse: bool = True) -> None:
         if kind == "Int8Params":
             _attach_int8(module, param)
         else:
-            state = param.quant_state
-            mark_codes(param, {"absmax": _as_parameter(state, "absmax")} if _is_large(state.absmax, param) else {})
+            owned = _tensors(module, param, kind)
+            codes = max((_get(owner, attribute).nbytes for _, owner, attribute in owned), default=0)
+            mark_codes(
+                param,
+                {
+                    name: _as_parameter(owner, attribute)
+                    for name, owner, attribute in owned
+                    if _get(owner, attribute).nbytes * _SMALL > (codes if kind == "wrapper" else param.nbytes)
+                },
+            )
+
+
+def release_codes(model: nn.Module) -> None:
+    """Undoes `attach_codes`: the library has plain tensors again."""
+    for _, module, param, kind in _quantized(model):
+        for name, owner, attribute in _tensors(module, param, kind) if scales_of(param) else ():
+            if name in (scales_of(param) or {}):
+                _set(owner, attribute, _get(owner, attribute).data)
+        unmark_codes(param)
+
+
+def _tensors(module: Any, param: Any, kind: str) -> list[tuple[str, Any, str]]:
+    """(name, owner, attribute) of the tensors that may be sharded besides the parameter itself."""
+    if kind == "wrapper":
+        return list(inner_tensors(param))
+    if kind == "HQQLinear":
+        return [(name, module.meta, name) for name in ("scale", "zero") if isinstance(module.meta.get(name), Tensor)]
+    return [("absmax", param.quant_state, "absmax")] if kind == "Params4bit" else []
 
 
 def _has_codes(param: Any, kind: str) -> bool:
     """Of a weight on the meta device, which a library makes for its shape, none are there."""
-    if param.is_meta:
-        return False
-    return getattr(param, "quant_state", None) is not None if kind == "Params4bit" else param.dtype is torch.int8
+    if param.is_meta or kind == "wrapper":
+        return not param.is_meta
+    if kind == "Params4bit":
+        return getattr(param, "quant_state", None) is not None
+    return kind == "HQQLinear" or param.dtype is torch.int8
 
 
 def _attach_int8(module: Any, param: Any) -> None:
@@ -122,14 +208,10 @@ def _attach_int8(module: Any, param: Any) -> None:
     follow(param, module.state, "CB")
 
 
-def _is_large(scales: Tensor, codes: Tensor) -> bool:
-    return scales.nbytes * _SMALL > codes.nbytes
-
-
 def _as_parameter(owner: Any, name: str) -> nn.Parameter:
-    scales = nn.Parameter(getattr(owner, name).detach(), requires_grad=False)
+    scales = nn.Parameter(_get(owner, name).detach(), requires_grad=False)
     mark_codes(scales, {})
-    setattr(owner, name, scales)
+    _set(owner, name, scales)
     return scales
 
 
@@ -183,7 +265,11 @@ def _states(model: nn.Module) -> Iterator[tuple[str, Any, str, Tensor]]:
             if module.state.SCB is not None:
                 yield fqn, param, f"{fqn.removesuffix('weight')}SCB", module.state.SCB
             continue
-        for name, value in param.quant_state.as_dict(packed=True).items():
+        if kind in ("wrapper", "HQQLinear"):
+            values = {name: _get(owner, attribute) for name, owner, attribute in _tensors(module, param, kind)}
+        else:
+            values = param.quant_state.as_dict(packed=True)
+        for name, value in values.items():
             if name not in (scales_of(param) or {}):
                 yield fqn, param, f"{fqn}.{name}", value
 
@@ -193,6 +279,12 @@ def broadcast_state(model: nn.Module, collectives: Collectives) -> None:
     for fqn, module, param, kind in _quantized(model):
         if kind == "Int8Params":
             tensors = {"SCB": module.state.SCB}
+        elif kind in ("wrapper", "HQQLinear"):
+            tensors = {
+                name: _get(owner, attribute)
+                for name, owner, attribute in _tensors(module, param, kind)
+                if name not in (scales_of(param) or {})
+            }
         else:
             state = param.quant_state
             tensors = {"quant_map": state.code} | ({} if scales_of(param) else {"absmax": state.absmax})
@@ -203,6 +295,20 @@ def broadcast_state(model: nn.Module, collectives: Collectives) -> None:
             flat = value.detach().contiguous().view(-1)
             collectives.broadcast(flat, 0, f"{fqn}.{name}")
             value.detach().copy_(flat.view(value.shape))
+
+
+def join_wrappers(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict with wrappers, as the model's own has, in place of the tensors that they consist of.
+
+    Not those of layers that write their weights by a method of their own: quanto's has the names of the tensors.
+    """
+    joined = dict(state)
+    for fqn, module, param, kind in _quantized(model):
+        is_plain = kind == "wrapper" and type(module)._save_to_state_dict is nn.Module._save_to_state_dict
+        names = [name for name, *_ in inner_tensors(param)] if is_plain else []
+        if names and all(f"{fqn}.{name}" in joined for name in names):
+            joined[fqn] = rewrapped(param, {name: joined.pop(f"{fqn}.{name}") for name in names})
+    return joined
 
 
 def forbid_packing(model: nn.Module) -> Callable[[], None]:

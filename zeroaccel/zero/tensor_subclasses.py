@@ -96,6 +96,12 @@ def mark_codes(param: nn.Parameter, scales: Mapping[str, nn.Parameter]) -> None:
     vars(param)[_SCALES] = dict(scales)
 
 
+def unmark_codes(param: nn.Parameter) -> None:
+    """Undoes `mark_codes`."""
+    for scales in vars(param).pop(_SCALES, {}).values():
+        unmark_codes(scales)
+
+
 def scales_of(param: Tensor) -> Mapping[str, nn.Parameter] | None:
     """Name -> the scales that are sharded with codes; None of a parameter that is no code."""
     scales: Mapping[str, nn.Parameter] | None = vars(param).get(_SCALES)
@@ -109,12 +115,50 @@ def follow(param: nn.Parameter, owner: object, name: str) -> None:
         followers.append((owner, name))
 
 
+def is_wrapper(tensor: object) -> bool:
+    """Whether a tensor's values are in others, as in the classes of torchao and quanto; not a DTensor."""
+    return hasattr(type(tensor), "__tensor_flatten__") and not hasattr(tensor, "_local_tensor")
+
+
+def inner_tensors(wrapper: Any, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
+    """(name, owner, attribute of the owner) of each tensor that a wrapper consists of; nested names have dots."""
+    for name in wrapper.__tensor_flatten__()[0]:
+        inner = getattr(wrapper, name)
+        if is_wrapper(inner):
+            yield from inner_tensors(inner, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", wrapper, name
+
+
+def rewrapped(wrapper: Any, tensors: Mapping[str, Tensor], prefix: str = "") -> Tensor:
+    """Another one of the same class and facts, of other tensors by their names in `inner_tensors`."""
+    names, facts = wrapper.__tensor_flatten__()
+    inner = {
+        name: rewrapped(own, tensors, f"{prefix}{name}.") if is_wrapper(own) else tensors[f"{prefix}{name}"]
+        for name, own in ((name, getattr(wrapper, name)) for name in names)
+    }
+    result: Tensor = type(wrapper).__tensor_unflatten__(inner, facts, wrapper.shape, wrapper.stride())
+    return result
+
+
+def carriers(param: nn.Parameter) -> tuple[nn.Parameter, ...]:
+    """What has memory for a parameter's values in a unit: itself, or the tensors of a wrapper that are sharded."""
+    return tuple((scales_of(param) or {}).values()) if is_wrapper(param) else (param,)
+
+
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The model's parameters, each once, and behind codes their scales."""
+    """The model's parameters, each once, and behind codes their scales; for wrappers their tensors."""
     for fqn, param in model.named_parameters():
+        yield from tensors_of(fqn, param)
+
+
+def tensors_of(fqn: str, param: nn.Parameter) -> Iterator[tuple[str, nn.Parameter]]:
+    """What a unit has of a parameter, by name."""
+    scales = scales_of(param)
+    if scales is None or not is_wrapper(param):
         yield fqn, param
-        for name, scales in (scales_of(param) or {}).items():
-            yield f"{fqn}.{name}", scales
+    for name, scale in (scales or {}).items():
+        yield f"{fqn}.{name}", scale
 
 
 def is_split(param: Tensor) -> bool:

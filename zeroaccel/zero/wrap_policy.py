@@ -16,7 +16,7 @@ from torch import nn
 
 from zeroaccel.errors import ConfigError
 from zeroaccel.zero.compiled import compiled_within
-from zeroaccel.zero.tensor_subclasses import scales_of
+from zeroaccel.zero.tensor_subclasses import tensors_of
 
 LARGE_LEAF_NUMEL = 1 << 16
 """A leaf module outside the blocks with at least this many elements is a unit of its own; experts of a layer that have
@@ -130,8 +130,7 @@ def group_parameters(
         if is_code:  # what is trained beside them may be persistent, and the buffers of a unit are all so or none
             key, name = ("codes", key), f"codes of {name}"
         spec = specs.setdefault(key, UnitSpec(name, modules, persistent=key == "persistent", is_code=is_code))
-        spec.params.append((fqn, param))
-        spec.params += [(f"{fqn}.{scale}", scales) for scale, scales in (scales_of(param) or {}).items()]
+        spec.params += tensors_of(fqn, param)
     return list(specs.values())
 
 

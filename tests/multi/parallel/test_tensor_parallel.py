@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import zeroaccel
 from tests.support.environment import ROOT
@@ -266,6 +267,14 @@ def _gpt2() -> nn.Module:
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2))
 
 
+def _with_wrapped_base(model: nn.Module) -> nn.Module:
+    """With a frozen weight that consists of several tensors, as those of torchao."""
+    layer = with_frozen_base(model).get_submodule("model.layers.0.mlp.up_proj")
+    halves = TwoTensor(layer.weight.detach(), layer.weight.detach().clone())
+    layer.weight = nn.Parameter(halves, requires_grad=False)
+    return model
+
+
 WRONG: dict[str, dict[str, Any]] = {
     # What differs from a Llama on its own plan under stage 3: a model, or arguments.
     "heads": {"model": {"num_key_value_heads": 1}},
@@ -298,6 +307,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "muon": {"settings": {"optimizer": {"type": "Muon", "params": {"lr": 0.01}}}},
     "quantized": {"settings": {"zero_quantized_weights": True}},
     "frozen codes": {"model": lambda: with_frozen_base(small_llama()), "settings": {"frozen_weights": "nf4"}},
+    "wrapped": {"model": lambda: _with_wrapped_base(small_llama())},
     "heads of sequences": {"sp": 2, "tp": 1, "model": {"num_attention_heads": 1, "num_key_value_heads": 1}},
     "ranks": {"tp": 3},
     "differs": {"rank 1": {"tp": 1}},
@@ -346,6 +356,7 @@ MISTAKES = [
     ("muon", "expected to be whole, since its optimizer looks at whole tensors"),
     ("quantized", "zero_quantized_weights: expected false with tensor parallelism, got True"),
     ("frozen codes", "frozen_weights: expected null with tensor parallelism, got 'nf4'"),
+    ("wrapped", "parameter model.layers.0.mlp.up_proj.weight: expected a weight of one tensor with tp"),
     ("heads of sequences", "heads that is divisible by the 2 ranks of a sequence, got 1"),
     ("ranks", "ParallelConfig: expected sizes that divide the job's 2 ranks, got 'tp 3 = 3'"),
     ("differs", "initialize(parallel): dp_shard on rank 1: expected 1 as on rank 0, got 2"),

@@ -31,10 +31,12 @@ from zeroaccel.errors import CheckpointError, EngineStateError, UsageError
 from zeroaccel.zero import Init
 from zeroaccel.zero.access.param_registry import handle_of
 from zeroaccel.zero.model_check import check_model
-from zeroaccel.zero.tensor_subclasses import scales_of
+from zeroaccel.zero.tensor_subclasses import inner_tensors, is_wrapper, scales_of
 
 WIDTH = 128
 KINDS = ["nf4, nested", "nf4", "fp4 in bfloat16", "int8"]
+HQQ = ["hqq stand-in", "hqq"]
+WRAPPERS = ["torchao int8", "torchao float8", "torchao int4", "quanto int8", "quanto int4"]
 
 
 class Params4bit(nn.Parameter):
@@ -93,7 +95,113 @@ class StandIn(nn.Module):
         return inputs @ base.to(inputs.dtype).t()
 
 
+class Wrapper(Tensor):
+    """Stands in for weights of torchao and quanto: codes of 8 bits, a scale and a zero point per row."""
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor
+
+    @staticmethod
+    def __new__(cls, codes: Tensor, scale: Tensor, zero: Tensor) -> Wrapper:
+        made = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype, device=codes.device)
+        made.codes, made.scale, made.zero = codes, scale, zero
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scale", "zero"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], facts: None, size: Any, stride: Any) -> Wrapper:
+        return cls(**inner)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is nn.functional.linear:
+                inputs, own, *_ = args
+                return inputs @ ((own.codes.to(inputs.dtype) - own.zero) * own.scale.to(inputs.dtype)).t()
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        own = args[0]
+        if func is torch.ops.aten.copy_.default:
+            for name in ("codes", "scale", "zero"):
+                getattr(own, name).copy_(getattr(args[1], name))
+            return own
+        if func in (torch.ops.aten.detach.default, torch.ops.aten._to_copy.default, torch.ops.aten.clone.default):
+            return cls(*(func(getattr(own, name), **(kwargs or {})) for name in ("codes", "scale", "zero")))
+        raise NotImplementedError(f"{func} of codes")
+
+
+def _wrapped(weight: Tensor) -> nn.Parameter:
+    scale = weight.abs().amax(1, keepdim=True) / 127
+    codes = (weight / scale).round().to(torch.int8)
+    return nn.Parameter(Wrapper(codes, scale, torch.zeros(len(codes), 1, dtype=torch.int8)), requires_grad=False)
+
+
+def _require(kind: str) -> None:
+    """Skips a test of a library that is not installed."""
+    if "stand-in" not in kind and kind != "wrapper":
+        pytest.importorskip(
+            {"torchao": "torchao", "hqq": "hqq", "quanto": "optimum.quanto"}.get(kind.split()[0], "bitsandbytes")
+        )
+
+
+class HQQLinear(nn.Module):
+    """Stands in for HQQ's layer: two codes in a byte, with scales and zeros in a dictionary."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        groups = weight.view(-1, 64)
+        low, high = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
+        self.meta = {"scale": (high - low) / 15, "zero": -low * 15 / (high - low), "shape": weight.shape}
+        codes = (groups / self.meta["scale"] + self.meta["zero"]).round().to(torch.uint8).view(-1, 2)
+        self.W_q = nn.Parameter(codes[:, 0] << 4 | codes[:, 1], requires_grad=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        codes = torch.stack((self.W_q >> 4, self.W_q & 15), 1).view(-1, 64)
+        return inputs @ ((codes - self.meta["zero"]) * self.meta["scale"]).view(self.meta["shape"]).t()
+
+
+HQQLinear.__module__ = "hqq.core.quantize"
+
+
 def _layer(kind: str) -> nn.Module:
+    if kind == "hqq stand-in":
+        return HQQLinear(torch.randn(WIDTH, WIDTH) / 8)
+    if kind == "hqq":
+        library = pytest.importorskip("hqq.core.quantize")
+        linear = nn.Linear(WIDTH, WIDTH, bias=False)
+        with torch.no_grad():
+            linear.weight.copy_(torch.randn(WIDTH, WIDTH) / 8)
+        settings = library.BaseQuantizeConfig(nbits=4, group_size=64)
+        made: nn.Module = library.HQQLinear(linear, settings, compute_dtype=torch.float32, device="cpu")
+        return made
+    if kind == "wrapper":
+        linear = nn.Linear(WIDTH, WIDTH, bias=False)
+        linear.weight = _wrapped(torch.randn(WIDTH, WIDTH) / 8)
+        return linear
+    if kind.startswith("torchao"):
+        quantization = pytest.importorskip("torchao.quantization")
+        linear = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
+        linear.weight.copy_(torch.randn(WIDTH, WIDTH) / 8)
+        formats = {
+            "torchao int8": quantization.Int8WeightOnlyConfig,
+            "torchao float8": quantization.Float8WeightOnlyConfig,
+            "torchao int4": partial(quantization.IntxWeightOnlyConfig, weight_dtype=torch.int4),
+        }
+        quantization.quantize_(linear, formats[kind]())
+        return linear
+    if kind.startswith("quanto"):
+        quanto = pytest.importorskip("optimum.quanto")
+        linear = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False))
+        with torch.no_grad():
+            linear[0].weight.copy_(torch.randn(WIDTH, WIDTH) / 8)
+        quanto.quantize(linear, weights=getattr(quanto, f"q{kind[7:]}"))
+        quanto.freeze(linear)
+        return linear.requires_grad_(False)[0]
     if kind.startswith("stand-in"):
         return StandIn(WIDTH, torch.bfloat16 if "bfloat16" in kind else torch.uint8)
     bnb = pytest.importorskip("bitsandbytes")
@@ -198,17 +306,22 @@ def _losses(kind: str, folder: str) -> dict[tuple[Any, ...], tuple[list[float], 
     return found
 
 
-@pytest.mark.parametrize("kind", ["stand-in", *KINDS])
+@pytest.mark.parametrize("kind", ["stand-in", "wrapper", *KINDS, *WRAPPERS, *HQQ])
 def test_a_quantized_base_has_the_losses_of_one_process(ranks: Ranks, tmp_path: Path, kind: str) -> None:
-    if kind != "stand-in":
-        pytest.importorskip("bitsandbytes")
+    _require(kind)
     for found in ranks(2).run(_losses, kind, str(tmp_path)):
         for losses, expected, _ in found.values():
             assert losses == pytest.approx(expected, abs=1e-6)
             assert losses[0] != losses[-1]
         # Scales are sharded with the codes; what is left on every rank are nested statistics and code books.
         adapters = 3 * 2 * 4 * WIDTH * 4
-        per_value = {"int8": 1.0, "nf4, nested": 0.5 + 1 / 64}.get(kind, 0.5 + 4 / 64)
+        per_value = 1 + 4 / WIDTH  # of codes in 8 bits, some of which torchao keeps 4 bits in
+        if kind in ("stand-in", *KINDS[:-1]):
+            per_value = 0.5 + (1 / 64 if "nested" in kind else 4 / 64)
+        elif kind in HQQ:
+            per_value = 0.5 + 8 / 64
+        elif kind == "quanto int4":
+            per_value = 0.5 + 5 / WIDTH
         whole, sharded = found["", 0, "{}"][2], found["", 3, "{}"][2]
         assert whole - adapters == pytest.approx(3 * WIDTH * WIDTH * per_value, rel=0.05)
         assert sharded == pytest.approx(whole / 2, rel=0.05)
@@ -234,11 +347,10 @@ def _built_sharded(kind: str) -> tuple[tuple[int, int], list[float]]:
     return nbytes, losses
 
 
-@pytest.mark.parametrize("kind", ["stand-in", "stand-in in bfloat16", *KINDS])
+@pytest.mark.parametrize("kind", ["stand-in", "stand-in in bfloat16", "wrapper", *KINDS, *WRAPPERS])
 def test_a_base_that_zero_init_shards_has_the_same_losses(ranks: Ranks, kind: str) -> None:
     """Every rank had the whole of it until the engine was made."""
-    if not kind.startswith("stand-in"):
-        pytest.importorskip("bitsandbytes")
+    _require(kind)
     expected = _plain(Model(kind, ""), "SGD")
     for (here, whole), losses in ranks(2).run(_built_sharded, kind):
         assert losses == pytest.approx(expected, abs=1e-6)
@@ -330,6 +442,8 @@ def test_gathers_are_of_codes_and_scales_which_nothing_rounds(ranks: Ranks) -> N
 
 
 def _bits(value: Tensor) -> list[int]:
+    if is_wrapper(value):
+        return [bit for _, owner, name in inner_tensors(value) for bit in _bits(getattr(owner, name))]
     bits: list[int] = value.detach().reshape(-1).view(torch.uint8).tolist()
     return bits
 
@@ -344,45 +458,50 @@ def _saved(kind: str, folder: str) -> tuple[list[float], list[float], list[str],
     model = Model(kind, "")
     other = _initialized(model, 0, "AdamW")
     other.load_checkpoint(folder)
-    names, same = list(model.state_dict()), True
-    if state is not None:
-        own = {name: value for name, value in model.state_dict().items() if name in state}
-        names = sorted(set(names) ^ set(state))
-        same = all(_bits(value) == _bits(state[name]) for name, value in own.items())
     resumed = _steps(other, _inputs()[2:])
     other.destroy()
+    names, same = list(model.state_dict()), True
+    if state is not None:
+        own = {name: value for name, value in model.state_dict().items() if name in state and "base" in name}
+        names = sorted(set(names) ^ set(state))
+        same = all(_bits(value) == _bits(state[name]) for name, value in own.items())
     return losses, resumed, names if state is not None else [], same
 
 
-@pytest.mark.parametrize("kind", ["stand-in in bfloat16", *KINDS])
+@pytest.mark.parametrize("kind", ["stand-in in bfloat16", "wrapper", *KINDS, *WRAPPERS])
 def test_checkpoints_and_state_dicts_have_codes_and_scales(ranks: Ranks, tmp_path: Path, kind: str) -> None:
-    if not kind.startswith("stand-in"):
-        pytest.importorskip("bitsandbytes")
+    _require(kind)
     for losses, resumed, differing, same in ranks(2).run(_saved, kind, str(tmp_path)):
         assert resumed == losses
         assert same
         own = "base.weight.absmax", "base.weight.quant_map"  # of the stand-in, which has them in no state dict
         differing = [name for name in differing if not (kind.startswith("stand-in") and name.endswith(own))]
+        if kind == "quanto int4":  # whose layers pack the codes otherwise when they write a state dict
+            continue
         assert [name for name in differing if not name.endswith("weight_format")] == []
 
 
-@pytest.mark.parametrize("kind", ["stand-in in bfloat16", "fp4 in bfloat16", "nf4, nested", "int8"])
+@pytest.mark.parametrize(
+    "kind", ["stand-in in bfloat16", "wrapper", "fp4 in bfloat16", "nf4, nested", "int8", *WRAPPERS]
+)
 def test_conversions_leave_codes_and_their_scales_as_they_are(tmp_path: Path, kind: str) -> None:
     """Codes in bfloat16 became float32, where those that are NaNs lost their bits, and scales 16-bit numbers."""
-    if not kind.startswith("stand-in"):
-        pytest.importorskip("bitsandbytes")
+    _require(kind)
     engine = _initialized(Model(kind, ""), 3, "AdamW")
     engine.save_checkpoint(tmp_path / "saved")
     state = engine.consolidated_state_dict()
     engine.destroy()
     assert state is not None
+    for name in [name for name, value in state.items() if is_wrapper(value)]:
+        wrapper = state.pop(name)
+        state |= {f"{name}.{inner}": getattr(owner, key) for inner, owner, key in inner_tensors(wrapper)}
     for dtype in ("fp32", "bf16"):
         convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "saved", tmp_path / dtype, dtype=dtype)
         found = load_file(tmp_path / dtype / "model.safetensors")
         adapters = {name for name in state if "base" not in name}
         assert {found[name].dtype for name in adapters} == {torch.float32 if dtype == "fp32" else torch.bfloat16}
         assert set(found) == set(state)
-        for name in set(state) - adapters:
+        for name in {name for name in set(state) - adapters if not name.endswith("put_scale")}:  # quanto's buffers
             assert (name, found[name].dtype, _bits(found[name])) == (name, state[name].dtype, _bits(state[name]))
 
 
@@ -446,8 +565,7 @@ def _experts(kind: str, folder: str) -> tuple[list[float], list[float], list[flo
 @pytest.mark.parametrize("kind", ["stand-in", "nf4", "nf4, nested"])
 def test_fused_experts_are_carried_by_codes_and_scales(ranks: Ranks, tmp_path: Path, kind: str) -> None:
     """Their scales were whole on every rank, and in no checkpoint."""
-    if kind != "stand-in":
-        pytest.importorskip("bitsandbytes")
+    _require(kind)
     expected = _plain(Experts(kind, 1), "AdamW")
     for losses, at_stage_0, at_stage_3, nbytes in ranks(2).run(_experts, kind, str(tmp_path)):
         assert losses == pytest.approx(expected, abs=1e-6)
@@ -482,13 +600,13 @@ def test_a_checkpoint_with_its_base_restores_offsets_of_scales(tmp_path: Path) -
         assert torch.equal(found.absmax, expected.absmax)
 
 
-@pytest.mark.parametrize("kind", ["stand-in", *KINDS])
+@pytest.mark.parametrize("kind", ["stand-in", "wrapper", *KINDS, *WRAPPERS, "hqq stand-in"])
 def test_a_plain_model_takes_scales_from_a_checkpoint(tmp_path: Path, kind: str) -> None:
     """The library loads codes by name and drops scales: those of the model stayed, under codes of the checkpoint."""
     if kind == "stand-in":
         model, other = _with_offsets(1), _with_offsets(2)
     else:
-        pytest.importorskip("bitsandbytes")
+        _require(kind)
         model, other = Model(kind, ""), Model(kind, "")
         for block in other.blocks:
             block.base = _layer(kind)
@@ -526,11 +644,23 @@ def _whole_saved(folder: str, kind: str) -> bool:
         def is_trainable(self) -> bool:
             return True
 
-    quantization = None if kind == "stand-in" else BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    quantization: Any = None
+    if kind == "nf4":
+        quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    elif kind == "torchao int8":
+        import torchao.quantization
+        from transformers import TorchAoConfig
+
+        quantization = TorchAoConfig(torchao.quantization.Int8WeightOnlyConfig())
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=quantization, device_map="cpu")
     if kind == "stand-in":
         model.hf_quantizer = Serializable()
     expected = {name: _bits(value) for name, value in model.state_dict().items()}
+    if kind == "torchao int8":  # whose files have names and tensors of their own
+        whole = Path(folder) / "whole"
+        model.save_pretrained(whole)  # rank 0 writes
+        torch.distributed.barrier()
+        expected = {name: _bits(value) for name, value in load_file(whole / "model.safetensors").items()}
     model.requires_grad_(False)
     model.lm_head.weight.requires_grad_(True)
     engine = _initialized(model, 3, "SGD")
@@ -545,13 +675,12 @@ def _whole_saved(folder: str, kind: str) -> bool:
     return {name: _bits(value) for name, value in load_file(f"{saved}/model.safetensors").items()} == expected
 
 
-@pytest.mark.parametrize("kind", ["stand-in", "nf4"])
+@pytest.mark.parametrize("kind", ["stand-in", "nf4", "torchao int8"])
 @pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules")
 def test_save_pretrained_of_a_live_quantised_model_writes_codes_and_scales(
     ranks: Ranks, tmp_path: Path, kind: str
 ) -> None:
-    if kind != "stand-in":
-        pytest.importorskip("bitsandbytes")
+    _require(kind)
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 64}
@@ -585,11 +714,47 @@ def test_codes_that_a_model_without_its_library_loads_are_named(tmp_path: Path) 
     engine.destroy()
 
 
-def test_a_parameter_of_several_tensors_is_refused_by_name() -> None:
-    """torchao's failed within torch, and quanto's trained on values that had been dequantised, silently."""
+def _loaded(kind: str, file: str) -> tuple[list[float], list[float], list[float]]:
+    """Losses of a model, and of another one that takes its state dict at stages 0 and 3."""
+    engine = _initialized(Model(kind, ""), 3, "SGD")
+    state = engine.consolidated_state_dict()
+    if state is not None:
+        torch.save(state, file)
+    torch.distributed.barrier()
+    state = torch.load(file, weights_only=False)
+    losses = [_steps(engine, _inputs())]
+    engine.destroy()
+    for stage in (0, 3):
+        model = Model(kind, "")
+        for block in model.blocks:
+            block.base = _layer(kind)
+        engine = _initialized(model, stage, "SGD")
+        engine.load_state_dict(state)
+        losses.append(_steps(engine, _inputs()))
+        engine.destroy()
+        weight = model.blocks[0].base.weight
+        assert not any(isinstance(getattr(owner, name), nn.Parameter) for _, owner, name in inner_tensors(weight))
+    return losses[0], losses[1], losses[2]
+
+
+@pytest.mark.parametrize("kind", ["wrapper", *WRAPPERS[:3]])
+def test_a_live_model_loads_wrapped_weights(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    _require(kind)
+    for losses, *loaded in ranks(2).run(_loaded, kind, str(tmp_path / "state")):
+        assert loaded == [losses, losses]
+
+
+def test_a_wrapper_that_cannot_be_carried_is_refused_by_name() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
-    model[0].weight = nn.Parameter(TwoTensor(torch.ones(4, 4), torch.ones(4, 4)), requires_grad=False)
-    with refused(UsageError, "parameter 0.weight", "TwoTensor of torch", "frozen_weights", "bitsandbytes"):
+    columns = TwoTensor(torch.ones(4, 8)[:, ::2], torch.ones(4, 8)[:, ::2])
+    model[0].weight = nn.Parameter(columns, requires_grad=False)
+    with refused(UsageError, "parameter 0.weight", "TwoTensor of torch", "whose a is a Tensor", "frozen_weights"):
+        check_model(model, torch.device("cpu"))
+    model[0].weight = nn.Parameter(_wrapped(torch.ones(4, 4)).data, requires_grad=False)
+    with refused(UsageError, "parameter 0.weight", "Wrapper of tests on cpu", 'model.to("meta")'):
+        check_model(model, torch.device("meta"))
+    model[0].weight = nn.Parameter(_wrapped(torch.ones(4, 4)).data)
+    with refused(UsageError, "parameter 0.weight", "cannot be trained", "(Wrapper) with requires_grad=True"):
         check_model(model, torch.device("cpu"))
 
 

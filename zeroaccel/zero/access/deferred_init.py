@@ -42,7 +42,7 @@ from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit
 from zeroaccel.zero.precision import dtype_before, note_cast
 from zeroaccel.zero.quantized_weights import attach_codes
 from zeroaccel.zero.storage.shards import MemoryShard
-from zeroaccel.zero.tensor_subclasses import METADATA, function_name, scales_of
+from zeroaccel.zero.tensor_subclasses import METADATA, carriers, function_name, scales_of, tensors_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -293,11 +293,11 @@ def _to_shard(module: nn.Module, *, meta: bool = False) -> list[tuple[str, nn.Pa
         # A subclass may not be cut at any element, unless its values are codes.
         if param is None or param.is_meta != meta or handle_of(param) is not None:
             continue
-        scales = scales_of(param)
-        if scales is None and type(param) is not nn.Parameter:
+        if scales_of(param) is None and type(param) is not nn.Parameter:
             continue
-        named.setdefault(id(param), (name, param))
-        named |= {id(scale): (f"{name}.{key}", scale) for key, scale in (scales or {}).items()}
+        for key, each in tensors_of(name, param):
+            if handle_of(each) is None:
+                named.setdefault(id(each), (key, each))
     return list(named.values())
 
 
@@ -493,7 +493,6 @@ class _UseMode(TorchFunctionMode):
 def _parameters_in(values: Iterable[Any]) -> Iterable[nn.Parameter]:
     for value in values:
         if isinstance(value, nn.Parameter):
-            if handle_of(value) is not None:
-                yield value
+            yield from (each for each in carriers(value) if handle_of(each) is not None)
         elif type(value) in (list, tuple):
             yield from _parameters_in(value)
