@@ -70,10 +70,10 @@ MAX_CODE_LINES: Mapping[str, int] = {
     "optim": 1300,
     "parallel": 3475,
     "rollout": 870,
-    "setup": 1415,
+    "setup": 1455,
     "telemetry": 1170,
     "utils": 60,
-    "zero": 8560,
+    "zero": 8675,
 }
 LOOSE_LINES = 100
 MAX_FUNCTION_LINES, LONG_FUNCTION_LINES, MAX_LONG_FUNCTIONS = 100, 60, 8
