@@ -57,11 +57,11 @@ ENVIRONMENT_READERS = {
 # Folder -> its most code lines. A commit that raises one says what the lines are worth.
 MAX_CODE_LINES: Mapping[str, int] = {
     "": 860,
-    "accelerate": 4050,
+    "accelerate": 4060,
     "checkpoint": 6135,
     "cli": 7205,
     "comm": 3795,
-    "compat": 3235,
+    "compat": 3250,
     "config": 4315,
     "data": 785,
     "estimate": 1925,
