@@ -42,7 +42,6 @@ _WRAPPED = ".base_layer"  # PEFT's name of what an adapter is around
 # Keys that have weights and gradients travel or lie otherwise than in one shard per rank: their second groups know
 # nothing of ranks with other experts.
 _PLAIN_COLLECTIVES = {
-    "frozen_weights": None,
     "zero_quantized_weights": False,
     "zero_quantized_gradients": False,
     "zero_quantized_nontrainable_weights": False,

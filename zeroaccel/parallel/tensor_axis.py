@@ -33,7 +33,6 @@ from zeroaccel.zero.from_config import EngineSettings
 from zeroaccel.zero.layout import Split
 
 _PLAIN = {
-    "frozen_weights": None,
     "zero_quantized_weights": False,
     "zero_quantized_gradients": False,
     "zero_quantized_nontrainable_weights": False,

@@ -267,6 +267,46 @@ def _gpt2() -> nn.Module:
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2))
 
 
+def _wide_llama() -> nn.Module:
+    """Whose parts are whole blocks of values that share a scale."""
+    return with_frozen_base(small_llama(hidden_size=128, intermediate_size=256))
+
+
+def _frozen_codes(tp: int, folder: str) -> list[list[float]]:
+    """Losses at stages 0 and 3, and after a checkpoint, where every rank has the same samples."""
+    init_process_group()
+    found = []
+    for format, stage in (("nf4", 0), ("nf4", 3), ("mxfp4", 3)):
+        model = _wide_llama()
+        optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], 0.5, momentum=0.9)
+        zero = {"stage": stage, "frozen_weights": format, "stage3_param_persistence_threshold": 0}
+        settings = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero}
+        engine, *_ = zeroaccel.initialize(model, optimizer, config=settings, parallel=ParallelConfig(tp=tp))
+        losses = [train_step(engine, engine(**_batch(step, 0)).loss) for step in range(2)]
+        engine.save_checkpoint(folder, tag=f"{format}{stage}")
+        engine.load_checkpoint(folder, tag=f"{format}{stage}")
+        found.append([*losses, train_step(engine, engine(**_batch(2, 0)).loss)])
+        state = engine.consolidated_state_dict()
+        engine.destroy()
+        if state is not None:
+            found.append(state["model.layers.0.mlp.down_proj.weight"].view(-1).tolist())
+    return found
+
+
+@NEEDS_SPLIT_LAYERS
+@pytest.mark.parametrize("size", [2, 4])
+def test_frozen_weights_are_codes_of_each_ranks_part(ranks: Ranks, tmp_path: Path, size: int) -> None:
+    """The values of one process, as blocks do not reach beyond a part."""
+    whole = ranks(1).run(_frozen_codes, 1, str(tmp_path / "whole"))[0]
+    split = ranks(size).run(_frozen_codes, 2, str(tmp_path / "split"))
+    for index, (expected, found) in enumerate(zip(whole, split[0], strict=True)):
+        if index % 2:
+            assert found == expected
+        else:
+            assert found == pytest.approx(expected, rel=2e-6)
+    assert all(one == split[0][::2] for one in split[1:])
+
+
 def _with_wrapped_base(model: nn.Module) -> nn.Module:
     """With a frozen weight that consists of several tensors, as those of torchao."""
     layer = with_frozen_base(model).get_submodule("model.layers.0.mlp.up_proj")
@@ -306,7 +346,6 @@ WRONG: dict[str, dict[str, Any]] = {
     },
     "muon": {"settings": {"optimizer": {"type": "Muon", "params": {"lr": 0.01}}}},
     "quantized": {"settings": {"zero_quantized_weights": True}},
-    "frozen codes": {"model": lambda: with_frozen_base(small_llama()), "settings": {"frozen_weights": "nf4"}},
     "wrapped": {"model": lambda: _with_wrapped_base(small_llama())},
     "heads of sequences": {"sp": 2, "tp": 1, "model": {"num_attention_heads": 1, "num_key_value_heads": 1}},
     "ranks": {"tp": 3},
@@ -355,7 +394,6 @@ MISTAKES = [
     ("tied otherwise", "expected tied parameters with the same split in all their modules"),
     ("muon", "expected to be whole, since its optimizer looks at whole tensors"),
     ("quantized", "zero_quantized_weights: expected false with tensor parallelism, got True"),
-    ("frozen codes", "frozen_weights: expected null with tensor parallelism, got 'nf4'"),
     ("wrapped", "parameter model.layers.0.mlp.up_proj.weight: expected a weight of one tensor with tp"),
     ("heads of sequences", "heads that is divisible by the 2 ranks of a sequence, got 1"),
     ("ranks", "ParallelConfig: expected sizes that divide the job's 2 ranks, got 'tp 3 = 3'"),
