@@ -29,6 +29,7 @@ RANKS = 2
 def train(root: Path, machines: int, interval: str, width: int, rows: int, blocks: int, steps: int) -> None:
     """One rank."""
     from zeroaccel import Accelerator, ProjectConfiguration, ZeroPlugin
+    from zeroaccel.accelerate import memory_states
 
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
@@ -44,13 +45,13 @@ def train(root: Path, machines: int, interval: str, width: int, rows: int, block
     assert memory is not None, "no folder in memory"
     batches = (batch for _ in iter(int, 1) for batch in loader)
     means: dict[bool, list[float]] = {True: [], False: []}
-    saved = 0
-    for block in range(-1, 2 * blocks):  # the first one warms up
+    saved = trained = 0
+    for block in range(-2, 2 * blocks):  # the first two warm up
         memory._is_on = on = block % 2 == 0
-        if not on:
-            memory._give_up()  # one that this block has begun counts for it, complete or not
-        begin, last = time.monotonic(), None
-        for _ in range(steps):
+        memory._at, memory._last = memory_states._Moment(model.global_steps, time.monotonic()), None
+        begin, last, number = time.monotonic(), None, 0
+        while number < max(steps, 2 * memory.interval) or (on and memory._writing is not None):
+            number += 1
             x = next(batches)
             if memory._writing is not last:
                 last = memory._writing
@@ -59,9 +60,13 @@ def train(root: Path, machines: int, interval: str, width: int, rows: int, block
             optimizer.step()
             optimizer.zero_grad()
         if block >= 0:
-            means[on].append((time.monotonic() - begin) / steps)
+            means[on].append((time.monotonic() - begin) / number)
+            trained += number * on
+        else:
+            saved = 0
     if accelerator.is_main_process:
-        report(means, sum(param.numel() for param in model.module.parameters()), saved, blocks * steps)
+        report(means, sum(param.numel() for param in model.module.parameters()), saved, trained)
+        print(f"interval at the end: {memory.interval}")
     accelerator.end_training()
 
 
@@ -82,7 +87,9 @@ def report(means: dict[bool, list[float]], numel: int, saved: int, steps: int) -
 @click.option("--width", default=1024, show_default=True)
 @click.option("--rows", default=64, show_default=True)
 @click.option("--blocks", default=6, show_default=True, help="With states, and as many without.")
-@click.option("--steps", default=60, show_default=True, help="Of a block.")
+@click.option(
+    "--steps", default=60, show_default=True, help="Of a block, at least; two intervals where those are more."
+)
 def main(machines: int, interval: str, width: int, rows: int, blocks: int, steps: int) -> None:
     """Starts the ranks, and waits for them."""
     words = [sys.executable, __file__, "rank"]
