@@ -24,7 +24,6 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from datetime import timedelta
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -37,12 +36,11 @@ from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, Worke
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, PContext, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
 import zeroaccel
 from zeroaccel.comm.environment import timeout_seconds
-from zeroaccel.comm.preflight_rendezvous import NodeInfo, PreflightRendezvous, rendezvous
+from zeroaccel.comm.preflight_rendezvous import NodeInfo, PreflightRendezvous, compare_with_first, rendezvous
 from zeroaccel.config.launch.launch_settings import LaunchSettings, Streams
 from zeroaccel.errors import CollectiveError, ConfigError
 
@@ -51,6 +49,7 @@ from .failures import AFTER_FAILURE_SECONDS, RankEnd, Report, preemption, read_r
 from .forked_ranks import ranks_are_forks
 from .launch_memory import LaunchMemory
 from .launch_plan import LaunchPlan
+from .machines_come_and_go import SpareMachine, machines_come_and_go
 from .orphans import LAUNCH_ID, ProcessWatch, end_orphans, wake_stopped
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # the last is SLURM's warning
@@ -114,10 +113,6 @@ class StopSignals:
 
 
 _TORCH_WAITS = 600.0  # seconds, its rendezvous, by default
-# For machines beyond the fewest, from the end of this machine's ranks; at the first start torch's 30.
-_LAST_CALL_SECONDS = 3.0
-# At least so long once the last attempt is over everywhere: machines look once a second whether it is.
-_LAST_JOIN_SECONDS = 1.5
 # A machine is lost after 7 silent seconds; after 15 by torch's own settings.
 _KEEP_ALIVE = {"keep_alive_interval": 1, "keep_alive_max_attempt": 7}
 _SAME_EVERYWHERE = ("num_processes", "num_machines", "max_restarts", "rdzv_backend", "use_cpu", "timeout")
@@ -159,6 +154,8 @@ def node_info(plan: LaunchPlan) -> NodeInfo:
     }
     facts |= {f"--{name}": str(getattr(settings, name)) for name in _SAME_EVERYWHERE}
     facts |= {name: value for name, value in sorted(plan.child_env.items()) if name.startswith("ACCELERATE_")}
+    if (script := Path(plan.program.name)).is_file():
+        facts[f"the contents of {script}"] = _digest(script)
     if settings.deepspeed_config_file is not None:
         facts[f"the contents of {settings.deepspeed_config_file}"] = _digest(Path(settings.deepspeed_config_file))
     return NodeInfo(socket.gethostname(), plan.num_local, facts)
@@ -168,7 +165,7 @@ def _digest(path: Path) -> str:
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
     except OSError as error:
-        raise ConfigError(f"--deepspeed_config_file {path}: {(error.strerror or 'unreadable').lower()}") from None
+        raise ConfigError(f"{path}: {(error.strerror or 'unreadable').lower()}") from None
 
 
 _TORCH_LOG = "torch.distributed.elastic"
@@ -362,13 +359,13 @@ def run_plan(plan: LaunchPlan, log: Callable[[str], None], arrival_seconds: floa
         log,
         streams,
     )
-    if settings.max_restarts:
-        _renew_stores()
+    _renew_stores(settings)
     watch = ProcessWatch(timeout_seconds(settings.timeout), plan.port, settings.monitor_interval, log)
     forks = ranks_are_forks(plan, {LAUNCH_ID: launch_id}, log)
     in_time = processes_end_in_time(settings, stop_signals, log, lambda lost: places.note_loss(files.lost_by(lost)))
-    awaited = lost_machines_are_not_awaited(settings, files)
-    with stop_signals, _agent_log(settings), in_time, awaited, as_many_ranks_as(places), watch, forks:
+    spare = SpareMachine(settings.num_machines, log)
+    changing = machines_come_and_go(settings, lambda: files.ended, spare)
+    with stop_signals, _agent_log(settings), in_time, changing, as_many_ranks_as(places, plan), watch, forks:
         try:
             # Its store lives until the ranks have theirs: a slower machine may still be reading from it.
             preflight = meet_machines(plan, log, arrival_seconds)
@@ -383,7 +380,7 @@ def run_plan(plan: LaunchPlan, log: Callable[[str], None], arrival_seconds: floa
         except SignalException as error:
             return _end_by_signal(error, files.ends(), len(places.used))
         except (RendezvousError, DistError) as error:
-            if ends := files.ends():
+            if (ends := files.ends()) or spare.job_ended():
                 return JobEnd(ends)  # the agent has lost the store, but the ranks have reported why they end
             raise CollectiveError(_did_not_meet(plan, error)) from error
         finally:
@@ -439,12 +436,22 @@ def processes_end_in_time(
 
 
 @contextmanager
-def as_many_ranks_as(places: Places) -> Iterator[None]:
-    """Has torch's agent start a rank at each place that is used, whatever the attempt before had."""
+def as_many_ranks_as(places: Places, plan: LaunchPlan) -> Iterator[None]:
+    """Has torch's agent start a rank at each place that is used, whatever the attempt before had.
+
+    Machines that come and go are compared before they join.
+    """
     meet = SimpleElasticAgent._rendezvous
 
     def meet_with(agent: SimpleElasticAgent, worker_group: WorkerGroup) -> Any:
         worker_group.spec.local_world_size = len(places.used)
+        if plan.settings.min_machines is not None:
+            handler: Any = worker_group.spec.rdzv_handler
+            try:
+                compare_with_first(handler._store, node_info(plan))
+            except ConfigError:
+                handler.shutdown = lambda: True  # it would end the job of the others
+                raise
         return meet(agent, worker_group)
 
     SimpleElasticAgent._rendezvous = meet_with  # type: ignore[method-assign]
@@ -459,39 +466,14 @@ def killed_ranks(handlers: Mapping[int, Any]) -> list[int]:
     return [rank for rank, handler in handlers.items() if (handler.proc.poll() or 0) < 0]
 
 
-@contextmanager
-def lost_machines_are_not_awaited(settings: LaunchSettings, files: RankFiles) -> Iterator[None]:
-    """Has torch's rendezvous wait for more machines than the fewest at the first start only.
-
-    It would wait as long at every restart, of which a lost machine is the usual reason. One that comes later joins by
-    another restart.
-    """
-    if settings.min_machines is None:
-        yield
-        return
-    own = RendezvousTimeout.last_call
-
-    def last_call(timeouts: RendezvousTimeout) -> timedelta:
-        if files.ended is None:
-            return timeouts._last_call
-        # While this one waited for a lost machine, the others have come.
-        rest = max(_LAST_JOIN_SECONDS, _LAST_CALL_SECONDS - (time.monotonic() - files.ended))
-        return min(timedelta(seconds=rest), timeouts._last_call)
-
-    RendezvousTimeout.last_call = property(last_call)  # type: ignore[assignment,method-assign]
-    try:
-        yield
-    finally:
-        RendezvousTimeout.last_call = own  # type: ignore[method-assign]
-
-
-def _renew_stores() -> None:
-    """Gives the ranks a new store for every attempt.
+def _renew_stores(settings: LaunchSettings) -> None:
+    """Where ranks may be started again: gives the ranks a new store for every attempt.
 
     The one that torch's agent would share with them keeps what the last attempt wrote, such as addresses of processes
     that are gone, and a rank that reads one before it is written anew waits in vain (torch 2.13).
     """
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    if settings.max_restarts:
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
 
 
 def _launch_config(plan: LaunchPlan, files: RankFiles) -> LaunchConfig:

@@ -375,9 +375,9 @@ def _about_processes(settings: LaunchSettings, num_local: int, devices: int) -> 
     text = f"{_count(num_local, 'process')} on {'cuda' if devices else 'cpu'}"
     if settings.num_machines > 1:
         world_size = num_local * settings.num_machines
-        text = f"machine {settings.machine} of {settings.num_machines}: {num_local} of {world_size} processes on " + (
-            "cuda" if devices else "cpu"
-        )
+        place = "of" if settings.machine < settings.num_machines else "beyond the"
+        text = f"machine {settings.machine} {place} {settings.num_machines}: {num_local} of {world_size} processes on "
+        text += "cuda" if devices else "cpu"
     if settings.num_processes is None:
         why = "one per accelerator" if devices else "no accelerator here"
         text += f" ({why}; --num_processes N to choose)"

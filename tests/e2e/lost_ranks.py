@@ -5,9 +5,9 @@
 Each attempt of the launcher suffers the fault of its number; after the last one none. A fault is KIND:STEP:RANK+...:
 `kill` and `stop` send SIGKILL and SIGSTOP before the micro-step, `save` kills while a state in memory is written (at
 its first file, or a few milliseconds later), `copy` while one arrives from another machine, `load` kills as soon as the
-run has resumed, `machine` kills the launcher and the rank before the micro-step, and `cut` waits there until there is a
-file `cut`. Rank 0 writes `resumed.N` (time and step of each attempt's first update) and, at the end, `digest`, of the
-final weights.
+run has resumed, `machine` kills the launcher and the rank before the micro-step, `cut` waits there until there is a
+file `cut`, and `later` as well, before it kills the launcher and the rank of the last hit. Rank 0 writes `resumed.N`
+(time and step of each attempt's first update) and, at the end, `digest`, of the final weights.
 """
 
 from __future__ import annotations
@@ -71,10 +71,12 @@ def main(folder: str, steps: str, interval: str, seed: str, faults: str = "") ->
             break
         if is_hit and step == int(at) and kind in ("kill", "stop", "machine"):
             suffer(kind)
-        if is_hit and step == int(at) and kind == "cut":
+        if is_hit and step == int(at) and kind in ("cut", "later") and not Path("cut").exists():
             Path(f"fault.{attempt}").touch()
             while not Path("cut").exists():
                 time.sleep(0.01)
+            if kind == "later" and str(accelerator.process_index) == who.split("+")[-1]:
+                suffer("machine")
         if is_hit and step == int(at) and kind in ("save", "copy"):
             suffer_at_next_state(kind, int(seed))
         accelerator.backward(model(x).square().mean())

@@ -173,3 +173,38 @@ def test_a_lost_machine_leaves_copies_and_the_other_one_goes_on(tmp_path: Path) 
     assert len(re.findall("resuming from the memory of the machine, step [24]; there is no other", first.stderr)) == 1
     assert (tmp_path / "resumed.1").read_text().split()[1] in "24"
     assert (tmp_path / "digest").exists()
+
+
+@pytest.mark.slow
+def test_a_spare_machine_takes_the_place_of_a_lost_one(tmp_path: Path) -> None:
+    """The second of two machines is lost; a third one waits, and a fourth, with another script, is refused."""
+    command = [*LAUNCH, "--num_machines", "1:2", "--max_restarts", 1, "--timeout", 5]
+    command += ["--main_process_ip", "127.0.0.1", "--main_process_port", free_port(), "--machine_rank"]
+    lost, other = tmp_path / "lost", tmp_path / PROGRAM.name
+    lost.mkdir()
+    other.write_text("raise SystemExit\n")
+    words = [lost, 12, 2, 3, "later:5:0+1"]
+
+    def command_of(rank: int, program: Path = PROGRAM) -> list[str]:
+        return [*map(str, [*command, rank, program, *words])]
+
+    with ExitStack() as stack:
+        first, second = (stack.enter_context(running_command(command_of(rank), cwd=tmp_path)) for rank in (0, 1))
+        wait_for(lost / "fault.0", 60)
+        spare = stack.enter_context(running_command(command_of(2), cwd=tmp_path))
+        unneeded = stack.enter_context(running_command(command_of(3), cwd=tmp_path))
+        refused = run_command(command_of(4, other), timeout=60.0)
+        limit = Limit(60)
+        while not all("this one waits as a spare" in machine.said() for machine in (spare, unneeded)):
+            assert not limit.is_over(), spare.said() + unneeded.said()
+            time.sleep(0.1)
+        (lost / "cut").touch()
+        ends = [one.wait(90) for one in (first, second, spare, unneeded)]
+    codes = [end.returncode for end in ends]
+    assert codes == [0, -signal.SIGKILL, 0, 0], "\n".join(end.stderr for end in ends)
+    said = "".join(end.stderr for end in ends)
+    assert len(re.findall("resuming from the memory of 2 machines, step [24]; there is no other", said)) == 1, said
+    assert sum("this spare machine was not needed" in end.stderr for end in ends[2:]) == 1
+    assert refused.returncode == 2
+    assert "the machines differ in" in refused.stderr
+    assert (lost / "digest").exists()

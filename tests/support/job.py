@@ -125,6 +125,10 @@ class RunningJob:
             self.kill()
             raise
 
+    def said(self) -> str:
+        """What the first process has written to stderr by now."""
+        return Path(self._folder, "0.err").read_text(errors="replace")
+
     def send_signal(self, number: signal.Signals) -> None:
         for process in self.processes:
             os.kill(process.pid, number)

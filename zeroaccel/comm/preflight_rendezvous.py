@@ -84,7 +84,8 @@ def rendezvous(
     keys.set(f"node/{machine}", json.dumps([node.host, node.ranks, dict(node.facts)]))
     _await(keys, "node", num_machines, node.ranks, arrival_seconds, say)
     nodes = [NodeInfo(*json.loads(keys.get(f"node/{number}"))) for number in range(num_machines)]
-    _compare(nodes)
+    for number, other in enumerate(nodes):
+        _compare(nodes[0], other, "machine 0", f"machine {number}")
     _try_network(keys, machine, nodes)
     return PreflightRendezvous(nodes, store)
 
@@ -136,18 +137,27 @@ def _missing(machines: Sequence[int], ranks_each: int, seconds: float) -> str:
     return f"{names} did not come within {seconds:g} s, so {rank_list(ranks)} would be missing"
 
 
-def _compare(nodes: Sequence[NodeInfo]) -> None:
-    first = nodes[0]
-    for number, node in enumerate(nodes):
-        for name in {**first.facts, **node.facts}:
-            expected, got = first.facts.get(name, "nothing"), node.facts.get(name, "nothing")
-            if expected != got:
-                raise ConfigError(
-                    f"the machines differ in {name}",
-                    expected=f"{expected} as on machine 0 ({first.host})",
-                    got=f"{got} on machine {number} ({node.host})",
-                    fix="make them the same on every machine",
-                )
+def compare_with_first(store: Store, node: NodeInfo) -> None:
+    """Compares this machine with the first one that came to the store: for machines that come and go.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    own = json.dumps([node.host, node.ranks, dict(node.facts)])
+    first = NodeInfo(*json.loads(store.compare_set(f"{_PREFIX}/first", "", own)))
+    _compare(first, node, "the machine that came first", "this machine")
+
+
+def _compare(first: NodeInfo, node: NodeInfo, first_name: str, name: str) -> None:
+    for fact in {**first.facts, **node.facts}:
+        expected, got = first.facts.get(fact, "nothing"), node.facts.get(fact, "nothing")
+        if expected != got:
+            raise ConfigError(
+                f"the machines differ in {fact}",
+                expected=f"{expected} as on {first_name} ({first.host})",
+                got=f"{got} on {name} ({node.host})",
+                fix="make them the same on every machine",
+            )
 
 
 def _try_network(keys: Store, machine: int, nodes: Sequence[NodeInfo]) -> None:

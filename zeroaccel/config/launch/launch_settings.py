@@ -538,7 +538,8 @@ def _problems_between_machines(settings: LaunchSettings) -> Iterator[Problem]:
         yield from _problem_of_division(settings)
         return  # `ssh` gives each machine its rank and the address of machine 0
     arrives = settings.rendezvous == "c10d"  # then the numbers are given out in some order
-    if (settings.machine_rank is None and not arrives) or (settings.machine_rank or 0) >= machines:
+    is_spare = settings.min_machines is not None and arrives  # a number above the others
+    if (settings.machine_rank is None and not arrives) or ((settings.machine_rank or 0) >= machines and not is_spare):
         got = NOTHING if settings.machine_rank is None else settings.machine_rank
         fix = "or give a hostfile, and the job is started on all machines from here" if got is NOTHING else ""
         yield Problem(("machine_rank",), expected=f"the number of this machine, 0 to {machines - 1}", got=got, fix=fix)

@@ -1,0 +1,176 @@
+"""`--num_machines MIN:MAX`: what torch's rendezvous does otherwise where a machine is lost, or more than MAX have come.
+
+Changes to torch's classes, each while a job runs: lost machines are not awaited, and spare machines wait for a loss.
+`agent.py` runs the job.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, SimpleElasticAgent, WorkerState
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousTimeout,
+    _Action,
+    _DistributedRendezvousOpExecutor,
+    _RendezvousJoinOp,
+    _should_keep_alive,
+)
+
+from zeroaccel.config.launch.launch_settings import LaunchSettings
+
+# For machines beyond the fewest, from the end of this machine's ranks; at the first start torch's 30.
+_LAST_CALL_SECONDS = 3.0
+# At least so long once the last attempt is over everywhere: machines look once a second whether it is.
+_LAST_JOIN_SECONDS = 1.5
+_BETWEEN_ROUNDS_SECONDS = 0.3  # a machine leaves a round and joins the next one within milliseconds
+
+
+@contextmanager
+def machines_come_and_go(
+    settings: LaunchSettings, ended: Callable[[], float | None], spare: SpareMachine
+) -> Iterator[None]:
+    """While a job runs: lost machines are not awaited, and spare ones wait.
+
+    Args:
+        ended: returns when the ranks of the last attempt ended; None before.
+    """
+    with _lost_machines_are_not_awaited(settings, ended), _spare_machines_wait(settings, spare):
+        yield
+
+
+@contextmanager
+def _lost_machines_are_not_awaited(settings: LaunchSettings, ended: Callable[[], float | None]) -> Iterator[None]:
+    """Has torch's rendezvous wait for more machines than the fewest at the first start only.
+
+    It would wait as long at every restart, of which a lost machine is the usual reason. One that comes later joins by
+    another restart.
+    """
+    if settings.min_machines is None:
+        yield
+        return
+
+    def last_call(timeouts: RendezvousTimeout) -> timedelta:
+        if (since := ended()) is None:
+            return timeouts._last_call
+        # While this one waited for a lost machine, the others have come.
+        rest = max(_LAST_JOIN_SECONDS, _LAST_CALL_SECONDS - (time.monotonic() - since))
+        return min(timedelta(seconds=rest), timeouts._last_call)
+
+    with _replaced(RendezvousTimeout, "last_call", property(last_call)):
+        yield
+
+
+class SpareMachine:
+    """A machine that waits while the job is full; the changed calls of torch's rendezvous.
+
+    Of the spares as many join as machines are lost, in one order, and none while a machine that was in the job may only
+    be between two rounds: that one has states in its memory.
+
+    Attributes:
+        waits: it is no part of the job now.
+    """
+
+    def __init__(self, num_machines: int, log: Callable[[str], None]) -> None:
+        self._num_machines = num_machines
+        self._log = log
+        self.waits = False
+        self._free_since: float | None = None  # when this machine has seen a place for it
+
+    def say_that_it_waits(self) -> None:
+        if not self.waits:
+            self._log(f"the job has its {self._num_machines} machines: this one waits as a spare")
+        self.waits, self._free_since = True, None
+
+    def joins(self) -> None:
+        """It has become a part of the job."""
+        if self.waits:
+            self._log("a machine is lost: this spare one takes its place")
+        self.waits = False
+
+    def job_ended(self) -> bool:
+        """Whether this machine was a spare one until the job, or machine 0, has ended; says so."""
+        if self.waits:
+            self._log("the job has ended, or machine 0; this spare machine was not needed")
+        return self.waits
+
+    def next_action(self, ctx: Any) -> _Action | None:
+        """Other than torch's; None where that is right."""
+        state, node = ctx.state, ctx.node
+        if state.closed:
+            return None
+        free = self._num_machines - len(state.participants) - len(state.wait_list)
+        if node in state.wait_list and state.complete and len(state.participants) >= self._num_machines:
+            return _Action.REMOVE_FROM_WAIT_LIST  # it came late, and goes to the spares
+        if node not in state.redundancy_list:
+            return None
+        wait = _Action.KEEP_ALIVE if _should_keep_alive(ctx) else _Action.SYNC
+        if sorted(map(str, state.redundancy_list)).index(str(node)) >= free:
+            self._free_since = None
+            return wait
+        if self._free_since is None:
+            self._free_since = time.monotonic()
+            time.sleep(_BETWEEN_ROUNDS_SECONDS)
+            return _Action.KEEP_ALIVE
+        if state.complete and time.monotonic() - self._free_since < _LAST_CALL_SECONDS:
+            return wait
+        return _Action.REMOVE_FROM_REDUNDANCY_LIST
+
+
+@contextmanager
+def _spare_machines_wait(settings: LaunchSettings, spare: SpareMachine) -> Iterator[None]:
+    """Has a machine that finds the job full wait until another one is lost.
+
+    torch's rendezvous does so (2.13), with gaps: after a loss all spares ask to join, and may come before machines of
+    the job; those that come late end the attempt of the others, and time out; and torch's launcher fails where a spare
+    was never needed.
+    """
+    executor, run, join = _DistributedRendezvousOpExecutor, SimpleElasticAgent.run, _RendezvousJoinOp.__call__
+    wait = getattr(executor, "_add_to_redundancy_list", None)
+    num_waiting = DynamicRendezvousHandler.num_nodes_waiting
+
+    def say_and_wait(own: _DistributedRendezvousOpExecutor) -> None:
+        spare.say_that_it_waits()
+        assert wait is not None, "no machine waits in this release of torch"
+        wait(own)
+
+    def run_or_wait(agent: SimpleElasticAgent, role: str = DEFAULT_ROLE) -> RunResult:
+        result: RunResult | None = run(agent, role)
+        if result is None:
+            spare.job_ended()
+        return result or RunResult(WorkerState.SUCCEEDED, {}, {})
+
+    def join_or_wait(operation: _RendezvousJoinOp, ctx: Any, deadline: float) -> _Action:
+        action = spare.next_action(ctx) or join(operation, ctx, deadline)
+        if action == _Action.FINISH:
+            spare.joins()
+        return action
+
+    def num_that_can_join(handler: DynamicRendezvousHandler) -> int:
+        count = num_waiting(handler)
+        return 0 if len(handler._state_holder.state.participants) >= settings.num_machines else count
+
+    if settings.min_machines is None or wait is None:
+        yield
+        return
+    with ExitStack() as changes:
+        changes.enter_context(_replaced(executor, "_add_to_redundancy_list", say_and_wait))
+        changes.enter_context(_replaced(SimpleElasticAgent, "run", run_or_wait))
+        changes.enter_context(_replaced(_RendezvousJoinOp, "__call__", join_or_wait))
+        changes.enter_context(_replaced(DynamicRendezvousHandler, "num_nodes_waiting", num_that_can_join))
+        yield
+
+
+@contextmanager
+def _replaced(owner: type, name: str, value: object) -> Iterator[None]:
+    own = vars(owner)[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, own)
