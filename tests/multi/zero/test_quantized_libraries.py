@@ -362,8 +362,11 @@ def _from_pretrained(folder: str, how: str) -> tuple[tuple[int, int], list[float
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    source, options = folder, {"quantization_config": quantization}
+    if Path(folder, "quantised").exists():
+        source, options = f"{folder}/quantised", {}
     with Init(enabled=how == "sharded"):
-        model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=quantization, device_map="cpu")
+        model = AutoModelForCausalLM.from_pretrained(source, device_map="cpu", **options)
     nbytes = _codes_here(model.parameters())
     for param in model.parameters():
         param.requires_grad_(False)
@@ -379,12 +382,19 @@ def _from_pretrained(folder: str, how: str) -> tuple[tuple[int, int], list[float
     return nbytes, losses
 
 
-def test_from_pretrained_within_zero_init_leaves_each_rank_a_part_of_the_codes(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("on_disk", [False, True], ids=["quantised at load", "quantised on disk"])
+def test_from_pretrained_within_zero_init_leaves_each_rank_a_part_of_the_codes(
+    ranks: Ranks, tmp_path: Path, on_disk: bool
+) -> None:
     pytest.importorskip("bitsandbytes")
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 64}
     LlamaForCausalLM(LlamaConfig(num_attention_heads=4, **sizes)).save_pretrained(tmp_path)
+    if on_disk:
+        settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=settings, device_map="cpu")
+        model.save_pretrained(tmp_path / "quantised")
     plain = ranks(2).run(_from_pretrained, str(tmp_path), "whole")
     for (here, whole), losses in ranks(2).run(_from_pretrained, str(tmp_path), "sharded"):
         assert losses == plain[0][1]
