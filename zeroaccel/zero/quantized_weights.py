@@ -12,8 +12,9 @@ the first forward and rounds the scales: `forbid_packing` turns that kernel off.
 
 A frozen wrapper, as of torchao and quanto, has codes and scales in other tensors, which torch's `__tensor_flatten__`
 names. They become parameters that the wrapper refers to, and that units have in its place: a gather fills them, and
-nothing is done to the wrapper. HQQ's layers have scales and zeros in a dictionary.
-Parameters of other classes are carried as they are; attributes of theirs belong to the program.
+nothing is done to the wrapper. HQQ's layers have scales and zeros in a dictionary. Those of GPTQ and AWQ have all in
+buffers, which become parameters. Parameters of other classes are carried as they are; attributes of theirs belong to
+the program.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from zeroaccel.zero.tensor_subclasses import (
 
 _SMALL = 64  # scales of at most this part of their codes' bytes are on every rank
 _LIBRARY = "bitsandbytes"
+_WITH_BUFFERS = ("awq", "auto_gptq", "gptqmodel")  # libraries whose layers have codes and scales in buffers
 PACKED = ".quant_state."
 """In the name of a tensor that is JSON, whose length may differ."""
 LAYOUT = "_format"
@@ -102,6 +104,15 @@ def check_quantized(model: nn.Module, device: torch.device) -> None:
         UsageError: one is to be trained, has no codes yet, or was packed for the library's kernel of evaluation; or is
             a wrapper that is elsewhere, or of other tensors than plain ones.
     """
+    for fqn, module in model.named_modules():
+        status = getattr(module, "quantization_status", None)
+        if getattr(status, "value", status) == "compressed":
+            raise UsageError(
+                f"module {fqn}",
+                expected="weights that stay what they are when the model runs",
+                got="codes of compressed_tensors, which the first forward replaces by whole weights on every rank",
+                fix='load the model unquantised with "zero_optimization": {"frozen_weights": "nf4"} (or "int8")',
+            )
     for fqn, _, param, kind in _quantized(model):
         if param.requires_grad:
             raise UsageError(
@@ -155,6 +166,8 @@ def attach_codes(model: nn.Module, *, recurse: bool = True) -> None:
     Args:
         recurse: in the modules within it too.
     """
+    for module in model.modules() if recurse else (model,):
+        _adopt_buffers(module)
     for _, module, param, kind in _quantized(model, recurse=recurse):
         if scales_of(param) is not None or not _has_codes(param, kind):
             continue
@@ -173,8 +186,27 @@ def attach_codes(model: nn.Module, *, recurse: bool = True) -> None:
             )
 
 
+def _adopt_buffers(module: nn.Module) -> None:
+    """Makes parameters of a layer's codes, scales and zeros, so that units have them; names and values stay."""
+    for name, buffer in list(module._buffers.items()) if _has_code_buffers(module) else ():
+        if buffer is not None and buffer.dim() > 1 and not buffer.is_meta:
+            del module._buffers[name]
+            module._parameters[name] = param = nn.Parameter(buffer, requires_grad=False)
+            mark_codes(param, {})
+
+
+def _has_code_buffers(module: nn.Module) -> bool:
+    names = module._buffers.keys() | module._parameters.keys()
+    return type(module).__module__.partition(".")[0] in _WITH_BUFFERS and "qweight" in names
+
+
 def release_codes(model: nn.Module) -> None:
     """Undoes `attach_codes`: the library has plain tensors again."""
+    for module in filter(_has_code_buffers, model.modules()):
+        for name, param in list(module._parameters.items()):
+            if param is not None and scales_of(param) is not None:
+                del module._parameters[name]
+                module._buffers[name] = param.data
     for _, module, param, kind in _quantized(model):
         for name, owner, attribute in _tensors(module, param, kind) if scales_of(param) else ():
             if name in (scales_of(param) or {}):

@@ -36,6 +36,7 @@ from zeroaccel.zero.tensor_subclasses import inner_tensors, is_wrapper, scales_o
 WIDTH = 128
 KINDS = ["nf4, nested", "nf4", "fp4 in bfloat16", "int8"]
 HQQ = ["hqq stand-in", "hqq"]
+BUFFERS = ["awq stand-in"]
 WRAPPERS = ["torchao int8", "torchao float8", "torchao int4", "quanto int8", "quanto int4"]
 
 
@@ -168,7 +169,38 @@ class HQQLinear(nn.Module):
 HQQLinear.__module__ = "hqq.core.quantize"
 
 
+class WQLinear(nn.Module):
+    """Stands in for layers of GPTQ and AWQ: eight codes in 32 bits, scales in 16, packed zeros, all in buffers."""
+
+    qweight: Tensor
+    qzeros: Tensor
+    scales: Tensor
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        groups = weight.view(-1, 64)
+        scales = (groups.abs().amax(1) / 7).half()
+        codes = (groups / scales[:, None]).round().int() + 8
+        self.shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+        self.register_buffer("qweight", (codes.view(len(weight), -1, 8) << self.shifts).sum(-1, dtype=torch.int32))
+        zeros = torch.full((len(scales) // 8, 8), 8, dtype=torch.int32) << self.shifts
+        self.register_buffer("qzeros", zeros.sum(-1, dtype=torch.int32)[:, None])
+        self.register_buffer("scales", scales.view(len(weight), -1))
+        self.register_buffer("bias", torch.zeros(len(weight)))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        codes = ((self.qweight[..., None] >> self.shifts) & 15).view(-1, 64)
+        zeros = ((self.qzeros >> self.shifts) & 15).view(-1, 1)
+        weight = ((codes - zeros) * self.scales.view(-1, 1).float()).view(len(self.qweight), -1)
+        return inputs @ weight.to(inputs.dtype).t() + self.bias
+
+
+WQLinear.__module__ = "awq.modules.linear.gemm"
+
+
 def _layer(kind: str) -> nn.Module:
+    if kind == "awq stand-in":
+        return WQLinear(torch.randn(WIDTH, WIDTH) / 8)
     if kind == "hqq stand-in":
         return HQQLinear(torch.randn(WIDTH, WIDTH) / 8)
     if kind == "hqq":
@@ -306,7 +338,7 @@ def _losses(kind: str, folder: str) -> dict[tuple[Any, ...], tuple[list[float], 
     return found
 
 
-@pytest.mark.parametrize("kind", ["stand-in", "wrapper", *KINDS, *WRAPPERS, *HQQ])
+@pytest.mark.parametrize("kind", ["stand-in", "wrapper", *KINDS, *WRAPPERS, *HQQ, *BUFFERS])
 def test_a_quantized_base_has_the_losses_of_one_process(ranks: Ranks, tmp_path: Path, kind: str) -> None:
     _require(kind)
     for found in ranks(2).run(_losses, kind, str(tmp_path)):
@@ -318,6 +350,8 @@ def test_a_quantized_base_has_the_losses_of_one_process(ranks: Ranks, tmp_path: 
         per_value = 1 + 4 / WIDTH  # of codes in 8 bits, some of which torchao keeps 4 bits in
         if kind in ("stand-in", *KINDS[:-1]):
             per_value = 0.5 + (1 / 64 if "nested" in kind else 4 / 64)
+        elif kind in BUFFERS:
+            per_value = 0.5 + (2 + 0.5) / 64
         elif kind in HQQ:
             per_value = 0.5 + 8 / 64
         elif kind == "quanto int4":
@@ -478,7 +512,7 @@ def _saved(kind: str, folder: str) -> tuple[list[float], list[float], list[str],
     return losses, resumed, names if state is not None else [], same
 
 
-@pytest.mark.parametrize("kind", ["stand-in in bfloat16", "wrapper", *KINDS, *WRAPPERS])
+@pytest.mark.parametrize("kind", ["stand-in in bfloat16", "wrapper", *KINDS, *WRAPPERS, *BUFFERS])
 def test_checkpoints_and_state_dicts_have_codes_and_scales(ranks: Ranks, tmp_path: Path, kind: str) -> None:
     _require(kind)
     for losses, resumed, differing, same in ranks(2).run(_saved, kind, str(tmp_path)):
@@ -610,7 +644,7 @@ def test_a_checkpoint_with_its_base_restores_offsets_of_scales(tmp_path: Path) -
         assert torch.equal(found.absmax, expected.absmax)
 
 
-@pytest.mark.parametrize("kind", ["stand-in", "wrapper", *KINDS, *WRAPPERS, "hqq stand-in"])
+@pytest.mark.parametrize("kind", ["stand-in", "wrapper", *KINDS, *WRAPPERS, "hqq stand-in", *BUFFERS])
 def test_a_plain_model_takes_scales_from_a_checkpoint(tmp_path: Path, kind: str) -> None:
     """The library loads codes by name and drops scales: those of the model stayed, under codes of the checkpoint."""
     if kind == "stand-in":
@@ -752,6 +786,25 @@ def test_a_live_model_loads_wrapped_weights(ranks: Ranks, tmp_path: Path, kind: 
     _require(kind)
     for losses, *loaded in ranks(2).run(_loaded, kind, str(tmp_path / "state")):
         assert loaded == [losses, losses]
+
+
+def test_codes_that_the_first_forward_replaces_are_refused_by_name() -> None:
+    """compressed_tensors' made whole weights of them, on every rank."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].quantization_status = "compressed"  # type: ignore[assignment]
+    with refused(UsageError, "module 0:", "codes of compressed_tensors", "frozen_weights"):
+        check_model(model, torch.device("cpu"))
+
+
+def test_buffers_of_codes_are_buffers_again_after_training() -> None:
+    model = Model("awq stand-in", "")
+    names, values = list(model.blocks[0].base._buffers), _bits(model.blocks[0].base.scales)
+    engine = _initialized(model, 3, "SGD")
+    assert sorted(model.blocks[0].base._parameters) == ["qweight", "qzeros", "scales"]
+    engine.destroy()
+    assert sorted(model.blocks[0].base._buffers) == sorted(names)
+    assert not model.blocks[0].base._parameters
+    assert _bits(model.blocks[0].base.scales) == values
 
 
 def test_a_wrapper_that_cannot_be_carried_is_refused_by_name() -> None:
