@@ -732,6 +732,22 @@ def test_save_pretrained_of_a_live_quantised_model_writes_codes_and_scales(
     assert ranks(2).run(_whole_saved, str(tmp_path), kind) == [True, True]
 
 
+def test_a_checkpoint_of_adapters_leaves_scales_to_the_base(tmp_path: Path) -> None:
+    """It had those of its own base, which came under codes of another one."""
+    model, other = Model("stand-in", ""), Model("stand-in", "")
+    for block in other.blocks:
+        block.base = _layer("stand-in")
+    expected = [block.base.weight.quant_state.absmax.clone() for block in other.blocks]
+    engine = _initialized(model, 3, "SGD")
+    engine.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
+    engine.destroy()
+    engine = _initialized(other, 3, "SGD")
+    engine.load_checkpoint(tmp_path)
+    engine.destroy()
+    for block, own in zip(other.blocks, expected, strict=True):
+        assert torch.equal(block.base.weight.quant_state.absmax, own)
+
+
 def test_adapters_over_another_quantised_base_are_refused(tmp_path: Path) -> None:
     engine = _initialized(_with_offsets(1), 3, "SGD")
     engine.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
