@@ -355,6 +355,7 @@ _NOT_FORWARDED = {
     "ZEROACCEL_HOSTFILE",
     "ZEROACCEL_LAUNCH_ID",
     "ZEROACCEL_MEMORY_FOLDER",
+    "ZEROACCEL_RACK",
 }
 _HOST_SETTINGS = ("hostfile", "inclusion_filter", "exclusion_filter", "multinode_launcher")
 

@@ -27,6 +27,7 @@ from zeroaccel.checkpoint.atomic_write import write_all
 from zeroaccel.checkpoint.save import OVERWRITTEN, file_of_rank
 from zeroaccel.comm.agree import agreed, from_rank
 from zeroaccel.comm.collectives import Collectives
+from zeroaccel.comm.environment import rack
 from zeroaccel.comm.topology import pair_backends
 from zeroaccel.comm.transport import PairLink, PendingTransfer
 from zeroaccel.errors import CheckpointError
@@ -69,13 +70,19 @@ class PeerCopies:
         self._copies = Collectives(collectives.topology, records_sizes=False)
         node_of = {rank: node for node, ranks in enumerate(collectives.nodes) for rank in ranks}
         machines: dict[tuple[int, str], list[int]] = {}
-        for rank, name in enumerate(collectives.gather_objects(str(folder), "states in memory: folders")):
-            machines.setdefault((node_of[rank], name), []).append(rank)
+        racks: list[str] = []
+        for rank, (name, its_rack) in enumerate(
+            collectives.gather_objects((str(folder), rack()), "states in memory: folders")
+        ):
+            own = machines.setdefault((node_of[rank], name), [])
+            racks += [] if own else [its_rack]
+            own.append(rank)
         self._nodes = list(machines.values())
+        self._next = next_machines(racks)
         self.num_machines = len(self._nodes)
         self.is_first = any(collectives.rank == ranks[0] for ranks in self._nodes)
         neighbour = {
-            rank: self._rank_at((machine + 1) % len(self._nodes), place)
+            rank: self._rank_at(self._next[machine], place)
             for machine, ranks in enumerate(self._nodes)
             for place, rank in enumerate(ranks)
         }
@@ -99,7 +106,7 @@ class PeerCopies:
         found = self._collectives.gather_objects((own_nbytes, room, room < free), "states in memory: room")
         sizes = [sum(found[rank][0] for rank in ranks) for ranks in self._nodes]
         for machine, ranks in enumerate(self._nodes):
-            copies = sizes[machine - 1] if self.num_machines > 1 else 0
+            copies = sizes[self._next.index(machine)] if self.num_machines > 1 else 0
             needed = max(2 * (sizes[machine] + copies), sum(sizes) if reads_all else 0)
             _, room, is_limited = min((found[rank] for rank in ranks), key=lambda one: one[1])
             if room < needed:
@@ -156,7 +163,7 @@ class PeerCopies:
             has = [name in own for own in sizes]
             source = has.index(True)
             if name.endswith(_DIVIDED):
-                targets = [(source + 1) % count] if sum(has) == 1 < count else []
+                targets = [self._next[source]] if sum(has) == 1 < count else []
             else:
                 targets = [machine for machine in range(count) if not has[machine]]
             moves += [(source, target, name) for target in targets]
@@ -271,6 +278,23 @@ class PeerCopies:
         arrived = [pieces[rank, own] for rank in ranks if received[rank]]
         for piece, part in zip(arrived, out.split(_positive(received)), strict=True):
             _write(folder, piece, part)
+
+
+def next_machines(racks: Sequence[str]) -> list[int]:
+    """For each machine the one that has its copies: in another rack, if no rack has more than half of the machines.
+
+    Args:
+        racks: of each machine.
+
+    Example:
+        >>> next_machines(["", "", ""]), next_machines(["a", "a", "b", "b"])
+        ([1, 2, 0], [2, 3, 0, 1])
+    """
+    order = sorted(range(len(racks)), key=lambda machine: racks[machine])
+    most = max(racks.count(one) for one in racks)
+    shift = most if most < len(racks) else 1
+    after = dict(zip(order, order[shift:] + order[:shift], strict=True))
+    return [after[machine] for machine in range(len(racks))]
 
 
 def _noted(failures: list[Exception], call: Callable[[], object]) -> None:

@@ -154,6 +154,11 @@ def launcher_memory() -> Path | None:
     return Path(folder) if folder and os.path.isdir(folder) else None
 
 
+def rack() -> str:
+    """The name of the rack, or switch, of this machine: ZEROACCEL_RACK, or SLURM's path of switches; "" without."""
+    return os.environ.get("ZEROACCEL_RACK") or os.environ.get("SLURM_TOPOLOGY_ADDR", "").rpartition(".")[0]
+
+
 def is_in_launcher_memory(folder: str | os.PathLike[str]) -> bool:
     """Whether each machine has a folder of its own there."""
     memory = launcher_memory()

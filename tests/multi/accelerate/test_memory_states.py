@@ -66,12 +66,14 @@ def life(
     machines: int = 1,
     peer: dict[str, Any] | None = None,
     writes: bool = False,
+    racks: str = "",
 ) -> tuple[int, list[float], list[str]]:
     """Trains from the newest state to the end, or until it is lost; (first step, losses, states in memory)."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     memory = root / f"memory{rank * machines // world_size or ''}"
     memory.mkdir(exist_ok=True)
     os.environ[VARIABLE] = str(memory)
+    os.environ["ZEROACCEL_RACK"] = racks[rank * machines // world_size] if racks else ""
     project = ProjectConfiguration(str(root), automatic_checkpoint_naming=True, memory_interval=interval)  # type: ignore[arg-type]
     plugin = ZeroPlugin(zero_stage=stage, offload_optimizer_device=offload)
     if peer is not None:
@@ -294,6 +296,16 @@ def test_of_three_machines_one_may_be_lost(ranks: Ranks, tmp_path: Path) -> None
     assert ranks(3).run(life, tmp_path, interval=2, lost_at=7, machines=3)[2][0] == 3
     (tmp_path / "memory").rename(tmp_path / "away")
     assert ranks(3).run(life, tmp_path, interval=100, lost_at=8, machines=3)[2][0] == 5
+
+
+def test_of_two_racks_one_may_be_lost(ranks: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "whole").mkdir()
+    whole = ranks(4).run(life, tmp_path / "whole", interval=None)
+    ranks(4).run(life, tmp_path, interval=3, lost_at=5, machines=4, racks="baab")
+    for name in ("memory1", "memory2"):
+        shutil.rmtree(tmp_path / name)
+    rest = ranks(4).run(life, tmp_path, interval=100, machines=4, racks="baab")
+    assert [(begin, losses) for begin, losses, _ in rest] == [(3, losses[3:]) for _, losses, _ in whole]
 
 
 @pytest.mark.parametrize(("stage", "names"), [(0, [0, 1, 2]), (3, [2])])  # rank 3 has no elements

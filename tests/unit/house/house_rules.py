@@ -57,7 +57,7 @@ ENVIRONMENT_READERS = {
 # Folder -> its most code lines. A commit that raises one says what the lines are worth.
 MAX_CODE_LINES: Mapping[str, int] = {
     "": 860,
-    "accelerate": 4060,
+    "accelerate": 4075,
     "checkpoint": 6135,
     "cli": 7305,
     "comm": 3800,

@@ -468,6 +468,7 @@ OTHER_VARIABLES: Mapping[str, str] = {
     "ZEROACCEL_LAUNCH_ID": "by which a launcher knows what its ranks have started",
     "ZEROACCEL_LAUNCH_SOURCES": "who said what a launcher tells its ranks",
     "ZEROACCEL_LOG_LEVEL": "how much a rank says",
+    "ZEROACCEL_RACK": "the rack of this machine; copies of states in memory go to another one",
     "ZEROACCEL_SSH": "the program that reaches other machines",
     "ZEROACCEL_TRACE": "the order of `zeroaccel trace`",
     "ZEROACCEL_VERIFY": "the order of `zeroaccel verify`",
