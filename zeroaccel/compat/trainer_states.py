@@ -39,9 +39,7 @@ from zeroaccel.zero.engine_base import EngineBase
 
 _TRAINER_STATE = "trainer_state.json"  # Trainer's names
 _SCHEDULER = "scheduler.pt"
-_TAG = (
-    "global_step"  # that Trainer looks for begin so; the same for all, so that a save overwrites the files of another
-)
+_TAG = "global_step"  # as Trainer looks for; the same for all states, so that a save overwrites another's files
 
 _ARGUMENTS = (  # those that tell one training of a script from another
     *("output_dir", "max_steps", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps"),
@@ -96,7 +94,7 @@ def _settings(trainer: Any) -> PeerStates | None:
     """`checkpoint.peer` of the config that Trainer passes to `deepspeed.initialize`."""
     plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
     section = (getattr(plugin, "deepspeed_config", None) or {}).get("checkpoint") or {}
-    if not section.get("peer"):
+    if section.get("peer") is None:
         return None
     document = {"train_micro_batch_size_per_gpu": 1, "checkpoint": {"peer": section["peer"]}}
     peer = load_config(document).checkpoint.peer

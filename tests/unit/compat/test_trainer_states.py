@@ -70,3 +70,20 @@ def test_a_run_resumes_from_the_later_of_memory_and_what_the_script_asks_for(
     asked = str(tmp_path / asked) if isinstance(asked, str) else asked
     found = states.newest(asked)
     assert found == (asked if taken == "asked" else str(tmp_path / "train" / "checkpoint_5"))
+
+
+@pytest.mark.parametrize(
+    ("document", "interval"),
+    [
+        ({}, None),
+        ({"checkpoint": {"keep_last": 2}}, None),
+        ({"checkpoint": {"peer": {"enabled": False}}}, None),
+        ({"checkpoint": {"peer": {}}}, "auto"),
+        ({"checkpoint": {"peer": {"interval": 4}}}, 4),
+    ],
+)
+def test_the_section_of_the_config_asks_for_states(document: dict[str, Any], interval: int | str | None) -> None:
+    plugin = SimpleNamespace(deepspeed_config=document)
+    trainer = SimpleNamespace(accelerator=SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin)))
+    settings = trainer_states._settings(trainer)
+    assert (settings and settings.interval) == interval
