@@ -106,7 +106,7 @@ def test_errors_can_be_looked_up_by_their_words(site: Path) -> None:
     names = [name for name in errors.__all__ if name.endswith("Error") and name != "ZeroAccelError"]
     assert [name for name in names if f"<code>{name}</code>" not in page] == []
     assert "create the optimizer from the same model object" in page  # what to do
-    assert "the machines differ in {name}" in page  # what only a run knows is a name in braces
+    assert "the machines differ in {fact}" in page  # what only a run knows is a name in braces
     assert page.count("<tr>") > 500
 
 
