@@ -154,18 +154,19 @@ def node_info(plan: LaunchPlan) -> NodeInfo:
     }
     facts |= {f"--{name}": str(getattr(settings, name)) for name in _SAME_EVERYWHERE}
     facts |= {name: value for name, value in sorted(plan.child_env.items()) if name.startswith("ACCELERATE_")}
-    if (script := Path(plan.program.name)).is_file():
-        facts[f"the contents of {script}"] = _digest(script)
-    if settings.deepspeed_config_file is not None:
-        facts[f"the contents of {settings.deepspeed_config_file}"] = _digest(Path(settings.deepspeed_config_file))
+    script, config = Path(plan.program.name), settings.deepspeed_config_file
+    if settings.min_machines is not None and script.is_file():  # a machine may come late, from another tree
+        facts[f"the contents of {script}"] = _digest(script, "the script")
+    if config is not None:
+        facts[f"the contents of {config}"] = _digest(Path(config), "--deepspeed_config_file")
     return NodeInfo(socket.gethostname(), plan.num_local, facts)
 
 
-def _digest(path: Path) -> str:
+def _digest(path: Path, what: str) -> str:
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
     except OSError as error:
-        raise ConfigError(f"{path}: {(error.strerror or 'unreadable').lower()}") from None
+        raise ConfigError(f"{what} {path}: {(error.strerror or 'unreadable').lower()}") from None
 
 
 _TORCH_LOG = "torch.distributed.elastic"

@@ -2,6 +2,7 @@
 
     lost_ranks.py FOLDER STEPS INTERVAL SEED [FAULT,...]
 
+States are saved in memory every INTERVAL steps; with "off" there are none, with "disk" in the folder, at every second.
 Each attempt of the launcher suffers the fault of its number; after the last one none. A fault is KIND:STEP:RANK+...:
 `kill` and `stop` send SIGKILL and SIGSTOP before the micro-step, `save` kills while a state in memory is written (at
 its first file, or a few milliseconds later), `copy` while one arrives from another machine, `load` kills as soon as the
@@ -24,7 +25,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from zeroaccel import Accelerator, ProjectConfiguration, ZeroPlugin, set_seed
+from zeroaccel import Accelerator, Engine, ProjectConfiguration, ZeroPlugin, set_seed
 from zeroaccel.accelerate import peer_copies, run_state
 
 
@@ -46,12 +47,20 @@ def suffer_at_next_state(kind: str, seed: int) -> None:
         run_state.write_durably = lambda *_: suffer("kill")  # type: ignore[assignment]
 
 
+def digest_of(model: Engine) -> str:
+    """Of the weights. (all ranks)"""
+    digest = hashlib.sha256()
+    for _, weight in model.iter_named_full_params():
+        digest.update(weight.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
 def main(folder: str, steps: str, interval: str, seed: str, faults: str = "") -> None:
     os.chdir(folder)
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     kind, at, who = ([*faults.split(","), *[""] * (attempt + 1)][attempt] or ":-1:").split(":")
     project = ProjectConfiguration(
-        ".", automatic_checkpoint_naming=True, memory_interval=int(interval) if interval != "off" else None
+        ".", automatic_checkpoint_naming=True, memory_interval=int(interval) if interval.isdecimal() else None
     )
     accelerator = Accelerator(cpu=True, zero_plugin=ZeroPlugin(zero_stage=int(seed) % 4), project_config=project)
     set_seed(int(seed))
@@ -82,13 +91,13 @@ def main(folder: str, steps: str, interval: str, seed: str, faults: str = "") ->
         accelerator.backward(model(x).square().mean())
         optimizer.step()
         optimizer.zero_grad()
+        if interval == "disk" and step % 2:
+            accelerator.save_state()
         if step == begin and accelerator.is_main_process:
             Path(f"resumed.{attempt}").write_text(f"{time.time()} {begin}\n")
-    digest = hashlib.sha256()
-    for _, weight in model.iter_named_full_params():
-        digest.update(weight.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    digest = digest_of(model)
     if accelerator.is_main_process:
-        Path("digest").write_text(digest.hexdigest())
+        Path("digest").write_text(digest)
     accelerator.end_training()
 
 

@@ -16,14 +16,14 @@ import json
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from zeroaccel.checkpoint.atomic_write import write_all
+from zeroaccel.checkpoint.atomic_write import write_all, writing_to
 from zeroaccel.checkpoint.save import OVERWRITTEN, file_of_rank
 from zeroaccel.comm.agree import agreed, from_rank
 from zeroaccel.comm.collectives import Collectives
@@ -169,7 +169,7 @@ class PeerCopies:
             moves += [(source, target, name) for target in targets]
         whole = {name: nbytes for own in sizes for name, nbytes in own.items()}
         self._send(written, moves, whole)
-        with agreed(self._collectives, "states in memory: name"), _as_checkpoint_error(written):
+        with agreed(self._collectives, "states in memory: name"), writing_to(written):
             if self.is_first:
                 written.rename(state)
 
@@ -246,7 +246,7 @@ class PeerCopies:
                 self._exchange(folder, now)
             except OSError as failure:
                 error = error or CheckpointError(f"{folder}: cannot be copied ({failure.strerror})")
-        with agreed(self._collectives, "states in memory: copies"), _as_checkpoint_error(folder):
+        with agreed(self._collectives, "states in memory: copies"), writing_to(folder):
             if error is not None:
                 raise error
             if self.is_first:
@@ -368,14 +368,6 @@ def _write(folder: Path, piece: _Piece, part: torch.Tensor) -> None:
 
 def _memory_of(rows: torch.Tensor) -> memoryview:
     return memoryview(rows.numpy()).cast("B")  # type: ignore[arg-type]
-
-
-@contextmanager
-def _as_checkpoint_error(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be written ({error.strerror})") from error
 
 
 def _megabytes(nbytes: int) -> str:

@@ -66,7 +66,7 @@ def check_model(engine_state: EngineState, manifest: Manifest, where: str, *, st
         codes = set(manifest.codes).intersection(used) - set(code_names(engine_state.model))
         fix = "build the model it was saved from" + ("" if shapes else ", or pass load_module_strict=False")
         if codes:
-            fix = f"{listed(sorted(codes))}: codes there; quantise the base by the same library (bitsandbytes) before"
+            fix = f"{listed(sorted(codes))}: codes there; quantise the base by the library of the checkpoint before"
         raise CheckpointMisfit(f"{where} does not fit the model: " + ". ".join(problems), fix=fix)
     if problems:
         logger.warning("%s: %s", where, ". ".join(problems))

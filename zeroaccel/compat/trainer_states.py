@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ import torch
 
 from zeroaccel.accelerate.memory_states import MemoryStates, folder_for_states
 from zeroaccel.accelerate.project import STATE_NAME
+from zeroaccel.checkpoint.atomic_write import writing_to
 from zeroaccel.checkpoint.save import Part
 from zeroaccel.checkpoint.save_plan import saved_nbytes
 from zeroaccel.comm.agree import agreed, from_rank_0
@@ -93,8 +93,8 @@ def train(
 def _settings(trainer: Any) -> PeerStates | None:
     """`checkpoint.peer` of the config that Trainer passes to `deepspeed.initialize`."""
     plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
-    section = (getattr(plugin, "deepspeed_config", None) or {}).get("checkpoint") or {}
-    if section.get("peer") is None:
+    section = (getattr(plugin, "deepspeed_config", None) or {}).get("checkpoint")
+    if not isinstance(section, dict) or section.get("peer") is None:
         return None
     document = {"train_micro_batch_size_per_gpu": 1, "checkpoint": {"peer": section["peer"]}}
     peer = load_config(document).checkpoint.peer
@@ -202,8 +202,11 @@ class TrainerSave:
         self._folder, self._replaced = folder, replaced
         self._collectives = engine.collectives.job
         self.device = engine.device
-        with agreed(self._collectives, "states in memory: Trainer's part"):
-            self._write_small(trainer)
+        with agreed(self._collectives, "states in memory: Trainer's part"), writing_to(folder):
+            try:
+                self._write_small(trainer)
+            except RuntimeError as error:  # of torch.save, on a full file system
+                raise CheckpointError(f"{folder}: cannot be written ({error})") from error
         self._save = engine.checkpointer.begin_save(folder, _TAG)
         self._written: Part = {}
         own = "rng_state.pth" if trainer.args.world_size <= 1 else f"rng_state_{trainer.args.process_index}.pth"
@@ -221,7 +224,8 @@ class TrainerSave:
         self._save.commit_together(self._written, self._collectives)
         with agreed(self._collectives, "states in memory: Trainer's state"):
             if self._collectives.rank == 0:
-                _writable(self._folder, lambda: (self._folder / STATE_NAME).write_text(json.dumps({"trainer": True})))
+                with writing_to(self._folder):
+                    (self._folder / STATE_NAME).write_text(json.dumps({"trainer": True}))
         for path in self._replaced:
             shutil.rmtree(path, ignore_errors=True)
 
@@ -230,20 +234,19 @@ class TrainerSave:
         self._save.abandon()
 
     def _write_small(self, trainer: Any) -> None:
-        _writable(self._folder, lambda: trainer._save_rng_state(str(self._folder)))
+        trainer._save_rng_state(str(self._folder))
         if self._collectives.rank != 0:
             return
         # A schedule that the engine steps is in its checkpoint.
         if type(trainer.lr_scheduler).__name__ != "DeepSpeedSchedulerWrapper":
-            schedule = trainer.lr_scheduler.state_dict()
-            _writable(self._folder, lambda: torch.save(schedule, self._folder / _SCHEDULER))
+            torch.save(trainer.lr_scheduler.state_dict(), self._folder / _SCHEDULER)
         state = copy(trainer.state)
         exported: dict[str, list[Any]] = {name: [] for name in state.stateful_callbacks}
         for part in (*trainer.callback_handler.callbacks, trainer.control):
             if type(part).__name__ in exported:
                 exported[type(part).__name__].append(part.state())
         state.stateful_callbacks = {name: own[0] if len(own) == 1 else own for name, own in exported.items()}
-        _writable(self._folder, lambda: state.save_to_json(str(self._folder / _TRAINER_STATE)))
+        state.save_to_json(str(self._folder / _TRAINER_STATE))
 
 
 def _digest(trainer: Any) -> str:
@@ -269,11 +272,3 @@ def _asked(asked: Any, output_dir: str) -> tuple[str | None, int | None]:
         return str(asked), int(json.loads(Path(asked, _TRAINER_STATE).read_text())["global_step"])
     except (OSError, ValueError, KeyError, TypeError):
         return str(asked), None
-
-
-def _writable(folder: Path, write: Callable[[], object]) -> None:
-    try:
-        write()
-    except (OSError, RuntimeError) as error:  # torch.save raises the latter on a full file system
-        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else error
-        raise CheckpointError(f"{folder}: cannot be written ({reason})") from error
