@@ -12,7 +12,6 @@ of the ranks is `tests/e2e/lost_ranks.py`.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import random
 import statistics
@@ -29,7 +28,6 @@ import click
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
-MEMORY = Path("/dev/shm")
 PROGRAM = ROOT / "tests" / "e2e" / "lost_ranks.py"
 KINDS = ("kill", "kill two", "save", "load", "stop")
 STEPS, LIMIT_SECONDS, HANG_SECONDS = 28, 4.0, 120.0
@@ -61,23 +59,6 @@ def launched(folder: Path, num_ranks: int, seed: int, faults: list[str]) -> tupl
         return False, "", job.communicate()[1]
     digest = folder / "digest"
     return True, digest.read_text() if digest.exists() else "", said
-
-
-def is_in_use(folder: Path) -> bool:
-    """Whether a launcher has the folder, has removed it, or is making it."""
-    try:
-        if folder.name.startswith(".") and time.time() - folder.stat().st_mtime < HANG_SECONDS:
-            return True
-        handle = os.open(folder, os.O_RDONLY)
-    except FileNotFoundError:
-        return True
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(handle)
-    return False
 
 
 def recoveries(folder: Path, kinds: list[str]) -> list[tuple[str, float, int]]:
@@ -143,9 +124,10 @@ class Soak:
 
 
 def left_behind(folder: Path) -> list[str]:
-    """Folders in memory that no launcher has, and processes of the run in this folder."""
+    """The launcher's folder in memory, and processes of the run in this folder."""
     for _ in range(3):  # what ends just now
-        left = [str(path) for path in MEMORY.glob("*zeroaccel-memory-*") if not is_in_use(path)]
+        memory = folder / "lost/memory"
+        left = [str(memory.readlink())] if memory.exists() else []
         words = [" ".join(one.info["cmdline"] or []) for one in psutil.process_iter(["cmdline"])]
         left += [line for line in words if f"{folder}/lost" in line]
         if not left:

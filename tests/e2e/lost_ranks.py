@@ -8,7 +8,8 @@ Each attempt of the launcher suffers the fault of its number; after the last one
 its first file, or a few milliseconds later), `copy` while one arrives from another machine, `load` kills as soon as the
 run has resumed, `machine` kills the launcher and the rank before the micro-step, `cut` waits there until there is a
 file `cut`, and `later` as well, before it kills the launcher and the rank of the last hit. Rank 0 writes `resumed.N`
-(time and step of each attempt's first update) and, at the end, `digest`, of the final weights.
+(time and step of each attempt's first update) and, at the end, `digest`, of the final weights. `memory` is a link
+to the launcher's folder of states in memory.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -57,6 +59,8 @@ def digest_of(model: Engine) -> str:
 
 def main(folder: str, steps: str, interval: str, seed: str, faults: str = "") -> None:
     os.chdir(folder)
+    with suppress(FileExistsError):
+        Path("memory").symlink_to(os.environ.get("ZEROACCEL_MEMORY_FOLDER", "none"))
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     kind, at, who = ([*faults.split(","), *[""] * (attempt + 1)][attempt] or ":-1:").split(":")
     project = ProjectConfiguration(

@@ -61,7 +61,7 @@ def test_the_template_as_two_pretended_nodes(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     assert found["losses"][-1] < 0.9 * found["losses"][0]
-    ops = {"all_gather int8, across", "all_gather int8, inside", "all_gather second, inside"}
+    ops = {"all_gather int8, across", "all_gather int8, inside", "all_gather secondary, inside"}
     ops |= {"reduce_scatter int4, across", "reduce_scatter int4, inside"}
     assert set(found["sent"]) == ops
     numel = 3 * (96 * 96 + 96)

@@ -99,9 +99,12 @@ class _Fork:
         return code
 
     def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def send_signal(self, number: signal.Signals) -> None:
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):  # it has ended, and its report is on the way
-                os.kill(self.pid, signal.SIGKILL)
+                os.kill(self.pid, number)
 
     def _look(self, timeout: float | None) -> int | None:
         if self.returncode is None and select.select([self._report], [], [], timeout)[0]:
