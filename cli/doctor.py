@@ -268,7 +268,7 @@ def _disks(machine: Machine, *, measure: bool) -> Iterator[Finding]:
 _COLOURS = {"works": "green", "falls back": "yellow", "missing": "yellow", "BROKEN": "red"}
 
 
-@click.command(short_help="What works on this machine, what does not, and how to mend it.")
+@click.command()
 @click.option("--quick", is_flag=True, help="Measure nothing: no copies, no disks, no processes.")
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
 def doctor(quick: bool, as_json: bool) -> int:
@@ -306,7 +306,7 @@ _SETTINGS = ("ZEROACCEL_", "ACCELERATE_", "NCCL_", "GLOO_", "OMP_", "CUDA_", "TO
 _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 
-@click.command(short_help="Versions, machine and settings, for reports of problems.")
+@click.command()
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
 def env(as_json: bool) -> None:
     """Print versions of dependencies, the machine's hardware and the settings in force.

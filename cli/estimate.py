@@ -51,33 +51,17 @@ class Size(_Type):
         return round(float(match[1]) * _UNITS[match[2]])
 
 
-_GROUPS = {
-    "The work": (
-        "precision",
-        "batch",
-        "sequence",
-        "accumulation",
-        "checkpointing",
-        "optimizer",
-        "residual_masters",
-        "peer_checkpoints",
-    ),
-    "Adapters": ("lora_rank", "frozen_weights"),
-    "Ranks and meshes": ("ranks", "ranks_per_machine", "pp", "sp", "tp", "ep", "meshes"),
-    "What there is": ("device_memory", "host_memory", "disk", "cpu"),
-    "Output": ("as_json", "html_path", "plot"),
-}
-
-
 @click.command(
     cls=GroupedOptions,
-    groups=_GROUPS,
-    context_settings={"token_normalize_func": lambda name: name.replace("-", "_"), "max_content_width": 120},
-    short_help="Estimate training memory for every plan.",
+    headings={
+        "The work": "precision",
+        "Adapters": "lora_rank",
+        "Ranks and meshes": "ranks",
+        "What there is": "device_memory",
+        "Output": "as_json",
+    },
 )
 @click.argument("model")
-@_option("--ranks", "--num_processes", type=COUNT, metavar="N", help="Processes. [default: one per accelerator, or 1]")
-@_option("--ranks_per_machine", type=COUNT, metavar="N", help="Ranks on one machine. [default: all]")
 @_option("--precision", type=click.Choice(["bf16", "fp16", "fp32"]), default="bf16", show_default=True)
 @_option("--batch", type=COUNT, default=1, show_default=True, help="Samples per rank and micro-step.")
 @_option("--sequence", "--seq", type=COUNT, default=2048, show_default=True, help="Tokens per sample.")
@@ -101,6 +85,13 @@ _GROUPS = {
     help="What stores frozen weights as codes: the JSON's key of this name, or bitsandbytes (bnb), with double "
     "quantisation or without.",
 )
+@_option("--ranks", "--num_processes", type=COUNT, metavar="N", help="Processes. [default: one per accelerator, or 1]")
+@_option("--ranks_per_machine", type=COUNT, metavar="N", help="Ranks on one machine. [default: all]")
+@_option("--pp_size", "pp", type=COUNT, default=1, metavar="N", help="Stages of a pipeline. [default: 1]")
+@_option("--sp_size", "sp", type=COUNT, default=1, metavar="N", help="Ranks that share each sequence. [default: 1]")
+@_option("--tp_size", "tp", type=COUNT, default=1, metavar="N", help="Ranks that share each layer. [default: 1]")
+@_option("--ep_size", "ep", type=COUNT, default=1, metavar="N", help="Ranks that divide the experts. [default: 1]")
+@_option("--meshes", is_flag=True, help="A row per mesh of the ranks, for the same samples per step.")
 @_option(
     "--device_memory",
     type=Size(),
@@ -111,11 +102,6 @@ _GROUPS = {
     "--host_memory", type=Size(), metavar="SIZE", help="Memory of one machine. [default: as here, beside accelerators]"
 )
 @_option("--disk", type=Size(), metavar="SIZE", help="Free for offload on one machine.")
-@_option("--pp_size", "pp", type=COUNT, default=1, metavar="N", help="Stages of a pipeline. [default: 1]")
-@_option("--sp_size", "sp", type=COUNT, default=1, metavar="N", help="Ranks that share each sequence. [default: 1]")
-@_option("--tp_size", "tp", type=COUNT, default=1, metavar="N", help="Ranks that share each layer. [default: 1]")
-@_option("--ep_size", "ep", type=COUNT, default=1, metavar="N", help="Ranks that divide the experts. [default: 1]")
-@_option("--meshes", is_flag=True, help="A row per mesh of the ranks, for the same samples per step.")
 @_option("--cpu", is_flag=True, help="The ranks compute on the CPU of this machine.")
 @_option("--json", "as_json", is_flag=True, help="Print bytes as JSON.")
 @_option("--html", "html_path", type=click.Path(dir_okay=False), metavar="FILE", help="Write a page with sliders.")

@@ -2,38 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 import click
+
+CONTEXT = {
+    "token_normalize_func": lambda name: name.replace("-", "_"),
+    "help_option_names": ["-h", "--help"],
+    "max_content_width": 120,
+}
+"""How options are spelled and help is shown. Commands inherit it from the group that they are of."""
 
 
 class GroupedOptions(click.Command):
     """Lists its options under headings.
 
     Args:
-        groups: heading -> names of parameters, in order; the rest comes last, under "This command".
+        headings: heading -> the option that begins its part, in the order in which options are declared.
     """
 
-    def __init__(
-        self, *args: Any, groups: Mapping[str, Sequence[str]] = MappingProxyType({}), **attributes: Any
-    ) -> None:
+    def __init__(self, *args: Any, headings: Mapping[str, str] = MappingProxyType({}), **attributes: Any) -> None:
         super().__init__(*args, **attributes)
-        self._groups = groups
+        self._begins = {name: heading for heading, name in headings.items()}
+
+    def sections(self, ctx: click.Context) -> dict[str, list[tuple[str, str]]]:
+        """Heading -> (flag, what it does) of each option, in order."""
+        heading, sections = "Options", dict[str, list[tuple[str, str]]]()
+        for param in self.get_params(ctx):
+            heading = self._begins.get(str(param.name), heading)
+            if isinstance(param, click.Option) and (record := param.get_help_record(ctx)) is not None:
+                sections.setdefault(heading, []).append(record)
+        return sections
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        records = {
-            param.name: record
-            for param in self.get_params(ctx)
-            if isinstance(param, click.Option) and (record := param.get_help_record(ctx)) is not None
-        }
-        for title, names in self._groups.items():
-            rows = [records.pop(name) for name in names]
-            with formatter.section(title):
+        for heading, rows in self.sections(ctx).items():
+            with formatter.section(heading):
                 formatter.write_dl(rows)
-        if records:
-            with formatter.section("This command" if self._groups else "Options"):
-                formatter.write_dl(list(records.values()))
         if isinstance(self, click.Group):
             self.format_commands(ctx, formatter)

@@ -13,7 +13,6 @@ import json
 import platform
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
@@ -25,10 +24,10 @@ import zeroaccel
 from zeroaccel.errors import ZeroAccelError
 from zeroaccel.logs import without_notes
 
-from .grouped_help import GroupedOptions
+from .grouped_help import CONTEXT, GroupedOptions
 
 
-class StoredHelp(click.Command):
+class StoredHelp(GroupedOptions):
     """The help of a command from a file, in a tenth of the time that its flags take to be made from their settings.
 
     Args:
@@ -37,42 +36,28 @@ class StoredHelp(click.Command):
 
     def __init__(self, name: str, path: Path) -> None:
         self._parts = json.loads(path.read_text(encoding="utf-8"))
-        settings = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
-        super().__init__(name, help=self._parts["help"], context_settings=settings)
+        super().__init__(name, help=self._parts["help"], context_settings=CONTEXT)
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
         return list(self._parts["usage"])
 
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        for title, rows in self._parts["sections"]:
-            with formatter.section(title):
-                formatter.write_dl([(flag, about) for flag, about in rows])
-
-
-@dataclass(frozen=True)
-class LazyCommand:
-    """Where a command is, and what it is for.
-
-    Attributes:
-        module: full name of the module; in it the command is called as on the command line, with _ for -.
-    """
-
-    module: str
-    about: str
+    def sections(self, ctx: click.Context) -> dict[str, list[tuple[str, str]]]:
+        return {heading: [(flag, about) for flag, about in rows] for heading, rows in self._parts["sections"].items()}
 
 
 class LazyCommands(GroupedOptions, click.Group):
     """The group. A name that it does not have is answered with the one that was probably meant.
 
     Args:
-        table: name -> the command.
+        table: name -> (module, what the command is for); in it the command is called as on the command line, with _
+            for -.
         other_names: name of another program's command -> what there is instead.
     """
 
     def __init__(
         self,
         *args: Any,
-        table: Mapping[str, LazyCommand],
+        table: Mapping[str, tuple[str, str]],
         other_names: Mapping[str, str] = MappingProxyType({}),
         **attributes: Any,
     ) -> None:
@@ -86,7 +71,7 @@ class LazyCommands(GroupedOptions, click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in self._table:
             return None
-        module = importlib.import_module(self._table[cmd_name].module)
+        module = importlib.import_module(self._table[cmd_name][0])
         command: click.Command = getattr(module, cmd_name.replace("-", "_"))
         return command
 
@@ -105,29 +90,24 @@ class LazyCommands(GroupedOptions, click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, self._table[name].about) for name in self.list_commands(ctx)])
+            formatter.write_dl([(name, self._table[name][1]) for name in self.list_commands(ctx)])
 
 
-SUB_COMMANDS: Mapping[str, LazyCommand] = {
-    name: LazyCommand(f"{__package__}.{module}", about)
-    for name, (module, about) in {
-        "checkpoint": (
-            "checkpoint",
-            "Inspect, verify, reshard and convert checkpoints.",
-        ),
-        "compat": ("compat", "Install commands named `deepspeed`, for scripts that call them."),
-        "config": ("config", "Create, validate and explain launch files."),
-        "doctor": ("doctor", "Check this machine: features, speed, remedies."),
-        "env": ("doctor", "Print versions, machine and settings for a bug report."),
-        "estimate": ("estimate", "Estimate training memory for every stage and offload."),
-        "launch": ("launch.launch_command", "Run a script in several processes, on one or several machines."),
-        "report": ("report", "Draw the metrics of one or two runs as an HTML page."),
-        "test": ("verify", "Train a small model at every stage on this machine."),
-        "trace": ("trace", "Record a script's steps and show their time and waits."),
-        "verify": ("verify", "Compare a script's first steps at stage 0 and as configured."),
-        "zero-to-fp32": ("checkpoint", "Convert a sharded checkpoint to full weights."),
-    }.items()
+SUB_COMMANDS: Mapping[str, tuple[str, str]] = {
+    "checkpoint": ("zeroaccel.cli.checkpoint", "Inspect, verify, reshard and convert checkpoints."),
+    "compat": ("zeroaccel.cli.compat", "Install commands named `deepspeed`, for scripts that call them."),
+    "config": ("zeroaccel.cli.config", "Create, validate and explain launch files."),
+    "doctor": ("zeroaccel.cli.doctor", "Check this machine: features, speed, remedies."),
+    "env": ("zeroaccel.cli.doctor", "Print versions, machine and settings for a bug report."),
+    "estimate": ("zeroaccel.cli.estimate", "Estimate training memory for every stage and offload."),
+    "launch": ("zeroaccel.cli.launch.launch_command", "Run a script in several processes, on one or several machines."),
+    "report": ("zeroaccel.cli.report", "Draw the metrics of one or two runs as an HTML page."),
+    "test": ("zeroaccel.cli.verify", "Train a small model at every stage on this machine."),
+    "trace": ("zeroaccel.cli.trace", "Record a script's steps and show their time and waits."),
+    "verify": ("zeroaccel.cli.verify", "Compare a script's first steps at stage 0 and as configured."),
+    "zero-to-fp32": ("zeroaccel.cli.checkpoint", "Convert a sharded checkpoint to full weights."),
 }
+"""Name -> the module that has the command, and what it is for."""
 
 
 _OTHER_NAMES: Mapping[str, str] = {
@@ -189,7 +169,7 @@ def _show_version(ctx: click.Context, _: click.Parameter, requested: bool) -> No
     table=SUB_COMMANDS,
     other_names=_OTHER_NAMES,
     invoke_without_command=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=CONTEXT,
 )
 @click.option(
     "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Show the versions."

@@ -36,7 +36,7 @@ from .pages.frame import (
 _FOLDER = click.Path(path_type=Path)
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @click.argument("run", type=_FOLDER)
 @click.argument("other", type=_FOLDER, required=False)
 @click.option(

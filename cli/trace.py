@@ -29,14 +29,7 @@ _VARIABLE = "ZEROACCEL_TRACE"  # as `zeroaccel.zero.step_trace` has it, which im
 _FILE, _PAGE = "trace.json", "trace.html"
 
 
-@click.command(
-    context_settings={
-        "ignore_unknown_options": True,
-        "allow_interspersed_args": False,
-        "help_option_names": ["-h", "--help"],
-    },
-    short_help="Record a script's steps: where their time goes, and what waits for what.",
-)
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option("--steps", type=click.IntRange(1), default=3, show_default=True, help="Optimizer steps to record.")
 @click.option(
     "--warmup", type=click.IntRange(0), default=3, show_default=True, help="Steps before them, which are not typical."

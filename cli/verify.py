@@ -67,10 +67,7 @@ def run_ordered(arguments: Sequence[str], order: Mapping[str, str], stdout: int 
 _SECONDS = 300.0
 
 
-@click.command(
-    context_settings={"token_normalize_func": lambda name: name.replace("-", "_")},
-    short_help="Train a small model at every stage on this machine.",
-)
+@click.command()
 @click.option("--num_processes", type=click.IntRange(1), metavar="N", help="[default: one per accelerator, or 2]")
 @click.option("--cpu", is_flag=True, help="On the CPU, although there are accelerators.")
 def test(num_processes: int | None, cpu: bool) -> int:
@@ -148,10 +145,7 @@ class Record:
         return 2 if self.accumulation > 1 and self.stage >= 2 else 0
 
 
-@click.command(
-    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
-    short_help="Compare a script's first steps at stage 0 and as configured.",
-)
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option("--steps", type=click.IntRange(1), default=5, show_default=True, help="Optimizer steps to compare.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, required=True)
 def verify(steps: int, arguments: tuple[str, ...]) -> int:

@@ -19,7 +19,7 @@ from click.core import ParameterSource
 
 from zeroaccel.errors import ConfigError
 
-from ..main import LazyCommand, LazyCommands
+from ..main import LazyCommands
 from .questions import QUESTIONS, Question
 
 _METAVARS = {
@@ -190,55 +190,32 @@ def _metavar(question: Question) -> str:
     return _METAVARS.get(question.kind, "TEXT")
 
 
-_GROUP_ENDS = {
-    "Processes and machines": "num_processes",
-    "Precision, ZeRO and meshes": "deepspeed_moe_layer_cls_names",
-    "Compilation": "dynamo_use_regional_compilation",
+HEADINGS: Mapping[str, str] = {
+    "Processes and machines": "use_cpu",
+    "Precision, ZeRO and meshes": "use_deepspeed",
+    "Compilation": "dynamo_backend",
+    "This command": "answers",
 }
+"""Heading of `question_flags` in help -> its first flag."""
 
-
-def _question_groups() -> dict[str, tuple[str, ...]]:
-    groups, keys = {}, [question.key for question in QUESTIONS]
-    begin = 0
-    for title, last in _GROUP_ENDS.items():
-        end = keys.index(last) + 1
-        groups[title] = tuple(keys[begin:end])
-        begin = end
-    return groups
-
-
-QUESTION_GROUPS: Mapping[str, tuple[str, ...]] = _question_groups()
-"""Heading in help -> settings."""
-
-SUB_COMMANDS: Mapping[str, LazyCommand] = {
-    name: LazyCommand(f"{__package__}.{module}", about)
-    for name, (module, about) in {
-        "convert": ("convert", "Make our files of accelerate's YAML or DeepSpeed's JSON."),
-        "default": ("file_commands", "Write a launch file for this machine, without a question."),
-        "explain": ("explain", "Say what a key means, what it may be, and where it can be given."),
-        "schema": ("explain", "Print the JSON Schema of a file, for editors."),
-        "show": ("explain", "Print the launch file, or every setting with who said it."),
-        "template": ("file_commands", "Print or write a file to start from."),
-        "update": ("file_commands", "Change answers of a launch file."),
-        "validate": ("convert", "Check launch files, JSON configs, hostfiles and job scripts."),
-    }.items()
-}
-CONTEXT = {
-    "token_normalize_func": lambda name: name.replace("-", "_"),
-    "help_option_names": ["-h", "--help"],
-    "max_content_width": 120,
+SUB_COMMANDS: Mapping[str, tuple[str, str]] = {
+    "convert": ("zeroaccel.cli.config.convert", "Make our files of accelerate's YAML or DeepSpeed's JSON."),
+    "default": ("zeroaccel.cli.config.file_commands", "Write a launch file for this machine, without a question."),
+    "explain": ("zeroaccel.cli.config.explain", "Say what a key means, what it may be, and where it can be given."),
+    "schema": ("zeroaccel.cli.config.explain", "Print the JSON Schema of a file, for editors."),
+    "show": ("zeroaccel.cli.config.explain", "Print the launch file, or every setting with who said it."),
+    "template": ("zeroaccel.cli.config.file_commands", "Print or write a file to start from."),
+    "update": ("zeroaccel.cli.config.file_commands", "Change answers of a launch file."),
+    "validate": ("zeroaccel.cli.config.convert", "Check launch files, JSON configs, hostfiles and job scripts."),
 }
 
 
 @click.group(
     cls=LazyCommands,
     table=SUB_COMMANDS,
-    groups={"The model, for a plan that fits": ("model", "sequence", "batch", "checkpointing"), **QUESTION_GROUPS},
+    headings={"The model, for a plan that fits": "model", **HEADINGS},
     invoke_without_command=True,
-    context_settings=CONTEXT,
-    short_help="Make a launch file.",
 )
-@question_flags
 @click.option("--model", metavar="MODEL", help="What will be trained, as for `zeroaccel estimate`: plans what fits.")
 @click.option(
     "--sequence", type=click.IntRange(1), default=2048, metavar="N", help="Its tokens per sample. [default: 2048]"
@@ -247,6 +224,7 @@ CONTEXT = {
     "--batch", type=click.IntRange(1), default=1, metavar="N", help="Its samples per micro-step. [default: 1]"
 )
 @click.option("--checkpointing", is_flag=True, help="It recomputes activations.")
+@question_flags
 @click.pass_context
 def config(
     ctx: click.Context, /, model: str | None, sequence: int, batch: int, checkpointing: bool, typed: TypedFlags

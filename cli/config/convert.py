@@ -36,13 +36,12 @@ from ..launch.foreign_flags import ForeignFlags
 from ..launch.hostfile import read_hostfile
 from ..launch.launch_command import launch
 from ..launch.launch_flags import flag, settings_from_flags
-from .config_command import CONTEXT
 from .config_file import checked, log, write_file
 
 _NO_COUNTERPART = ("megatron_lm_config", "fp8_config", "mpirun_config")
 
 
-@click.command(context_settings=CONTEXT)
+@click.command()
 @click.argument("file")
 @click.option("-o", "--output", metavar="PATH", help="Write it there, rather than to stdout.")
 @click.option("--drop_unknown", is_flag=True, help="Leave unknown keys of a JSON config out, each with a line.")
@@ -172,7 +171,7 @@ _YAML_KEY = re.compile(r"^\w+:(\s|$)", re.MULTILINE)
 _VARIABLE = re.compile(r"\b(ZEROACCEL_[A-Z0-9_]+)=")
 
 
-@click.command(context_settings=CONTEXT)
+@click.command()
 @click.argument("files", nargs=-1, required=True)
 @click.option("--strict", "unknown_keys", flag_value="strict", help="Any unknown key of a JSON config is an error.")
 @click.option("--lenient", "unknown_keys", flag_value="lenient", help="None is, where DeepSpeed ignores it.")

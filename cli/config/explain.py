@@ -30,10 +30,9 @@ from zeroaccel.config.support import KEYS, Kind
 from zeroaccel.errors import ConfigError
 
 from ..launch.launch_flags import GROUPS, choices_of, flag
-from .config_command import CONTEXT
 
 
-@click.command(context_settings=CONTEXT)
+@click.command()
 @click.option("--config_file", metavar="PATH", help="The launch file. [default: the one a launch would take]")
 @click.option("--resolve", is_flag=True, help="Every setting with its value and who said it, the environment included.")
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
@@ -71,7 +70,7 @@ def show(environ: Mapping[str, str], config_file: str | None, resolve: bool, as_
         _table(_by_group(shown))
 
 
-@click.command(context_settings=CONTEXT)
+@click.command()
 @click.argument("key")
 def explain(key: str) -> None:
     """Say what KEY means: a setting of a launch, or a key of the JSON config as zero_optimization.stage.
@@ -89,7 +88,7 @@ def explain(key: str) -> None:
     click.echo("\n\n".join("\n".join(lines) for lines in texts))
 
 
-@click.command(context_settings=CONTEXT)
+@click.command()
 @click.argument("kind", type=click.Choice(["launch", "json"]), default="launch")
 def schema(kind: str) -> None:
     """Print the JSON Schema of a launch file, or of a JSON config, for editors.

@@ -18,11 +18,11 @@ from zeroaccel.errors import ConfigError
 
 from ..grouped_help import GroupedOptions
 from ..machine import look
-from .config_command import CONTEXT, QUESTION_GROUPS, TypedFlags, question_flags
+from .config_command import HEADINGS, TypedFlags, question_flags
 from .config_file import ConfigRequest, answers_of, make_config_file, why_not_ask, write_file
 
 
-@click.command(cls=GroupedOptions, groups=QUESTION_GROUPS, context_settings=CONTEXT)
+@click.command(cls=GroupedOptions, headings=HEADINGS)
 @question_flags
 @click.pass_obj
 def default(environ: Mapping[str, str], /, typed: TypedFlags) -> None:
@@ -47,7 +47,7 @@ def default(environ: Mapping[str, str], /, typed: TypedFlags) -> None:
     make_config_file(request, look(environ))
 
 
-@click.command(cls=GroupedOptions, groups=QUESTION_GROUPS, context_settings=CONTEXT)
+@click.command(cls=GroupedOptions, headings=HEADINGS)
 @question_flags
 @click.pass_obj
 def update(environ: Mapping[str, str], /, typed: TypedFlags) -> None:
@@ -82,7 +82,7 @@ def update(environ: Mapping[str, str], /, typed: TypedFlags) -> None:
 _PACKAGE = "zeroaccel.templates"
 
 
-@click.command(context_settings=CONTEXT)
+@click.command()
 @click.argument("name", required=False)
 @click.option("-o", "--output", metavar="PATH", help="Write it there, rather than to stdout.")
 @click.option("-y", "--yes", is_flag=True, help="Replace a file that is there; a copy of it is kept.")

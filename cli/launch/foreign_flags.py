@@ -69,20 +69,6 @@ _REFUSED_VALUES: Mapping[str, tuple[str, str]] = {
     "venv_script": ("every machine runs the same interpreter", "start zeroaccel from that environment"),
 }
 
-DEEPSPEED_FLAGS = (
-    "num_gpus",
-    "num_nodes",
-    "node_rank",
-    "master_addr",
-    "master_port",
-    "no_ssh",
-    "launcher",
-    "bind_cores_to_rank",
-    "enable_each_rank_log",
-    "pass_local_rank",
-)
-"""Those of the `deepspeed` command that have a meaning of their own here, as help shows them."""
-
 _MACHINES_COME_AND_GO = "say --num_machines MIN:MAX"
 ELASTIC_HINTS: Mapping[str, str] = {
     "nproc": "say --nproc_per_node N",
@@ -95,6 +81,7 @@ ELASTIC_HINTS: Mapping[str, str] = {
 }
 """Flags of elastic DeepSpeed and of other launchers that do not exist here -> what to say instead."""
 
+# Those of the `deepspeed` command that have a meaning of their own here, as help shows them.
 _OPTIONS: Mapping[str, dict[str, Any]] = {
     "num_gpus": {"metavar": "N", "help": "Processes on each machine, as --num_processes per machine."},
     "num_nodes": {"metavar": "N", "help": "The same as --num_machines; with a hostfile, its first N machines."},

@@ -25,24 +25,20 @@ from zeroaccel.config.schema import Config
 from zeroaccel.errors import ConfigError, Preempted
 from zeroaccel.offload.offload_folder import examine_folder
 
+from ..grouped_help import CONTEXT
 from ..machine import gib, local_disks
 from .cluster_env import cluster_environment
 from .failures import exit_code, explain_failure, first_failure, preemption
 from .foreign_flags import ForeignFlags, foreign_flag_options, resolve_devices
-from .launch_flags import LaunchCommand, setting_flags, settings_from_flags
+from .launch_flags import HEADINGS, LaunchCommand, setting_flags, settings_from_flags
 from .launch_plan import LaunchPlan, Program, ProgramKind, local_rank_option, plan_launch
 from .ssh import describe_node_jobs, is_only_this_machine, plan_node_jobs, run_node_jobs, ssh_words
 
 
 @click.command(
     cls=LaunchCommand,
-    context_settings={
-        "allow_interspersed_args": False,  # what follows the script is the script's
-        "token_normalize_func": lambda name: name.replace("-", "_"),
-        "help_option_names": ["-h", "--help"],
-        "max_content_width": 120,
-    },
-    short_help="Run a script as several processes.",
+    headings=HEADINGS,
+    context_settings={**CONTEXT, "allow_interspersed_args": False},  # what follows the script is the script's
 )
 @setting_flags
 @foreign_flag_options

@@ -18,7 +18,8 @@ from zeroaccel.config.launch.launch_settings import LaunchSettings
 from zeroaccel.config.launch.launch_sources import ExplicitSettings, from_text, kind_of, other_names
 from zeroaccel.config.launch.setting_table import SETTINGS
 
-from .foreign_flags import DEEPSPEED_FLAGS, ELASTIC_HINTS
+from ..grouped_help import GroupedOptions
+from .foreign_flags import ELASTIC_HINTS
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _ENGINES = {"use_deepspeed": "DEEPSPEED", "multi_gpu": "MULTI_GPU"}
@@ -44,8 +45,15 @@ _REFUSED_BEGINNINGS: Mapping[str, str] = {
 }
 
 
-class LaunchCommand(click.Command):
-    """Shows its options in groups, and explains which of accelerate's do not exist here."""
+HEADINGS: Mapping[str, str] = {
+    **{group: names[0] for group, names in GROUPS.items()},
+    "As the deepspeed command has them": "num_gpus",
+    "This command": "config_file",
+}
+
+
+class LaunchCommand(GroupedOptions):
+    """Explains which of accelerate's options do not exist here."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
@@ -60,22 +68,6 @@ class LaunchCommand(click.Command):
             meant = closest(name, [option.lstrip("-") for param in self.params for option in param.opts])
             fix = f"; did you mean --{meant}?" if meant else ""
             raise click.UsageError(f"No such option {error.option_name}{fix}", ctx) from None
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        for title, rows in self.sections(ctx):
-            with formatter.section(title):
-                formatter.write_dl(rows)
-
-    def sections(self, ctx: click.Context) -> list[tuple[str, list[tuple[str, str]]]]:
-        """(heading, [(flag, what it does)]) of help, in order."""
-        records = {param.name: record for param in self.params if (record := param.get_help_record(ctx)) is not None}
-        grouped = {name for names in GROUPS.values() for name in names}
-        others = [name for name in records if name not in grouped and name not in DEEPSPEED_FLAGS]
-        return [
-            *((title, [records[name] for name in names]) for title, names in GROUPS.items()),
-            ("As the deepspeed command has them", [records[name] for name in DEEPSPEED_FLAGS if name in records]),
-            ("This command", [records[name] for name in others]),
-        ]
 
     def stored_help(self) -> str:
         """What `launch_help.json` has to hold: all of help but its width. The same on every Python."""
