@@ -3,7 +3,7 @@
 A key WORKS; or is IGNORED: accepted, with a note on what happens instead; or is REFUSED when it is switched on, with
 the reason: it cannot be honoured without changing the training. A key whose effect depends on others has a function
 `idle`, and leaves a note where it has none. Making a feature available is a change of its one line. A refused or
-ignored section stands for all keys within it that have no line of their own; a working section needs a line for each.
+ignored section stands for all keys within it that have no line of their own. Every other key of the schema works.
 Consulted by `load_config`; changes nothing.
 """
 
@@ -15,7 +15,8 @@ from enum import Enum
 
 from zeroaccel.config.diagnostics import KeyPath, Note, Problem, at, dotted
 from zeroaccel.config.schema import Config
-from zeroaccel.config.section import ConfigSection
+from zeroaccel.config.schema_sections import Fp16
+from zeroaccel.config.section import ConfigSection, nested_section
 from zeroaccel.config.shard_plan import shard_plan
 
 
@@ -49,9 +50,6 @@ class SupportStatus:
     warns: bool = False
     idle: Callable[[Config], str] | None = None
     depends: tuple[str, ...] = ()
-
-
-_WORKS = SupportStatus(Kind.WORKS)
 
 
 def _ignored(instead: str) -> SupportStatus:
@@ -130,56 +128,7 @@ _AT_STAGE_3 = SupportStatus(Kind.WORKS, idle=_works_at_stage_3, depends=_STAGE)
 _OF_APEX = _ignored("zeroaccel does not use Apex; fp16 and bf16 set the precision")
 _OF_FP16 = _ignored("bf16 needs no loss scale; the key belongs to fp16")
 
-_WORKING: Mapping[str, str] = {
-    "": (
-        "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation "
-        "gradient_clipping data_parallel_size dataloader_drop_last optimizer scheduler communication_data_type "
-        "prescale_gradients gradient_predivide_factor gradient_allreduce_op steps_per_print wall_clock_breakdown "
-        "memory_breakdown dump_state disable_python_gc log_level tensorboard csv_monitor jsonl_monitor wandb fp16 "
-        "bf16 data_types torch_autocast zero_optimization aio checkpoint activation_checkpointing "
-        "sequence_parallel_size expert_parallel tensor_parallel"
-    ),
-    "optimizer": "type params kind",
-    "scheduler": "type params",
-    "tensorboard": "enabled output_path job_name",
-    "csv_monitor": "enabled output_path job_name",
-    "jsonl_monitor": "enabled output_path job_name",
-    "wandb": "enabled group team project",
-    "fp16": (
-        "enabled auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis "
-        "min_loss_scale"
-    ),
-    "bf16": "enabled check_grad_overflow bf16_optimizer_states",
-    "data_types": "grad_accum_dtype param_dtype buffer_dtype master_weights keep_in_fp32_modules",
-    "torch_autocast": "enabled dtype lower_precision_safe_modules",
-    "zero_optimization": (
-        "stage reduce_bucket_size allgather_bucket_size overlap_comm compute_grad_norm sub_group_size "
-        "prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters "
-        "max_reuse_distance module_granularity_threshold leaf_module offload_param offload_optimizer frozen_weights "
-        "zeropp mics_shard_size"
-    ),
-    "zero_optimization.leaf_module": "classes names name_suffixes",
-    "zero_optimization.offload_param": "nvme_path buffer_count buffer_size max_in_cpu pin_memory",
-    "zero_optimization.offload_optimizer": (
-        "nvme_path buffer_count pin_memory pipeline_read pipeline_write update_during ratio"
-    ),
-    "zero_optimization.zeropp": "node_size quantize_gradients_on_one_node watch_interval weight_format",
-    "aio": "block_size queue_depth intra_op_parallelism overlap_events checksum",
-    "checkpoint": (
-        "async_save staging_nbytes keep_last save_random_state exclude_frozen_parameters save_on_preemption peer"
-    ),
-    "checkpoint.peer": "enabled interval memory",
-    "activation_checkpointing": "wrap_blocks number_checkpoints synchronize_checkpoint_boundary profile",
-    "expert_parallel": "enabled autoep_size",
-    "tensor_parallel": "autotp_size tensor_parallel",
-    "tensor_parallel.tensor_parallel": "tp_size",
-    "compile": "disable",
-    "compile.kwargs": "mode fullgraph dynamic options disable",
-}
-"""Section -> its keys that take effect as they are."""
-
-KEYS: Mapping[str, SupportStatus] = {
-    **{f"{section}.{key}".lstrip("."): _WORKS for section, keys in _WORKING.items() for key in keys.split()},
+_TABLE: Mapping[str, SupportStatus] = {
     # batch sizes and the step
     "optimizer.legacy_fusion": _ignored("there is one fused update"),
     "zero_allow_untested_optimizer": _ignored(
@@ -215,7 +164,7 @@ KEYS: Mapping[str, SupportStatus] = {
     "bf16.immediate_grad_update": _ignored("the engine always adds each gradient to its sum immediately"),
     "bf16.bf16_master_weights_and_grads": _refused("master weights in bf16 are not available yet"),
     "bf16.auto_cast": _ignored("inputs of forward keep their dtype; the key belongs to fp16"),
-    **{f"bf16.{key}": _OF_FP16 for key in _WORKING["fp16"].split()[2:]},  # the keys of its loss scale
+    **{f"bf16.{key}": _OF_FP16 for key in [*Fp16.model_fields][2:8]},  # the keys of its loss scale
     "bf16.opt_level": _OF_APEX,
     # ZeRO
     "zero_optimization.gather_16bit_weights_on_model_save": _ignored("save_16bit_model gathers whenever it is called"),
@@ -290,8 +239,8 @@ KEYS: Mapping[str, SupportStatus] = {
     "hybrid_engine": _unsupported(
         "generation uses the engine that trains; engine.gathered() keeps its weights whole meanwhile", switch="enabled"
     ),
-    "compile": _unsupported(
-        "no compiler passes for communication run; enabled compiles the model with torch.compile", switch="deepcompile"
+    "compile.deepcompile": _unsupported(
+        "no compiler passes for communication run; enabled compiles the model with torch.compile"
     ),
     "compile.enabled": SupportStatus(Kind.WORKS, idle=_compilation_is_disabled),
     "compile.backend": SupportStatus(Kind.WORKS, idle=_nothing_is_compiled, depends=("compile.enabled",)),
@@ -334,7 +283,22 @@ KEYS: Mapping[str, SupportStatus] = {
     ),
     "sparse_gradients": _unsupported("gradients of embeddings are reduced dense, which gives the same sums"),
 }
-"""Dotted path of a key -> its status."""
+
+
+def _statuses(
+    section: type[ConfigSection], above: KeyPath = (), *, works: bool = True
+) -> Iterator[tuple[str, SupportStatus]]:
+    for name, field in section.model_fields.items():
+        path = (*above, name)
+        status = _TABLE.get(dotted(path), SupportStatus(Kind.WORKS) if works else None)
+        if status is not None:
+            yield dotted(path), status
+        if (nested := nested_section(field)) is not None:
+            yield from _statuses(nested, path, works=status is not None and status.kind is Kind.WORKS)
+
+
+KEYS: Mapping[str, SupportStatus] = dict(_statuses(Config))
+"""Dotted path of a key -> its status, of all but those that a section around them stands for."""
 
 _OFF = (False, None, "none")
 _OFF_VALUES = {"autotp_size": (0, 1)}  # one rank per layer splits nothing

@@ -377,12 +377,14 @@ def test_convert_leaves_out_of_a_json_what_is_of_no_use(project: Path) -> None:
         "amp": {"enabled": True},
         "zero_optimization": {"stage": 2, "round_robin_gradients": True, "legacy_stage1": False},
         "flops_profiler": {"enabled": True, "profile_step": 1},
+        "compile": {"enabled": True, "deepcompile": True},
     }
     (project / "ds.json").write_text(json.dumps(tree))
     said = typed("config convert ds.json -o ours.json").err
     assert json.loads((project / "ours.json").read_text()) == {
         "train_batch_size": "auto",
         "zero_optimization": {"stage": 2, "legacy_stage1": False},
+        "compile": {"enabled": True},
     }
     assert "left out ds.json:1:30: amp: Apex is not supported; use bf16 or fp16" in said
     assert ": zero_optimization.round_robin_gradients: every rank owns" in said

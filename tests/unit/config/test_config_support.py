@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
 
+from tests.support.environment import ROOT
 from zeroaccel.config import load_config, support
 from zeroaccel.config.schema import Config
 from zeroaccel.config.section import ConfigSection, field_paths, nested_section
@@ -16,6 +18,8 @@ from zeroaccel.errors import ConfigError
 FIELDS = {".".join(path) for path in field_paths(Config)}
 REFUSED = [name for name, standing in KEYS.items() if standing.kind is Kind.REFUSED]
 IGNORED = [name for name, standing in KEYS.items() if standing.kind is Kind.IGNORED]
+_READ_FROM_THE_TREE = {"sequence_parallel_size", "tp_size", "expert_parallel"}
+"""Keys of meshes, which `with_config_axes` reads."""
 ON_VALUES: dict[str, Any] = {"device": "cpu", "autotp_size": 2}
 
 
@@ -71,7 +75,16 @@ def test_every_field_of_the_schema_is_in_the_table() -> None:
 
 
 def test_every_line_of_the_table_is_a_field() -> None:
-    assert set(KEYS) - FIELDS == set()
+    assert set(support._TABLE) - FIELDS == set()
+    assert set(support._TABLE) <= set(KEYS)
+
+
+def test_every_key_that_works_is_read_somewhere() -> None:
+    """A key works where the table is silent; one that nobody reads must not."""
+    files = [path for folder in ("zeroaccel", "cli") for path in (ROOT / folder).rglob("*.py")]
+    read = {name for path in files for name in re.findall(r"\.(\w+)", path.read_text())}
+    working = {name.rpartition(".")[2] for name, status in KEYS.items() if status.kind is Kind.WORKS}
+    assert working - read == _READ_FROM_THE_TREE
 
 
 def test_every_line_that_does_not_work_has_a_reason() -> None:
