@@ -117,7 +117,7 @@ def checked(text: str, name: str) -> ExplicitSettings:
     if not lacking:
         return settings
     note = f"{name}: to be completed by {' and '.join(f'--{key}' for key in lacking)} of `zeroaccel launch`"
-    return ExplicitSettings(settings.values, settings.sources, (*settings.notes, note))
+    return settings.without([], note)
 
 
 def _starts_hosts(settings: ExplicitSettings) -> bool:

@@ -22,7 +22,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
 from importlib import metadata
@@ -49,7 +49,7 @@ from .failures import AFTER_FAILURE_SECONDS, RankEnd, Report, preemption, read_r
 from .forked_ranks import ranks_are_forks
 from .launch_memory import LaunchMemory
 from .launch_plan import LaunchPlan
-from .machines_come_and_go import SpareMachine, machines_come_and_go
+from .machines_come_and_go import SpareMachine, machines_come_and_go, replaced
 from .orphans import LAUNCH_ID, ProcessWatch, end_orphans, wake_stopped
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # the last is SLURM's warning
@@ -153,7 +153,8 @@ def node_info(plan: LaunchPlan) -> NodeInfo:
         "processes per machine": str(plan.num_local),
     }
     facts |= {f"--{name}": str(getattr(settings, name)) for name in _SAME_EVERYWHERE}
-    facts |= {name: value for name, value in sorted(plan.child_env.items()) if name.startswith("ACCELERATE_")}
+    training = sorted(plan.program.environment.items())
+    facts |= {name: value for name, value in training if name.startswith("ACCELERATE_")}
     script, config = Path(plan.program.name), settings.deepspeed_config_file
     if settings.min_machines is not None and script.is_file():  # a machine may come late, from another tree
         facts[f"the contents of {script}"] = _digest(script, "the script")
@@ -269,26 +270,27 @@ class RankFiles(DefaultLogsSpecs):
 
     def ends(self) -> tuple[RankEnd, ...]:
         """The ends that the ranks have reported themselves, where the agent cannot."""
-        ends = []
-        for local_rank, (rank, path) in enumerate(zip(self._ranks, self._reports, strict=True)):
-            if (report := _report_at(path)) is not None:
-                ends.append(RankEnd(rank, local_rank, report.pid, report.exit_code, report.time, report))
-        return tuple(ends)
+        return tuple(
+            RankEnd(self._ranks[local_rank], local_rank, report.pid, report.exit_code, report.time, report)
+            for local_rank, report in self._written().items()
+        )
 
     def lost_by(self, killed: Sequence[int]) -> Sequence[int]:
         """The local ranks by which an attempt ends, now: those killed, or the first to report a failure."""
         self.ended = time.monotonic()
         if killed:
             return killed
-        times = {rank: report.time for rank, path in enumerate(self._reports) if (report := _report_at(path))}
-        return [min(times, key=times.__getitem__)] if times else []
+        return [*self._written()][:1]
 
     def _why_again(self) -> str:
+        for rank, report in self._written().items():
+            return f"local rank {rank} failed first: {report.headline}"
+        return "a process died without a report, or another machine had to start again"
+
+    def _written(self) -> dict[int, Report]:
+        """Local rank -> its report, the earliest first."""
         reports = {rank: report for rank, path in enumerate(self._reports) if (report := _report_at(path)) is not None}
-        if not reports:
-            return "a process died without a report, or another machine had to start again"
-        rank, report = min(reports.items(), key=lambda item: item[1].time)
-        return f"local rank {rank} failed first: {report.headline}"
+        return dict(sorted(reports.items(), key=lambda item: item[1].time))
 
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -397,13 +399,12 @@ def _end_by_signal(error: SignalException, ends: tuple[RankEnd, ...], num_local:
     return JobEnd(ends) if preemption(ends, num_local) else JobEnd(signal=int(error.sigval))
 
 
-@contextmanager
 def processes_end_in_time(
     settings: LaunchSettings,
     stop_signals: StopSignals,
     log: Callable[[str], None],
     about_to_end: Callable[[Sequence[int]], object],
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Has the elastic agent wait from SIGTERM to SIGKILL as `settings` say, and shorter once a process has failed.
 
     For the latter it has no setting, and for the former not in every release that is supported. Processes that are
@@ -429,15 +430,10 @@ def processes_end_in_time(
         if stop_signals.stopping and time.monotonic() - start > timeout:
             log(f"not all processes ended within {timeout:g} s and were killed; --shutdown_timeout sets this limit")
 
-    PContext.close = close_in_time  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        PContext.close = close  # type: ignore[method-assign]
+    return replaced(PContext, "close", close_in_time)
 
 
-@contextmanager
-def as_many_ranks_as(places: Places, plan: LaunchPlan) -> Iterator[None]:
+def as_many_ranks_as(places: Places, plan: LaunchPlan) -> AbstractContextManager[None]:
     """Has torch's agent start a rank at each place that is used, whatever the attempt before had.
 
     Machines that come and go are compared before they join.
@@ -455,11 +451,7 @@ def as_many_ranks_as(places: Places, plan: LaunchPlan) -> Iterator[None]:
                 raise
         return meet(agent, worker_group)
 
-    SimpleElasticAgent._rendezvous = meet_with  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        SimpleElasticAgent._rendezvous = meet  # type: ignore[method-assign]
+    return replaced(SimpleElasticAgent, "_rendezvous", meet_with)
 
 
 def killed_ranks(handlers: Mapping[int, Any]) -> list[int]:

@@ -28,7 +28,7 @@ def cluster_environment(environ: Mapping[str, str]) -> ExplicitSettings:
     for read in (_slurm, _open_mpi, _torchrun_variables, _pods):
         settings, source = read(environ) or ({}, "")
         if settings.get("num_machines", 1) != 1:
-            return ExplicitSettings(settings, dict.fromkeys(settings, source))
+            return ExplicitSettings.of(settings, source)
     return ExplicitSettings()
 
 

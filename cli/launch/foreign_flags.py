@@ -268,6 +268,7 @@ def resolve_devices(explicit: ExplicitSettings, flags: ForeignFlags) -> Explicit
     return _with_processes(explicit, num_processes, "--num_gpus")
 
 
+_FILTERS = ("inclusion_filter", "exclusion_filter")
 _OF_OTHER_MACHINES = ("main_process_ip", "machine_rank", "min_machines", "rdzv_backend")
 
 
@@ -278,8 +279,7 @@ def _on_one_machine(explicit: ExplicitSettings) -> ExplicitSettings:
     if explicit.sources.get("num_machines") != "--num_nodes" or count in (0, 1) or not is_bare:
         return explicit
     note = f"--num_nodes {count}: does nothing, as no hostfile and no --master_addr names another machine"
-    values = {name: value for name, value in explicit.values.items() if name != "num_machines"}
-    return ExplicitSettings(values, explicit.sources, (*explicit.notes, note))
+    return explicit.without(["num_machines"], note)
 
 
 def _without_hostfile(explicit: ExplicitSettings, flags: ForeignFlags) -> ExplicitSettings:
@@ -287,9 +287,8 @@ def _without_hostfile(explicit: ExplicitSettings, flags: ForeignFlags) -> Explic
     launcher = explicit.values.get("multinode_launcher")
     if launcher in (None, "ssh", "standard") and explicit.sources.get("multinode_launcher") != "--launcher":
         return explicit
-    values = {name: value for name, value in explicit.values.items() if name != "multinode_launcher"}
     note = f"{explicit.where('multinode_launcher')} {launcher}: does nothing, as there is no hostfile"
-    return ExplicitSettings(values, explicit.sources, (*explicit.notes, note))
+    return explicit.without(["multinode_launcher"], note)
 
 
 def _with_processes(explicit: ExplicitSettings, num_processes: int, flag: str) -> ExplicitSettings:
@@ -299,12 +298,12 @@ def _with_processes(explicit: ExplicitSettings, num_processes: int, flag: str) -
             f"{flag}: {num_processes} processes in all, and {explicit.sources['num_processes']} says {count}",
             fix="keep one of the two",
         )
-    return explicit.under(ExplicitSettings({"num_processes": num_processes}, {"num_processes": flag}))
+    return explicit.under(ExplicitSettings.of({"num_processes": num_processes}, flag))
 
 
 def _by_filter(explicit: ExplicitSettings) -> ExplicitSettings:
     """A filter that names this machine: the devices it leaves, a process each."""
-    name = next((one for one in ("inclusion_filter", "exclusion_filter") if explicit.values.get(one) is not None), None)
+    name = next((one for one in _FILTERS if explicit.values.get(one) is not None), None)
     if name is None:
         return explicit
     text, where = str(explicit.values[name]), explicit.where(name)
@@ -326,16 +325,14 @@ def _by_filter(explicit: ExplicitSettings) -> ExplicitSettings:
             )
             raise ConfigError(where, expected=expected, got=text)
         numbers = numbers_left
-    values = {
-        key: value for key, value in explicit.values.items() if key not in ("inclusion_filter", "exclusion_filter")
-    }
-    sources, notes = dict(explicit.sources), list(explicit.notes)
-    if numbers and num_devices:
-        values["gpu_ids"], sources["gpu_ids"] = ",".join(map(str, numbers)), sources[name]
-    elif numbers:
-        notes.append(f"{where} {text}: {len(numbers)} on the CPU, as no accelerator is used here")
-    explicit = ExplicitSettings(values, sources, tuple(notes))
-    return _with_processes(explicit, len(numbers), sources[name]) if numbers else explicit
+    source, explicit = explicit.sources[name], explicit.without(_FILTERS)
+    if not numbers:
+        return explicit
+    if num_devices:
+        explicit = explicit.under(ExplicitSettings.of({"gpu_ids": ",".join(map(str, numbers))}, source))
+    else:
+        explicit = explicit.without([], f"{where} {text}: {len(numbers)} on the CPU, as no accelerator is used here")
+    return _with_processes(explicit, len(numbers), source)
 
 
 def _numbers(slots: str, where: str, text: str) -> list[int]:
@@ -347,23 +344,20 @@ def _numbers(slots: str, where: str, text: str) -> list[int]:
 
 def _by_hostfile(explicit: ExplicitSettings, flags: ForeignFlags) -> ExplicitSettings:
     """The first machines and slots of a hostfile, as an inclusion filter; for each machine by itself without ssh."""
-    values, sources = dict(explicit.values), dict(explicit.sources)
-    num_nodes = values.get("num_machines") if sources.get("num_machines") == "--num_nodes" else None
+    path = explicit.values["hostfile"]
+    num_nodes = explicit.values.get("num_machines") if explicit.sources.get("num_machines") == "--num_nodes" else None
     if num_nodes is not None or flags.num_gpus is not None:
         flag = "--num_nodes" if num_nodes is not None else "--num_gpus"
-        for name in ("inclusion_filter", "exclusion_filter"):
-            if values.get(name) is not None:
+        for name in _FILTERS:
+            if explicit.values.get(name) is not None:
                 raise ConfigError(f"{flag}: given beside {explicit.where(name)}", fix="keep one of the two")
-        hosts = read_hostfile(values["hostfile"])
+        hosts = read_hostfile(path)
         if num_nodes is not None and num_nodes > len(hosts):
-            expected = f"at most the {len(hosts)} machines of {values['hostfile']}"
+            expected = f"at most the {len(hosts)} machines of {path}"
             raise ConfigError("--num_nodes", expected=expected, got=num_nodes)
-        chosen = hosts[: num_nodes or len(hosts)]
-        values["inclusion_filter"] = "@".join(_chosen(host, flags.num_gpus) for host in chosen)
-        sources["inclusion_filter"] = flag
-        if num_nodes is not None:
-            del values["num_machines"]
-    explicit = ExplicitSettings(values, sources, explicit.notes)
+        chosen = "@".join(_chosen(host, flags.num_gpus) for host in hosts[: num_nodes or len(hosts)])
+        explicit = explicit.without([] if num_nodes is None else ["num_machines"])
+        explicit = explicit.under(ExplicitSettings.of({"inclusion_filter": chosen}, flag))
     return _by_hand(explicit) if flags.no_ssh else explicit
 
 
@@ -377,16 +371,11 @@ def _chosen(host: Host, num_gpus: int | None) -> str:
 
 def _by_hand(explicit: ExplicitSettings) -> ExplicitSettings:
     """--no_ssh: the hostfile only says how many machines and processes there are, and which machine is the first."""
-    include, exclude = explicit.values.get("inclusion_filter"), explicit.values.get("exclusion_filter")
-    hosts = select_hosts(read_hostfile(explicit.values["hostfile"]), include, exclude)
-    filters = ("inclusion_filter", "exclusion_filter")
-    others = {name: value for name, value in explicit.values.items() if name not in filters}
+    path = explicit.values["hostfile"]
+    hosts = select_hosts(read_hostfile(path), *map(explicit.values.get, _FILTERS))
     by_hostfile = {
         "num_machines": len(hosts),
         "num_processes": sum(len(host.slots) for host in hosts),
         "main_process_ip": hosts[0].address,
     }
-    source = f"hostfile {explicit.values['hostfile']}"
-    return ExplicitSettings(by_hostfile, dict.fromkeys(by_hostfile, source)).under(
-        ExplicitSettings(others, explicit.sources, explicit.notes)
-    )
+    return ExplicitSettings.of(by_hostfile, f"hostfile {path}").under(explicit.without(_FILTERS))

@@ -23,6 +23,7 @@ from typing import IO, Any
 from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
 from .launch_plan import LaunchPlan
+from .machines_come_and_go import replaced
 
 _PR_SET_CHILD_SUBREAPER = 36
 _END_SECONDS = 5.0
@@ -147,9 +148,8 @@ def ranks_are_forks(plan: LaunchPlan, environment: Mapping[str, str], log: Calla
     def start(handler: Any, args: tuple[str, ...], env: dict[str, str]) -> Any:
         return server.start(env, handler._stdout, handler._stderr) or popen(handler, args, env)
 
-    SubprocessHandler._popen = start  # type: ignore[method-assign,assignment]
     try:
-        yield
+        with replaced(SubprocessHandler, "_popen", start):
+            yield
     finally:
-        SubprocessHandler._popen = popen  # type: ignore[method-assign]
         server.close()

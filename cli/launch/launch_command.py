@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,21 +92,25 @@ def launch(
     if not settings.starts_hosts:  # else the folders are on other machines, and each `node` checks its own
         _check_folders(explicit, config)
     kind: ProgramKind = "module" if module else "executable" if no_python else "script"
-    program = Program(script, script_args, kind, _local_rank_option(script, script_args, kind, others.pass_local_rank))
-    bf16_by = _bf16_by(explicit, config)
+    program = Program(
+        script,
+        script_args,
+        kind,
+        _local_rank_option(script, script_args, kind, others.pass_local_rank),
+        # What ranks and `Accelerator` read, with the source of each setting; and what `import deepspeed` gives.
+        environment={
+            **launched_environment(settings, explicit.sources),
+            **_facade(settings.engine, explicit.where("engine")),
+        },
+        bf16_by=_bf16_by(explicit, config),
+    )
     for note in (*explicit.notes, *_script_notes(program)):
         _log(f"note: {note}")
     if source is not None:
         _log(f"settings from {source[0]} ({source[1]})")
-
-    # What ranks and `Accelerator` read, with the source of each setting; and which engine `import deepspeed` gives.
-    child_env = {
-        **launched_environment(settings, explicit.sources),
-        **_facade(settings.engine, explicit.where("engine")),
-    }
     if settings.starts_hosts:
-        return _launch_hosts(explicit, program, child_env, bf16_by, dry_run=dry_run)
-    return _launch_here(settings, program, child_env, bf16_by, dry_run=dry_run)
+        return _launch_hosts(explicit, program, dry_run=dry_run)
+    return _launch_here(settings, program, dry_run=dry_run)
 
 
 def _gathered(flags: ExplicitSettings, others: ForeignFlags, source: tuple[Path, str] | None) -> ExplicitSettings:
@@ -166,10 +170,8 @@ def _script_notes(program: Program) -> Iterator[str]:
         yield f"{program.name} --fsdp: Trainer uses torch's FSDP for this argument, not zeroaccel; {fix}"
 
 
-def _launch_here(
-    settings: LaunchSettings, program: Program, child_env: Mapping[str, str], bf16_by: str, *, dry_run: bool
-) -> int:
-    plan = plan_launch(settings, program, os.environ, child_env, bf16_by=bf16_by, is_dry=dry_run)
+def _launch_here(settings: LaunchSettings, program: Program, *, dry_run: bool) -> int:
+    plan = plan_launch(settings, program, os.environ, is_dry=dry_run)
     for line in (*plan.warnings, *(() if dry_run else (plan.headline,))):
         _log(line)
     if dry_run:
@@ -190,8 +192,7 @@ def _with_folders(explicit: ExplicitSettings, config: Config | None) -> Explicit
         return explicit
     room = f"{disk.folder} ({disk.file_system}, {gib(disk.free_nbytes)} free)"
     _log(f"no --{' and no --'.join(lacking)}: files go to {room}, the local disk with the most room")
-    source = "the local disk with the most room"
-    return ExplicitSettings(dict.fromkeys(lacking, disk.folder), dict.fromkeys(lacking, source)).under(explicit)
+    return ExplicitSettings.of(dict.fromkeys(lacking, disk.folder), "the local disk with the most room").under(explicit)
 
 
 def _bf16_by(explicit: ExplicitSettings, config: Config | None) -> str:
@@ -237,13 +238,11 @@ def _facade(engine: str | None, where: str) -> dict[str, str]:
     return inherited_environment(os.environ, shadow=real is not None)
 
 
-def _launch_hosts(
-    explicit: ExplicitSettings, program: Program, child_env: Mapping[str, str], bf16_by: str, *, dry_run: bool
-) -> int:
+def _launch_hosts(explicit: ExplicitSettings, program: Program, *, dry_run: bool) -> int:
     ssh = ssh_words(os.environ.get("ZEROACCEL_SSH", ""))
-    jobs = plan_node_jobs(explicit, program, child_env, os.environ, ssh, bf16_by)
+    jobs = plan_node_jobs(explicit, program, os.environ, ssh)
     if is_only_this_machine(jobs):
-        return _launch_here(launch_settings(jobs[0].order["settings"]), program, child_env, bf16_by, dry_run=dry_run)
+        return _launch_here(launch_settings(jobs[0].order["settings"]), program, dry_run=dry_run)
     python_path = os.environ.get("PYTHONPATH")
     if dry_run:
         click.echo(describe_node_jobs(jobs, ssh, python_path, os.environ))

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from zeroaccel.comm.environment import usable_cores
 from zeroaccel.config.diagnostics import near_names
@@ -54,12 +54,21 @@ class Program:
     Attributes:
         name: a path for a script, a dotted name for a module, a path or a command for an executable.
         local_rank_option: what each process is given its local rank by, as "--local_rank"; empty for not at all.
+        environment: variables of the processes with the settings of training.
+        bf16_by: the source that asks for bf16, as the start of a message; empty where none does.
     """
 
     name: str
     arguments: tuple[str, ...] = ()
     kind: ProgramKind = "script"
     local_rank_option: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    bf16_by: str = ""
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Program:
+        """A program whose `asdict` has travelled as JSON."""
+        return cls(**{**data, "arguments": tuple(data["arguments"])})
 
     def command(self) -> tuple[str, ...]:
         """The words of the command; scripts and modules go through `runner`, which reports how they end."""
@@ -87,7 +96,6 @@ class LaunchPlan:
         warnings: one line each, for what is allowed but seldom meant.
         cores: per process the cores it is bound to, as "0,1"; empty when none is.
         program: the user's; `command` runs it.
-        child_env: the part of `environment` with the settings of training.
     """
 
     settings: LaunchSettings
@@ -102,7 +110,6 @@ class LaunchPlan:
     warnings: tuple[str, ...] = ()
     cores: tuple[str, ...] = ()
     program: Program = Program("")
-    child_env: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def world_size(self) -> int:
@@ -142,19 +149,15 @@ def plan_launch(
     settings: LaunchSettings,
     program: Program,
     environ: Mapping[str, str],
-    child_env: Mapping[str, str] | None = None,
     *,
     here: bool = True,
-    bf16_by: str = "",
     is_dry: bool = False,
 ) -> LaunchPlan:
     """Works out what to start on this machine.
 
     Args:
         environ: the launcher's environment.
-        child_env: variables of the ranks with the settings of training.
         here: False for a machine like this one, whose ports and folders cannot be looked at.
-        bf16_by: the source that asks for bf16, as the start of a message; empty where none does.
         is_dry: the plan is only shown, so that the machines it names need not be known yet; a warning says which.
 
     Raises:
@@ -167,8 +170,8 @@ def plan_launch(
     _check_log_dir(settings)
     visible = () if settings.use_cpu else devices()
     num_devices = _num_devices(settings, environ, len(visible))
-    if bf16_by and (without := [device.name for device in visible if not device.has_bf16]):
-        raise ConfigError(f"{bf16_by}: {without[0]} has no bf16", fix="use fp16")
+    if program.bf16_by and (without := [device.name for device in visible if not device.has_bf16]):
+        raise ConfigError(f"{program.bf16_by}: {without[0]} has no bf16", fix="use fp16")
 
     # One rank per accelerator; on CPU a single one, since more of them only share its cores.
     num_processes = settings.num_processes
@@ -179,13 +182,14 @@ def plan_launch(
     threads, about_threads = _threads(num_local, settings.num_cpu_threads_per_process, environ)
     device_memory = _device_memory(environ) if num_devices and settings.expandable_segments else {}
     cores, about_cores = _cores(settings, program, num_local, visible, environ)
-    about = [_about_processes(settings, num_local, num_devices), about_threads, *_about_memory(device_memory)]
+    about = [_about_processes(settings, num_local, num_devices), about_threads]
+    about += [f"{name}={value} (--no_expandable_segments leaves it out)" for name, value in device_memory.items()]
     return LaunchPlan(
         settings=settings,
         command=program.command(),
         num_local=num_local,
         device="cuda" if num_devices else "cpu",
-        environment={**_environment(settings, threads), **device_memory, **(child_env or {})},
+        environment={**_environment(settings, threads), **device_memory, **program.environment},
         host=host,
         port=port,
         address="" if is_dry and not is_known_host(host) else _own_address(host),
@@ -193,7 +197,6 @@ def plan_launch(
         warnings=(*about_program, *about_host, *_warnings(settings, num_local, num_devices)),
         cores=cores,
         program=program,
-        child_env=child_env or {},
     )
 
 
@@ -365,10 +368,6 @@ def _device_memory(environ: Mapping[str, str]) -> dict[str, str]:
     variable = allocator_variable()
     is_set = any(name in environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))  # if only to ""
     return {variable: "expandable_segments:True"} if variable and not is_set else {}
-
-
-def _about_memory(device_memory: Mapping[str, str]) -> Iterator[str]:
-    return (f"{name}={value} (--no_expandable_segments leaves it out)" for name, value in device_memory.items())
 
 
 def _about_processes(settings: LaunchSettings, num_local: int, devices: int) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -62,7 +62,7 @@ def _lost_machines_are_not_awaited(settings: LaunchSettings, ended: Callable[[],
         rest = max(_LAST_JOIN_SECONDS, _LAST_CALL_SECONDS - (time.monotonic() - since))
         return min(timedelta(seconds=rest), timeouts._last_call)
 
-    with _replaced(RendezvousTimeout, "last_call", property(last_call)):
+    with replaced(RendezvousTimeout, "last_call", property(last_call)):
         yield
 
 
@@ -158,16 +158,18 @@ def _spare_machines_wait(settings: LaunchSettings, spare: SpareMachine) -> Itera
     if settings.min_machines is None or wait is None:
         yield
         return
-    with ExitStack() as changes:
-        changes.enter_context(_replaced(executor, "_add_to_redundancy_list", say_and_wait))
-        changes.enter_context(_replaced(SimpleElasticAgent, "run", run_or_wait))
-        changes.enter_context(_replaced(_RendezvousJoinOp, "__call__", join_or_wait))
-        changes.enter_context(_replaced(DynamicRendezvousHandler, "num_nodes_waiting", num_that_can_join))
+    with (
+        replaced(executor, "_add_to_redundancy_list", say_and_wait),
+        replaced(SimpleElasticAgent, "run", run_or_wait),
+        replaced(_RendezvousJoinOp, "__call__", join_or_wait),
+        replaced(DynamicRendezvousHandler, "num_nodes_waiting", num_that_can_join),
+    ):
         yield
 
 
 @contextmanager
-def _replaced(owner: type, name: str, value: object) -> Iterator[None]:
+def replaced(owner: type, name: str, value: object) -> Iterator[None]:
+    """Replaces an attribute of one of torch's classes, until the end of the block."""
     own = vars(owner)[name]
     setattr(owner, name, value)
     try:

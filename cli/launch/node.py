@@ -33,7 +33,7 @@ _ORPHANED_SECONDS = 5.0  # beyond --shutdown_timeout, for an orderly end once th
 
 Order = Mapping[str, Any]
 """token; folder: working directory; environment: variables to set; settings: as for `launch_settings`; program: as
-`Program`; child_env: variables for the ranks alone; bf16_by: as for `plan_launch`."""
+`Program`."""
 
 
 def main() -> int:
@@ -76,9 +76,7 @@ def _prepare(order: Order) -> LaunchPlan:
         reason = f"{order['folder']}: {(error.strerror or 'not there').lower()}"
         raise ConfigError(f"{reason} on this machine", fix="the job runs in the same folder everywhere") from None
     os.environ.update(order["environment"])
-    program = Program(**{**order["program"], "arguments": tuple(order["program"]["arguments"])})
-    settings = launch_settings(order["settings"])
-    return plan_launch(settings, program, os.environ, order["child_env"], bf16_by=order["bf16_by"])
+    return plan_launch(launch_settings(order["settings"]), Program.from_json(order["program"]), os.environ)
 
 
 def _follow_commands(control: IO[str], send: _RecordWriter, shutdown_timeout: float) -> None:

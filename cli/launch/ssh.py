@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any, BinaryIO
@@ -375,17 +375,13 @@ def ssh_words(text: str) -> list[str]:
 def plan_node_jobs(
     explicit: ExplicitSettings,
     program: Program,
-    child_env: Mapping[str, str],
     environ: Mapping[str, str],
     ssh: Sequence[str],
-    bf16_by: str = "",
 ) -> list[NodeJob]:
     """One job per machine of the hostfile.
 
     Args:
         explicit: all settings of the launch, `hostfile` among them.
-        child_env: variables of the ranks with the settings of training.
-        bf16_by: as for `plan_launch`.
 
     Raises:
         ConfigError: the hostfile or a filter is wrong, a machine is unknown, or counts do not fit.
@@ -409,8 +405,6 @@ def plan_node_jobs(
                 "environment": variables,
                 "settings": _settings_of(explicit, hosts, number, num_local),
                 "program": asdict(program),
-                "child_env": dict(child_env),
-                "bf16_by": bf16_by,
             },
             range(number * num_local, (number + 1) * num_local),
         )
@@ -425,9 +419,9 @@ def describe_node_jobs(
     parts = []
     for job in jobs:
         order = job.order
-        program = Program(**{**order["program"], "arguments": tuple(order["program"]["arguments"])})
+        program = replace(Program.from_json(order["program"]), bf16_by="")
         settings = launch_settings({**order["settings"], "log_dir": None})
-        plan = plan_launch(settings, program, {**environ, **order["environment"]}, order["child_env"], here=False)
+        plan = plan_launch(settings, program, {**environ, **order["environment"]}, here=False)
         reached = shlex.join(remote_command(ssh, job.host, python_path))
         parts.append(f"# on {job.host}, by: {reached}\n{plan.describe()}")
     return "\n\n".join(parts)

@@ -302,8 +302,8 @@ def test_a_precision_that_an_accelerator_lacks(machine: pytest.MonkeyPatch) -> N
     machine.setattr(plan_module, "devices", lambda: (GPU, Device("V100", 2**34, has_bf16=False)))
     settings = {"mixed_precision": "bf16"}
     with pytest.raises(ConfigError, match=r"^--mixed_precision bf16: V100 has no bf16; use fp16$"):
-        plan_launch(launch_settings(settings), Program("train.py"), PATH, bf16_by="--mixed_precision bf16")
-    on_cpu = plan_launch(launch_settings(settings | {"use_cpu": True}), Program("train.py"), PATH, bf16_by="--x")
+        plan_launch(launch_settings(settings), Program("train.py", bf16_by="--mixed_precision bf16"), PATH)
+    on_cpu = plan_launch(launch_settings(settings | {"use_cpu": True}), Program("train.py", bf16_by="--x"), PATH)
     assert on_cpu.device == "cpu"
     assert _plan({"mixed_precision": "fp16"}).device == "cuda"
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -258,6 +258,19 @@ class ExplicitSettings:
     sources: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
+    @classmethod
+    def of(cls, values: Mapping[str, Any], source: str) -> ExplicitSettings:
+        """Settings of one source."""
+        return ExplicitSettings(values, dict.fromkeys(values, source))
+
+    def without(self, names: Collection[str], *notes: str) -> ExplicitSettings:
+        """These settings without some, and with further notes."""
+        return ExplicitSettings(
+            {name: value for name, value in self.values.items() if name not in names},
+            {name: source for name, source in self.sources.items() if name not in names},
+            (*self.notes, *notes),
+        )
+
     def under(self, other: ExplicitSettings) -> ExplicitSettings:
         """These settings where the other has none."""
         return ExplicitSettings(
@@ -270,12 +283,8 @@ class ExplicitSettings:
         They are settings that accelerate and DeepSpeed take and do nothing with, as offload of parameters at stage 2.
         """
         idle = idle_settings(self.values)
-        notes = [f"{self.where(name)} {self.values[name]}: does nothing, {reason}" for name, reason in idle.items()]
-        return ExplicitSettings(
-            {name: value for name, value in self.values.items() if name not in idle},
-            {name: source for name, source in self.sources.items() if name not in idle},
-            (*self.notes, *notes),
-        )
+        notes = (f"{self.where(name)} {self.values[name]}: does nothing, {reason}" for name, reason in idle.items())
+        return self.without(idle, *notes)
 
     def where(self, name: str) -> str:
         """The address of a setting for a message: its source, or the flag that would set it."""
@@ -420,10 +429,8 @@ def _with_rendezvous(explicit: ExplicitSettings) -> ExplicitSettings:
         )
     notes += [f"{source}: {key}: does nothing, {why}" for key, why in _RDZV_SETTINGS.items() if key in pairs and why]
     rest = {key: value for key, value in pairs.items() if key not in _RDZV_SETTINGS}
-    values = {**explicit.values, "rdzv_conf": rest}
-    return ExplicitSettings(moved, dict.fromkeys(moved, source)).under(
-        ExplicitSettings(values, explicit.sources, (*explicit.notes, *notes))
-    )
+    rdzv_conf = ExplicitSettings({"rdzv_conf": rest}, explicit.sources, tuple(notes))
+    return ExplicitSettings.of(moved, source).under(explicit).under(rdzv_conf)
 
 
 _FORMS: Mapping[SettingKind, tuple[Callable[[str], Any], str]] = {
