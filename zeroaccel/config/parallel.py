@@ -37,6 +37,15 @@ RankGroups = tuple[tuple[int, ...], ...]
 """Groups of global ranks; every rank of the job is in exactly one."""
 
 
+@dataclass(frozen=True)
+class ShardSize:
+    """Ranks of a shard group, who says so, and what to do instead."""
+
+    size: int
+    source: str
+    alternative: str
+
+
 @dataclass(frozen=True, init=False)
 class ParallelConfig:
     """The mesh of a job, pp x dp_replicate x dp_shard x sp x tp ranks; names and order as torchtitan's.
@@ -277,6 +286,21 @@ class ParallelConfig:
     def expert_holders(self) -> RankGroups:
         """The groups of ranks that hold the same experts, before ZeRO shards them."""
         return tuple(ranks[place :: self.ep] for ranks in self.data_groups for place in range(self.ep))
+
+    @property
+    def shard_size(self) -> ShardSize | None:
+        """Ranks of a shard group, where there are replicas; of a resolved mesh."""
+        if self.dp_replicate == 1:
+            return None
+        size = len(self.data_groups[0]) // self.dp_replicate
+        return ShardSize(size, "dp_shard x sp of ParallelConfig", "leave dp_replicate at 1")
+
+    @property
+    def compared(self) -> dict[str, Any]:
+        """The settings that all ranks share, by name: their groups follow from these."""
+        plan = dict(self.tp_plan) if isinstance(self.tp_plan, Mapping) else self.tp_plan
+        sizes = {axis: getattr(self, axis) for axis in _DEFAULT_SIZES}
+        return {**sizes, "verify_cut": self.verify_cut, "tp_plan": plan}
 
     @property
     def peer_groups(self) -> RankGroups:

@@ -550,6 +550,7 @@ class SequenceAxis(Axis):
     """
 
     name: ClassVar[str] = "sp"
+    divides_parameters: ClassVar[bool] = False
 
     def __init__(self, group: SequenceGroup, layer_ranks: int, *, verifies: bool = True) -> None:
         self.group, self._layer_ranks, self._verifies = group, layer_ranks, verifies

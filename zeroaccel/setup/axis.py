@@ -49,10 +49,12 @@ class Axis:
 
     Attributes:
         name: as in `ParallelConfig` and in traffic reports.
+        divides_parameters: a rank has a part of the model's parameters, or of their elements.
         refuses_compiled: why a compiled model cannot be used; "" where it can.
     """
 
     name: ClassVar[str]
+    divides_parameters: ClassVar[bool] = True
     refuses_compiled: ClassVar[str] = ""
 
     @classmethod

@@ -281,7 +281,7 @@ def _divide(job: JobSpec, ranks: JobRanks) -> tuple[Any, Any]:
     optimizer, params = job.optimizer, job.params
     for index, axis in enumerate(ranks.axes):
         wrapped = next((fqn for fqn, param in job.model.named_parameters() if is_wrapper(param)), None)
-        if wrapped is not None and axis.name != "sp":  # which divides no parameters
+        if wrapped is not None and axis.divides_parameters:
             raise UsageError(
                 f"parameter {wrapped}",
                 expected=f"a weight of one tensor with {axis.name}, which divides the model",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,20 +12,11 @@ from zeroaccel.comm.environment import core_set, fair_threads, omp_threads_chose
 from zeroaccel.comm.mesh_layout import data_groups, shard_size_of
 from zeroaccel.comm.topology import Topology, init_process_group
 from zeroaccel.config import Fact
-from zeroaccel.config.parallel import AXES, ParallelConfig, RankGroups, with_config_axes
+from zeroaccel.config.parallel import ParallelConfig, RankGroups, ShardSize, with_config_axes
 from zeroaccel.errors import UsageError
 from zeroaccel.ops.dispatch import use_threads
 from zeroaccel.setup.axis import Axis
 from zeroaccel.setup.job import JobSpec
-
-
-@dataclass(frozen=True)
-class ShardSize:
-    """Ranks of a shard group, and who says so."""
-
-    size: int
-    source: str
-    alternative: str
 
 
 @dataclass(frozen=True)
@@ -96,10 +87,7 @@ def join_ranks(job: JobSpec, axes: Sequence[type[Axis]], launched: Callable[[], 
     elif asked is not None:
         _check_same_mesh(mesh, collectives)
         topology.names.use(mesh)
-        samplers = Fact(mesh.data_parallel_size, "initialize(parallel)")
-        if (replicas := mesh.dp_replicate) > 1:
-            size = len(mesh.data_groups[0]) // replicas
-            shards = ShardSize(size, "dp_shard x sp of ParallelConfig", "leave dp_replicate at 1")
+        samplers, shards = Fact(mesh.data_parallel_size, "initialize(parallel)"), mesh.shard_size
     return JobRanks(
         topology,
         collectives,
@@ -121,10 +109,7 @@ def _or_none(groups: RankGroups) -> RankGroups | None:
 
 def _check_same_mesh(mesh: ParallelConfig, collectives: Collectives) -> None:
     """Compares the meshes of the ranks: different ones would make different groups, and hang. (all ranks)"""
-    own: dict[str, Any] = {axis: getattr(mesh, axis) for axis in (*AXES, "ep")}
-    own["verify_cut"] = mesh.verify_cut
-    own["tp_plan"] = dict(mesh.tp_plan) if isinstance(mesh.tp_plan, Mapping) else mesh.tp_plan
-    of_ranks: list[dict[str, Any]] = collectives.gather_objects(own, "initialize: mesh of the job")
+    of_ranks: list[dict[str, Any]] = collectives.gather_objects(mesh.compared, "initialize: mesh of the job")
     for rank, other in enumerate(of_ranks):
         for key, value in other.items():
             if value != of_ranks[0][key]:

@@ -141,6 +141,10 @@ BROKEN: dict[Rule, list[tuple[Any, ...]]] = {
         ("zeroaccel/comm/a.py", "x = zero_stage in (1, 2)", "a.py:1"),
         ("zeroaccel/ops/a.py", "match stage:\n    case 3: pass", "a.py:1"),
     ],
+    rules.axes_are_named_in_parallel_only: [
+        ("zeroaccel/setup/a.py", 'x = axis.name != "sp"', "a.py:1"),
+        ("zeroaccel/zero/a.py", "if mesh.dp_replicate > 1: pass", "a.py:1"),
+    ],
     rules.storages_are_asked_for_their_kind_rarely: [
         (
             "zeroaccel/checkpoint/a.py",
@@ -227,6 +231,7 @@ SOUND: list[tuple[Rule, dict[str, str]]] = [
         rules.public_modules_have_all,
         {"zeroaccel/zero/__init__.py": "'''Only a docstring.'''", "zeroaccel/_a.py": "x = 1"},
     ),
+    (rules.axes_are_named_in_parallel_only, {"zeroaccel/parallel/a.py": 'name = "sp"'}),
     (rules.stages_are_compared_in_config_only, {"zeroaccel/config/shard_plan.py": "x = stage >= 1"}),
     (
         rules.storages_are_asked_for_their_kind_rarely,
