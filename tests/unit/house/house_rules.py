@@ -107,6 +107,7 @@ HOOKS_ELSEWHERE = {
     "zeroaccel/parallel/tensor.py": "hooks that torch's styles of tensor parallelism make for split layers",
     "zeroaccel/parallel/tensor_modules.py": "inputs and outputs of the modules whose parameters ranks share",
 }
+MESH_AXES = frozenset({"pp", "dp_replicate", "dp_shard", "sp", "tp", "ep"})
 STORAGE_FOLDER = "zeroaccel/zero/storage"
 # What distinguishes storages from each other, and how many functions outside their folder may ask for it.
 STORAGE_KINDS = {"aliases_weights", "is_replicated", "is_swapped", "reads_weights"}
@@ -415,6 +416,14 @@ def stages_are_compared_in_config_only(package: Mapping[str, Source]) -> Iterato
                 yield source.at(node, "asks for the stage; a stage is data: ask ShardPlan or TierPlan")
 
 
+def axes_are_named_in_parallel_only(package: Mapping[str, Source]) -> Iterator[str]:
+    for source in package.values():
+        for node in source.nodes if source.folder in ("zero", "checkpoint", "setup") else ():
+            name = getattr(node, "value" if isinstance(node, ast.Constant) else "attr", None)
+            if name in MESH_AXES:
+                yield source.at(node, f"names the axis {name}; ask the `Axis`, or the ParallelConfig for its groups")
+
+
 def storages_are_asked_for_their_kind_rarely(package: Mapping[str, Source]) -> Iterator[str]:
     asking: list[str] = []
     for source in package.values():
@@ -638,6 +647,7 @@ PACKAGE_RULES: tuple[Rule, ...] = (
     devices_are_asked_for_their_type,
     public_modules_have_all,
     stages_are_compared_in_config_only,
+    axes_are_named_in_parallel_only,
     storages_are_asked_for_their_kind_rarely,
     no_name_is_used_twice,
     few_modules_are_loose,
