@@ -209,11 +209,8 @@ class ShardedOptimizer:
         self, buffer: FlatBuffer, grad: FlatTensor, grad_scale: float | Tensor, following: Mapping[int, MasterStorage]
     ) -> None:
         # Rounded copies are written by the kernel that updates the masters, while those are in cache: one pass less.
-        out = buffer.masters.stage_weights()
-        with self._marking(buffer, out):
+        with self._new_weights(buffer) as out:
             self.update(buffer, grad, grad_scale, following.get(id(buffer)), out, self.optimizer.param_groups)
-        if out is not None:
-            self._commit(buffer)
 
     def update(
         self,
@@ -287,19 +284,15 @@ class ShardedOptimizer:
         """One call of an optimizer of whole tensors for each param group, with the tensors of all buffers."""
         assert isinstance(self.optimizer, ManyStep), "asked for by `_kernels_for_many`"
         steps: list[list[TensorStep]] = [[] for _ in self.optimizer.param_groups]
-        with ExitStack() as marking:
-            outs = [gradient.buffer.masters.stage_weights() for gradient in gradients]
-            for gradient, out in zip(gradients, outs, strict=True):
-                marking.enter_context(self._marking(gradient.buffer, out))
-                grad = _reduced(gradient)
+        with ExitStack() as written:
+            for gradient in gradients:
+                out, grad = written.enter_context(self._new_weights(gradient.buffer)), _reduced(gradient)
                 for piece in gradient.buffer.masters.pieces:
                     own = None if out is None else out[piece.range]
                     steps[piece.group].append(TensorStep(piece.param, grad[piece.range], own))
             for group, own_steps in zip(self.optimizer.param_groups, steps, strict=True):
                 self.optimizer.step_many(group, own_steps, grad_scale=grad_scale, kernels=kernels)
-        for gradient, out in zip(gradients, outs, strict=True):
-            if out is not None:
-                self._commit(gradient.buffer)
+        for gradient in gradients:
             self._finish(gradient.buffer, done)
 
     def _step_together(
@@ -314,12 +307,9 @@ class ShardedOptimizer:
         self._call_step()
         for gradient in gradients:
             buffer = gradient.buffer
-            out = buffer.masters.stage_weights()
-            with self._marking(buffer, out):
+            with self._new_weights(buffer) as out:
                 for piece in buffer.masters.pieces:
                     self._take_weights(piece, out)
-            if out is not None:
-                self._commit(buffer)
             self._finish(buffer, done)
         self._finish_host_writes()
 
@@ -356,16 +346,13 @@ class ShardedOptimizer:
                 call()
 
     def _change_buffer(self, buffer: FlatBuffer, call: Callable[[], object], following: MasterStorage | None) -> None:
-        out = buffer.masters.stage_weights()
-        with self._marking(buffer, out):
+        with self._new_weights(buffer) as out:
             for pieces in buffer.masters.chunks(following):
                 if pieces and not self._calls_together:
                     with restricted(self.optimizer, [piece.param for piece in pieces]):
                         self._call_again(call)
                 for piece in pieces:
                     self._take_weights(piece, out)
-        if out is not None:
-            self._commit(buffer)
 
     def count_step(self) -> None:
         """Lets the optimizer, its schedulers and its hooks take note of a step in which its `step` was not called."""
@@ -402,30 +389,36 @@ class ShardedOptimizer:
     def install(self, buffer: FlatBuffer, weights: FlatTensor | None) -> None:
         """Puts weights that `update` wrote to `stage_aside` into the shard."""
         new = buffer.masters.as_weights(buffer.dtype) if weights is None else weights.values
-        staged = buffer.masters.stage_weights()
-        assert new is not None and staged is not None, "masters that are the weights that forward computes with"
-        target = staged[buffer.masters.range]
-        with self._marking(buffer, staged):
+        with self._new_weights(buffer) as staged:
+            assert new is not None and staged is not None, "masters that are the weights that forward computes with"
+            target = staged[buffer.masters.range]
             if target.device == new.device or target.device.type == "cpu":
                 target.copy_(new)
             else:
                 self._copy_stream().to_device(target, new)
-        buffer.shard.commit()
 
     @contextmanager
-    def _marking(self, buffer: FlatBuffer, out: FlatTensor | None) -> Iterator[None]:
-        """Marks which weights of this rank's shard the block changes in `out`, if the engine marks them."""
-        if buffer.changed is None or out is None or buffer.dtype.itemsize != 2:
-            yield
+    def _new_weights(self, buffer: FlatBuffer) -> Iterator[FlatTensor | None]:
+        """Memory for what the masters round to, which the block fills; None where the masters are the weights.
+
+        Behind the block they are the weights, or on their way there, and marked where the engine marks changes.
+        """
+        out = buffer.masters.stage_weights()
+        if out is None:
+            yield None
             return
-        own = buffer.own & buffer.masters.range
-        before = buffer.shard.read(own).clone()  # of a staged tier it is what the tier has
-        yield
-        self._finish_host_writes()
-        if self._copies is not None:
-            self._copies.wait()
-        after = out[own]
-        buffer.changed.compare(before.to(after.device), after)
+        own, before = buffer.own & buffer.masters.range, None
+        if buffer.changed is not None and buffer.dtype.itemsize == 2:
+            before = buffer.shard.read(own).clone()  # of a staged tier it is what the tier has
+        yield out
+        if buffer.changed is not None and before is not None:
+            self._finish_host_writes()
+            if self._copies is not None:
+                self._copies.wait()
+            buffer.changed.compare(before.to(out[own].device), out[own])
+        if buffer.shard.is_swapped:  # they go on to a file
+            self._finish_host_writes()
+        buffer.shard.commit()
 
     @contextmanager
     def _rounded(self, piece: MasterPiece, out: FlatTensor | None) -> Iterator[Tensor | None]:
@@ -466,12 +459,6 @@ class ShardedOptimizer:
     def _copy_stream(self) -> CopyStream:
         assert self._copies is not None, "masters in another memory than the parameters, and no stream to copy them"
         return self._copies
-
-    def _commit(self, buffer: FlatBuffer) -> None:
-        """The new weights are in the memory that the shard staged, or on their way there."""
-        if buffer.shard.is_swapped:  # they go on to a file
-            self._finish_host_writes()
-        buffer.shard.commit()
 
     def _finish_host_writes(self) -> None:
         if self._writes_host:
