@@ -17,7 +17,7 @@ from zeroaccel.comm.collective_tracker import DONE
 from zeroaccel.comm.collectives import Collectives, Work
 from zeroaccel.comm.level_codes import FORMATS, decode, encode, scales_nbytes
 from zeroaccel.zero.layout import FlatLayout, FlatRange, FlatTensor
-from zeroaccel.zero.storage.shards import FillRange, ShardPlace, ShardStorage
+from zeroaccel.zero.storage.shards import ShardPlace, ShardStorage
 
 
 class CodeShard(ShardStorage):
@@ -78,17 +78,6 @@ class CodeShard(ShardStorage):
         self._staged = None
         self._codes.discard()
 
-    def load(self, fill: FillRange, flush: Callable[[], None]) -> None:
-        staged = self.stage().values
-        staged.copy_(self.read(self.range))
-        try:
-            fill(self.range, staged)
-            flush()
-        except BaseException:
-            self.discard()
-            raise
-        self.commit()
-
     # -- gathers
 
     def all_gather(self, full: Tensor, collectives: Collectives, label: str, *, exact: bool) -> Work:
@@ -116,11 +105,6 @@ class CodeShard(ShardStorage):
         ranks = self._bytes.world_size
         for code, part in zip(codes.view(ranks, -1), full.view(ranks, -1), strict=True):
             decode(code, self._codec, part)
-
-    def copy_own(self, part: FlatRange, full: Tensor) -> None:
-        own = part & self.range
-        if own:
-            full[own.at(0)].copy_(self.read(own))
 
     def all_gather_part(
         self, part: FlatRange, full: Tensor, collectives: Collectives, label: str, numels: Sequence[int]

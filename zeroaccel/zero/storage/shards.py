@@ -174,7 +174,6 @@ class ShardStorage(ABC):
 
     def load(self, fill: FillRange, flush: Callable[[], None]) -> None:
         """Has all elements filled, in part perhaps; memory that is only on loan is flushed before it goes back."""
-        self.swap_in()
         try:
             fill(self.range, self.stage_current())
             flush()
@@ -185,7 +184,7 @@ class ShardStorage(ABC):
         self.commit()
 
     def stage_current(self) -> Tensor:
-        """As `stage`, with the present values; after `swap_in`."""
+        """As `stage`, with the present values."""
         staged = self.stage().values
         staged.copy_(self.read(self.range))
         return staged
@@ -220,7 +219,7 @@ class ShardStorage(ABC):
         Raises:
             OffloadError: they cannot be read back.
         """
-        own = part & self._shard
+        own = part & self.range
         if own:
             full[own.at(0)].copy_(self.read(own))
 
@@ -380,6 +379,7 @@ class NvmeShard(ShardStorage):
         return FlatTensor(self.range, self._loan.view(self.dtype))
 
     def stage_current(self) -> Tensor:
+        self.swap_in()
         return self.gather_input()
 
     def commit(self) -> None:
@@ -400,8 +400,7 @@ class NvmeShard(ShardStorage):
         if not part:
             return
         # A tier stores all of a key at once, so the shard is read, changed and written back.
-        self.swap_in()
-        self.gather_input()[part.at(self.range.start)].copy_(values)
+        self.stage_current()[part.at(self.range.start)].copy_(values)
         self.commit()
         self._tier.settle()
 
