@@ -102,7 +102,8 @@ class GatheredParameters:
                 if self._discards and handle.buffer.persistent:  # of a sharded one the shard has them
                     self._before[id(handle)] = handle.buffer.view(handle.index).detach().clone()
                 if self._rank is not None and handle.buffer.masters.reads_weights:
-                    _require_settled(handle)  # these masters can be read only while the weights are as they are
+                    # These masters can be read only while the weights are as they are.
+                    handle.require_settled("new values")
                     self._masters[id(handle)] = handle.buffer.masters.read(handle.reach(handle.buffer.rank))
         if torch.is_grad_enabled() and not all(handle.unit.persistent for handle in self._handles):
             # Of a leaf autograd saves the parameter itself, which is sharded when a later backward comes to it. What a
@@ -245,7 +246,7 @@ def store(handle: ParamHandle, before: Tensor | None = None) -> None:
         if not buffer.persistent:  # whose shard is the full buffer itself
             buffer.shard.write(own, buffer.full[own.at(0)])
             handle.unit.drop_secondary()
-        _require_settled(handle)
+        handle.require_settled("new values")
         # A replicated optimizer has the masters of the full parameter on every rank, and so all of them follow.
         part = handle.slot.range & buffer.masters.range
         buffer.masters.follow_weights(part, buffer.full[part.at(0)], before)
@@ -259,7 +260,7 @@ def overwrite(handle: ParamHandle, value: Tensor) -> None:
     """
     buffer, slot = handle.buffer, handle.slot
     own = slot.range & buffer.own
-    _require_settled(handle)
+    handle.require_settled("new values")
     handle.registry.before_write()
     buffer.note_written(own)
     with torch.no_grad():
@@ -272,12 +273,6 @@ def overwrite(handle: ParamHandle, value: Tensor) -> None:
             buffer.shard.write(own, buffer.full[own.at(0)])
         part = slot.range & buffer.masters.range
         buffer.masters.write(part, new[part])
-
-
-def _require_settled(handle: ParamHandle) -> None:
-    training = handle.registry.training
-    if training is not None and training.updates is not None:
-        training.updates.require_settled(f"new values of {handle.slot.fqn}")
 
 
 def _as_it_is(saved: Tensor) -> Tensor:

@@ -27,20 +27,11 @@ from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit, ShardState
 from zeroaccel.zero.precision import LossScale
 from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
 from zeroaccel.zero.tensor_subclasses import local
+from zeroaccel.zero.weight_update import WeightUpdate
 
 _REGISTRIES: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> weak reference to its registry
 _NUMBERS = itertools.count()
 _REGISTRY = "_zero_registry"
-
-
-class Updates(Protocol):
-    """Updates that may overlap with other work; see `weight_update.py`."""
-
-    def require_own_step(self, call: str) -> None:
-        """Raises EngineStateError where the update with the gradients of this step has begun."""
-
-    def require_settled(self, call: str) -> None:
-        """Raises EngineStateError while masters are ahead of the weights."""
 
 
 class Pin(Protocol):
@@ -66,7 +57,7 @@ class Training:
     optimizer: ShardedOptimizer | None
     reducer: GradReducer
     loss_scale: Callable[[], LossScale]
-    updates: Updates | None
+    updates: WeightUpdate | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +83,12 @@ class ParamHandle:
     def reach(self, rank: int) -> FlatRange:
         """The parameter's elements that are in the shard of `rank`; may be empty."""
         return self.slot.range & self.buffer.layout.shard(rank)
+
+    def require_settled(self, call: str) -> None:
+        """Raises EngineStateError while masters are ahead of the weights, where `call` would meet a mixture."""
+        training = self.registry.training
+        if training is not None and training.updates is not None:
+            training.updates.require_settled(f"{call} of {self.slot.fqn}")
 
     @property
     def is_absent(self) -> bool:

@@ -23,8 +23,7 @@ from torch.optim import Optimizer
 from zeroaccel.comm.agree import agreed
 from zeroaccel.errors import EngineStateError, UsageError
 from zeroaccel.ops.device_values import read_values
-from zeroaccel.zero.access.param_registry import ParamHandle, Training, handle_of
-from zeroaccel.zero.grad_reducer import GradientBuffer
+from zeroaccel.zero.access.param_registry import ParamHandle, handle_of
 from zeroaccel.zero.layout import FlatRange, FlatTensor, whole_of
 from zeroaccel.zero.param_check import fingerprint
 from zeroaccel.zero.storage.masters import MasterPiece
@@ -62,8 +61,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
         >>> safe_get_full_fp32_param(model.weight).dtype
         torch.float32
     """
-    handle = handle_of(param)
-    return None if handle is None else _full(handle, _masters(handle), "fp32 values of")
+    return _get(param, _masters, "fp32 values")
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
@@ -91,8 +89,7 @@ def _set_masters(handle: ParamHandle, flat: Tensor) -> None:
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
     """This rank's elements of the weights the optimizer works on."""
-    handle = handle_of(param)
-    return None if handle is None else _local(handle, _masters(handle))
+    return _get(param, _masters)
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
@@ -116,9 +113,7 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     Call it between a backward and the step. With accumulation it returns the gradient so far; at stages that do not
     shard gradients, it reduces the parameter's whole buffer, and the boundary reduces it again.
     """
-    handle = handle_of(param)
-    values = None if handle is None else _gradients_so_far(handle) or _gradients(handle, "safe_get_full_grad")
-    return None if handle is None or values is None else _full(handle, values, "gradient of")
+    return _get(param, partial(_gradients, call="safe_get_full_grad", so_far=True), "gradient")
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
@@ -134,9 +129,7 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
     """This rank's elements of `safe_get_full_grad`."""
-    handle = handle_of(param)
-    values = None if handle is None else _gradients(handle, "safe_get_local_grad")
-    return None if handle is None or values is None else _local(handle, values)
+    return _get(param, partial(_gradients, call="safe_get_local_grad"))
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
@@ -167,8 +160,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
         tensor([[0.1000, 0.1000]])
         >>> engine.destroy()
     """
-    handle = handle_of(param)
-    return None if handle is None else _full(handle, _states(handle, optim_state_key), f"{optim_state_key} of")
+    return _get(param, partial(_states, key=optim_state_key), optim_state_key)
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
@@ -180,8 +172,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
     """This rank's elements of one tensor of the optimizer's state. (all ranks)"""
-    handle = handle_of(param)
-    return None if handle is None else _local(handle, _states(handle, optim_state_key))
+    return _get(param, partial(_states, key=optim_state_key))
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
@@ -205,30 +196,31 @@ def _own(handle: ParamHandle) -> FlatRange:
 
 
 def _masters(handle: ParamHandle) -> _Values:
-    _require_settled(handle, "the master")
+    handle.require_settled("the master")
     masters = handle.buffer.masters
     return _Values(masters.read, masters.write, masters.is_replicated)
 
 
-def _require_settled(handle: ParamHandle, what: str) -> None:
+def _gradients(handle: ParamHandle, call: str, *, so_far: bool = False) -> _Values | None:
+    """Those of the coming step; or, to be read, those that are accumulated and not reduced yet. (then all ranks)"""
     training = handle.registry.training
-    if training is not None and training.updates is not None:
-        training.updates.require_settled(f"{what} of {handle.slot.fqn}")
-
-
-def _gradients(handle: ParamHandle, call: str) -> _Values | None:
-    training = handle.registry.training
-    gradient = None if training is None else _gradient_buffer(handle, training)
-    if training is None or gradient is None or (gradient.shard is None and gradient.flat is None):
+    if training is None:
         return None
-    if gradient.shard is None or gradient.flat is not None:
-        raise EngineStateError(
-            f"{call}({handle.slot.fqn}): gradients are not summed over the ranks before the accumulation boundary",
-            fix="call it between the last backward of a step and engine.step()",
-        )
-    if gradient.shard.dtype is not torch.float32:  # so that a value that is set keeps its bits
-        gradient.shard = gradient.shard.float()
-    reduced = FlatTensor(handle.buffer.own, gradient.shard)
+    gradient = next((gradient for gradient in training.reducer.gradients if gradient.buffer is handle.buffer), None)
+    if gradient is None:
+        return None
+    shard = training.reducer.mean_so_far(gradient) if so_far else None
+    if shard is None:
+        if gradient.shard is None and gradient.flat is None:
+            return None
+        if gradient.shard is None or gradient.flat is not None:
+            raise EngineStateError(
+                f"{call}({handle.slot.fqn}): gradients are not summed over the ranks before the accumulation boundary",
+                fix="call it between the last backward of a step and engine.step()",
+            )
+        # In fp32, so that a value that is set keeps its bits.
+        shard = gradient.shard = gradient.shard.float()
+    reduced = FlatTensor(handle.buffer.own, shard)
 
     def write(part: FlatRange, values: Tensor) -> None:
         reduced[part].copy_(values)
@@ -239,28 +231,8 @@ def _gradients(handle: ParamHandle, call: str) -> _Values | None:
     return _Values(reduced.__getitem__, write, alone, 1.0 / training.loss_scale().value)
 
 
-def _gradients_so_far(handle: ParamHandle) -> _Values | None:
-    """Gradients that are accumulated and not reduced yet, to be read. (all ranks)"""
-    training = handle.registry.training
-    gradient = None if training is None else _gradient_buffer(handle, training)
-    mean = None if training is None or gradient is None else training.reducer.mean_so_far(gradient)
-    if training is None or mean is None:
-        return None
-    reduced = FlatTensor(handle.buffer.own, mean)
-    alone = handle.buffer.holders(handle.registry.collectives).world_size == 1
-    return _Values(reduced.__getitem__, _refuse_to_write, alone, 1.0 / training.loss_scale().value)
-
-
-def _refuse_to_write(part: FlatRange, values: Tensor) -> None:
-    raise AssertionError("a mean of gradients so far is read only")
-
-
-def _gradient_buffer(handle: ParamHandle, training: Training) -> GradientBuffer | None:
-    return next((gradient for gradient in training.reducer.gradients if gradient.buffer is handle.buffer), None)
-
-
 def _states(handle: ParamHandle, key: str) -> _Values:
-    _require_settled(handle, f"state {key!r}")
+    handle.require_settled(f"state {key!r}")
     masters = handle.buffer.masters
     optimizer = None if handle.registry.training is None else handle.registry.training.optimizer
     # A rank without elements of the parameter has no state to look at: all agree, so that all raise or none does.
@@ -293,6 +265,15 @@ def _check_state(piece: MasterPiece, key: str, optimizer: Optimizer, fqn: str) -
 
 
 # -- reading and writing them
+
+
+def _get(param: nn.Parameter, locate: Callable[[ParamHandle], _Values | None], what: str = "") -> Tensor | None:
+    """The values of a whole parameter, for a message called `what`; without one this rank's elements. None for none."""
+    handle = handle_of(param)
+    values = None if handle is None else locate(handle)
+    if handle is None or values is None:
+        return None
+    return _full(handle, values, f"{what} of") if what else _local(handle, values)
 
 
 def _local(handle: ParamHandle, values: _Values) -> Tensor:
