@@ -167,7 +167,7 @@ class ModuleShards:
         for dtype, same in self._by_dtype(module, named).items():
             layout = self._lay_out(module, same)
             for _, param in same:
-                _leave_meta(param, dtype, self.destination.device)
+                leave_meta(param, torch.empty(0, dtype=dtype, device=self.destination.device))
             buffer = self._buffer(layout, [param for _, param in same], dtype)
             buffer.free()  # its pages were never touched, so they never were memory
             buffer.store_in(self._storage(buffer))
@@ -301,9 +301,9 @@ def _to_shard(module: nn.Module, *, meta: bool = False) -> list[tuple[str, nn.Pa
     return list(named.values())
 
 
-def _leave_meta(param: nn.Parameter, dtype: torch.dtype, device: torch.device) -> None:
-    """Replaces the tensor of a meta parameter by a real, empty one; the Python object stays the same."""
-    real = nn.Parameter(torch.empty(0, dtype=dtype, device=device), requires_grad=param.requires_grad)
+def leave_meta(param: nn.Parameter, data: Tensor) -> None:
+    """Gives a meta parameter a real tensor; the object stays, as optimizers and tied modules refer to it."""
+    real = nn.Parameter(data, requires_grad=param.requires_grad)
     vars(real).update(vars(param))
     built_as = param.dtype
     torch.utils.swap_tensors(param, real)

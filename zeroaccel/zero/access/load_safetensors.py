@@ -21,7 +21,7 @@ from zeroaccel.comm.topology import init_process_group
 from zeroaccel.config.bounds import parse_plain_json, read_at_most
 from zeroaccel.errors import UsageError, listed
 from zeroaccel.logs import logger
-from zeroaccel.zero.access.deferred_init import ModuleShards, destination
+from zeroaccel.zero.access.deferred_init import ModuleShards, destination, leave_meta
 from zeroaccel.zero.access.full_params import GatheredParameters
 from zeroaccel.zero.access.param_registry import ParamHandle, handle_of
 from zeroaccel.zero.access.safetensors_file import (
@@ -31,7 +31,6 @@ from zeroaccel.zero.access.safetensors_file import (
     pread_into,
     tensor_locations,
 )
-from zeroaccel.zero.precision import note_cast
 
 _CHUNK_NBYTES = 8 << 20
 
@@ -285,12 +284,7 @@ def _make_real(
     for own, param in module._parameters.items():
         if param is not None and param.is_meta and (names is None or own in names):
             kind = dtype if dtype is not None and param.is_floating_point() else param.dtype
-            real = nn.Parameter(torch.empty(param.shape, dtype=kind, device=device), requires_grad=param.requires_grad)
-            vars(real).update(vars(param))
-            built_as = param.dtype
-            # Swapped, not replaced: optimizers, tied modules and the program may refer to the object.
-            torch.utils.swap_tensors(param, real)
-            note_cast(param, built_as)
+            leave_meta(param, torch.empty(param.shape, dtype=kind, device=device))
     if names is None:
         for own, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
