@@ -316,11 +316,6 @@ class FlatLayout:
         return max(self.split_sizes)
 
     @property
-    def used_numel(self) -> int:
-        """Elements that belong to a parameter, without padding."""
-        return sum(slot.numel for slot in self.slots)
-
-    @property
     def range(self) -> FlatRange:
         """All N elements."""
         return FlatRange(0, self.numel)

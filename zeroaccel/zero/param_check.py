@@ -162,16 +162,13 @@ class ParamIntegrityCheck:
         """
         # Reads of `ShardedParameter`s are of metadata only here, so their `__torch_function__` has nothing to check.
         with torch._C.DisableTorchFunctionSubclass():
-            self._check()
-
-    def _check(self) -> None:
-        self.check_writes()
-        # The module tree is compared first: walking all parameters by name is needed only after it has changed.
-        if any(module._modules != children or _ids(module) != own for module, children, own in self._structure):
-            self._check_parameters()
-        # One parameter per buffer: `model.half()` and the like change all of them.
-        for buffer in self._buffers:
-            _check_kind(buffer, 0)
+            self.check_writes()
+            # The module tree is compared first: walking all parameters by name is needed only after it has changed.
+            if any(module._modules != children or _ids(module) != own for module, children, own in self._structure):
+                self._check_parameters()
+            # One parameter per buffer: `model.half()` and the like change all of them.
+            for buffer in self._buffers:
+                _check_kind(buffer, 0)
 
     def check_writes(self) -> None:
         """Before a forward and an update; copies in tensors that were assigned to parameters as `.data`.

@@ -25,7 +25,6 @@ from zeroaccel.zero.grad_norm import (
     FactorRule,
     GradCheck,
     GradStats,
-    KnownStats,
     RankDigests,
     check_on_device,
     join_facts_on_device,
@@ -109,7 +108,7 @@ class StepBoundary:
         else:
             if facts is None:
                 facts = join_facts_on_host(tensors, self._digests(), ranks, device)
-            self.check = KnownStats(stats_on_host(facts, counted, ranks, device, norm=norm))
+            self.check = stats_on_host(facts, counted, ranks, device, norm=norm)
         return self.check
 
     def read(self, check: GradCheck, step: int) -> GradStats:
