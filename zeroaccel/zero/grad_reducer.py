@@ -79,10 +79,14 @@ class GradientBuffer:
         pending_numel: their elements.
         paddings: the elements of `flat` that are no parameter's.
         launched: the reduction of this backward has started.
+        comes_twice: one of its gradients has arrived again after its reduction had started, in any backward.
+        is_stepping: its update has begun within this backward.
+        comm_dtype: of its reduction.
     """
 
     buffer: FlatBuffer
     name: str
+    comm_dtype: torch.dtype
     flat: Tensor | None = None
     shard: Tensor | None = None
     full: Tensor | None = None
@@ -90,6 +94,8 @@ class GradientBuffer:
     written: set[int] = field(default_factory=set)
     over: bool = False
     launched: bool = False
+    comes_twice: bool = False
+    is_stepping: bool = False
     pending: dict[int, Tensor] = field(default_factory=dict)
     pending_numel: int = 0
     paddings: tuple[slice, ...] = field(init=False)
@@ -210,7 +216,9 @@ class GradReducer:
         copies: CopyStream | None = None,
     ) -> None:
         # Backward meets the modules last to first; the root comes first in registration and so is launched last.
-        self.gradients = [GradientBuffer(buffer, name) for name, buffer in reversed(buffers)]
+        self.gradients = [
+            GradientBuffer(buffer, name, rules.dtype or buffer.dtype) for name, buffer in reversed(buffers)
+        ]
         self._collectives = collectives
         self._plan = plan
         self._rules = rules
@@ -219,7 +227,6 @@ class GradReducer:
             for gradients in self.gradients
             for index, param in enumerate(gradients.buffer.params)
         }
-        self._comm_dtypes = {id(gradients): rules.dtype or gradients.buffer.dtype for gradients in self.gradients}
         self._late: list[tuple[nn.Parameter, Tensor]] = []  # arrived after the reduction of their buffer had started
         self._inflight: deque[_InflightReduce] = deque()
         self._inflight_numel = 0
@@ -229,8 +236,6 @@ class GradReducer:
         self._reducing = False
         self._expected: frozenset[int] | None = None
         self._on_shard_ready: Callable[[GradientBuffer], None] | None = None
-        self._stepped_early: set[int] = set()
-        self._accumulated_twice: set[int] = set()
         self.facts: Tensor | None = None
         self._largest: Tensor | None = None  # (1,) int32, of what goes to the host as it is
 
@@ -259,11 +264,10 @@ class GradReducer:
         Args:
             reduce: whether this backward reduces, or only adds to the flat gradients.
             on_shard_ready: called with each buffer, in the order of `gradients`, as soon as its shard is complete; not
-                for buffers that `accumulates_twice`. Must not change the shards.
+                where it `comes_twice`. Must not change the shards.
         """
         self._reducing = reduce
         self._on_shard_ready = on_shard_ready
-        self._stepped_early.clear()
         self._next = 0
         self.facts = self._largest = None
         leaves = self._copies is not None and self._copies.pinned and reduce and on_shard_ready is None
@@ -271,7 +275,7 @@ class GradReducer:
             self._largest = torch.zeros(1, dtype=torch.int32, device=self.device)
         for gradients in self.gradients:
             gradients.ready.clear()
-            gradients.launched = gradients.over = False
+            gradients.launched = gradients.over = gradients.is_stepping = False
 
     def _is_reached(self, gradients: GradientBuffer) -> bool:
         expected = self._expected
@@ -298,8 +302,12 @@ class GradReducer:
         if gradients.launched:
             # Autograd accumulated it a second time: two re-entrant checkpoints that recompute one block each run an
             # AccumulateGrad of their own. The reduction cannot be stopped; `end` reduces the rest once more.
-            self._accumulated_twice.add(id(gradients))
-            self._require_not_stepped(gradients)
+            gradients.comes_twice = True
+            if gradients.is_stepping:
+                raise EngineStateError(
+                    f"a gradient of {gradients.name} arrived a second time, after its update had begun",
+                    fix='set zero_optimization.offload_optimizer.update_during to "step" for a model that changes',
+                )
             self._late.append((param, grad))
             return
         if index in gradients.pending:  # accumulated a second time, see above
@@ -307,7 +315,7 @@ class GradReducer:
         gradients.pending[index] = grad
         gradients.pending_numel += gradients.buffer.layout.slots[index].numel
         gradients.ready.add(index)
-        complete = len(gradients.ready) == len(gradients.buffer.params)
+        complete = gradients.complete
         if complete or gradients.pending_numel >= _PENDING_NUMEL:
             self._copy_pending(gradients)
         if complete and self._reducing:
@@ -317,7 +325,7 @@ class GradReducer:
     def _copy_pending(self, gradients: GradientBuffer) -> None:
         # Without a reduction in this backward the sum over micro-steps is formed right here, so it needs the
         # accumulation dtype; with one, the communication dtype saves a cast of the whole buffer.
-        dtype = self._comm_dtype(gradients) if self._reducing else self._accum_dtype(gradients)
+        dtype = gradients.comm_dtype if self._reducing else self._accum_dtype(gradients)
         gradients.copy_pending(dtype, self._rules.predivide)
 
     def end(self, join: Callable[[Tensor], Tensor] | None = None) -> None:
@@ -366,7 +374,7 @@ class GradReducer:
         if not any(self._collectives.gather_objects(gradients.flat is not None, label)):
             return None
         was_absent, layout = gradients.flat is None, gradients.buffer.layout
-        flat = gradients.zero_fill_unused(self._accum_dtype(gradients)).to(self._comm_dtype(gradients), copy=True)
+        flat = gradients.zero_fill_unused(self._accum_dtype(gradients)).to(gradients.comm_dtype, copy=True)
         if was_absent:
             gradients.flat = None
         reduced = torch.empty(layout.shard_numel(gradients.buffer.rank), dtype=flat.dtype, device=flat.device)
@@ -390,10 +398,6 @@ class GradReducer:
         for gradients in self.gradients:
             for param in gradients.buffer.params:
                 param.grad = None
-
-    def accumulates_twice(self, gradients: GradientBuffer) -> bool:
-        """Whether one of its gradients has ever arrived again after its reduction had started."""
-        return id(gradients) in self._accumulated_twice
 
     def nbytes(self) -> int:
         """Bytes of all gradients, those in flight excepted."""
@@ -430,7 +434,7 @@ class GradReducer:
 
     def _launch(self, gradients: GradientBuffer) -> None:
         self._copy_pending(gradients)
-        dtype = self._comm_dtype(gradients)
+        dtype = gradients.comm_dtype
         flat = gradients.zero_fill_unused(dtype)
         flat = flat if flat.dtype is dtype else flat.to(dtype)
         gradients.flat, gradients.launched = None, True
@@ -532,16 +536,9 @@ class GradReducer:
             if gradients.shard.dtype is not dtype:
                 gradients.shard = gradients.shard.to(dtype)
             gradients.shard.add_(reduced)
-        if self._on_shard_ready is not None and not self.accumulates_twice(gradients):
-            self._stepped_early.add(id(gradients))
+        if self._on_shard_ready is not None and not gradients.comes_twice:
+            gradients.is_stepping = True
             self._on_shard_ready(gradients)
-
-    def _require_not_stepped(self, gradients: GradientBuffer) -> None:
-        if id(gradients) in self._stepped_early:
-            raise EngineStateError(
-                f"a gradient of {gradients.name} arrived a second time, after its update had begun",
-                fix='set zero_optimization.offload_optimizer.update_during to "step" for a model that changes',
-            )
 
     def _reduce_late(self) -> None:
         """A second reduction of the buffers with late gradients. Ranks agree on it: they run the same graph."""
@@ -581,9 +578,6 @@ class GradReducer:
         for gradients in self.gradients:
             if gradients.full is not None:
                 gradients.shard = gradients.full[gradients.buffer.own.at(0)]
-
-    def _comm_dtype(self, gradients: GradientBuffer) -> torch.dtype:
-        return self._comm_dtypes[id(gradients)]
 
     def _accum_dtype(self, gradients: GradientBuffer) -> torch.dtype:
         return self._rules.accumulation_dtype or gradients.buffer.dtype

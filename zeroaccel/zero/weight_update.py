@@ -233,8 +233,7 @@ class WeightUpdate:
             self._seen_a_step = True
             return None
         agree()
-        reducer = self._reducer
-        order = [gradient.buffer for gradient in reducer.gradients if not reducer.accumulates_twice(gradient)]
+        order = [gradient.buffer for gradient in self._reducer.gradients if not gradient.comes_twice]
         self._async.begin(order, 1.0)
         return self._async.add
 

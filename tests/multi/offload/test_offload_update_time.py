@@ -58,7 +58,7 @@ def _train(settings: dict[str, Any], steps: int, make: Callable[[], nn.Module] =
         engine.step()
         run.norms.append(engine.get_global_grad_norm())
     run.skipped = engine.skipped_steps
-    assert any(map(engine.grad_reducer.accumulates_twice, engine.grad_reducer.gradients)) == (make is _Recomputed)
+    assert any(gradients.comes_twice for gradients in engine.grad_reducer.gradients) == (make is _Recomputed)
     return finished(engine, run), early
 
 
