@@ -15,7 +15,7 @@ that it goes into.
 from __future__ import annotations
 
 import weakref
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -23,29 +23,6 @@ from torch import Tensor
 from zeroaccel.comm.collectives import PartitionedTensors
 from zeroaccel.errors import UsageError
 from zeroaccel.offload.host_buffers import HostArena
-
-
-class DeviceCopy(Protocol):
-    """A copy to the device in flight."""
-
-    def wait(self) -> Tensor:
-        """The tensor; the current stream waits for the copy."""
-
-
-class HostLink(Protocol):
-    """Copies between a device and host memory."""
-
-    def allocate(self, nbytes: int) -> Tensor:
-        """(nbytes,) uint8 of host memory that the link copies from and to asynchronously."""
-
-    def copy_to_host(self, target: Tensor, source: Tensor) -> None:
-        """Starts target = source, from the device to the host."""
-
-    def protect_sources(self) -> None:
-        """What is launched from now on may change the sources of copies to the host: it waits for those under way."""
-
-    def copy_to_device(self, source: Tensor, device: torch.device) -> DeviceCopy:
-        """Starts a copy of host memory into a new tensor on the device."""
 
 
 class SavedActivation:
@@ -56,7 +33,7 @@ class SavedActivation:
         order: dims from the slowest to the fastest in memory; `shape` is in that order.
         data: (n,) its elements, or this rank's shard of them, in the order of memory.
         slot: of the contiguous buffer; None outside it.
-        copy: to the device, once it has started.
+        copy: to the device, once it has started: has the current stream wait for it, and returns the tensor.
     """
 
     __slots__ = (
@@ -85,7 +62,7 @@ class SavedActivation:
         self.call = store.calls
         self.data: Tensor | None = None
         self.slot: int | None = None
-        self.copy: DeviceCopy | None = None
+        self.copy: Callable[[], Tensor] | None = None
 
     def __del__(self) -> None:
         self.store.free(self)
@@ -206,7 +183,7 @@ class ActivationStore:
         if saved.copy is None:
             self._start_copy(saved)
         copy, saved.copy = saved.copy, None
-        return saved.data if copy is None else copy.wait()
+        return saved.data if copy is None else copy()
 
     def _start_copy(self, saved: SavedActivation) -> None:
         link = link_to(saved.device) if self._on_host else None
@@ -257,15 +234,15 @@ def link_to(device: torch.device) -> HostLink | None:
         return None
     # One per device, so that all stores of a process share a copy stream.
     if device not in _LINKS:
-        _LINKS[device] = _DeviceLink(device)
+        _LINKS[device] = HostLink(device)
     return _LINKS[device]
 
 
 _LINKS: dict[torch.device, HostLink] = {}
 
 
-class _DeviceLink:
-    """An accelerator; see [Note: activation streams]."""
+class HostLink:
+    """Copies between an accelerator and host memory; see [Note: activation streams]."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -277,9 +254,11 @@ class _DeviceLink:
         self._arena = HostArena(pinned=True)
 
     def allocate(self, nbytes: int) -> Tensor:
+        """(nbytes,) uint8 of host memory that the link copies from and to asynchronously."""
         return self._arena.empty((nbytes,), torch.uint8)
 
     def copy_to_host(self, target: Tensor, source: Tensor) -> None:
+        """Starts target = source, from the device to the host."""
         # The copy starts behind the kernels that write `source`, whose memory must not be reused before its end.
         self._stream.wait_stream(self._module.current_stream(self._device))
         with self._module.stream(self._stream):
@@ -288,9 +267,11 @@ class _DeviceLink:
         source.record_stream(self._stream)
 
     def protect_sources(self) -> None:
+        """What is launched from now on may change the sources of copies to the host: it waits for those under way."""
         self._sent.wait(self._module.current_stream(self._device))
 
-    def copy_to_device(self, source: Tensor, device: torch.device) -> DeviceCopy:
+    def copy_to_device(self, source: Tensor, device: torch.device) -> Callable[[], Tensor]:
+        """Starts a copy of host memory into a new tensor on the device; see `SavedActivation.copy`."""
         # Allocated on the current stream, whose earlier kernels may still use that memory: the copy waits for them.
         target = torch.empty(source.shape, dtype=source.dtype, device=device)
         self._stream.wait_stream(self._module.current_stream(self._device))
@@ -299,19 +280,12 @@ class _DeviceLink:
             event = self._module.Event()
             event.record()
         target.record_stream(self._stream)  # its graph may be dropped, and the target with it, before anything waits
-        return _DeviceCopy(target, source, event)
 
+        def wait() -> Tensor:
+            event.wait()
+            return target
 
-class _DeviceCopy:
-    def __init__(self, target: Tensor, source: Tensor, event: torch.Event) -> None:
-        self._target = target
-        self._source: Tensor | None = source
-        self._event = event
-
-    def wait(self) -> Tensor:
-        self._event.wait()
-        self._source = None
-        return self._target
+        return wait
 
 
 def _order_in_memory(tensor: Tensor) -> tuple[int, ...] | None:

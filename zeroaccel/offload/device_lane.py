@@ -7,7 +7,7 @@ those of the other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -33,19 +33,25 @@ class AdamLane:
         self._kernels = kernels
         self._streams = [self._module.Stream(device) for _ in range(2)]
 
-    def start(self, written: Sequence[Tensor], grad: Tensor, scalars: Sequence[np.generic]) -> _Tiles:
+    def start(self, written: Sequence[Tensor], grad: Tensor, scalars: Sequence[np.generic]) -> Callable[[], float]:
         """Queues all tiles, without blocking the host."""
         begin = self._mark(self._streams[0])
         # Tiles alternate between two streams, so that the copies of one overlap with the kernel of the other.
         for index, start in enumerate(range(0, grad.numel(), _TILE_NUMEL)):
             span = slice(start, min(start + _TILE_NUMEL, grad.numel()))
             self._tile([tensor[span] for tensor in written], grad[span], scalars, self._streams[index % 2])
-        self._join()
-        return _Tiles(begin, self._mark(self._streams[0]))
-
-    def _join(self) -> None:
-        """The first stream ends behind the second, so that the host waits once for both."""
+        # The first stream ends behind the second, so that the host waits once for both.
         self._streams[0].wait_stream(self._streams[1])
+        end = self._mark(self._streams[0])
+
+        def wait() -> float:
+            # The host asks once it has updated its own part. A lane that was done long before would else seem as slow
+            # as the host, and its part of the update never grew.
+            end.synchronize()
+            milliseconds: float = begin.elapsed_time(end)
+            return milliseconds / 1e3
+
+        return wait
 
     def _mark(self, stream: torch.Stream) -> torch.Event:
         event: torch.Event = self._module.Event(enable_timing=True)
@@ -65,24 +71,3 @@ class AdamLane:
             # Back into the host's own tensors; the events of `start` tell when all of it is there.
             for host, tensor in zip(written, [*states, *outs], strict=True):
                 host.copy_(tensor, non_blocking=True)
-
-
-class _Tiles:
-    """Tiles in flight; a `PendingUpdate`.
-
-    Args:
-        begin: before the first tile.
-        end: behind the last tile of both streams.
-    """
-
-    def __init__(self, begin: torch.Event, end: torch.Event) -> None:
-        self._begin = begin
-        self._end = end
-
-    def wait(self) -> float:
-        """Seconds from the start to the end of the last tile, by the device's clock."""
-        # The host asks once it has updated its own part. A lane that was done long before would else seem as slow as
-        # the host, and its part of the update never grew.
-        self._end.synchronize()
-        milliseconds: float = self._begin.elapsed_time(self._end)
-        return milliseconds / 1e3

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor
 
@@ -167,17 +167,7 @@ class BlockFile:
         end = min(self.nbytes, _PROBE_NBYTES) // data.numel() * data.numel()
         start = time.perf_counter()
         for offset in range(0, end, data.numel()):
-            finished = threading.Event()
-            errors: list[Any] = []
-
-            def done(error: Exception | None, errors: list[Any] = errors, finished: threading.Event = finished) -> None:
-                errors.append(error)
-                finished.set()
-
-            self.start(direction, data, offset, done)
-            finished.wait()
-            if errors[0] is not None:
-                raise errors[0]
+            transfer(self, direction, data, offset)
         return end / (time.perf_counter() - start)
 
     def close(self) -> None:
@@ -312,6 +302,20 @@ class BlockFile:
 
     def _place(self, offset: int) -> str:
         return f"offloaded data in {self.folder.path}, byte {offset}"
+
+
+def transfer(file: BlockFile, direction: Direction, data: Tensor, offset: int) -> None:
+    """As `BlockFile.start`; returns when the transfer is complete, and raises its error."""
+    complete, errors = threading.Event(), []
+
+    def done(error: Exception | None) -> None:
+        errors.append(error)
+        complete.set()
+
+    file.start(direction, data, offset, done)
+    complete.wait()
+    if errors[0] is not None:
+        raise errors[0]
 
 
 def nameless_file(folder: Path) -> int:

@@ -20,10 +20,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from zeroaccel.offload.file_io import BlockFile, Direction, IoSettings, Traffic
+from zeroaccel.offload.file_io import BlockFile, Direction, IoSettings, Traffic, transfer
 from zeroaccel.offload.host_buffers import ALIGN_NBYTES, HostBuffers, aligned_nbytes
 from zeroaccel.offload.offload_folder import OffloadFolder
-from zeroaccel.offload.tier import DeviceEvent
 
 
 class _Fetch:
@@ -81,7 +80,7 @@ class NvmeTier:
         self._state = threading.Condition()
         self._queued: deque[_Fetch] = deque()
         self._writing: set[str] = set()
-        self._read_by_device: deque[tuple[Tensor, DeviceEvent]] = deque()  # released, oldest first
+        self._read_by_device: deque[tuple[Tensor, torch.Event]] = deque()  # released, oldest first
         self._failure: Exception | None = None
 
     def fetch(self, key: str, nbytes: int | None = None) -> _Fetch:
@@ -118,7 +117,7 @@ class NvmeTier:
             self._writing.add(key)
         self.file.start("write", _aligned(buffer, size if nbytes is None else nbytes), offset, stored)
 
-    def release(self, buffer: Tensor, *, after: DeviceEvent | None = None) -> None:
+    def release(self, buffer: Tensor, *, after: torch.Event | None = None) -> None:
         """See `Tier.release` and [Note: loans that a device reads]."""
         with self._state:
             if after is not None:
@@ -138,17 +137,8 @@ class NvmeTier:
         with self._state:
             self._state.wait_for(lambda: key not in self._writing)
             buffer = self._acquire(last - first)
-        arrived, errors = threading.Event(), []
-
-        def done(error: Exception | None) -> None:
-            errors.append(error)
-            arrived.set()
-
-        self.file.start("read", buffer, first, done)
-        arrived.wait()
         try:
-            if errors[0] is not None:
-                raise errors[0]
+            transfer(self.file, "read", buffer, first)
             return buffer[base + start - first :][:nbytes].clone()
         finally:
             self.release(buffer)

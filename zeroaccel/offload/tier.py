@@ -16,16 +16,6 @@ from zeroaccel.offload.file_io import Direction, Traffic
 from zeroaccel.offload.host_buffers import aligned_bytes, aligned_nbytes
 
 
-class DeviceEvent(Protocol):
-    """A point in the work of an accelerator, as `torch.Event`."""
-
-    def query(self) -> bool:
-        """Whether the device has passed it."""
-
-    def synchronize(self) -> None:
-        """Returns when the device has passed it."""
-
-
 class Fetch(Protocol):
     """A read from a tier in flight."""
 
@@ -69,7 +59,7 @@ class Tier(Protocol):
         Errors come with the next `settle`.
         """
 
-    def release(self, buffer: Tensor, *, after: DeviceEvent | None = None) -> None:
+    def release(self, buffer: Tensor, *, after: torch.Event | None = None) -> None:
         """Gives a buffer back that was only read.
 
         Args:
@@ -193,7 +183,7 @@ class HostTier:
     def store(self, key: str, buffer: Tensor, nbytes: int | None = None) -> None:
         assert buffer is self._buffers[key], f"{key}: stored a buffer that is not this tier's"
 
-    def release(self, buffer: Tensor, *, after: DeviceEvent | None = None) -> None:
+    def release(self, buffer: Tensor, *, after: torch.Event | None = None) -> None:
         if after is not None:
             after.synchronize()  # the buffer is the stored bytes themselves, which the next `take` may change
 

@@ -20,23 +20,19 @@ _RATE_DECAY = 0.7  # of the moving averages of the rates
 _TRIAL_UPDATES = 24  # every second one by the host alone; the first ones also touch new memory
 
 
-class PendingUpdate(Protocol):
-    """A part of an update in flight."""
-
-    def wait(self) -> float:
-        """Blocks until it is done; returns the seconds from its start to its end, however late this is asked."""
-
-
 class DeviceLane(Protocol):
     """Updates host-resident state on a device, with the bits of the CPU kernel."""
 
-    def start(self, written: Sequence[Tensor], grad: Tensor, scalars: Sequence[np.generic]) -> PendingUpdate:
+    def start(self, written: Sequence[Tensor], grad: Tensor, scalars: Sequence[np.generic]) -> Callable[[], float]:
         """Starts an update.
 
         Args:
             written: (L,) host tensors, changed in place: master, moments, and the rounded copy, if any.
             grad: (L,) float32, bfloat16 or float16 in host memory.
             scalars: of the kernel, as `ShardOptimizer` makes them.
+
+        Returns:
+            Blocks until it is done; the seconds from its start to its end, however late this is asked.
         """
 
 
@@ -76,10 +72,10 @@ class HybridUpdate:
         is_trial = not self._is_fixed and numel >= _MIN_NUMEL and self._num_trials < _TRIAL_UPDATES
         is_split = numel >= _MIN_NUMEL and self.host_ratio < 1.0 and not (is_trial and self._num_trials % 2)
         cut = min(round(numel * self.host_ratio / _ALIGNMENT_NUMEL) * _ALIGNMENT_NUMEL, numel) if is_split else numel
-        pending = None
+        wait_for_lane = None
         begun = time.perf_counter()
         if cut < numel:
-            pending = self._lane.start([tensor[cut:] for tensor in written], grad[cut:], scalars)
+            wait_for_lane = self._lane.start([tensor[cut:] for tensor in written], grad[cut:], scalars)
         start = time.perf_counter()
         try:
             if cut:
@@ -87,10 +83,10 @@ class HybridUpdate:
         finally:
             seconds = time.perf_counter() - start
             # Even after an error: the lane still writes into the caller's memory.
-            lane_seconds = pending.wait() if pending is not None else 0.0
+            lane_seconds = 0.0 if wait_for_lane is None else wait_for_lane()
         if is_trial:
             self._compare(is_split, (time.perf_counter() - begun) / numel)
-        if not self._is_fixed and pending is not None and cut:
+        if not self._is_fixed and wait_for_lane is not None and cut:
             self._adapt(cut / max(seconds, 1e-9), (numel - cut) / max(lane_seconds, 1e-9))
 
     def _compare(self, is_split: bool, seconds: float) -> None:

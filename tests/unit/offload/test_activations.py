@@ -89,12 +89,11 @@ class Mirror:
         self.brought += source.numel()
         mirror, blocks_before = self, Block.calls
 
-        class Incoming:
-            def wait(self) -> Tensor:
-                mirror.ahead += Block.calls > blocks_before
-                return source.clone()
+        def wait() -> Tensor:
+            mirror.ahead += Block.calls > blocks_before
+            return source.clone()
 
-        return Incoming()
+        return wait
 
 
 def gradients(model: nn.Module) -> tuple[float, list[Tensor], Tensor]:

@@ -7,7 +7,7 @@ import copy
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,7 @@ class Mirror:
         self.seen = 0
         self.waited = 0
 
-    def start(self, written: Sequence[Tensor], grad: Tensor, scalars: Sequence[np.generic]) -> Any:
+    def start(self, written: Sequence[Tensor], grad: Tensor, scalars: Sequence[np.generic]) -> Callable[[], float]:
         begun, mirror = time.perf_counter(), self
         self.seen += grad.numel()
 
@@ -53,13 +53,12 @@ class Mirror:
         thread = threading.Thread(target=tiles)
         thread.start()
 
-        class Tiles:
-            def wait(self) -> float:
-                thread.join()
-                mirror.waited += 1
-                return time.perf_counter() - begun
+        def wait() -> float:
+            thread.join()
+            mirror.waited += 1
+            return time.perf_counter() - begun
 
-        return Tiles()
+        return wait
 
 
 @pytest.fixture(autouse=True)
@@ -101,15 +100,8 @@ def test_a_measured_share_goes_where_both_parts_take_equally_long(monkeypatch: p
     monkeypatch.setattr(hybrid_update.time, "perf_counter", lambda: now)
 
     class Slow:
-        def start(self, written: Sequence[Tensor], grad: Tensor, scalars: Sequence[np.generic]) -> Any:
-            return self._Done(4.0 * grad.numel())
-
-        class _Done:
-            def __init__(self, seconds: float) -> None:
-                self._seconds = seconds
-
-            def wait(self) -> float:
-                return self._seconds
+        def start(self, written: Sequence[Tensor], grad: Tensor, scalars: Sequence[np.generic]) -> Callable[[], float]:
+            return lambda: 4.0 * grad.numel()
 
     def on_host(parts: Sequence[Tensor], part: Tensor) -> None:
         nonlocal now
@@ -193,13 +185,10 @@ def test_the_host_goes_on_alone_where_sharing_saves_nothing(
     monkeypatch.setattr(hybrid_update.time, "perf_counter", lambda: now)
 
     class Lane:
-        def start(self, written: Sequence[Tensor], grad: Tensor, scalars: Sequence[np.generic]) -> Lane:
+        def start(self, written: Sequence[Tensor], grad: Tensor, scalars: Sequence[np.generic]) -> Callable[[], float]:
             nonlocal started
             started = True
-            return self
-
-        def wait(self) -> float:
-            return shared
+            return lambda: shared
 
     def on_host(parts: Sequence[Tensor], part: Tensor) -> None:
         nonlocal now
