@@ -68,8 +68,7 @@ def shard_batches(batches: Iterable[Sequence[T]], rules: ShardingRules) -> Itera
     Args:
         batches: the order, in batches; all of `rules.batch_size` but the last.
     """
-    rounds = _uneven_sizes(batches, rules) if rules.batch_size is None else _equal_sizes(batches, rules)
-    return _with_last(rounds)
+    return _with_last(_rounds(batches, rules))
 
 
 def shard_items(items: Iterable[T], rules: ShardingRules) -> Iterator[list[RankBatch[T]]]:
@@ -116,37 +115,25 @@ def _with_last(rounds: Iterator[_Round[T]]) -> Iterator[list[RankBatch[T]]]:
         yield [RankBatch(part, current.num_real, last=rank >= num_ranks) for rank, part in enumerate(current.parts)]
 
 
-def _equal_sizes(batches: Iterable[Sequence[T]], rules: ShardingRules) -> Iterator[_Round[T]]:
+def _rounds(batches: Iterable[Sequence[T]], rules: ShardingRules) -> Iterator[_Round[T]]:
     part = rules.part
-    assert part, "a part has at least one sample"
-    full = part * rules.world_size
-    first: list[T] = []
+    assert part != 0, "a part has at least one sample"
+    full = rules.world_size * (part or 1)
+    first: list[Any] = []
     for group in _groups(batches, 1 if rules.split else rules.world_size):
-        samples = list(chain.from_iterable(group))
-        first = first or samples
-        num_real = len(samples)
+        # Batches of several sizes stay as they are: a round is made of them, and else of samples.
+        items: list[Any] = list(map(list, group)) if part is None else list(chain.from_iterable(group))
+        first = first or list(items)
+        num_real = len(items)
         if num_real < full and rules.drop_last:
             return
         if num_real < full and rules.even:
-            # Filled with the first samples of the epoch, as torch's DistributedSampler does; `cycle`, as there may be
+            # Filled with the first ones of the epoch, as torch's DistributedSampler does; `cycle`, as there may be
             # fewer of them than are missing.
-            samples += islice(cycle(first), full - num_real)
-        parts = [samples[start : start + part] for start in range(0, len(samples), part)]
-        yield _Round(parts, num_real if num_real < len(samples) else None)
-
-
-def _uneven_sizes(batches: Iterable[Sequence[T]], rules: ShardingRules) -> Iterator[_Round[T]]:
-    first: list[list[T]] = []
-    for group in _groups(batches, rules.world_size):
-        parts = [list(batch) for batch in group]
-        first = first or list(parts)
-        num_real = len(parts)
-        if num_real < rules.world_size and rules.drop_last:
-            return
-        if num_real < rules.world_size and rules.even:
-            parts += islice(cycle(first), rules.world_size - num_real)
-        repeated = len(parts) > num_real
-        yield _Round(parts, sum(map(len, parts[:num_real])) if repeated else None)
+            items += islice(cycle(first), full - num_real)
+        parts = items if part is None else [items[start : start + part] for start in range(0, len(items), part)]
+        num_samples = num_real if part is not None else sum(map(len, items[:num_real]))
+        yield _Round(parts, num_samples if num_real < len(items) else None)
 
 
 def _groups(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:

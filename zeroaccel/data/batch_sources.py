@@ -4,8 +4,8 @@
 0's state at the start of every epoch, and the state is remembered. A sampler without a generator is drawn under a seed
 that all ranks share.
 
-A `BatchSource` reads an epoch of that order from any of its rounds on, by torch's `DataLoader` with the user's settings
-of workers, collation and pinned memory. Which samples a rank gets is `batch_sharding.py`'s, the position in an epoch
+Sources read an epoch of that order from any of its rounds on, by torch's `DataLoader` with the user's settings of
+workers, collation and pinned memory. Which samples a rank gets is `batch_sharding.py`'s, the position in an epoch
 `prepared_loader.py`'s.
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -159,20 +159,8 @@ class LoadedBatch(NamedTuple):
     last: bool
 
 
-class BatchSource(Protocol):
-    """Reads epochs."""
-
-    def epoch(self, number: int, skip: int) -> Iterator[LoadedBatch]:
-        """This rank's batches of an epoch, from round `skip` on."""
-
-    def state(self, *, started: bool) -> Tensor | None:
-        """Generator state from which the epoch that has begun, or else the next one, is drawn; None without one."""
-
-    def restore(self, state: Tensor | None) -> None:
-        """The next epoch is drawn from `state`."""
-
-    def __len__(self) -> int:
-        """Batches of this rank per epoch; TypeError where that is unknown."""
+Epochs = Callable[[int, int], Iterator[LoadedBatch]]
+"""Reads this rank's batches of an epoch: (number of the epoch, round from which on)."""
 
 
 def _of_rank(rounds: Iterable[list[RankBatch[Any]]], rank: int | None) -> Iterator[RankBatch[Any]]:
@@ -180,8 +168,25 @@ def _of_rank(rounds: Iterable[list[RankBatch[Any]]], rank: int | None) -> Iterat
     return chain.from_iterable(rounds) if rank is None else batches_of_rank(rounds, rank)
 
 
-class _ReadSource:
-    """A dataset that this process reads itself, by torch's loader.
+def _reader_of(loader: DataLoader[Any], generator: torch.Generator, dataset: Any, **changed: Any) -> DataLoader[Any]:
+    """With the user's settings, and a generator of its own: torch's loader would else draw from the global one."""
+    settings: dict[str, Any] = {
+        "num_workers": loader.num_workers,
+        "collate_fn": loader.collate_fn,
+        "pin_memory": loader.pin_memory,
+        "timeout": loader.timeout,
+        "worker_init_fn": loader.worker_init_fn,
+        "multiprocessing_context": loader.multiprocessing_context,
+        "persistent_workers": loader.persistent_workers,
+        "generator": generator,
+    }
+    if loader.num_workers:
+        settings["prefetch_factor"] = loader.prefetch_factor
+    return DataLoader(dataset, **{**settings, **changed})
+
+
+class IndexedSource:
+    """A dataset with indices, which this process reads by torch's loader.
 
     Args:
         loader: the user's.
@@ -190,51 +195,18 @@ class _ReadSource:
     """
 
     def __init__(self, loader: DataLoader[Any], rules: ShardingRules, order: Order, rank: int | None) -> None:
-        self._loader, self._rules, self._order, self._rank = loader, rules, order, rank
+        self._dataset, self._rules, self._order, self._rank = loader.dataset, rules, order, rank
         self._generator = torch.Generator()
-
-    def state(self, *, started: bool) -> Tensor | None:
-        return self._order.state(started=started)
-
-    def restore(self, state: Tensor | None) -> None:
-        self._order.restore(state)
-
-    def __len__(self) -> int:
-        return length_of(self._loader, self._rules, self._rank or 0)
-
-    def _reader_of(self, dataset: Any, **changed: Any) -> DataLoader[Any]:
-        """With the user's settings, and a generator of its own: torch's loader would else draw from the global one."""
-        loader = self._loader
-        settings: dict[str, Any] = {
-            "num_workers": loader.num_workers,
-            "collate_fn": loader.collate_fn,
-            "pin_memory": loader.pin_memory,
-            "timeout": loader.timeout,
-            "worker_init_fn": loader.worker_init_fn,
-            "multiprocessing_context": loader.multiprocessing_context,
-            "persistent_workers": loader.persistent_workers,
-            "generator": self._generator,
-        }
-        if loader.num_workers:
-            settings["prefetch_factor"] = loader.prefetch_factor
-        return DataLoader(dataset, **{**settings, **changed})
-
-
-class IndexedSource(_ReadSource):
-    """A dataset with indices."""
-
-    def __init__(self, loader: DataLoader[Any], rules: ShardingRules, order: Order, rank: int | None) -> None:
-        super().__init__(loader, rules, order, rank)
         self._single = loader.batch_sampler is None
         self._fields: deque[tuple[int | None, bool]] = deque()
         self._batches: Iterator[RankBatch[Any]] = iter(())
         indices = _Indices(self._next_indices)
         sampling = {"batch_size": None, "sampler": indices} if self._single else {"batch_sampler": indices}
-        self._reader = self._reader_of(loader.dataset, **sampling)
+        self._reader = _reader_of(loader, self._generator, loader.dataset, **sampling)
 
     def epoch(self, number: int, skip: int) -> Iterator[LoadedBatch]:
-        """As `BatchSource.epoch`; skipped batches are not read."""
-        if callable(set_epoch := getattr(self._loader.dataset, "set_epoch", None)):
+        """See `Epochs`; skipped batches are not read."""
+        if callable(set_epoch := getattr(self._dataset, "set_epoch", None)):
             set_epoch(number)
         epoch = self._order.begin(number)
         batches = ([index] for index in epoch.batches) if self._single else epoch.batches
@@ -251,20 +223,20 @@ class IndexedSource(_ReadSource):
             yield batch.samples[0] if self._single else batch.samples
 
 
-class StreamSource(_ReadSource):
-    """An iterable dataset. Skipped rounds are read and dropped, as only the dataset knows what comes later."""
+class StreamSource:
+    """As `IndexedSource`, of an iterable dataset. Skipped rounds are read and dropped; it alone knows later ones."""
 
     def __init__(
         self, loader: DataLoader[Any], rules: ShardingRules, order: Order, rank: int | None, seed: int
     ) -> None:
-        super().__init__(loader, rules, order, rank)
-        self._seed = seed
-        items: Any = loader.dataset
+        self._order, self._seed = order, seed
+        self._generator = torch.Generator()
+        stream = _BatchStream(cast(Iterable[Any], loader.dataset), rules, rank)
         collate = _CollateBatches(loader.collate_fn, single=loader.batch_size is None)
-        self._reader = self._reader_of(_BatchStream(items, rules, rank), batch_size=None, collate_fn=collate)
+        self._reader = _reader_of(loader, self._generator, stream, batch_size=None, collate_fn=collate)
 
     def epoch(self, number: int, skip: int) -> Iterator[LoadedBatch]:
-        """As `BatchSource.epoch`."""
+        """See `Epochs`."""
         self._order.begin(number)
         self._generator.manual_seed(self._seed + number)
         rounds: Iterator[list[LoadedBatch]] = iter(self._reader)
@@ -278,44 +250,24 @@ class StreamSource(_ReadSource):
             yield from (LoadedBatch(*batch) for batch in batches)
 
 
-class DispatchedSource:
-    """Rank 0 reads the batches of all ranks and sends them; the other ranks' datasets are never touched.
+def dispatched_epoch(
+    read: Epochs, collectives: Collectives, rank: int, world_size: int, number: int, skip: int
+) -> Iterator[LoadedBatch]:
+    """Rank 0 reads the batches of all ranks and sends them; the other ranks' datasets are never touched. (all ranks)
 
     Args:
-        source: of all ranks' batches; read on rank 0 only.
+        read: all ranks' batches; called on rank 0 only.
         rank, world_size: of this rank's share; ranks with the same `rank` get the same batches.
-        length: batches of this rank per epoch.
+        number, skip: see `Epochs`.
     """
+    loaded = read(number, skip) if collectives.rank == 0 else iter(())
 
-    def __init__(
-        self, source: BatchSource, collectives: Collectives, rank: int, world_size: int, length: Callable[[], int]
-    ) -> None:
-        self._source = source
-        self._collectives = collectives
-        self._rank, self._world_size = rank, world_size
-        self._length = length
+    def next_round() -> list[Any]:
+        return [*map(_compact, islice(loaded, world_size))]
 
-    def epoch(self, number: int, skip: int) -> Iterator[LoadedBatch]:
-        """As `BatchSource.epoch`. (all ranks, round by round)"""
-        loaded = self._source.epoch(number, skip) if self._collectives.rank == 0 else iter(())
-        label = f"batches of epoch {number} from rank 0"
-
-        def next_round() -> list[Any]:
-            return [*map(_compact, islice(loaded, self._world_size))]
-
-        while batches := from_rank_0(self._collectives, next_round, label):
-            if self._rank < len(batches):
-                yield LoadedBatch(*batches[self._rank])
-
-    def state(self, *, started: bool) -> Tensor | None:
-        return self._source.state(started=started) if self._collectives.rank == 0 else None
-
-    def restore(self, state: Tensor | None) -> None:
-        if self._collectives.rank == 0:
-            self._source.restore(state)
-
-    def __len__(self) -> int:
-        return self._length()
+    while batches := from_rank_0(collectives, next_round, f"batches of epoch {number} from rank 0"):
+        if rank < len(batches):
+            yield LoadedBatch(*batches[rank])
 
 
 def length_of(loader: DataLoader[Any], rules: ShardingRules, rank: int) -> int:

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -19,13 +20,13 @@ from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.data.batch_sharding import ShardingRules
 from zeroaccel.data.batch_sources import (
-    BatchSource,
-    DispatchedSource,
+    Epochs,
     IndexedSource,
     LoadedBatch,
     Order,
     Share,
     StreamSource,
+    dispatched_epoch,
     length_of,
 )
 from zeroaccel.errors import CheckpointError, UsageError
@@ -85,9 +86,10 @@ class PreparedLoader(_Around):
 
     Args:
         loader: the user's.
-        source: of the batches.
-        world_size: W.
-        samples_per_round: samples of all ranks' batches together; None where batches differ.
+        rules: by which its order is sharded.
+        rank: whose batches.
+        epochs: read them.
+        order: of the epochs; None on a rank that draws none, as rank 0 sends all batches.
         place: moves a batch to its device.
         progress: registers every iteration.
 
@@ -99,18 +101,19 @@ class PreparedLoader(_Around):
     def __init__(
         self,
         loader: DataLoader[Any],
-        source: BatchSource,
+        rules: ShardingRules,
+        rank: int,
         *,
-        world_size: int,
-        samples_per_round: int | None,
+        epochs: Epochs,
+        order: Order | None,
         place: Callable[[Any], Any],
         progress: LoaderProgress | None = None,
     ) -> None:
         # No super().__init__: a DataLoader checks and stores settings, of which this has none.
         self._loader = loader
-        self._source = source
-        self._world_size = world_size
-        self._samples_per_round = samples_per_round
+        self._rules, self._rank = rules, rank
+        self._epochs, self._order = epochs, order
+        self._samples_per_round = _samples_per_round(loader, rules)
         self._place = place
         self._progress = progress
         self._position = _Position()
@@ -122,7 +125,7 @@ class PreparedLoader(_Around):
 
     def __len__(self) -> int:
         """Batches of this rank per epoch; TypeError where the data have no length."""
-        return len(self._source)
+        return length_of(self._loader, self._rules, self._rank)
 
     @property
     def epoch(self) -> int:
@@ -175,7 +178,7 @@ class PreparedLoader(_Around):
             self._progress.add_dataloader(self)
         loaded: LoadedBatch | None = None
         try:
-            for loaded in self._source.epoch(position.epoch, position.batches):
+            for loaded in self._epochs(position.epoch, position.batches):
                 self._advance(loaded, position)
                 yield self._place(loaded.batch)
                 if self._progress is not None and not loaded.last:
@@ -218,9 +221,9 @@ class PreparedLoader(_Around):
         return {
             "epoch": position.epoch,
             "batches": position.batches,
-            "order": self._source.state(started=not position.next_),
+            "order": None if self._order is None else self._order.state(started=not position.next_),
             "length": self._length_or_none(),
-            "world_size": self._world_size,
+            "world_size": self._rules.world_size,
             "samples_per_round": self._samples_per_round,
         }
 
@@ -238,7 +241,7 @@ class PreparedLoader(_Around):
         if missing:
             raise CheckpointError(where, expected="one that a prepared loader saved", got=f"no {sorted(missing)}")
         batches: int = state["batches"]
-        if state["world_size"] != self._world_size or state["samples_per_round"] != self._samples_per_round:
+        if state["world_size"] != self._rules.world_size or state["samples_per_round"] != self._samples_per_round:
             batches = self._converted(batches, state["samples_per_round"], where)
         elif state["length"] != (length := self._length_or_none()):
             raise CheckpointError(
@@ -248,7 +251,8 @@ class PreparedLoader(_Around):
                 fix="use the dataset and the batch size that the state was saved with",
             )
         self._position = _Position(state["epoch"], batches)
-        self._source.restore(state["order"])
+        if self._order is not None:
+            self._order.restore(state["order"])
 
     def _converted(self, batches: int, samples_then: int | None, where: str) -> int:
         now = self._samples_per_round
@@ -404,20 +408,23 @@ def prepare_data_loader(
         stream=stream,
     )
     of_rank = None if dispatches else rank
-    source: BatchSource
+    epochs: Epochs
     if stream:
-        source = StreamSource(loader, rules, order, of_rank, seed)
+        epochs = StreamSource(loader, rules, order, of_rank, seed).epoch
     else:
-        source = IndexedSource(loader, rules, order, of_rank)
+        epochs = IndexedSource(loader, rules, order, of_rank).epoch
+    draws = True
     if dispatches:
         if collectives is None:
             raise UsageError("prepare_data_loader(collectives)", expected="collectives with dispatch_batches", got=None)
-        source = DispatchedSource(source, collectives, rank, world_size, lambda: length_of(loader, rules, rank))
+        epochs = partial(dispatched_epoch, epochs, collectives, rank, world_size)
+        draws = collectives.rank == 0
     return PreparedLoader(
         loader,
-        source,
-        world_size=world_size,
-        samples_per_round=_samples_per_round(loader, rules),
+        rules,
+        rank,
+        epochs=epochs,
+        order=order if draws else None,
         place=lambda batch: _placed(batch if cut is None else cut(batch), device, settings),
         progress=watch,
     )

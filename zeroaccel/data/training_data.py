@@ -66,7 +66,7 @@ def build_dataloader(
     sampler: DistributedSampler[Any] | None = None
     if _has_indices(dataset):
         part = dataset
-        sampler = _EpochSampler(dataset, world_size, rank, shuffle=shuffle, seed=seed)
+        sampler = _EpochSampler(dataset, num_replicas=world_size, rank=rank, shuffle=shuffle, seed=seed)
         _check_length(dataset, len(sampler), micro_batch_size, drop_last)
     else:
         _check_iterable(dataset, num_workers)
@@ -87,9 +87,6 @@ def build_dataloader(
 
 class _EpochSampler(DistributedSampler[Any]):
     """Advances to the next epoch, and so to another order, with every iteration."""
-
-    def __init__(self, dataset: Any, world_size: int, rank: int, *, shuffle: bool, seed: int) -> None:
-        super().__init__(dataset, num_replicas=world_size, rank=rank, shuffle=shuffle, seed=seed)
 
     def __iter__(self) -> Iterator[Any]:
         order = super().__iter__()
