@@ -23,8 +23,8 @@ from zeroaccel.errors import UsageError
 from zeroaccel.logs import log_once, logger, set_log_level
 from zeroaccel.nested import map_tensors
 from zeroaccel.seeds import set_seed
-from zeroaccel.telemetry.step_report import EventSink, memory_now
-from zeroaccel.telemetry.trackers import build_monitors
+from zeroaccel.telemetry.step_report import memory_now
+from zeroaccel.telemetry.trackers import Monitors, build_monitors
 from zeroaccel.zero import GatheredParameters, safe_get_full_grad, safe_set_full_grad
 from zeroaccel.zero.engine_base import EngineBase
 
@@ -349,7 +349,7 @@ class MonitorMaster:
         enabled: whether there is a monitor.
     """
 
-    def __init__(self, monitor_config: Mapping[str, Any] | Config | EventSink | None) -> None:
+    def __init__(self, monitor_config: Mapping[str, Any] | Config | Monitors | None) -> None:
         if isinstance(monitor_config, (Mapping, Config)):
             monitor_config = build_monitors(load_config(monitor_config, unknown_keys="lenient"), _rank())
         self._sink = monitor_config

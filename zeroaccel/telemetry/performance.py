@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.transport import Meter
+from zeroaccel.offload.file_io import Direction
 from zeroaccel.offload.tier import Tier
 
 UpdateTimes = Callable[[], tuple[float, float, float]]
@@ -29,38 +30,113 @@ UpdateTimes = Callable[[], tuple[float, float, float]]
 _PHASES = {"forward": "forward", "backward": "backward", "reduce": "reduce", "step": "update"}
 
 
+class PhaseClock:
+    """Time spent in named phases, which may nest or overlap.
+
+    1. `begin(name)` and `end(name)`, any number of times. 2. `take()`: the sums since the last call.
+
+    Args:
+        waits: both wait for the device.
+    """
+
+    def __init__(self, device: torch.device, *, waits: bool = True) -> None:
+        self._device, self._waits = device, waits and device.type != "cpu"
+        self._begun: dict[str, float] = {}
+        self._seconds: dict[str, float] = {}
+
+    def begin(self, name: str) -> None:
+        """Starts a phase; one that an exception left open starts again."""
+        self._begun[name] = self._now()
+
+    def end(self, name: str) -> None:
+        """Ends a phase; without its beginning it is not counted."""
+        begun = self._begun.pop(name, None)
+        if begun is not None:
+            self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - begun
+
+    def take(self) -> dict[str, float]:
+        """Seconds of each phase since the last call, in the order in which phases first ended."""
+        seconds, self._seconds = self._seconds, {}
+        return seconds
+
+    def _now(self) -> float:
+        if self._waits:
+            torch.get_device_module(self._device).synchronize(self._device)
+        return time.perf_counter()
+
+
+class OffloadTimes(NamedTuple):
+    """Of some steps.
+
+    Attributes:
+        update: seconds of all updates: in all, of it waiting for a tier, and of it overlapped.
+        moved: (name of a tier, direction) -> bytes, and seconds with a transfer in flight.
+    """
+
+    update: tuple[float, ...]
+    moved: Mapping[tuple[str, Direction], tuple[int, float]]
+
+
+class OffloadCounters:
+    """What updates and the transfers of tiers take, from counters that run anyway; from when it is made on.
+
+    Args:
+        tiers: name ("optimizer, nvme") -> the tier whose traffic is counted.
+    """
+
+    def __init__(self, tiers: Mapping[str, Tier], update_times: UpdateTimes) -> None:
+        self.tiers, self._update_times = tiers, update_times
+        self._before = self._now()
+
+    def take(self) -> OffloadTimes:
+        """Since the last call."""
+        before, now = self._before, self._now()
+        self._before = now
+        moved = {
+            place: (nbytes - before.moved[place][0], seconds - before.moved[place][1])
+            for place, (nbytes, seconds) in now.moved.items()
+        }
+        update = tuple(after - earlier for after, earlier in zip(now.update, before.update, strict=True))
+        return OffloadTimes(update, moved)
+
+    def _now(self) -> OffloadTimes:
+        moved = {
+            (name, way): (traffic.nbytes, traffic.seconds)
+            for name, tier in self.tiers.items()
+            for way, traffic in tier.traffic.items()
+        }
+        return OffloadTimes(self._update_times(), moved)
+
+
 class PerformanceMeter:
     """Measures the steps of one engine, on the rank that reports.
 
-    1. `watch` once, `begin` and `end` around phases. 2. `events` after each step: what is new since the last call.
-    3. `close` takes the meters off.
+    1. `watch` once. 2. `events` after each step: what is new since the last call. 3. `close` takes the meters off.
 
     Args:
         device: that is computed on. On an accelerator a phase is timed only where the host waits for it
             (`synchronizes`), since otherwise the host only queues its work.
         synchronizes: the phases end with a wait for the device.
+
+    Attributes:
+        phases: times them; None where they are not timed.
     """
 
     def __init__(self, device: torch.device, *, synchronizes: bool = False) -> None:
-        self._times_phases = device.type == "cpu" or synchronizes
-        self._begun: dict[str, float] = {}
-        self._seconds: dict[str, float] = {}
+        self.phases = PhaseClock(device, waits=False) if device.type == "cpu" or synchronizes else None
         self._sent: Counter[str] = Counter()
         self._last_step: tuple[float, int] | None = None
-        self._tiers: Mapping[str, Tier] = {}
-        self._update_times: UpdateTimes | None = None
-        self._offloaded: dict[str, tuple[int, float]] = {}
-        self._updated = 0.0
+        self._offloaded: OffloadCounters | None = None
         self._metered: list[tuple[Collectives, Meter | None]] = []
 
-    def watch(self, collectives: Collectives, tiers: Mapping[str, Tier], update_times: UpdateTimes | None) -> None:
+    def watch(self, collectives: Collectives, tiers: Mapping[str, Tier], update_times: UpdateTimes) -> None:
         """Chooses what is counted: messages of these collectives, transfers of these tiers and updates beside them."""
         here = next(set(node) for node in collectives.nodes if collectives.topology.rank in node)
         experts = collectives.part_holders
         for part in (collectives, collectives.parts, experts, None if experts is None else experts.parts):
             if part is not None:
                 self._count_messages(part, here)
-        self._tiers, self._update_times = tiers, update_times if tiers else None
+        self._offloaded = OffloadCounters(tiers, update_times) if tiers else None
 
     def _count_messages(self, collectives: Collectives, here: set[int]) -> None:
         # A `RecordingCollectives` has its meter there.
@@ -81,17 +157,6 @@ class PerformanceMeter:
             metered, before = self._metered.pop()
             metered.meter = before
 
-    def begin(self, phase: str) -> None:
-        """A phase begins; one that an exception left open begins anew."""
-        if self._times_phases:
-            self._begun[phase] = time.perf_counter()
-
-    def end(self, phase: str) -> None:
-        """A phase ends."""
-        begun = self._begun.pop(phase, None)
-        if begun is not None:
-            self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - begun
-
     def events(self, samples: int, memory: tuple[int, int]) -> dict[str, float]:
         """Name -> value of the step that ends now.
 
@@ -106,29 +171,22 @@ class PerformanceMeter:
             values["Time/step_seconds"] = now - before
             values["Time/samples_per_second"] = (samples - samples_before) / (now - before)
         self._last_step = now, samples
-        values |= {
-            f"Time/{name}_seconds": self._seconds[phase] for phase, name in _PHASES.items() if phase in self._seconds
-        }
-        self._seconds.clear()
+        seconds = {} if self.phases is None else self.phases.take()
+        values |= {f"Time/{name}_seconds": seconds[phase] for phase, name in _PHASES.items() if phase in seconds}
         values["Memory/current_bytes"], values["Memory/peak_bytes"] = memory
         values |= {f"Sent/{link}_bytes": self._sent[link] for link in ("inside", "across") if link in self._sent}
         self._sent.clear()
         return values | self._of_offload()
 
     def _of_offload(self) -> dict[str, float]:
-        values: dict[str, float] = {}
-        if self._update_times is not None:
-            updated, _, _ = self._update_times()
-            values["Offload/update_seconds"], self._updated = updated - self._updated, updated
-        for name, tier in self._tiers.items():
-            for way, traffic in tier.traffic.items():
-                key = f"{name.replace(', ', '_')}_{way}"
-                nbytes, seconds = traffic.nbytes, traffic.seconds
-                nbytes_before, seconds_before = self._offloaded.get(key, (0, 0.0))
-                self._offloaded[key] = nbytes, seconds
-                if seconds > seconds_before:
-                    values[f"Offload/{key}_bytes"] = nbytes - nbytes_before
-                    values[f"Offload/{key}_bytes_per_second"] = (nbytes - nbytes_before) / (seconds - seconds_before)
+        if self._offloaded is None:
+            return {}
+        times = self._offloaded.take()
+        values = {"Offload/update_seconds": times.update[0]}
+        for (name, way), (nbytes, seconds) in times.moved.items():
+            if seconds > 0:
+                key = f"Offload/{name.replace(', ', '_')}_{way}"
+                values |= {f"{key}_bytes": nbytes, f"{key}_bytes_per_second": nbytes / seconds}
         return values
 
 

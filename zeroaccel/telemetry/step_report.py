@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import psutil
 import torch
@@ -24,10 +24,10 @@ from torch import Tensor, nn
 
 from zeroaccel.config import Config
 from zeroaccel.logs import logger
-from zeroaccel.offload.file_io import Direction
 from zeroaccel.offload.tier import Tier
 from zeroaccel.telemetry import timeline
-from zeroaccel.telemetry.performance import PerformanceMeter, RouterLoad
+from zeroaccel.telemetry.performance import OffloadCounters, PerformanceMeter, PhaseClock, RouterLoad, UpdateTimes
+from zeroaccel.telemetry.trackers import Monitors
 
 _BREAKDOWN_STEPS = 10
 """Steps between breakdowns where `steps_per_print` does not say."""
@@ -42,8 +42,7 @@ _lines.setLevel(logging.INFO)
 # -- memory
 
 
-@dataclass(frozen=True)
-class MemoryUse:
+class MemoryUse(NamedTuple):
     """Bytes in use by this process on its device.
 
     Attributes:
@@ -73,43 +72,6 @@ def _peak_rss() -> int:
                 return int(line.split()[1]) * 1024
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-# -- time
-
-
-class PhaseClock:
-    """Time spent in named phases, which may nest or overlap.
-
-    1. `begin(name)` and `end(name)`, any number of times; both wait for a CUDA device.
-    2. `mean_milliseconds(steps)` gives the sums divided by the steps, and starts anew.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._begun: dict[str, float] = {}
-        self._seconds: dict[str, float] = {}
-
-    def begin(self, name: str) -> None:
-        """Starts a phase; one that an exception left open starts again."""
-        self._begun[name] = self._now()
-
-    def end(self, name: str) -> None:
-        """Ends a phase; without its beginning it is not counted."""
-        begun = self._begun.pop(name, None)
-        if begun is not None:
-            self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - begun
-
-    def mean_milliseconds(self, steps: int) -> dict[str, float]:
-        """Milliseconds per step of each phase since the last call, in the order in which phases first ended."""
-        means = {name: seconds * 1e3 / steps for name, seconds in self._seconds.items()}
-        self._seconds.clear()
-        return means
-
-    def _now(self) -> float:
-        if self._device.type != "cpu":
-            torch.get_device_module(self._device).synchronize(self._device)
-        return time.perf_counter()
 
 
 # -- one step
@@ -184,22 +146,6 @@ def step_events(facts: StepFacts) -> list[tuple[str, float, int]]:
 # -- the report
 
 
-class EventSink(Protocol):
-    """The monitors; false when there are none."""
-
-    def __len__(self) -> int:
-        """Number of monitors."""
-
-    def write(self, events: Sequence[tuple[str, float, int]]) -> None:
-        """Queues events."""
-
-    def flush(self) -> None:
-        """Makes the queued events visible."""
-
-    def close(self) -> None:
-        """Closes the monitors."""
-
-
 class ReportedScale(Protocol):
     """A loss scale, as a report reads it."""
 
@@ -247,6 +193,7 @@ class StepReport:
         is_monitored: the config has monitors, whichever rank has them.
 
     Attributes:
+        monitors: those that receive events; None for none, as on ranks that do not report.
         offload: number of steps -> the line about offload, logged with the breakdown of times. None without offload.
         performance: measures each step for the monitors; None without any.
         loss_listener: called with the loss of each micro-batch; or None.
@@ -261,7 +208,7 @@ class StepReport:
         steps_per_print: int | None = None,
         wall_clock_breakdown: bool = False,
         memory_breakdown: bool = False,
-        monitors: EventSink | None = None,
+        monitors: Monitors | None = None,
         is_monitored: bool = False,
     ) -> None:
         reports = rank == 0
@@ -272,14 +219,17 @@ class StepReport:
         self._routed_every = 1 if is_monitored else steps_per_print
         self._clock = PhaseClock(self._device) if wall_clock_breakdown and reports else None
         self._memory: dict[str, MemoryUse] | None = {} if memory_breakdown and reports else None
-        self._monitors = monitors if monitors is not None and len(monitors) and reports else None
+        self.monitors = monitors if monitors is not None and len(monitors) and reports else None
         self.offload: Callable[[int], str] | None = None
         self.loss_listener: Callable[[Tensor], None] | None = None
         self.step_listener: Callable[[], None] | None = None
         self._traced: dict[str, timeline.Mark] = {}
         self.performance: PerformanceMeter | None = None
-        if self._monitors is not None:
+        if self.monitors is not None:
             self.performance = PerformanceMeter(self._device, synchronizes=self._clock is not None)
+        # That which waits for the device first.
+        clocks = self._clock, None if self.performance is None else self.performance.phases
+        self._clocks = [clock for clock in clocks if clock is not None]
         self._routers: RouterLoad | None = None
         self._routed: dict[str, float] = {}  # what the last line is about
         self._losses: list[Tensor] = []
@@ -287,7 +237,7 @@ class StepReport:
         self._since: tuple[int, float] | None = None  # samples and time at the last lines, or after the first step
 
     @classmethod
-    def of(cls, config: Config, device: torch.device, rank: int, monitors: EventSink) -> StepReport:
+    def of(cls, config: Config, device: torch.device, rank: int, monitors: Monitors) -> StepReport:
         """The report that a config asks for."""
         sections = (config.tensorboard, config.csv_monitor, config.jsonl_monitor, config.wandb)
         return cls(
@@ -299,11 +249,6 @@ class StepReport:
             monitors=monitors,
             is_monitored=any(section.enabled for section in sections),
         )
-
-    @property
-    def monitors(self) -> EventSink | None:
-        """Those that receive events; None for none, as on ranks that do not report."""
-        return self._monitors
 
     def watch_routers(
         self,
@@ -320,17 +265,13 @@ class StepReport:
         if timeline.active is not None:
             timeline.active.end_backward()
             self._traced[phase] = timeline.active.mark()
-        if self._clock is not None:
-            self._clock.begin(phase)
-        if self.performance is not None:
-            self.performance.begin(phase)
+        for clock in self._clocks:
+            clock.begin(phase)
 
     def end(self, phase: str) -> None:
         """A phase ends."""
-        if self._clock is not None:
-            self._clock.end(phase)
-        if self.performance is not None:
-            self.performance.end(phase)
+        for clock in self._clocks:
+            clock.end(phase)
         if self._memory is not None:
             self._memory[phase] = memory_now(self._device)
         if timeline.active is not None:
@@ -340,7 +281,7 @@ class StepReport:
 
     def loss(self, loss: Tensor) -> None:
         """The loss of one micro-batch; copied to the host only at the end of the step, and only for a monitor."""
-        if self._monitors is not None:
+        if self.monitors is not None:
             self._losses.append(loss.detach())
         if self.loss_listener is not None:
             self.loss_listener(loss)
@@ -350,15 +291,18 @@ class StepReport:
         self._steps += 1
         if self._routers is not None and engine.global_steps % (self._routed_every or 1) == 0:
             self._routed = self._routers.take()
-        if self._monitors is not None:
+        if self.monitors is not None:
             facts = _facts(engine, self._mean_loss())
-            routed = [(name, value, facts.samples) for name, value in self._routed.items()]
-            self._monitors.write([*step_events(facts), *self._performance_events(facts.samples), *routed])
+            measured = (
+                {} if self.performance is None else self.performance.events(facts.samples, memory_now(self._device))
+            )
+            values = [(name, value, facts.samples) for name, value in {**measured, **self._routed}.items()]
+            self.monitors.write([*step_events(facts), *values])
         if engine.global_steps % self._every == 0:
             self._log(engine)
             self._steps = 0
-            if self._monitors is not None:
-                self._monitors.flush()
+            if self.monitors is not None:
+                self.monitors.flush()
             self._since = (engine.global_samples, time.perf_counter())
         elif self._since is None:
             self._since = (engine.global_samples, time.perf_counter())
@@ -371,23 +315,17 @@ class StepReport:
             self.performance.close()
         if self._routers is not None:
             self._routers.close()
-        if self._monitors is not None:
-            self._monitors.close()
-            self._monitors = None
-
-    def _performance_events(self, samples: int) -> list[tuple[str, float, int]]:
-        if self.performance is None:
-            return []
-        memory = memory_now(self._device)
-        values = self.performance.events(samples, (memory.current, memory.peak))
-        return [(name, value, samples) for name, value in values.items()]
+        if self.monitors is not None:
+            self.monitors.close()
+            self.monitors = None
 
     def _log(self, engine: ReportedEngine) -> None:
         if self._step_lines:
             speed = self._samples_per_second(engine.global_samples)
             _lines.info(format_step(_facts(engine), speed, self._routed))
         if self._clock is not None:
-            _lines.info(format_phases(self._clock.mean_milliseconds(self._steps), self._steps))
+            milliseconds = {name: seconds * 1e3 / self._steps for name, seconds in self._clock.take().items()}
+            _lines.info(format_phases(milliseconds, self._steps))
             if self.offload is not None:
                 _lines.info(self.offload(self._steps))
         if self._memory is not None:
@@ -418,26 +356,18 @@ def _facts(engine: ReportedEngine, loss: float | None = None) -> StepFacts:
 
 # -- offload
 
-_Times = tuple[float, float, float]  # of the update, in seconds: in all, waited for transfers, overlapped
-_Counts = dict[tuple[str, Direction], tuple[int, float]]
-
 
 class OffloadReport:
-    """Summarizes update and transfer times since the last call, from counters that run anyway.
+    """Summarizes update and transfer times since the last call.
 
     Args:
-        tiers: name ("optimizer, nvme") -> the tier whose traffic is counted.
-        update_times: seconds of all updates so far: in all, of it waiting for a tier, and of it overlapped.
+        tiers: see `OffloadCounters`.
         overlaps_io: reads and writes of optimizer states go on at the same time.
     """
 
-    def __init__(
-        self, tiers: Mapping[str, Tier], update_times: Callable[[], _Times], *, overlaps_io: bool = False
-    ) -> None:
-        self._tiers = tiers
-        self._update_times = update_times
+    def __init__(self, tiers: Mapping[str, Tier], update_times: UpdateTimes, *, overlaps_io: bool = False) -> None:
+        self._counters = OffloadCounters(tiers, update_times)
         self._overlaps_io = overlaps_io
-        self._before = self._now()
 
     def __call__(self, steps: int) -> str:
         """``offload, s per step over 10 steps: update 0.52, transfers 0.61 (0.48 hidden) | optimizer on /nvme (ext4):
@@ -446,13 +376,7 @@ class OffloadReport:
         An update of states in memory has no transfers. Hidden is what of the transfers the update did not wait for, and
         with `update_during` what of the update the step did not wait for.
         """
-        before, now = self._before, self._now()
-        self._before = now
-        update, waited, overlapped = (after - earlier for after, earlier in zip(now[0], before[0], strict=True))
-        moved: _Counts = {
-            place: (nbytes - before[1][place][0], seconds - before[1][place][1])
-            for place, (nbytes, seconds) in now[1].items()
-        }
+        (update, waited, overlapped), moved = self._counters.take()
         hidden_part = f" ({max(0.0, overlapped) / steps:.3f} hidden)" if overlapped else ""
         parts = [f"update {update / steps:.3f}{hidden_part}"]
         of_states = [seconds for (name, _), (_, seconds) in moved.items() if name.startswith("optimizer")]
@@ -462,7 +386,7 @@ class OffloadReport:
             hidden = max(0.0, transfers - waited)
             parts.append(f"transfers {transfers / steps:.3f} ({hidden / steps:.3f} hidden)")
         line = f"offload, s per step over {steps} step{'s' if steps != 1 else ''}: {', '.join(parts)}"
-        for name, tier in self._tiers.items():
+        for name, tier in self._counters.tiers.items():
             rates = [
                 f"{way} {moved[name, way][0] / moved[name, way][1] / 1e9:.2f} GB/s"
                 for way in tier.traffic
@@ -471,11 +395,3 @@ class OffloadReport:
             if rates:
                 line += f" | {name.partition(',')[0]} on {tier.name}: {', '.join(rates)}"
         return line
-
-    def _now(self) -> tuple[_Times, _Counts]:
-        counts: _Counts = {
-            (name, way): (traffic.nbytes, traffic.seconds)
-            for name, tier in self._tiers.items()
-            for way, traffic in tier.traffic.items()
-        }
-        return self._update_times(), counts

@@ -14,10 +14,9 @@ import torch
 from tests.support.log_lines import log_lines
 from zeroaccel.logs import logger
 from zeroaccel.telemetry import step_report
-from zeroaccel.telemetry.performance import PerformanceMeter
+from zeroaccel.telemetry.performance import OffloadCounters, PerformanceMeter, PhaseClock
 from zeroaccel.telemetry.step_report import (
     MemoryUse,
-    PhaseClock,
     StepFacts,
     StepReport,
     format_memory,
@@ -136,20 +135,18 @@ class Phases(PhaseClock):
 
 
 @pytest.mark.parametrize(
-    ("moves", "steps", "expected"),
+    ("moves", "expected"),
     [
-        ("+forward 1 -forward +forward 3 -forward", 2, {"forward": 2000.0}),
-        ("+backward 1 +reduce 2 -reduce 4 -backward", 1, {"reduce": 2000.0, "backward": 7000.0}),  # they nest
-        ("+forward 50 +forward 1 -forward -forward -step", 1, {"forward": 1000.0}),  # one that was left open
+        ("+forward 1 -forward +forward 3 -forward", {"forward": 4.0}),
+        ("+backward 1 +reduce 2 -reduce 4 -backward", {"reduce": 2.0, "backward": 7.0}),  # they nest
+        ("+forward 50 +forward 1 -forward -forward -step", {"forward": 1.0}),  # one that was left open
     ],
 )
-def test_phases_are_averaged_over_steps_and_start_anew(
-    clock: list[float], moves: str, steps: int, expected: dict[str, float]
-) -> None:
+def test_phases_are_summed_and_start_anew(clock: list[float], moves: str, expected: dict[str, float]) -> None:
     phases = Phases(CPU)
     phases.play(clock, moves)
-    assert phases.mean_milliseconds(steps) == expected
-    assert phases.mean_milliseconds(steps) == {}
+    assert phases.take() == expected
+    assert phases.take() == {}
 
 
 @pytest.mark.parametrize(("device", "waits"), [("cpu", 0), ("cuda:0", 2)])
@@ -316,9 +313,19 @@ def test_monitors_get_the_time_of_each_phase_and_the_memory(monkeypatch: pytest.
 def test_on_a_device_phases_are_timed_only_where_the_host_waits() -> None:
     for synchronizes, expected in ((False, []), (True, ["Time/forward_seconds"])):
         meter = PerformanceMeter(torch.device("cuda"), synchronizes=synchronizes)
-        meter.begin("forward")
-        meter.end("forward")
+        if meter.phases is not None:
+            meter.phases.begin("forward")
+            meter.phases.end("forward")
         assert [name for name in meter.events(8, (1, 2)) if name.startswith("Time/")] == expected
+
+
+def test_offload_is_counted_from_the_end_of_set_up_on() -> None:
+    traffic, update = SimpleNamespace(nbytes=100, seconds=1.0), [2.0, 0.5, 0.0]
+    tiers: Any = {"optimizer, nvme": SimpleNamespace(traffic={"read": traffic})}
+    counters = OffloadCounters(tiers, lambda: (update[0], update[1], update[2]))
+    traffic.nbytes, traffic.seconds, update[:] = 160, 1.5, [3.0, 0.75, 0.25]
+    assert counters.take() == ((1.0, 0.25, 0.25), {("optimizer, nvme", "read"): (60, 0.5)})
+    assert counters.take() == ((0.0, 0.0, 0.0), {("optimizer, nvme", "read"): (0, 0.0)})
 
 
 def test_a_loss_is_kept_without_its_graph() -> None:
