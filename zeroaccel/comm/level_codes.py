@@ -29,21 +29,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zeroaccel.comm.quantized import INT8, Codec, dequantize, pack, quantize
+from zeroaccel.comm.quantized import INT8, Codec, CodeLayout, dequantize, pack, quantize
 from zeroaccel.ops import kernels
 from zeroaccel.ops.device_kernels import kernels_for
 from zeroaccel.ops.dispatch import LOOP_DEVICES, launch, unowned_array
 
-_ALIGN_NBYTES = 16
 _TILE_BLOCKS = 1 << 15  # blocks at a time off the CPU: bounds the float32 temporaries to 8 MiB each
 
 
 @dataclass(frozen=True)
-class LevelCodec:
+class LevelCodec(CodeLayout):
     """A format of levels.
 
     Attributes:
-        block_numel: values that share a scale; even.
         levels: ascending, at most 16.
         bounds: between them; a value above a bound has a higher level.
         scale_dtype: float32, or uint8 for powers of two.
@@ -55,26 +53,12 @@ class LevelCodec:
     bounds: tuple[float, ...]
     scale_dtype: torch.dtype
     error: float
-
-    @property
-    def scale_nbytes(self) -> int:
-        """Bytes of a scale."""
-        return self.scale_dtype.itemsize
-
-    @property
-    def bits(self) -> int:
-        """Of a code."""
-        return 4
+    bits: int = 4
 
     @property
     def highest(self) -> float:
         """The level of the largest magnitude, where the scale is not rounded up."""
         return self.levels[-1]
-
-    def nbytes(self, numel: int) -> int:
-        """Bytes of the code of `numel` values, a multiple of 16."""
-        used = self.scale_nbytes * -(-numel // self.block_numel) + -(-numel // 2)
-        return -(-used // _ALIGN_NBYTES) * _ALIGN_NBYTES
 
     def error_bound(self, absmax: float) -> float:
         """The most by which a decoded float32 of a block with this largest magnitude is off."""
@@ -134,7 +118,7 @@ def encode(values: Tensor, codec: AnyCodec, out: Tensor) -> None:
     if isinstance(codec, Codec):
         quantize(values, codec, out)
         return
-    scales, codes = views(out, codec, values.numel())
+    scales, codes = codec.views(out, values.numel())
     out[scales.nbytes + codes.numel() :].zero_()  # equal values have equal codes, byte for byte
     if values.device.type not in LOOP_DEVICES:
         _encode_in_torch(values.detach(), codec, scales, codes)
@@ -156,7 +140,7 @@ def decode(code: Tensor, codec: AnyCodec, out: Tensor) -> None:
     if isinstance(codec, Codec):
         dequantize(code, codec, out)
         return
-    scales, codes = views(code, codec, out.numel())
+    scales, codes = codec.views(code, out.numel())
     if out.device.type not in LOOP_DEVICES:
         device_kernels = kernels_for(out.device)
         if device_kernels is None:
@@ -174,22 +158,6 @@ def decode(code: Tensor, codec: AnyCodec, out: Tensor) -> None:
         )
 
     launch("decode_levels", out.numel(), bind, reads=[scales, codes], writes=[out])
-
-
-def views(code: Tensor, codec: AnyCodec, numel: int) -> tuple[Tensor, Tensor]:
-    """(scales, codes): views of a code of `numel` values."""
-    assert code.dtype is torch.uint8 and code.numel() == codec.nbytes(numel), (
-        f"the code of {numel} values has {codec.nbytes(numel)} bytes, got {code.numel()} of {code.dtype}"
-    )
-    cut = scales_nbytes(codec, numel)
-    dtype = torch.float32 if isinstance(codec, Codec) else codec.scale_dtype
-    return code[:cut].view(dtype), code[cut : cut + -(-numel * codec.bits // 8)]
-
-
-def scales_nbytes(codec: AnyCodec, numel: int) -> int:
-    """Bytes at the start of a code of `numel` values that are scales."""
-    size = 4 if isinstance(codec, Codec) else codec.scale_nbytes
-    return size * -(-numel // codec.block_numel)
 
 
 def _table(codec: LevelCodec) -> np.ndarray[tuple[int], np.dtype[np.float32]]:

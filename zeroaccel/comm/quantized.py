@@ -48,19 +48,52 @@ _KERNELS: Mapping[tuple[str, int], Callable[..., None]] = {
 _TILE_BLOCKS = 1 << 13  # blocks at a time off the CPU: bounds the float32 temporaries to 16 MiB each
 
 
-@dataclass(frozen=True)
-class Codec:
-    """A quantization format.
+class CodeLayout:
+    """Where the scales and the codes of values lie in a run of bytes.
 
     Attributes:
         bits: 8 or 4 per value.
         block_numel: values that share a scale; even.
+        scale_dtype: of a scale.
+    """
+
+    bits: int
+    block_numel: int
+    scale_dtype: torch.dtype
+
+    def blocks(self, numel: int) -> int:
+        """Scales of a code of `numel` values."""
+        return -(-numel // self.block_numel)
+
+    def scales_nbytes(self, numel: int) -> int:
+        """Bytes at the start of a code of `numel` values that are scales."""
+        return self.scale_dtype.itemsize * self.blocks(numel)
+
+    def nbytes(self, numel: int) -> int:
+        """Bytes of the code of `numel` values, a multiple of 16."""
+        return code_nbytes(numel, self.bits, self.block_numel, self.scale_dtype.itemsize)
+
+    def views(self, code: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        """(scales, codes): views of a code of `numel` values."""
+        assert code.dtype is torch.uint8 and code.numel() == self.nbytes(numel), (
+            f"the code of {numel} values has {self.nbytes(numel)} bytes, got {code.numel()} of {code.dtype}"
+        )
+        cut = self.scales_nbytes(numel)
+        return code[:cut].view(self.scale_dtype), code[cut : cut + -(-numel * self.bits // 8)]
+
+
+@dataclass(frozen=True)
+class Codec(CodeLayout):
+    """A quantization format.
+
+    Attributes:
         floating: codes are numbers in e4m3 (float8_e4m3fn) rather than integers; of 8 bits.
     """
 
     bits: int
     block_numel: int
     floating: bool = False
+    scale_dtype: torch.dtype = torch.float32
 
     @property
     def format(self) -> tuple[int, int]:
@@ -71,14 +104,6 @@ class Codec:
     def levels(self) -> int:
         """The largest number of a code: 127, 7, or 448 in e4m3."""
         return 448 if self.floating else (1 << (self.bits - 1)) - 1
-
-    def blocks(self, numel: int) -> int:
-        """Scales of a code of `numel` values."""
-        return -(-numel // self.block_numel)
-
-    def nbytes(self, numel: int) -> int:
-        """Bytes of the code of `numel` values, a multiple of 16: 4 per block, and `bits` per value."""
-        return code_nbytes(numel, self.bits, self.block_numel)
 
     def error_bound(self, absmax: float) -> float:
         """The most by which a decoded float32 of a block with this largest magnitude is off; see [Note: error]."""
@@ -242,13 +267,8 @@ def sum_rows(
 
 def _views(values: Tensor, codec: Codec, code: Tensor) -> tuple[Tensor, Tensor]:
     """(scales, integers): views of a code of `values`."""
-    numel = values.numel()
     assert values.dtype in QUANTIZABLE, f"no code for {values.dtype}"
-    assert code.dtype is torch.uint8 and code.numel() == codec.nbytes(numel), (
-        f"the code of {numel} values has {codec.nbytes(numel)} bytes, got {code.numel()} of {code.dtype}"
-    )
-    cut = 4 * codec.blocks(numel)
-    return code[:cut].view(torch.float32), code[cut : cut + -(-numel * codec.bits // 8)]
+    return codec.views(code, values.numel())
 
 
 def _run(kind: Literal["encode", "decode", "add"], values: Tensor, scales: Tensor, codes: Tensor, codec: Codec) -> None:

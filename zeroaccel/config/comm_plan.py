@@ -132,9 +132,9 @@ _SCALE_NBYTES = 4
 _RUNNING_NBYTES = 4  # of an element of the sum that goes from replica to replica
 
 
-def code_nbytes(numel: int, bits: int, block_numel: int) -> int:
+def code_nbytes(numel: int, bits: int, block_numel: int, scale_nbytes: int = _SCALE_NBYTES) -> int:
     """Bytes of the code of `numel` values: a scale per block, the integers, padding to 16 bytes."""
-    used = _SCALE_NBYTES * -(-numel // block_numel) + -(-numel * bits // 8)
+    used = scale_nbytes * -(-numel // block_numel) + -(-numel * bits // 8)
     return -(-used // _ALIGN_NBYTES) * _ALIGN_NBYTES
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.unit.ops.kernels_on_host import host_kernels
 from zeroaccel.comm import level_codes
-from zeroaccel.comm.level_codes import FORMATS, MXFP4, NF4, LevelCodec, decode, encode, views
+from zeroaccel.comm.level_codes import FORMATS, MXFP4, NF4, LevelCodec, decode, encode
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -64,7 +64,7 @@ def test_levels_are_exact_and_ties_go_to_the_even_mantissa() -> None:
     assert torch.equal(_back(quantiles, "nf4"), quantiles)
     # The least power of two that keeps a block within 6 of it.
     for largest, scale in ((6.0, 1.0), (6.001, 2.0), (3.0, 0.5), (3.001, 1.0)):
-        scales, _ = views(_code(torch.full((32,), largest), "mxfp4"), MXFP4, 32)
+        scales, _ = MXFP4.views(_code(torch.full((32,), largest), "mxfp4"), 32)
         assert 2.0 ** (int(scales[0]) - 127) == scale
 
 
@@ -95,10 +95,10 @@ def test_torch_operations_have_the_bits_of_compiled_loops(name: str, dtype: torc
     values[100], values[200] = math.inf, math.nan
     code = _code(values, name)
     other = torch.zeros_like(code)
-    level_codes._encode_in_torch(values, codec, *views(other, codec, values.numel()))
+    level_codes._encode_in_torch(values, codec, *codec.views(other, values.numel()))
     assert torch.equal(code, other)
     out, expected = torch.empty_like(values), torch.empty_like(values)
-    level_codes._decode_in_torch(out, codec, *views(code, codec, values.numel()))
+    level_codes._decode_in_torch(out, codec, *codec.views(code, values.numel()))
     decode(code, codec, expected)
     assert torch.equal(out.nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))
 
@@ -114,7 +114,7 @@ def test_the_kernel_has_the_bits_of_compiled_loops(name: str, dtype: torch.dtype
     values = _spread(numel).to(dtype)
     values[:64] = 0
     values[100], values[200] = math.inf, math.nan
-    scales, codes = views(_code(values, name), codec, numel)
+    scales, codes = codec.views(_code(values, name), numel)
     expected, out = torch.empty_like(values), torch.zeros(numel + shift, dtype=dtype)
     decode(_code(values, name), codec, expected)
     moved = torch.zeros(codes.numel() + shift, dtype=torch.uint8)[shift:].copy_(codes)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zeroaccel.comm.collective_tracker import DONE
 from zeroaccel.comm.collectives import Collectives, Work
-from zeroaccel.comm.level_codes import FORMATS, decode, encode, scales_nbytes
+from zeroaccel.comm.level_codes import FORMATS, decode, encode
 from zeroaccel.zero.layout import FlatLayout, FlatRange, FlatTensor
 from zeroaccel.zero.storage.shards import ShardPlace, ShardStorage
 
@@ -60,7 +60,7 @@ class CodeShard(ShardStorage):
         changed = self._decoded(code, blocks.numel)
         changed[part.at(blocks.start)].copy_(values)
         encode(changed, self._codec, code)
-        cut = scales_nbytes(self._codec, blocks.numel)
+        cut = self._codec.scales_nbytes(blocks.numel)
         for run, first in zip(self._runs(blocks), (0, cut), strict=True):
             self._codes.write(run, code[first : first + run.numel])
 
@@ -158,11 +158,11 @@ class CodeShard(ShardStorage):
     def _runs(self, blocks: FlatRange) -> tuple[FlatRange, FlatRange]:
         """The bytes of the scales and of the codes of whole blocks."""
         codec, start = self._codec, self._codes.range.start
-        scale = scales_nbytes(codec, codec.block_numel)
+        scale = codec.scales_nbytes(codec.block_numel)
         per_block = codec.block_numel * codec.bits // 8
         first = (blocks.start - self.range.start) // codec.block_numel
         count = blocks.numel // codec.block_numel
-        behind = start + scales_nbytes(codec, self.range.numel)
+        behind = start + codec.scales_nbytes(self.range.numel)
         return (
             FlatRange(start + first * scale, start + (first + count) * scale),
             FlatRange(behind + first * per_block, behind + (first + count) * per_block),
