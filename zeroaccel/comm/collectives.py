@@ -10,7 +10,7 @@ once: it depends neither on timing nor on where in a tensor an element lies.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -21,12 +21,13 @@ from torch import Tensor
 
 from zeroaccel.comm.collective_tracker import DONE, CollectiveTracker, DeviceWork, MessageWork, Work
 from zeroaccel.comm.hangs.flight_recorder import CollectiveRecord, FlightRecorder
-from zeroaccel.comm.quantized import Codec, dequantize, dequantize_rows
 from zeroaccel.comm.topology import RankGroup, Topology
 from zeroaccel.comm.transport import (
     BufferPool,
     Meter,
     P2PTransport,
+    PendingTransfer,
+    Transport,
     Transports,
     gather_pickles,
     no_meter,
@@ -185,10 +186,22 @@ class Collectives:
         if out.numel() == 0:
             return self._finish_empty(entry)
         transport = transports[out.device.type]
-        pending = self._tracker.start(entry, transport.all_gather, out, shard, split_sizes)
+        return self._start(entry, transport, transport.all_gather, out, shard, split_sizes)
+
+    def _start(
+        self,
+        entry: CollectiveRecord,
+        transport: Transport,
+        operation: Callable[..., Sequence[PendingTransfer]],
+        out: Tensor,
+        *args: Any,
+        complete: Callable[[], None] | None = None,
+    ) -> Work:
+        """An operation of a transport in flight; `complete` is what this rank has left to do with what arrives."""
+        pending = self._tracker.start(entry, operation, out, *args)
         if isinstance(transport, P2PTransport):
-            return MessageWork(self._tracker, entry, pending)
-        return DeviceWork(self._tracker, entry, pending, out.device)
+            return MessageWork(self._tracker, entry, pending, complete)
+        return DeviceWork(self._tracker, entry, pending, out.device, complete)
 
     def reduce_scatter(
         self, out: Tensor, flat: Tensor, label: str, scale: float = 1.0, split_sizes: Sequence[int] = ()
@@ -217,15 +230,15 @@ class Collectives:
         # the sum is that of the ranks, never that of the messages.
         if isinstance(transport, P2PTransport):
             parts = self._buffer_pool.acquire(self.world_size * out.numel(), flat.dtype)
-            pending = self._tracker.start(entry, transport.reduce_scatter, parts, flat, split_sizes)
-            return MessageWork(self._tracker, entry, pending, lambda: self._sum_parts(parts, out, scale))
+            add = partial(self._sum_parts, parts, out, scale)
+            return self._start(entry, transport, transport.reduce_scatter, parts, flat, split_sizes, complete=add)
         # On an accelerator the backend averages, in the dtype of its input (see `NativeTransport.reduce_scatter`).
         average = out if out.dtype == flat.dtype else torch.empty_like(out, dtype=flat.dtype)
         premultiplied = scale if transport.scales(scale) else None
         issue = partial(transport.reduce_scatter, scale=premultiplied)
-        pending = self._tracker.start(entry, issue, average, flat, split_sizes)
         factor = scale * self.world_size if premultiplied is None else 1.0
-        return DeviceWork(self._tracker, entry, pending, out.device, lambda: _scale_average(average, out, factor))
+        finish = partial(_scale_average, average, out, factor)
+        return self._start(entry, transport, issue, average, flat, split_sizes, complete=finish)
 
     def _sum_parts(self, parts: Tensor, out: Tensor, scale: float) -> None:
         """out: (S,) = scale * the sum of the W parts, which go back to the pool."""
@@ -241,40 +254,6 @@ class Collectives:
         """As `all_gather`, over the ranks that hold the second copy. `second`: (N / second_world_size,)."""
         return self.all_gather(out, secondary, label)
 
-    def gather_quantized(self, out: Tensor, code: Tensor, label: str, codec: Codec) -> Work:
-        """As `all_gather`, of shards that are quantized.
-
-        Args:
-            code: (codec.nbytes(S),) uint8, this rank's; must not change until `wait`.
-        """
-        numel = out.numel() // self.shard_world_size
-        if self.shard_world_size == 1 or numel == 0:
-            dequantize(code, codec, out)
-            return DONE
-        entry = self._tracker.issue("gather", "all_gather fp8" if codec.floating else "all_gather int8", label, out)
-        transport = self._shard_gathers[out.device.type]
-        ranks, nbytes = self.shard_world_size, self.shard_world_size * code.numel()
-        if isinstance(transport, P2PTransport):
-            codes = self._buffer_pool.acquire(nbytes, torch.uint8)
-            pending = self._tracker.start(entry, transport.all_gather, codes, code, ())
-            received = partial(self._dequantize_received, codes, ranks, out, codec)
-            return MessageWork(self._tracker, entry, pending, received)
-        codes = code.new_empty(nbytes)
-        pending = self._tracker.start(entry, transport.all_gather, codes, code, ())
-
-        def dequantize_gathered() -> None:
-            dequantize_rows(codes.view(ranks, -1), codec, out.view(ranks, -1))
-            # Issued behind a copy from the host, the codes are in memory of that copy's stream, while the stream that
-            # is current now has waited for the gather and reads them: their memory must not be reused before it has.
-            for read_here in (code, codes):
-                _record_current_stream(read_here)
-
-        return DeviceWork(self._tracker, entry, pending, out.device, dequantize_gathered)
-
-    def _dequantize_received(self, codes: Tensor, ranks: int, out: Tensor, codec: Codec) -> None:
-        dequantize_rows(codes.view(ranks, -1), codec, out.view(ranks, -1))
-        self._buffer_pool.release(codes)
-
     def all_to_all(self, out: Tensor, parts: Tensor, label: str) -> Work:
         """out[r] = parts[this rank] of rank r. Over the gather group; sends (W-1)*n elements.
 
@@ -287,11 +266,7 @@ class Collectives:
             out.copy_(parts)
             return self._finish_empty(entry)
         transport = self._gathers[parts.device.type]
-        pending = self._tracker.start(entry, transport.all_to_all, out, parts)
-        if isinstance(transport, P2PTransport):
-            out[self.rank].copy_(parts[self.rank])
-            return MessageWork(self._tracker, entry, pending)
-        return DeviceWork(self._tracker, entry, pending, out.device)
+        return self._start(entry, transport, transport.all_to_all, out, parts)
 
     def exchange_rows(
         self, out: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], label: str
@@ -309,10 +284,7 @@ class Collectives:
             out.copy_(rows)
             return self._finish_empty(entry)
         transport = self._gathers[rows.device.type]
-        pending = self._tracker.start(entry, transport.exchange_rows, out, rows, received, sent)
-        if isinstance(transport, P2PTransport):
-            return MessageWork(self._tracker, entry, pending)
-        return DeviceWork(self._tracker, entry, pending, out.device)
+        return self._start(entry, transport, transport.exchange_rows, out, rows, received, sent)
 
     def named(self, ranks: Iterable[int]) -> str:
         """Some of its ranks in words, with their places on the mesh of the job.
@@ -425,11 +397,6 @@ def _scale_average(average: Tensor, out: Tensor, factor: float) -> None:
     """out: (S,) = factor * average, which may be `out`."""
     if average is not out or factor != 1.0:
         scale_rounded_once(out, average, factor)
-
-
-def _record_current_stream(tensor: Tensor) -> None:
-    if tensor.device.type != "cpu":
-        tensor.record_stream(torch.get_device_module(tensor.device).current_stream(tensor.device))
 
 
 def _scale_into(out: Tensor, flat: Tensor, scale: float) -> None:

@@ -40,7 +40,19 @@ from zeroaccel.comm.collective_tracker import DONE, CollectiveTracker, Work
 from zeroaccel.comm.collectives import Collectives, check_split
 from zeroaccel.comm.hangs.flight_recorder import CollectiveRecord, FlightRecorder
 from zeroaccel.comm.mesh_layout import MeshLayout, consecutive
-from zeroaccel.comm.quantized import FP8, INT4, INT8, QUANTIZABLE, Codec, RowOrder, quantize, quantize_rows, sum_rows
+from zeroaccel.comm.quantized import (
+    FP8,
+    INT4,
+    INT8,
+    QUANTIZABLE,
+    Codec,
+    RowOrder,
+    dequantize,
+    dequantize_rows,
+    quantize,
+    quantize_rows,
+    sum_rows,
+)
 from zeroaccel.comm.topology import RankGroup, Topology, connect, peer_recorder, subgroup
 from zeroaccel.comm.transport import (
     GATHERS,
@@ -172,10 +184,36 @@ class HierarchicalCollectives(Collectives):
         # qwZ (ZeRO++ section 3.1): each rank quantizes its shard blockwise, so that half the bytes of bf16 travel.
         code = shard.new_empty(codec.nbytes(shard.numel()), dtype=torch.uint8)
         quantize(shard, codec, code)
-        work = self.gather_quantized(out, code, label, codec)
+        work = self._gather_codes(out, code, label, codec)
         return self._measured(
             "gather", label, work, out, lambda exact: self.all_gather(exact, shard, f"{label}, exact")
         )
+
+    def _gather_codes(self, out: Tensor, code: Tensor, label: str, codec: Codec) -> Work:
+        """As `all_gather`, of codes of the shards.
+
+        Args:
+            code: (codec.nbytes(S),) uint8, this rank's; must not change until `wait`.
+        """
+        ranks = self.shard_world_size
+        if ranks == 1 or out.numel() == 0:
+            dequantize(code, codec, out)
+            return DONE
+        entry = self._tracker.issue("gather", "all_gather fp8" if codec.floating else "all_gather int8", label, out)
+        transport = self._shard_gathers[out.device.type]
+        codes = self._buffer_pool.acquire(ranks * code.numel(), torch.uint8, out.device)
+
+        def decode() -> None:
+            dequantize_rows(codes.view(ranks, -1), codec, out.view(ranks, -1))
+            if out.device.type != "cpu":
+                # Issued behind a copy from the host, the codes are in memory of that copy's stream, while the stream
+                # that is current now has waited for the gather and reads them: it must not be reused before that.
+                stream = torch.get_device_module(out.device).current_stream(out.device)
+                code.record_stream(stream)
+                codes.record_stream(stream)
+            self._buffer_pool.release(codes)
+
+        return self._start(entry, transport, transport.all_gather, codes, code, (), complete=decode)
 
     def gather_secondary(self, out: Tensor, secondary: Tensor, label: str) -> Work:
         assert out.numel() == self.secondary_world_size * secondary.numel(), (
@@ -354,13 +392,15 @@ class Int4Reduction:
         node, peers = self._node_transports[device], self._peer_transports[device]
         # Hop 1, on the node: the l-th rank receives the R shards that the l-th ranks of all nodes hold.
         shards = flat.view(-1, out.numel())
-        sums = self._acquire(peers.world_size * out.numel(), torch.float32, flat).view(peers.world_size, -1)
+        pool, runs = self._buffer_pool, peers.world_size
+        sums = pool.acquire(runs * out.numel(), torch.float32, flat.device).view(runs, -1)
         self._hop(entry, node, shards, sums, self._order)
         # Hop 2, across nodes: each peer receives its shard of the node's sums, of every node.
-        total = self._acquire(out.numel(), torch.float32, flat)
+        total = pool.acquire(out.numel(), torch.float32, flat.device)
         self._hop(entry, peers, sums, total.view(1, -1))
         out.copy_(total.mul_(scale))
-        self._release(sums, total)
+        pool.release(sums)
+        pool.release(total)
         self._tracker.finish(entry)
 
     def nbytes(self, numel: int, shard_numel: int, dtype: torch.dtype) -> int:
@@ -383,32 +423,16 @@ class Int4Reduction:
         """
         own, (runs, numel) = transport.rank, totals.shape
         width = INT4.nbytes(numel)
-        shape = (transport.world_size, runs, width)
+        ranks, pool = transport.world_size, self._buffer_pool
         # One message per rank: the codes of all the rows that it sums.
-        codes, received = (
-            self._acquire(transport.world_size * runs * width, torch.uint8, totals).view(shape) for _ in range(2)
-        )
+        codes, received = (pool.acquire(ranks * runs * width, torch.uint8, totals.device) for _ in range(2))
         quantize_rows(values, INT4, codes.view(-1, width), order, skip=(own * runs, (own + 1) * runs))
-        if transport.world_size > 1:
-            self._tracker.transfer(
-                entry,
-                transport.all_to_all,
-                received.view(transport.world_size, -1),
-                codes.view(transport.world_size, -1),
-            )
+        if ranks > 1:
+            self._tracker.transfer(entry, transport.all_to_all, received.view(ranks, -1), codes.view(ranks, -1))
         # In the order of the ranks, so that the sum does not depend on which message came first.
-        sum_rows(received, INT4, values, own, totals, order)
-        self._release(codes, received)
-
-    def _acquire(self, numel: int, dtype: torch.dtype, like: Tensor) -> Tensor:
-        if like.device.type == "cpu":
-            return self._buffer_pool.acquire(numel, dtype)
-        return torch.empty(numel, dtype=dtype, device=like.device)
-
-    def _release(self, *tensors: Tensor) -> None:
-        for tensor in tensors:
-            if tensor.device.type == "cpu":
-                self._buffer_pool.release(tensor)
+        sum_rows(received.view(ranks, runs, width), INT4, values, own, totals, order)
+        pool.release(codes)
+        pool.release(received)
 
 
 # --- a background executor for reductions of several hops

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -93,7 +93,7 @@ class Codec(CodeLayout):
     bits: int
     block_numel: int
     floating: bool = False
-    scale_dtype: torch.dtype = torch.float32
+    scale_dtype: torch.dtype = field(default=torch.float32, repr=False)
 
     @property
     def format(self) -> tuple[int, int]:

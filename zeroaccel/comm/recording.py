@@ -96,19 +96,15 @@ class RecordingCollectives(Collectives):
 
     def _wrap(self, inner: Collectives) -> None:
         self.inner = inner
-        self.topology = inner.topology
-        self.rank, self.world_size, self.replica = inner.rank, inner.world_size, inner.replica
-        self.shard_rank, self.shard_world_size = inner.shard_rank, inner.shard_world_size
-        self.secondary_rank, self.secondary_world_size = inner.secondary_rank, inner.secondary_world_size
-        self.ranks, self.shard_ranks = inner.ranks, inner.shard_ranks
-        self.quantized_weights = inner.quantized_weights
         self.job = self if inner.job is inner else inner.job
         self.peers = self if inner.peers is inner else inner.peers
-        self.is_first_data_group = inner.is_first_data_group
-        self.parts, self.part_holders = inner.parts, inner.part_holders
-        self.flight_recorder = inner.flight_recorder
         self.nodes = self._fixed_nodes or inner.nodes
         inner.meter = partial(self._count, inner.flight_recorder, "")
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":  # of a copy that is being made
+            raise AttributeError(name)
+        return getattr(self.inner, name)
 
     def over(self, hierarchical: Collectives) -> Collectives:
         """A copy of this wrapper around `hierarchical`, with the same records."""

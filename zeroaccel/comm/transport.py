@@ -154,7 +154,7 @@ class Transport(Protocol):
         """tensor = that of rank `src`. The iterator may block: each work is waited for before the next is made."""
 
     def all_to_all(self, out: Tensor, parts: Tensor, tag: int) -> Sequence[PendingTransfer]:
-        """out[r] = parts[own rank] of rank r, for the others; out[own rank] may stay as it is.  Both: (W, n)."""
+        """out[r] = parts[own rank] of rank r.  Both: (W, n)."""
 
     def exchange_rows(
         self, out: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], tag: int
@@ -204,9 +204,10 @@ class P2PTransport(Transport):
         return works
 
     def all_to_all(self, out: Tensor, parts: Tensor, tag: int) -> Sequence[PendingTransfer]:
-        """One message per row; this rank's own row stays where it is."""
+        """One message per row."""
         works = [self._recv([out[peer]], peer, tag) for peer in self._sources]
         works += [self._send([parts[peer]], peer, tag) for peer in self._targets]
+        out[self.rank].copy_(parts[self.rank])
         return works
 
     def exchange_rows(
@@ -371,7 +372,6 @@ class NativeTransport(Transport):
         return (dist.broadcast(tensor, source, group=self._group, async_op=True),)
 
     def all_to_all(self, out: Tensor, parts: Tensor, tag: int) -> Sequence[PendingTransfer]:
-        """The backend's all-to-all; this rank's own row is copied."""
         self._count(tag, [parts[0].nbytes] * self.world_size)
         return (_all_to_all(out, parts, group=self._group, async_op=True),)
 
@@ -472,11 +472,12 @@ def _backend_name(group: dist.ProcessGroup, device: str) -> str:
         return ""
 
 
+_CPU = torch.device("cpu")
 _POOL_CAPACITY = 2  # as many as the engine has reductions under way
 
 
 class BufferPool:
-    """Receive buffers in host memory, reused. For one thread; it keeps the `capacity` largest of those released.
+    """Receive buffers; those in host memory are reused. For one thread; the `capacity` largest of those released stay.
 
     A fresh tensor of 32 MiB or more is fresh pages from the kernel, and touching them for the first time takes longer
     than the message that fills them: a reduce-scatter of that size ran 1.8-3x as long without this (torch 2.13, gloo).
@@ -494,8 +495,10 @@ class BufferPool:
         self._capacity = capacity
         self._free: list[Tensor] = []  # uint8, smallest first
 
-    def acquire(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def acquire(self, numel: int, dtype: torch.dtype, device: torch.device = _CPU) -> Tensor:
         """A (numel,) tensor with any content. Its memory comes back with `release`, or goes to the allocator."""
+        if device.type != "cpu":
+            return torch.empty(numel, dtype=dtype, device=device)
         nbytes = numel * dtype.itemsize
         for index, block in enumerate(self._free):
             if block.numel() >= nbytes:
@@ -504,6 +507,8 @@ class BufferPool:
 
     def release(self, tensor: Tensor) -> None:
         """Takes a buffer back. The caller must not touch the tensor again."""
+        if tensor.device.type != "cpu":
+            return
         block = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
         self._free.append(block)
         self._free.sort(key=Tensor.numel)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
 import torch
@@ -12,14 +12,13 @@ from torch import Tensor
 from zeroaccel.comm.collective_tracker import DONE
 from zeroaccel.comm.collectives import Collectives, Work
 from zeroaccel.comm.hangs.flight_recorder import FlightRecorder
-from zeroaccel.comm.hangs.hang_report import rank_list
 from zeroaccel.comm.topology import Topology
 from zeroaccel.config import Fact
 from zeroaccel.config.parallel import ParallelConfig
 from zeroaccel.parallel.axes import AXES
 from zeroaccel.setup.ranks import JobRanks
 
-_POOLED_BLOCKS = 2  # that `comm.buffer_pool.BufferPool` retains
+_POOLED_BLOCKS = 2  # that a `BufferPool` of `comm.transport` retains
 _MOMENTS = ("earlier", "last", "step")
 EXPERT_SHARDS = "dp of experts"
 
@@ -99,18 +98,24 @@ class FakeRanks(Collectives):
         receives_in_host_memory: bool = False,
         experts: int = 1,
     ) -> None:
-        # No super().__init__: there is no process group.
-        self.rank = self.shard_rank = self.secondary_rank = 0
-        self.world_size = self.shard_world_size = self.secondary_world_size = world_size
-        self.ranks = self.shard_ranks = range(world_size)
-        self.replica = 0
-        self.quantized_weights = False
-        self.job = self.peers = self
-        self.is_first_data_group = True
-        self.parts = self.part_holders = None
-        self.nodes = [list(range(world_size))]
-        self.meter = None
-        self.flight_recorder = FlightRecorder()
+        ranks, group = tuple(range(world_size)), cast(Any, None)
+        super().__init__(
+            Topology(
+                rank=0,
+                world_size=world_size,
+                local_rank=0,
+                local_world_size=1,
+                device=torch.device("cpu"),
+                backend="none",
+                gather_group=group,
+                reduce_group=group,
+                control_group=group,
+                flight_recorder=FlightRecorder(),
+                watchdog=None,
+                nodes=(ranks,),
+                transports=lambda *_: cast(Any, None),
+            )
+        )
         self._receives = receives_in_host_memory and world_size > 1
         self._free: list[Tensor] = []
         self._sent, self._axis = sent, axis
@@ -123,15 +128,9 @@ class FakeRanks(Collectives):
 
     def as_job(self, device: torch.device) -> JobRanks:
         """A job of these ranks, for `TrainPlan.of`."""
-        group = cast(Any, None)
-        self.topology = Topology(
-            0, self.world_size, 0, 1, device, "none", group, group, group, self.flight_recorder, None, ((0,),)
-        )
+        self.topology = replace(self.topology, device=device)
         samplers = Fact(self.world_size, "the ranks")
         return JobRanks(self.topology, self, ParallelConfig(), (), self.world_size, samplers, sampler=0)
-
-    def named(self, ranks: Iterable[int]) -> str:
-        return rank_list(ranks)
 
     def _count(self, nbytes: int) -> None:
         """Counts a message of so many bytes to each of the others."""
