@@ -32,12 +32,12 @@ from zeroaccel.checkpoint.loader import (
 )
 from zeroaccel.checkpoint.manifest import Manifest
 from zeroaccel.checkpoint.plain_codec import decode, random_state, restore_random_state
-from zeroaccel.checkpoint.rank_file import CHUNK_NBYTES
 from zeroaccel.checkpoint.rank_file_writer import Staging
 from zeroaccel.checkpoint.save import CommitRules, Progress, Save, SaveRequest, prepare
 from zeroaccel.checkpoint.save_plan import EngineState, WholeModel, left_out, persistent_buffers
 from zeroaccel.checkpoint.tensor_store import TensorStore, UnreadStore
 from zeroaccel.checkpoint.weights import consolidated_state_dict, save_model_files, save_weights
+from zeroaccel.checkpoint.zero_to_fp32 import CHUNK_NBYTES
 from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.environment import is_in_launcher_memory
 from zeroaccel.config.parallel import ParallelConfig

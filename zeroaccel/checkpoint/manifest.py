@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroaccel.checkpoint.atomic_write import write_durably
+from zeroaccel.checkpoint.zero_to_fp32 import row_major
 from zeroaccel.config.bounds import LARGEST_SIZE, MOST_LEVELS, is_size, levels_of, read_at_most
 from zeroaccel.errors import CheckpointError
 from zeroaccel.zero.access.safetensors_file import ITEMSIZE
@@ -69,20 +70,7 @@ class TensorRecord:
         """As `pieces`, in row-major order whatever the order of the pieces is."""
         if self.split is None:
             return self.pieces
-        dim, parts, blocks = self.split
-        run, itemsize = math.prod(self.shape[dim:]) // (parts * blocks), ITEMSIZE[self.dtype]
-        part_numel = self.numel // parts
-        found = []
-        for file, start, length, offset in self.pieces:
-            cursor = start
-            while cursor < start + length:
-                part, within = divmod(cursor, part_numel)
-                row, first = divmod(within, run)
-                count = min(run - first, start + length - cursor)
-                at = (row * parts + part) * run + first
-                found.append((file, at, count, offset + (cursor - start) * itemsize))
-                cursor += count
-        return tuple(sorted(found, key=lambda piece: piece[1]))
+        return row_major(self.shape, self.pieces, ITEMSIZE[self.dtype], self.split)
 
     @property
     def numel(self) -> int:
@@ -209,13 +197,13 @@ def read_manifest(folder: Path, *, complete: bool = True) -> Manifest:
         except OSError:
             if not complete:
                 continue
-            raise CheckpointError(f"{path}: missing, though the manifest names it", fix=_OTHER) from None
+            raise CheckpointError(f"{path}: missing, though the manifest names it", fix=OTHER_CHECKPOINT) from None
         if size != record.nbytes:
-            raise CheckpointError(f"{path}", expected=f"{record.nbytes} bytes", got=size, fix=_OTHER)
+            raise CheckpointError(f"{path}", expected=f"{record.nbytes} bytes", got=size, fix=OTHER_CHECKPOINT)
     return manifest
 
 
-_OTHER = 'load another checkpoint, or pass tag="auto" for the newest valid one'
+OTHER_CHECKPOINT = 'load another checkpoint, or pass tag="auto" for the newest valid one'
 
 
 def _read(path: Path) -> str:
@@ -223,12 +211,12 @@ def _read(path: Path) -> str:
         return read_at_most(path, _MOST_NBYTES, regular=True).decode("utf-8")
     except FileNotFoundError:
         raise CheckpointError(
-            f"{path}: missing: not a checkpoint, or a save was interrupted before it was complete", fix=_OTHER
+            f"{path}: missing: not a checkpoint, or a save was interrupted before it was complete", fix=OTHER_CHECKPOINT
         ) from None
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})", fix=_OTHER) from error
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})", fix=OTHER_CHECKPOINT) from error
     except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path}: byte {error.start} is not UTF-8", fix=_OTHER) from error
+        raise CheckpointError(f"{path}: byte {error.start} is not UTF-8", fix=OTHER_CHECKPOINT) from error
 
 
 def parse_manifest(text: str, where: str) -> Manifest:
@@ -236,7 +224,7 @@ def parse_manifest(text: str, where: str) -> Manifest:
     try:
         document = json.loads(text, parse_constant=lambda name: _refuse(where, f"the JSON constant {name}"))
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where}: damaged: it is not JSON ({error})", fix=_OTHER) from error
+        raise CheckpointError(f"{where}: damaged: it is not JSON ({error})", fix=OTHER_CHECKPOINT) from error
     body: dict[str, Any] = document.get("manifest", {}) if isinstance(document, dict) else {}
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         format_name = body.get("format") if isinstance(body, dict) else body
@@ -250,19 +238,19 @@ def parse_manifest(text: str, where: str) -> Manifest:
     try:
         checksum = _checksum(body)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where}: damaged: it is not a manifest ({error})", fix=_OTHER) from error
+        raise CheckpointError(f"{where}: damaged: it is not a manifest ({error})", fix=OTHER_CHECKPOINT) from error
     if document.get("checksum") != checksum:
         _refuse(where, "its checksum does not fit its contents")
     try:
         manifest = _from_body(body)
         _check(manifest)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
-        raise CheckpointError(f"{where}: damaged: {type(error).__name__}: {error}", fix=_OTHER) from error
+        raise CheckpointError(f"{where}: damaged: {type(error).__name__}: {error}", fix=OTHER_CHECKPOINT) from error
     return manifest
 
 
 def _refuse(where: str, what: str) -> Any:
-    raise CheckpointError(f"{where}: damaged: {what}", fix=_OTHER)
+    raise CheckpointError(f"{where}: damaged: {what}", fix=OTHER_CHECKPOINT)
 
 
 def _checksum(body: Mapping[str, Any]) -> str:

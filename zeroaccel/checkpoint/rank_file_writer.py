@@ -26,8 +26,9 @@ from torch import Tensor
 
 from zeroaccel.checkpoint.atomic_write import NewFile, begin_flush, write_all
 from zeroaccel.checkpoint.manifest import FileRecord
-from zeroaccel.checkpoint.rank_file import CHUNK_NBYTES, block_sums, lay_out_rank_file
+from zeroaccel.checkpoint.rank_file import block_sums, lay_out_rank_file
 from zeroaccel.checkpoint.save_plan import SaveItem
+from zeroaccel.checkpoint.zero_to_fp32 import CHUNK_NBYTES
 from zeroaccel.errors import CheckpointError
 from zeroaccel.offload.host_buffers import empty_on_host
 from zeroaccel.ops.device_threads import CPU

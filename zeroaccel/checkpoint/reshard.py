@@ -28,16 +28,8 @@ from zeroaccel.checkpoint.manifest import (
     check_new_tag,
     write_manifest,
 )
-from zeroaccel.checkpoint.rank_file import (
-    CHUNK_NBYTES,
-    Bytes,
-    CheckedFile,
-    RankFileReader,
-    ReadRequest,
-    block_sums,
-    lay_out_rank_file,
-    rank_file_name,
-)
+from zeroaccel.checkpoint.rank_file import RankFileReader, block_sums, lay_out_rank_file, rank_file_name
+from zeroaccel.checkpoint.zero_to_fp32 import CHUNK_NBYTES, ByteFile, Bytes
 from zeroaccel.errors import UsageError
 from zeroaccel.zero.access.safetensors_file import ITEMSIZE, FileLayout
 from zeroaccel.zero.layout import FlatRange
@@ -85,7 +77,7 @@ def reshard(
             file.close()
 
 
-def rewrite(manifest: Manifest, files: Sequence[CheckedFile], out: Path, world_size: int) -> Path:
+def rewrite(manifest: Manifest, files: Sequence[ByteFile], out: Path, world_size: int) -> Path:
     """Copies the tensors of `manifest` from `files` into `out/<tag>` for `world_size` ranks; returns that folder.
 
     Raises:
@@ -144,7 +136,7 @@ def _referenced(encoded: Any) -> Iterator[str]:
             yield from _referenced(list(encoded.values()))
 
 
-def _contents(layout: FileLayout, plan: list[_WriteItem], files: Sequence[CheckedFile]) -> Iterator[Bytes]:
+def _contents(layout: FileLayout, plan: list[_WriteItem], files: Sequence[ByteFile]) -> Iterator[Bytes]:
     """The bytes of a file up to its table, a chunk or less at a time."""
     yield np.frombuffer(layout.header, np.uint8)
     for item in plan:
@@ -153,10 +145,8 @@ def _contents(layout: FileLayout, plan: list[_WriteItem], files: Sequence[Checke
         for file, start, length, offset in item.tensor.runs:
             part = item.elements & FlatRange(start, start + length)
             for low in range(part.start, part.end, most):
-                chunks: list[Bytes] = []
                 nbytes = (min(low + most, part.end) - low) * itemsize
-                files[file].read([ReadRequest(offset + (low - start) * itemsize, nbytes, chunks.append)])
-                yield from chunks
+                yield files[file].read(offset + (low - start) * itemsize, nbytes)
 
 
 def _write_file(path: Path, rank: int, layout: FileLayout, contents: Iterator[Bytes]) -> FileRecord:

@@ -8,20 +8,40 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from zeroaccel.checkpoint.formats.torch_file import TorchFile
 from zeroaccel.checkpoint.manifest import Manifest
-from zeroaccel.checkpoint.rank_file import CHUNK_NBYTES, CheckedFile, RankFileReader, ReadRequest
+from zeroaccel.checkpoint.rank_file import RankFileReader
+from zeroaccel.checkpoint.zero_to_fp32 import BLOCK_NBYTES, CHUNK_NBYTES, Bytes
 from zeroaccel.errors import CheckpointError
 from zeroaccel.zero.access.safetensors_file import ITEMSIZE, dtype_of
+
+
+@dataclass(frozen=True)
+class _Request:
+    """Elements of `dtype` at byte `offset` of a file, at most a chunk, for `into`, (n,), converted to its dtype."""
+
+    offset: int
+    into: Tensor
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.into.numel() * self.dtype.itemsize
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.nbytes
+
+    def deliver(self, data: Bytes) -> None:
+        self.into.copy_(torch.from_numpy(data).view(self.dtype))
 
 
 class TensorStore:
@@ -35,8 +55,8 @@ class TensorStore:
         self.manifest = manifest
         self.requested_nbytes = 0
         self._folder = folder
-        self._files: dict[int, CheckedFile] = {}
-        self._pending: dict[int, list[ReadRequest]] = {}
+        self._files: dict[int, RankFileReader] = {}
+        self._pending: dict[int, list[_Request]] = {}
         self._used: dict[int, dict[str, tuple[str, int, int]]] = {}
 
     def __enter__(self) -> TensorStore:
@@ -70,11 +90,8 @@ class TensorStore:
         while cursor < end:
             file, piece_start, length, offset = runs[index]
             count = min(piece_start + length - cursor, end - cursor, limit)
-            request = ReadRequest(
-                offset + (cursor - piece_start) * itemsize,
-                count * itemsize,
-                _copier(into[cursor - start : cursor - start + count], dtype),
-            )
+            part = into[cursor - start : cursor - start + count]
+            request = _Request(offset + (cursor - piece_start) * itemsize, part, dtype)
             self._pending.setdefault(file, []).append(request)
             if record.split is None:
                 self._used.setdefault(file, {})[key] = (record.dtype, length, offset)
@@ -94,10 +111,17 @@ class TensorStore:
         pending, self._pending = self._pending, {}
         used, self._used = self._used, {}
         for file, requests in sorted(pending.items()):
-            opened = self._open(file)
-            if isinstance(opened, RankFileReader):  # a manifest of foreign files was made from the files themselves
-                opened.check_pieces(used[file])
-            opened.read(requests)
+            self._read(file, sorted(requests, key=lambda request: request.offset), used[file])
+
+    def _read(self, file: int, requests: Sequence[_Request], pieces: Mapping[str, tuple[str, int, int]]) -> None:
+        if file not in self._files:
+            self._files[file] = RankFileReader(self._folder, self.manifest.files[file])
+        self._files[file].check_pieces(pieces)
+        for span in _spans(requests):
+            start = span[0].offset
+            data = self._files[file].read(start, max(request.end for request in span) - start)
+            for request in span:
+                request.deliver(data[request.offset - start : request.end - start])
 
     def fetch(self, key: str) -> Tensor:
         """A full tensor, in host memory."""
@@ -111,10 +135,21 @@ class TensorStore:
         self._pending, self._used = queued
         return flat.view(record.shape)
 
-    def _open(self, file: int) -> CheckedFile:
-        if file not in self._files:
-            self._files[file] = RankFileReader(self._folder, self.manifest.files[file])
-        return self._files[file]
+
+def _spans(requests: Sequence[_Request]) -> Iterator[list[_Request]]:
+    """Runs of requests with no unrequested block between them, each of at most twice a chunk."""
+    span: list[_Request] = []
+    end = 0
+    for request in requests:
+        if span and (
+            request.offset // BLOCK_NBYTES * BLOCK_NBYTES > end or request.end - span[0].offset > 2 * CHUNK_NBYTES
+        ):
+            yield span
+            span = []
+        end = max(end, request.end) if span else request.end
+        span.append(request)
+    if span:
+        yield span
 
 
 class UnreadStore(TensorStore):
@@ -133,13 +168,6 @@ class UnreadStore(TensorStore):
         self._pending, self._used = {}, {}
 
 
-def _copier(into: Tensor, dtype: torch.dtype) -> Callable[[NDArray[np.uint8]], None]:
-    def deliver(data: NDArray[np.uint8]) -> None:
-        into.copy_(torch.from_numpy(data).view(dtype))
-
-    return deliver
-
-
 class TorchStore(TensorStore):
     """The tensors of torch's files, by the keys of a manifest that `deepspeed_resume.py` or `dcp_import.py` made.
 
@@ -149,23 +177,13 @@ class TorchStore(TensorStore):
 
     def __init__(self, folder: Path, manifest: Manifest, files: Sequence[TorchFile]) -> None:
         super().__init__(folder, manifest)
-        self.torch_files = [_TorchFileReader(file) for file in files]
+        self.torch_files = files
 
-    def _open(self, file: int) -> CheckedFile:
-        return self._files.setdefault(file, self.torch_files[file])
+    @property
+    def read_nbytes(self) -> int:
+        """Read from the disk so far, but for what torch's checksums were compared with."""
+        return self.requested_nbytes
 
-
-class _TorchFileReader:
-    """A `TorchFile` as a `CheckedFile`; torch's own CRC-32 of the record is compared first."""
-
-    def __init__(self, file: TorchFile) -> None:
-        self.read_nbytes = 0
-        self._file = file
-
-    def read(self, requests: Iterable[ReadRequest]) -> None:
-        for request in sorted(requests, key=lambda request: request.offset):
-            request.deliver(self._file.read(request.offset, request.nbytes))
-            self.read_nbytes += request.nbytes
-
-    def close(self) -> None:
-        """Nothing stays open."""
+    def _read(self, file: int, requests: Sequence[_Request], pieces: Mapping[str, tuple[str, int, int]]) -> None:
+        for request in requests:  # their manifest was made from the files themselves
+            request.deliver(self.torch_files[file].read(request.offset, request.nbytes))

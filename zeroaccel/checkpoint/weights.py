@@ -23,8 +23,8 @@ from torch import Tensor
 from zeroaccel.checkpoint import zero_to_fp32
 from zeroaccel.checkpoint.atomic_write import NewFile, remove_abandoned, write_all, write_durably
 from zeroaccel.checkpoint.consolidate import named_errors
-from zeroaccel.checkpoint.rank_file import CHUNK_NBYTES
 from zeroaccel.checkpoint.save_plan import EngineState, persistent_buffers
+from zeroaccel.checkpoint.zero_to_fp32 import CHUNK_NBYTES
 from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.errors import CheckpointError

@@ -150,7 +150,24 @@ def block_weights() -> NDArray[np.uint64]:
         return (z ^ (z >> np.uint64(31))) | np.uint64(1)
 
 
-def _pread(handle: int, path: Path, start: int, nbytes: int, capacity: int = 0) -> Bytes:
+def sums_of_blocks(data: Bytes) -> NDArray[np.uint64]:
+    """The checksum of each block of `data`, which has no other ones than complete blocks.
+
+    A weighted sum modulo 2**64 of the block's 64-bit words. The weights are odd, so invertible modulo 2**64: a change
+    of any single word changes the sum; that they differ makes swapped words visible.
+    """
+    sums: NDArray[np.uint64] = np.einsum("ij,j->i", data.view("<u8").reshape(-1, BLOCK_NBYTES // 8), block_weights())
+    return sums
+
+
+def _pread(
+    handle: int,
+    path: Path,
+    start: int,
+    nbytes: int,
+    capacity: int = 0,
+    error: Callable[[str], Exception] = ConversionError,
+) -> Bytes:
     """(max(nbytes, capacity),) bytes, zeros from `nbytes` on."""
     data = np.empty(max(nbytes, capacity), np.uint8)
     data[nbytes:] = 0
@@ -158,7 +175,7 @@ def _pread(handle: int, path: Path, start: int, nbytes: int, capacity: int = 0) 
     while done < nbytes:
         count = os.preadv(handle, [view[done:]], start + done)
         if not count:
-            raise ConversionError(f"{path}: ends at byte {start + done}, expected {start + nbytes} or more")
+            raise error(f"{path}: ends at byte {start + done}, expected {start + nbytes} or more")
         done += count
     return data
 
@@ -171,48 +188,76 @@ class RankFile:
         try:
             size = path.stat().st_size
             if size != nbytes:
-                raise ConversionError(f"{path}: expected {nbytes} bytes, got {size}: the file is not whole")
+                raise self.error(f"{path}: expected {nbytes} bytes, got {size}: the file is not whole")
             self._handle = os.open(path, os.O_RDONLY)
         except FileNotFoundError:
-            raise ConversionError(f"{path}: missing, though the manifest names it") from None
+            raise self.error(f"{path}: missing, though the manifest names it") from None
+        except OSError as error:
+            raise self.error(f"{path}: cannot be read ({error.strerror})") from error
         self._end = nbytes - 8 * -(-nbytes // (BLOCK_NBYTES + 8))
-        table = _pread(self._handle, path, self._end, nbytes - self._end)
+        table = self._pread(self._end, nbytes - self._end)
         if hashlib.sha256(table.tobytes()).hexdigest() != table_sha256:
-            raise ConversionError(f"{path}: damaged: its table of checksums is not the one that was written")
+            raise self.error(f"{path}: damaged: its table of checksums is not the one that was written")
         self._table = table.view("<u8")
 
-    def __del__(self) -> None:
+    @staticmethod
+    def error(message: str) -> Exception:
+        """What is raised."""
+        return ConversionError(message)
+
+    def close(self) -> None:
+        """Closes the file; a second call does nothing."""
         if hasattr(self, "_handle"):
             os.close(self._handle)
+            del self._handle
 
-    def check_pieces(self, pieces: Mapping[str, tuple[str, int, int]]) -> None:
-        """Compares the manifest's pieces, (dtype, elements, first byte), with the file's own header."""
-        if not pieces:
-            return
+    __del__ = close
+
+    @functools.cached_property
+    def _header(self) -> tuple[int, Mapping[str, Any]]:
+        """(first byte of the data, name -> entry)."""
         start = 8 + int.from_bytes(self.read(0, min(8, self._end)).tobytes(), "little")
         if not 8 < start <= min(self._end, MOST_HEADER_NBYTES):
-            raise ConversionError(f"{self.path}: damaged: a header of {start - 8} bytes")
-        entries = json.loads(self.read(8, start - 8).tobytes())
+            raise self.error(f"{self.path}: damaged: a header of {start - 8} bytes")
+        try:
+            entries = json.loads(self.read(8, start - 8).tobytes())
+        except (ValueError, RecursionError) as error:
+            raise self.error(f"{self.path}: damaged: its header is not JSON ({error})") from error
+        return start, entries if isinstance(entries, dict) else {}
+
+    def check_pieces(self, pieces: Mapping[str, tuple[str, int, int]]) -> None:
+        """Compares the manifest's pieces, (dtype, elements, first byte), with the file's own header.
+
+        Where they differ, bytes would be taken for numbers of another kind, or of another tensor.
+        """
         for key, (dtype, length, offset) in pieces.items():
+            start, entries = self._header
             first = offset - start
             expected = {"dtype": dtype, "shape": [length], "data_offsets": [first, first + length * ITEMSIZE[dtype]]}
             if entries.get(key) != expected:
                 own = str(entries.get(key))[:200]
-                raise ConversionError(f"{self.path}: tensor {key}: the manifest says {expected}, its own header {own}")
+                raise self.error(
+                    f"{self.path}: tensor {key}: expected {expected}, as the manifest has it, got {own} in its header"
+                )
 
     def read(self, start: int, nbytes: int) -> Bytes:
         """Bytes [start, start + nbytes). Reads the complete blocks around them, since only those have a checksum."""
         first, last = start // BLOCK_NBYTES, -(-(start + nbytes) // BLOCK_NBYTES)
         origin, end = first * BLOCK_NBYTES, min(last * BLOCK_NBYTES, self._end)
         if start + nbytes > self._end:
-            raise ConversionError(f"{self.path}: the manifest puts data where the checksums are")
-        data = _pread(self._handle, self.path, origin, end - origin, capacity=(last - first) * BLOCK_NBYTES)
-        sums = np.einsum("ij,j->i", data.view("<u8").reshape(-1, BLOCK_NBYTES // 8), block_weights())
-        wrong = np.flatnonzero(sums != self._table[first:last])
+            raise self.error(f"{self.path}: the manifest puts data where the checksums are")
+        data = self._pread(origin, end - origin, capacity=(last - first) * BLOCK_NBYTES)
+        wrong = np.flatnonzero(sums_of_blocks(data) != self._table[first:last])
         if wrong.size:
             where = origin + int(wrong[0]) * BLOCK_NBYTES
-            raise ConversionError(f"{self.path}: damaged between bytes {where} and {min(where + BLOCK_NBYTES, end)}")
+            raise self.error(f"{self.path}: damaged between bytes {where} and {min(where + BLOCK_NBYTES, end)}")
         return data[start - origin : start - origin + nbytes]
+
+    def _pread(self, start: int, nbytes: int, capacity: int = 0) -> Bytes:
+        try:
+            return _pread(self._handle, self.path, start, nbytes, capacity, self.error)
+        except OSError as error:
+            raise self.error(f"{self.path}: cannot be read ({error.strerror})") from error
 
 
 def read_source(checkpoint_dir: str | os.PathLike[str], tag: str | None = None) -> Source:
@@ -352,24 +397,29 @@ def _weight(
     if end != math.prod(shape):
         raise ValueError(f"tensor {key}: {end} elements saved of shape {shape}")
     if tensor.get("split") is not None:
-        pieces = _row_major(key, shape, pieces, itemsize, tensor["split"])
+        pieces = row_major(shape, pieces, itemsize, _checked_split(key, shape, tensor["split"]))
     return Weight(name, tensor["dtype"], shape, pieces, **kind)
 
 
-def _row_major(
-    key: str, shape: tuple[int, ...], pieces: tuple[Piece, ...], itemsize: int, split: Any
-) -> tuple[Piece, ...]:
-    """The pieces of a tensor that was saved part after part, as runs of elements in row-major order.
-
-    Args:
-        split: (dim, parts, blocks): equal parts along that dim, each of its part of equal blocks; (dim, parts) of one.
-    """
+def _checked_split(key: str, shape: tuple[int, ...], split: Any) -> tuple[int, int, int]:
     dim, parts, blocks = (*split, 1) if len(split) == 2 else split
     sizes = dim, parts, blocks
     if any(type(number) is not int or number < 0 for number in sizes) or dim >= len(shape) or not parts * blocks:
         raise ValueError(f"tensor {key}: an invalid split")
     if shape[dim] % (parts * blocks):
         raise ValueError(f"tensor {key}: {parts} equal parts of {blocks} blocks of shape {shape}")
+    return sizes
+
+
+def row_major(
+    shape: tuple[int, ...], pieces: tuple[Piece, ...], itemsize: int, split: tuple[int, int, int]
+) -> tuple[Piece, ...]:
+    """The pieces of a tensor that was saved part after part, as runs of elements in row-major order.
+
+    Args:
+        split: (dim, parts, blocks): equal parts along that dim, each of its part of equal blocks.
+    """
+    dim, parts, blocks = split
     run, part_numel = math.prod(shape[dim:]) // (parts * blocks), math.prod(shape) // parts
     runs = []
     for file, start, length, offset in pieces:

@@ -14,8 +14,8 @@ from tests.support.job import run_job
 from tests.support.pool import Ranks
 from tests.support.training import batches
 from zeroaccel.checkpoint import rank_file_writer
-from zeroaccel.checkpoint.rank_file import CHUNK_NBYTES
 from zeroaccel.checkpoint.save_plan import SavePlan
+from zeroaccel.checkpoint.zero_to_fp32 import CHUNK_NBYTES
 from zeroaccel.zero.engine import Engine
 
 Pieces = dict[str, tuple[int, torch.Tensor]]
