@@ -14,7 +14,7 @@ import shutil
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -24,15 +24,17 @@ import torch
 from zeroaccel.accelerate.peer_copies import PeerCopies, Sizes, step_of
 from zeroaccel.accelerate.project import ProjectConfiguration, saved_states
 from zeroaccel.checkpoint.rank_file import is_part_of_a_save
-from zeroaccel.checkpoint.save import OVERWRITTEN
-from zeroaccel.comm.agree import agree_or_raise, from_rank_0
+from zeroaccel.checkpoint.save import OVERWRITTEN, Part, Save
+from zeroaccel.checkpoint.save_plan import saved_nbytes
+from zeroaccel.comm.agree import agree_or_raise, agreed, from_rank_0
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.environment import launcher_memory
 from zeroaccel.config.schema import PeerStates
 from zeroaccel.errors import CheckpointError
-from zeroaccel.logs import log_once, logger
+from zeroaccel.logs import log_always, log_once, logger
 from zeroaccel.offload.page_locked import free_nbytes
 from zeroaccel.ops.device_threads import start_thread
+from zeroaccel.zero.engine_base import EngineBase
 
 MOST_COST = 0.02
 """Of the time of training, what all states in memory together take where their interval is measured."""
@@ -42,17 +44,76 @@ _STEPS_COUNTED, _STATES_COUNTED = 64, 5
 _WRITTEN = "written_"  # a folder that is no state yet: its name with the step
 
 
-class StateSave(Protocol):
-    """A state that is being saved, see `RunSave`."""
+class StatePart(Protocol):
+    """What this rank saves of a run besides its engines; what does not take long it has written when it is made.
 
-    device: torch.device
-    names: Sequence[str]
+    Attributes:
+        name: of this rank's file in the folder of the state.
+    """
 
-    def write(self) -> None: ...
+    name: str
 
-    def complete(self) -> None: ...
+    def write(self) -> None:
+        """Writes this rank's file. In a thread."""
 
-    def abandon(self) -> None: ...
+    def complete(self) -> None:
+        """Makes the folder a complete state, as every rank has written all its files. (all ranks)"""
+
+
+class StateSave:
+    """A state whose files a thread writes while training goes on. (made by all ranks)
+
+    Life: 1. `write` in a thread of each rank, 2. `complete` (all ranks) once all have written, or `abandon`.
+
+    Args:
+        engines: tag in `folder` -> engine.
+
+    Attributes:
+        device: for the thread.
+        names: relative paths of this rank's files.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        engines: Mapping[str, EngineBase],
+        part: StatePart,
+        collectives: Collectives,
+        device: torch.device,
+    ) -> None:
+        self._part = part
+        self._collectives = collectives
+        self._saves: list[Save] = []
+        self._written: list[Part] = []
+        self.device = device
+        try:
+            for tag, engine in engines.items():
+                self._saves.append(engine.checkpointer.begin_save(folder, tag))
+        except Exception:
+            self.abandon()
+            raise
+        own = [f"{save.tag}/{save.writer.path.name}" for save in self._saves]
+        self.names: Sequence[str] = [*own, part.name]
+
+    def write(self) -> None:
+        """Writes this rank's files; what they are copied from may change as soon as it is copied."""
+        try:
+            self._written = [save.write() for save in self._saves]
+            self._part.write()
+        finally:
+            for save in self._saves:
+                save.writer.copied.set()
+
+    def complete(self) -> None:
+        """Makes the folder a complete state. (all ranks)"""
+        for save, part in zip(self._saves, self._written, strict=True):
+            save.commit_together(part, self._collectives)
+        self._part.complete()
+
+    def abandon(self) -> None:
+        """Removes this rank's files and lets the tensors change; `write`, if it was called, has ended."""
+        for save in self._saves:
+            save.abandon()
 
 
 @dataclass(frozen=True)
@@ -176,26 +237,44 @@ class MemoryStates:
         self._is_on = True
         self._found: tuple[str, list[Sizes]] | None = None
 
-    def reserve(self, own_nbytes: int, *, reads_all: bool) -> None:
+    def reserve(self, engines: Collection[EngineBase]) -> None:
         """Sees to it that the machines have room; where one has not, a warning says so, and none saves.
 
         Args:
-            own_nbytes, reads_all: as for `PeerCopies.short_of_room`.
+            engines: that states are of.
         """
+        nbytes = 0
+        with agreed(self._collectives, "states in memory: size"):
+            nbytes = sum(saved_nbytes(engine.checkpointer.state()) for engine in engines)
+        reads_all = any(not engine.settings.plan.optimizer for engine in engines)
         earlier = sum(path.stat().st_size for path in self._folder.rglob("*") if path.is_file())
         free = earlier + min(shutil.disk_usage(self._folder.parent).free, free_nbytes())
-        short = self._peers.short_of_room(own_nbytes, free, self._limit, reads_all=reads_all)
+        short = self._peers.short_of_room(nbytes, free, self._limit, reads_all=reads_all)
         self._is_on = not short
         if short:
             logger.warning("no states in memory: %s; training goes on without", short)
 
-    def newest(self) -> int | None:
-        """The step of the newest complete state."""
+    def has_newest(self, other: Callable[[], tuple[object, int | None]], *, log: bool = True) -> bool:
+        """Whether there is a complete state, and none that is newer elsewhere, with which a message compares it.
+
+        Args:
+            other: what there is elsewhere, and its step; None for nothing. Called on rank 0.
+        """
         self._found = self._peers.newest(saved_states(self._project))
-        return None if self._found is None else step_of(self._found[0])
+        if self._found is None:
+            return False
+        steps = step_of(self._found[0])
+        name, steps_of_other = from_rank_0(self._collectives, other, "states in memory: another state")
+        rest, is_older = "there is no other", False
+        if steps_of_other is not None:
+            is_older = steps_of_other > steps
+            rest = f"{name} is {abs(steps - steps_of_other)} steps {'newer, so it is taken' if is_older else 'older'}"
+        if log:
+            log_always(f"{'left' if is_older else 'resuming from'} the memory of {self.place}, step {steps}; {rest}")
+        return not is_older
 
     def open(self) -> Path:
-        """The folder on this machine of the state that `newest` has found, with the files that all ranks read."""
+        """The folder on this machine of the state that `has_newest` has found, with the files that all ranks read."""
         assert self._found is not None, "there is no state in memory"
         name, machines = self._found
         self._peers.fetch_common(self._folder / name, machines)

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from zeroaccel.accelerate.accelerator_state import AcceleratorState
-from zeroaccel.accelerate.memory_states import MemoryStates, folder_for_states
+from zeroaccel.accelerate.memory_states import MemoryStates, StateSave, folder_for_states
 from zeroaccel.accelerate.prepared_optimizer import GradientState
 from zeroaccel.accelerate.project import (
     STATE_NAME,
@@ -41,15 +41,13 @@ from zeroaccel.accelerate.project import (
 from zeroaccel.accelerate.training_loop import TrainingLoop
 from zeroaccel.checkpoint.atomic_write import remove_abandoned, write_durably, writing_to
 from zeroaccel.checkpoint.plain_codec import decode, encode, random_state, restore_random_state
-from zeroaccel.checkpoint.save import Part, Save
-from zeroaccel.checkpoint.save_plan import saved_nbytes
 from zeroaccel.comm.agree import agreed, from_rank_0
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.config.bounds import parse_plain_json, read_at_most
 from zeroaccel.config.schema import PeerStates
 from zeroaccel.data import PreparedLoader
 from zeroaccel.errors import CheckpointError, ConfigError, Preempted, UsageError
-from zeroaccel.logs import log_always, logger
+from zeroaccel.logs import logger
 from zeroaccel.zero.access.safetensors_file import parse_header
 from zeroaccel.zero.engine_base import EngineBase
 
@@ -128,12 +126,8 @@ class RunSaving:
             return
         if self._memory is None:
             self._memory = self._memory_states(settings)
-        if self._memory is None:
-            return
-        nbytes = 0
-        with agreed(self._collectives, "states in memory: size"):
-            nbytes = sum(saved_nbytes(engine.checkpointer.state()) for engine in self._watched)
-        self._memory.reserve(nbytes, reads_all=any(not engine.settings.plan.optimizer for engine in self._watched))
+        if self._memory is not None:
+            self._memory.reserve(self._watched)
 
     def _peer_states(self) -> PeerStates | None:
         """What says how states are saved in memory: `checkpoint.peer` of the configs, or the project."""
@@ -197,9 +191,7 @@ class RunSaving:
 
     def save(self, folder: PathLike | None, step: int) -> str:
         target = Path(folder) if folder is not None else self._next_folder()
-        models = [item.engine for item in self._state.prepared]
-        for hook in list(self._save_hooks.values()):
-            hook(models, [], str(target))
+        self._call_save_hooks(target)
         saved = save_run(target, self._parts(step), self._collectives, self._state.partial.device)
         if folder is None:
             self.project.iteration += 1
@@ -232,7 +224,10 @@ class RunSaving:
         if not all(engine.training and not engine.has_gradients for engine in self._watched):
             return
         if self._is_preempted:
-            raise Preempted(f"saved state {self._save_completely(None, step)}")
+            saved = self.save(None, step)
+            for item in self._state.prepared:
+                item.engine.wait_for_checkpoint()
+            raise Preempted(f"saved state {saved}")
         steps = sum(engine.global_steps for engine in self._watched)
         # Once per step: a pipeline reads all micro-batches of a step before it has any gradient.
         if self._memory is not None and steps != self._seen_steps:
@@ -242,10 +237,10 @@ class RunSaving:
     def load(self, folder: PathLike | None) -> tuple[str, int]:
         """Returns the folder and the accelerator's `step`."""
         source = Path(folder) if folder is not None else self._newest_folder()
-        if folder is None and (memory := self._newer_in_memory(source, log=True)) is not None:
+        if folder is None and self._memory is not None and self._is_newest_in_memory(source, log=True):
             try:
-                found = memory.open()
-                memory.fetch(lambda: self._files_to_read(found))
+                found = self._memory.open()
+                self._memory.fetch(lambda: self._files_to_read(found))
                 return self._load(found)
             except CheckpointError as error:
                 logger.warning("skipped the state in memory: %s", error)
@@ -256,35 +251,25 @@ class RunSaving:
     def has_state(self) -> bool:
         """Whether there is a state to resume from."""
         source = self._newest_folder()
-        return source is not None or self._newer_in_memory(source, log=False) is not None
+        return source is not None or self._is_newest_in_memory(source, log=False)
 
-    def _begin_save(self, folder: Path, step: int) -> RunSave:
+    def _begin_save(self, folder: Path, step: int) -> StateSave:
+        self._call_save_hooks(folder)
+        run, device = self._parts(step), self._state.partial.device
+        part = _RunPart(folder, run, self._collectives, device)
+        engines = {_tag(index): engine for index, engine in enumerate(run.engines)}
+        return StateSave(part.root, engines, part, self._collectives, device)
+
+    def _call_save_hooks(self, folder: Path) -> None:
         models = [item.engine for item in self._state.prepared]
         for hook in list(self._save_hooks.values()):
             hook(models, [], str(folder))
-        return RunSave(folder, self._parts(step), self._collectives, self._state.partial.device)
 
-    def _save_completely(self, folder: PathLike | None, step: int) -> str:
-        saved = self.save(folder, step)
-        for item in self._state.prepared:
-            item.engine.wait_for_checkpoint()
-        return saved
-
-    def _newer_in_memory(self, source: Path | None, *, log: bool) -> MemoryStates | None:
-        """The states in memory, unless the newest state in the project is of a later step."""
-        if self._memory is None or (steps := self._memory.newest()) is None:
-            return None
-        others = from_rank_0(
-            self._collectives, lambda: None if source is None else _num_steps(source), "load_state: steps of the state"
-        )
-        is_older = others is not None and others > steps
-        rest = "there is no other" if others is None else f"{source} is {abs(steps - others)} steps "
-        if others is not None:
-            rest += "newer, so it is taken" if is_older else "older"
-        if log:
-            begin = "left" if is_older else "resuming from"
-            log_always(f"{begin} the memory of {self._memory.place}, step {steps}; {rest}")
-        return None if is_older else self._memory
+    def _is_newest_in_memory(self, source: Path | None, *, log: bool) -> bool:
+        """Whether there is a state in memory, unless the newest state in the project is of a later step."""
+        if self._memory is None:
+            return False
+        return self._memory.has_newest(lambda: (source, None if source is None else _num_steps(source)), log=log)
 
     def _files_to_read(self, folder: Path) -> list[str]:
         """Of single ranks, by their paths in a state's folder."""
@@ -362,7 +347,7 @@ def save_run(folder: str | os.PathLike[str], run: RunParts, collectives: Collect
 
 
 class _RunPart:
-    """What this rank saves of a run besides its engines. (all ranks; raises as `save_run`)
+    """What this rank saves of a run besides its engines: a `StatePart`. (made by all ranks; raises as `save_run`)
 
     Everything is encoded before anything is written, so that an object that cannot be saved leaves the old state.
     """
@@ -408,52 +393,6 @@ class _RunPart:
                     write_durably(root / STATE_NAME, manifest)
                 remove_abandoned(root / STATE_NAME)
         logger.info("saved state %s", root)
-
-
-class RunSave:
-    """A save of a run whose files a thread writes while training goes on. (made by all ranks; raises as `save_run`)
-
-    Life: 1. `write` in a thread of each rank, 2. `complete` (all ranks) once all have written, or `abandon`.
-
-    Attributes:
-        device: for the thread.
-        names: relative paths of this rank's files.
-    """
-
-    def __init__(self, folder: Path, run: RunParts, collectives: Collectives, device: torch.device) -> None:
-        self._part = _RunPart(folder, run, collectives, device)
-        self._collectives = collectives
-        self._saves: list[Save] = []
-        self._written: list[Part] = []
-        self.device = device
-        try:
-            for index, engine in enumerate(run.engines):
-                self._saves.append(engine.checkpointer.begin_save(self._part.root, _tag(index)))
-        except Exception:
-            self.abandon()
-            raise
-        own = [f"{save.tag}/{save.writer.path.name}" for save in self._saves]
-        self.names: Sequence[str] = [*own, self._part.name]
-
-    def write(self) -> None:
-        """Writes this rank's files; what they are copied from may change as soon as it is copied."""
-        try:
-            self._written = [save.write() for save in self._saves]
-            self._part.write()
-        finally:
-            for save in self._saves:
-                save.writer.copied.set()
-
-    def complete(self) -> None:
-        """Makes the folder a complete state. (all ranks)"""
-        for save, part in zip(self._saves, self._written, strict=True):
-            save.commit_together(part, self._collectives)
-        self._part.complete()
-
-    def abandon(self) -> None:
-        """Removes this rank's files and lets the tensors change; `write`, if it was called, has ended."""
-        for save in self._saves:
-            save.abandon()
 
 
 def load_run(folder: str | os.PathLike[str], run: RunParts, collectives: Collectives, device: torch.device) -> int:

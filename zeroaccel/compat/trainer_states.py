@@ -24,16 +24,14 @@ from typing import Any
 
 import torch
 
-from zeroaccel.accelerate.memory_states import MemoryStates, folder_for_states
+from zeroaccel.accelerate.memory_states import MemoryStates, StateSave, folder_for_states
 from zeroaccel.accelerate.project import STATE_NAME
 from zeroaccel.checkpoint.atomic_write import writing_to
-from zeroaccel.checkpoint.save import Part
-from zeroaccel.checkpoint.save_plan import saved_nbytes
-from zeroaccel.comm.agree import agreed, from_rank_0
+from zeroaccel.comm.agree import agreed
+from zeroaccel.comm.collectives import Collectives
 from zeroaccel.config import load_config
 from zeroaccel.config.schema import PeerStates
 from zeroaccel.errors import CheckpointError
-from zeroaccel.logs import log_always
 from zeroaccel.operations import collectives_of_process
 from zeroaccel.zero.engine_base import EngineBase
 
@@ -146,17 +144,7 @@ class TrainerStates:
         Args:
             asked: the script's `resume_from_checkpoint`.
         """
-        steps = self._memory.newest()
-        if steps is None:
-            return asked
-        other, steps_of_other = from_rank_0(
-            self._collectives, lambda: _asked(asked, self._trainer.args.output_dir), "Trainer.train: checkpoint"
-        )
-        is_older = steps_of_other is not None and steps_of_other > steps
-        rest = "there is no other" if steps_of_other is None else f"{other} is of step {steps_of_other}"
-        begin = "left" if is_older else "resuming from"
-        log_always(f"{begin} the memory of {self._memory.place}, step {steps}; {rest}")
-        if is_older:
+        if not self._memory.has_newest(lambda: _asked(asked, self._trainer.args.output_dir)):
             return asked
         self._found = self._memory.open()
         return str(self._found)
@@ -167,10 +155,7 @@ class TrainerStates:
         if self._found is not None:
             found, self._found = self._found, None
             self._memory.fetch(lambda: [f"{_TAG}/{name}" for name in engine.checkpointer.files_to_read(found, _TAG)])
-        nbytes = 0
-        with agreed(self._collectives, "states in memory: size"):
-            nbytes = saved_nbytes(engine.checkpointer.state())
-        self._memory.reserve(nbytes, reads_all=not engine.settings.plan.optimizer)
+        self._memory.reserve([engine])
 
     def after_step(self) -> None:
         """Saves a state where it is time; called after the logs of a step, and of an epoch."""
@@ -184,54 +169,43 @@ class TrainerStates:
         """Ends what runs in the background."""
         self._memory.close()
 
-    def _begin(self, folder: Path, step: int) -> TrainerSave:
-        assert self._engine is not None, "states are saved after steps of an engine"
+    def _begin(self, folder: Path, step: int) -> StateSave:
+        engine = self._engine
+        assert engine is not None, "states are saved after steps of an engine"
         if self._trainer.hp_search_backend is None:
             self._trainer.store_flos()
-        return TrainerSave(folder, self._trainer, self._engine, self._replaced)
+        ranks = engine.collectives.job
+        part = _TrainerPart(folder, self._trainer, ranks, self._replaced)
+        return StateSave(folder, {_TAG: engine}, part, ranks, engine.device)
 
 
-class TrainerSave:
-    """A checkpoint of Trainer whose largest files a thread writes while training goes on; a `StateSave`.
+class _TrainerPart:
+    """Trainer's own state, random generators and schedule: a `StatePart`, which is small.
 
     Args:
         replaced: folders that go when it is complete.
     """
 
-    def __init__(self, folder: Path, trainer: Any, engine: EngineBase, replaced: Sequence[Path]) -> None:
-        self._folder, self._replaced = folder, replaced
-        self._collectives = engine.collectives.job
-        self.device = engine.device
-        with agreed(self._collectives, "states in memory: Trainer's part"), writing_to(folder):
+    def __init__(self, folder: Path, trainer: Any, collectives: Collectives, replaced: Sequence[Path]) -> None:
+        self._folder, self._replaced, self._collectives = folder, replaced, collectives
+        self.name = "rng_state.pth" if trainer.args.world_size <= 1 else f"rng_state_{trainer.args.process_index}.pth"
+        with agreed(collectives, "states in memory: Trainer's part"), writing_to(folder):
             try:
                 self._write_small(trainer)
             except RuntimeError as error:  # of torch.save, on a full file system
                 raise CheckpointError(f"{folder}: cannot be written ({error})") from error
-        self._save = engine.checkpointer.begin_save(folder, _TAG)
-        self._written: Part = {}
-        own = "rng_state.pth" if trainer.args.world_size <= 1 else f"rng_state_{trainer.args.process_index}.pth"
-        self.names: Sequence[str] = [f"{_TAG}/{self._save.writer.path.name}", own]
 
     def write(self) -> None:
-        """Writes this rank's file of the engine's checkpoint."""
-        try:
-            self._written = self._save.write()
-        finally:
-            self._save.writer.copied.set()
+        """Nothing is left."""
 
     def complete(self) -> None:
         """Makes the folder a state. (all ranks)"""
-        self._save.commit_together(self._written, self._collectives)
         with agreed(self._collectives, "states in memory: Trainer's state"):
             if self._collectives.rank == 0:
                 with writing_to(self._folder):
                     (self._folder / STATE_NAME).write_text(json.dumps({"trainer": True}))
         for path in self._replaced:
             shutil.rmtree(path, ignore_errors=True)
-
-    def abandon(self) -> None:
-        """Removes this rank's file; `write`, if it was called, has ended."""
-        self._save.abandon()
 
     def _write_small(self, trainer: Any) -> None:
         trainer._save_rng_state(str(self._folder))

@@ -9,26 +9,25 @@ from typing import Any
 
 import pytest
 
+from zeroaccel.accelerate.memory_states import MemoryStates
 from zeroaccel.compat import trainer_states
 from zeroaccel.compat.trainer_states import TrainerStates
 from zeroaccel.config.schema import PeerStates
 
 
-class _Memory:
+class _Memory(MemoryStates):
     """Notes the steps at which a state may be saved, and has one of a given step."""
 
-    def __init__(self, folder: Path, *_: Any) -> None:
+    def __init__(self, folder: Path, *arguments: Any) -> None:
+        super().__init__(folder, *arguments)
         self.steps: list[int] = []
-        self.folder, self.place = folder, "the machine"
+        self._peers.newest = lambda _: ("checkpoint_5", [])  # type: ignore[method-assign]
 
     def at_batch(self, num_steps: int, _: int) -> None:
         self.steps.append(num_steps)
 
-    def newest(self) -> int | None:
-        return 5
-
     def open(self) -> Path:
-        return self.folder / "checkpoint_5"
+        return self._folder.parent / "checkpoint_5"
 
 
 @pytest.fixture(name="states")
