@@ -23,14 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroaccel.checkpoint.save_plan import EngineState, persistent_buffers
-from zeroaccel.checkpoint.weights import placeholder_state_dict, tensor_specs, with_ties
+from zeroaccel.checkpoint.save_plan import EngineState
+from zeroaccel.checkpoint.weights import FullValues, placeholder_state_dict, tensor_specs, with_ties
 from zeroaccel.comm.agree import agree_or_raise, from_rank_0
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.errors import EngineStateError
 from zeroaccel.nested import map_tensors
 from zeroaccel.zero.engine_base import EngineBase
-from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit, ShardState
 from zeroaccel.zero.tensor_subclasses import inner_tensors, is_wrapper, rewrapped
 
 _ENGINES: weakref.WeakSet[EngineBase] = weakref.WeakSet()
@@ -163,15 +162,7 @@ class _Requests:
 
     def __init__(self, engine_state: EngineState, collectives: Collectives) -> None:
         self._collectives = collectives
-        self._holdings = engine_state
-        self._homes: dict[str, tuple[ParamUnit, FlatBuffer, int]] = {
-            slot.fqn: (unit, buffer, index)
-            for unit in engine_state.units
-            for buffer in unit.buffers
-            for index, slot in enumerate(buffer.layout.slots)
-        }
-        self._others = dict(persistent_buffers(engine_state.model))
-        self._open: ParamUnit | None = None
+        self._values = FullValues(engine_state)
         self._is_over = False
 
     def ask(self, name: str) -> Tensor:
@@ -179,36 +170,19 @@ class _Requests:
         if self._is_over:
             raise EngineStateError(f"{name}: save_pretrained has ended without reading its value")
         from_rank_0(self._collectives, lambda: name, _LABEL)
-        return self._gathered(name).to("cpu", copy=True)
+        return self._values.value(name).to("cpu", copy=True)
 
     def end(self) -> None:
         """Lets the other ranks go on. (rank 0)"""
         self._is_over = True
         from_rank_0(self._collectives, str, _LABEL)  # no name
-        self._reshard()
+        self._values.reshard()
 
     def serve(self) -> None:
         """Takes part in what rank 0 asks for, until it is done. (the other ranks)"""
         while name := from_rank_0(self._collectives, str, _LABEL):
-            self._gathered(name)
-        self._reshard()
-
-    def _gathered(self, name: str) -> Tensor:
-        if name in self._others:
-            return self._others[name].detach()
-        unit, buffer, index = self._homes[name]
-        if unit is not self._open:
-            self._reshard()
-            if unit.state is ShardState.SHARDED:
-                unit.unshard()
-                self._open = unit
-            unit.wait()
-        return self._holdings.whole(buffer.layout.slots[index], buffer.view(index).detach())
-
-    def _reshard(self) -> None:
-        if self._open is not None:
-            self._open.reshard()
-            self._open = None
+            self._values.value(name)
+        self._values.reshard()
 
 
 class _OnDemand(Tensor):

@@ -29,7 +29,7 @@ from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.errors import CheckpointError
 from zeroaccel.zero.access.safetensors_file import dtype_name, lay_out_tensors
-from zeroaccel.zero.param_unit import FlatBuffer, ShardState
+from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit, ShardState
 from zeroaccel.zero.quantized_weights import join_wrappers
 
 TensorSpec = tuple[str, torch.dtype, tuple[int, ...]]
@@ -159,24 +159,59 @@ def with_ties(tensors: dict[str, Tensor], engine_state: EngineState) -> dict[str
     return {name: named[name] for name in engine_state.state_dict_names if name in named}
 
 
+class FullValues:
+    """Full values of this rank's stage by name, asked for in the same order on all ranks. (all ranks)
+
+    A unit is unsharded from the first question for a value of it until one for a value of another unit.
+    """
+
+    def __init__(self, engine_state: EngineState) -> None:
+        self._engine_state = engine_state
+        self._homes: dict[str, tuple[ParamUnit, FlatBuffer, int]] = {
+            slot.fqn: (unit, buffer, index)
+            for unit in engine_state.units
+            for buffer in unit.buffers
+            for index, slot in enumerate(buffer.layout.slots)
+        }
+        self._others = dict(persistent_buffers(engine_state.model))
+        self._open: ParamUnit | None = None
+
+    def value(self, name: str) -> Tensor:
+        """A parameter or persistent buffer; valid until the next question."""
+        if name in self._others:
+            return self._others[name].detach()
+        unit, buffer, index = self._homes[name]
+        if unit is not self._open:
+            self.reshard()
+            was_sharded = unit.state is ShardState.SHARDED
+            unit.unshard()
+            unit.wait()
+            self._open = unit if was_sharded else None
+        return self._engine_state.whole(buffer.layout.slots[index], buffer.view(index).detach())
+
+    def reshard(self) -> None:
+        """Reshards what a question has unsharded."""
+        if self._open is not None:
+            self._open.reshard()
+            self._open = None
+
+
 def _streamed(engine_state: EngineState, *, exclude_frozen: bool) -> Iterator[tuple[str, Tensor]]:
     """(name, full value) of the whole model, by descending item size; valid on rank 0, until the next. (all ranks)"""
-    own = _streamed_own(engine_state, exclude_frozen=exclude_frozen)
-    if engine_state.whole_model is None:
-        yield from own
-        return
-    assert engine_state.collectives is not None, "a stage without a way to the others"
+    values = FullValues(engine_state)
     for source, (name, dtype, shape) in _specs_by_rank(engine_state, exclude_frozen=exclude_frozen):
         value = torch.empty(0)
         if source == engine_state.lead:
-            value = next(tensor for other, tensor in own if other == name).contiguous()
+            value = values.value(name)
         if source != 0:  # all ranks receive, though only rank 0 needs it: one stage's ranks send, tensor by tensor
+            assert engine_state.collectives is not None, "a stage without a way to the others"
+            job = engine_state.collectives.job
             if source != engine_state.rank:
-                value = torch.empty(shape, dtype=dtype, device=engine_state.collectives.job.topology.device)
-            engine_state.collectives.job.broadcast(value, source, f"full value of {name}")
+                value = torch.empty(shape, dtype=dtype, device=job.topology.device)
+            value = value.contiguous()
+            job.broadcast(value, source, f"full value of {name}")
         yield name, value
-    for _ in own:  # to the end, where units are sharded again
-        pass
+    values.reshard()
 
 
 def _specs_by_rank(engine_state: EngineState, *, exclude_frozen: bool) -> list[tuple[int, TensorSpec]]:
@@ -200,32 +235,11 @@ def all_tensor_specs(engine_state: EngineState, *, exclude_frozen: bool) -> list
     return [spec for _, spec in _specs_by_rank(engine_state, exclude_frozen=exclude_frozen)]
 
 
-def _streamed_own(engine_state: EngineState, *, exclude_frozen: bool) -> Iterator[tuple[str, Tensor]]:
-    """(name, full value), by descending item size; a unit is unsharded while its own are yielded. (all ranks)"""
-    # Largest items first, so that in a safetensors file without gaps every tensor is aligned to its item size.
-    for itemsize in (8, 4, 2, 1):
-        for unit in engine_state.units:
-            buffers = [buffer for buffer in unit.buffers if buffer.dtype.itemsize == itemsize]
-            if buffers:
-                was_sharded = unit.state is ShardState.SHARDED
-                unit.unshard()
-                unit.wait()
-                for buffer in buffers:
-                    for index, slot in enumerate(buffer.layout.slots):
-                        if not (exclude_frozen and not buffer.params[index].requires_grad):
-                            yield slot.fqn, engine_state.whole(slot, buffer.view(index).detach())
-                if was_sharded:
-                    unit.reshard()
-        for name, value in persistent_buffers(engine_state.model):
-            if value.dtype.itemsize == itemsize:
-                yield name, value.detach()
-
-
 def tensor_specs(engine_state: EngineState, *, exclude_frozen: bool) -> Iterator[TensorSpec]:
     """Name, dtype and shape of what this rank's stage has of `_streamed`, in its order; nothing is gathered."""
-    buffers: list[FlatBuffer] = list(engine_state.buffers())
+    # Largest items first, so that in a safetensors file without gaps every tensor is aligned to its item size.
     for itemsize in (8, 4, 2, 1):
-        for buffer in buffers:
+        for buffer in engine_state.buffers():
             if buffer.dtype.itemsize == itemsize:
                 for slot, param in zip(buffer.layout.slots, buffer.params, strict=True):
                     if not (exclude_frozen and not param.requires_grad):

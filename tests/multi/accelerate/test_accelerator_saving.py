@@ -227,3 +227,29 @@ def test_transformers_loads_what_was_saved(ranks: Ranks, tmp_path: Path) -> None
     ranks(2).run(_hugging_face, tmp_path, timeout=120)
     assert (tmp_path / "streamed" / "model.safetensors.index.json").exists()
     assert json.loads((tmp_path / "streamed" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+
+
+def _between_forward_and_backward(_: None = None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The weights of `get_state_dict`, and those that `save_pretrained` reads, while a forward waits for its backward."""
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "zero_quantized_weights": True}
+    accelerator = Accelerator(zero_plugin=ZeroPlugin({"zero_optimization": zero}))
+    torch.manual_seed(7)
+    model: Any = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    on_demand = {}
+    for step in range(2):  # the first one shows which unit backward begins with, and forward leaves gathered
+        loss = model(torch.ones(2, 64)).sum()
+        if step:
+            assert any(unit.state is ShardState.UNSHARDED for unit in model.units)
+            with pretrained_saving.state_dict_on_demand(model.checkpointer.state(), accelerator.collectives) as state:
+                on_demand = {name: value.clone() for name, value in state.items()}
+        accelerator.backward(loss)
+    whole = accelerator.get_state_dict(model)
+    accelerator.free_memory()
+    return on_demand, whole
+
+
+def test_save_pretrained_between_forward_and_backward_has_exact_weights(ranks: Ranks) -> None:
+    (on_demand, whole), _ = ranks(2).run(_between_forward_and_backward, None)
+    assert {name: torch.equal(value, whole[name]) for name, value in on_demand.items()} == dict.fromkeys(whole, True)
