@@ -1,8 +1,9 @@
 """`Accelerator`: the interface of Hugging Face's accelerate, over the same engine as `zeroaccel.initialize`.
 
-Every public method is here with its documentation. The work is done by parts, each with one job: `AcceleratorState`
-(process, plugins, configs), `Preparation` (objects to engines), `TrainingLoop` (accumulation, backward, clipping),
-`ModelSaving` (weights for other programs), `RunSaving` (states to resume from), `Trackers` and `operations`.
+Bases have the calls of one job each: `ControlFlow` (ranks), `TrainingLoop` (accumulation, backward, clipping),
+`ModelSaving` (weights for other programs). The other public methods are here with their documentation, and parts do the
+work: `AcceleratorState` (process, plugins, configs), `Preparation` (objects to engines), `RunSaving` (states to resume
+from), `Trackers` and `operations`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, TypeVar
 
@@ -44,7 +45,7 @@ from zeroaccel.accelerate.kwargs_handlers import (
     profile,
     value_of,
 )
-from zeroaccel.accelerate.model_saving import ModelSaving, unwrap_model
+from zeroaccel.accelerate.model_saving import ModelSaving
 from zeroaccel.accelerate.preparation import Preparation, PrepareRules, sort_objects
 from zeroaccel.accelerate.prepared_optimizer import GradientState, PreparedScheduler
 from zeroaccel.accelerate.project import ProjectConfiguration, project_of
@@ -62,12 +63,11 @@ from zeroaccel.parallel.sequence import SequenceGroup
 from zeroaccel.telemetry.trackers import GeneralTracker, Trackers
 
 _AUTOCAST_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-_MAX_SHARD_SIZE = "10GB"
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Accelerator(ControlFlow):
+class Accelerator(ControlFlow, TrainingLoop, ModelSaving):
     """Prepares models, optimizers, schedulers and loaders for ZeRO training, and serves the training loop.
 
     Accepts plugins and handlers of accelerate's own classes; a note names each field that has no effect.
@@ -224,8 +224,7 @@ class Accelerator(ControlFlow):
             pipeline=pipeline,
         )
         self._preparation = Preparation(self.state, self.gradient_state, rules, self.collectives)
-        self._loop = TrainingLoop(self.state, self.gradient_state)
-        self._models = ModelSaving(self.state, self.collectives)
+        self.step = 0
         self._run = RunSaving(self.state, self.dataloaders, self.collectives, project)
         self._triggered = False
         join_accelerate(cpu=partial.device.type == "cpu")
@@ -407,7 +406,7 @@ class Accelerator(ControlFlow):
             )
         kinds = sort_objects(objects)
         prepared = self._preparation.prepare(kinds, optimizer_kind)
-        self._run.save_between_batches(self.gradient_state, self._loop)
+        self._run.save_between_batches(self)
         for index, loader in kinds.loaders:
             prepared[index] = self.prepare_data_loader(loader, device_placement)
         result = [prepared.get(index, value) for index, value in enumerate(objects)]
@@ -468,138 +467,6 @@ class Accelerator(ControlFlow):
         if not any(loader is other for other in self.dataloaders):
             self.dataloaders.append(loader)
         return loader
-
-    # -- accumulation: see `TrainingLoop`
-
-    @property
-    def step(self) -> int:
-        """Micro-steps that `accumulate` has counted since the last end of a loader."""
-        return self._loop.step
-
-    @step.setter
-    def step(self, value: int) -> None:
-        self._loop.step = value
-
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether the current micro-step ends with an optimizer step."""
-        return self.gradient_state.sync_gradients
-
-    @sync_gradients.setter
-    def sync_gradients(self, value: bool) -> None:
-        self.gradient_state.sync_gradients = bool(value)
-
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-steps per optimizer step."""
-        return self.gradient_state.num_steps
-
-    @gradient_accumulation_steps.setter
-    def gradient_accumulation_steps(self, value: int) -> None:
-        if type(value) is not int or value < 1:
-            raise UsageError("gradient_accumulation_steps", expected="a whole number of at least 1", got=value)
-        self.gradient_state.num_steps = value
-
-    @contextlib.contextmanager
-    def accumulate(self, *models: nn.Module) -> Iterator[None]:
-        """One micro-step. The last of `gradient_accumulation_steps`, and the last of a loader, end with an update.
-
-        In the other micro-steps, `optimizer.step`, `zero_grad` and `scheduler.step` do nothing, so the loop is the
-        same as without accumulation.
-
-        Args:
-            models: prepared models that the block trains.
-
-        Example:
-            >>> import torch
-            >>> from zeroaccel import Accelerator
-            >>> accelerator = Accelerator(gradient_accumulation_steps=2)
-            >>> model = torch.nn.Linear(4, 1)
-            >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-            >>> for batch in torch.randn(4, 8, 4):  # four micro-steps, two updates
-            ...     with accelerator.accumulate(model):
-            ...         accelerator.backward(model(batch).mean())
-            ...         optimizer.step()
-            ...         optimizer.zero_grad()
-        """
-        self._loop.begin_micro_step(models)
-        yield
-
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Backwards inside accumulate without communication at stages 0 and 1.
-
-        At stages 2 and 3 every backward reduces gradients, because a rank has no room for unreduced ones. The result
-        is the same.
-        """
-        return self._loop.no_sync(model)
-
-    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
-        """The backward inside reduces gradients as the last of its step, although an accumulation goes on."""
-        return self._loop.trigger_sync_in_backward(model)
-
-    # -- backward and gradients
-
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Computes gradients of `loss / gradient_accumulation_steps`, for every prepared model it depends on.
-
-        Args:
-            loss: a scalar; the mean over this rank's micro-batch.
-            kwargs: `retain_graph`.
-
-        Raises:
-            EngineStateError: no model was prepared for training.
-            UsageError: the loss is not a scalar with a gradient, depends on no prepared model, or under fp16 on
-                several; or there is another keyword.
-
-        Example:
-            >>> import torch
-            >>> from zeroaccel import Accelerator
-            >>> accelerator = Accelerator()
-            >>> model = torch.nn.Linear(4, 1)
-            >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-            >>> accelerator.backward(model(torch.randn(8, 4)).square().mean())
-            >>> optimizer.step()
-        """
-        self._loop.backward(loss, **kwargs)
-
-    def clip_grad_norm_(
-        self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0
-    ) -> Tensor | None:
-        """Clips the gradients of the coming update to a global L2 norm of `max_norm`.
-
-        The norm is taken over all given models together. Within an accumulation gradients are incomplete, so nothing
-        happens. Where the config clips too, the smaller of the two norms counts.
-
-        Args:
-            parameters: those of one or more prepared models; all that are trained of each.
-
-        Returns:
-            The norm before clipping, over all ranks, a 0-dim fp32 tensor; None within an accumulation.
-
-        Raises:
-            UsageError: only a part of a model's parameters, parameters of no prepared model, or another norm.
-
-        Example:
-            >>> import torch
-            >>> from zeroaccel import Accelerator
-            >>> accelerator = Accelerator()
-            >>> model = torch.nn.Linear(4, 1)
-            >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-            >>> accelerator.backward(model(torch.full((2, 4), 3.0)).mean())
-            >>> norm = accelerator.clip_grad_norm_(model.parameters(), max_norm=1.0)
-            >>> round(norm.item(), 3)  # before clipping
-            6.083
-            >>> optimizer.step()
-        """
-        return self._loop.clip_grad_norm_(parameters, max_norm, norm_type)
-
-    def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
-        """Clamps every element of the coming update's gradients to [-clip_value, clip_value].
-
-        Raises:
-            UsageError: only a part of a model's parameters, or parameters of no prepared model.
-        """
-        self._loop.clip_grad_value_(parameters, clip_value)
 
     def verify_device_map(self, model: nn.Module) -> bool:
         """Whether the model was dispatched over several devices by a `device_map`, as big-model inference does."""
@@ -747,104 +614,6 @@ class Accelerator(ControlFlow):
         self.collectives.all_reduce(flag, "max", "check_trigger")
         self._triggered = False
         return bool(flag.item())
-
-    # -- weights for other programs: see `ModelSaving`
-
-    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
-        """The model that was given to `prepare`; its parameters still are the engine's.
-
-        Args:
-            keep_fp32_wrapper: has no effect: the engine adds no such wrapper.
-            keep_torch_compile: False also removes the wrapper of `torch.compile(model)`.
-
-        Example:
-            >>> import torch
-            >>> from zeroaccel import Accelerator
-            >>> accelerator = Accelerator()
-            >>> model = torch.nn.Linear(4, 1)
-            >>> accelerator.unwrap_model(accelerator.prepare(model)) is model
-            True
-        """
-        return unwrap_model(model, keep_torch_compile=keep_torch_compile)
-
-    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
-        """The model's full state dict in host memory on rank 0, an empty one on the others. (all ranks)
-
-        At every stage; one unit at a time is gathered. Weights have the dtypes they are computed in; the exact fp32
-        ones are in checkpoints. Tied parameters are one tensor under each of their names.
-
-        Args:
-            unwrap: accepted; names are those of the model itself in either case.
-
-        Example:
-            >>> import torch
-            >>> from zeroaccel import Accelerator, ZeroPlugin
-            >>> accelerator = Accelerator(zero_plugin=ZeroPlugin(zero_stage=3))
-            >>> model = accelerator.prepare(torch.nn.Linear(4, 1))
-            >>> accelerator.get_state_dict(model)["weight"].shape
-            torch.Size([1, 4])
-        """
-        return self._models.get_state_dict(model)
-
-    def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
-        """Writes an object on rank 0: by `torch.save`, or a dict of tensors as safetensors.
-
-        The other ranks return at once; for the weights of a prepared model, call `get_state_dict` first.
-
-        Raises:
-            CheckpointError: it cannot be written.
-        """
-        self._models.save(obj, f, safe_serialization=safe_serialization)
-
-    def save_model(
-        self,
-        model: nn.Module,
-        save_directory: str | os.PathLike[str],
-        max_shard_size: int | str = _MAX_SHARD_SIZE,
-        safe_serialization: bool = True,
-    ) -> list[str]:
-        """Writes the weights as `model.safetensors`, or as several files with an index. (all ranks)
-
-        Weights are streamed from the shards: no rank has more than one unsharded unit of the model at a time.
-
-        Args:
-            max_shard_size: of a file: bytes, "10GB", "512MiB". A larger tensor has a file of its own.
-            safe_serialization: False writes `pytorch_model.bin`, each file of which is built in memory.
-
-        Returns:
-            The names of the files.
-
-        Raises:
-            UsageError: a model that is not prepared, or a size that is none.
-            CheckpointError: the folder cannot be written; on every rank.
-
-        Example:
-            >>> import torch
-            >>> from zeroaccel import Accelerator
-            >>> accelerator = Accelerator()
-            >>> model = accelerator.prepare(torch.nn.Linear(4, 1))
-            >>> accelerator.save_model(model, "exported", max_shard_size="5GB")
-            ['model.safetensors']
-        """
-        return self._models.save_model(model, save_directory, max_shard_size, safe_serialization=safe_serialization)
-
-    def save_pretrained(
-        self,
-        model: nn.Module,
-        save_directory: str | os.PathLike[str],
-        max_shard_size: int | str = _MAX_SHARD_SIZE,
-        safe_serialization: bool = True,
-    ) -> list[str]:
-        """As `save_model`, with the files beside the weights that `from_pretrained` looks for. (all ranks)
-
-        Those are `config.json`, and `generation_config.json` where the model has one.
-
-        Raises:
-            UsageError: the model has no config that can be saved.
-        """
-        return self._models.save_pretrained(
-            model, save_directory, max_shard_size, safe_serialization=safe_serialization
-        )
 
     # -- states to resume from: see `RunSaving`
 

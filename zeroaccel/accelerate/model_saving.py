@@ -1,7 +1,7 @@
 """Weights of prepared models for other programs: state dicts, safetensors files, `save_pretrained`.
 
-Part of an `Accelerator`. Works at every stage without a setting before training: weights are gathered and written unit
-by unit. Checkpoints to resume from are `run_state.py`'s.
+Works at every stage without a setting before training: weights are gathered and written unit by unit. Checkpoints to
+resume from are `run_state.py`'s.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.errors import CheckpointError, UsageError
 from zeroaccel.zero.engine_base import EngineBase
+
+_MAX_SHARD_SIZE = "10GB"
 
 
 def unwrap_model(model: Any, *, keep_torch_compile: bool) -> Any:
@@ -45,29 +47,100 @@ def write_object(obj: Any, file: str | os.PathLike[str], *, safe_serialization: 
 
 
 class ModelSaving:
-    """Reads the weights of `state.prepared`; the methods are documented at `Accelerator`."""
+    """Weights of the models of `state.prepared`; a base of `Accelerator`.
 
-    def __init__(self, state: AcceleratorState, collectives: Collectives) -> None:
-        self._state = state
-        self._collectives = collectives
+    Attributes:
+        state: has every prepared model.
+        collectives: over all ranks.
+    """
 
-    def get_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
-        engine = self._engine_of(model)
+    state: AcceleratorState
+    collectives: Collectives
+
+    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
+        """The model that was given to `prepare`; its parameters still are the engine's.
+
+        Args:
+            keep_fp32_wrapper: has no effect: the engine adds no such wrapper.
+            keep_torch_compile: False also removes the wrapper of `torch.compile(model)`.
+
+        Example:
+            >>> import torch
+            >>> from zeroaccel import Accelerator
+            >>> accelerator = Accelerator()
+            >>> model = torch.nn.Linear(4, 1)
+            >>> accelerator.unwrap_model(accelerator.prepare(model)) is model
+            True
+        """
+        return unwrap_model(model, keep_torch_compile=keep_torch_compile)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
+        """The model's full state dict in host memory on rank 0, an empty one on the others. (all ranks)
+
+        At every stage; one unit at a time is gathered. Weights have the dtypes they are computed in; the exact fp32
+        ones are in checkpoints. Tied parameters are one tensor under each of their names.
+
+        Args:
+            unwrap: accepted; names are those of the model itself in either case.
+
+        Example:
+            >>> import torch
+            >>> from zeroaccel import Accelerator, ZeroPlugin
+            >>> accelerator = Accelerator(zero_plugin=ZeroPlugin(zero_stage=3))
+            >>> model = accelerator.prepare(torch.nn.Linear(4, 1))
+            >>> accelerator.get_state_dict(model)["weight"].shape
+            torch.Size([1, 4])
+        """
+        engine = self._saved_engine(model)
         if engine is not None:
             return engine.consolidated_state_dict() or {}  # None would make save_pretrained read the sharded weights
-        if self._collectives.rank != 0:
+        if self.collectives.rank != 0:
             return {}
         return {name: value.detach().to("cpu", copy=True) for name, value in model.state_dict().items()}
 
-    def save(self, obj: Any, file: str | os.PathLike[str], *, safe_serialization: bool) -> None:
-        if self._collectives.rank == 0:
-            write_object(obj, file, safe_serialization=safe_serialization)
+    def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
+        """Writes an object on rank 0: by `torch.save`, or a dict of tensors as safetensors.
+
+        The other ranks return at once; for the weights of a prepared model, call `get_state_dict` first.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        if self.collectives.rank == 0:
+            write_object(obj, f, safe_serialization=safe_serialization)
 
     def save_model(
-        self, model: nn.Module, folder: str | os.PathLike[str], max_shard_size: int | str, *, safe_serialization: bool
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = _MAX_SHARD_SIZE,
+        safe_serialization: bool = True,
     ) -> list[str]:
-        engine = self._engine_of(model)
-        with agreed(self._collectives, "save_model"):
+        """Writes the weights as `model.safetensors`, or as several files with an index. (all ranks)
+
+        Weights are streamed from the shards: no rank has more than one unsharded unit of the model at a time.
+
+        Args:
+            max_shard_size: of a file: bytes, "10GB", "512MiB". A larger tensor has a file of its own.
+            safe_serialization: False writes `pytorch_model.bin`, each file of which is built in memory.
+
+        Returns:
+            The names of the files.
+
+        Raises:
+            UsageError: a model that is not prepared, or a size that is none.
+            CheckpointError: the folder cannot be written; on every rank.
+
+        Example:
+            >>> import torch
+            >>> from zeroaccel import Accelerator
+            >>> accelerator = Accelerator()
+            >>> model = accelerator.prepare(torch.nn.Linear(4, 1))
+            >>> accelerator.save_model(model, "exported", max_shard_size="5GB")
+            ['model.safetensors']
+        """
+        engine = self._saved_engine(model)
+        with agreed(self.collectives, "save_model"):
             max_nbytes = parse_nbytes(max_shard_size)
             if engine is None:
                 raise UsageError(
@@ -76,31 +149,42 @@ class ModelSaving:
                     fix="prepare it, or save it with its own save_pretrained",
                 )
         assert engine is not None, "a missing engine was refused on every rank"
-        return engine.save_model(folder, max_nbytes=max_nbytes, pickled=not safe_serialization)
+        return engine.save_model(save_directory, max_nbytes=max_nbytes, pickled=not safe_serialization)
 
     def save_pretrained(
-        self, model: nn.Module, folder: str | os.PathLike[str], max_shard_size: int | str, *, safe_serialization: bool
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = _MAX_SHARD_SIZE,
+        safe_serialization: bool = True,
     ) -> list[str]:
+        """As `save_model`, with the files beside the weights that `from_pretrained` looks for. (all ranks)
+
+        Those are `config.json`, and `generation_config.json` where the model has one.
+
+        Raises:
+            UsageError: the model has no config that can be saved.
+        """
         inner = unwrap_model(model, keep_torch_compile=False)
         configs = {"config": getattr(inner, "config", None), "generation_config": None}
         if callable(getattr(inner, "can_generate", None)) and inner.can_generate():
             configs["generation_config"] = getattr(inner, "generation_config", None)
-        with agreed(self._collectives, "save_pretrained: config"):
+        with agreed(self.collectives, "save_pretrained: config"):
             if not callable(getattr(configs["config"], "to_dict", None)):
                 raise UsageError(
                     f"accelerator.save_pretrained({type(inner).__name__})",
                     expected="a model of transformers, with a config",
                     fix="use save_model, which writes the weights only",
                 )
-            if self._collectives.rank == 0:
+            if self.collectives.rank == 0:
                 for name, config in configs.items():
                     if config is not None:
-                        _write_config(Path(folder), name, config, inner)
-        return self.save_model(model, folder, max_shard_size, safe_serialization=safe_serialization)
+                        _write_config(Path(save_directory), name, config, inner)
+        return self.save_model(model, save_directory, max_shard_size, safe_serialization)
 
-    def _engine_of(self, model: nn.Module) -> EngineBase | None:
+    def _saved_engine(self, model: nn.Module) -> EngineBase | None:
         inner = unwrap_model(model, keep_torch_compile=False)
-        for item in self._state.prepared:
+        for item in self.state.prepared:
             if model is item.engine or inner is unwrap_model(item.engine, keep_torch_compile=False):
                 return item.engine
         return None

@@ -30,7 +30,6 @@ from torch.utils.hooks import RemovableHandle
 
 from zeroaccel.accelerate.accelerator_state import AcceleratorState
 from zeroaccel.accelerate.memory_states import MemoryStates, StateSave, folder_for_states
-from zeroaccel.accelerate.prepared_optimizer import GradientState
 from zeroaccel.accelerate.project import (
     STATE_NAME,
     ProjectConfiguration,
@@ -201,7 +200,7 @@ class RunSaving:
                 prune_states(self.project, in_flight=1 if background else 0)
         return str(saved)
 
-    def save_between_batches(self, gradients: GradientState, loop: TrainingLoop) -> None:
+    def save_between_batches(self, loop: TrainingLoop) -> None:
         """Has loaders save the run at their next batch where it is time: after a preemption, and in memory."""
         for item in self._state.prepared:
             if item.optimizer is not None and item.engine not in self._watched:
@@ -210,7 +209,7 @@ class RunSaving:
                     item.engine.when_preempted(self._note_preemption)
         self._reserve_memory()
         if self.project.save_on_preemption or self._memory is not None:
-            gradients.at_next_batch = lambda: self._save_between_batches(loop.step)
+            loop.gradient_state.at_next_batch = lambda: self._save_between_batches(loop.step)
 
     def _note_preemption(self) -> None:
         self._is_preempted = True

@@ -96,7 +96,6 @@ CUDA_FILES = {
 }
 # Which files may be longer, and why.
 LONG_FILES = {
-    "zeroaccel/accelerate/accelerator.py": "what scripts call, each method with its documentation and often an example",
     "zeroaccel/zero/engine_base.py": "one class: the step, and the documented calls of programs, which delegate",
     "zeroaccel/checkpoint/zero_to_fp32.py": "a whole program, copied beside checkpoints; it may import no other file",
 }
