@@ -25,7 +25,7 @@ from zeroaccel.zero.access.safetensors_file import ITEMSIZE, dtype_of
 
 
 @dataclass(frozen=True)
-class _Request:
+class _ElementRequest:
     """Elements of `dtype` at byte `offset` of a file, at most a chunk, for `into`, (n,), converted to its dtype."""
 
     offset: int
@@ -56,7 +56,7 @@ class TensorStore:
         self.requested_nbytes = 0
         self._folder = folder
         self._files: dict[int, RankFileReader] = {}
-        self._pending: dict[int, list[_Request]] = {}
+        self._pending: dict[int, list[_ElementRequest]] = {}
         self._used: dict[int, dict[str, tuple[str, int, int]]] = {}
 
     def __enter__(self) -> TensorStore:
@@ -91,7 +91,7 @@ class TensorStore:
             file, piece_start, length, offset = runs[index]
             count = min(piece_start + length - cursor, end - cursor, limit)
             part = into[cursor - start : cursor - start + count]
-            request = _Request(offset + (cursor - piece_start) * itemsize, part, dtype)
+            request = _ElementRequest(offset + (cursor - piece_start) * itemsize, part, dtype)
             self._pending.setdefault(file, []).append(request)
             if record.split is None:
                 self._used.setdefault(file, {})[key] = (record.dtype, length, offset)
@@ -113,7 +113,7 @@ class TensorStore:
         for file, requests in sorted(pending.items()):
             self._read(file, sorted(requests, key=lambda request: request.offset), used[file])
 
-    def _read(self, file: int, requests: Sequence[_Request], pieces: Mapping[str, tuple[str, int, int]]) -> None:
+    def _read(self, file: int, requests: Sequence[_ElementRequest], pieces: Mapping[str, tuple[str, int, int]]) -> None:
         if file not in self._files:
             self._files[file] = RankFileReader(self._folder, self.manifest.files[file])
         self._files[file].check_pieces(pieces)
@@ -136,9 +136,9 @@ class TensorStore:
         return flat.view(record.shape)
 
 
-def _spans(requests: Sequence[_Request]) -> Iterator[list[_Request]]:
+def _spans(requests: Sequence[_ElementRequest]) -> Iterator[list[_ElementRequest]]:
     """Runs of requests with no unrequested block between them, each of at most twice a chunk."""
-    span: list[_Request] = []
+    span: list[_ElementRequest] = []
     end = 0
     for request in requests:
         if span and (
@@ -184,6 +184,6 @@ class TorchStore(TensorStore):
         """Read from the disk so far, but for what torch's checksums were compared with."""
         return self.requested_nbytes
 
-    def _read(self, file: int, requests: Sequence[_Request], pieces: Mapping[str, tuple[str, int, int]]) -> None:
+    def _read(self, file: int, requests: Sequence[_ElementRequest], pieces: Mapping[str, tuple[str, int, int]]) -> None:
         for request in requests:  # their manifest was made from the files themselves
             request.deliver(self.torch_files[file].read(request.offset, request.nbytes))

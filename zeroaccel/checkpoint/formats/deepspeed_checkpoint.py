@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from zeroaccel.checkpoint.formats.deepspeed_partitioned import (
     DeepSpeedContents,
     FlatStates,
-    ParamGroup,
     named_shapes,
     pieces,
     read_chunked,
@@ -171,17 +170,6 @@ _MODEL_KEYS = frozenset(
 _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
 
 
-class DeepSpeedWeight(NamedTuple):
-    """A parameter or buffer; its best values are the tensor `key`, of `dtype` and `shape`."""
-
-    fqn: str
-    key: str
-    dtype: str
-    shape: tuple[int, ...]
-    trainable: bool
-    is_buffer: bool
-
-
 @dataclass(frozen=True)
 class States:
     """The optimizer's states.
@@ -195,48 +183,29 @@ class States:
     scalars: Mapping[str, Mapping[str, Any]]
 
 
-@dataclass
-class DeepSpeedCheckpoint:
+@dataclass(kw_only=True)
+class DeepSpeedCheckpoint(DeepSpeedContents):
     """A checkpoint whose pickles have been read; no file stays open.
+
+    Keys of `tensors` are "master/FQN", "value/FQN" (parameters without a master) and "buffer/NAME".
 
     Attributes:
         stage: 0 to 3; for a universal one that of the run that was converted.
         version: DeepSpeed's.
-        contents: names, shapes and locations; `shapes` has the trainable parameters, `frozen` the others.
         model: the content of the model's file besides tensors: `counters`, `lr_scheduler`, `client_state` read it.
         loss_scaler: attributes of DeepSpeed's loss scaler and its "type", or None.
         model_file: the number of the file that `model` is from.
+        positional: states without names, see `name_positions`.
     """
 
     folder: Path
     tag: str
-    stage: int
-    world_size: int
-    contents: DeepSpeedContents
-    model: Mapping[str, Any]
+    stage: int = 0
+    world_size: int = 1
+    model: Mapping[str, Any] = field(default_factory=dict)
     loss_scaler: Mapping[str, Any] | None = None
     model_file: int = 0
-    _positional: list[list[dict[str, Any]]] = field(default_factory=list)
-
-    @property
-    def files(self) -> Sequence[TorchFile]:
-        """By the numbers that pieces have."""
-        return self.contents.files
-
-    @property
-    def tensors(self) -> Mapping[str, TensorRecord]:
-        """The record of each key: "master/FQN", "value/FQN" (parameters without a master) and "buffer/NAME"."""
-        return self.contents.tensors
-
-    @property
-    def ties(self) -> Mapping[str, str]:
-        """alias -> name."""
-        return self.contents.ties
-
-    @property
-    def groups(self) -> Sequence[ParamGroup]:
-        """The optimizer's param groups."""
-        return self.contents.groups
+    positional: list[list[dict[str, Any]]] = field(default_factory=list)
 
     @property
     def version(self) -> str:
@@ -270,16 +239,15 @@ class DeepSpeedCheckpoint:
 
     # -- weights
 
-    def weights(self) -> Iterator[DeepSpeedWeight]:
+    def weights(self) -> Iterator[Weight]:
         """Parameters in the model's order, then buffers; ties once, under the name that `ties` gives the others."""
-        for fqn in self.contents.order:
-            key = self.weight_key(fqn)
-            if key is not None:
+        for fqn in self.order:
+            if (key := self.weight_key(fqn)) is not None:
                 record = self.tensors[key]
-                yield DeepSpeedWeight(fqn, key, record.dtype, record.shape, fqn in self.contents.shapes, False)
-        for name in self.contents.buffers:
+                yield Weight(fqn, record.dtype, record.shape, record.pieces, excludable=fqn not in self.shapes)
+        for name in self.buffers:
             record = self.tensors[f"buffer/{name}"]
-            yield DeepSpeedWeight(name, f"buffer/{name}", record.dtype, record.shape, False, True)
+            yield Weight(name, record.dtype, record.shape, record.pieces, is_buffer=True)
 
     def weight_key(self, fqn: str) -> str | None:
         """The key of a parameter's best values; None if they are not in the checkpoint."""
@@ -289,14 +257,14 @@ class DeepSpeedCheckpoint:
     @property
     def left_out(self) -> list[str]:
         """Parameters whose values the checkpoint does not have."""
-        return [fqn for fqn in self.contents.order if self.weight_key(fqn) is None]
+        return [fqn for fqn in self.order if self.weight_key(fqn) is None]
 
     # -- optimizer
 
     @property
     def has_positions(self) -> bool:
         """Whether there are states without names; see `name_positions`."""
-        return any(state for group in self._positional for state in group)
+        return any(state for group in self.positional for state in group)
 
     def name_positions(self, names: Sequence[Sequence[str]]) -> None:
         """Names the states of fp32 training at stage 0, which are saved by position only; else does nothing.
@@ -307,9 +275,9 @@ class DeepSpeedCheckpoint:
         Raises:
             CheckpointError: numbers or shapes do not agree.
         """
-        if self._positional:
-            name_positions(self.contents, self._positional, names, f"checkpoint {self.folder}")
-            self._positional = []
+        if self.positional:
+            name_positions(self, self.positional, names, f"checkpoint {self.folder}")
+            self.positional = []
             self.__dict__.pop("states", None)
 
     @cached_property
@@ -321,7 +289,7 @@ class DeepSpeedCheckpoint:
         """
         tensors: dict[str, TensorRecord] = {}
         scalars: dict[str, dict[str, Any]] = {}
-        for flat in self.contents.flats:
+        for flat in self.flats:
             self._cut(flat, tensors, scalars)
         return States(tensors, scalars)
 
@@ -337,7 +305,7 @@ class DeepSpeedCheckpoint:
             parts = [state.get(kind) for state in flat.states]
             if not all(isinstance(part, tuple) for part in parts):
                 raise CheckpointError(f"{self.folder}: state {kind} of {flat.names[0]}: not in the file of every rank")
-            ranks = [self.contents.elements(part) for part in parts if part is not None]
+            ranks = [self.elements(part) for part in parts if part is not None]
             if any(partition.numel > flat.partition_numel for partition in ranks):
                 raise CheckpointError(
                     f"{self.folder}: state {kind} of {flat.names[0]}",
@@ -356,8 +324,8 @@ class DeepSpeedCheckpoint:
 
     def value(self, tensor: tuple[int, StoredTensor]) -> tuple[str, tuple[int, ...], NDArray[np.uint8]]:
         """(dtype, shape, bytes) of a small tensor among the plain data."""
-        record = self.contents.record(tensor)
-        return record.dtype, record.shape, self.contents.read(record)
+        record = self.record(tensor)
+        return record.dtype, record.shape, self.read(record)
 
     def verify(self) -> None:
         """Reads every file and compares it with the checksums in it; CheckpointError names what is damaged."""
@@ -389,91 +357,93 @@ def open_deepspeed_checkpoint(root: Path | str, tag: object = None) -> DeepSpeed
 
 
 def _open(folder: Path, name: str, files: CheckpointFiles) -> DeepSpeedCheckpoint:
+    checkpoint = DeepSpeedCheckpoint(folder=folder, tag=name)
     if files.universal is not None:
-        return _open_universal(folder, name, files, files.universal)
-    if not files.optims:
-        return _open_unsharded(folder, name, files)
+        _open_universal(checkpoint, files, files.universal)
+    elif files.optims:
+        _open_sharded(checkpoint, files)
+    else:
+        _open_unsharded(checkpoint, files)
+    return checkpoint
+
+
+def _open_sharded(checkpoint: DeepSpeedCheckpoint, files: CheckpointFiles) -> None:
     # The optimizer files first: the world size and the layout (chunks or partitions) are only in them.
-    contents = DeepSpeedContents([])
     ranks: list[tuple[int, Mapping[str, Any]]] = []
     for _, path in sorted(files.optims.items()):
-        content = _open_file(contents, path)
-        ranks.append((len(contents.files) - 1, content["optimizer_state_dict"]))
+        content = _open_file(checkpoint, path)
+        ranks.append((len(checkpoint.files) - 1, content["optimizer_state_dict"]))
     first = ranks[0][1]
     count = first["partition_count"]
     counts = set(count) if isinstance(count, list) else {count}
     if len(counts) != 1:
         raise CheckpointError(
-            f"{folder}: of expert parallel training", expected="data parallel only", got=sorted(counts)
+            f"{files.folder}: of expert parallel training", expected="data parallel only", got=sorted(counts)
         )
-    world_size = int(counts.pop())
+    checkpoint.world_size = int(counts.pop())
     bf16_optimizer = "zero_stage" not in first  # BF16_Optimizer partitions as stage 1, and does not say so
-    stage = 1 if bf16_optimizer else _number(first["zero_stage"])
+    checkpoint.stage = 1 if bf16_optimizer else _number(first["zero_stage"])
     chunked = "fp32_flat_groups" in first  # as stage 3 has them
-    files.require_ranks(world_size, models=chunked)
+    files.require_ranks(checkpoint.world_size, models=chunked)
     # At stages 1 and 2 there is one model file. At stage 3 each rank has one, with its chunks of frozen parameters.
     if chunked:
-        models = [(len(contents.files), _open_file(contents, path)) for _, path in sorted(files.models.items())]
+        models = [(len(checkpoint.files), _open_file(checkpoint, path)) for _, path in sorted(files.models.items())]
     else:
         if files.full_model is None:
-            raise CheckpointError(f"{folder}: incomplete, mp_rank_00_model_states.pt is missing")
-        models = [(len(contents.files), _open_file(contents, files.full_model))]
-    file, model = models[0]
+            raise CheckpointError(f"{files.folder}: incomplete, mp_rank_00_model_states.pt is missing")
+        models = [(len(checkpoint.files), _open_file(checkpoint, files.full_model))]
+    file, model = checkpoint.model_file, checkpoint.model = models[0]
+    checkpoint.loss_scaler = _scaler(first)
     shapes = [named_shapes(group) for group in model["param_shapes"] or ()]
     if not shapes:
-        raise CheckpointError(f"{contents.files[file].path}: the optimizer's shapes (param_shapes) are missing")
-    read_module(contents, file, model, full=not chunked)
+        raise CheckpointError(f"{checkpoint.files[file].path}: the optimizer's shapes (param_shapes) are missing")
+    read_module(checkpoint, file, model, full=not chunked)
     if chunked:
-        read_chunked(contents, shapes, models, ranks)
+        read_chunked(checkpoint, shapes, models, ranks)
     else:
-        read_partitioned(contents, shapes, ranks, padded=bf16_optimizer)
-    return DeepSpeedCheckpoint(folder, name, stage, world_size, contents, model, _scaler(first), model_file=file)
+        read_partitioned(checkpoint, shapes, ranks, padded=bf16_optimizer)
 
 
-def _open_file(contents: DeepSpeedContents, path: Path) -> dict[str, Any]:
+def _open_file(checkpoint: DeepSpeedCheckpoint, path: Path) -> dict[str, Any]:
     file = TorchFile(path)
     if not isinstance(file.content, dict):
         raise CheckpointError(f"{path}", expected="a dictionary", got=type(file.content).__name__)
-    contents.files.append(file)
+    checkpoint.files.append(file)
     return file.content
 
 
-def _open_unsharded(folder: Path, name: str, files: CheckpointFiles) -> DeepSpeedCheckpoint:
+def _open_unsharded(checkpoint: DeepSpeedCheckpoint, files: CheckpointFiles) -> None:
     if files.full_model is None:
         files.require_ranks(max(files.models) + 1, models=True)
     assert files.full_model is not None, "a checkpoint without model files"
-    contents = DeepSpeedContents([])
-    model = _open_file(contents, files.full_model)
+    checkpoint.model = model = _open_file(checkpoint, files.full_model)
+    checkpoint.world_size = int(model["dp_world_size"])
     if model.get("param_shapes"):
-        files.require_ranks(int(model["dp_world_size"]), models=False)
-    read_module(contents, 0, model, full=True)
+        files.require_ranks(checkpoint.world_size, models=False)
+    read_module(checkpoint, 0, model, full=True)
     optimizer = model.get("optimizer")
-    positional = read_unsharded(contents, 0, optimizer)
-    scaler: dict[str, Any] = {}
+    checkpoint.positional = read_unsharded(checkpoint, 0, optimizer)
     if isinstance(optimizer, dict) and "cur_scale" in optimizer:
-        scaler = {key: optimizer[key] for key in _SCALER_KEYS if key in optimizer}
-        scaler["type"] = "DynamicLossScaler" if optimizer["dynamic_loss_scale"] else "LossScaler"
-    return DeepSpeedCheckpoint(
-        folder, name, 0, int(model["dp_world_size"]), contents, model, scaler or None, _positional=positional
-    )
+        checkpoint.loss_scaler = {
+            **{key: optimizer[key] for key in _SCALER_KEYS if key in optimizer},
+            "type": "DynamicLossScaler" if optimizer["dynamic_loss_scale"] else "LossScaler",
+        }
 
 
-def _open_universal(folder: Path, name: str, files: CheckpointFiles, universal: Path) -> DeepSpeedCheckpoint:
-    contents = DeepSpeedContents([])
+def _open_universal(checkpoint: DeepSpeedCheckpoint, files: CheckpointFiles, universal: Path) -> None:
     full = files.full_model is not None
-    if files.full_model is not None:
-        models = [(0, _open_file(contents, files.full_model))]
-    else:
-        models = [(index, _open_file(contents, path)) for index, (_, path) in enumerate(sorted(files.models.items()))]
-    model = models[0][1]
-    read_module(contents, 0, model, full=full)
+    paths = [path for _, path in sorted(files.models.items())] if files.full_model is None else [files.full_model]
+    models = [(index, _open_file(checkpoint, path)) for index, path in enumerate(paths)]
+    checkpoint.model = model = models[0][1]
+    checkpoint.world_size = int(model["dp_world_size"])
+    read_module(checkpoint, 0, model, full=full)
     if not full:
-        if len(models) != int(model["dp_world_size"]):
-            raise CheckpointError(f"{folder}: model files", expected=f"{model['dp_world_size']}", got=len(models))
-        read_frozen_chunks(contents, models)
-    body = read_universal(contents, universal, model)
-    stage = _number(body["zero_stage"]) if "zero_stage" in body else 1
-    return DeepSpeedCheckpoint(folder, name, stage, int(model["dp_world_size"]), contents, model, _scaler(body))
+        if len(models) != checkpoint.world_size:
+            raise CheckpointError(f"{files.folder}: model files", expected=f"{model['dp_world_size']}", got=len(models))
+        read_frozen_chunks(checkpoint, models)
+    body = read_universal(checkpoint, universal, model)
+    checkpoint.stage = _number(body["zero_stage"]) if "zero_stage" in body else 1
+    checkpoint.loss_scaler = _scaler(body)
 
 
 def _number(stage: Any) -> int:
@@ -512,17 +482,7 @@ def deepspeed_source(checkpoint_dir: str | os.PathLike[str], tag: str | None = N
         stage=opened.stage,
         world_size=opened.world_size,
         fingerprint=opened.fingerprint,
-        weights=tuple(
-            Weight(
-                weight.fqn,
-                weight.dtype,
-                weight.shape,
-                opened.tensors[weight.key].pieces,
-                is_buffer=weight.is_buffer,
-                excludable=not weight.trainable and not weight.is_buffer,
-            )
-            for weight in opened.weights()
-        ),
+        weights=tuple(opened.weights()),
         ties={alias: name for alias, name in opened.ties.items() if opened.weight_key(name) is not None},
         files=tuple(_SourceFile(file) for file in opened.files),
         left_out=tuple(opened.left_out),

@@ -197,7 +197,7 @@ class DeepSpeedContents:
         flats: optimizer states, not yet cut into parameters.
     """
 
-    files: list[TorchFile]
+    files: list[TorchFile] = field(default_factory=list)
     order: list[str] = field(default_factory=list)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     frozen: dict[str, tuple[int, ...]] = field(default_factory=dict)

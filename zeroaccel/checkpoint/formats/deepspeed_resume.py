@@ -59,20 +59,20 @@ def manifest_of(
             "checkpoint %s: saved at stage 0, which gives optimizer states no names; taken to be in the model's order",
             checkpoint.folder,
         )
-        ranked = {name: position for position, name in enumerate(checkpoint.contents.order)}
+        ranked = {name: position for position, name in enumerate(checkpoint.order)}
         names = sorted(group_of, key=lambda name: ranked.get(name, len(ranked)))
         groups = range(max(group_of.values(), default=-1) + 1)
         checkpoint.name_positions([[name for name in names if group_of[name] == group] for group in groups])
     # From here on nothing is DeepSpeed's but the files that the records point into.
-    contents, states = checkpoint.contents, checkpoint.states
+    states = checkpoint.states
     tensors: dict[str, TensorRecord] = {**checkpoint.tensors, **states.tensors}
     plain = _PlainEncoder(checkpoint, tensors)
     group_index = {name: index for index, group in enumerate(checkpoint.groups) for name in group.names}
-    shapes = {**contents.frozen, **contents.shapes}
+    shapes = {**checkpoint.frozen, **checkpoint.shapes}
     parameters = {}
-    for fqn in contents.order:
+    for fqn in checkpoint.order:
         key = checkpoint.weight_key(fqn)
-        dtype = contents.dtypes.get(fqn) or (tensors[key].dtype if key else "F32")
+        dtype = checkpoint.dtypes.get(fqn) or (tensors[key].dtype if key else "F32")
         parameters[fqn] = ParameterRecord(
             dtype, shapes[fqn], fqn in group_index, group_index.get(fqn), saved=key is not None
         )
@@ -84,9 +84,9 @@ def manifest_of(
         sharded={name: name in _SHARDED[: checkpoint.stage] for name in _SHARDED},
         files=tuple(FileRecord(file.path.name, file.nbytes, 0, "") for file in checkpoint.files),
         parameters=parameters,
-        order=tuple(contents.order),
+        order=tuple(checkpoint.order),
         ties=dict(checkpoint.ties),
-        buffers=tuple(contents.buffers),
+        buffers=tuple(checkpoint.buffers),
         counters=_counters(checkpoint),
         optimizer=_optimizer(checkpoint, plain) if checkpoint.groups else None,
         loss_scale=_loss_scale(checkpoint.loss_scaler),
@@ -146,7 +146,7 @@ class _PlainEncoder:
     def _tensor(self, file: int, stored: StoredTensor) -> Tensor:
         dtype, shape, data = self._checkpoint.value((file, stored))
         tensor = torch.from_numpy(data).view(dtype_of(dtype)).view(shape)
-        self._records[id(tensor)] = (tensor, self._checkpoint.contents.record((file, stored)))
+        self._records[id(tensor)] = (tensor, self._checkpoint.record((file, stored)))
         return tensor
 
 
