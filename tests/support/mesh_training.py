@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import ScheduleGPipe
 from torch.distributed.tensor.parallel import parallelize_module
 
+from tests.support.training import train_step
+
 # What `initialize` refuses by name on an older torch.
 NEEDS_SPLIT_LAYERS = pytest.mark.skipif(
     "src_data_rank" not in inspect.signature(parallelize_module).parameters,
@@ -51,12 +53,13 @@ def small_gpt2(**changes: Any) -> nn.Module:
     return made
 
 
-def train_micro_step(engine: Any, batch: dict[str, Tensor]) -> float:
-    """Forward, backward and step of a batch, or of a rank's part of one; returns the mean loss of whole sequences."""
+def mean_loss(engine: Any, batch: dict[str, Tensor]) -> Tensor:
+    """The mean loss of whole sequences, of a batch or of a rank's part of one."""
     labels = batch.get("shift_labels", batch.get("labels"))
-    loss = engine(**{**batch, "labels": labels}).loss
-    if "shift_labels" in batch:
-        loss = engine.sequence_group.mean_loss(loss, labels)
-    engine.backward(loss)
-    engine.step()
-    return float(loss.item())
+    loss: Tensor = engine(**{**batch, "labels": labels}).loss
+    return engine.sequence_group.mean_loss(loss, labels) if "shift_labels" in batch else loss
+
+
+def train_micro_step(engine: Any, batch: dict[str, Tensor]) -> float:
+    """Forward, backward and step of a batch, or of a rank's part of one; the mean loss of whole sequences."""
+    return train_step(engine, mean_loss(engine, batch))

@@ -13,6 +13,14 @@ _SIZES: dict[str, Any] = {"vocab_size": MIXTURE_VOCABULARY, "hidden_size": 32, "
 _HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False}
 _TOP_2 = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "intermediate_size": 24}
 
+_RECURRENT: dict[str, Any] = {
+    "num_experts": 4,
+    "shared_expert_intermediate_size": 16,
+    "head_dim": 8,
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    "layer_types": ["linear_attention", "full_attention"],
+}
+
 _OF_TEXT = ("Qwen3_5Moe", "Llama4")
 
 MIXTURES: dict[str, dict[str, Any]] = {
@@ -45,30 +53,9 @@ MIXTURES: dict[str, dict[str, Any]] = {
     },
     "Olmoe": {"num_experts": 8, "num_experts_per_tok": 4, "intermediate_size": 16},
     # A gated shared expert beside the experts, recurrent layers among the attention.
-    "Qwen3Next": {
-        **_TOP_2,
-        "num_experts": 4,
-        "shared_expert_intermediate_size": 16,
-        "head_dim": 8,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-        "layer_types": ["linear_attention", "full_attention"],
-    },
+    "Qwen3Next": {**_TOP_2, **_RECURRENT},
     # The same layers with other projections.
-    "Qwen3_5Moe": {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "shared_expert_intermediate_size": 16,
-        "head_dim": 8,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-        "layer_types": ["linear_attention", "full_attention"],
-    },
+    "Qwen3_5Moe": {"num_experts_per_tok": 2, "moe_intermediate_size": 16, **_RECURRENT},
     # Experts that take all tokens, times their scores; one per token, and a shared one.
     "Llama4": {
         "num_local_experts": 4,

@@ -96,7 +96,10 @@ def differences(one: Run, other: Run) -> list[str]:
 
 
 def config(stage: int, precision: str = "fp32", accumulation: int = 1, **changes: Any) -> dict[str, Any]:
-    """A small config; keys of `changes` are top-level ones, or keys of `zero_optimization` where that has them."""
+    """A small config; keys of `changes` are top-level ones, or keys of `zero_optimization` where that has them.
+
+    Without the section of an optimizer where `optimizer` is None.
+    """
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     tree: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
@@ -111,7 +114,7 @@ def config(stage: int, precision: str = "fp32", accumulation: int = 1, **changes
     top = {"optimizer", "gradient_clipping", "scheduler", "communication_data_type", "data_types", "fp16", "bf16"}
     for key, value in changes.items():
         (tree if key in top or key.startswith("gradient_") or key.startswith("prescale") else zero)[key] = value
-    return tree
+    return tree if tree["optimizer"] is not None else {key: tree[key] for key in tree if key != "optimizer"}
 
 
 def offloaded(folder: Path, optimizer: str = "none", param: str = "none", **optimizer_keys: Any) -> dict[str, Any]:
@@ -134,6 +137,14 @@ def train_step(engine: Any, loss: Tensor) -> float:
     """Backward and step; the loss."""
     engine.backward(loss)
     engine.step()
+    return loss.item()
+
+
+def plain_step(optimizer: torch.optim.Optimizer, loss: Tensor) -> float:
+    """Backward and step of torch alone; the loss."""
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
     return loss.item()
 
 
