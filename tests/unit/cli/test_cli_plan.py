@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.refusals import message
 from zeroaccel.cli.launch import launch_plan as plan_module
 from zeroaccel.cli.launch.agent import prefixed_streams
 from zeroaccel.cli.launch.launch_plan import LaunchPlan, Program, plan_launch
@@ -39,9 +40,7 @@ def _plan(values: Mapping[str, Any], environ: Mapping[str, str] = PATH, program:
 
 
 def _refusal(values: Mapping[str, Any], program: Program | None = None) -> str:
-    with pytest.raises(ConfigError) as caught:
-        _plan(values, program=program)
-    return str(caught.value)
+    return message(ConfigError, _plan, values, program=program)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.refusals import message
 from zeroaccel.config.launch.launch_file import LaunchConfig, find_launch_file, read_launch_file
 from zeroaccel.errors import ConfigError
 
@@ -55,9 +56,7 @@ def _read(folder: Path, text: str) -> LaunchConfig:
 
 
 def _refusal(folder: Path, text: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        _read(folder, text)
-    return str(caught.value).replace(f"{folder}/", "")
+    return message(ConfigError, _read, folder, text).replace(f"{folder}/", "")
 
 
 def test_accelerates_keys_are_read_unchanged(tmp_path: Path) -> None:
