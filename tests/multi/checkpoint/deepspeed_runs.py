@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import zeroaccel
-from tests.support.environment import ROOT
+from tests.support.scripts import load_script
+from tests.support.training import train_step
 from zeroaccel.checkpoint.save_plan import SavePlan
 
-
-def _load_make() -> ModuleType:
-    path = ROOT / "tests" / "data" / "deepspeed" / "make.py"
-    spec = importlib.util.spec_from_file_location("deepspeed_make", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-MAKE = _load_make()
+MAKE = load_script("tests/data/deepspeed/make.py")
 
 
 @dataclass
@@ -65,9 +53,6 @@ def resume_deepspeed(root: Path, stage: int, precision: str, empty: bool, tag: s
     steps = engine.global_steps
     losses = []
     for step in range(MAKE.STEPS, MAKE.STEPS + 2):
-        loss = engine(MAKE.batch(step))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+        losses.append(train_step(engine, engine(MAKE.batch(step))))
     found = [group["lr"] for group in engine.optimizer.param_groups]
     return Resumed(pieces, losses, steps, found, scheduler, client_state, buffers)

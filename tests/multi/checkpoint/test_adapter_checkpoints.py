@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import zeroaccel
 from tests.support.pool import Ranks
 from tests.support.refusals import message
-from tests.support.training import train_step
+from tests.support.training import plain_step, train_step
 from zeroaccel import zero
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.recording import RecordingCollectives
@@ -86,11 +86,7 @@ def _plain(kind: str) -> list[float]:
     generator = torch.Generator().manual_seed(7)
     losses = []
     for _ in range(3):
-        loss = model(torch.randn(2, 8, generator=generator)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(plain_step(optimizer, model(torch.randn(2, 8, generator=generator)).square().mean()))
     return losses
 
 

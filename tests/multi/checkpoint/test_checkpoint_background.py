@@ -12,7 +12,7 @@ from tests.support.checkpoint_runs import assembled, make_engine, resume, train
 from tests.support.environment import ROOT
 from tests.support.job import run_job
 from tests.support.pool import Ranks
-from tests.support.training import batches
+from tests.support.training import batches, train_step
 from zeroaccel.checkpoint import rank_file_writer
 from zeroaccel.checkpoint.save_plan import SavePlan
 from zeroaccel.checkpoint.zero_to_fp32 import CHUNK_NBYTES
@@ -113,8 +113,7 @@ def large_save(root: Path, staging_nbytes: int) -> float:
     """Saves a model of several chunks and loads it; what was read, over what is kept."""
     model = torch.nn.Sequential(torch.nn.Linear(1100, 1101), torch.nn.Linear(1101, 1))
     engine = make_engine(1, model=model, checkpoint={"async_save": True, "staging_nbytes": staging_nbytes})
-    engine.backward(engine(torch.ones(1, 1100)).sum())
-    engine.step()
+    train_step(engine, engine(torch.ones(1, 1100)).sum())
     engine.save_checkpoint(root)
     found = pieces(engine)
     engine.load_checkpoint(root)

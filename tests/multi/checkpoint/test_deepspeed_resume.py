@@ -13,6 +13,7 @@ from torch import Tensor
 from tests.multi.checkpoint.deepspeed_runs import MAKE, Resumed, resume_deepspeed
 from tests.support.environment import ROOT
 from tests.support.pool import Ranks
+from tests.support.training import plain_step
 from zeroaccel.checkpoint.formats.deepspeed_checkpoint import open_deepspeed_checkpoint
 from zeroaccel.checkpoint.formats.deepspeed_resume import manifest_of
 from zeroaccel.checkpoint.tensor_store import TorchStore
@@ -36,11 +37,7 @@ def plain_losses() -> list[float]:
         group["params"] = [param for param in group["params"] if param.requires_grad]
     losses = []
     for step in range(MAKE.STEPS + 2):
-        loss = model(MAKE.batch(step))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(plain_step(optimizer, model(MAKE.batch(step))))
     return losses[MAKE.STEPS :]
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import zeroaccel
 from tests.support.mesh_training import small_llama, train_micro_step
-from tests.support.training import ADAMW, SGD, Toy, batches, config
+from tests.support.training import ADAMW, SGD, Toy, batches, config, train_step
 from zeroaccel.comm import topology as topologies
 from zeroaccel.comm.tracked_group import TrackedGroup
 from zeroaccel.comm.transport import P2PTransport
@@ -150,8 +150,7 @@ def _alone(call: Callable[..., Any], uses: Uses) -> Callable[..., Any]:
 def _train_toy(settings: Mapping[str, Any]) -> None:
     engine, *_ = zeroaccel.initialize(Toy(), config=dict(settings))
     for tokens in batches(dist.get_rank(), 2):
-        engine.backward(engine(tokens))
-        engine.step()
+        train_step(engine, engine(tokens))
     engine.destroy()
 
 

@@ -13,7 +13,7 @@ import torch
 
 import zeroaccel
 from tests.support.pool import Ranks
-from tests.support.training import SGD, Toy, batches, config, recording
+from tests.support.training import SGD, Toy, batches, config, recording, train_step
 from zeroaccel.config import CommPlan, comm_plan, load_config
 from zeroaccel.config.comm_plan import step_traffic
 
@@ -40,8 +40,7 @@ def _measure(node_size: int, combinations: list[dict[str, Any]]) -> list[tuple[i
         recorder = engine.collectives
         for batch in batches(recorder.rank, 3):
             recorder.reset()
-            engine.backward(engine(batch))
-            engine.step()
+            train_step(engine, engine(batch))
         traffic = recorder.traffic()
         sums = {link: sum(sent.nbytes for sent in traffic if sent.link == link) for link in ("inside", "across")}
         assert sums["across"] == recorder.across_nbytes()

@@ -9,6 +9,7 @@ from torch import nn
 
 import zeroaccel
 from tests.support.pool import Ranks
+from tests.support.training import train_step
 from zeroaccel.compat.deepspeed_engine import initialize as deepspeed_initialize
 
 
@@ -27,9 +28,7 @@ def _train(settings: dict[str, Any]) -> list[torch.Tensor]:
     dtype = engine.dtype if hasattr(engine, "dtype") else next(model.parameters()).dtype
     torch.manual_seed(5)
     for _ in range(2 * engine.settings.accumulation):
-        loss = engine(torch.randn(4, 8).to(dtype)).float().square().mean()
-        engine.backward(loss)
-        engine.step()
+        train_step(engine, engine(torch.randn(4, 8).to(dtype)).float().square().mean())
     assert engine.global_steps == 2
     weights = [weight.detach().float().clone() for _, weight in engine.iter_named_full_params()]
     engine.destroy()
@@ -93,8 +92,7 @@ def _train_under_the_facade(settings: dict[str, Any]) -> int:
     model = _model()
     engine, *_ = deepspeed_initialize(model=model, model_parameters=model.parameters(), config=settings)
     for _ in range(2):
-        engine.backward(engine(torch.randn(4, 8)).square().mean())
-        engine.step()
+        train_step(engine, engine(torch.randn(4, 8)).square().mean())
     engine.destroy()
     return engine.global_steps
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
 import zeroaccel
 from tests.support.pool import Ranks
+from tests.support.refusals import message
 from tests.support.training import ADAMW, WIDTH, Run, Toy, differences, train
 from zeroaccel.errors import ConfigError
 
@@ -48,9 +48,7 @@ def _train(tree: dict[str, Any]) -> Run:
 
 
 def _refusal(tree: dict[str, Any]) -> str:
-    with pytest.raises(ConfigError) as caught:
-        zeroaccel.initialize(torch.nn.Linear(3, 3), config=tree)
-    return str(caught.value)
+    return message(ConfigError, zeroaccel.initialize, torch.nn.Linear(3, 3), config=tree)
 
 
 def test_autos_become_the_numbers_one_would_have_written(ranks: Ranks) -> None:
@@ -69,7 +67,7 @@ def test_what_nothing_fills_is_reported_on_every_rank(ranks: Ranks) -> None:
         "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
         "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 0, "total_num_steps": "auto"}},
     }
-    for message in ranks(2).run(_refusal, tree):
-        assert message.startswith("config: 3 settings are wrong")
+    for said in ranks(2).run(_refusal, tree):
+        assert said.startswith("config: 3 settings are wrong")
         for key in ("train_micro_batch_size_per_gpu", "optimizer.params.lr", "scheduler.params.total_num_steps"):
-            assert f'{key}: "auto", and nothing says what it is; write a number' in message
+            assert f'{key}: "auto", and nothing says what it is; write a number' in said

@@ -12,6 +12,7 @@ from torch import Tensor
 import zeroaccel
 from tests.support.checkpoint_runs import assembled, snapshot, train
 from tests.support.pool import Ranks
+from tests.support.refusals import message
 from tests.support.training import Toy, batches, config, differences
 from tests.support.training import train as train_toy
 from zeroaccel.errors import ConfigError, UsageError
@@ -94,9 +95,7 @@ def _dtypes(settings: dict[str, Any]) -> set[torch.dtype]:
 
 
 def _refusal(settings: dict[str, Any], optimizer: Any = None) -> str:
-    with pytest.raises(ConfigError) as caught:
-        zeroaccel.initialize(Toy(), config=settings, optimizer=optimizer)
-    return str(caught.value)
+    return message(ConfigError, zeroaccel.initialize, Toy(), config=settings, optimizer=optimizer)
 
 
 def test_deepspeeds_keys_for_16_bit_states(ranks: Ranks) -> None:
@@ -110,10 +109,9 @@ def test_deepspeeds_keys_for_16_bit_states(ranks: Ranks) -> None:
 def _in_blocks(settings: dict[str, Any]) -> str:
     engine, *_ = zeroaccel.initialize(Toy(), config=settings)
     train(engine, batches(0, 1))
-    with pytest.raises(UsageError) as caught:
-        safe_get_full_optimizer_state(engine.module.layers[0].up.weight, "exp_avg")
+    said = message(UsageError, safe_get_full_optimizer_state, engine.module.layers[0].up.weight, "exp_avg")
     engine.destroy()
-    return str(caught.value)
+    return said
 
 
 def test_blocks_are_refused_where_a_number_per_element_is_asked_for(ranks: Ranks, tmp_path: Path) -> None:
