@@ -5,7 +5,7 @@ And those that train and evaluate with different weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,18 @@ from torch import Tensor, nn
 import zeroaccel
 from tests.support.pool import Ranks
 from tests.support.refusals import message
-from tests.support.training import Run, Toy, batches, config, differences, offloaded, train, train_step
+from tests.support.training import (
+    Run,
+    Toy,
+    batches,
+    config,
+    differences,
+    finished,
+    offloaded,
+    plain_step,
+    train,
+    train_step,
+)
 from zeroaccel.errors import ConfigError
 from zeroaccel.ops.coupled import Reductions
 from zeroaccel.zero.access.safe_get_set import safe_get_full_grad
@@ -84,29 +95,37 @@ RULES = {rule.__name__: rule for rule in (ClipsAll, EstimatesStepSize, WithoutPr
 
 
 def _settings(stage: int, precision: str, **changes: Any) -> dict[str, Any]:
-    settings = config(stage, precision, **changes)
-    del settings["optimizer"]
-    return settings
+    return config(stage, precision, optimizer=None, **changes)
 
 
-def _against_torch(rule: str, stage: int) -> tuple[Run, Run]:
+def against_torch(
+    rule: Callable[..., torch.optim.Optimizer],
+    settings: dict[str, Any],
+    steps: int,
+    left_out: Sequence[str] = ("frozen",),
+    **arguments: Any,
+) -> tuple[Run, Run]:
     """A run of the engine, and the optimizer itself on the unsharded model with the gradients of that run."""
     torch.manual_seed(7)
     masters = {name: nn.Parameter(param.detach().clone()) for name, param in Toy().named_parameters()}
-    reference = RULES[rule]([master for name, master in masters.items() if name != "frozen"])
+    trained = {name: master for name, master in masters.items() if name not in left_out}
+    reference = rule(list(trained.values()))
     torch.manual_seed(7)
     model = Toy()
-    engine, *_ = zeroaccel.initialize(model, optimizer=RULES[rule], config=_settings(stage, "bf16"))
-    for batch in batches(engine.collectives.rank, 6):
+    engine, *_ = zeroaccel.initialize(model, optimizer=rule, config=settings, **arguments)
+    for batch in batches(engine.collectives.rank, steps):
         engine.backward(engine(batch))
-        for name, param in model.named_parameters():
-            grad = safe_get_full_grad(param) if name != "frozen" else None
-            masters[name].grad = None if grad is None else grad.float()
+        for name, master in trained.items():
+            grad = safe_get_full_grad(model.get_parameter(name))
+            master.grad = None if grad is None else grad.float()
         engine.step()
         reference.step()
-    engine.destroy()
-    ours = Run(weights={name: param.detach().clone() for name, param in model.named_parameters()})
+    ours = finished(engine, Run())
     return ours, Run(weights={name: masters[name].detach().to(w.dtype) for name, w in ours.weights.items()})
+
+
+def _against_torch(rule: str, stage: int) -> tuple[Run, Run]:
+    return against_torch(RULES[rule], _settings(stage, "bf16"), 6)
 
 
 @pytest.mark.parametrize("rule", sorted(RULES))
@@ -209,11 +228,7 @@ def _evaluated_plainly() -> tuple[list[float], list[float]]:
     trained, evaluated = [], []
     for batch in batches(0, 5):
         optimizer.train()
-        loss = model(batch)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        trained.append(loss.item())
+        trained.append(plain_step(optimizer, model(batch)))
         optimizer.eval()
         with torch.no_grad():
             evaluated.append(model(batch).item())

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 import zeroaccel
 import zeroaccel.zero
+from tests.multi.optim.test_coupled_optimizers import against_torch
 from tests.support.pool import Ranks
 from tests.support.refusals import message
 from tests.support.training import Run, Toy, batches, config, differences, offloaded, recording, train, train_step
 from zeroaccel.errors import ConfigError
 from zeroaccel.zero.access.safe_get_set import (
     safe_get_full_fp32_param,
-    safe_get_full_grad,
     safe_get_full_optimizer_state,
     safe_set_full_fp32_param,
     safe_set_full_optimizer_state,
@@ -99,9 +99,7 @@ RULES: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 
 
 def _settings(stage: int, precision: str, accumulation: int = 1, **changes: Any) -> dict[str, Any]:
-    settings = config(stage, precision, accumulation, **changes)
-    del settings["optimizer"]
-    return settings
+    return config(stage, precision, accumulation, optimizer=None, **changes)
 
 
 def _run(stage: int, rule: str, precision: str, accumulation: int, changes: dict[str, Any], steps: int = 5) -> Run:
@@ -109,29 +107,8 @@ def _run(stage: int, rule: str, precision: str, accumulation: int, changes: dict
     return train(settings, steps, optimizer=RULES[rule], optimizer_kind="per_tensor")
 
 
-def _plain(rule: str, steps: int = 5, *, precision: str = "fp32", clipping: float = 0.0) -> tuple[Run, Run]:
-    """A run of the engine at stage 1, and the optimizer itself on the unsharded model with its gradients."""
-    torch.manual_seed(7)
-    whole = Toy()
-    masters = {name: nn.Parameter(param.detach().clone()) for name, param in whole.named_parameters()}
-    trained = {name: master for name, master in masters.items() if name not in ("frozen", "nothing")}
-    optimizer = RULES[rule](list(trained.values()))
-    torch.manual_seed(7)
-    model = Toy()
-    settings = _settings(1, precision)
-    engine, *_ = zeroaccel.initialize(model, optimizer=RULES[rule], config=settings, optimizer_kind="per_tensor")
-    for batch in batches(engine.collectives.rank, steps):
-        engine.backward(engine(batch))
-        for name, param in model.named_parameters():
-            if name in trained:
-                grad = safe_get_full_grad(param)
-                trained[name].grad = None if grad is None else grad.float()
-        engine.step()
-        optimizer.step()
-    engine.destroy()
-    ours = Run(weights={name: param.detach().clone() for name, param in model.named_parameters()})
-    theirs = {name: masters[name].detach().to(weight.dtype) for name, weight in ours.weights.items()}
-    return ours, Run(weights=theirs)
+def _plain(rule: str) -> tuple[Run, Run]:
+    return against_torch(RULES[rule], _settings(1, "fp32"), 5, ("frozen", "nothing"), optimizer_kind="per_tensor")
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -233,19 +210,14 @@ def _go_on(
     settings = _settings(stage, "bf16", **offloaded(Path(folder).parent, *tiers))
     engine, *_ = zeroaccel.initialize(Toy(), optimizer=RULES[rule], config=settings, optimizer_kind="per_tensor")
     tokens = batches(0, 8)  # the same on all ranks: means over one and two ranks are then exact
-    losses = [] if load is not None else [_step(engine, batch) for batch in tokens[:4]]
+    losses = [] if load is not None else [train_step(engine, engine(batch)) for batch in tokens[:4]]
     if load is not None:
         engine.load_checkpoint(folder, tag=load)
     if save is not None:
         engine.save_checkpoint(folder, tag=save)
-    losses = [_step(engine, batch) for batch in tokens[4:]]
+    losses = [train_step(engine, engine(batch)) for batch in tokens[4:]]
     engine.destroy()
     return losses
-
-
-def _step(engine: zeroaccel.Engine, batch: Tensor) -> float:
-    loss = engine(batch)
-    return train_step(engine, loss)
 
 
 @pytest.mark.parametrize("rule", sorted(RULES))
@@ -314,9 +286,9 @@ def _adamw(folder: str, stage: int, kind: str, files: bool, load: bool) -> list[
         engine.load_checkpoint(folder, tag=None)
     else:
         for batch in tokens[:3]:
-            _step(engine, batch)
+            train_step(engine, engine(batch))
         engine.save_checkpoint(folder)
-    losses = [_step(engine, batch) for batch in tokens[3:]]
+    losses = [train_step(engine, engine(batch)) for batch in tokens[3:]]
     engine.destroy()
     return losses
 

@@ -52,10 +52,7 @@ def _tokens(rank: int, count: int) -> list[Tensor]:
 
 
 def _engine(rule: str, stage: int, changes: dict[str, Any]) -> zeroaccel.Engine:
-    settings = config(stage, "bf16", gradient_clipping=1.0, **changes)
-    settings["optimizer"] = SECTIONS.get(rule)
-    if rule == "transformers":
-        del settings["optimizer"]
+    settings = config(stage, "bf16", gradient_clipping=1.0, optimizer=SECTIONS.get(rule), **changes)
     engine, *_ = zeroaccel.initialize(_llama(), _optimizer(rule), config=settings)
     return engine
 

@@ -76,9 +76,7 @@ class _CountsLater(torch.optim.Optimizer):
 
 def _losses(folder: str, resumes: bool) -> list[float]:
     torch.manual_seed(7)
-    settings = config(2)
-    del settings["optimizer"]
-    engine, *_ = zeroaccel.initialize(Toy(), _CountsLater, config=settings)
+    engine, *_ = zeroaccel.initialize(Toy(), _CountsLater, config=config(2, optimizer=None))
     if resumes:
         engine.load_checkpoint(folder, tag="half")
     losses = []
@@ -98,9 +96,7 @@ def test_counts_that_groups_get_at_the_first_step_are_resumed(ranks: Ranks, tmp_
 
 
 def _with_states_of_the_constructor(stage: int) -> Run:
-    settings = config(stage, "bf16")
-    del settings["optimizer"]
-    return train(settings, 4, optimizer=MakesStates)
+    return train(config(stage, "bf16", optimizer=None), 4, optimizer=MakesStates)
 
 
 def test_states_that_a_constructor_makes_are_made_of_the_masters(ranks: Ranks) -> None:
