@@ -14,6 +14,7 @@ from torch import nn
 from tests.multi.compat.facade_engines import small_model, with_facade
 from tests.support.pool import Ranks
 from tests.support.refusals import message
+from tests.support.training import train_step
 from zeroaccel import compat
 from zeroaccel.errors import CheckpointError, UsageError, ZeroAccelError
 
@@ -120,10 +121,7 @@ def _compiled_afterwards(how: str) -> tuple[list[float], int]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the compiler looks at .grad of everything it sees
         for step in range(4):
-            loss = engine(torch.full((1, 4), 1.0 + step)).square().mean()
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
+            losses.append(train_step(engine, engine(torch.full((1, 4), 1.0 + step)).square().mean()))
     engine.destroy()
     return losses, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from tests.multi.compat.facade_engines import CONFIG, loss_of, make_engine, small_model, with_facade
 from tests.support.pool import Ranks
+from tests.support.training import train_step
 from zeroaccel.errors import ConfigError, EngineStateError, UsageError
 
 pytestmark = pytest.mark.usefixtures("ranks_without_libraries")
@@ -184,8 +185,7 @@ def _unused(stage: int, forbidden: bool) -> str:
     except AssertionError as error:
         told = str(error)
     engine.reset()
-    engine.backward(engine(torch.ones(2, 4), True).sum())
-    engine.step()
+    train_step(engine, engine(torch.ones(2, 4), True).sum())
     engine.destroy()
     return told
 
@@ -211,8 +211,7 @@ def _optimizer_members() -> list[Any]:
     found += [engine.loss_scale(), engine.dynamic_loss_scale(), optimizer.loss_scaler.scale_window]
     for step in range(8):
         loss = loss_of(engine)
-        engine.backward(loss * (float("inf") if step == 3 else 1.0))
-        engine.step()
+        train_step(engine, loss * (float("inf") if step == 3 else 1.0))
         if step % 2:
             found.append((optimizer.cur_scale, optimizer.overflow))
     assert optimizer.needs_scaler()

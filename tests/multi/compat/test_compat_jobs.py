@@ -17,6 +17,7 @@ import torch
 from tests import time_limits
 from tests.multi.compat.facade_engines import CONFIG, loss_of, make_engine, small_model, with_facade
 from tests.support.pool import Ranks
+from tests.support.training import train_step
 from zeroaccel import compat
 
 pytestmark = pytest.mark.usefixtures("ranks_without_libraries")
@@ -39,8 +40,7 @@ def _data_and_reports(folder: str) -> list[Any]:
     assert [batch[0, 0].item() for batch in sampled] == [3.0, 5.0]
     engine.monitor.write_events([("Own/value", 2.5, 8)])
     for index, batch in enumerate(deepspeed.utils.RepeatingLoader(loader)):
-        engine.backward(engine(batch).square().mean())
-        engine.step()
+        train_step(engine, engine(batch).square().mean())
         if index == 3:
             break
     engine.offload_states(include=[OffloadStateTypeEnum.optim_states], device=OffloadDeviceEnum.cpu)
@@ -161,8 +161,7 @@ def _throughput() -> list[Any]:
             with torch.no_grad():
                 engine.eval()(torch.ones(2, 4))
             engine.train()
-        engine.backward(engine(torch.ones(2, 4)).sum())
-        engine.step()
+        train_step(engine, engine(torch.ones(2, 4)).sum())
         timer = vars(engine).get("tput_timer")
         counts.append(None if timer is None else (timer.global_step_count, timer.micro_step_count))
     found = [*counts, engine.tput_timer.batch_size, engine.tput_timer.epoch_count]

@@ -21,6 +21,7 @@ import torch
 
 from tests.multi.compat.facade_engines import CONFIG, loss_of, make_engine, small_model, with_facade
 from tests.support.pool import Ranks
+from tests.support.training import train_step
 from zeroaccel.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("ranks_without_libraries")
@@ -34,8 +35,7 @@ def _saved_and_converted(folder: str) -> list[Any]:
 
     engine = make_engine(3)
     for _ in range(2):
-        engine.backward(loss_of(engine))
-        engine.step()
+        train_step(engine, loss_of(engine))
     engine.save_checkpoint(folder, tag="epoch/1", client_state={"epoch": 1})
     with pytest.raises(UsageError, match="custom_load_fn"):
         engine.load_checkpoint(folder, None, True, True, True, False, lambda src, dst: None)
@@ -66,8 +66,7 @@ def test_checkpoints_with_deepspeeds_arguments_and_file_names(ranks: Ranks, tmp_
 def _save_by_the_clock(folder: str) -> list[Any]:
     engine = make_engine(2)
     for _ in range(2):
-        engine.backward(engine(torch.ones(2, 4)).sum())
-        engine.step()
+        train_step(engine, engine(torch.ones(2, 4)).sum())
     rank = torch.distributed.get_rank()
     engine.save_checkpoint(f"{folder}/run-at-{rank}", client_state={"step": 1})
     loaded = engine.load_checkpoint(f"{folder}/run-at-0")[1]
@@ -101,8 +100,7 @@ def _as_lightning_does(folder: str) -> list[Any]:
     assert all(hasattr(engine, name) for name in ("step", "param_groups", "defaults", "state", "load_state_dict"))
     assert engine.param_groups is engine.optimizer.param_groups
     for _ in range(3):  # the epoch ends inside an accumulation
-        engine.backward(loss_of(engine))
-        engine.step()
+        train_step(engine, loss_of(engine))
     state = {"hyper": argparse.Namespace(options=_Options(Path("x"))), "epoch": np.int64(1), "lock": [threading.Lock()]}
     with TestCase().assertLogs("zeroaccel") as said:
         engine.save_checkpoint(folder, tag="end", client_state=state)
@@ -110,8 +108,7 @@ def _as_lightning_does(folder: str) -> list[Any]:
     assert any("client_state['lock'][0] is left out, as a _thread.lock" in line for line in said.output)
     stage = torch.load(get_optim_files(f"{folder}/end")[0])["optimizer_state_dict"]["zero_stage"]
     read = torch.load(get_model_state_file(f"{folder}/end", stage), weights_only=False)
-    engine.backward(loss_of(engine))
-    engine.step()
+    train_step(engine, loss_of(engine))
     # validate: the same model once more, without an optimizer, while nothing destroyed the first engine.
     with TestCase().assertLogs("zeroaccel") as said:
         inference, *_ = deepspeed.initialize(model=model, model_parameters=[], config={**config, "optimizer": None})

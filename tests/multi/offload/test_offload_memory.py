@@ -15,7 +15,7 @@ from tests import time_limits
 from tests.multi.zero.test_engine_traffic import Trained
 from tests.support.environment import ROOT
 from tests.support.pool import Ranks
-from tests.support.training import SGD, batches, config, offloaded
+from tests.support.training import SGD, batches, config, offloaded, train_step
 
 States = dict[str, int]
 
@@ -24,8 +24,7 @@ def _states(settings: dict[str, Any]) -> tuple[int, States, States]:
     """(N, bytes in memory, bytes in tiers) after two steps."""
     engine, *_ = zeroaccel.initialize(Trained(), config=settings)
     for batch in batches(engine.collectives.rank, 2):
-        engine.backward(engine(batch))
-        engine.step()
+        train_step(engine, engine(batch))
     found = sum(unit.numel for unit in engine.units), engine.model_state_nbytes(), engine.tier_nbytes()
     engine.destroy()
     return found

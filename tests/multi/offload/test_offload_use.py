@@ -11,7 +11,7 @@ import torch
 
 import zeroaccel
 from tests.support.pool import Ranks
-from tests.support.training import Toy, batches, config, offloaded, train
+from tests.support.training import Toy, batches, config, offloaded, train, train_step
 from zeroaccel.errors import EngineStateError, UsageError
 from zeroaccel.offload.file_io import IoSettings
 from zeroaccel.zero.storage.state_offload import OffloadedStates
@@ -36,8 +36,7 @@ def test_inference_with_parameters_on_host_or_disk(
     ranks: Ranks, tmp_path: Path, world_size: int, precision: str
 ) -> None:
     def run(params: str) -> list[tuple[list[float], dict[str, int], int]]:
-        settings = config(3, precision, **offloaded(tmp_path, "none", params))
-        del settings["optimizer"]
+        settings = config(3, precision, optimizer=None, **offloaded(tmp_path, "none", params))
         return ranks(world_size).run(_infer, settings)
 
     here, host, files = run("none"), run("cpu"), run("nvme")
@@ -55,8 +54,7 @@ def _traffic(settings: dict[str, Any]) -> list[int]:
     tiers = engine.tier_set.tiers  # type: ignore[union-attr]
     seen: list[list[int]] = []
     for batch in batches(engine.collectives.rank, 3):
-        engine.backward(engine(batch))
-        engine.step()
+        train_step(engine, engine(batch))
         seen.append(
             [tiers[n].traffic[way].nbytes for n in ("optimizer, nvme", "params, nvme") for way in ("read", "write")]
         )

@@ -17,7 +17,7 @@ from torch.distributed import TCPStore
 import zeroaccel
 from tests import time_limits
 from tests.support.pool import Ranks
-from tests.support.training import Toy, batches, config
+from tests.support.training import Toy, batches, config, train_step
 from zeroaccel.errors import UsageError
 from zeroaccel.rollout import Channel, ChannelSink, FileSink, SafetensorsSink, Sink, WeightReceiver, send
 from zeroaccel.rollout.receiver import Packet, receive_files, receive_version
@@ -31,8 +31,7 @@ def _engine(stage: int = 3, precision: str = "bf16", **changes: Any) -> Engine:
 
 def _step(engine: Engine, index: int, loss_factor: float = 1.0) -> float:
     loss = engine(batches(engine.collectives.rank, index + 1)[index])
-    engine.backward(loss * loss_factor)
-    engine.step()
+    train_step(engine, loss * loss_factor)
     return float(loss.item())
 
 
@@ -291,8 +290,7 @@ def _payloads(rate: float) -> tuple[float, int]:
     total, most = 0, 0
     for step in range(5):
         torch.manual_seed(100 * step + engine.collectives.rank)
-        engine.backward(engine(torch.randn(8, 128).bfloat16()))
-        engine.step()
+        train_step(engine, engine(torch.randn(8, 128).bfloat16()))
         bits = [b.changed.bits for u in engine.units for b in u.buffers if b.changed is not None]
         most = max(most, sum(one.numel() for one in bits if one is not None))
         own = sum(packet.payload.numel() for packet in engine.stream_deltas(engine.streamed_version))

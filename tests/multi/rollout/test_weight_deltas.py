@@ -11,7 +11,7 @@ from torch import Tensor
 
 import zeroaccel
 from tests.support.pool import Ranks
-from tests.support.training import SGD, Toy, batches, config, offloaded, recording
+from tests.support.training import SGD, Toy, batches, config, offloaded, recording, train_step
 from zeroaccel.rollout.receiver import Packet, WeightReceiver
 from zeroaccel.zero import GatheredParameters, safe_set_full_fp32_param
 from zeroaccel.zero.engine import Engine
@@ -68,8 +68,7 @@ def _follow_steps(settings: dict[str, Any]) -> None:
     follower, data = Follower(engine), iter(batches(counted.rank, 12))
 
     def step() -> None:
-        engine.backward(engine(next(data)))
-        engine.step()
+        train_step(engine, engine(next(data)))
 
     step()
     counted.reset()

@@ -13,7 +13,18 @@ from torch import Tensor
 import zeroaccel
 from tests.support.mixtures import MIXTURE_VOCABULARY, small_mixture
 from tests.support.pool import Ranks
-from tests.support.training import SGD, Run, Toy, batches, config, differences, finished, offloaded, recording
+from tests.support.training import (
+    SGD,
+    Run,
+    Toy,
+    batches,
+    config,
+    differences,
+    finished,
+    offloaded,
+    recording,
+    train_step,
+)
 from zeroaccel.comm.topology import init_process_group
 from zeroaccel.config.parallel import ParallelConfig
 
@@ -26,10 +37,7 @@ def _train(settings: dict[str, Any]) -> tuple[Run, list[int]]:
     counted.reset()
     run, sent = Run(), []
     for batch in batches(engine.collectives.rank, 4):
-        loss = engine(batch)
-        engine.backward(loss)
-        engine.step()
-        run.losses.append(loss.item())
+        run.losses.append(train_step(engine, engine(batch)))
         run.norms.append(engine.get_global_grad_norm())
         sent.append(sum(one.nbytes for one in counted.traffic()))
         counted.reset()
@@ -133,8 +141,7 @@ def _counted(settings: dict[str, Any]) -> list[int]:
     found = []
     for _ in range(3):
         ranks.reset()
-        engine.backward(engine(input_ids=ids, labels=ids).loss)
-        engine.step()
+        train_step(engine, engine(input_ids=ids, labels=ids).loss)
         found.append(sum(call.label == "tokens of experts" for call in ranks.calls))
     engine.destroy()
     return found

@@ -13,7 +13,19 @@ import torch
 
 import zeroaccel
 from tests.support.pool import Ranks
-from tests.support.training import ADAMW, SGD, Run, Toy, batches, config, differences, finished, offloaded, recording
+from tests.support.training import (
+    ADAMW,
+    SGD,
+    Run,
+    Toy,
+    batches,
+    config,
+    differences,
+    finished,
+    offloaded,
+    recording,
+    train_step,
+)
 from zeroaccel.comm.recording import CollectiveCall
 from zeroaccel.errors import ConfigError, EngineStateError, UsageError
 from zeroaccel.telemetry import timeline
@@ -32,10 +44,7 @@ def _train(settings: dict[str, Any], path: Path | None) -> tuple[Run, list[Colle
 
     def steps(half: int) -> None:
         for batch in data[half * len(data) // 2 : (half + 1) * len(data) // 2]:
-            loss = engine(batch)
-            engine.backward(loss)
-            engine.step()
-            run.losses.append(loss.item())
+            run.losses.append(train_step(engine, engine(batch)))
         run.norms.append(engine.get_global_grad_norm())
 
     steps(0)
@@ -109,8 +118,7 @@ def _mistakes(folder: Path) -> list[str]:
     def record(path: Path, steps: int, *, nested: bool) -> None:
         with engine.record_trace(path), engine.record_trace(path) if nested else nullcontext():
             for batch in batches(engine.collectives.rank, steps):
-                engine.backward(engine(batch))
-                engine.step()
+                train_step(engine, engine(batch))
 
     def refused(path: Path, kind: type[Exception], steps: int, nested: bool = False) -> None:
         with pytest.raises(kind) as raised:
@@ -126,8 +134,7 @@ def _mistakes(folder: Path) -> list[str]:
     assert not (folder / "trace.json").exists()
     with engine.record_trace(folder / "trace.json") as recorded:  # and the engine goes on
         for batch in batches(engine.collectives.rank, 1):
-            engine.backward(engine(batch))
-            engine.step()
+            train_step(engine, engine(batch))
     assert recorded.num_steps == 1
     engine.destroy()
     return said
@@ -143,8 +150,7 @@ def _follow(order: dict[str, Any]) -> tuple[int, int, int]:
         for engine in (other, recorded):
             try:
                 for batch in batches(engine.collectives.rank, 9):
-                    engine.backward(engine(batch))
-                    engine.step()
+                    train_step(engine, engine(batch))
             except SystemExit as exit_:
                 code = exit_.code
     outcome = recorded.global_steps, code, other.global_steps
