@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import zeroaccel
 from tests.support.pool import Ranks
+from tests.support.training import train_step
 from zeroaccel import Accelerator, ZeroPlugin, logs
 from zeroaccel.accelerate.accelerator_arguments import Compilation, compilation_of
 from zeroaccel.config import load_config
@@ -147,10 +148,7 @@ def _trained(stage: int, section: dict[str, Any] | None = None, backend: str = "
     for step in range(4):
         if backend and step == 2:
             engine.compile(backend=backend)
-        loss = engine(torch.randn(2, 8, generator=generator)).square().mean()
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+        losses.append(train_step(engine, engine(torch.randn(2, 8, generator=generator)).square().mean()))
     engine.destroy()
     weights = torch.cat([param.detach().flatten() for param in model.parameters()])
     return losses, weights.numpy().tobytes(), torch._dynamo.utils.counters["stats"]["unique_graphs"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.mesh_training import NEEDS_SPLIT_LAYERS, NEEDS_STAGES, small_llama
+from tests.support.mesh_training import NEEDS_SPLIT_LAYERS, NEEDS_STAGES, mean_loss, small_llama
 from tests.support.pool import Ranks
 from tests.support.refusals import message
 from zeroaccel import Accelerator, PipelineConfig, ZeroPlugin
@@ -32,10 +32,7 @@ def _looped(accelerator: Accelerator) -> tuple[Any, list[float]]:
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     losses = []
     for batch in loader:
-        labels = batch.get("shift_labels", batch.get("labels"))
-        loss = model(**{**batch, "labels": labels}).loss
-        if "shift_labels" in batch:
-            loss = model.sequence_group.mean_loss(loss, labels)
+        loss = mean_loss(model, batch)
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()

@@ -53,6 +53,15 @@ def waiting() -> Iterator[None]:
         yield
 
 
+def memory_of_machine(root: Path, machines: int) -> tuple[int, Path]:
+    """The number of this rank's machine, and the folder that is its memory from now on."""
+    machine = int(os.environ["RANK"]) * machines // int(os.environ["WORLD_SIZE"])
+    memory = root / f"memory{machine or ''}"
+    memory.mkdir(exist_ok=True)
+    os.environ[VARIABLE] = str(memory)
+    return machine, memory
+
+
 def life(
     root: Path,
     *,
@@ -69,11 +78,8 @@ def life(
     racks: str = "",
 ) -> tuple[int, list[float], list[str]]:
     """Trains from the newest state to the end, or until it is lost; (first step, losses, states in memory)."""
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    memory = root / f"memory{rank * machines // world_size or ''}"
-    memory.mkdir(exist_ok=True)
-    os.environ[VARIABLE] = str(memory)
-    os.environ["ZEROACCEL_RACK"] = racks[rank * machines // world_size] if racks else ""
+    machine, memory = memory_of_machine(root, machines)
+    os.environ["ZEROACCEL_RACK"] = racks[machine] if racks else ""
     project = ProjectConfiguration(str(root), automatic_checkpoint_naming=True, memory_interval=interval)  # type: ignore[arg-type]
     plugin = ZeroPlugin(zero_stage=stage, offload_optimizer_device=offload)
     if peer is not None:
@@ -365,10 +371,7 @@ def test_an_interval_is_a_number_of_steps(interval: Any) -> None:
 
 def samples(root: Path, *, lost_at: int = -1, machines: int = 1) -> list[list[int]]:
     """The samples of each step on this rank, of a run whose config fixes the samples of a step on all ranks."""
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    memory = root / f"memory{rank * machines // world_size or ''}"
-    memory.mkdir(exist_ok=True)
-    os.environ[VARIABLE] = str(memory)
+    memory_of_machine(root, machines)
     config = {
         "train_batch_size": 16,
         "train_micro_batch_size_per_gpu": 4,

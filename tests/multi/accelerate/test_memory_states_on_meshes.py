@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.multi.accelerate.test_memory_states import VARIABLE
+from tests.multi.accelerate.test_memory_states import VARIABLE, memory_of_machine
 from tests.support.mesh_training import NEEDS_SPLIT_LAYERS, NEEDS_STAGES, small_llama
 from tests.support.pool import Ranks
 from zeroaccel import Accelerator, ParallelConfig, PipelineConfig, ProjectConfiguration, ZeroPlugin, set_seed
@@ -40,10 +40,7 @@ def lagging() -> Iterator[None]:
 
 
 def accelerator_of(root: Path, interval: int | None, machines: int, mesh: ParallelConfig, **more: Any) -> Accelerator:
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    memory = root / f"memory{rank * machines // world_size or ''}"
-    memory.mkdir(exist_ok=True)
-    os.environ[VARIABLE] = str(memory)
+    memory_of_machine(root, machines)
     project = ProjectConfiguration(str(root), memory_interval=interval)
     return Accelerator(
         cpu=True, zero_plugin=ZeroPlugin(zero_stage=1), project_config=project, parallelism_config=mesh, **more

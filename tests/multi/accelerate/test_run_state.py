@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 import zeroaccel
 from tests.support.pool import Ranks
-from tests.support.training import ADAMW, SGD, config
+from tests.support.training import ADAMW, SGD, config, train_step
 from zeroaccel.accelerate.run_state import RunParts, load_run, save_run
 from zeroaccel.data import prepare_data_loader
 from zeroaccel.errors import CheckpointError, UsageError
@@ -72,10 +72,9 @@ class Run:
         """Micro-steps up to `until`, one epoch after another; saves when it gets to a number of them."""
         while self.parts.counters["micro"] < until:
             for batch in self.train:
-                loss = self.engine(batch + 0.1 * random.random() + 0.1 * float(np.random.rand()))
-                self.engine.backward(loss)
-                self.engine.step()
-                self.losses.append(loss.item())
+                self.losses.append(
+                    train_step(self.engine, self.engine(batch + 0.1 * random.random() + 0.1 * float(np.random.rand())))
+                )
                 self.average.state["count"] += 1
                 self.average.state["mean"] += batch.mean()
                 self.parts.counters["micro"] += 1
