@@ -18,7 +18,7 @@ CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
     "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
 }
-RANK = int(os.environ["RANK"])
+RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 calls = 0
 
 
@@ -42,12 +42,12 @@ def _shared_layers(interrupt: Callable[[], None]) -> None:
 
 
 def _stages(interrupt: Callable[[], None], loss_calls: int) -> None:
-    """The last of four ranks, in the second of two stages, is interrupted in a loss of its second step."""
+    """The last rank, in the second of two stages, is interrupted in a loss of its second step."""
 
     def loss_of(output: Tensor, targets: Tensor) -> Tensor:
         global calls
         calls += 1
-        if RANK == 3 and calls == loss_calls:
+        if RANK == WORLD_SIZE - 1 and calls == loss_calls:
             interrupt()
         return nn.functional.mse_loss(output, targets)
 
@@ -82,6 +82,10 @@ def layer_fails() -> None:
 
 def stage_sleeps() -> None:
     _stages(sleep, 6)  # the second micro-batch: the first step took four
+
+
+def stage_fails() -> None:
+    _stages(fail, 7)
 
 
 if __name__ == "__main__":

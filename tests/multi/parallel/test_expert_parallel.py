@@ -21,8 +21,9 @@ import zeroaccel
 from tests.support.mesh_training import with_frozen_base
 from tests.support.mixtures import MIXTURE_VOCABULARY, MIXTURES, small_mixture
 from tests.support.pool import Ranks
+from tests.support.refusals import message
 from tests.support.sweeps import Case, Sweep
-from tests.support.training import ADAMW, Run, config, differences, offloaded, recording
+from tests.support.training import ADAMW, Run, config, differences, finished, offloaded, recording, train_step
 from zeroaccel.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.topology import init_process_group
@@ -97,8 +98,7 @@ def _train(model: nn.Module, settings: Mapping[str, Any], parallel: ParallelConf
         engine.step()
         run.losses.append(loss.item())
         run.norms.append(engine.get_global_grad_norm())
-    engine.destroy()
-    run.weights = {name: param.detach().clone() for name, param in model.named_parameters()}
+    finished(engine, run)
     return run
 
 
@@ -142,6 +142,13 @@ def _close(runs: list[MixtureRun], plain: MixtureRun) -> dict[str, float]:
     return found
 
 
+def _close_and_alike(of_ranks: list[list[MixtureRun]], plain: MixtureRun) -> list[dict[str, float]]:
+    """Each run is close to the plain one, and has the bits of the other runs."""
+    for first, *others in of_ranks:
+        assert [differences(first, other) for other in others] == [[] for _ in others]
+    return [_close(list(runs), plain) for runs in zip(*of_ranks, strict=True)]
+
+
 def _distance(one: Tensor, other: Tensor) -> float:
     return (one - other).abs().max().item()
 
@@ -150,11 +157,7 @@ def _distance(one: Tensor, other: Tensor) -> float:
 def test_mixture_trains_as_one_process_at_every_stage(ranks: Ranks, kind: str, tmp_path: Path) -> None:
     of_ranks = ranks(2).run(_divided, kind, _settings("sgd", tmp_path)[::6], ParallelConfig(ep=2))
     plain = _plain(small_mixture(kind), "sgd", 2)
-    for runs in zip(*of_ranks, strict=True):
-        _close(list(runs), plain)
-    for runs in of_ranks:
-        for run in runs[1:]:
-            assert differences(runs[0], run) == []
+    _close_and_alike(of_ranks, plain)
 
 
 @pytest.mark.slow  # of each kind, both optimizers, and groups of experts within the data ranks
@@ -166,10 +169,7 @@ def test_any_mixture_on_any_ranks(
 ) -> None:
     of_ranks = ranks(4).run(_divided, kind, _settings(optimizer, tmp_path), ParallelConfig(ep=ep))
     plain = _plain(small_mixture(kind), optimizer, 4)
-    found = [_close(list(runs), plain) for runs in zip(*of_ranks, strict=True)]
-    for runs in of_ranks:
-        for run in runs[1:]:
-            assert differences(runs[0], run) == []
+    found = _close_and_alike(of_ranks, plain)
     most = {key: max(one[key] for one in found) for key in found[0]}
     most["largest gradient"] = max(grad.abs().max().item() for grads in plain.grads for grad in grads.values())
     sweep.add(Case("experts", f"{optimizer}, ep {ep}", kind, "equal", json.dumps(most)))
@@ -198,9 +198,10 @@ def test_gradients_of_experts_that_are_counted_twice_or_divided_once_more_are_fo
         _close(runs, plain)
 
 
-def _one_sided(stage: int) -> MixtureRun:
+def _one_sided(stage: int, **parallel: Any) -> MixtureRun:
     init_process_group()
-    return _train(_biased(), config(stage, optimizer=SGD, gradient_clipping=0.5), ParallelConfig(ep=2))
+    settings = config(stage, optimizer=SGD, gradient_clipping=0.5)
+    return _train(_biased(), settings, ParallelConfig(ep=2, **parallel))
 
 
 def _biased() -> nn.Module:
@@ -213,9 +214,11 @@ def _biased() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_rank_that_no_token_chooses_takes_part(ranks: Ranks, stage: int) -> None:
-    of_ranks, plain = ranks(2).run(_one_sided, stage), _plain(_biased(), "sgd", 2)
+@pytest.mark.parametrize(("stage", "chunks"), [(0, {}), (3, {}), (3, {"ep_buffer_nbytes": 1})])
+def test_a_rank_that_no_token_chooses_takes_part_in_each_chunk(
+    ranks: Ranks, stage: int, chunks: dict[str, int]
+) -> None:
+    of_ranks, plain = ranks(2).run(_one_sided, stage, **chunks), _plain(_biased(), "sgd", 2)
     unused = [grad for name, grad in plain.grads[0].items() if name.endswith("gate_up_proj")]
     assert all(not grad[2:].any() for grad in unused), "every token chooses the experts of rank 0"
     _close(of_ranks, plain)
@@ -275,16 +278,6 @@ def test_chunks_have_the_bits_of_one_exchange(ranks: Ranks, kind: str, experts: 
     assert len({most for *_, (_, _, most) in of_ranks}) == 1
 
 
-def _one_sided_chunks() -> MixtureRun:
-    init_process_group()
-    parallel = ParallelConfig(ep=2, ep_buffer_nbytes=1)
-    return _train(_biased(), config(3, optimizer=SGD, gradient_clipping=0.5), parallel)
-
-
-def test_a_rank_that_no_token_chooses_takes_part_in_each_chunk(ranks: Ranks) -> None:
-    _close(ranks(2).run(_one_sided_chunks), _plain(_biased(), "sgd", 2))
-
-
 @pytest.mark.parametrize(
     ("most", "chunks"), [(100, [(0, 4)]), (9, [(0, 2), (2, 4)]), (5, [(0, 1), (1, 2), (2, 3), (3, 4)])]
 )
@@ -331,11 +324,7 @@ def test_adapters_of_experts_train_as_in_one_process(
     of_ranks = ranks(world).run(_adapted, kind, settings if ep == 1 or world > 2 else settings[:4:3], ep)
     plain = _plain(_with_adapters(kind, *_PROJECTIONS), "sgd", world)
     assert all("lora" in name for name in plain.grads[0]), "nothing else is trained"
-    for runs in zip(*of_ranks, strict=True):
-        _close(list(runs), plain)
-    for runs in of_ranks:
-        for run in runs[1:]:
-            assert differences(runs[0], run) == []
+    _close_and_alike(of_ranks, plain)
 
 
 # -- what is sent
@@ -347,8 +336,7 @@ def _traffic(ep: int, adapted: bool) -> tuple[int, int]:
     model = _with_adapters("Qwen3Moe", *_PROJECTIONS) if adapted else small_mixture("Qwen3Moe")
     engine, *_ = zeroaccel.initialize(model, config=config(3), parallel=ParallelConfig(ep=ep), collectives=ranks)
     ranks.reset()
-    engine.backward(engine(**_batch(0, torch.distributed.get_rank())).loss)
-    engine.step()
+    train_step(engine, engine(**_batch(0, torch.distributed.get_rank())).loss)
     sent = sum(one.nbytes for one in ranks.traffic() if one.purpose == "unshard")
     apart = ranks.part_holders if ranks.part_holders is not None else ranks
     of_experts = [b for unit in engine.units for b in unit.buffers if "experts" in b.layout.slots[0].fqn]
@@ -446,15 +434,14 @@ _REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
 def _refused(case: str) -> str:
     make, changes, _ = _REFUSED[case]
     init_process_group()
-    with pytest.raises(ZeroAccelError) as caught:
-        zeroaccel.initialize(make(), config=config(3, **changes), parallel=ParallelConfig(ep=2))
-    return str(caught.value)
+    settings, parallel = config(3, **changes), ParallelConfig(ep=2)
+    return message(ZeroAccelError, zeroaccel.initialize, make(), config=settings, parallel=parallel)
 
 
 @pytest.mark.parametrize("case", _REFUSED)
 def test_what_cannot_be_divided_is_named_on_all_ranks(ranks: Ranks, case: str) -> None:
-    for message in ranks(2).run(_refused, case):
-        assert _REFUSED[case][2] in message
+    for said in ranks(2).run(_refused, case):
+        assert _REFUSED[case][2] in said
 
 
 def _disagreed(what: str) -> str:
@@ -466,15 +453,13 @@ def _disagreed(what: str) -> str:
     if what == "choices":
         for layer in layers:
             layer.mlp.gate.top_k = 2 + is_other
-        with pytest.raises(ZeroAccelError) as caught:
-            zeroaccel.initialize(model, config=config(1), parallel=parallel)
-        return str(caught.value)
+        return message(ZeroAccelError, zeroaccel.initialize, model, config=config(1), parallel=parallel)
     engine, *_ = zeroaccel.initialize(model, config=config(1), parallel=parallel)
     hidden = torch.ones(1, 6, 32, dtype=torch.bfloat16 if is_other else torch.float32)
-    with torch.autocast("cpu", torch.bfloat16, enabled=is_other), pytest.raises(ZeroAccelError) as caught:
-        layers[0].mlp(hidden)
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_other):
+        said = message(ZeroAccelError, layers[0].mlp, hidden)
     engine.destroy()
-    return str(caught.value)
+    return said
 
 
 @pytest.mark.parametrize(
@@ -485,23 +470,22 @@ def _disagreed(what: str) -> str:
     ],
 )
 def test_ranks_that_disagree_on_shapes_of_routing_are_named(ranks: Ranks, what: str, words: str) -> None:
-    for message in ranks(2).run(_disagreed, what):
-        assert message.startswith("expert parallelism: model.layers.0.mlp.experts: ")
-        assert words in message
+    for said in ranks(2).run(_disagreed, what):
+        assert said.startswith("expert parallelism: model.layers.0.mlp.experts: ")
+        assert words in said
 
 
 def _generates() -> str:
     init_process_group()
     engine, *_ = zeroaccel.initialize(small_mixture("Mixtral"), config=config(3), parallel=ParallelConfig(ep=2))
-    with pytest.raises(ZeroAccelError) as caught, engine.gathered():
-        pass
+    said = message(ZeroAccelError, engine.gathered().__enter__)
     engine.destroy()
-    return str(caught.value)
+    return said
 
 
 def test_forwards_that_differ_between_ranks_are_refused(ranks: Ranks) -> None:
-    for message in ranks(2).run(_generates):
-        assert "expected ranks that have all experts" in message
+    for said in ranks(2).run(_generates):
+        assert "expected ranks that have all experts" in said
 
 
 def _launched_with_stages() -> str:
@@ -514,15 +498,14 @@ def _launched_with_stages() -> str:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in asked.items():
             patch.setenv(name, value)
-        with pytest.raises(ZeroAccelError) as caught:
-            as_deepspeed(model=model, config=config(1, "fp32", 2), model_parameters=model.parameters())
-    return str(caught.value)
+        arguments = {"config": config(1, "fp32", 2), "model_parameters": model.parameters()}
+        return message(ZeroAccelError, as_deepspeed, model=model, **arguments)
 
 
 def test_a_program_of_deepspeed_without_stages_is_refused_with_them(ranks: Ranks) -> None:
-    for message in ranks(4).run(_launched_with_stages):
-        assert "pp: expected 1, as this program asks for an engine without it" in message
-        assert "ep 2'; launch without --pp_size" in message
+    for said in ranks(4).run(_launched_with_stages):
+        assert "pp: expected 1, as this program asks for an engine without it" in said
+        assert "ep 2'; launch without --pp_size" in said
 
 
 # -- checkpoints, and access by name
@@ -545,8 +528,7 @@ def _engine(stage: int, ep: int, **changes: Any) -> Any:
 
 
 def _step(engine: Any, number: int = 0) -> None:
-    engine.backward(engine(**_batch(number, torch.distributed.get_rank())).loss)
-    engine.step()
+    train_step(engine, engine(**_batch(number, torch.distributed.get_rank())).loss)
 
 
 def _saved(folder: Path, stage: int, ep: int) -> dict[str, Tensor]:
@@ -623,10 +605,9 @@ def _loaded_into_other_experts(folder: Path, ep: int) -> str:
         del experts.gate_up_proj
     parallel = ParallelConfig(ep=ep, verify_cut=False)
     engine, *_ = zeroaccel.initialize(model, config=config(3), parallel=parallel)
-    with pytest.raises(ZeroAccelError) as caught:
-        engine.load_checkpoint(str(folder), tag="one")
+    said = message(ZeroAccelError, engine.load_checkpoint, str(folder), tag="one")
     engine.destroy()
-    return str(caught.value)
+    return said
 
 
 def _saved_mixture(folder: Path) -> None:
@@ -638,9 +619,9 @@ def _saved_mixture(folder: Path) -> None:
 
 def test_a_checkpoint_of_experts_that_were_fused_otherwise_is_named(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2).run(_saved_mixture, tmp_path)
-    for message in ranks(2).run(_loaded_into_other_experts, tmp_path, 2):
-        assert "not in the checkpoint: model.layers.0.mlp.experts.gate_proj" in message
-        assert "not in the model: model.layers.0.mlp.experts.gate_up_proj" in message
+    for said in ranks(2).run(_loaded_into_other_experts, tmp_path, 2):
+        assert "not in the checkpoint: model.layers.0.mlp.experts.gate_proj" in said
+        assert "not in the model: model.layers.0.mlp.experts.gate_up_proj" in said
 
 
 def _frozen_codes(ep: int, folder: str) -> list[list[float]]:
@@ -656,10 +637,7 @@ def _frozen_codes(ep: int, folder: str) -> list[list[float]]:
         engine, *_ = zeroaccel.initialize(model, optimizer, config=settings, parallel=ParallelConfig(ep=ep))
         losses = []
         for step in range(3):
-            loss = engine(input_ids=ids, labels=ids).loss
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
+            losses.append(train_step(engine, engine(input_ids=ids, labels=ids).loss))
             if step == 1:
                 engine.save_checkpoint(folder, tag=f"stage{stage}")
                 engine.load_checkpoint(folder, tag=f"stage{stage}")

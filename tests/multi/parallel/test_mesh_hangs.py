@@ -14,10 +14,16 @@ import pytest
 from tests import time_limits
 from tests.support.environment import WAIT_LIMIT
 from tests.support.job import JobResult, run_job, side_by_side
+from tests.support.mesh_training import NEEDS_STAGES
 
 LIMIT = round(time_limits.seconds(2.0), 1)
 PROMISE = 15.0  # seconds after the limit in which every rank has ended
-JOBS = {"layer_sleeps": (2, LIMIT), "layer_fails": (2, 500.0), "stage_sleeps": (4, LIMIT)}  # ranks, limit
+JOBS = {
+    "layer_sleeps": (2, LIMIT),
+    "layer_fails": (2, 500.0),
+    "stage_sleeps": (4, LIMIT),
+    "stage_fails": (2, 500.0),
+}  # ranks, limit
 
 Ended = Callable[[str], JobResult]
 
@@ -77,3 +83,15 @@ def test_a_rank_that_sleeps_in_a_stage(ended: Ended, scenario: str) -> None:
     awaited = r'waiting for control #\d+ receive "gradient of micro-batch 1 from stage 1, after'
     assert re.search(rf"rank 1 \(pp 0, dp_shard 1\): {awaited}", result.stderr)
     assert "What keeps rank 3 (pp 1, dp_shard 1) must be done by every rank" in result.stderr
+
+
+@NEEDS_STAGES
+@pytest.mark.parametrize("scenario", ["stage_fails"])
+def test_a_rank_that_leaves_a_pipeline_is_named_with_its_stage(ended: Ended, scenario: str) -> None:
+    result = ended(scenario)
+    assert result.returncodes[0] == 75
+    assert "rank 1 (pp 1): left with ValueError: a layer that cannot be, in step 1" in result.stderr
+    assert "in step 1, in the forward of micro-batch 2 on stage 1" in result.stderr
+    assert "rank 0 (pp 0): waiting for control" in result.stderr
+    assert 'receive "gradient of micro-batch ' in result.stderr
+    assert "The cause is the exception on rank 1 (pp 1)." in result.stderr

@@ -11,7 +11,7 @@ from torch import Tensor
 import zeroaccel
 from tests.support.mesh_training import NEEDS_SPLIT_LAYERS, NEEDS_STAGES, small_llama
 from tests.support.pool import Ranks
-from tests.support.training import SGD, config, recording
+from tests.support.training import SGD, config, recording, train_step
 from zeroaccel.comm import topology
 from zeroaccel.comm.recording import BytesSent, RecordingCollectives
 from zeroaccel.config.comm_plan import StepTraffic
@@ -76,8 +76,7 @@ def _step(axes: dict[str, Any], node_size: int, stage: int, **model: Any) -> tup
             engine.train_batch(iter([_batch(place)] * micro_batches))
             continue
         for _ in range(micro_batches):
-            engine.backward(_loss(engine, place))
-            engine.step()
+            train_step(engine, _loss(engine, place))
     traffic, by_axis = recorder.traffic(), recorder.nbytes_by_axis()
     engine.destroy()
     assert {axis: sum(links.values()) for axis, links in by_axis.items()} == {

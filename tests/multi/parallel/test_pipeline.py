@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeroaccel
-from tests.support.job import run_job
 from tests.support.mesh_training import NEEDS_STAGES, small_gpt2, small_llama
 from tests.support.pool import Ranks
 from tests.support.training import ADAMW, SGD, Run, config, differences, finished
@@ -222,8 +221,7 @@ def scheduled(pp: int) -> tuple[list[float], list[float]]:
     rest = [param for param in model.parameters() if param.dim() < 2]
     optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}])
     schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 5}}
-    settings = {**config(1, "fp32", MICRO_BATCHES), "scheduler": schedule}
-    del settings["optimizer"]
+    settings = config(1, "fp32", MICRO_BATCHES, scheduler=schedule, optimizer=None)
     engine, *_ = zeroaccel.initialize(
         model, optimizer, config=settings, parallel=ParallelConfig(pp=pp), pipeline=PipelineConfig()
     )
@@ -444,16 +442,3 @@ def _use_wrongly(engine: Any, what: str) -> None:
 def test_what_cannot_be_is_named_on_every_rank(ranks: Ranks, what: str, says: str) -> None:
     for message in ranks(2).run(mistaken, what):
         assert says in message
-
-
-# -- a rank that leaves
-
-
-def test_a_rank_that_leaves_a_pipeline_is_named_with_its_stage() -> None:
-    result = run_job(2, "tests/multi/parallel/leaving_stage.py", [], timeout=90)
-    assert result.returncodes[0] == 75
-    assert "rank 1 (pp 1): left with RuntimeError: as the disk is full, in step 1" in result.stderr
-    assert "in step 1, in the forward of micro-batch 2 on stage 1" in result.stderr
-    assert "rank 0 (pp 0): waiting for control" in result.stderr
-    assert 'receive "gradient of micro-batch ' in result.stderr
-    assert "The cause is the exception on rank 1 (pp 1)." in result.stderr

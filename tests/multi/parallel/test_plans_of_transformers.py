@@ -18,7 +18,7 @@ import zeroaccel
 from tests.support.mesh_training import NEEDS_SPLIT_LAYERS
 from tests.support.pool import Pool, RankFailure, Ranks
 from tests.support.sweeps import Case, Sweep, table
-from tests.support.training import Run, config
+from tests.support.training import Run, config, train_step
 from zeroaccel.config.parallel import ParallelConfig
 from zeroaccel.errors import ZeroAccelError
 
@@ -65,10 +65,7 @@ def _family(kind: str, name: str, seed: int, changes: Mapping[str, str | None] |
     engine.eval()
     for step in range(STEPS):
         zoo.seed_all(seed + step)
-        loss = zoo.loss_of(engine(**batch))
-        engine.backward(loss)
-        engine.step()
-        found.losses.append(loss.item())
+        found.losses.append(train_step(engine, zoo.loss_of(engine(**batch))))
         found.norms.append(engine.get_global_grad_norm())
     engine.destroy()
     is_close = found.losses == pytest.approx(expected.losses, rel=2e-6)

@@ -13,7 +13,7 @@ import zeroaccel
 from tests.support.mesh_training import small_gpt2, small_llama
 from tests.support.pool import Ranks
 from tests.support.refusals import message
-from tests.support.training import config, train_step
+from tests.support.training import config, plain_step, train_step
 from zeroaccel import Accelerator, DataLoaderConfiguration, ZeroPlugin
 from zeroaccel.comm.topology import init_process_group
 from zeroaccel.errors import UsageError, ZeroAccelError
@@ -65,10 +65,7 @@ def _plain(kind: str, attention: str, key_heads: int, what: str, places: int) ->
     losses = []
     for step in range(STEPS):
         loss = sum(model(**_batch(step, place, what)).loss for place in range(places)) / places
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(plain_step(optimizer, loss))
     return losses, {name: param.detach() for name, param in model.named_parameters()}
 
 

@@ -250,8 +250,7 @@ def _held() -> tuple[bool, bool, list[int]]:
         parallel=ParallelConfig(tp=2),
     )
     shape = list(weight.shape)
-    engine.backward(engine(**_batch(0, 0)).loss)
-    engine.step()
+    train_step(engine, engine(**_batch(0, 0)).loss)
     engine.destroy()
     same = model.get_submodule("model.layers.0.mlp.up_proj").weight is weight
     model(**_batch(0, 0))  # a plain model again

@@ -12,7 +12,7 @@ from torch import nn
 
 import zeroaccel
 from tests.support.pool import Ranks
-from tests.support.training import SGD, config
+from tests.support.training import SGD, config, train_step
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.topology import Topology, init_process_group
 from zeroaccel.config.parallel import ParallelConfig
@@ -70,8 +70,7 @@ def _with_a_logging_axis(folder: str, differs: bool) -> tuple[list[str], float, 
     try:
         engine, *_ = zeroaccel.initialize(model, config=config(3, optimizer=SGD))
         output = engine(torch.ones(2, 4)).sum()
-        engine.backward(output)
-        engine.step()
+        train_step(engine, output)
         engine.save_checkpoint(folder, tag="one")
         engine.load_checkpoint(folder, tag="one")
         engine.destroy()
