@@ -55,8 +55,7 @@ def eval_on_rank_0(engine: Engine, data: list[Tensor]) -> None:
 def wrong_loss_on_one(engine: Engine, data: list[Tensor]) -> None:
     train(engine, data[:2])
     loss = engine(data[2])
-    engine.backward(loss.detach() if engine.collectives.rank == 1 else loss)
-    engine.step()
+    train_step(engine, loss.detach() if engine.collectives.rank == 1 else loss)
 
 
 SCENARIOS: dict[str, Callable[[Engine, list[Tensor]], None]] = {

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support.training import SGD, config
+from tests.support.training import SGD, config, train_step
 from zeroaccel import initialize
 
 SIZES: dict[str, Any] = {
@@ -30,9 +30,7 @@ def train(stage: int, **changes: Any) -> tuple[list[float], dict[str, Tensor]]:
     norms = []
     for step in range(STEPS):
         speech = torch.randn(2, 400, generator=torch.Generator().manual_seed(10 * step + rank))
-        loss = engine(input_values=speech, labels=torch.tensor([[1, 2], [3, 4]])).loss
-        engine.backward(loss)
-        engine.step()
+        train_step(engine, engine(input_values=speech, labels=torch.tensor([[1, 2], [3, 4]])).loss)
         norms.append(engine.get_global_grad_norm())
     engine.destroy()
     return norms, {name: param.detach().clone() for name, param in model.named_parameters()}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import zeroaccel
 from tests.support.pool import Ranks
-from tests.support.training import ADAMW, SGD, Run, batches, config, differences, offloaded, train
+from tests.support.training import ADAMW, SGD, Run, batches, config, differences, offloaded, train, train_step
 from zeroaccel.errors import ConfigError
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -104,8 +104,7 @@ def _checkpoint_and_wrap(folder: str) -> dict[str, bool]:
     torch.manual_seed(7)
     engine, *_ = zeroaccel.initialize(Mixed(), config=_config(3, "bf16"))
     batch = batches(engine.collectives.rank, 1)[0]
-    engine.backward(engine(batch))
-    engine.step()
+    train_step(engine, engine(batch))
     engine.save_checkpoint(folder, tag="one")
     engine.eval()
     with torch.no_grad():

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import zeroaccel
 from tests.support.pool import Ranks
 from tests.support.refusals import message
+from tests.support.training import train_step
 from zeroaccel.errors import ConfigError, EngineStateError, UsageError
 
 _BLOCKS = 3
@@ -82,10 +83,7 @@ def _trained(stage: int, way: str, *, begin: int = 0, optimizer: str = "SGD", **
     for step in range(3):
         if step == begin:
             _WAYS[way](engine, model, "aot_eager")
-        loss = engine(torch.randn(2, 8, generator=generator)).square().mean()
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+        losses.append(train_step(engine, engine(torch.randn(2, 8, generator=generator)).square().mean()))
     engine.destroy()
     weights = torch.cat([param.detach().flatten() for param in model.parameters()])
     counters = torch._dynamo.utils.counters

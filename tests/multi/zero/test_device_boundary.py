@@ -15,7 +15,7 @@ from torch import Tensor
 
 import zeroaccel
 from tests.support.pool import Ranks
-from tests.support.training import ADAMW, SGD, Run, Toy, batches, config, differences, train
+from tests.support.training import ADAMW, SGD, Run, Toy, batches, config, differences, train, train_step
 from zeroaccel.errors import UsageError
 from zeroaccel.ops.reductions import l2_norm
 from zeroaccel.zero import grad_norm
@@ -66,17 +66,11 @@ def test_bits_on_several_ranks(ranks: Ranks, world_size: int, accumulation: int)
         assert ranks(world_size).run(_same_bits, settings) == [[]] * world_size
 
 
-def test_an_overflow_is_skipped_on_the_device(own_job: None) -> None:
+@pytest.mark.parametrize(("stage", "world_size"), [(1, 1), (2, 2)])
+def test_an_overflow_is_skipped_on_the_device_of_all_ranks(ranks: Ranks, stage: int, world_size: int) -> None:
     # A scale of 2**20 overflows for several steps, in the first of them before there are any states.
-    settings = config(1, "fp16", fp16={"enabled": True, "initial_scale_power": 20, "hysteresis": 1})
-    found, skipped = _skips(settings)
-    assert found == []
-    assert 0 < skipped < 12
-
-
-def test_an_overflow_on_one_rank_is_skipped_by_all(ranks: Ranks) -> None:
-    settings = config(2, "fp16", fp16={"enabled": True, "initial_scale_power": 20, "hysteresis": 1})
-    for found, skipped in ranks(2).run(_skips, settings):
+    settings = config(stage, "fp16", fp16={"enabled": True, "initial_scale_power": 20, "hysteresis": 1})
+    for found, skipped in ranks(world_size).run(_skips, settings):
         assert found == []
         assert 0 < skipped < 12
 
@@ -97,8 +91,7 @@ def _reads(settings: Mapping[str, Any]) -> int:
         engine, *_ = zeroaccel.initialize(Toy(), config=dict(settings))
         on_device(engine)
         for batch in batches(0, 4):
-            engine.backward(engine(batch))
-            engine.step()
+            train_step(engine, engine(batch))
         engine.destroy()
     finally:
         grad_norm.DeviceStats.read = read  # type: ignore[method-assign]
@@ -148,15 +141,13 @@ def _different_rates_unread() -> tuple[str, float, float]:
     before = [param.detach().clone() for param in model.parameters()]
     if engine.collectives.rank:
         optimizer.param_groups[0]["lr"] = 0.5
-    engine.backward(engine(first))
-    engine.step()
+    train_step(engine, engine(first))
     changed = _largest_change(before, model)
     engine.backward(engine(second))
     with pytest.raises(UsageError) as raised:
         engine.step()
     optimizer.param_groups[0]["lr"] = 0.5
-    engine.backward(engine(third))
-    engine.step()
+    train_step(engine, engine(third))
     afterwards = _largest_change(before, model)
     engine.destroy()
     return str(raised.value), changed, afterwards

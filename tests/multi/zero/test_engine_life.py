@@ -123,8 +123,7 @@ def test_parameters_smaller_than_the_world(ranks: Ranks) -> None:
 
 def _infer(stage: int, precision: str, with_gradients: bool) -> tuple[list[float], int]:
     torch.manual_seed(7)
-    settings = {**config(stage, precision), "optimizer": None}
-    del settings["optimizer"]
+    settings = config(stage, precision, optimizer=None)
     engine, optimizer, loader, scheduler = zeroaccel.initialize(Toy(), config=settings)
     assert (optimizer, loader, scheduler) == (None, None, None)
     with torch.set_grad_enabled(with_gradients):

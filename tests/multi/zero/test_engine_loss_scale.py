@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import zeroaccel
 from tests.support.pool import Ranks
+from tests.support.refusals import message
 from tests.support.training import Toy, config, train_step
 from zeroaccel.errors import EngineStateError
 
@@ -86,12 +87,9 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: Ranks, stage: int,
         assert history.counts == (5, 2, 5 * accumulation, 5 * accumulation * 4)
 
 
-def test_hysteresis_of_one_halves_at_once(ranks: Ranks) -> None:
+def test_hysteresis_of_one_halves_at_once_and_consecutive_hysteresis_forgives(ranks: Ranks) -> None:
     history = ranks(2).run(_run, _fp16(3, hysteresis=1), [True, True, False])[0]
     assert history.scales == [8, 4, 4]
-
-
-def test_consecutive_hysteresis_forgives(ranks: Ranks) -> None:
     history = ranks(2).run(_run, _fp16(3, consecutive_hysteresis=True), [True, False, True, False, True, True])[0]
     assert history.scales == [16, 16, 16, 16, 16, 8]
 
@@ -115,9 +113,7 @@ def test_the_scale_does_not_change_the_update(ranks: Ranks, stage: int, scale: f
 
 
 def _at_the_smallest_scale(settings: dict[str, Any]) -> str:
-    with pytest.raises(EngineStateError) as caught:
-        _run(settings, [True] * 8)
-    return str(caught.value)
+    return message(EngineStateError, _run, settings, [True] * 8)
 
 
 def test_an_overflow_at_the_smallest_scale_ends_the_run(ranks: Ranks) -> None:

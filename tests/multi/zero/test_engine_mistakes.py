@@ -23,16 +23,10 @@ from zeroaccel.errors import ConfigError, EngineStateError, UsageError, ZeroAcce
 Arguments = dict[str, Any]
 
 
-def _without_optimizer(stage: int) -> dict[str, Any]:
-    settings = config(stage)
-    del settings["optimizer"]
-    return settings
-
-
 def _two_groups_of_an_object(model: nn.Module) -> Arguments:
     optimizer = torch.optim.SGD([{"params": [model.embed.weight]}, {"params": [model.norm.weight]}], lr=0.1)
     optimizer.param_groups[1]["params"].append(model.embed.weight)
-    return {"config": _without_optimizer(1), "optimizer": optimizer}
+    return {"config": config(1, optimizer=None), "optimizer": optimizer}
 
 
 def _unmaterialized(model: nn.Module) -> Arguments:
@@ -57,7 +51,7 @@ def _stepped_optimizer(model: nn.Module) -> Arguments:
 
 
 def _given(optimizer: Any) -> Arguments:
-    return {"config": _without_optimizer(1), "optimizer": optimizer}
+    return {"config": config(1, optimizer=None), "optimizer": optimizer}
 
 
 def _named(kind: str, **params: Any) -> Arguments:
@@ -89,7 +83,7 @@ CASES: dict[str, tuple[Callable[[Any], Arguments], type[ZeroAccelError], tuple[s
         ("scheduler", "config", "initialize()"),
     ),
     "scheduler without optimizer": (
-        lambda model: {"config": _without_optimizer(1), "lr_scheduler": lambda optimizer: optimizer},
+        lambda model: {"config": config(1, optimizer=None), "lr_scheduler": lambda optimizer: optimizer},
         UsageError,
         ("lr_scheduler", "optimizer"),
     ),
@@ -203,7 +197,7 @@ def _scheduled_optimizer_with_attributes() -> float:
     before = model.layers[0].weight.detach().clone()
     optimizer = WithAttributes(model.parameters(), lr=0.0)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    engine, *_ = zeroaccel.initialize(model, optimizer, lr_scheduler=scheduler, config=_without_optimizer(1))
+    engine, *_ = zeroaccel.initialize(model, optimizer, lr_scheduler=scheduler, config=config(1, optimizer=None))
     engine.destroy()
     return float((model.layers[0].weight.detach() - before).abs().max())
 
@@ -233,7 +227,7 @@ def _mixed_rules(stage: int) -> tuple[list[tuple[int, ...]], bool]:
         return TwoRules([{"params": [one]}, {"params": [other], "by_norm": True}], lr=0.1)
 
     reference = rules(plain)
-    engine, optimizer, *_ = zeroaccel.initialize(model, rules(model), config=_without_optimizer(stage))
+    engine, optimizer, *_ = zeroaccel.initialize(model, rules(model), config=config(stage, optimizer=None))
     shapes = [tuple(param.shape) for group in optimizer.param_groups for param in group["params"]]
     for step in range(2):
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
@@ -327,7 +321,7 @@ def test_half_a_job_is_reported_at_once() -> None:
 
 
 def _schedule_without_optimizer() -> tuple[bool, list[str]]:
-    settings = {**_without_optimizer(3), "scheduler": {**WARMUP, "params": {"warmup_num_steps": 2}}}
+    settings = {**config(3, optimizer=None), "scheduler": {**WARMUP, "params": {"warmup_num_steps": 2}}}
     with log_lines() as lines:
         engine, optimizer, _, scheduler = zeroaccel.initialize(nn.Linear(2, 2), config=settings)
     engine(torch.ones(1, 2))

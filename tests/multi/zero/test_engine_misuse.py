@@ -31,8 +31,7 @@ def _loss(engine: Engine) -> torch.Tensor:
 
 
 def _step(engine: Engine) -> None:
-    engine.backward(_loss(engine))
-    engine.step()
+    train_step(engine, _loss(engine))
 
 
 def _retained_over_a_step(engine: Engine) -> None:
@@ -95,10 +94,7 @@ def _messages(stage: int) -> dict[str, str]:
     found = {}
     for name, (misuse, _) in {**ALWAYS, **(SHARDED if stage == 3 else {})}.items():
         engine, *_ = zeroaccel.initialize(Toy(), config=config(stage))
-        try:
-            misuse(engine)
-        except ZeroAccelError as error:
-            found[name] = str(error)
+        found[name] = complaint(misuse, engine)
         engine.reset()
         engine.destroy()
     return found
@@ -190,12 +186,8 @@ def _averaged_from_before() -> str:
 
 
 def _said(write: Callable[[nn.Parameter], Any], engine: Engine) -> str:
-    try:
-        with torch.no_grad():
-            write(engine.module.get_parameter(FQN))
-    except ZeroAccelError as error:
-        return str(error)
-    return ""
+    with torch.no_grad():
+        return complaint(write, engine.module.get_parameter(FQN))
 
 
 def _uses_while_sharded() -> tuple[dict[str, str], dict[str, str], list[str]]:
@@ -377,15 +369,10 @@ UNSHARDED: dict[str, Misuse] = {
 def _writes_while_unsharded(stage: int, precision: str, how: str) -> str:
     engine, *_ = zeroaccel.initialize(Toy(), config=config(stage, precision))
     _step(engine)
-    try:
-        UNSHARDED[how](engine)
-        _step(engine)
-    except ZeroAccelError as error:
-        return str(error)
-    finally:
-        engine.reset()
-        engine.destroy()
-    return "nothing"
+    said = complaint(lambda: (UNSHARDED[how](engine), _step(engine)))
+    engine.reset()
+    engine.destroy()
+    return said
 
 
 @pytest.mark.parametrize(

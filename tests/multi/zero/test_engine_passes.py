@@ -30,24 +30,21 @@ def plain(engine: Engine, batch: Tensor) -> Tensor:
 
 def two_forwards(engine: Engine, batch: Tensor) -> Tensor:
     one, other = engine(batch), engine(batch.flip(0) // 2)
-    engine.backward(one + 0.5 * other)
-    engine.step()
+    train_step(engine, one + 0.5 * other)
     return one
 
 
 def two_graphs(engine: Engine, batch: Tensor) -> Tensor:
     one, other = engine(batch), engine(batch.flip(0) // 2)
     engine.backward(one)
-    engine.backward(other)
-    engine.step()
+    train_step(engine, other)
     return other
 
 
 def two_graphs_last_first(engine: Engine, batch: Tensor) -> Tensor:
     one, other = engine(batch), engine(batch.flip(0) // 2)
     engine.backward(other)
-    engine.backward(one)
-    engine.step()
+    train_step(engine, one)
     return other
 
 
@@ -112,8 +109,7 @@ def inner_module_alone(engine: Engine, batch: Tensor) -> Tensor:
         seen = model.layers[1](model.embed(batch)).float().mean()
     loss = engine(batch)
     extra = model.norm(model.layers[2](model.embed(batch))).float().square().mean()
-    engine.backward(loss + 0.1 * extra)
-    engine.step()
+    train_step(engine, loss + 0.1 * extra)
     return seen + loss
 
 

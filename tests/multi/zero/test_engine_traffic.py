@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import zeroaccel
 from tests.support.pool import Ranks
-from tests.support.training import Toy, batches, config, offloaded, recording
+from tests.support.training import Toy, batches, config, offloaded, recording, train_step
 from zeroaccel.comm.collectives import Work
 from zeroaccel.comm.recording import RecordingCollectives
 from zeroaccel.errors import EngineStateError
@@ -36,8 +36,7 @@ class Trained(Toy):
 
 def _step(engine: Engine, data: list[Tensor]) -> None:
     for batch in data:
-        engine.backward(engine(batch))
-        engine.step()
+        train_step(engine, engine(batch))
 
 
 def _padded_numel(engine: Engine, world_size: int) -> tuple[int, int]:
@@ -258,8 +257,7 @@ def _gather_parts(changes: dict[str, Any]) -> None:
     # A view of a parameter that the program goes on to use in backward.
     with GatheredParameters([down.weight]):
         penalty = down.weight.float().square().sum()
-    engine.backward(engine(data[2]) + penalty)
-    engine.step()
+    train_step(engine, engine(data[2]) + penalty)
     engine.destroy()
 
 

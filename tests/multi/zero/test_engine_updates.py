@@ -325,9 +325,7 @@ def test_param_groups_keep_their_settings(ranks: Ranks, stage: int, given: str) 
             (plain(data[rank][step]) / 2).backward()
         optimizer.step()
         plain.zero_grad()
-    settings = config(stage)
-    del settings["optimizer"]
-    for run, rates, left in ranks(2).run(_grouped, settings, given):
+    for run, rates, left in ranks(2).run(_grouped, config(stage, optimizer=None), given):
         assert rates == [1e-2, 3e-3]
         assert left == []
         for name, param in plain.named_parameters():
@@ -340,8 +338,7 @@ def _schedule_groups(stage: int) -> list[list[float]]:
     model = Toy()
     optimizer = torch.optim.SGD(_groups(model))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-    settings = config(stage)
-    del settings["optimizer"]
+    settings = config(stage, optimizer=None)
     engine, _, _, returned = zeroaccel.initialize(model, optimizer, lr_scheduler=scheduler, config=settings)
     assert returned is scheduler
     seen = []

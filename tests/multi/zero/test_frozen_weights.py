@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import zeroaccel
 from tests.support.pool import Ranks
 from tests.support.refusals import refused
-from tests.support.training import config, recording
+from tests.support.training import config, plain_step, recording, train_step
 from zeroaccel.comm.level_codes import FORMATS, decode, encode
 from zeroaccel.errors import EngineStateError, UsageError
 from zeroaccel.zero.layout import round_up
@@ -77,18 +77,14 @@ def _trained(model: nn.Module, optimizer: str) -> torch.optim.Optimizer:
 
 
 def _initialized(model: nn.Module, stage: int, optimizer: str, precision: str = "fp32", **changes: Any) -> Any:
-    settings = config(stage, precision, **changes)
-    del settings["optimizer"]
+    settings = config(stage, precision, optimizer=None, **changes)
     return zeroaccel.initialize(model, _trained(model, optimizer), config=settings)[0]
 
 
 def _steps(engine: Any, batches: list[Tensor]) -> list[float]:
     losses = []
     for tokens in batches:
-        loss = engine(tokens)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+        losses.append(train_step(engine, engine(tokens)))
     return losses
 
 
@@ -112,11 +108,7 @@ def _plain(name: str, recomputes: str, optimizer: str) -> tuple[list[float], dic
     values = _rounded(model, name)
     trained, losses = _trained(model, optimizer), []
     for tokens in _batches():
-        loss = model(tokens)
-        loss.backward()
-        trained.step()
-        trained.zero_grad()
-        losses.append(loss.item())
+        losses.append(plain_step(trained, model(tokens)))
     return losses, values
 
 
@@ -185,8 +177,7 @@ def test_recomputed_blocks_have_the_losses_of_one_process(ranks: Ranks, recomput
 
 def _memory_and_traffic(name: str, stage: int) -> tuple[int, list[tuple[str, int]]]:
     model, counted = Model(), recording()
-    settings = config(stage, "bf16", frozen_weights=name, **SMALL)
-    del settings["optimizer"]
+    settings = config(stage, "bf16", frozen_weights=name, optimizer=None, **SMALL)
     engine, *_ = zeroaccel.initialize(model, _trained(model, "SGD"), config=settings, collectives=counted)
     codes = [buffer for unit in engine.units for buffer in unit.buffers if unit.name.startswith("codes of ")]
     assert {slot.fqn for buffer in codes for slot in buffer.layout.slots} == CODED
@@ -220,8 +211,7 @@ def _second_copies(name: str) -> list[tuple[list[float], int, int]]:
     in_two = {"zero_hpz_partition_size": 2}
     for changes in ({}, in_two, {**in_two, "offload_param": {"device": "cpu"}}):
         model, counted = Model(), recording()
-        settings = config(3, "bf16", frozen_weights=name, **SMALL, **changes)
-        del settings["optimizer"]
+        settings = config(3, "bf16", frozen_weights=name, optimizer=None, **SMALL, **changes)
         engine, *_ = zeroaccel.initialize(model, _trained(model, "SGD"), config=settings, collectives=counted)
         losses = _steps(engine, _batches())
         engine.backward(engine(_batches()[0]))

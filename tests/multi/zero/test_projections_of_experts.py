@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import zeroaccel
 from tests.support.mixtures import MIXTURE_VOCABULARY, small_mixture
 from tests.support.pool import Ranks
-from tests.support.training import ADAMW, SGD, Run, config, differences, offloaded, recording
+from tests.support.training import ADAMW, SGD, Run, config, differences, finished, offloaded, recording, train_step
 from zeroaccel.zero.grad_reducer import GradientBuffer, GradReducer
 from zeroaccel.zero.param_unit import FlatBuffer
 from zeroaccel.zero.wrap_policy import LeafRules, group_parameters
@@ -46,15 +46,9 @@ def _trained(make: Callable[[], nn.Module], settings: dict[str, Any]) -> Run:
     for step in range(3):
         with torch.no_grad():
             run.losses.append(engine(**_batch(step)).loss.item())
-        loss = engine(**_batch(step)).loss
-        engine.backward(loss)
-        engine.step()
-        run.losses.append(loss.item())
+        run.losses.append(train_step(engine, engine(**_batch(step)).loss))
         run.norms.append(engine.get_global_grad_norm())
-    model = engine.module
-    engine.destroy()
-    run.weights = {name: param.detach().clone() for name, param in model.named_parameters()}
-    return run
+    return finished(engine, run)
 
 
 @dataclass(frozen=True)
@@ -141,8 +135,7 @@ def _gathered(changes: dict[str, Any], *, trains: bool, experts: str = "grouped_
             with torch.set_grad_enabled(trains):
                 loss = engine(**_batch(step)).loss
             if trains:
-                engine.backward(loss)
-                engine.step()
+                train_step(engine, loss)
     calls = [call for call in ranks.calls if call.label.startswith("unshard")]
     order = [call.label.removeprefix("unshard ").removeprefix("model.layers.") for call in calls]
     engine.destroy()
@@ -188,13 +181,9 @@ def _dropped(settings: dict[str, Any]) -> Run:
         engine.module.model.layers[1].register_forward_hook(lambda layer, args, output: args[0])
     run = Run()
     for step in range(2):
-        loss = engine(**_batch(step)).loss
-        engine.backward(loss)
-        engine.step()
-        run.losses.append(loss.item())
+        run.losses.append(train_step(engine, engine(**_batch(step)).loss))
         run.norms.append(engine.get_global_grad_norm())
-    engine.destroy()
-    return run
+    return finished(engine, run)
 
 
 def _with_a_layer_dropped() -> tuple[Run, Run]:

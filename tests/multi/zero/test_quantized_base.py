@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import zeroaccel
 from tests.support.pool import Ranks
+from tests.support.training import train_step
 
 
 class Packed(nn.Parameter):
@@ -56,10 +57,7 @@ def _train(stage: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(engine.collectives.rank)
     losses = []
     for _ in range(4):
-        loss = engine(torch.randn(2, 12, generator=generator).bfloat16()).square().mean()
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+        losses.append(train_step(engine, engine(torch.randn(2, 12, generator=generator).bfloat16()).square().mean()))
     sharded = sum(
         buffer.dtype is torch.int8 and not buffer.persistent for unit in engine.units for buffer in unit.buffers
     )

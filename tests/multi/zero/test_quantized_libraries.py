@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 import zeroaccel
 from tests.support.pool import Ranks
-from tests.support.refusals import refused
+from tests.support.refusals import message, refused
+from tests.support.training import plain_step, train_step
 from zeroaccel.accelerate import pretrained_saving
 from zeroaccel.checkpoint.consolidate import (
     convert_zero_checkpoint_to_fp32_state_dict,
@@ -198,6 +199,14 @@ class WQLinear(nn.Module):
 WQLinear.__module__ = "awq.modules.linear.gemm"
 
 
+def _linear(made: nn.Linear | None = None) -> nn.Linear:
+    """A layer of torch, or of a library, with weights as those of the stand-ins."""
+    linear = nn.Linear(WIDTH, WIDTH, bias=False) if made is None else made
+    with torch.no_grad():
+        linear.weight.copy_(torch.randn(WIDTH, WIDTH) / 8)
+    return linear
+
+
 def _layer(kind: str) -> nn.Module:
     if kind == "awq stand-in":
         return WQLinear(torch.randn(WIDTH, WIDTH) / 8)
@@ -205,20 +214,16 @@ def _layer(kind: str) -> nn.Module:
         return HQQLinear(torch.randn(WIDTH, WIDTH) / 8)
     if kind == "hqq":
         library = pytest.importorskip("hqq.core.quantize")
-        linear = nn.Linear(WIDTH, WIDTH, bias=False)
-        with torch.no_grad():
-            linear.weight.copy_(torch.randn(WIDTH, WIDTH) / 8)
         settings = library.BaseQuantizeConfig(nbits=4, group_size=64)
-        made: nn.Module = library.HQQLinear(linear, settings, compute_dtype=torch.float32, device="cpu")
+        made: nn.Module = library.HQQLinear(_linear(), settings, compute_dtype=torch.float32, device="cpu")
         return made
     if kind == "wrapper":
-        linear = nn.Linear(WIDTH, WIDTH, bias=False)
-        linear.weight = _wrapped(torch.randn(WIDTH, WIDTH) / 8)
+        linear = _linear()
+        linear.weight = _wrapped(linear.weight.detach())
         return linear
     if kind.startswith("torchao"):
         quantization = pytest.importorskip("torchao.quantization")
-        linear = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
-        linear.weight.copy_(torch.randn(WIDTH, WIDTH) / 8)
+        linear = _linear().requires_grad_(False)
         formats = {
             "torchao int8": quantization.Int8WeightOnlyConfig,
             "torchao float8": quantization.Float8WeightOnlyConfig,
@@ -228,24 +233,20 @@ def _layer(kind: str) -> nn.Module:
         return linear
     if kind.startswith("quanto"):
         quanto = pytest.importorskip("optimum.quanto")
-        linear = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False))
-        with torch.no_grad():
-            linear[0].weight.copy_(torch.randn(WIDTH, WIDTH) / 8)
-        quanto.quantize(linear, weights=getattr(quanto, f"q{kind[7:]}"))
-        quanto.freeze(linear)
-        return linear.requires_grad_(False)[0]
+        model = nn.Sequential(_linear())
+        quanto.quantize(model, weights=getattr(quanto, f"q{kind[7:]}"))
+        quanto.freeze(model)
+        return model.requires_grad_(False)[0]
     if kind.startswith("stand-in"):
         return StandIn(WIDTH, torch.bfloat16 if "bfloat16" in kind else torch.uint8)
     bnb = pytest.importorskip("bitsandbytes")
     if kind == "int8":
-        layer: nn.Module = bnb.nn.Linear8bitLt(WIDTH, WIDTH, bias=False, has_fp16_weights=False)
+        layer = bnb.nn.Linear8bitLt(WIDTH, WIDTH, bias=False, has_fp16_weights=False)
     else:
         storage = torch.bfloat16 if "bfloat16" in kind else torch.uint8
         quant = {"quant_type": kind[:3], "compress_statistics": "nested" in kind, "quant_storage": storage}
         layer = bnb.nn.Linear4bit(WIDTH, WIDTH, bias=False, compute_dtype=torch.float32, **quant)
-    with torch.no_grad():
-        layer.weight.copy_(torch.randn(WIDTH, WIDTH) / 8)  # type: ignore[operator]
-    return layer.to("cpu")
+    return _linear(layer).to("cpu")
 
 
 class Adapted(nn.Module):
@@ -281,6 +282,12 @@ class Model(nn.Module):
         return inputs.square().mean()
 
 
+def _replace_base(model: Model, kind: str) -> None:
+    """Other codes and scales of the same kind."""
+    for block in model.blocks:
+        block.base = _layer(kind)
+
+
 STAGE_3 = {"stage": 3, "stage3_param_persistence_threshold": 0}
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "SGD": partial(torch.optim.SGD, lr=0.5, momentum=0.9),
@@ -293,32 +300,34 @@ def _inputs() -> list[Tensor]:
     return [torch.randn(2, WIDTH, generator=generator) for _ in range(4)]
 
 
+def _optimizer(model: nn.Module, kind: str) -> torch.optim.Optimizer:
+    return OPTIMIZERS[kind]([param for param in model.parameters() if param.requires_grad])
+
+
 def _initialized(model: nn.Module, stage: int, optimizer: str, **zero: Any) -> Any:
-    trained = OPTIMIZERS[optimizer]([param for param in model.parameters() if param.requires_grad])
     config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {**STAGE_3, "stage": stage, **zero}}
-    return zeroaccel.initialize(model, trained, config=config)[0]
+    return zeroaccel.initialize(model, _optimizer(model, optimizer), config=config)[0]
+
+
+def _save(model: nn.Module, folder: Path, **options: Any) -> None:
+    engine = _initialized(model, 3, "SGD")
+    engine.save_checkpoint(folder, **options)
+    engine.destroy()
+
+
+def _load(model: nn.Module, folder: Path) -> None:
+    engine = _initialized(model, 3, "SGD")
+    engine.load_checkpoint(folder)
+    engine.destroy()
 
 
 def _steps(engine: Any, batches: list[Tensor]) -> list[float]:
-    losses = []
-    for inputs in batches:
-        loss = engine(inputs)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+    return [train_step(engine, engine(inputs)) for inputs in batches]
 
 
 def _plain(model: nn.Module, optimizer: str) -> list[float]:
-    trained = OPTIMIZERS[optimizer]([param for param in model.parameters() if param.requires_grad])
-    losses = []
-    for inputs in _inputs():
-        loss = model(inputs)
-        loss.backward()
-        trained.step()
-        trained.zero_grad()
-        losses.append(loss.item())
-    return losses
+    trained = _optimizer(model, optimizer)
+    return [plain_step(trained, model(inputs)) for inputs in _inputs()]
 
 
 def _losses(kind: str, folder: str) -> dict[tuple[Any, ...], tuple[list[float], list[float], int]]:
@@ -392,6 +401,13 @@ def test_a_base_that_zero_init_shards_has_the_same_losses(ranks: Ranks, kind: st
         assert here == pytest.approx(whole / 2, rel=0.02)
 
 
+def _save_llama(folder: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 64}
+    LlamaForCausalLM(LlamaConfig(num_attention_heads=4, **sizes)).save_pretrained(folder)
+
+
 def _from_pretrained(folder: str, how: str) -> tuple[tuple[int, int], list[float]]:
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -408,10 +424,7 @@ def _from_pretrained(folder: str, how: str) -> tuple[tuple[int, int], list[float
     engine = _initialized(model, 3, "SGD")
     tokens, losses = torch.arange(32).view(2, 16), []
     for _ in range(3):
-        loss = engine(input_ids=tokens, labels=tokens).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+        losses.append(train_step(engine, engine(input_ids=tokens, labels=tokens).loss))
     engine.destroy()
     return nbytes, losses
 
@@ -421,10 +434,9 @@ def test_from_pretrained_within_zero_init_leaves_each_rank_a_part_of_the_codes(
     ranks: Ranks, tmp_path: Path, on_disk: bool
 ) -> None:
     pytest.importorskip("bitsandbytes")
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 64}
-    LlamaForCausalLM(LlamaConfig(num_attention_heads=4, **sizes)).save_pretrained(tmp_path)
+    _save_llama(tmp_path)
     if on_disk:
         settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
         model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=settings, device_map="cpu")
@@ -464,16 +476,14 @@ def _gathers(kind: str) -> tuple[list[tuple[str, int]], str]:
     recording = RecordingCollectives(Collectives(init_process_group()))
     model = Model(kind, "")
     config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {**STAGE_3, "zero_quantized_weights": True}}
-    trained = OPTIMIZERS["SGD"]([param for param in model.parameters() if param.requires_grad])
-    engine = zeroaccel.initialize(model, trained, config=config, collectives=recording)[0]
+    engine = zeroaccel.initialize(model, _optimizer(model, "SGD"), config=config, collectives=recording)[0]
     recording.reset()
     engine(_inputs()[0])
     calls = [(call.dtype, call.numel) for call in recording.calls if call.label == "unshard blocks.0"]
     engine.reset()
-    with pytest.raises(EngineStateError) as caught:
-        _ = model.blocks[0].base.weight + 1
+    said = message(EngineStateError, lambda: model.blocks[0].base.weight + 1)
     engine.destroy()
-    return calls, str(caught.value)
+    return calls, said
 
 
 def test_gathers_are_of_codes_and_scales_which_nothing_rounds(ranks: Ranks) -> None:
@@ -631,13 +641,9 @@ def _with_offsets(seed: int) -> Model:
 def test_a_checkpoint_with_its_base_restores_offsets_of_scales(tmp_path: Path) -> None:
     """They are in no tensor of the model: those of the model stayed, under the codes of the checkpoint."""
     model = _with_offsets(1)
-    engine = _initialized(model, 3, "SGD")
-    engine.save_checkpoint(tmp_path)
-    engine.destroy()
+    _save(model, tmp_path)
     other = _with_offsets(2)
-    engine = _initialized(other, 3, "SGD")
-    engine.load_checkpoint(tmp_path)
-    engine.destroy()
+    _load(other, tmp_path)
     for one, saved in zip(other.blocks, model.blocks, strict=True):
         found, expected = one.base.weight.quant_state, saved.base.weight.quant_state
         assert found.offset == expected.offset
@@ -652,13 +658,10 @@ def test_a_plain_model_takes_scales_from_a_checkpoint(tmp_path: Path, kind: str)
     else:
         _require(kind)
         model, other = Model(kind, ""), Model(kind, "")
-        for block in other.blocks:
-            block.base = _layer(kind)
+        _replace_base(other, kind)
     with torch.no_grad():
         expected = [block.base(_inputs()[0]) for block in model.train().blocks]
-    engine = _initialized(model, 3, "SGD")
-    engine.save_checkpoint(tmp_path)
-    engine.destroy()
+    _save(model, tmp_path)
     before = [block.base(_inputs()[0]) for block in other.train().blocks]
     load_state_dict_from_zero_checkpoint(other, tmp_path, strict=kind != "stand-in")
     for block, one, was in zip(other.blocks, expected, before, strict=True):
@@ -725,33 +728,24 @@ def test_save_pretrained_of_a_live_quantised_model_writes_codes_and_scales(
     ranks: Ranks, tmp_path: Path, kind: str
 ) -> None:
     _require(kind)
-    from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 64}
-    LlamaForCausalLM(LlamaConfig(num_attention_heads=4, **sizes)).save_pretrained(tmp_path)
+    _save_llama(tmp_path)
     assert ranks(2).run(_whole_saved, str(tmp_path), kind) == [True, True]
 
 
 def test_a_checkpoint_of_adapters_leaves_scales_to_the_base(tmp_path: Path) -> None:
     """It had those of its own base, which came under codes of another one."""
     model, other = Model("stand-in", ""), Model("stand-in", "")
-    for block in other.blocks:
-        block.base = _layer("stand-in")
+    _replace_base(other, "stand-in")
     expected = [block.base.weight.quant_state.absmax.clone() for block in other.blocks]
-    engine = _initialized(model, 3, "SGD")
-    engine.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
-    engine.destroy()
-    engine = _initialized(other, 3, "SGD")
-    engine.load_checkpoint(tmp_path)
-    engine.destroy()
+    _save(model, tmp_path, exclude_frozen_parameters=True)
+    _load(other, tmp_path)
     for block, own in zip(other.blocks, expected, strict=True):
         assert torch.equal(block.base.weight.quant_state.absmax, own)
 
 
 def test_adapters_over_another_quantised_base_are_refused(tmp_path: Path) -> None:
-    engine = _initialized(_with_offsets(1), 3, "SGD")
-    engine.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
-    engine.destroy()
+    _save(_with_offsets(1), tmp_path, exclude_frozen_parameters=True)
     engine = _initialized(_with_offsets(2), 3, "SGD")
     before = engine.consolidated_state_dict()
     with refused(CheckpointError, "blocks.0.base.weight", "another one, whose quant_state", "load that base before"):
@@ -762,9 +756,7 @@ def test_adapters_over_another_quantised_base_are_refused(tmp_path: Path) -> Non
 
 
 def test_codes_that_a_model_without_its_library_loads_are_named(tmp_path: Path) -> None:
-    engine = _initialized(Model("stand-in", ""), 3, "SGD")
-    engine.save_checkpoint(tmp_path)
-    engine.destroy()
+    _save(Model("stand-in", ""), tmp_path)
     model = Model("stand-in", "")
     for block in model.blocks:
         block.base = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
@@ -786,8 +778,7 @@ def _loaded(kind: str, file: str) -> tuple[list[float], list[float], list[float]
     engine.destroy()
     for stage in (0, 3):
         model = Model(kind, "")
-        for block in model.blocks:
-            block.base = _layer(kind)
+        _replace_base(model, kind)
         engine = _initialized(model, stage, "SGD")
         engine.load_state_dict(state)
         losses.append(_steps(engine, _inputs()))

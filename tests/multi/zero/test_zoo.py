@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import zeroaccel
 from tests.support.pool import Pool, RankFailure, Ranks
 from tests.support.sweeps import Case, Sweep, table, wrong_sums
-from tests.support.training import Run, config, differences
+from tests.support.training import Run, config, differences, train_step
 from zeroaccel.errors import CollectiveError, ZeroAccelError
 
 transformers = pytest.importorskip("transformers")
@@ -84,10 +84,7 @@ def _engine(model: nn.Module, batches: list[dict[str, Tensor]], draws: int, sett
     run = Run()
     zoo.seed_all(draws)
     for each in batches:
-        loss = zoo.loss_of(engine(**_cast(each, dtype)))
-        engine.backward(loss)
-        engine.step()
-        run.losses.append(loss.item())
+        run.losses.append(train_step(engine, zoo.loss_of(engine(**_cast(each, dtype)))))
         run.norms.append(engine.get_global_grad_norm())
     engine.destroy()
     run.weights = _states(model)
