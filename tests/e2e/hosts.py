@@ -6,7 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
@@ -29,6 +29,13 @@ def write_script(folder: Path, source: str) -> Path:
     path = folder / "train.py"
     path.write_text(source)
     return path
+
+
+def run_machines(commands: Sequence[Sequence[object]], folder: Path, most_seconds: float) -> list[JobResult]:
+    """How machines ended that ran side by side, each by its command."""
+    with ExitStack() as stack:
+        machines = [stack.enter_context(running_command([*map(str, one)], cwd=folder)) for one in commands]
+        return [machine.wait(most_seconds) for machine in machines]
 
 
 def hostfile_flags(folder: Path, hosts: Sequence[str] = HOSTS, slots: int = 1) -> list[object]:

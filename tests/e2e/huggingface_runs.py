@@ -138,6 +138,13 @@ def outcome(trainer: Any, **more: Any) -> dict[str, Any]:
     return result
 
 
+def trained(model: Any, settings: Any, sample: Any = tokens) -> dict[str, Any]:
+    """The outcome of a Trainer of whom nothing else is asked."""
+    run = Trainer(model=model, args=settings, train_dataset=Samples(32, sample))
+    run.train()
+    return outcome(run)
+
+
 def adapter_digest(folder: Path) -> str:
     adapter = folder / "adapter_model.safetensors"
     return hashlib.sha256(adapter.read_bytes()).hexdigest() if adapter.exists() else ""
@@ -194,9 +201,7 @@ def own_optimizer(stage: str, folder: Path) -> dict[str, Any]:
     """Trainer's own AdamW and cosine schedule, in bf16."""
     model = written(folder)
     settings = arguments(folder, config(stage), bf16=True, use_cpu=True, lr_scheduler_type="cosine")
-    run = Trainer(model=model(), args=settings, train_dataset=Samples(32, tokens))
-    run.train()
-    return outcome(run)
+    return trained(model(), settings)
 
 
 def offloaded(stage: str, folder: Path) -> dict[str, Any]:
@@ -208,9 +213,7 @@ def offloaded(stage: str, folder: Path) -> dict[str, Any]:
         files.mkdir(parents=True, exist_ok=True)
         zero["zero_optimization"]["offload_optimizer"] = {"device": "nvme", "nvme_path": str(files)}
         zero["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": True}
-    run = Trainer(model=model(), args=arguments(folder, zero), train_dataset=Samples(32, tokens))
-    run.train()
-    return outcome(run)
+    return trained(model(), arguments(folder, zero))
 
 
 def lora(stage: str, folder: Path) -> dict[str, Any]:
@@ -224,9 +227,7 @@ def lora(stage: str, folder: Path) -> dict[str, Any]:
     torch.manual_seed(0)
     model = get_peft_model(base(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
     model.enable_input_require_grads()
-    run = Trainer(model=model, args=settings, train_dataset=Samples(32, tokens))
-    run.train()
-    return outcome(run)
+    return trained(model, settings)
 
 
 def tokenizer() -> Any:
@@ -321,13 +322,7 @@ def plain(stage: str, folder: Path, make: Callable[[], Any], sample: Any) -> dic
     """A model by its class, with Trainer's own optimizer."""
     model = written(folder, make)
     settings = arguments(folder, config(stage), max_steps=3, gradient_accumulation_steps=1)
-    run = Trainer(
-        model=model(),
-        args=settings,
-        train_dataset=Samples(32, sample),
-    )
-    run.train()
-    return outcome(run)
+    return trained(model(), settings, sample)
 
 
 def generation(stage: str, folder: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import zeroaccel
+from tests.support.training import train_step
 from zeroaccel.zero.engine import Engine
 
 
@@ -40,10 +41,7 @@ def by_pipeline(engine: Engine) -> list[float]:
 def by_loop(engine: Engine, loader: torch.utils.data.DataLoader[dict[str, torch.Tensor]]) -> list[float]:
     losses = []
     for batch in loader:
-        loss = engine(**batch).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+        losses.append(train_step(engine, engine(**batch).loss))
     return losses
 
 

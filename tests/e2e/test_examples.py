@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib.util
 import io
 import json
 import logging
@@ -25,6 +24,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.support.environment import ROOT
 from tests.support.job import run_command, running_command
 from tests.support.pool import Ranks
+from tests.support.scripts import load_script
 from zeroaccel.accelerate.accelerator_state import PartialState
 
 Runner = Callable[..., list[Any]]
@@ -39,16 +39,11 @@ def _call(path: str, argv: list[str], stage: int | None, config: str | None) -> 
     logging.getLogger("transformers").setLevel(logging.ERROR)
     printed = io.StringIO()
     try:
-        spec = importlib.util.spec_from_file_location("example", ROOT / "examples" / path)
-        assert spec is not None
-        assert spec.loader is not None
         # The pool's process group, and what is built on it, outlives an example.
         stays = patch.object(PartialState, "destroy_process_group", lambda state: None)
         with warnings.catch_warnings(), contextlib.redirect_stdout(printed), stays:
             warnings.filterwarnings("ignore", category=DeprecationWarning)  # of packages that examples import
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-            result = module.main(argv)
+            result = load_script(f"examples/{path}").main(argv)
         gc.collect()  # engines of an example that is over
         return result, printed.getvalue()
     finally:
@@ -143,17 +138,10 @@ def test_all_processes_stop_when_one_has_seen_enough(run: Runner) -> None:
 
 
 TEXT = "".join(f"{number} squared is {number**2}\n" for number in range(400))
+SCHEDULE = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
 AUTO = {
     "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
-    "scheduler": {
-        "type": "WarmupDecayLR",
-        "params": {
-            "warmup_min_lr": "auto",
-            "warmup_max_lr": "auto",
-            "warmup_num_steps": "auto",
-            "total_num_steps": "auto",
-        },
-    },
+    "scheduler": {"type": "WarmupDecayLR", "params": dict.fromkeys(SCHEDULE, "auto")},
 }
 
 

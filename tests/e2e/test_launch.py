@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests import time_limits
-from tests.e2e.hosts import alive, files_of
+from tests.e2e.hosts import alive, files_of, write_script
 from tests.support.environment import free_port
 from tests.support.job import JobResult, RunningJob, run_command, running_command
 from zeroaccel.errors import Preempted
@@ -22,18 +22,12 @@ from zeroaccel.errors import Preempted
 LAUNCH = (sys.executable, "-m", "zeroaccel.cli", "launch", "--num_processes", "2", "--cpu")
 
 
-def _script(folder: Path, source: str) -> Path:
-    path = folder / "train.py"
-    path.write_text(source)
-    return path
-
-
 def _launch(*arguments: object, **environment: str) -> JobResult:
     return run_command([*LAUNCH, *arguments], timeout=60.0, env=environment)
 
 
 def test_ranks_meet_and_get_what_the_dry_run_shows(tmp_path: Path) -> None:
-    script = _script(
+    script = write_script(
         tmp_path,
         "import json, os, sys\n"
         "import torch, torch.distributed as dist\n"
@@ -71,7 +65,7 @@ def test_ranks_meet_and_get_what_the_dry_run_shows(tmp_path: Path) -> None:
 
 
 def test_the_first_failure_is_reported_last_and_once(tmp_path: Path) -> None:
-    script = _script(
+    script = write_script(
         tmp_path,
         "import torch, torch.distributed as dist\n"
         "dist.init_process_group('gloo')\n"
@@ -101,7 +95,7 @@ def test_the_first_failure_is_reported_last_and_once(tmp_path: Path) -> None:
 
 
 def test_an_error_of_all_ranks_is_one_line(tmp_path: Path) -> None:
-    script = _script(
+    script = write_script(
         tmp_path,
         "import os, time\nfrom zeroaccel.errors import ConfigError\n"
         "time.sleep(0.3 * int(os.environ['RANK']))\n"
@@ -115,7 +109,7 @@ def test_an_error_of_all_ranks_is_one_line(tmp_path: Path) -> None:
 
 
 def test_sys_exit_of_one_rank_ends_the_job_with_its_code(tmp_path: Path) -> None:
-    script = _script(
+    script = write_script(
         tmp_path, "import os, sys, time\nif os.environ['RANK'] == '0':\n    sys.exit(3)\ntime.sleep(600)\n"
     )
     result = _launch(script)
@@ -125,7 +119,7 @@ def test_sys_exit_of_one_rank_ends_the_job_with_its_code(tmp_path: Path) -> None
 
 
 def test_a_job_is_started_again_and_says_why(tmp_path: Path) -> None:
-    script = _script(
+    script = write_script(
         tmp_path,
         "import os\n"
         "print(f\"{os.environ['TORCHELASTIC_RESTART_COUNT']}.{os.environ['RANK']}\", flush=True)\n"
@@ -166,7 +160,7 @@ def _running(script: Path, names: list[str], *flags: str) -> Iterator[tuple[Runn
 )
 def test_a_signal_to_the_launcher_leaves_nothing_running(tmp_path: Path, number: signal.Signals) -> None:
     # Rank 0 has a child in a session of its own, which only the launcher's mark finds.
-    script = _script(
+    script = write_script(
         tmp_path,
         "import os, subprocess, sys, time\n"
         "rank = os.environ['RANK']\n"
@@ -216,7 +210,7 @@ while True:
 def test_ranks_have_the_shutdown_timeout_after_sigterm(
     tmp_path: Path, flags: list[str], seconds: str, saved: list[str]
 ) -> None:
-    script = _script(tmp_path, NEEDS_SECONDS.replace("sys.argv[1]", seconds))
+    script = write_script(tmp_path, NEEDS_SECONDS.replace("sys.argv[1]", seconds))
     with _running(script, ["0", "1"], *flags) as (job, _):
         job.send_signal(signal.SIGTERM)
         result = job.wait()
@@ -263,7 +257,7 @@ for (step, x) in enumerate(loader):
     ],
 )
 def test_a_preempted_job_is_saved_and_says_so(tmp_path: Path, number: signal.Signals, to_launcher: bool) -> None:
-    script = _script(tmp_path, PREEMPTED)
+    script = write_script(tmp_path, PREEMPTED)
     with _running(script, ["0", "1"]) as (job, processes):
         job.send_signal(number) if to_launcher else processes[1].send_signal(number)
         result = job.wait()

@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests import time_limits
-from tests.e2e.hosts import HOSTS, alive, files_of, hostfile_flags, launch, launching, write_script
+from tests.e2e.hosts import HOSTS, alive, files_of, hostfile_flags, launch, launching, run_machines, write_script
 from tests.support.environment import free_port
 from tests.support.job import running_command
 from zeroaccel.cli.main import main
@@ -95,9 +95,7 @@ def test_the_same_by_c10d_from_each_machine(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "zeroaccel.cli", "launch", "--cpu", "--num_machines", 2, "--num_processes", 2]
     command += ["--main_process_ip", HOSTS[0], "--main_process_port", port, "--rdzv_backend", "c10d"]
     command += ["--max_restarts", 1, "--machine_rank"]
-    with ExitStack() as stack:
-        jobs = [stack.enter_context(running_command([*command, rank, script], cwd=tmp_path)) for rank in range(2)]
-        results = [job.wait(90) for job in jobs]
+    results = run_machines([[*command, rank, script] for rank in range(2)], tmp_path, 90)
     assert [result.returncode for result in results] == [0, 0], results
     assert sorted(result.stdout.split(" [")[0] for result in results) == [f"{rank} 4.0" for rank in range(2)]
 

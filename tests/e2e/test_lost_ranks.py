@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.fault_injection import namespaces_missing, network
+from tests.e2e.hosts import run_machines
 from tests.support.environment import free_port, outside_any_job
 from tests.support.job import run_command, run_job, running_command
 from tests.time_limits import Limit, seconds
@@ -116,14 +117,8 @@ def test_a_trainer_goes_on_from_memory_with_the_same_losses_evaluations_and_weig
         command += ["--num_machines", machines, "--main_process_ip", "127.0.0.1"]
         command += ["--main_process_port", free_port(), "--machine_rank"]
     words = [program, lost, stage, 2, faults]
-    with ExitStack() as stack:
-        runs = [
-            stack.enter_context(
-                running_command([*map(str, [*command, *([rank] if machines > 1 else []), *words])], cwd=tmp_path)
-            )
-            for rank in range(machines)
-        ]
-        ends = [run.wait(200) for run in runs]
+    of_ranks = [[*command, *([rank] if machines > 1 else []), *words] for rank in range(machines)]
+    ends = run_machines(of_ranks, tmp_path, 200)
     assert [end.returncode for end in ends] == [0] * machines, [end.stderr[-3000:] for end in ends]
     place = "the machine" if machines == 1 else "2 machines"
     resumed = re.findall(f"resuming from the memory of {place}, step ([0-9]+);", ends[0].stderr)
@@ -148,11 +143,7 @@ def test_a_lost_rank_of_two_machines_starts_both_again_together(tmp_path: Path, 
     command += ["--main_process_ip", "127.0.0.1", "--main_process_port", free_port(), "--machine_rank"]
     whole, lost = _whole_run(tmp_path)
     words = [PROGRAM, lost, 12, 2, 3, fault]
-    with ExitStack() as stack:
-        machines = [
-            stack.enter_context(running_command([*map(str, [*command, rank, *words])], cwd=tmp_path)) for rank in (0, 1)
-        ]
-        first, second = (machine.wait(90) for machine in machines)
+    first, second = run_machines([[*command, rank, *words] for rank in (0, 1)], tmp_path, 90)
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     found = f"resuming from the memory of 2 machines, step {steps}; there is no other"
     assert len(re.findall(found, first.stderr)) == 1, first.stderr
@@ -163,12 +154,8 @@ def test_a_lost_machine_leaves_copies_and_the_other_one_goes_on(tmp_path: Path) 
     command = [*LAUNCH, "--num_machines", "1:2", "--max_restarts", 1, "--timeout", 5]
     command += ["--main_process_ip", "127.0.0.1", "--main_process_port", free_port()]
     command += ["--rdzv_conf", "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=2", "--machine_rank"]
-    words = [Path(__file__).with_name("lost_ranks.py"), tmp_path, 12, 2, 3, "machine:5:1"]
-    with ExitStack() as stack:
-        machines = [
-            stack.enter_context(running_command([*map(str, [*command, rank, *words])], cwd=tmp_path)) for rank in (0, 1)
-        ]
-        first, second = (machine.wait(90) for machine in machines)
+    words = [PROGRAM, tmp_path, 12, 2, 3, "machine:5:1"]
+    first, second = run_machines([[*command, rank, *words] for rank in (0, 1)], tmp_path, 90)
     assert (first.returncode, second.returncode) == (0, -signal.SIGKILL), first.stderr
     assert len(re.findall("resuming from the memory of the machine, step [24]; there is no other", first.stderr)) == 1
     assert (tmp_path / "resumed.1").read_text().split()[1] in "24"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import re
 import sys
@@ -15,6 +14,7 @@ import torch
 
 from tests.support.environment import ROOT
 from tests.support.job import JobResult, run_command, run_job
+from tests.support.scripts import load_script
 
 SCRIPT = ROOT / "examples" / "train_gpt.py"
 SEQ = 32
@@ -33,12 +33,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("train_gpt", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("examples/train_gpt.py")
 
 
 @pytest.fixture(scope="module")
