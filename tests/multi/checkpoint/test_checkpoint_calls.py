@@ -66,8 +66,7 @@ class Factored(torch.optim.Optimizer):
 
 def any_optimizer(kind: str, root: Path, stage: int, *, resumed: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
     torch.manual_seed(11 if resumed else 7)
-    settings = config(stage, "bf16")
-    settings.pop("optimizer")
+    settings = config(stage, "bf16", optimizer=None)
     builders: dict[str, Any] = {
         "Factored": Factored,
         "NAdam": lambda params: torch.optim.NAdam(params, lr=1e-2),

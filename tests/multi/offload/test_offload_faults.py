@@ -13,7 +13,7 @@ from torch import Tensor
 
 import zeroaccel
 from tests.support.pool import Ranks
-from tests.support.refusals import complaint
+from tests.support.refusals import complaint, message
 from tests.support.training import Toy, batches, config, offloaded, train_step
 from zeroaccel.errors import EngineStateError, OffloadError
 from zeroaccel.offload import file_io
@@ -41,19 +41,11 @@ def _fails(call: str, error: OSError, settings: dict[str, Any], root: Path) -> t
     def failing(*arguments: Any) -> int:
         raise error
 
-    told, refused = "", ""
     if engine.collectives.rank == 1:
         setattr(file_io.os, call, failing)
-    try:
-        _step(engine, tokens[3])
-    except OffloadError as raised:
-        told = str(raised)
-    finally:
-        setattr(file_io.os, call, real)
-    try:
-        _step(engine, tokens[3])
-    except EngineStateError as raised:
-        refused = str(raised)
+    told = message(OffloadError, _step, engine, tokens[3])
+    setattr(file_io.os, call, real)
+    refused = message(EngineStateError, _step, engine, tokens[3])
     engine.load_checkpoint(root, tag="one")
     again = [_step(engine, batch) for batch in tokens[1:3]]
     engine.destroy()
@@ -162,8 +154,8 @@ def test_mistakes_are_reported_on_every_rank_before_training(ranks: Ranks, tmp_p
         ({**case("nvme"), "aio": {"block_size": 1000}}, "aio.block_size: expected a multiple of 4096"),
     ]
     for told in ranks(2).run(_mistakes, [case for case, _ in expected], missing_on=1):
-        for (_, text), message in zip(expected, told, strict=True):
-            assert text in message, (text, message)
+        for (_, text), said in zip(expected, told, strict=True):
+            assert text in said, (text, said)
 
 
 def _too_large(settings: dict[str, Any], free: int) -> str:

@@ -28,6 +28,7 @@ from tests.support.training import (
     train,
     train_step,
 )
+from tests.unit.optim.written_optimizers import ScheduleFree
 from zeroaccel.errors import ConfigError
 from zeroaccel.ops.coupled import Reductions
 from zeroaccel.zero.access.safe_get_set import safe_get_full_grad
@@ -167,39 +168,6 @@ def test_states_in_files_are_refused(ranks: Ranks, tmp_path: Path) -> None:
     for said in ranks(2).run(_refused, "EstimatesStepSize", settings):
         assert "zero_optimization.offload_optimizer.device" in said
         assert "EstimatesStepSize" in said
-
-
-class ScheduleFree(torch.optim.Optimizer):
-    """Evaluates at an average of where it trains (in the manner of Defazio et al. 2024, arXiv:2405.15682)."""
-
-    def __init__(self, params: Iterable[Any], lr: float = 0.05) -> None:
-        super().__init__(params, {"lr": lr, "k": 0, "trains": True})
-
-    def _mode(self, *, trains: bool, weight: float) -> None:
-        for group in self.param_groups:
-            if group["trains"] != trains:
-                for param in group["params"]:
-                    if "z" in self.state[param]:
-                        param.data.lerp_(self.state[param]["z"], weight)
-            group["trains"] = trains
-
-    def train(self) -> None:
-        self._mode(trains=True, weight=0.1)
-
-    def eval(self) -> None:
-        self._mode(trains=False, weight=1 - 1 / 0.9)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            assert group["trains"], "stepped while it evaluates"
-            for param in group["params"]:
-                if param.grad is not None:
-                    z = self.state[param].setdefault("z", param.clone())
-                    param.lerp_(z, 1 / (group["k"] + 1))
-                    param.sub_(param.grad * (group["lr"] * 0.5))
-                    z.sub_(param.grad * group["lr"])
-            group["k"] += 1
 
 
 def _evaluated(stage: int, precision: str, changes: dict[str, Any]) -> tuple[list[float], list[float]]:

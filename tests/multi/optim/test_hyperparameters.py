@@ -14,7 +14,7 @@ from torch.optim import Optimizer, lr_scheduler
 
 import zeroaccel
 from tests.support.pool import Ranks
-from tests.support.refusals import complaint, message
+from tests.support.refusals import message
 from tests.support.training import config, offloaded, recording, train_step
 from zeroaccel import Accelerator, ZeroPlugin
 from zeroaccel.comm.topology import init_process_group
@@ -113,11 +113,7 @@ def _differ(settings: dict[str, Any], name: str) -> tuple[list[str], bool, bool,
         SET[name][0](group)
     said = []
     for call in (engine.step, engine.gradient_norm):
-        try:
-            _backward(engine, 2)
-            call()
-        except UsageError as error:
-            said.append(str(error))
+        said.append(message(UsageError, lambda call=call: (_backward(engine, 2), call())))
         if engine.settings.update_during == "backward":
             engine.reset()  # it was the backward that broke off
     counts = engine.global_steps, engine.skipped_steps
@@ -472,9 +468,10 @@ def _make(name: str, *, accelerated: bool) -> str:
     optimizer = optimizer_of(model if "class" not in name else model.parameters())  # type: ignore[arg-type]
     schedule = [] if schedule_of is None else [schedule_of(optimizer)]
     if accelerated:
-        return complaint(Accelerator(zero_plugin=ZeroPlugin(zero_stage=2)).prepare, model, optimizer, *schedule)
+        accelerator = Accelerator(zero_plugin=ZeroPlugin(zero_stage=2))
+        return message(UsageError, accelerator.prepare, model, optimizer, *schedule)
     made = {"lr_scheduler": next(iter(schedule), None), "config": config(2, optimizer=None)}
-    return complaint(zeroaccel.initialize, model, optimizer, **made)
+    return message(UsageError, zeroaccel.initialize, model, optimizer, **made)
 
 
 def _make_all(*, accelerated: bool) -> dict[str, str]:

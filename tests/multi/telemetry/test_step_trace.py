@@ -13,6 +13,7 @@ import torch
 
 import zeroaccel
 from tests.support.pool import Ranks
+from tests.support.refusals import message
 from tests.support.training import (
     ADAMW,
     SGD,
@@ -121,9 +122,7 @@ def _mistakes(folder: Path) -> list[str]:
                 train_step(engine, engine(batch))
 
     def refused(path: Path, kind: type[Exception], steps: int, nested: bool = False) -> None:
-        with pytest.raises(kind) as raised:
-            record(path, steps, nested=nested)
-        said.append(str(raised.value))
+        said.append(message(kind, record, path, steps, nested=nested))
 
     refused(folder / "file" / "trace.json", UsageError, 1)
     refused(folder / "trace.json", EngineStateError, 0)
@@ -172,9 +171,7 @@ def test_the_first_engine_of_a_traced_program_is_recorded(ranks: Ranks, warmup: 
 def _misordered() -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(step_trace.VARIABLE, "{}")
-        with pytest.raises(ConfigError) as raised:
-            zeroaccel.initialize(Toy(), config=config(3))
-    return str(raised.value)
+        return message(ConfigError, zeroaccel.initialize, Toy(), config=config(3))
 
 
 def test_an_order_of_another_program_is_refused(ranks: Ranks) -> None:
