@@ -173,7 +173,7 @@ def _settings_of_tiers(settings: dict[str, Any]) -> tuple[list[IoSettings], list
     tiers = engine.tier_set
     assert tiers is not None
     assert tiers.swapper is not None
-    files: list[Any] = [tiers.swapper.tier, tiers.shards["nvme"]]
+    files: list[Any] = [tiers.swapper.tier, tiers.tiers["params, nvme"]]
     largest = max(group.range.numel for groups in tiers.swapper.sub_groups.values() for group in groups)
     found = [(file.buffers.budget_nbytes, largest) for file in files]
     how = [file.file.settings for file in files], found, tiers.swapper.pipeline_read, tiers.swapper.pipeline_write

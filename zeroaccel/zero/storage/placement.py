@@ -172,16 +172,47 @@ class SpaceNeed:
 
 
 @dataclass(frozen=True)
-class _FilePlan:
+class _TierPlan:
+    """A tier to be made, in host memory.
+
+    Attributes:
+        sizes: key -> bytes.
+        pinned: its host memory is page-locked.
+    """
+
+    sizes: Mapping[str, int]
+    pinned: bool
+
+    def make(self, io: IoSettings) -> Tier:
+        return HostTier(self.sizes, pinned=self.pinned)
+
+
+@dataclass(frozen=True)
+class _FilePlan(_TierPlan):
+    """A tier to be made in a file of a folder, which host memory of so many bytes is read into and written from."""
+
     where: str
     folder: OffloadFolder
-    sizes: Mapping[str, int]
-    buffers: HostBuffers
+    budget_nbytes: int
 
+    @property
     def need(self) -> SpaceNeed:
         nbytes = sum(aligned_nbytes(size) for size in self.sizes.values())
         disk = platform.node(), self.folder.path.stat().st_dev
         return SpaceNeed(disk, f"{self.where} {self.folder.path}", nbytes, self.folder.free_nbytes)
+
+    def make(self, io: IoSettings) -> Tier:
+        buffers = HostBuffers(self.budget_nbytes, pinned=self.pinned)
+        tier = NvmeTier(self.sizes, self.folder, self.where, buffers, io)
+        try:
+            write, read = tier.file.measure()
+        except BaseException:
+            tier.close()
+            raise
+        how = "direct" if tier.file.direct else "cached"
+        rates = f"{write / 1e9:.2f} GB/s write, {read / 1e9:.2f} GB/s read"
+        logger.info("%s: %s, %s I/O, %s, %.3f GB reserved", self.where, tier.name, how, rates, tier.file.nbytes / 1e9)
+        return tier
 
 
 class TierSet:
@@ -194,8 +225,8 @@ class TierSet:
 
     Attributes:
         device: where the engine computes.
+        tiers: those that are open, by what is in them and where: "params, host", "params, nvme", "optimizer, nvme".
         swapper: of masters and optimizer states, where they are in a tier; None where they stay in memory.
-        shards: tiers of the parameters that are sharded: "host" and "nvme", as far as they are used.
         copies: between host memory and the device, where they are two and anything is on the host.
 
     Raises:
@@ -212,18 +243,15 @@ class TierSet:
         self._rules = rules
         self.device = device
         self.copies: CopyStream | None = None
+        self.tiers: dict[str, Tier] = {}
         self.swapper: StateSwapper | None = None
-        self.shards: dict[Residence, Tier] = {}
+        self._plans: dict[str, _TierPlan] = {}
         self._sub_groups: dict[str, list[SubGroup]] = {}
-        self._state_file: _FilePlan | None = None
-        self._shard_file: _FilePlan | None = None
-        self._on_host: dict[str, int] = {}  # keys and bytes of shards in host memory
         # On a CPU host and device are one memory: offload to "cpu" then changes nothing but the report.
         offloads = rules.param != "device" or rules.optimizer != "device"
         if offloads and device.type != "cpu":
             pinned = rules.param_section.pin_memory and rules.optimizer_section.pin_memory
             self.copies = CopyStream(device, pinned=pinned)
-        self._host_states: dict[str, int] = {}  # keys and bytes of state buffers in host memory
         if optimizer is not None and (rules.optimizer != "device" or rules.splits_masters):
             # A step is tried before anything is offloaded: an optimizer with CUDA kernels only fails here, by name, and
             # its states are known before space for them is reserved.
@@ -240,7 +268,7 @@ class TierSet:
 
     def needs(self) -> list[SpaceNeed]:
         """What the files of this rank will take."""
-        return [plan.need() for plan in (self._state_file, self._shard_file) if plan is not None]
+        return [plan.need for plan in self._plans.values() if isinstance(plan, _FilePlan)]
 
     def open(self, needs: Sequence[SpaceNeed]) -> None:
         """Takes memory and disk space.
@@ -254,28 +282,17 @@ class TierSet:
         _check_space(needs)
         # Before any memory is taken: a disk that is too small must not be found out in the middle of a run.
         section = self._rules.optimizer_section
-        if self._on_host:
-            self.shards["host"] = HostTier(self._on_host, pinned=self._pins(self._rules.param_section.pin_memory))
-        if self._shard_file is not None:
-            self.shards["nvme"] = self._file_tier(self._shard_file)
-        if self._host_states:
-            pinned = self._pins(section.pin_memory)
-            self.swapper = StateSwapper(HostTier(self._host_states, pinned=pinned), self._sub_groups, pinned=pinned)
-        if self._state_file is not None:
-            self.swapper = StateSwapper(
-                self._file_tier(self._state_file),
-                self._sub_groups,
-                pipeline_read=section.pipeline_read,
-                pipeline_write=section.pipeline_write,
-                pinned=self._pins(section.pin_memory),
-            )
-
-    @property
-    def tiers(self) -> dict[str, Tier]:
-        """Every tier, by what is in it and where."""
-        tiers = {f"params, {residence}": tier for residence, tier in self.shards.items()}
-        where = "nvme" if self._state_file is not None else "host"
-        return tiers | ({f"optimizer, {where}": self.swapper.tier} if self.swapper is not None else {})
+        for name, plan in self._plans.items():
+            self.tiers[name] = tier = plan.make(self._rules.io)
+            if name.startswith("optimizer"):
+                in_file = isinstance(plan, _FilePlan)
+                self.swapper = StateSwapper(
+                    tier,
+                    self._sub_groups,
+                    pipeline_read=in_file and section.pipeline_read,
+                    pipeline_write=in_file and section.pipeline_write,
+                    pinned=plan.pinned,
+                )
 
     @property
     def is_used(self) -> bool:
@@ -295,7 +312,7 @@ class TierSet:
     @property
     def can_fail(self) -> bool:
         """Whether anything is in files, which fail on one rank alone."""
-        return self._state_file is not None or self._shard_file is not None
+        return any(isinstance(plan, _FilePlan) for plan in self._plans.values())
 
     def storages(self, plan: BufferPlan, place: ShardPlace) -> tuple[ShardStorage, MasterStorage]:
         """Where the shard and the masters of a buffer live; nothing is in them yet.
@@ -305,8 +322,7 @@ class TierSet:
         """
         # The shard first: fp32 masters may be its very memory, and residual masters are read through it.
         kind = self._shard_kind(plan)
-        tier = self.shards.get("nvme" if kind == "nvme" else "host")
-        place, make = replace(place, tier=tier, copies=self.copies), SHARD_STORAGES[kind]
+        place, make = replace(place, tier=self.tiers.get(f"params, {kind}"), copies=self.copies), SHARD_STORAGES[kind]
         shard = CodeShard(place, plan.code_format, make, whole=plan.whole) if plan.code_format else make(place)
         masters = MasterPlace(
             plan.key,
@@ -324,9 +340,10 @@ class TierSet:
     def _shard_kind(self, plan: BufferPlan) -> str:
         if plan.persistent or plan.whole:
             return "persistent"
-        if plan.key in self._on_host:
-            return "host"
-        return "device" if self._shard_file is None else "nvme"
+        for place in ("host", "nvme"):
+            if (planned := self._plans.get(f"params, {place}")) is not None and plan.key in planned.sizes:
+                return place
+        return "device"
 
     def _master_kind(self, plan: BufferPlan, shard: ShardStorage, device: torch.device) -> str:
         if not plan.trainable:
@@ -381,8 +398,10 @@ class TierSet:
                 plan.key, runs, flat, limit or SUB_GROUP_NUMEL, starts=starts, master_nbytes=nbytes_of
             )
         groups = [group for of_buffer in self._sub_groups.values() for group in of_buffer]
+        sizes, pinned = {group.key: group.nbytes for group in groups}, self._pins(section.pin_memory)
         if self._rules.optimizer != "nvme":
-            self._host_states = {group.key: group.nbytes for group in groups}
+            if sizes:
+                self._plans["optimizer, host"] = _TierPlan(sizes, pinned)
             return
         tensors = 1 + max((len(group.states) for group in groups), default=0)
         if section.buffer_count < tensors:
@@ -394,49 +413,32 @@ class TierSet:
         # The sub-group in step, the one being read and the one being written.
         at_a_time = 1 + section.pipeline_read + section.pipeline_write
         budget = section.buffer_count * 4 * max((group.range.numel for group in groups), default=0) * at_a_time
-        sizes = {group.key: group.nbytes for group in groups}
-        self._state_file = self._file_plan(f"{where}.nvme_path", section.nvme_path, sizes, budget, section.pin_memory)
+        self._plans["optimizer, nvme"] = _file_plan(f"{where}.nvme_path", section.nvme_path, sizes, pinned, budget)
 
     def _plan_shards(self, plans: Sequence[BufferPlan]) -> None:
         section, where = self._rules.param_section, f"{self._rules.where}.offload_param"
-        sizes = {plan.key: plan.shard_nbytes for plan in plans}
-        if self._rules.param == "host":
-            self._on_host = sizes
-            return
+        in_files, pinned = {plan.key: plan.shard_nbytes for plan in plans}, self._pins(section.pin_memory)
+        on_host: dict[str, int] = {}
         # The first units of the model stay in memory: they are gathered last in backward and first in the next forward.
-        room = section.max_in_cpu
+        room = math.inf if self._rules.param == "host" else section.max_in_cpu
         for plan in plans:  # by the largest shard, so that every rank keeps the same ones
             if plan.layout.largest_shard_numel > room:
                 break
             room -= plan.layout.largest_shard_numel
-            self._on_host[plan.key] = sizes[plan.key]
-        if self._on_host:
-            logger.info("%s.max_in_cpu keeps %d of %d shards in host memory", where, len(self._on_host), len(sizes))
-        in_files = {key: nbytes for key, nbytes in sizes.items() if key not in self._on_host}
+            on_host[plan.key] = in_files.pop(plan.key)
+        if on_host:
+            self._plans["params, host"] = _TierPlan(on_host, pinned)
+        if on_host and self._rules.param == "nvme":
+            logger.info("%s.max_in_cpu keeps %d of %d shards in host memory", where, len(on_host), len(plans))
         if in_files:
             budget = section.buffer_count * section.buffer_size * max(plan.dtype.itemsize for plan in plans)
-            self._shard_file = self._file_plan(
-                f"{where}.nvme_path", section.nvme_path, in_files, budget, section.pin_memory
-            )
+            path = section.nvme_path
+            self._plans["params, nvme"] = _file_plan(f"{where}.nvme_path", path, in_files, pinned, budget)
 
-    def _file_plan(
-        self, where: str, path: str | None, sizes: Mapping[str, int], budget_nbytes: int, pin_memory: bool
-    ) -> _FilePlan:
-        assert path is not None, f"{where}: no path"
-        buffers = HostBuffers(budget_nbytes, pinned=self._pins(pin_memory))
-        return _FilePlan(where, examine_folder(path, where), sizes, buffers)
 
-    def _file_tier(self, plan: _FilePlan) -> NvmeTier:
-        tier = NvmeTier(plan.sizes, plan.folder, plan.where, plan.buffers, self._rules.io)
-        try:
-            write, read = tier.file.measure()
-        except BaseException:
-            tier.close()
-            raise
-        how = "direct" if tier.file.direct else "cached"
-        rates = f"{write / 1e9:.2f} GB/s write, {read / 1e9:.2f} GB/s read"
-        logger.info("%s: %s, %s I/O, %s, %.3f GB reserved", plan.where, tier.name, how, rates, tier.file.nbytes / 1e9)
-        return tier
+def _file_plan(where: str, path: str | None, sizes: Mapping[str, int], pinned: bool, budget_nbytes: int) -> _FilePlan:
+    assert path is not None, f"{where}: no path"
+    return _FilePlan(sizes, pinned, where, examine_folder(path, where), budget_nbytes)
 
 
 def _check_one_number_per_element(optimizer: Optimizer, rules: OffloadRules) -> None:
