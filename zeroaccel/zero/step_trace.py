@@ -245,37 +245,23 @@ class TraceOrder:
         _followed = True
         parts = engine.traced_parts()
         trace = StepTrace(self.path, parts)
-        steps = 0
+        steps = -1
 
-        def before_recording() -> None:
+        def on_step() -> None:
             nonlocal steps
             steps += 1
-            self._note(parts, steps)
-            if steps == self.warmup:
-                begin()
-
-        def begin() -> None:
-            trace.start()
-            parts.report.step_listener = recording
-
-        def recording() -> None:
-            nonlocal steps
-            steps += 1
-            trace._end_step()
-            self._note(parts, steps)
+            if steps > self.warmup:
+                trace._end_step()
+            if parts.collectives.job.rank == 0:
+                self.progress.write_text(str(steps))
             if trace.num_steps == self.steps:
                 trace.finish()
                 raise SystemExit(0)
+            if steps == self.warmup:
+                trace.start()
+            parts.report.step_listener = on_step  # in place of the recording's own
 
-        self._note(parts, 0)
-        if self.warmup:
-            parts.report.step_listener = before_recording
-        else:
-            begin()
-
-    def _note(self, parts: TracedParts, steps: int) -> None:
-        if parts.collectives.job.rank == 0:
-            self.progress.write_text(str(steps))
+        on_step()  # the program is at its start
 
 
 _followed = False
