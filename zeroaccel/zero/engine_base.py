@@ -1256,12 +1256,7 @@ class EngineBase(nn.Module):
 
 
 def _update_times(optimizer: ShardedOptimizer | None) -> Callable[[], tuple[float, float, float]]:
-    def update_times() -> tuple[float, float, float]:
-        if optimizer is None:
-            return 0.0, 0.0, 0.0
-        return optimizer.update_seconds, optimizer.waited_seconds, optimizer.hidden_seconds
-
-    return update_times
+    return lambda: (0.0, 0.0, 0.0) if optimizer is None else optimizer.times
 
 
 def _offload_report(tiers: TierSet, optimizer: ShardedOptimizer | None) -> OffloadReport:

@@ -136,24 +136,26 @@ class Hooks:
         is_around = calls.get(id(root)) is not None
         attach = torch.compiler.disable if calls else _unchanged  # [Note: hooks and graphs]; this imports the compiler
         if not is_around:
-            self._add(root.register_forward_pre_hook(_Attached(attach(self._root_pre_forward))))
+            self._handles.append(root.register_forward_pre_hook(_Attached(attach(self._root_pre_forward))))
         for unit in units:
             parts = _owners_below(root, unit) if root in unit.modules else []
             for module in [*unit.modules, *parts]:
                 before, after = self._around(unit, inner=module not in unit.modules)
                 if calls.get(id(module)) is not None:
-                    self._add(AroundCompiled(module, before, after))
+                    self._handles.append(AroundCompiled(module, before, after))
                 else:
-                    self._add(module.register_forward_pre_hook(_Attached(attach(before), unit)))
-                    self._add(module.register_forward_hook(_Attached(attach(after)), always_call=True))
+                    self._handles.append(module.register_forward_pre_hook(_Attached(attach(before), unit)))
+                    self._handles.append(module.register_forward_hook(_Attached(attach(after)), always_call=True))
         if is_around:
-            self._add(AroundCompiled(root, self._root_pre_forward, self._root_post_forward))
+            self._handles.append(AroundCompiled(root, self._root_pre_forward, self._root_post_forward))
         else:
-            self._add(root.register_forward_hook(_Attached(attach(self._root_post_forward)), always_call=True))
+            self._handles.append(
+                root.register_forward_hook(_Attached(attach(self._root_post_forward)), always_call=True)
+            )
         for param in self._optimized:
-            self._add(param.register_post_accumulate_grad_hook(self._listener.on_grad_ready))
+            self._handles.append(param.register_post_accumulate_grad_hook(self._listener.on_grad_ready))
         for param in self._unoptimized:
-            self._add(param.register_post_accumulate_grad_hook(_discard))
+            self._handles.append(param.register_post_accumulate_grad_hook(_discard))
         self._watch(root, units)
         self._compiled = compiled_calls(root)
 
@@ -186,9 +188,6 @@ class Hooks:
     def forget(self) -> None:
         """Drops the forwards in progress, after an exception."""
         self._uses.clear()
-
-    def _add(self, handle: RemovableHandle | AroundCompiled) -> None:
-        self._handles.append(handle)
 
     # -- forward
 
@@ -430,9 +429,16 @@ class StateDictHooks:
         empties = self._empty_when_sharded
 
         def refuse(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-            if not empties:
-                _refuse_absent(owned)
-            _refuse_partial(owned)
+            # A state dict must not have NaN, or parts of parameters, without saying so.
+            for handle in () if empties else owned.values():
+                if handle.is_absent:
+                    raise _reads_nan("state_dict()", handle.slot.fqn)
+            for handle in owned.values():
+                if handle.slot.split is not None:
+                    raise EngineStateError(
+                        f"state_dict(): {handle.slot.fqn} is split over ranks, and this one has a part of it",
+                        fix="use engine.consolidated_state_dict(), or save with the checkpoint calls",
+                    )
 
         self._handles.append(module.register_state_dict_pre_hook(_Attached(refuse)))
         if not empties:
@@ -445,23 +451,6 @@ class StateDictHooks:
                     state[prefix + name] = state[prefix + name].new_empty(0)
 
         self._handles.append(module.register_state_dict_post_hook(_Attached(leave_out_nans)))
-
-
-def _refuse_absent(owned: Mapping[str, ParamHandle]) -> None:
-    """Raises EngineStateError where a state dict would have NaN without saying so."""
-    absent = next((handle for handle in owned.values() if handle.is_absent), None)
-    if absent is not None:
-        raise _reads_nan("state_dict()", absent.slot.fqn)
-
-
-def _refuse_partial(owned: Mapping[str, ParamHandle]) -> None:
-    """Raises EngineStateError where a state dict would have parts of parameters without saying so."""
-    part = next((handle for handle in owned.values() if handle.slot.split is not None), None)
-    if part is not None:
-        raise EngineStateError(
-            f"state_dict(): {part.slot.fqn} is split over ranks, and this one has a part of it",
-            fix="use engine.consolidated_state_dict(), or save with the checkpoint calls",
-        )
 
 
 def watch_construction(

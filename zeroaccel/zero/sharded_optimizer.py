@@ -142,9 +142,10 @@ class ShardedOptimizer:
         self.optimizer.undo_count([piece.param for buffer in self.buffers for piece in buffer.masters.pieces])
 
     @property
-    def waited_seconds(self) -> float:
-        """Of all updates so far, for a tier."""
-        return self._settled_seconds + sum(buffer.masters.waited_seconds for buffer in self.buffers)
+    def times(self) -> tuple[float, float, float]:
+        """Seconds of all updates so far: in all, and of these for a tier, and during other work."""
+        waited = self._settled_seconds + sum(buffer.masters.waited_seconds for buffer in self.buffers)
+        return self.update_seconds, waited, self.hidden_seconds
 
     def step(
         self,
