@@ -169,17 +169,7 @@ def _build_unit(
     for plan in plans:
         # In the widest dtype of the parameters and not that of the buffer: fp32 masters take the bits that bf16 drops.
         source = initial_values(plan.layout, plan.params, placement.device, collectives, spec.name)
-        buffer = FlatBuffer(
-            plan.layout,
-            plan.params,
-            dtype=plan.dtype,
-            device=placement.device,
-            rank=plan.rank,
-            trainable=plan.trainable,
-            persistent=plan.persistent,
-            key=plan.key,
-            watches_uses=True,
-        )
+        buffer = FlatBuffer(plan, placement.device, watches_uses=True)
         buffer.adopt(source, *tiers.storages(plan, buffer.place()))
         buffers.append(buffer)
     unit = ParamUnit(spec.name, spec.modules, buffers, collectives)

@@ -23,9 +23,10 @@ from zeroaccel.errors import OffloadError, ShardStateError
 from zeroaccel.offload.tier import Tier
 from zeroaccel.telemetry.timeline import span
 from zeroaccel.zero.changed_bits import ChangedBits
-from zeroaccel.zero.layout import FlatLayout, FlatRange, holders, whole_of
+from zeroaccel.zero.layout import FlatRange, holders, whole_of
 from zeroaccel.zero.storage.copy_stream import CopyStream
 from zeroaccel.zero.storage.masters import MasterPlace, MasterStorage, NoMasters, stand_in
+from zeroaccel.zero.storage.placement import BufferPlan
 from zeroaccel.zero.storage.shards import MemoryShard, ShardPlace, ShardStorage, absent_value
 from zeroaccel.zero.tensor_subclasses import as_ordinary, is_split, local, scales_of, set_local, sharded_use, show
 
@@ -44,6 +45,9 @@ class ShardState(enum.Enum):
 class FlatBuffer:
     """Parameters of one dtype, all trainable or all frozen, end to end in one buffer.
 
+    Args:
+        device: that computes with it.
+
     Attributes:
         full: (N,) param dtype, on the compute device. Persistent: always allocated. Otherwise its storage is allocated
             by `unshard` and freed by `reshard`.
@@ -60,28 +64,13 @@ class FlatBuffer:
         changed: marks elements of the shard that change; None while the engine does not mark.
     """
 
-    def __init__(
-        self,
-        layout: FlatLayout,
-        params: Sequence[nn.Parameter],
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        rank: int,
-        trainable: bool,
-        persistent: bool,
-        key: str = "",
-        watches_uses: bool = False,
-    ) -> None:
-        self.layout = layout
-        self.params = tuple(params)
+    def __init__(self, plan: BufferPlan, device: torch.device, *, watches_uses: bool = False) -> None:
+        self.key, self.rank, self.dtype = plan.key, plan.rank, plan.dtype
+        self.layout = layout = plan.layout
+        self.params = plan.params
         self._is_code = any(scales_of(param) is not None for param in self.params)  # which rounding would destroy
-        self.dtype = dtype
-        self.rank = rank
-        self.trainable = trainable
-        self.persistent = persistent
-        self.key = key
-        self.full = torch.empty(layout.numel, dtype=dtype, device=device)
+        self.trainable, self.persistent = plan.trainable, plan.persistent
+        self.full = torch.empty(layout.numel, dtype=self.dtype, device=device)
         self.watches_uses = watches_uses
         self.on_read: Callable[[], None] | None = None
         self.versions = [param._version for param in self.params]
@@ -90,7 +79,7 @@ class FlatBuffer:
         self.shown: set[int] = set()
         self.changed: ChangedBits | None = None
         # One element, expanded to every shape: shape and dtype of a sharded parameter are right, at no memory.
-        absent = torch.full((), absent_value(dtype), dtype=dtype)
+        absent = torch.full((), absent_value(self.dtype), dtype=self.dtype)
         self._absent = [absent.to(device).expand(slot.shape) for slot in layout.slots]
         self._views = self._cut()
         self._uses = [sharded_use(slot.fqn, self._read) for slot in layout.slots]

@@ -11,21 +11,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroaccel.zero.layout import FlatLayout
 from zeroaccel.zero.param_unit import FlatBuffer
+from zeroaccel.zero.storage.placement import BufferPlan
 from zeroaccel.zero.storage.shards import MemoryShard, ShardPlace
 
 
 @pytest.fixture
 def buffer() -> FlatBuffer:
     layout = FlatLayout.build([("weight", (50,))], 1)
-    made = FlatBuffer(
-        layout,
-        (nn.Parameter(torch.zeros(50)),),
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        rank=0,
-        trainable=True,
-        persistent=False,
-    )
+    plan = BufferPlan("", 0, layout, (nn.Parameter(torch.zeros(50)),), torch.float32, (0,), persistent=False)
+    made = FlatBuffer(plan, torch.device("cpu"))
     place = ShardPlace("", layout, 0, made.full)
     made.adopt(torch.arange(float(layout.numel)), MemoryShard.on_device(place))
     return made

@@ -10,6 +10,7 @@ from zeroaccel.zero import param_check
 from zeroaccel.zero.layout import FlatLayout
 from zeroaccel.zero.param_check import WriteDetector, fingerprint
 from zeroaccel.zero.param_unit import FlatBuffer
+from zeroaccel.zero.storage.placement import BufferPlan
 
 
 @pytest.mark.parametrize("words", [1, 7, 64, 1000])
@@ -33,16 +34,8 @@ def test_nothing_has_a_fingerprint_too() -> None:
 def test_all_parameters_are_compared_in_one_read(monkeypatch: pytest.MonkeyPatch) -> None:
     params = tuple(nn.Parameter(torch.randn(50)) for _ in range(5))
     layout = FlatLayout.build([(f"p{index}", (50,)) for index in range(5)], 1)
-    buffer = FlatBuffer(
-        layout,
-        params,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        rank=0,
-        trainable=True,
-        persistent=True,
-        key="b",
-    )
+    plan = BufferPlan("b", 0, layout, params, torch.float32, (0,) * len(params), persistent=True)
+    buffer = FlatBuffer(plan, torch.device("cpu"))
     buffer.full.copy_(torch.randn(layout.numel))
     detector = WriteDetector()
     reads: list[int] = []

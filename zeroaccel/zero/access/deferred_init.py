@@ -41,6 +41,7 @@ from zeroaccel.zero.model_check import float64_error
 from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit
 from zeroaccel.zero.precision import dtype_before, note_cast
 from zeroaccel.zero.quantized_weights import attach_codes
+from zeroaccel.zero.storage.placement import BufferPlan
 from zeroaccel.zero.storage.shards import MemoryShard
 from zeroaccel.zero.tensor_subclasses import METADATA, carriers, function_name, scales_of, tensors_of
 
@@ -260,8 +261,8 @@ class ModuleShards:
         return FlatLayout.build(entries, self.collectives.world_size)
 
     def _buffer(self, layout: FlatLayout, params: Sequence[nn.Parameter], dtype: torch.dtype) -> FlatBuffer:
-        device, rank = self.destination.device, self.collectives.rank
-        return FlatBuffer(layout, params, dtype=dtype, device=device, rank=rank, trainable=False, persistent=False)
+        plan = BufferPlan("", self.collectives.rank, layout, tuple(params), dtype, (), persistent=False)
+        return FlatBuffer(plan, self.destination.device)
 
     def _storage(self, buffer: FlatBuffer) -> MemoryShard:
         return MemoryShard(buffer.place(), self.destination.empty(buffer.own.numel, buffer.dtype))
@@ -269,7 +270,7 @@ class ModuleShards:
     def _take(self, unit: ParamUnit) -> None:
         self.registry.add([unit])
         self._count += 1
-        self._refusals[id(unit)] = refuse_calls(unit, _is_building, self._how_to_call)
+        self._refusals[id(unit)] = refuse_calls(unit, lambda: bool(_ACTIVE), self._how_to_call)
 
     def _allow_calls(self, unit: ParamUnit) -> None:
         if unit is self._recent:
@@ -317,10 +318,6 @@ def _nbytes(units: Iterable[ParamUnit]) -> int:
 RemoteDevice = Literal["cpu", "nvme"]
 
 _ACTIVE: list[Init] = []
-
-
-def _is_building() -> bool:
-    return bool(_ACTIVE)
 
 
 class Init:
