@@ -68,12 +68,9 @@ class Adagrad(ShardOptimizer):
         require_not_negative("Adagrad", **defaults)
         super().__init__(params, defaults, moments_dtype)
 
-    def _advance(self, group: Hyperparameters, param: Tensor) -> tuple[list[Tensor | None], list[float | np.uint32]]:
-        self._make_moments(param, fill=group["initial_accumulator_value"])
-        state = self.state[param]
-        state["step"] = step = int(state.get("step", 0)) + 1
+    def _coefficients(self, group: Hyperparameters, step: int) -> list[float]:
         lr = float(group["lr"]) / (1 + (step - 1) * group["lr_decay"])
-        return self._moments_of(param), [self._key(step), float(group["weight_decay"]), float(group["eps"]), -lr]
+        return [float(group["weight_decay"]), float(group["eps"]), -lr]
 
     def _update_tile(self, x: Tensor, buffers: Sequence[Tensor], d: Tensor, coefficients: Sequence[float]) -> None:
         (s,) = buffers
@@ -150,12 +147,8 @@ class Adam(ShardOptimizer):
         }
         super().__init__(params, defaults, moments_dtype)
 
-    def _advance(self, group: Hyperparameters, param: Tensor) -> tuple[list[Tensor | None], list[float | np.uint32]]:
-        self._make_moments(param)
-        state = self.state[param]
-        state["step"] = step = int(state.get("step", 0)) + 1
-        numbers = adam_coefficients(group, step, corrected=group["bias_correction"], decoupled=group["adamw_mode"])
-        return self._moments_of(param), [self._key(step), *numbers]
+    def _coefficients(self, group: Hyperparameters, step: int) -> list[float]:
+        return adam_coefficients(group, step, corrected=group["bias_correction"], decoupled=group["adamw_mode"])
 
     def _update_tile(self, x: Tensor, buffers: Sequence[Tensor], d: Tensor, coefficients: Sequence[float]) -> None:
         m, v = buffers
@@ -217,13 +210,9 @@ class Lion(ShardOptimizer):
         require_unit_interval("Lion, betas", betas)
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay}, moments_dtype)
 
-    def _advance(self, group: Hyperparameters, param: Tensor) -> tuple[list[Tensor | None], list[float | np.uint32]]:
-        self._make_moments(param)
-        state = self.state[param]
-        state["step"] = step = int(state.get("step", 0)) + 1  # the formula does not use it; the rounding does
-        lr, (beta1, beta2) = float(group["lr"]), group["betas"]
-        decay = 1 - lr * float(group["weight_decay"])
-        return self._moments_of(param), [self._key(step), decay, beta1, 1 - beta1, beta2, 1 - beta2, -lr]
+    def _coefficients(self, group: Hyperparameters, step: int) -> list[float]:
+        lr, (beta1, beta2) = float(group["lr"]), group["betas"]  # the step counts for the rounding alone
+        return [1 - lr * float(group["weight_decay"]), beta1, 1 - beta1, beta2, 1 - beta2, -lr]
 
     def _update_tile(self, x: Tensor, buffers: Sequence[Tensor], d: Tensor, coefficients: Sequence[float]) -> None:
         (m,) = buffers

@@ -170,13 +170,24 @@ class ShardOptimizer(NativeOptimizer):
             return ("fp32",)
         return ("fp32", "bf16") if cls.block_kernel is None else ("fp32", "bf16", "int8")
 
-    @abstractmethod
     def _advance(self, group: Hyperparameters, param: Tensor) -> tuple[list[Tensor | None], list[float | np.uint32]]:
         """Counts a step of `param`; returns the kernel's buffers, made if need be, and its coefficients.
 
-        With moments in blocks the buffers are codes and exponents in turn. The key of a kernel
-        that rounds stochastically is its first coefficient.
+        Those of a kernel that rounds stochastically: its moments, in blocks codes and exponents in turn; and a key,
+        another for each step, before `_coefficients`.
         """
+        self._make_moments(param, fill=group.get("initial_accumulator_value", 0.0))
+        state = self.state[param]
+        state["step"] = step = int(state.get("step", 0)) + 1
+        names = list(self.moments)
+        if self.moments_dtype == "int8":
+            names = [entry for name in names for entry in (name, moments.exponents_name(name))]
+        key = np.uint32((step * 0x9E3779B9 + 0x7F4A7C15) & 0xFFFFFFFF)
+        return [state[name] for name in names], [key, *self._coefficients(group, step)]
+
+    def _coefficients(self, group: Hyperparameters, step: int) -> list[float]:
+        """Of a kernel that rounds stochastically, those behind its key."""
+        raise NotImplementedError
 
     @abstractmethod
     def _update_tile(self, x: Tensor, buffers: Sequence[Tensor], d: Tensor, coefficients: Sequence[float]) -> None:
@@ -247,17 +258,6 @@ class ShardOptimizer(NativeOptimizer):
         if self.host_memory is not None and param.device.type == "cpu":
             return self.host_memory(shape, dtype)
         return param.new_empty(tuple(shape), dtype=dtype)
-
-    def _moments_of(self, param: Tensor) -> list[Tensor | None]:
-        """The kernel's buffers."""
-        state = self.state[param]
-        if self.moments_dtype != "int8":
-            return [state[name] for name in self.moments]
-        return [state[entry] for name in self.moments for entry in (name, moments.exponents_name(name))]
-
-    def _key(self, step: int) -> np.uint32:
-        """The key of the stochastic rounding of one step: another for each step."""
-        return np.uint32((step * 0x9E3779B9 + 0x7F4A7C15) & 0xFFFFFFFF)
 
     def _step_group(self, group: Hyperparameters, stepped: list[tuple[Tensor, Tensor]]) -> None:
         for param, grad in stepped:
