@@ -124,11 +124,7 @@ class HostBuffers:
     def _allocate(self, nbytes: int) -> Tensor:
         size = max(aligned_nbytes(nbytes), ALIGN_NBYTES)
         # A much larger buffer is not taken: it would count in the budget with all of its size.
-        fitting = [free for free in self._free if size <= free.numel() <= size + size // 4]
-        if fitting:
-            base = min(fitting, key=Tensor.numel)
-            self._free = [free for free in self._free if free is not base]
-        else:
+        if (base := _taken(self._free, size)) is None:
             # Room is made before the allocation, not after: the peak is what counts.
             self._trim(self.budget_nbytes - size)
             base = aligned_bytes(size, pinned=self._pinned)
@@ -144,6 +140,12 @@ class HostBuffers:
 
     def _allocated_nbytes(self) -> int:
         return self.in_use_nbytes + sum(free.numel() for free in self._free)
+
+
+def _taken(free: list[Tensor], size: int) -> Tensor | None:
+    """The smallest block of at least `size` bytes, and at most a quarter more, off the list; None for none."""
+    fitting = [index for index, block in enumerate(free) if size <= block.numel() <= size + size // 4]
+    return free.pop(min(fitting, key=lambda index: free[index].numel())) if fitting else None
 
 
 def _storage_id(tensor: Tensor) -> int:
@@ -200,12 +202,8 @@ class HostArena:
 
     def _take(self, size: int) -> Tensor:
         self._collect()
-        fitting = [free for free in self._free if size <= free.numel() <= size + size // 4]
-        if not fitting:
-            return aligned_bytes(size, pinned=self._pinned)
-        base = min(fitting, key=Tensor.numel)
-        self._free = [free for free in self._free if free is not base]
-        return base
+        base = _taken(self._free, size)
+        return aligned_bytes(size, pinned=self._pinned) if base is None else base
 
     def _collect(self) -> None:
         while self._returned:

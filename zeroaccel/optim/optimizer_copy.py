@@ -57,7 +57,7 @@ class OptimizerCopy:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._originals = optimizer
+        self._original = optimizer
         memo: dict[int, Any] = {}
         absent = nn.Parameter(torch.empty(0, device="cpu"))
         for param in _parameters(optimizer):
@@ -73,24 +73,15 @@ class OptimizerCopy:
         for group in self.optimizer.param_groups:
             group["params"] = []
 
-    def place(self, tensors: Sequence[tuple[int, Tensor, Mapping[str, Any]]]) -> None:
-        """Puts parameters in, as (param group, values, what the constructor noted of it in its state) each."""
-        for index, tensor, notes in tensors:
-            self.optimizer.param_groups[index]["params"].append(tensor)
-            if notes:
-                self.optimizer.state[tensor].update(notes)
-        if _has_elements(self._originals):
+    def place(self, params: Sequence[tuple[int, Tensor]]) -> None:
+        """Puts parameters in, as (param group, values) each, and has them trained."""
+        for index, param in params:
+            self.optimizer.param_groups[index]["params"].append(param)
+        if _has_elements(self._original):
             renew_state(self.optimizer)
-
-    def step(self) -> None:
-        """One step."""
-        self.optimizer.step()
-
-    def switch(self, mode: str) -> None:
-        """Calls `train()` or `eval()`, which some optimizers have."""
-        method = getattr(self.optimizer, mode, None)
-        if callable(method):
-            method()
+        train = getattr(self.optimizer, "train", None)  # which some optimizers have
+        if callable(train):
+            train()
 
 
 @contextmanager
@@ -206,10 +197,9 @@ def element_states(optimizer: Optimizer, group: int, shape: tuple[int, ...]) -> 
 def _state_after_step(optimizer: Optimizer, group: int, shape: tuple[int, ...]) -> Mapping[str, Any]:
     twin = OptimizerCopy(optimizer)
     param = nn.Parameter(torch.ones(shape))
-    twin.place([(group, param, {})])
-    twin.switch("train")
+    twin.place([(group, param)])
     param.grad = torch.ones(shape)
-    twin.step()
+    twin.optimizer.step()
     return dict(twin.optimizer.state.get(param, {}))
 
 
@@ -371,15 +361,14 @@ def _stepped(optimizer: Optimizer, starts: Sequence[tuple[int, Tensor]], steps: 
             rate_used = min(max(0.1, float(rate)), 1.0)
             group["lr"] = torch.full_like(rate, rate_used) if isinstance(rate, Tensor) else rate_used
     params = [nn.Parameter(start.clone()) for _, start in starts]
-    twin.place([(group, param, {}) for (group, _), param in zip(starts, params, strict=True)])
-    twin.switch("train")
+    twin.place([(group, param) for (group, _), param in zip(starts, params, strict=True)])
     for step in range(steps):
         for index, param in enumerate(params, first):
             varying = torch.randn(param.shape, generator=torch.Generator().manual_seed(16 * index + step))
             steady = torch.linspace(-1.0, 1.0, param.numel()).view(param.shape)
             param.grad = (steady + 0.5 * varying) * (_SCALES[index % len(_SCALES)] * _RAMP[step])
         with _NoCollectives():  # type: ignore[no-untyped-call]
-            twin.step()
+            twin.optimizer.step()
     return [param.detach() for param in params]
 
 

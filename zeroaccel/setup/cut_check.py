@@ -445,21 +445,14 @@ def _run_in_fp32(module: nn.Module, forward: Callable[..., Any], scratch: _Scrat
             used += value.numel()
         else:
             vars(module)[key] = value.float()
-    args, kwargs = _floats(args), _floats(kwargs)
     try:
         with torch.autocast(device.type, enabled=False):
-            return forward(*args, **kwargs)
+            return forward(*map(_float, args), **{key: _float(value) for key, value in kwargs.items()})
     finally:
         scratch.depth -= 1
         for key in half:
             vars(module).pop(key, None)
         vars(module).update(before)
-
-
-def _floats(values: Any) -> Any:
-    if isinstance(values, dict):
-        return {key: _float(value) for key, value in values.items()}
-    return tuple(_float(value) for value in values)
 
 
 def _float(value: Any) -> Any:
@@ -483,7 +476,9 @@ def without_trace(model: nn.Module, collectives: Collectives) -> Iterator[None]:
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # it would compile for the trial's shapes
         stack.enter_context(collectives.uncounted())
         stack.enter_context(preserved_random_state(collectives.topology.device))
-        stack.enter_context(_silent("torch._subclasses.fake_tensor"))  # logs what it raises, too
+        log = logging.getLogger("torch._subclasses.fake_tensor")  # logs what it raises, too
+        stack.callback(setattr, log, "disabled", log.disabled)
+        log.disabled = True
         for module in model.modules():
             for hooks in (module._forward_pre_hooks, module._forward_hooks):
                 stack.callback(_hide_foreign(hooks))
@@ -491,16 +486,6 @@ def without_trace(model: nn.Module, collectives: Collectives) -> Iterator[None]:
         for module in model.modules():
             module.training = False  # not by eval(), which programs override
         yield
-
-
-@contextmanager
-def _silent(name: str) -> Iterator[None]:
-    log = logging.getLogger(name)
-    before, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = before
 
 
 def _hide_foreign(hooks: MutableMapping[int, Any]) -> Callable[[], None]:
