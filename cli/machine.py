@@ -83,10 +83,6 @@ class Machine:
     job: str = ""
     torch: str = ""
 
-    def with_disks(self, disks: tuple[Disk, ...]) -> Machine:
-        """The same machine with these disks, as after measuring them."""
-        return replace(self, disks=disks)
-
     def lines(self) -> Iterator[tuple[str, str]]:
         """The machine as pairs of a heading and what there is."""
         if self.devices:

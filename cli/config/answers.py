@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 from zeroaccel.config.launch.launch_json import json_facts
-from zeroaccel.config.section import as_text
+from zeroaccel.config.section import FLAG_WORDS, as_text
 from zeroaccel.errors import ConfigError, compose
 
 from .questions import AUTO, MESH_SIZES, PLANNED, QUESTIONS, Question, WizardState
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from ..machine import Machine
 
 
-_YES, _NO = ("true", "yes", "y", "on", "1"), ("false", "no", "n", "off", "0")
 _FORMS = {
     "yes_no": "yes or no",
     "count": "a whole number",
@@ -74,8 +73,8 @@ def parse(question: Question, text: str) -> Any:
             raise InvalidAnswer(f"expected {_listed(list(values))}, got {text!r}")
         return values[lowered]
     try:
-        if question.kind == "yes_no" and lowered in (*_YES, *_NO):
-            return lowered in _YES
+        if question.kind == "yes_no" and lowered in FLAG_WORDS:
+            return FLAG_WORDS[lowered]
         if question.kind == "count":
             return int(text)
         if question.kind == "number":

@@ -10,9 +10,9 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -22,6 +22,9 @@ from zeroaccel.errors import ConfigError
 from ..main import LazyCommands
 from .questions import QUESTIONS, Question
 
+if TYPE_CHECKING:
+    from .config_file import ConfigRequest
+
 _METAVARS = {
     "yes_no": "yes|no",
     "count": "N",
@@ -30,21 +33,6 @@ _METAVARS = {
     "folder": "FOLDER",
     "names": "NAME,...",
 }
-
-
-@dataclass(frozen=True)
-class FlagAnswers:
-    """The answers of flags and files, before any question is asked.
-
-    Attributes:
-        answers: setting -> answer.
-        sources: setting -> its flag, or its place in a file.
-        extras: path of a key of the file -> value, for keys that no question is about.
-    """
-
-    answers: Mapping[str, Any]
-    sources: Mapping[str, str]
-    extras: Mapping[tuple[str, ...], Any]
 
 
 @dataclass(frozen=True)
@@ -66,13 +54,20 @@ class TypedFlags:
     no_input: bool
     dry_run: bool
 
-    def parse(self) -> FlagAnswers:
-        """The answers behind them.
+    def request(self, path: Path, *, no_asking: str, **more: Any) -> ConfigRequest:
+        """What they ask for.
+
+        Args:
+            more: fields of the request that no flag here is about.
 
         Raises:
             ConfigError: something cannot be read, or is no answer.
         """
-        return _gathered(self.answers, self.answers_file, self.sets)
+        from .config_file import ConfigRequest
+
+        answers, sources, extras = _gathered(self.answers, self.answers_file, self.sets)
+        said = {"yes": self.yes, "dry_run": self.dry_run, **more}
+        return ConfigRequest(path, answers, sources, extras, no_asking=no_asking, **said)
 
 
 def question_flags(command: Callable[..., None]) -> Callable[..., None]:
@@ -104,8 +99,10 @@ def question_flags(command: Callable[..., None]) -> Callable[..., None]:
     return wrapped
 
 
-def _gathered(typed: Mapping[str, str | None], answers_file: str | None, sets: Sequence[str]) -> FlagAnswers:
-    """All answers: a flag counts more than `--set`, and that more than `--answers`."""
+def _gathered(
+    typed: Mapping[str, str | None], answers_file: str | None, sets: Sequence[str]
+) -> tuple[dict[str, Any], dict[str, str], dict[tuple[str, ...], Any]]:
+    """All answers, sources and extras: a flag counts more than `--set`, and that more than `--answers`."""
     from zeroaccel.config.launch.launch_settings import file_path
 
     texts: dict[str, tuple[str, str]] = {}
@@ -122,7 +119,7 @@ def _gathered(typed: Mapping[str, str | None], answers_file: str | None, sets: S
     for question in QUESTIONS:
         if (typed_text := typed.get(question.key)) is not None:
             texts[question.key] = typed_text, question.flag
-    return FlagAnswers(*_parsed(texts), extras)
+    return *_parsed(texts), extras
 
 
 def _parsed(texts: Mapping[str, tuple[str, str]]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -249,11 +246,12 @@ def config(
         return
     from ..machine import look, measure_disk
     from ..progress import progress
-    from .config_file import ConfigRequest, make_config_file, why_not_ask
+    from .config_file import make_config_file, why_not_ask
     from .memory_plan import Model
 
-    flags = typed.parse()
     no_asking = why_not_ask(os.environ, yes=typed.yes, no_input=typed.no_input)
+    planned = None if model is None else Model(model, sequence, batch, checkpointing)
+    request = typed.request(Path(typed.config_file or "zeroaccel.yaml"), no_asking=no_asking, model=planned)
     with progress("looking at this machine") as line:
         machine = look(os.environ)
         if not no_asking:  # measuring takes seconds, and the speeds are for the user to see
@@ -261,17 +259,5 @@ def config(
             for disk in machine.disks:
                 line.doing = f"measuring the disk of {disk.folder}"
                 disks.append(measure_disk(disk))
-            machine = machine.with_disks(tuple(disks))
-    make_config_file(
-        ConfigRequest(
-            path=Path(typed.config_file or "zeroaccel.yaml"),
-            answers=flags.answers,
-            sources=flags.sources,
-            extras=flags.extras,
-            model=None if model is None else Model(model, sequence, batch, checkpointing),
-            yes=typed.yes,
-            dry_run=typed.dry_run,
-            no_asking=no_asking,
-        ),
-        machine,
-    )
+            machine = replace(machine, disks=tuple(disks))
+    make_config_file(request, machine)

@@ -7,6 +7,7 @@ configs as a launch would, job scripts and Kubernetes objects by the flags and v
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shlex
@@ -19,7 +20,7 @@ import yaml
 from pydantic import ValidationError
 
 from zeroaccel.config.bounds import parse_plain_json
-from zeroaccel.config.diagnostics import NOTHING, KeyPath, Provenance, dotted, hint, report
+from zeroaccel.config.diagnostics import KeyPath, Provenance, dotted, hint, report
 from zeroaccel.config.document import read_document
 from zeroaccel.config.launch.launch_file import MOVED, text_of_file
 from zeroaccel.config.launch.launch_foreign import settle_foreign_keys
@@ -82,11 +83,11 @@ def convert_json(file: str, *, drop_unknown: bool = False) -> tuple[dict[str, An
     document = read_document(Path(file))
     normalized = NormalizedConfig(Config, document.tree, "strict")
     origin = Provenance(name=document.name, places=document.places, written=normalized.written)
-    tree = _copy(document.tree)
+    tree = copy.deepcopy(document.tree)
     notes = []
     if normalized.unknown and not drop_unknown:
         problems = [problem for problem in normalized.problems if problem.text == "unknown key"]
-        lines = [str(report([problem], origin, [])) for problem in problems]
+        lines = [problem.line(origin) for problem in problems]
         heading = [f"{file}: {len(lines)} unknown keys"] if len(lines) > 1 else []
         raise ConfigError("\n  ".join([*heading, *lines]), fix="correct them, or leave them out by --drop_unknown")
     for path in normalized.unknown:
@@ -122,15 +123,12 @@ def convert_launch(text: str, name: str) -> tuple[dict[str, Any], list[str]]:
     Raises:
         ConfigError: it is no YAML, or has a key that neither accelerate nor we have.
     """
-    tree = parse_yaml(text, name).value
-    if not isinstance(tree, dict):
-        raise ConfigError(name, expected="settings as in `num_processes: 2`", got=tree)
-    foreign = settle_foreign_keys(tree)
+    parsed = parse_yaml(text, name)
+    if not isinstance(parsed.value, dict):
+        raise ConfigError(name, expected="settings as in `num_processes: 2`", got=parsed.value)
+    foreign = settle_foreign_keys(parsed.value)
     if foreign.problems:
-        problem = foreign.problems[0]
-        where = f"{name}: {dotted(problem.path)}" + (f": {problem.text}" if problem.text else "")
-        got = {} if problem.got is NOTHING else {"got": problem.got}
-        raise ConfigError(where, expected=problem.expected, fix=problem.fix, **got)
+        raise report(foreign.problems, Provenance(name=name, places=parsed.places), parsed.places)
     tree = {key: value for key, value in foreign.tree.items() if value not in ({}, [])}
     notes = [f"{dotted(path)}: {text}" for path, text in foreign.notes]
     for key in (*(key for key in LaunchFile.model_fields if key.startswith("tpu_")), "downcast_bf16"):
@@ -150,12 +148,6 @@ def convert_launch(text: str, name: str) -> tuple[dict[str, Any], list[str]]:
     for key in [key for key in tree if key not in LaunchFile.model_fields]:
         raise ConfigError(f"{name}: {key}: unknown key", fix=hint(str(key), LaunchFile.model_fields, "remove it"))
     return tree, notes
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _copy(item) for key, item in value.items()}
-    return [_copy(item) for item in value] if isinstance(value, list) else value
 
 
 def _remove(tree: dict[str, Any], path: KeyPath) -> bool:

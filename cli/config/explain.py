@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import click
+from pydantic.fields import FieldInfo
 
 from zeroaccel.config.diagnostics import at, hint
 from zeroaccel.config.launch.launch_file import find_launch_file, read_launch_file
 from zeroaccel.config.launch.launch_json import check_json
-from zeroaccel.config.launch.launch_settings import DeepSpeedSection, DynamoSettings, LaunchFile, LaunchSettings
+from zeroaccel.config.launch.launch_settings import LaunchFile, LaunchSettings, file_path
 from zeroaccel.config.launch.launch_sources import (
     ExplicitSettings,
     check_variables,
@@ -25,7 +26,7 @@ from zeroaccel.config.launch.launch_sources import (
     variables_of,
 )
 from zeroaccel.config.schema import Config
-from zeroaccel.config.section import ConfigSection, as_text, nested_section, spellings
+from zeroaccel.config.section import ConfigSection, as_text, keys_of, nested_section, spellings
 from zeroaccel.config.support import KEYS, Kind
 from zeroaccel.errors import ConfigError
 
@@ -82,7 +83,8 @@ def explain(key: str) -> None:
     """
     texts = [*_about_settings(key), *_about_json(key)]
     if not texts:
-        names = [*LaunchSettings.model_fields, *_json_names()]
+        in_json = (".".join(names) for path, field in keys_of(Config) for names in (path, _usual(path, field)))
+        names = [*LaunchSettings.model_fields, *in_json]
         names += [name.rpartition(".")[2] for name in names]
         raise ConfigError(f"{key}: no such key", fix=hint(key, names))
     click.echo("\n\n".join("\n".join(lines) for lines in texts))
@@ -107,17 +109,12 @@ def _about_settings(key: str) -> Iterator[list[str]]:
     for setting, field in LaunchSettings.model_fields.items():
         if name not in (setting, flag(setting).lstrip("-"), *other_names(setting)):
             continue
-        sections: dict[str, type[ConfigSection]] = {
-            "deepspeed_config": DeepSpeedSection,
-            "dynamo_config": DynamoSettings,
-        }
-        above = next((f"{part}." for part, model in sections.items() if setting in model.model_fields), "")
         about, default = _described(field)
         yield [
             f"{setting}: {about}",
             f"  flag         {flag(setting)}",
             f"  environment  {', '.join(variables_of(setting))}",
-            f"  launch file  {above}{setting}",
+            f"  launch file  {'.'.join(file_path(setting))}",
             f"  form         {_form(setting)}",
             f"  default      {default}",
         ]
@@ -146,7 +143,8 @@ _FORMS = {
 
 
 def _about_json(key: str) -> Iterator[list[str]]:
-    for path, names, field in _json_fields(Config, (), ()):
+    for path, field in keys_of(Config):
+        names = _usual(path, field)
         if key not in {".".join(path), ".".join(names), path[-1], names[-1]}:
             continue
         lines = [f"{'.'.join(path)}: {field.description if field else 'its value is not read here.'}"]
@@ -171,24 +169,9 @@ def _status(path: tuple[str, ...]) -> Any:
     return next((KEYS[name] for end in range(len(path), 0, -1) if (name := ".".join(path[:end])) in KEYS), None)
 
 
-def _json_fields(
-    section: type[ConfigSection], path: tuple[str, ...], written: tuple[str, ...]
-) -> Iterator[tuple[tuple[str, ...], tuple[str, ...], Any]]:
-    """Every key of the JSON config: its path, the same with the key's most usual other name, and its field, if any."""
-    for name, field in section.model_fields.items():
-        other = next((mark.name for mark in spellings(field)), name)
-        yield (*path, name), (*written, other), field
-        nested = nested_section(field)
-        if nested is not None:
-            yield from _json_fields(nested, (*path, name), (*written, name))
-    for name in section.unread.split():
-        yield (*path, name), (*written, name), None
-
-
-def _json_names() -> Iterator[str]:
-    for path, written, _ in _json_fields(Config, (), ()):
-        yield ".".join(path)
-        yield ".".join(written)
+def _usual(path: tuple[str, ...], field: FieldInfo | None) -> tuple[str, ...]:
+    """The path of a key by its most usual other name, where it has one."""
+    return (*path[:-1], next((mark.name for mark in spellings(field)), path[-1]) if field else path[-1])
 
 
 def _value(config: Config, key: str) -> Any:

@@ -7,6 +7,7 @@ templates are in `templates/`, with a table of what each is for.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import import_module, resources
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from zeroaccel.errors import ConfigError
 from ..grouped_help import GroupedOptions
 from ..machine import look
 from .config_command import HEADINGS, TypedFlags, question_flags
-from .config_file import ConfigRequest, answers_of, make_config_file, why_not_ask, write_file
+from .config_file import answers_of, make_config_file, why_not_ask, write_file
 
 
 @click.command(cls=GroupedOptions, headings=HEADINGS)
@@ -40,11 +41,7 @@ def default(environ: Mapping[str, str], /, typed: TypedFlags) -> None:
         raise ConfigError(
             f"{path} exists", fix="--yes replaces it and keeps a copy; `zeroaccel config update` changes it"
         )
-    flags = typed.parse()
-    request = ConfigRequest(
-        path, flags.answers, flags.sources, flags.extras, yes=True, dry_run=typed.dry_run, no_asking="nobody is asked"
-    )
-    make_config_file(request, look(environ))
+    make_config_file(typed.request(path, no_asking="nobody is asked", yes=True), look(environ))
 
 
 @click.command(cls=GroupedOptions, headings=HEADINGS)
@@ -64,19 +61,11 @@ def update(environ: Mapping[str, str], /, typed: TypedFlags) -> None:
     if source is None:
         raise ConfigError("there is no launch file", fix="name one by --config_file, or make one: `zeroaccel config`")
     former, extras = answers_of(read_launch_file(*source))
-    flags = typed.parse()
-    by_flags = "the answers are given" if flags.answers or flags.extras else ""
-    request = ConfigRequest(
-        source[0],
-        flags.answers,
-        flags.sources,
-        {**extras, **flags.extras},
-        former=former,
-        yes=typed.yes,
-        dry_run=typed.dry_run,
-        no_asking=by_flags or why_not_ask(environ, yes=typed.yes, no_input=typed.no_input),
-    )
-    make_config_file(request, look(environ))
+    no_asking = why_not_ask(environ, yes=typed.yes, no_input=typed.no_input)
+    request = typed.request(source[0], no_asking=no_asking, former=former)
+    if request.answers or request.extras:
+        request = replace(request, no_asking="the answers are given")
+    make_config_file(replace(request, extras={**extras, **request.extras}), look(environ))
 
 
 _PACKAGE = "zeroaccel.templates"

@@ -126,10 +126,6 @@ class Prompts:
             self.remark(f"? {words} {reply.chosen or reply.title}")
         return reply.value
 
-    def text(self, words: str, proposal: str, check: Callable[[str], str], *, back: bool) -> Any:
-        """A line of text, for which `check` returns what is wrong with it, or nothing."""
-        return self._line(words, proposal, check, back=back)
-
     def _typed(self, question: Question, proposal: Any, state: WizardState, *, back: bool) -> Any:
         def check(text: str) -> str:
             try:
@@ -140,13 +136,15 @@ class Prompts:
 
         proposed = "" if proposal is None else as_text(proposal)
         is_path = question.kind in ("file", "folder")
-        reply = self._line(question.words, proposed, check, back=back, is_path=is_path)
+        reply = self.text(question.words, proposed, check, back=back, is_path=is_path)
         return reply if reply is BACK else parse(question, reply)
 
-    def _line(
-        self, words: str, proposal: str, check: Callable[[str], str], *, back: bool, is_path: bool = False
-    ) -> Any:
-        """A line of text; an empty one takes the proposal, which is shown and replaced by what is typed."""
+    def text(self, words: str, proposal: str, check: Callable[[str], str], *, back: bool, is_path: bool = False) -> Any:
+        """A line of text; an empty one takes the proposal, which is shown and replaced by what is typed.
+
+        Args:
+            check: returns what is wrong with a text, or nothing.
+        """
 
         def validate(text: str) -> bool | str:
             text = text.strip() or proposal

@@ -141,8 +141,6 @@ def _metavar(name: str) -> str:
 
 def choices_of(setting: str) -> list[str]:
     """The values that a setting may have, where these are few."""
-    if SETTINGS[setting].metavar.count("|") > 1:
-        return SETTINGS[setting].metavar.split("|")
     return list(_choices(LaunchSettings.model_fields[setting].annotation))
 
 

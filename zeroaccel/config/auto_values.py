@@ -12,8 +12,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
-from zeroaccel.config.diagnostics import KeyPath, Note, Problem, Provenance, at, dotted, report
+from zeroaccel.config.diagnostics import KeyPath, Note, Problem, Provenance, at, dotted, put, report
 from zeroaccel.config.document import key_paths, read_document
+from zeroaccel.config.launch.setting_table import SETTINGS
 from zeroaccel.config.normalize import NormalizedConfig
 from zeroaccel.config.schema import Config
 from zeroaccel.config.section import ConfigSection, nested_section, spellings
@@ -248,16 +249,7 @@ def _peak(inputs: RuleInputs) -> Fact[float] | None:
 
 
 RULES: tuple[Rule, ...] = (
-    _stated("zero_optimization.stage", "stage"),
-    _stated("zero_optimization.offload_param.device", "offload_param_device"),
-    _stated("zero_optimization.offload_param.nvme_path", "offload_param_path"),
-    _stated("zero_optimization.offload_optimizer.device", "offload_optimizer_device"),
-    _stated("zero_optimization.offload_optimizer.nvme_path", "offload_optimizer_path"),
-    _stated("zero_optimization.gather_16bit_weights_on_model_save", "save_16bit_weights"),
-    _stated("zero_optimization.zero_hpz_partition_size", "hpz_partition_size"),
-    _stated("zero_optimization.zero_quantized_weights", "quantized_weights"),
-    _stated("zero_optimization.zero_quantized_gradients", "quantized_gradients"),
-    _stated("zero_optimization.frozen_weights", "frozen_weights"),
+    *(_stated(one.json_path, one.fact) for one in SETTINGS.values() if one.fact and "." in one.json_path),
     _sized("reduce_bucket_size", "hidden^2", lambda hidden: hidden * hidden),
     # Not 9 * hidden^2 // 10: the libraries whose configs say "auto" here round this product of floats.
     _sized("prefetch_bucket_size", "int(0.9 * hidden^2)", lambda hidden: int(0.9 * hidden * hidden)),
@@ -429,15 +421,8 @@ def _same(value: object, stated: object) -> bool:
 
 
 def _put(filled: Filled, path: KeyPath, fact: Fact[Any]) -> None:
-    tree = filled.tree
-    for part in path[:-1]:
-        if tree.get(str(part)) is None:
-            tree[str(part)] = {}
-        tree = tree[str(part)]
-        if not isinstance(tree, dict):
-            return  # what stands in place of the section is wrong by itself
-    tree[str(path[-1])] = fact.value
-    filled.sources[path] = fact.source
+    if put(filled.tree, path, fact.value):  # else what stands in place of the section is wrong by itself
+        filled.sources[path] = fact.source
 
 
 def _leave(path: KeyPath, why: str, filled: Filled) -> None:

@@ -40,11 +40,16 @@ def at(tree: Any, path: str | KeyPath) -> Any:
     return tree
 
 
-def put(tree: dict[str, Any], path: Sequence[str], value: object) -> None:
-    """Places a value at a path of dictionaries, which are made where they are not there."""
+def put(tree: dict[Any, Any], path: Sequence[str | int], value: object) -> bool:
+    """Places a value at a path of dictionaries, which are made where nothing is; False where something else is."""
     for part in path[:-1]:
-        tree = tree.setdefault(part, {})
+        if tree.get(part) is None:
+            tree[part] = {}
+        tree = tree[part]
+        if not isinstance(tree, dict):
+            return False
     tree[path[-1]] = value
+    return True
 
 
 @dataclass(frozen=True)

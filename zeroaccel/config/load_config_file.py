@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from zeroaccel.config.auto_values import Facts, Filled, after, as_written, fill, spelled
 from zeroaccel.config.checks import contradictions
-from zeroaccel.config.diagnostics import KeyPath, Problem, Provenance, dotted, from_pydantic, report
+from zeroaccel.config.diagnostics import KeyPath, Problem, Provenance, at, dotted, from_pydantic, report
 from zeroaccel.config.document import Document, key_paths, read_document
 from zeroaccel.config.normalize import NormalizedConfig, UnknownKeys
 from zeroaccel.config.schema import Config
@@ -93,7 +93,7 @@ def load_config(
     # line; and a switch that is still "auto" neither enables nor refuses its section.
     config, invalid = _validated(filled.tree, origin)
     unresolved = {path for path in normalized.unresolved if path not in filled.sources or path[-1] == "enabled"}
-    unresolved = {path for path in unresolved if not _has(filled.tree, path)}
+    unresolved = {path for path in unresolved if at(filled.tree, path) is None}
     wrong_values = {problem.path for problem in invalid}
     among = list(contradictions(config, wrong_values))
     reported = wrong_values | {problem.path for problem in among}
@@ -114,13 +114,6 @@ def load_config(
     for note, line in zip(notes, config.notes, strict=True):
         log_note(logging.WARNING if note.warns else logging.INFO, line)
     return config
-
-
-def _has(tree: Mapping[str, Any], path: KeyPath) -> bool:
-    value: Any = tree
-    for part in path:
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value is not None
 
 
 def _validated(tree: dict[str, Any], origin: Provenance) -> tuple[Config, list[Problem]]:

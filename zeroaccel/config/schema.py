@@ -38,9 +38,8 @@ from zeroaccel.config.schema_sections import (
     Wandb,
     WeightQuantization,
 )
-from zeroaccel.config.schema_zero import Aio, ZeroOptimization
+from zeroaccel.config.schema_zero import Aio, Interval, ZeroOptimization
 from zeroaccel.config.section import (
-    AUTO,
     AlsoSpelled,
     Arguments,
     ConfigSection,
@@ -55,7 +54,6 @@ from zeroaccel.config.section import (
     PositiveNumber,
     UnreadSection,
     lowered,
-    wrong,
 )
 
 _OPTIMIZER_PARAMS = (
@@ -111,18 +109,12 @@ class CheckpointWriter(UnreadSection):
     unread = "type io_buffer_size io_buffer_double show_statistics data_parallel decoupled io_multiplier"
 
 
-def _interval(value: object) -> object:
-    if value == AUTO or (not isinstance(value, bool) and isinstance(value, int) and value > 0):
-        return value
-    raise wrong('"auto" or a number of steps')
-
-
 class PeerStates(ConfigSection):
     """States in the memory of the machines, from which a run resumes that has lost a rank."""
 
     enabled: Flag = True
     """Save them."""
-    interval: Annotated[Literal["auto"] | int, BeforeValidator(_interval)] = "auto"
+    interval: Interval = "auto"
     """Steps between two states; "auto" measures an interval at which their part of the time should be 2 %."""
     memory: PositiveCount | None = None
     """Bytes of a machine's memory that states may take; absent, what is free."""

@@ -120,13 +120,21 @@ def spellings(field: FieldInfo) -> list[AlsoSpelled]:
     return [mark for mark in field.metadata if isinstance(mark, AlsoSpelled)]
 
 
-def field_paths(section: type[ConfigSection], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """The path of every field of a section and of the sections within, a section before its own fields."""
+def keys_of(
+    section: type[ConfigSection], above: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], FieldInfo | None]]:
+    """The path and field of every key of a section and of those within, a section before its own; None for no field."""
     for name, field in section.model_fields.items():
-        yield (*above, name)
-        nested = nested_section(field)
-        if nested is not None:
-            yield from field_paths(nested, (*above, name))
+        yield (*above, name), field
+        if (nested := nested_section(field)) is not None:
+            yield from keys_of(nested, (*above, name))
+    for name in section.unread.split():
+        yield (*above, name), None
+
+
+def field_paths(section: type[ConfigSection]) -> Iterator[tuple[str, ...]]:
+    """The path of every field of a section and of the sections within."""
+    return (path for path, field in keys_of(section) if field is not None)
 
 
 def wrong(expected: str, fix: str = "") -> PydanticCustomError:
@@ -261,8 +269,8 @@ def out_of_quotes(annotation: Any, value: object) -> Any:
                 return float(text)
             if (number := int(text) if text.lstrip("+-").isdecimal() else as_integer(float(text))) is not None:
                 return number
-        elif kind is bool and text in (("true", "false") if annotation is Any else _FLAG_WORDS):
-            return _FLAG_WORDS[text]
+        elif kind is bool and text in (("true", "false") if annotation is Any else FLAG_WORDS):
+            return FLAG_WORDS[text]
     return value
 
 
@@ -279,7 +287,7 @@ def _plain_kinds(annotation: Any) -> tuple[Any, ...]:
 
 
 _NUMBER_TEXT = r"[+-]?(\d+(_\d+)*\.?\d*|\.\d+)(e[+-]?\d{1,3})?"
-_FLAG_WORDS = {
+FLAG_WORDS = {
     **dict.fromkeys(("true", "yes", "on", "1", "t", "y"), True),
     **dict.fromkeys(("false", "no", "off", "0", "f", "n"), False),
 }

@@ -341,8 +341,18 @@ def test_two_meanings_are_reported_with_both_places(
             "ProjectConfiguration.memory_interval: expected auto, as checkpoint.peer of the config says, got 3",
         ),
         (None, False, 3, "memory_interval: expected None, as checkpoint.peer of the config says, got 3"),
-        (None, 0, None, 'peer_checkpoints=0): checkpoint.peer.interval: expected "auto" or a number of steps, got 0'),
-        ({"interval": True}, None, None, 'checkpoint.peer.interval: expected "auto" or a number of steps, got True'),
+        (
+            None,
+            0,
+            None,
+            'peer_checkpoints=0): checkpoint.peer.interval: expected "auto" or a number of steps of at least 1, got 0',
+        ),
+        (
+            {"interval": True},
+            None,
+            None,
+            'checkpoint.peer.interval: expected "auto" or a number of steps of at least 1, got True',
+        ),
     ],
 )
 def test_states_in_memory_are_said_once(peer: Any, argument: Any, interval: int | None, message: str) -> None:

@@ -279,6 +279,7 @@ def test_explain_covers_launch_and_json() -> None:
     said = typed("config explain zero_stage").out
     assert "  environment  ZEROACCEL_ZERO_STAGE, ACCELERATE_DEEPSPEED_ZERO_STAGE\n" in said
     assert "  launch file  deepspeed_config.zero_stage\n" in said
+    assert "launch file  parallelism_config.parallelism_config_tp_size\n" in typed("config explain tp_size").out
     assert "also         stage3_prefetch_bucket_size" in typed("config explain stage3_prefetch_bucket_size").out
     assert "refused: the batch size does not follow the number of ranks" in typed("config explain elasticity").out
     assert "Ranks that divide the experts of each layer." in typed("config explain expert_parallel.autoep_size").out
@@ -348,13 +349,13 @@ def test_validate_says_what_flags_have_to_complete(project: Path) -> None:
     (project / "two.yaml").write_text("num_machines: 2\nmachine_rank: 'MACHINE_RANK'\nnum_processes: 4\n")
     (project / "met.yaml").write_text("num_machines: 2\nrdzv_backend: c10d\nmain_process_ip: node1\n")
     (project / "odd.yaml").write_text("num_machines: 2\nnum_processes: 3\n")
-    (project / "idle.yaml").write_text("deepspeed_config: {zero_stage: 2, offload_param_device: cpu}\n")
+    (project / "idle.yaml").write_text("deepspeed_config: {zero_stage: 2, offload_param_device: CPU}\n")
     assert typed("config validate two.yaml met.yaml idle.yaml").out.splitlines() == [
         "two.yaml: launch file, right",
         "note: two.yaml: to be completed by --machine_rank and --main_process_ip of `zeroaccel launch`",
         "met.yaml: launch file, right",
         "idle.yaml: launch file, right",
-        "note: idle.yaml:1:35: offload_param_device cpu: does nothing, parameters are sharded at stage 3 "
+        "note: idle.yaml:1:35: offload_param_device CPU: does nothing, parameters are sharded at stage 3 "
         "only, and the stage is 2",
     ]
     assert (

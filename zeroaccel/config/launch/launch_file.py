@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,7 @@ MOVED = {"dynamo_backend": "dynamo_config.dynamo_backend"}
 """Key of accelerate's older files -> where it is now."""
 
 
+@dataclass(frozen=True)
 class LaunchConfig(ExplicitSettings):
     """The settings of a launch file, with their places.
 
@@ -72,20 +73,8 @@ class LaunchConfig(ExplicitSettings):
         model: the file as it was written, checked.
     """
 
-    path: str
-    model: LaunchFile
-
-    def __init__(
-        self,
-        path: str,
-        model: LaunchFile,
-        values: Mapping[str, Any],
-        sources: Mapping[str, str],
-        notes: tuple[str, ...] = (),
-    ) -> None:
-        super().__init__(values, sources, notes)
-        object.__setattr__(self, "path", path)
-        object.__setattr__(self, "model", model)
+    path: str = ""
+    model: LaunchFile = field(default_factory=LaunchFile)
 
 
 def find_launch_file(path_flag: str | None, environ: Mapping[str, str], folder: Path) -> tuple[Path, str] | None:
@@ -168,7 +157,7 @@ def parse_launch_file(
     values, paths = _flat(normalized.tree, model)
     sources = {name: _place(origin, path) for name, path in paths.items()}
     notes = [f"{origin.where_written(path) or name}: {text}" for path, text in foreign.notes]
-    return LaunchConfig(name, model, values, sources, tuple(notes))
+    return LaunchConfig(values, sources, tuple(notes), name, model)
 
 
 def _project_folders(folder: Path) -> Iterator[Path]:

@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, Field, ValidationError
 
 from zeroaccel.config.diagnostics import NOTHING, Problem, from_pydantic, hint
 from zeroaccel.config.parallel import AXES, ParallelConfig
-from zeroaccel.config.schema_zero import FrozenFormat
+from zeroaccel.config.schema_zero import Device, FrozenFormat, Stage
 from zeroaccel.config.section import (
     AlsoSpelled,
     ConfigSection,
@@ -29,6 +29,7 @@ from zeroaccel.config.section import (
     PositiveCount,
     PositiveNumber,
     Text,
+    as_integer,
     lowered,
     nested_section,
     spellings,
@@ -69,12 +70,6 @@ def _no(value: object) -> object:
 
 def _precision(value: object) -> object:
     return lowered(_no(value))
-
-
-def _stage(value: object) -> object:
-    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 3:
-        return value
-    raise wrong("0, 1, 2 or 3")
 
 
 def _gpu_ids(value: object) -> object:
@@ -121,8 +116,6 @@ Port = Annotated[int, BeforeValidator(_port)]
 Streams = Annotated[int | dict[int, int], BeforeValidator(_streams)]
 RendezvousConf = Annotated[dict[str, int], BeforeValidator(_rendezvous_conf)]
 Precision = Annotated[Literal["no", "fp16", "bf16"], BeforeValidator(_precision)]
-StageNumber = Annotated[int, BeforeValidator(_stage)]
-Device = Annotated[Literal["none", "cpu", "nvme"], BeforeValidator(lowered)]
 GpuIds = Annotated[str, BeforeValidator(_gpu_ids)]
 ClassNames = Annotated[tuple[str, ...], BeforeValidator(_class_names)]
 Launcher = Annotated[Literal["ssh", "standard"], BeforeValidator(_launcher)]
@@ -199,7 +192,7 @@ class ZeroSettings(ConfigSection):
 
     deepspeed_config_file: PathText | None = None
     """A config in DeepSpeed's JSON format. The settings below then only fill what it leaves "auto"."""
-    zero_stage: StageNumber | None = None
+    zero_stage: Stage | None = None
     """0 shards nothing, 1 the optimizer states, 2 also the gradients, 3 also the parameters. [default: 2]"""
     offload_optimizer_device: Device | None = None
     """Where optimizer states live, from stage 1 on: none (on the device), cpu or nvme. [default: none]"""
@@ -434,10 +427,8 @@ def idle_settings(values: Mapping[str, Any]) -> dict[str, str]:
     Args:
         values: setting -> value, of those that were given; they need not be right.
     """
-    if values.get("deepspeed_config_file") is not None:
-        return {}
-    stage = values.get("zero_stage", DEFAULT_STAGE)
-    if not isinstance(stage, int) or isinstance(stage, bool):
+    stage = as_integer(values.get("zero_stage", DEFAULT_STAGE))
+    if stage is None or values.get("deepspeed_config_file") is not None:
         return {}
     about_stage = f"the stage is {stage}" + ("" if "zero_stage" in values else ", as none is given")
     idle: dict[str, str] = {}
@@ -450,7 +441,7 @@ def idle_settings(values: Mapping[str, Any]) -> dict[str, str]:
         ("optimizer", 1, f"optimizer states are sharded from stage 1 on, and {about_stage}"),
     ):
         names = [f"offload_{kind}_device", f"offload_{kind}_nvme_path"]
-        if 0 <= stage < least and values.get(names[0]) in ("cpu", "nvme"):
+        if 0 <= stage < least and str(values.get(names[0])).lower() in ("cpu", "nvme"):
             idle |= {name: what for name in names if name in values}
     return idle
 
@@ -577,14 +568,6 @@ def _problems_of_zero(settings: LaunchSettings) -> Iterator[Problem]:
             yield Problem((name,), text="it filters a hostfile, and none is set", fix="set hostfile too")
     if settings.deepspeed_config_file is not None:
         return  # it may set the stage; `load_config` checks the merged settings
-    stage = DEFAULT_STAGE if settings.zero_stage is None else settings.zero_stage
-    about_stage = f"the stage is {stage}" + ("" if settings.zero_stage is not None else ", as none is given")
-    if settings.offload_param_device not in (None, "none") and stage < 3:
-        text = f"parameters are sharded at stage 3 only, and {about_stage}"
-        yield Problem(("offload_param_device",), text=text, fix='set zero_stage to 3, or this to "none"')
-    if settings.offload_optimizer_device not in (None, "none") and stage < 1:
-        text = f"optimizer states are sharded from stage 1 on, and {about_stage}"
-        yield Problem(("offload_optimizer_device",), text=text, fix='set zero_stage to 1, 2 or 3, or this to "none"')
     for kind in ("optimizer", "param"):
         path = f"offload_{kind}_nvme_path"
         if getattr(settings, f"offload_{kind}_device") == "nvme" and getattr(settings, path) is None:

@@ -20,7 +20,7 @@ from zeroaccel.config.diagnostics import Problem, closest
 from zeroaccel.config.launch.launch_settings import LaunchSettings, idle_settings, launch_settings, wrong_settings
 from zeroaccel.config.launch.setting_table import SETTINGS
 from zeroaccel.config.parallel import AXES, ParallelConfig
-from zeroaccel.config.section import as_integer, as_text, spellings
+from zeroaccel.config.section import FLAG_WORDS, as_integer, as_text, spellings
 from zeroaccel.errors import ConfigError, compose
 
 SOURCES_VARIABLE = "ZEROACCEL_LAUNCH_SOURCES"
@@ -108,15 +108,6 @@ def _integer(text: str) -> int:
     return value
 
 
-def _flag(text: str) -> bool:
-    lowered = text.strip().lower()
-    if lowered in ("1", "true", "yes", "on", "y", "t"):
-        return True
-    if lowered in ("0", "false", "no", "off", "n", "f"):
-        return False
-    raise ValueError
-
-
 def _precision(text: str) -> str:
     if text.lower() not in _PRECISIONS:
         raise ValueError
@@ -131,7 +122,7 @@ class _Form:
 
 _COUNT = _Form(_integer, "a whole number")
 _NUMBER = _Form(float, "a number")
-_SWITCH = _Form(_flag, "true or false")
+_SWITCH = _Form(lambda text: FLAG_WORDS[text.strip().lower()], "true or false")
 _TEXT = _Form(str, "text")
 _LOWER = _Form(str.lower, "text")
 
@@ -198,7 +189,7 @@ def from_environment(environ: Mapping[str, str]) -> tuple[LaunchedSettings, dict
         sources[name] = named.get(variable, unnamed)
         try:
             values[name] = form.parse(text)
-        except (ValueError, OverflowError):
+        except (ValueError, LookupError, OverflowError):
             raise ConfigError(f"{sources[name]}: {name}", expected=form.expected, got=text) from None
     return LaunchedSettings(**values), sources
 
@@ -241,7 +232,6 @@ _RDZV_SETTINGS: Mapping[str, str] = {
     "store_type": "machines meet through torch's TCP store",
     "use_libuv": "torch chooses",
 }
-_YES, _NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
 @dataclass(frozen=True)
@@ -323,7 +313,7 @@ def settings_from_environment(environ: Mapping[str, str]) -> ExplicitSettings:
     for name, (variable, value) in _STAYS.items():
         if variable in environ and name not in values:
             values[name], sources[name] = value, f"environment {variable}"
-    if "distributed_type" not in values and (switch := environ.get(_USE_ZERO, "").lower()) in _YES:
+    if "distributed_type" not in values and FLAG_WORDS.get(switch := environ.get(_USE_ZERO, "").lower()):
         values["distributed_type"] = "DEEPSPEED"
         sources["distributed_type"] = f"environment {_USE_ZERO}={switch}"
     return ExplicitSettings(values, sources)
@@ -375,14 +365,8 @@ def from_text(name: str, text: str, address: Callable[[str], str]) -> Any:
     parse, expected = _FORMS[kind_of(name)]
     try:
         return parse(text)
-    except (ValueError, OverflowError):
+    except (ValueError, LookupError, OverflowError):
         raise wrong_settings([Problem((name,), expected=expected, got=text)], address) from None
-
-
-def _switch(text: str) -> bool:
-    if text.lower() not in (*_YES, *_NO):
-        raise ValueError
-    return text.lower() in _YES
 
 
 def _count(text: str) -> int:
@@ -434,7 +418,7 @@ def _with_rendezvous(explicit: ExplicitSettings) -> ExplicitSettings:
 
 
 _FORMS: Mapping[SettingKind, tuple[Callable[[str], Any], str]] = {
-    "switch": (_switch, "true or false"),
+    "switch": (_SWITCH.parse, _SWITCH.expected),
     "count": (_count, "a whole number"),
     "number": (float, "a number"),
     "streams": (_streams, "a number, or the form 0:3,1:2"),
@@ -449,7 +433,7 @@ def _plain_types(annotation: Any) -> list[type]:
     if get_origin(annotation) is Annotated:
         return _plain_types(get_args(annotation)[0])
     if get_origin(annotation) is Literal:
-        return [str]
+        return [type(choice) for choice in get_args(annotation)]
     return [get_origin(annotation) or annotation]
 
 

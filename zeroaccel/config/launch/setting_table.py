@@ -85,7 +85,7 @@ SETTINGS: Mapping[str, Setting] = {
         Setting("mixed_precision", _TRAINING, rank_variable="ACCELERATE_MIXED_PRECISION", fact="precision"),
         Setting("distributed_type", _TRAINING),
         Setting("deepspeed_config_file", _TRAINING, rank_variable="ACCELERATE_DEEPSPEED_CONFIG_FILE"),
-        _zero("zero_stage", f"{_ZERO}.stage", "stage", "0|1|2|3"),
+        _zero("zero_stage", f"{_ZERO}.stage", "stage"),
         _zero("offload_optimizer_device", f"{_ZERO}.offload_optimizer.device", "offload_optimizer_device"),
         _zero("offload_param_device", f"{_ZERO}.offload_param.device", "offload_param_device"),
         _zero("offload_optimizer_nvme_path", f"{_ZERO}.offload_optimizer.nvme_path", "offload_optimizer_path"),
