@@ -7,7 +7,6 @@ one mistake is reported once. Ranges of single keys are in the schema; what is n
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
 
 from zeroaccel.config.diagnostics import KeyPath, Problem
 from zeroaccel.config.schema import Config
@@ -21,20 +20,15 @@ _TO_HOST = {True: 'set device to "cpu" or "nvme"', False: "set zero_optimization
 _Found = Iterator[Problem]
 
 
-@dataclass(frozen=True)
-class _Check:
-    reads: tuple[KeyPath, ...]
-    find: Callable[[Config], _Found]
-
-
-_CHECKS: list[_Check] = []
+_CHECKS: list[tuple[list[KeyPath], Callable[[Config], _Found]]] = []
+"""The keys that a check reads, and the check."""
 
 
 def _check(*reads: str) -> Callable[[Callable[[Config], _Found]], Callable[[Config], _Found]]:
     """Registers a check that reads these keys."""
 
     def register(find: Callable[[Config], _Found]) -> Callable[[Config], _Found]:
-        _CHECKS.append(_Check(tuple(tuple(name.split(".")) for name in reads), find))
+        _CHECKS.append(([tuple(name.split(".")) for name in reads], find))
         return find
 
     return register
@@ -47,9 +41,9 @@ def contradictions(config: Config, invalid: Collection[KeyPath]) -> _Found:
         config: built from the keys that are right by themselves.
         invalid: paths, in the schema's names, of those that are not.
     """
-    for check in _CHECKS:
-        if not any(_overlap(read, path) for read in check.reads for path in invalid):
-            yield from check.find(config)
+    for reads, find in _CHECKS:
+        if not any(_overlap(read, path) for read in reads for path in invalid):
+            yield from find(config)
 
 
 def _overlap(one: KeyPath, other: KeyPath) -> bool:

@@ -42,13 +42,14 @@ def at(tree: Any, path: str | KeyPath) -> Any:
 
 def put(tree: dict[Any, Any], path: Sequence[str | int], value: object) -> bool:
     """Places a value at a path of dictionaries, which are made where nothing is; False where something else is."""
+    section: Any = tree
     for part in path[:-1]:
-        if tree.get(part) is None:
-            tree[part] = {}
-        tree = tree[part]
-        if not isinstance(tree, dict):
+        if section.get(part) is None:
+            section[part] = {}
+        section = section[part]
+        if not isinstance(section, dict):
             return False
-    tree[path[-1]] = value
+    section[path[-1]] = value
     return True
 
 

@@ -69,22 +69,19 @@ def parse_json(text: str, name: str) -> JsonText:
     """
     _check_bounds(text, name)
     try:
-        value = json.loads(text)
+        return _placed(json.loads(text), text, name)
     except json.JSONDecodeError as error:
-        written_in = None
-        try:
-            value = _parse_json5(text, name, error)
-        except ConfigError:
-            written_in = _hjson_as_json5(text)
-            if written_in is None:
-                raise
-            value = _read_quietly(written_in)
-            if value is None:
-                raise
-        return _placed(value, written_in or text, name, is_hjson=written_in is not None)
+        plain = error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{name}: not valid JSON: {error}") from None
-    return _placed(value, text, name)
+    try:
+        return _placed(_parse_json5(text, name, plain), text, name)
+    except ConfigError:
+        as_json5 = _hjson_as_json5(text)
+        value = None if as_json5 is None else _read_quietly(as_json5)
+        if as_json5 is None or value is None:
+            raise
+        return _placed(value, as_json5, name, is_hjson=True)
 
 
 def _placed(value: Any, text: str, name: str, *, is_hjson: bool = False) -> JsonText:
@@ -231,42 +228,31 @@ def _line_and_column(text: str, offset: int) -> tuple[int, int]:
     return text.count("\n", 0, offset) + 1, offset - (text.rfind("\n", 0, offset) + 1) + 1
 
 
-@dataclass
-class _Container:
-    """An object or a list that is open during the scan."""
-
-    path: KeyPath
-    is_object: bool
-    number: int
-    index: int = 0
-    key: str | None = None
-    below: KeyPath = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.below = self.path if self.is_object else (*self.path, 0)
-
-
 def _keys(text: str) -> Iterator[tuple[int, KeyPath, int]]:
-    """Every key of a valid text: the number of the object it stands in, its path, and the offset of its start."""
-    stack: list[_Container] = []
-    opened = 0
-    for token in _TOKEN.finditer(text):
-        kind, part = token.lastgroup, token.group()
-        top = stack[-1] if stack else None
-        if kind == "skip":
-            continue
-        if part in ("{", "[") and kind == "mark":
-            opened += 1
-            stack.append(_Container(top.below if top else (), part == "{", opened))
-        elif part in ("}", "]") and kind == "mark":
-            stack.pop()
-        elif top is not None and part == "," and kind == "mark":
-            top.key, top.index = None, top.index + 1
-            top.below = top.path if top.is_object else (*top.path, top.index)
-        elif top is not None and top.is_object and top.key is None and kind != "mark":
-            top.key = _key_name(part)
-            top.below = (*top.path, top.key)
-            yield top.number, top.below, token.start()
+    """Every key of a valid text: the offset of the object it stands in, its path, and the offset of its start."""
+    tokens = (token for token in _TOKEN.finditer(text) if token.lastgroup != "skip")
+    yield from _keys_below(next(tokens), tokens, ())
+
+
+def _keys_below(
+    value: re.Match[str], tokens: Iterator[re.Match[str]], path: KeyPath
+) -> Iterator[tuple[int, KeyPath, int]]:
+    """The same of the value that begins with a token; takes the others of it."""
+    index = 0
+    if value.group() not in ("{", "["):
+        return
+    for token in tokens:
+        if token.group() in ("}", "]"):
+            return
+        if token.group() == ",":
+            index += 1
+        elif value.group() == "[":
+            yield from _keys_below(token, tokens, (*path, index))
+        else:
+            here = (*path, _key_name(token.group()))
+            yield value.start(), here, token.start()
+            next(tokens)  # the colon
+            yield from _keys_below(next(tokens), tokens, here)
 
 
 def _key_name(token: str) -> str:

@@ -26,6 +26,7 @@ from zeroaccel.config.section import (
     PositiveCount,
     Retired,
     Texts,
+    checked,
     lowered,
     wrong,
 )
@@ -37,17 +38,16 @@ def _stage(value: object) -> int:
     raise wrong("0, 1, 2 or 3")
 
 
-def _interval(value: object) -> object:
-    if value == AUTO or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
-        return value
-    raise wrong('"auto" or a number of steps of at least 1')
-
-
 Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_stage)]
 Device = Annotated[Literal["none", "cpu", "nvme"], BeforeValidator(lowered)]
 UpdateDuring = Annotated[Literal["step", "backward", "next_step"], BeforeValidator(lowered)]
 FrozenFormat = Annotated[Literal["int8", "nf4", "mxfp4"], BeforeValidator(lowered)]
-Interval = Annotated[int | Literal["auto"], BeforeValidator(_interval)]
+Interval = Annotated[
+    int | Literal["auto"],
+    checked(
+        lambda value: value == AUTO or (type(value) is int and value >= 1), '"auto" or a number of steps of at least 1'
+    ),
+]
 
 
 class OffloadParam(ConfigSection):

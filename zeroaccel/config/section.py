@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 from types import UnionType
@@ -163,6 +163,17 @@ def as_integer(value: object) -> int | None:
     return int(float(value)) if float(value).is_integer() else None
 
 
+def checked(holds: Callable[[Any], bool], expected: str) -> BeforeValidator:
+    """Of a value type: refuses values for which `holds` is false."""
+
+    def check(value: object) -> object:
+        if holds(value):
+            return value
+        raise wrong(expected)
+
+    return BeforeValidator(check)
+
+
 def _integer(value: object) -> int:
     if (number := as_integer(value)) is not None:
         return number
@@ -181,18 +192,6 @@ def _flag(value: object) -> bool:
     if isinstance(value, bool) or (type(value) is int and value in (0, 1)):
         return bool(value)
     raise wrong("true or false")
-
-
-def _text(value: object) -> str:
-    if isinstance(value, str):
-        return value
-    raise wrong("a string")
-
-
-def _name(value: object) -> str:
-    if isinstance(value, str) and value.strip():
-        return value
-    raise wrong("a non-empty string")
 
 
 def _path_text(value: object) -> str:
@@ -228,18 +227,6 @@ def _dtype(value: object) -> str:
 
 def _maybe_dtype(value: object) -> str | None:
     return None if value is None or value == "none" else _dtype(value)
-
-
-def _free_section(value: object) -> object:
-    if value is None or isinstance(value, (bool, dict)):
-        return value
-    raise wrong("an object")
-
-
-def _arguments(value: object) -> object:
-    if isinstance(value, Mapping):
-        return value
-    raise wrong("an object")
 
 
 def lowered(value: object) -> object:
@@ -301,11 +288,14 @@ PositiveNumber = Annotated[float, Field(gt=0), BeforeValidator(_number)]
 Fraction = Annotated[float, Field(ge=0, le=1), BeforeValidator(_number)]
 OpenFraction = Annotated[float, Field(gt=0, lt=1), BeforeValidator(_number)]
 Flag = Annotated[bool, BeforeValidator(_flag)]
-Text = Annotated[str, BeforeValidator(_text)]
-Name = Annotated[str, BeforeValidator(_name)]
+Text = Annotated[str, checked(lambda value: isinstance(value, str), "a string")]
+Name = Annotated[str, checked(lambda value: isinstance(value, str) and bool(value.strip()), "a non-empty string")]
 PathText = Annotated[str, BeforeValidator(_path_text)]
 Texts = Annotated[tuple[str, ...], BeforeValidator(_texts)]
 Dtype = Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(_dtype)]
 MaybeDtype = Annotated[Literal["fp32", "fp16", "bf16"] | None, BeforeValidator(_maybe_dtype)]
-Arguments = Annotated[Mapping[str, Any], BeforeValidator(_arguments)]
-FreeSection = Annotated[dict[str, Any] | bool | None, BeforeValidator(_free_section)]
+Arguments = Annotated[Mapping[str, Any], checked(lambda value: isinstance(value, Mapping), "an object")]
+FreeSection = Annotated[
+    dict[str, Any] | bool | None,
+    checked(lambda value: value is None or isinstance(value, (bool, dict)), "an object"),
+]

@@ -8,6 +8,7 @@ comes out is larger than it looks.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import yaml
@@ -73,15 +74,17 @@ def parse_yaml(text: str, name: str) -> JsonText:
                 _measured(node, {}, set())
             value = {} if node is None else loader.construct_document(node)
             places: dict[KeyPath, str] = {}
-            duplicates: dict[KeyPath, list[int]] = {}
-            _note_keys(loader, node, (), name, places, duplicates)
+            lines: dict[KeyPath, list[int]] = {}
+            for path, mark in _keys(loader, node, ()):
+                places[path] = f"{name}:{mark.line + 1}:{mark.column + 1}"
+                lines.setdefault(path, []).append(mark.line + 1)
         finally:
             loader.dispose()
     except yaml.MarkedYAMLError as error:
         raise _syntax_error(text, name, error) from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # unprintable characters, impossible dates
         raise ConfigError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from None
-    return JsonText(value, places, {path: lines for path, lines in duplicates.items() if len(lines) > 1})
+    return JsonText(value, places, {path: on for path, on in lines.items() if len(on) > 1})
 
 
 def _syntax_error(text: str, name: str, error: yaml.MarkedYAMLError) -> ConfigError:
@@ -123,20 +126,13 @@ def _below(node: yaml.Node) -> list[yaml.Node]:
     return list(node.value) if isinstance(node, yaml.SequenceNode) else []
 
 
-def _note_keys(
-    loader: _BoundedLoader,
-    node: yaml.Node | None,
-    path: KeyPath,
-    name: str,
-    places: dict[KeyPath, str],
-    duplicates: dict[KeyPath, list[int]],
-) -> None:
+def _keys(loader: _BoundedLoader, node: yaml.Node | None, path: KeyPath) -> Iterator[tuple[KeyPath, yaml.Mark]]:
+    """Every key: its path, and where it stands."""
     if isinstance(node, yaml.MappingNode):
         for key, below in node.value:
             here = (*path, loader.construct_object(key))
-            places[here] = f"{name}:{key.start_mark.line + 1}:{key.start_mark.column + 1}"
-            duplicates.setdefault(here, []).append(key.start_mark.line + 1)
-            _note_keys(loader, below, here, name, places, duplicates)
+            yield here, key.start_mark
+            yield from _keys(loader, below, here)
     elif isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
-            _note_keys(loader, item, (*path, index), name, places, duplicates)
+            yield from _keys(loader, item, (*path, index))

@@ -30,6 +30,7 @@ from zeroaccel.config.section import (
     PositiveNumber,
     Text,
     as_integer,
+    checked,
     lowered,
     nested_section,
     spellings,
@@ -39,12 +40,6 @@ from zeroaccel.errors import ConfigError, UsageError, compose
 
 Rendezvous = Literal["static", "c10d"]
 DistributedType = Literal["NO", "MULTI_CPU", "MULTI_GPU", "DEEPSPEED"]
-
-
-def _port(value: object) -> object:
-    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 65535:
-        return value
-    raise wrong("a port, 0 to 65535")
 
 
 def _streams(value: object) -> object:
@@ -66,10 +61,6 @@ def _rendezvous_conf(value: object) -> object:
 
 def _no(value: object) -> object:
     return "no" if value is False else value  # YAML reads a bare `no` as false
-
-
-def _precision(value: object) -> object:
-    return lowered(_no(value))
 
 
 def _gpu_ids(value: object) -> object:
@@ -112,10 +103,10 @@ def _distributed_type(value: object) -> object:
     raise wrong("DEEPSPEED, MULTI_GPU, MULTI_CPU or NO", _TRANSLATED if name == "FSDP" else "")
 
 
-Port = Annotated[int, BeforeValidator(_port)]
+Port = Annotated[int, checked(lambda value: type(value) is int and 0 <= value <= 65535, "a port, 0 to 65535")]
 Streams = Annotated[int | dict[int, int], BeforeValidator(_streams)]
 RendezvousConf = Annotated[dict[str, int], BeforeValidator(_rendezvous_conf)]
-Precision = Annotated[Literal["no", "fp16", "bf16"], BeforeValidator(_precision)]
+Precision = Annotated[Literal["no", "fp16", "bf16"], BeforeValidator(lowered), BeforeValidator(_no)]
 GpuIds = Annotated[str, BeforeValidator(_gpu_ids)]
 ClassNames = Annotated[tuple[str, ...], BeforeValidator(_class_names)]
 Launcher = Annotated[Literal["ssh", "standard"], BeforeValidator(_launcher)]
