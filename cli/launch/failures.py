@@ -88,16 +88,7 @@ class RankEnd:
 def read_report(data: Mapping[str, Any]) -> Report:
     """Reads the report of `runner`, or one written by torch's own `record`."""
     if "zeroaccel" in data:
-        ours = data["zeroaccel"]
-        return Report(
-            kind=ours["kind"],
-            headline=ours["headline"],
-            traceback=ours["traceback"].rstrip(),
-            exit_code=ours["exit_code"],
-            time=ours["time"],
-            printed=ours.get("printed", False),
-            pid=ours.get("pid", 0),
-        )
+        return Report(**{**data["zeroaccel"], "traceback": data["zeroaccel"]["traceback"].rstrip()})
     message = data["message"]
     if isinstance(message, str):
         return Report("exception", message, message, 1, float(data.get("timestamp", 0)))

@@ -82,7 +82,7 @@ ELASTIC_HINTS: Mapping[str, str] = {
 """Flags of elastic DeepSpeed and of other launchers that do not exist here -> what to say instead."""
 
 # Those of the `deepspeed` command that have a meaning of their own here, as help shows them.
-_OPTIONS: Mapping[str, dict[str, Any]] = {
+_SHOWN: Mapping[str, dict[str, Any]] = {
     "num_gpus": {"metavar": "N", "help": "Processes on each machine, as --num_processes per machine."},
     "num_nodes": {"metavar": "N", "help": "The same as --num_machines; with a hostfile, its first N machines."},
     "node_rank": {"metavar": "N", "help": "The same as --machine_rank."},
@@ -92,24 +92,28 @@ _OPTIONS: Mapping[str, dict[str, Any]] = {
     "launcher": {"metavar": "pdsh|ssh", "help": "Transport to the machines of a hostfile; both are ssh."},
     "bind_cores_to_rank": {"is_flag": True, "help": "The same as --enable_cpu_affinity."},
     "enable_each_rank_log": {"metavar": "FOLDER", "help": "The same as --log_dir FOLDER --redirects 3."},
+    "pass_local_rank": {
+        "default": None,
+        "help": "Whether the script is given --local_rank=N. [default: if its argparse, click or fire takes it]",
+    },
+}
+_HIDDEN = ("launcher_args", _FSDP_WORDS, *_OF_TORCHRUN, *FSDP_KEYS, *_IDLE_VALUES, *_REFUSED_VALUES, *_AXES)
+_OPTIONS: Mapping[str, dict[str, Any]] = {
+    **{name: {"is_flag": True, "hidden": True} for name in (_FSDP, *_IDLE_SWITCHES)},
+    **{name: {"hidden": True} for name in _HIDDEN},
+    **_SHOWN,
+}
+_SPELLINGS: Mapping[str, tuple[str, ...]] = {
+    "num_gpus": ("--num_gpus", "--num_accelerators"),
+    "quiet": ("-q", "--quiet"),
+    "pass_local_rank": ("--pass_local_rank/--no_local_rank",),
 }
 
 
 def foreign_flag_options(command: _Command) -> _Command:
     """Gives the launch these flags. All are optional; absent means: not given."""
-    about = "Whether the script is given --local_rank=N. [default: if its argparse, click or fire takes it]"
-    command = click.option("--pass_local_rank/--no_local_rank", "pass_local_rank", default=None, help=about)(command)
     for name in reversed(tuple(_OPTIONS)):
-        spelled = ("--num_gpus", "--num_accelerators") if name == "num_gpus" else (f"--{name}",)
-        command = click.option(*spelled, name, **_OPTIONS[name])(command)
-    for name in ("launcher_args", _FSDP_WORDS, *_OF_TORCHRUN):
-        command = click.option(f"--{name}", hidden=True)(command)
-    command = click.option(f"--{_FSDP}", is_flag=True, hidden=True)(command)
-    for name in (*FSDP_KEYS, *_IDLE_VALUES, *_REFUSED_VALUES, *_AXES):
-        command = click.option(f"--{name}", hidden=True)(command)
-    for name in _IDLE_SWITCHES:
-        spelled = ("-q", "--quiet") if name == "quiet" else (f"--{name}",)
-        command = click.option(*spelled, name, is_flag=True, hidden=True)(command)
+        command = click.option(*_SPELLINGS.get(name, (f"--{name}",)), name, **_OPTIONS[name])(command)
     return command
 
 
@@ -143,7 +147,7 @@ class ForeignFlags:
         Raises:
             ConfigError: a value has not the form of its setting, or a flag has no counterpart.
         """
-        all_flags = {name: typed.pop(name, None) for name in _names()}
+        all_flags = {name: typed.pop(name, None) for name in _OPTIONS}
         typed_flags = {name: value for name, value in all_flags.items() if value not in (None, False)}
         flags = cls(pass_local_rank=all_flags["pass_local_rank"])
         for name, (reason, fix) in _REFUSED_VALUES.items():
@@ -246,11 +250,6 @@ class ForeignFlags:
                 fix = "keep one of the two, they are names of one setting"
                 raise ConfigError(f"{here}: conflicts with {there}", fix=fix)
         return flags.under(ExplicitSettings(self.values, self.sources, tuple(self.notes)))
-
-
-def _names() -> tuple[str, ...]:
-    more = ("pass_local_rank", "launcher_args", _FSDP, _FSDP_WORDS, *_OF_TORCHRUN)
-    return (*_OPTIONS, *more, *FSDP_KEYS, *_IDLE_VALUES, *_REFUSED_VALUES, *_IDLE_SWITCHES, *_AXES)
 
 
 def resolve_devices(explicit: ExplicitSettings, flags: ForeignFlags) -> ExplicitSettings:

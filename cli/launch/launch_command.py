@@ -32,7 +32,7 @@ from .failures import exit_code, explain_failure, first_failure, preemption
 from .foreign_flags import ForeignFlags, foreign_flag_options, resolve_devices
 from .launch_flags import HEADINGS, LaunchCommand, setting_flags, settings_from_flags
 from .launch_plan import LaunchPlan, Program, ProgramKind, local_rank_option, plan_launch
-from .ssh import describe_node_jobs, is_only_this_machine, plan_node_jobs, run_node_jobs, ssh_words
+from .ssh import MultiNodeJob, describe_node_jobs, is_only_this_machine, plan_node_jobs, ssh_words
 
 
 @click.command(
@@ -98,11 +98,8 @@ def launch(
         kind,
         _local_rank_option(script, script_args, kind, others.pass_local_rank),
         # What ranks and `Accelerator` read, with the source of each setting; and what `import deepspeed` gives.
-        environment={
-            **launched_environment(settings, explicit.sources),
-            **_facade(settings.engine, explicit.where("engine")),
-        },
-        bf16_by=_bf16_by(explicit, config),
+        launched_environment(settings, explicit.sources) | _facade(settings.engine, explicit.where("engine")),
+        _bf16_by(explicit, config),
     )
     for note in (*explicit.notes, *_script_notes(program)):
         _log(f"note: {note}")
@@ -250,7 +247,7 @@ def _launch_hosts(explicit: ExplicitSettings, program: Program, *, dry_run: bool
     num_local = len(jobs[0].ranks)
     _log(f"{len(jobs)} machines, {num_local} process{'es' if num_local > 1 else ''} each")
     settings = explicit.settings()
-    return run_node_jobs(jobs, ssh, python_path, _log, shutdown_timeout=settings.shutdown_timeout, debug=settings.debug)
+    return MultiNodeJob(_log, settings.shutdown_timeout, debug=settings.debug).run(jobs, ssh, python_path)
 
 
 def _run(plan: LaunchPlan) -> int:

@@ -1,6 +1,6 @@
 """A job on the machines of a hostfile, started from this one over ssh: a `NodeJob` and a session for each.
 
-`plan_node_jobs` works out what each machine runs; everything that can be checked from here is. `run_node_jobs` starts a
+`plan_node_jobs` works out what each machine runs; everything that can be checked from here is. `MultiNodeJob` starts a
 `node` per machine, sends "go" when all are ready, and stops all when one fails. The program that reaches a machine is
 ssh, or ZEROACCEL_SSH: any command that takes `[-o option]... -- host command` and connects stdin, stdout and stderr.
 Output is printed as it comes, each line behind the name of its machine.
@@ -100,36 +100,19 @@ def remote_command(ssh: Sequence[str], host: str, python_path: str | None) -> li
     return [*ssh, *options, "--", host, shlex.join(words)]
 
 
-def run_node_jobs(
-    jobs: Sequence[NodeJob],
-    ssh: Sequence[str],
-    python_path: str | None,
-    log: Callable[[str], None],
-    *,
-    shutdown_timeout: float,
-    debug: bool = False,
-) -> int:
-    """Starts the job on all machines and waits for its end. Returns the launcher's exit code.
+class MultiNodeJob:
+    """The sessions of one job on several machines.
 
-    Args:
-        shutdown_timeout: seconds that ranks have to end after a signal.
-        ssh: the program that reaches a machine, with its own arguments.
-        python_path: PYTHONPATH over there.
-        debug: show tracebacks also of errors that were raised on purpose.
-
-    Raises:
-        ConfigError: there is no such program.
-    """
-    return _MultiNodeJob(log, shutdown_timeout, debug=debug).run(jobs, ssh, python_path)
-
-
-class _MultiNodeJob:
-    """The sessions of one job. Reader threads only queue events; the thread that calls `run` handles them.
+    Reader threads only queue events; the thread that calls `run` handles them.
 
     1. `_start`: an ssh process per machine, which sends its order.
     2. All nodes report "ready": "go" to all of them.
     3. The first failure, signal or timeout sets `_stop_at`; then `_stop_all` sends "stop" to the others.
     4. `_wait` returns when all ssh processes have ended, or at `_give_up_at`; `_conclude` explains the failure.
+
+    Args:
+        shutdown_timeout: seconds that ranks have to end after a signal.
+        debug: show tracebacks also of errors that were raised on purpose.
     """
 
     def __init__(self, log: Callable[[str], None], shutdown_timeout: float, *, debug: bool) -> None:
@@ -145,6 +128,15 @@ class _MultiNodeJob:
         self._give_up_at: float | None = None  # when the wait ends
 
     def run(self, jobs: Sequence[NodeJob], ssh: Sequence[str], python_path: str | None) -> int:
+        """Starts the job on all machines and waits for its end. Returns the launcher's exit code.
+
+        Args:
+            ssh: the program that reaches a machine, with its own arguments.
+            python_path: PYTHONPATH over there.
+
+        Raises:
+            ConfigError: there is no such program.
+        """
         before = {number: signal.signal(number, self._on_signal) for number in _STOP_SIGNALS}
         try:
             for job in jobs:
@@ -248,7 +240,8 @@ class _MultiNodeJob:
         elif "error" in event:
             session.error = event["error"], event["exit_code"]
         else:
-            session.ends = [RankEnd(**{**one, "report": _report(one["report"])}) for one in event["ends"]]
+            ends = ({**one, "report": Report(**one["report"]) if one["report"] else None} for one in event["ends"])
+            session.ends = [RankEnd(**one) for one in ends]
 
     def _note_signal(self, number: int) -> None:
         if self._signal:
@@ -329,10 +322,6 @@ def _lines(source: BinaryIO) -> Iterator[str]:
         yield from (line.decode(errors="replace") for line in lines)
     if rest:
         yield rest.decode(errors="replace")
-
-
-def _report(data: Mapping[str, Any] | None) -> Report | None:
-    return None if data is None else Report(**data)
 
 
 def _lost(session: _SshSession) -> str:

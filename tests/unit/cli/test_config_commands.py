@@ -349,13 +349,13 @@ def test_validate_says_what_flags_have_to_complete(project: Path) -> None:
     (project / "two.yaml").write_text("num_machines: 2\nmachine_rank: 'MACHINE_RANK'\nnum_processes: 4\n")
     (project / "met.yaml").write_text("num_machines: 2\nrdzv_backend: c10d\nmain_process_ip: node1\n")
     (project / "odd.yaml").write_text("num_machines: 2\nnum_processes: 3\n")
-    (project / "idle.yaml").write_text("deepspeed_config: {zero_stage: 2, offload_param_device: CPU}\n")
+    (project / "idle.yaml").write_text("deepspeed_config: {zero_stage: 2, offload_param_device: cpu}\n")
     assert typed("config validate two.yaml met.yaml idle.yaml").out.splitlines() == [
         "two.yaml: launch file, right",
         "note: two.yaml: to be completed by --machine_rank and --main_process_ip of `zeroaccel launch`",
         "met.yaml: launch file, right",
         "idle.yaml: launch file, right",
-        "note: idle.yaml:1:35: offload_param_device CPU: does nothing, parameters are sharded at stage 3 "
+        "note: idle.yaml:1:35: offload_param_device cpu: does nothing, parameters are sharded at stage 3 "
         "only, and the stage is 2",
     ]
     assert (

@@ -195,6 +195,7 @@ def test_blanks_of_a_file_are_filled_by_flags() -> None:
         ({"zero_stage": 0, "offload_optimizer_device": "cpu"}, ["offload_optimizer_device"]),
         ({"zero_stage": 3, "offload_param_device": "cpu", "offload_optimizer_device": "cpu"}, []),
         ({"offload_optimizer_device": "cpu"}, []),
+        ({"zero_stage": 2, "offload_param_device": "CPU"}, ["offload_param_device"]),
         ({"zero_stage": 2, "offload_param_device": "none"}, []),
         ({"zero_stage": 2, "offload_param_device": "gpu"}, []),  # wrong, and reported
         ({"offload_param_device": "cpu", "deepspeed_config_file": "ds.json"}, []),  # the stage is said there

@@ -58,7 +58,7 @@ ENVIRONMENT_READERS = {
 MAX_CODE_LINES: Mapping[str, int] = {
     "": 860,
     "accelerate": 4075,
-    "checkpoint": 6030,
+    "checkpoint": 6135,
     "cli": 7195,
     "comm": 3800,
     "compat": 3250,
