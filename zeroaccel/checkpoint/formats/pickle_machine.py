@@ -3,14 +3,15 @@
 A pickle is a small program for a stack machine, and Python's own unpickler lets it import and call anything. This one
 has the instructions that protocols 2 to 5 write for plain data. A name in a pickle is resolved by the caller to an
 `Admitted`, which can be called and nothing else: a class never gets on the stack, so no instruction can change one.
-Sizes are charged to a budget before anything of the size is allocated. `torch_pickle.py` decides which names there are.
+`pickletools` reads the instructions and their arguments, which are no longer than the pickle. All else is charged to a
+budget before it is allocated. `torch_pickle.py` decides which names there are.
 """
 
 from __future__ import annotations
 
-import struct
+import pickletools
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from zeroaccel.errors import CheckpointError
@@ -69,7 +70,7 @@ class PickleMachine:
     def __init__(
         self, content: bytes, where: str, admit: Callable[[str], Any], persistent: Callable[[Any], Any]
     ) -> None:
-        self._content, self._at = content, 0
+        self._content, self._at = content, 0  # the byte that is read
         self._where = where
         self._admit, self._persistent = admit, persistent
         self._stack: list[Any] = []
@@ -86,20 +87,24 @@ class PickleMachine:
             CheckpointError: the pickle is damaged or cut off, has an instruction that plain data does not need, has a
                 name that is not admitted, or is beyond a bound.
         """
-        content, instructions = self._content, self._instructions
-        while True:
-            if self._at >= len(content):
-                raise self._damaged("it is cut off")
-            code = content[self._at]
-            self._at += 1
-            if code == _STOP:
-                result = self._pop()
-                self._check_tree(result)
-                return result
-            step = instructions.get(code)
+        for opcode, argument in self._opcodes():
+            if opcode.name == "STOP":
+                break
+            step = self._instructions.get(opcode.name)
             if step is None:
-                raise self._damaged(f"instruction {bytes([code])!r}, which plain data does not need")
-            step()
+                raise self._damaged(f"instruction {opcode.code!r}, which plain data does not need")
+            step() if opcode.arg is None else step(argument)
+        result = self._pop()
+        self._check_tree(result)
+        return result
+
+    def _opcodes(self) -> Iterator[tuple[pickletools.OpcodeInfo, Any]]:
+        try:
+            for opcode, argument, at in pickletools.genops(self._content):
+                self._at = at or 0
+                yield opcode, argument
+        except ValueError as error:
+            raise self._damaged(str(error)) from error
 
     def charge(self, nbytes: int) -> None:
         """Takes this much of the budget; CheckpointError if there is not enough."""
@@ -116,32 +121,6 @@ class PickleMachine:
 
     def _damaged(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self._where}: its pickle is damaged at byte {self._at}: {what}")
-
-    def _take(self, nbytes: int) -> bytes:
-        end = self._at + nbytes
-        if end > len(self._content):
-            raise self._damaged(f"{nbytes} bytes are announced and {len(self._content) - self._at} are left")
-        part = self._content[self._at : end]
-        self._at = end
-        return part
-
-    def _unsigned(self, nbytes: int) -> int:
-        return int.from_bytes(self._take(nbytes), "little")
-
-    def _line(self) -> str:
-        end = self._content.find(b"\n", self._at, self._at + _LONGEST_NAME)
-        if end < 0:
-            raise self._damaged("a name without an end")
-        line = self._take(end - self._at)
-        self._at += 1
-        return self._text_of(line)
-
-    def _text_of(self, data: bytes) -> str:
-        self.charge(_TEXT_NBYTES + (len(data) if data.isascii() else 4 * len(data)))
-        try:
-            return data.decode("utf-8", "surrogatepass")
-        except UnicodeDecodeError:
-            raise self._damaged("a text that is not UTF-8") from None
 
     # -- the stack
 
@@ -196,18 +175,19 @@ class PickleMachine:
 
     # -- values
 
-    def _long(self, nbytes: int) -> None:
-        if nbytes > _LONGEST_INTEGER_NBYTES:
+    def _number(self, value: float) -> None:
+        self._push(value, _NUMBER_NBYTES)
+
+    def _long(self, value: int) -> None:
+        if (nbytes := value.bit_length() // 8 + 1) > _LONGEST_INTEGER_NBYTES:
             raise self._damaged(f"an integer of {nbytes} bytes, at most {_LONGEST_INTEGER_NBYTES} are read")
-        self._push(int.from_bytes(self._take(nbytes), "little", signed=True), _NUMBER_NBYTES + nbytes)
+        self._push(value, _NUMBER_NBYTES + nbytes)
 
-    def _text(self, nbytes: int) -> None:
-        self._push(self._text_of(self._take(nbytes)))
+    def _text(self, text: str) -> None:
+        self._push(text, _TEXT_NBYTES + (len(text) if text.isascii() else 4 * len(text)))
 
-    def _bytes(self, nbytes: int) -> None:
-        if nbytes <= len(self._content):
-            self.charge(_TEXT_NBYTES + nbytes)
-        self._push(self._take(nbytes))
+    def _bytes(self, data: bytes) -> None:
+        self._push(data, _TEXT_NBYTES + len(data))
 
     def _tuple(self, items: Sequence[Any]) -> None:
         self._push(tuple(items), _TUPLE_NBYTES + _ITEM_NBYTES * len(items))
@@ -280,12 +260,12 @@ class PickleMachine:
     # -- names and calls
 
     def _global(self, module: str, name: str) -> None:
+        if len(module) + len(name) > _LONGEST_NAME:
+            raise self._damaged("a name without an end")
         self._push(self._admit(f"{module}.{name}"))
 
     def _stack_global(self) -> None:
         name, module = self._top((str,)), self._top((str,))
-        if len(module) + len(name) > _LONGEST_NAME:
-            raise self._damaged("a name without an end")
         self._global(module, name)
 
     def _call(self) -> None:
@@ -319,65 +299,55 @@ class PickleMachine:
             )
         self._stack.append(target)
 
-    def _table(self) -> Mapping[int, Callable[[], None]]:
-        push, unsigned = self._push, self._unsigned
-        table: dict[bytes, Callable[[], None]] = {
-            b"\x80": self._protocol,
-            b"\x95": self._frame,
-            b"(": self._mark,
-            b"0": self._drop,
-            b"1": lambda: self._since_mark().clear(),
-            b"2": self._duplicate,
-            b"N": lambda: push(None),
-            b"\x88": lambda: push(True),
-            b"\x89": lambda: push(False),
-            b"J": lambda: push(int.from_bytes(self._take(4), "little", signed=True), _NUMBER_NBYTES),
-            b"K": lambda: push(unsigned(1)),
-            b"M": lambda: push(unsigned(2), _NUMBER_NBYTES),
-            b"\x8a": lambda: self._long(unsigned(1)),
-            b"\x8b": lambda: self._long(unsigned(4)),
-            b"G": lambda: push(struct.unpack(">d", self._take(8))[0], _NUMBER_NBYTES),
-            b"\x8c": lambda: self._text(unsigned(1)),
-            b"X": lambda: self._text(unsigned(4)),
-            b"\x8d": lambda: self._text(unsigned(8)),
-            b"C": lambda: self._bytes(unsigned(1)),
-            b"B": lambda: self._bytes(unsigned(4)),
-            b"\x8e": lambda: self._bytes(unsigned(8)),
-            b")": lambda: push(()),
-            b"t": lambda: self._tuple(self._since_mark()),
-            b"\x85": lambda: self._tuple_of(1),
-            b"\x86": lambda: self._tuple_of(2),
-            b"\x87": lambda: self._tuple_of(3),
-            b"]": lambda: push([], _LIST_NBYTES),
-            b"a": lambda: self._append((self._pop(),)),
-            b"e": lambda: self._append(self._since_mark()),
-            b"}": lambda: push({}, _DICT_NBYTES),
-            b"s": self._set_item,
-            b"u": lambda: self._set_items(self._since_mark()),
-            b"\x8f": lambda: push(set(), _SET_NBYTES),
-            b"\x90": lambda: self._add_items(self._since_mark()),
-            b"\x91": lambda: self._frozenset(self._since_mark()),
-            b"q": lambda: self._put(unsigned(1)),
-            b"r": lambda: self._put(unsigned(4)),
-            b"\x94": lambda: self._put(len(self._memo)),
-            b"h": lambda: self._get(unsigned(1)),
-            b"j": lambda: self._get(unsigned(4)),
-            b"c": lambda: self._global(self._line(), self._line()),
-            b"\x93": self._stack_global,
-            b"R": self._call,
-            b"\x81": self._call,
-            b"\x92": self._call_with_keywords,
-            b"b": self._build,
-            b"Q": lambda: push(self._persistent(self._pop()), _OBJECT_NBYTES),
+    def _table(self) -> Mapping[str, Callable[..., None]]:
+        """Name of an instruction -> what it does, of its argument if it has one."""
+        push = self._push
+        return {
+            "PROTO": self._protocol,
+            "FRAME": self._frame,
+            "MARK": self._mark,
+            "POP": self._drop,
+            "POP_MARK": lambda: self._since_mark().clear(),
+            "DUP": self._duplicate,
+            "NONE": lambda: push(None),
+            "NEWTRUE": lambda: push(True),
+            "NEWFALSE": lambda: push(False),
+            "BININT1": push,
+            **dict.fromkeys(("BININT", "BININT2", "BINFLOAT"), self._number),
+            **dict.fromkeys(("LONG1", "LONG4"), self._long),
+            **dict.fromkeys(("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"), self._text),
+            **dict.fromkeys(("SHORT_BINBYTES", "BINBYTES", "BINBYTES8"), self._bytes),
+            "EMPTY_TUPLE": lambda: push(()),
+            "TUPLE": lambda: self._tuple(self._since_mark()),
+            "TUPLE1": lambda: self._tuple_of(1),
+            "TUPLE2": lambda: self._tuple_of(2),
+            "TUPLE3": lambda: self._tuple_of(3),
+            "EMPTY_LIST": lambda: push([], _LIST_NBYTES),
+            "APPEND": lambda: self._append((self._pop(),)),
+            "APPENDS": lambda: self._append(self._since_mark()),
+            "EMPTY_DICT": lambda: push({}, _DICT_NBYTES),
+            "SETITEM": self._set_item,
+            "SETITEMS": lambda: self._set_items(self._since_mark()),
+            "EMPTY_SET": lambda: push(set(), _SET_NBYTES),
+            "ADDITEMS": lambda: self._add_items(self._since_mark()),
+            "FROZENSET": lambda: self._frozenset(self._since_mark()),
+            **dict.fromkeys(("BINPUT", "LONG_BINPUT"), self._put),
+            "MEMOIZE": lambda: self._put(len(self._memo)),
+            **dict.fromkeys(("BINGET", "LONG_BINGET"), self._get),
+            "GLOBAL": lambda name: self._global(*name.split(" ", 1)),
+            "STACK_GLOBAL": self._stack_global,
+            **dict.fromkeys(("REDUCE", "NEWOBJ"), self._call),
+            "NEWOBJ_EX": self._call_with_keywords,
+            "BUILD": self._build,
+            "BINPERSID": lambda: push(self._persistent(self._pop()), _OBJECT_NBYTES),
         }
-        return {code[0]: step for code, step in table.items()}
 
-    def _protocol(self) -> None:
-        if (version := self._unsigned(1)) > 5:
+    def _protocol(self, version: int) -> None:
+        if version > 5:
             raise self._damaged(f"protocol {version}, at most 5 is read")
 
-    def _frame(self) -> None:
-        if (nbytes := self._unsigned(8)) > len(self._content) - self._at:
+    def _frame(self, nbytes: int) -> None:
+        if nbytes > len(self._content) - self._at:
             raise self._damaged(f"a frame of {nbytes} bytes, and {len(self._content) - self._at} are left")
 
     # -- the result
@@ -431,5 +401,4 @@ def _items_of(value: Any) -> Sequence[Any]:
     return [*vars(value).values()] if isinstance(value, Attributed) else ()
 
 
-_STOP = ord(".")
 _CONTAINERS = (list, tuple, dict, set, frozenset, Attributed)
