@@ -51,10 +51,11 @@ from zeroaccel.accelerate.prepared_optimizer import GradientState, PreparedSched
 from zeroaccel.accelerate.project import ProjectConfiguration, project_of
 from zeroaccel.accelerate.run_state import LoadHook, PathLike, RunSaving, SaveHook
 from zeroaccel.accelerate.training_loop import TrainingLoop
-from zeroaccel.accelerate.zero_plugin import ZeroPlugin, launched
+from zeroaccel.accelerate.zero_plugin import ZeroPlugin
 from zeroaccel.comm.agree import agreed
 from zeroaccel.config import Facts
 from zeroaccel.config.diagnostics import names_meant
+from zeroaccel.config.launch.launch_sources import from_environment
 from zeroaccel.config.parallel import ParallelConfig, PipelineConfig, with_config_axes
 from zeroaccel.data import DataLoaderConfiguration, PreparedLoader, prepare_data_loader, skip_first_batches
 from zeroaccel.errors import UsageError
@@ -158,7 +159,7 @@ class Accelerator(ControlFlow, TrainingLoop, ModelSaving):
         pipeline: PipelineConfig | None = None,
         scheduler_counts_processes: bool = False,
     ) -> None:
-        settings, sources = launched()
+        settings, sources = from_environment(os.environ)
         joining = process_group_of(kwargs_handlers or ())
         partial = PartialState(
             cpu or bool(settings.use_cpu),
@@ -168,6 +169,7 @@ class Accelerator(ControlFlow, TrainingLoop, ModelSaving):
             debug=bool(settings.debug),
         )
         self.collectives = collectives_of_process()
+        self._topology = self.collectives.topology
         # Variables of the launcher may differ between nodes: whatever is wrong on one rank raises on all of them.
         with agreed(self.collectives, "Accelerator: settings"):
             handlers = handlers_of(kwargs_handlers or ())
@@ -235,21 +237,6 @@ class Accelerator(ControlFlow, TrainingLoop, ModelSaving):
     def device(self) -> torch.device:
         """The device that this process computes on."""
         return self.state.partial.device
-
-    @property
-    def num_processes(self) -> int:
-        """World size of the job."""
-        return self.state.partial.num_processes
-
-    @property
-    def process_index(self) -> int:
-        """This process's rank."""
-        return self.state.partial.process_index
-
-    @property
-    def local_process_index(self) -> int:
-        """This process's rank on its node."""
-        return self.state.partial.local_process_index
 
     @property
     def multi_device(self) -> bool:

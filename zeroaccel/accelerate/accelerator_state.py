@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import builtins
 import functools
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from zeroaccel.accelerate.kwargs_handlers import DistributedType, note
 from zeroaccel.accelerate.prepared_optimizer import PreparedOptimizer, PreparedScheduler
 from zeroaccel.accelerate.zero_plugin import ZeroPlugin, gather_facts
 from zeroaccel.comm.rank_device import ACCELERATOR
-from zeroaccel.comm.topology import destroy, init_process_group, meet
+from zeroaccel.comm.topology import Topology, destroy, init_process_group, meet
 from zeroaccel.config import Config, Facts
 from zeroaccel.config.auto_values import shown
 from zeroaccel.errors import EngineStateError, UsageError
@@ -36,25 +35,27 @@ PRECISION_NAMES = {"fp32": "no", "fp16": "fp16", "bf16": "bf16"}
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class ControlFlow(ABC):
-    """Control flow by rank, of a process that knows its place in the job."""
+class ControlFlow:
+    """A process's place in the job, and control flow by rank."""
 
-    @property
-    @abstractmethod
-    def num_processes(self) -> int:
-        """World size of the job."""
-
-    @property
-    @abstractmethod
-    def process_index(self) -> int:
-        """This process's rank."""
-
-    @property
-    @abstractmethod
-    def local_process_index(self) -> int:
-        """This process's rank on its node."""
+    _topology: Topology
 
     # -- ranks
+
+    @property
+    def num_processes(self) -> int:
+        """World size of the job."""
+        return self._topology.world_size
+
+    @property
+    def process_index(self) -> int:
+        """This process's rank."""
+        return self._topology.rank
+
+    @property
+    def local_process_index(self) -> int:
+        """This process's rank on its node."""
+        return self._topology.local_rank
 
     @property
     def is_main_process(self) -> bool:
@@ -213,21 +214,6 @@ class PartialState(ControlFlow):
         self.debug = debug
         if backend not in (None, "nccl", self.backend, self._topology.backend):
             note(f"backend={backend!r}", f"tensors of {self.device.type} devices travel on {self.backend}")
-
-    @property
-    def num_processes(self) -> int:
-        """World size of the job."""
-        return self._topology.world_size
-
-    @property
-    def process_index(self) -> int:
-        """This process's rank."""
-        return self._topology.rank
-
-    @property
-    def local_process_index(self) -> int:
-        """This process's rank on its node."""
-        return self._topology.local_rank
 
     @property
     def local_num_processes(self) -> int:

@@ -264,14 +264,12 @@ class HandlerSettings:
     Attributes:
         profile: of `accelerator.profile()`.
         autocast: of `accelerator.autocast()`.
-        process_group: how to join the job.
         scaler: the loss scale of plain data parallelism.
         communication: dtype in which gradients are reduced; None leaves it to the config.
     """
 
     profile: ProfileKwargs
     autocast: AutocastKwargs
-    process_group: InitProcessGroupKwargs
     scaler: GradScalerKwargs | None
     communication: str | None
 
@@ -336,7 +334,6 @@ def handlers_of(handlers: Sequence[Any]) -> HandlerSettings:
     return HandlerSettings(
         by_kind.get("ProfileKwargs", ProfileKwargs()),
         by_kind.get("AutocastKwargs", AutocastKwargs()),
-        by_kind.get("InitProcessGroupKwargs", InitProcessGroupKwargs()),
         by_kind.get("GradScalerKwargs"),
         _communication(by_kind.get("DistributedDataParallelKwargs", DistributedDataParallelKwargs())),
     )
