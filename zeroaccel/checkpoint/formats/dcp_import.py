@@ -20,9 +20,9 @@ from torch import Tensor
 
 from zeroaccel.checkpoint.compatibility import optimizer_of_states
 from zeroaccel.checkpoint.find import DCP_METADATA_NAME
-from zeroaccel.checkpoint.formats.pickle_machine import Attributed
+from zeroaccel.checkpoint.formats.pickle_machine import StandIn
 from zeroaccel.checkpoint.formats.torch_file import TorchFile
-from zeroaccel.checkpoint.formats.torch_pickle import DtypeName, StoredTensor, load_pickle
+from zeroaccel.checkpoint.formats.torch_pickle import DtypeName, StoredTensor, load_pickle, stand_in_of
 from zeroaccel.checkpoint.manifest import (
     FileRecord,
     Manifest,
@@ -55,25 +55,11 @@ _CLASSES = (
 _MODULE = "torch.distributed.checkpoint.metadata"
 
 
-class _DcpObject(Attributed):
-    """Stands for an object of one of torch's classes: its attributes, or its state if that is not a dict."""
-
-    def __init__(self, class_name: str) -> None:
-        self.class_name = class_name
-
-    def take_state(self, state: Any) -> None:
-        if not isinstance(state, dict):
-            vars(self)["state"] = state
-        elif "class_name" in state or not all(type(name) is str for name in state):
-            raise TypeError("expected a dict of names")
-        else:
-            vars(self).update(state)
-
-    def field(self, name: str) -> Any:
-        """An attribute; CheckpointError if it is missing."""
-        if name not in vars(self):
-            raise CheckpointError(f"{DCP_METADATA_NAME}: {self.class_name} without {name}")
-        return vars(self)[name]
+def _field(part: StandIn, name: str) -> Any:
+    """An attribute; CheckpointError if it is missing."""
+    if name not in vars(part):
+        raise CheckpointError(f"{DCP_METADATA_NAME}: {part.class_name} without {name}")
+    return vars(part)[name]
 
 
 def find_dcp(root: Path, tag: object = None) -> Path | None:
@@ -117,9 +103,9 @@ class DcpFolder:
         except OSError as error:
             raise CheckpointError(f"{where}: cannot be read ({error.strerror})") from error
         metadata = load_pickle(content, str(where), _admitted())
-        if not isinstance(metadata, _DcpObject):
+        if not isinstance(metadata, StandIn):
             raise CheckpointError(f"{where}", expected="torch.distributed.checkpoint's metadata", got=type(metadata))
-        self._entries: Mapping[str, Any] = metadata.field("state_dict_metadata")
+        self._entries: Mapping[str, Any] = _field(metadata, "state_dict_metadata")
         self._opened: dict[_Item, int] = {}
         self._items: dict[tuple[str, tuple[int, ...] | None], _Item] = {}
         with dcp_errors(folder):
@@ -127,18 +113,18 @@ class DcpFolder:
             self.paths = {key: tuple(paths.get(key) or key.split(".", 1)) for key in self._entries}
             self._read_locations(metadata, where)
 
-    def _read_locations(self, metadata: _DcpObject, where: Path) -> None:
+    def _read_locations(self, metadata: StandIn, where: Path) -> None:
         """Fills `_items`: (key, offsets of the chunk) -> the stored object."""
         folder = self.folder
-        for index, info in metadata.field("storage_data").items():
+        for index, info in _field(metadata, "storage_data").items():
             if vars(info).get("transform_descriptors"):
-                raise CheckpointError(f"{folder}: {index.field('fqn')} is compressed", expected="a plain *.distcp")
-            name = info.field("relative_path")
+                raise CheckpointError(f"{folder}: {_field(index, 'fqn')} is compressed", expected="a plain *.distcp")
+            name = _field(info, "relative_path")
             if Path(name).name != name or name in ("", ".", ".."):
                 raise CheckpointError(f"{where}: a file name", expected="one in the same folder", got=name)
             offset = vars(index).get("offset")
-            key = index.field("fqn"), None if offset is None else tuple(offset)
-            start, nbytes = info.field("offset"), info.field("length")
+            key = _field(index, "fqn"), None if offset is None else tuple(offset)
+            start, nbytes = _field(info, "offset"), _field(info, "length")
             if type(start) is not int or type(nbytes) is not int or min(start, nbytes) < 0:
                 raise CheckpointError(f"{where}: place of {key[0]}", expected="an offset and a length", got=start)
             self._items[key] = _Item(folder / name, start, nbytes)
@@ -150,15 +136,15 @@ class DcpFolder:
     def record(self, key: str) -> TensorRecord:
         """The shape and dtype of a tensor, and the pieces that cover it."""
         entry = self._entries[key]
-        shape = tuple(entry.field("size"))
+        shape = tuple(_field(entry, "size"))
         pieces: list[Piece] = []
         dtype = ""
         # DCP's chunks are boxes of any number of dims. Each is cut into runs of the flattened tensor, and the sorted
         # runs have to cover it exactly once: `.metadata` is a file from outside and may say anything.
-        if len({tuple(chunk.field("offsets")) for chunk in entry.field("chunks")}) != len(entry.field("chunks")):
+        if len({tuple(_field(chunk, "offsets")) for chunk in _field(entry, "chunks")}) != len(_field(entry, "chunks")):
             raise CheckpointError(f"{self.folder}: tensor {key}: its parts do not cover it once")
-        for chunk in entry.field("chunks"):
-            offsets, sizes = tuple(chunk.field("offsets")), tuple(chunk.field("sizes"))
+        for chunk in _field(entry, "chunks"):
+            offsets, sizes = tuple(_field(chunk, "offsets")), tuple(_field(chunk, "sizes"))
             if not math.prod(sizes):
                 continue
             file = self._open(key, offsets)
@@ -207,15 +193,11 @@ def _admitted() -> dict[str, Any]:
     """The names that `.metadata` may contain, besides those of `torch_pickle.py`."""
     paths = ("PosixPath", "WindowsPath", "PurePosixPath", "Path")
     return {
-        **{f"{_MODULE}.{name}": _object_of(name) for name in _CLASSES},
-        "torch.distributed.checkpoint.filesystem._StorageInfo": _object_of("_StorageInfo"),
+        **{f"{_MODULE}.{name}": stand_in_of(name) for name in _CLASSES},
+        "torch.distributed.checkpoint.filesystem._StorageInfo": stand_in_of("_StorageInfo"),
         "torch.serialization._get_layout": _path,
         **{f"{module}.{name}": _path for module in ("pathlib", "pathlib._local") for name in paths},
     }
-
-
-def _object_of(name: str) -> Callable[..., _DcpObject]:
-    return lambda *_: _DcpObject(name)
 
 
 def _path(*parts: Any) -> str:
@@ -226,7 +208,7 @@ def _path(*parts: Any) -> str:
 
 def _dtype_of(entry: Any) -> str:
     """The dtype of a tensor without elements, which may have no file."""
-    state = vars(entry.field("properties")).get("state") or ()
+    state = vars(_field(entry, "properties")).get("state") or ()
     return next((str(value) for value in state if isinstance(value, DtypeName)), "F32")
 
 

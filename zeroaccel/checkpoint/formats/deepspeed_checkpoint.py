@@ -32,8 +32,9 @@ from zeroaccel.checkpoint.formats.deepspeed_partitioned import (
     read_partitioned,
 )
 from zeroaccel.checkpoint.formats.deepspeed_unpartitioned import name_positions, read_universal, read_unsharded
+from zeroaccel.checkpoint.formats.pickle_machine import StandIn
 from zeroaccel.checkpoint.formats.torch_file import TorchFile
-from zeroaccel.checkpoint.formats.torch_pickle import StandIn, StoredTensor
+from zeroaccel.checkpoint.formats.torch_pickle import StoredTensor
 from zeroaccel.checkpoint.manifest import MANIFEST_NAME, TensorRecord, check_tag, read_latest
 from zeroaccel.checkpoint.zero_to_fp32 import ConversionError, Source, Weight, read_source
 from zeroaccel.errors import CheckpointError

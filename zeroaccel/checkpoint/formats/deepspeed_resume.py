@@ -15,7 +15,8 @@ from torch import Tensor
 
 from zeroaccel.checkpoint.compatibility import optimizer_of_states
 from zeroaccel.checkpoint.formats.deepspeed_checkpoint import DeepSpeedCheckpoint, open_deepspeed_checkpoint
-from zeroaccel.checkpoint.formats.torch_pickle import StandIn, StoredTensor
+from zeroaccel.checkpoint.formats.pickle_machine import StandIn
+from zeroaccel.checkpoint.formats.torch_pickle import StoredTensor
 from zeroaccel.checkpoint.manifest import FileRecord, Manifest, ParameterRecord, TensorRecord
 from zeroaccel.checkpoint.plain_codec import encode
 from zeroaccel.checkpoint.tensor_store import TorchStore

@@ -49,12 +49,33 @@ class Admitted:
         return f"<{self.name}>"
 
 
-class Attributed:
-    """Base of objects that a pickle may set attributes of; they have no behaviour that depends on those."""
+class StandIn:
+    """Stands for an object of a class that a pickle names: has its attributes, and no behaviour that depends on those.
+
+    Attributes:
+        class_name: of the class it stands for.
+        arguments: of its constructor; a number for enumerations.
+        state: of an object whose attributes are no dict.
+    """
+
+    def __init__(self, class_name: str, arguments: tuple[Any, ...] = ()) -> None:
+        self.class_name = class_name
+        self.arguments = arguments
 
     def take_state(self, state: Any) -> None:
         """Sets the attributes of a BUILD instruction; TypeError if they do not fit."""
-        raise NotImplementedError
+        if type(state) is tuple and len(state) == 2 and state[0] is None:  # of a class with slots
+            state = state[1]
+        if type(state) is not dict:
+            state = {"state": state}
+        if not all(type(name) is str for name in state):
+            raise TypeError("expected a dict of names")
+        if reserved := state.keys() & {"class_name", "arguments"}:
+            raise TypeError(f"{', '.join(reserved)} cannot be replaced")
+        vars(self).update(state)
+
+    def __repr__(self) -> str:
+        return f"<{self.class_name}>"
 
 
 class PickleMachine:
@@ -245,7 +266,7 @@ class PickleMachine:
             self._unusual_key(items_left)
         elif type(key) is int and not -_LARGEST_KEY <= key <= _LARGEST_KEY:
             raise self._damaged("a key of a dict: an integer of more than 61 bits")
-        elif not (key is None or isinstance(key, (str, bytes, int, Attributed))):
+        elif not (key is None or isinstance(key, (str, bytes, int, StandIn))):
             raise self._damaged(f"a key of a dict that is a {type(key).__name__}")
         return items_left
 
@@ -285,7 +306,7 @@ class PickleMachine:
 
     def _build(self) -> None:
         state, target = self._pop(), self._pop()
-        if isinstance(target, Attributed):
+        if isinstance(target, StandIn):
             try:
                 target.take_state(state)
             except (TypeError, ValueError) as error:
@@ -398,7 +419,7 @@ def _items_of(value: Any) -> Sequence[Any]:
         return [*value.keys(), *value.values()]
     if isinstance(value, (set, frozenset)):
         return [*value]
-    return [*vars(value).values()] if isinstance(value, Attributed) else ()
+    return [*vars(value).values()] if isinstance(value, StandIn) else ()
 
 
-_CONTAINERS = (list, tuple, dict, set, frozenset, Attributed)
+_CONTAINERS = (list, tuple, dict, set, frozenset, StandIn)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zeroaccel.checkpoint.formats.pickle_machine import Admitted, Attributed, PickleMachine
+from zeroaccel.checkpoint.formats.pickle_machine import Admitted, PickleMachine, StandIn
 from zeroaccel.config.bounds import is_size
 from zeroaccel.errors import CheckpointError
 from zeroaccel.zero.access.safetensors_file import TORCH_NAMES
@@ -28,31 +28,6 @@ class DtypeName(str):
     """safetensors' name of a dtype that is a value in a pickle."""
 
     __slots__ = ()
-
-
-class StandIn(Attributed):
-    """Stands for an object of a DeepSpeed class: has its attributes, and no behaviour.
-
-    Attributes:
-        class_name: of the class it stands for.
-        arguments: of its constructor; a number for enumerations.
-    """
-
-    def __init__(self, class_name: str, arguments: tuple[Any, ...]) -> None:
-        self.class_name = class_name
-        self.arguments = arguments
-
-    def take_state(self, state: Any) -> None:
-        if type(state) is tuple and len(state) == 2 and state[0] is None:  # of a class with slots
-            state = state[1]
-        if type(state) is not dict or not all(type(name) is str for name in state):
-            raise TypeError("expected a dict of names")
-        if reserved := state.keys() & {"class_name", "arguments"}:
-            raise TypeError(f"{', '.join(reserved)} cannot be replaced")
-        vars(self).update(state)
-
-    def __repr__(self) -> str:
-        return f"<{self.class_name}>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +129,7 @@ class _Restricted:
         # A new table for each pickle, so that none can change what the next one finds.
         self._admitted: dict[str, Any] = {
             **{name: Admitted(name, make) for name, make in calls.items()},
-            **{name: Admitted(name, _stand_in_of(name)) for name in _STAND_INS},
+            **{name: Admitted(name, stand_in_of(name)) for name in _STAND_INS},
             **{name: _Type(name) for name in ("torch.Tensor", "torch.nn.parameter.Parameter")},
             "torch.storage.UntypedStorage": _Storage("U8"),
             **{f"torch.{name}": _Storage(dtype) for name, dtype in _STORAGES.items()},
@@ -298,7 +273,8 @@ def _device(*arguments: Any) -> str:
     return text
 
 
-def _stand_in_of(name: str) -> Callable[..., StandIn]:
+def stand_in_of(name: str) -> Callable[..., StandIn]:
+    """Makes objects that stand for those of a class."""
     return lambda *arguments: StandIn(name, arguments)
 
 
