@@ -230,7 +230,7 @@ def test_transformers_loads_what_was_saved(ranks: Ranks, tmp_path: Path) -> None
 
 
 def _between_forward_and_backward(_: None = None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The weights of `get_state_dict`, and those that `save_pretrained` reads, while a forward waits for its backward."""
+    """Weights of `get_state_dict`, and those that `save_pretrained` reads, while a forward waits for its backward."""
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "zero_quantized_weights": True}
     accelerator = Accelerator(zero_plugin=ZeroPlugin({"zero_optimization": zero}))
     torch.manual_seed(7)
