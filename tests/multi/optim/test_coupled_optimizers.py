@@ -75,7 +75,8 @@ class EstimatesStepSize(torch.optim.Optimizer):
         numerator = self._sums([p.grad * (self.state[p]["start"] - p) for _, p in held])
         size = self._sums([self.state[p]["sum"].abs() for _, p in held])
         for group in self.param_groups:
-            group["d"], group["k"] = max(group["d"], group["d"] * numerator / (size + 1e-12)), group["k"] + 1
+            # It grows in each step after the first, so that every sum shows in the weights.
+            group["d"], group["k"] = group["d"] * (1 + max(numerator, 0.0) / (size + 1e-12)), group["k"] + 1
         for group, param in held:
             param.sub_(group["lr"] * group["d"] * param.grad.sign())
 
