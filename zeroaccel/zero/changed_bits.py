@@ -47,9 +47,8 @@ class ChangedBits:
         """Marks a range of the buffer."""
         part = part & self.own
         if part and self._has_bits:
-            places = torch.arange(part.start - self.own.start, part.end - self.own.start, device=self._device)
             marks = torch.zeros(8 * self._made().numel(), dtype=torch.bool, device=self._device)
-            marks[places] = True
+            marks[part.at(self.own.start)] = True
             self._made().bitwise_or_(_packed(marks))
 
     def clear(self) -> None:

@@ -324,7 +324,8 @@ class ParamCoordinator:
                 uses.remove(use)
                 if not uses and not self.is_running(unit):
                     self._reshard(unit)
-        if not (self._pending[use.unit.name] or self._ahead[use.unit.name] or self._is_external(use.unit)):
+        is_external = any(use.unit in others for others in self._external.values())
+        if not (self._pending[use.unit.name] or self._ahead[use.unit.name] or is_external):
             self._on_over(use.unit.name)
 
     def keep_for_second_order(self) -> None:
@@ -449,9 +450,6 @@ class ParamCoordinator:
     def _tick(self) -> int:
         self._clock += 1
         return self._clock
-
-    def _is_external(self, unit: ParamUnit) -> bool:
-        return any(unit in others for others in self._external.values())
 
     def _forget_ahead(self) -> None:
         self._turns.clear()

@@ -277,10 +277,6 @@ class GradReducer:
             gradients.ready.clear()
             gradients.launched = gradients.over = gradients.is_stepping = False
 
-    def _is_reached(self, gradients: GradientBuffer) -> bool:
-        expected = self._expected
-        return expected is None or any(id(param) in expected for param in gradients.buffer.params)
-
     def on_unit_over(self, name: str) -> None:
         """No more gradients of this unit come in this backward: what it did not use counts as zero."""
         if not self._reducing:
@@ -426,7 +422,8 @@ class GradReducer:
         """Launches complete buffers up to the first incomplete one; see [Note: order of reductions]."""
         while self._next < len(self.gradients):
             gradients = self.gradients[self._next]
-            if self._is_reached(gradients):
+            expected = self._expected
+            if expected is None or any(id(param) in expected for param in gradients.buffer.params):
                 if not (force or gradients.complete or gradients.over):
                     return
                 self._launch(gradients)

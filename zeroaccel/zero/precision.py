@@ -154,7 +154,7 @@ def kept_in_fp32(model: nn.Module, setting: str | Iterable[str] | None, dtype: t
     if not parts:
         return set()
     names = [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
-    return {name for name in names if any(_contains(name, part) for part in parts)}
+    return {name for name in names if any(f".{part}." in f".{name}." for part in parts)}
 
 
 _AUTOCAST_MODULES = ("torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d")
@@ -195,10 +195,6 @@ def _module_class(name: str, where: str) -> type[nn.Module] | None:
             where, expected='the full name of a module class, as "torch.nn.Linear"', got=name, fix="correct it"
         )
     return found
-
-
-def _contains(name: str, part: str) -> bool:
-    return f".{part}." in f".{name}."
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:

@@ -191,8 +191,10 @@ class ShardedOptimizer:
                 elif failure is None:
                     if earlier is not None:
                         earlier.wait()  # one update at a time at the tiers
-                    with self._timed():
-                        self._step_buffer(buffer, _reduced(gradient), grad_scale, following)
+                    # Rounded copies are written by the kernel that updates the masters, while those are in cache.
+                    with self._timed(), self._new_weights(buffer) as out:
+                        groups, next_masters = self.optimizer.param_groups, following.get(id(buffer))
+                        self.update(buffer, _reduced(gradient), grad_scale, next_masters, out, groups)
             except OffloadError as error:
                 # The other ranks go on to the gathers of this step: so does this one, and raises after the last.
                 failure = failure or error
@@ -205,13 +207,6 @@ class ShardedOptimizer:
             failure = failure or error
         if failure is not None:
             raise failure
-
-    def _step_buffer(
-        self, buffer: FlatBuffer, grad: FlatTensor, grad_scale: float | Tensor, following: Mapping[int, MasterStorage]
-    ) -> None:
-        # Rounded copies are written by the kernel that updates the masters, while those are in cache: one pass less.
-        with self._new_weights(buffer) as out:
-            self.update(buffer, grad, grad_scale, following.get(id(buffer)), out, self.optimizer.param_groups)
 
     def update(
         self,

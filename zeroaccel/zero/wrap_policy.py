@@ -56,15 +56,9 @@ class LeafRules:
             return True
         if fqn in self.names or any(fqn.endswith(suffix) for suffix in self.name_suffixes):
             return True
-        return (
-            bool(self.granularity)
-            and next(module.children(), None) is not None
-            and self._granularity(module) < self.granularity
-        )
-
-    @staticmethod
-    def _granularity(module: nn.Module) -> float:
-        return sum(p.numel() for p in module.parameters()) / sum(1 for _ in module.modules())
+        if not self.granularity or next(module.children(), None) is None:
+            return False
+        return sum(p.numel() for p in module.parameters()) < self.granularity * sum(1 for _ in module.modules())
 
 
 @dataclass

@@ -65,7 +65,8 @@ class CodeShard(ShardStorage):
             self._codes.write(run, code[first : first + run.numel])
 
     def stage(self) -> FlatTensor:
-        self._staged = torch.empty(self.range.numel, dtype=self.dtype, device=self._codes_device())
+        device = next((tensor.device for tensor in self._codes.tensors()), torch.device("cpu"))
+        self._staged = torch.empty(self.range.numel, dtype=self.dtype, device=device)
         return FlatTensor(self.range, self._staged)
 
     def commit(self) -> None:
@@ -134,9 +135,6 @@ class CodeShard(ShardStorage):
 
     def tensors(self) -> Iterator[Tensor]:
         return self._codes.tensors()
-
-    def _codes_device(self) -> torch.device:
-        return next((tensor.device for tensor in self._codes.tensors()), torch.device("cpu"))
 
     def _decoded(self, code: Tensor, numel: int) -> Tensor:
         values = torch.empty(numel, dtype=self.dtype, device=code.device)
