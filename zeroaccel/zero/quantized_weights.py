@@ -293,37 +293,33 @@ def _states(model: nn.Module) -> Iterator[tuple[str, Any, str, Tensor]]:
         if id(param) in seen:
             continue
         seen.add(id(param))
-        if kind == "Int8Params":
-            if module.state.SCB is not None:
-                yield fqn, param, f"{fqn.removesuffix('weight')}SCB", module.state.SCB
-            continue
-        if kind in ("wrapper", "HQQLinear"):
-            values = {name: _get(owner, attribute) for name, owner, attribute in _tensors(module, param, kind)}
-        else:
+        values = _small(module, param, kind)
+        if kind == "Params4bit":  # as the library's own state dicts have it
             values = param.quant_state.as_dict(packed=True)
+        prefix = fqn.removesuffix("weight") if kind == "Int8Params" else f"{fqn}."
         for name, value in values.items():
             if name not in (scales_of(param) or {}):
-                yield fqn, param, f"{fqn}.{name}", value
+                yield fqn, param, f"{prefix}{name}", value
+
+
+def _small(module: Any, param: Any, kind: str) -> dict[str, Tensor]:
+    """The tensors of a weight's small state, which every rank has."""
+    if kind == "Int8Params":
+        return {} if module.state.SCB is None else {"SCB": module.state.SCB}
+    named = {name: _get(owner, attribute) for name, owner, attribute in _tensors(module, param, kind)}
+    if kind == "Params4bit":
+        state = param.quant_state
+        named["quant_map"] = state.code
+        if state.nested:
+            named |= {"nested_absmax": state.state2.absmax, "nested_quant_map": state.state2.code}
+            named["nested_offset"] = state.offset
+    return {name: value for name, value in named.items() if name not in (scales_of(param) or {})}
 
 
 def broadcast_state(model: nn.Module, collectives: Collectives) -> None:
     """Gives every rank the small state of rank 0's quantised weights. (all ranks)"""
     for fqn, module, param, kind in _quantized(model):
-        if kind == "Int8Params":
-            tensors = {"SCB": module.state.SCB}
-        elif kind in ("wrapper", "HQQLinear"):
-            tensors = {
-                name: _get(owner, attribute)
-                for name, owner, attribute in _tensors(module, param, kind)
-                if name not in (scales_of(param) or {})
-            }
-        else:
-            state = param.quant_state
-            tensors = {"quant_map": state.code} | ({} if scales_of(param) else {"absmax": state.absmax})
-            if state.nested:
-                tensors |= {"nested_absmax": state.state2.absmax, "nested_quant_map": state.state2.code}
-                tensors |= {"nested_offset": state.offset}
-        for name, value in tensors.items():
+        for name, value in _small(module, param, kind).items():
             flat = value.detach().contiguous().view(-1)
             collectives.broadcast(flat, 0, f"{fqn}.{name}")
             value.detach().copy_(flat.view(value.shape))
