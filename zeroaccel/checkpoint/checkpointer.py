@@ -293,9 +293,8 @@ class Checkpointer:
                 client_state = decode(manifest.client_state, store.fetch)
                 self.loaded = LoadReport(store.requested_nbytes, store.read_nbytes)
         refresh_copies(engine.units)
-        if engine.tier_set is not None:
-            with agreed(self._ranks, f"{what}: store"):
-                engine.tier_set.settle()
+        with agreed(self._ranks, f"{what}: store"):
+            engine.tier_set.settle()
         self._half_loaded = None
         if engine.weight_update is not None:
             engine.weight_update.broken = None

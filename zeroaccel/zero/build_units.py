@@ -6,7 +6,7 @@ Runs once, at the start. Afterwards every parameter is a view into a unit's buff
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ class Placement:
     """How parameters are stored.
 
     Attributes:
-        dtype: what floating parameters become; None keeps each one's own.
+        dtype: what floating parameters become.
         fp32_names: parameters that stay fp32 whatever `dtype` says.
         device: where they live.
         plan: what is sharded.
@@ -41,24 +41,22 @@ class Placement:
         splits: id(parameter) -> how an axis of the mesh cuts it.
     """
 
-    dtype: torch.dtype | None
+    dtype: torch.dtype
     fp32_names: frozenset[str]
     device: torch.device
     plan: ShardPlan
     groups: Mapping[int, int]
-    offloads_params: bool = False
-    code_format: str = ""
-    full_tensor_groups: frozenset[int] = frozenset()
-    coupled: bool = False
-    splits: Mapping[int, Split] = field(default_factory=dict)
+    offloads_params: bool
+    code_format: str
+    full_tensor_groups: frozenset[int]
+    coupled: bool
+    splits: Mapping[int, Split]
 
     def param_dtype(self, fqn: str, param: nn.Parameter) -> torch.dtype:
         """The dtype this parameter is stored and computed in."""
         if not param.is_floating_point() or scales_of(param) is not None:
             return param.dtype
-        if fqn in self.fp32_names:
-            return torch.float32
-        return self.dtype or param.dtype
+        return torch.float32 if fqn in self.fp32_names else self.dtype
 
     def trainable(self, param: nn.Parameter) -> bool:
         """Whether an optimizer updates it."""

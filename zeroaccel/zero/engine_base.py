@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -66,18 +66,18 @@ class EngineParts:
         lr_scheduler: stepped after each update; None for none.
         loss_scale: of fp16.
         report: logs steps, phases and monitor events.
-        tiers: of offloaded shards and states; None for none.
+        tiers: of offloaded shards and states.
         unoptimized: trainable parameters that no optimizer updates; their gradients are dropped.
         refuses_compiled: why a compiled model cannot be used; "" where it can.
     """
 
-    optimizer: ShardedOptimizer | None = None
-    lr_scheduler: Any = None
-    loss_scale: LossScale = field(default_factory=LossScale)
-    report: StepReport = field(default_factory=StepReport)
-    tiers: TierSet | None = None
-    unoptimized: Sequence[nn.Parameter] = ()
-    refuses_compiled: str = ""
+    optimizer: ShardedOptimizer | None
+    lr_scheduler: Any
+    loss_scale: LossScale
+    report: StepReport
+    tiers: TierSet
+    unoptimized: Sequence[nn.Parameter]
+    refuses_compiled: str
 
 
 @dataclass
@@ -188,7 +188,9 @@ class EngineBase(nn.Module):
         sharded_optimizer: steps `optimizer` on shards; None for inference.
         weight_update: when masters are updated and weights gathered; None for inference.
         grad_reducer: reduces gradients to shards.
-        tier_set: tiers of offloaded shards and states; None for none.
+        tier_set: tiers of offloaded shards and states.
+        checkpointer: saves and loads it.
+        weight_sender: streams its weights.
         registry: finds the model's parameters for `GatheredParameters` and the like.
         trace: the recorded order of units, for prefetching.
         global_steps: steps taken, skipped ones included.
@@ -198,23 +200,26 @@ class EngineBase(nn.Module):
         zero_config: the resolved config it was made from, as a plain dict.
     """
 
+    # Of layers above this one: `setup.build` sets them once the engine is made.
+    checkpointer: Checkpoints
+    weight_sender: WeightStreams
+
     def __init__(
         self,
         model: nn.Module,
         units: Sequence[ParamUnit],
         collectives: Collectives,
         settings: EngineSettings,
-        parts: EngineParts | None = None,
-        config: Mapping[str, Any] | None = None,
+        parts: EngineParts,
+        config: Mapping[str, Any],
     ) -> None:
         super().__init__()
-        parts = parts or EngineParts()
         optimizer, tiers = parts.optimizer, parts.tiers
         self.module = model
         # Python names a callable by this where a call is wrong, as `engine(**a_list)` is; else by its repr.
         self.__qualname__ = type(self).__name__
         self.settings = settings
-        self.zero_config = dict(config or {})
+        self.zero_config = dict(config)
         self.lr_scheduler = parts.lr_scheduler
         self.loss_scale = parts.loss_scale
         self.units = tuple(units)
@@ -224,17 +229,17 @@ class EngineBase(nn.Module):
         self.sharded_optimizer = optimizer
         self.tier_set = tiers
         self._report = parts.report
-        if tiers is not None and tiers.is_used:
+        if tiers.is_used:
             self._report.offload = _offload_report(tiers, optimizer)
         if self._report.performance is not None:
-            watched = tiers.tiers if tiers is not None and tiers.is_used else {}
+            watched = tiers.tiers if tiers.is_used else {}
             self._report.performance.watch(collectives, watched, _update_times(optimizer))
         if not is_compiled_within(model):
             self._watch_routers(collectives)
 
         # Gradients to shards, shards to masters, masters to weights.
         trained = [(unit.name, b) for unit in units for b in unit.buffers if b.trainable]
-        copies = tiers.copies if tiers is not None and tiers.steps_on_host else None
+        copies = tiers.copies if tiers.steps_on_host else None
         self.grad_reducer = GradReducer(trained, collectives, settings.plan, settings.rules, copies)
         self.weight_update = None if optimizer is None else self._build_weight_update(optimizer)
         self._boundary = None if self.weight_update is None else self._build_boundary(self.weight_update)
@@ -262,10 +267,8 @@ class EngineBase(nn.Module):
         self._load_hooks = StateDictHooks(model, self.registry, empty_when_sharded=settings.loop.empty_when_sharded)
         self._integrity = ParamIntegrityCheck(model, units, trained=optimizer is not None)
         self._state_offload = StateOffload(self.units, self.grad_reducer, optimizer)
-        self._checkpointer: Checkpoints | None = None
-        self._weight_sender: WeightStreams | None = None
         self._refuses_compiled = parts.refuses_compiled
-        self._undo: list[Callable[[], None]] = []
+        self._undo = contextlib.ExitStack()
         self._at_stop: list[Callable[[], object]] = []
         self._destroyed = False
 
@@ -301,9 +304,7 @@ class EngineBase(nn.Module):
         """The model's forward; sharded parameters are gathered as their modules run."""
         if torch.compiler.is_compiling():
             refuse_compiled_engine()
-        self.require_states_loaded()
-        if self._checkpointer is not None:
-            self._checkpointer.require_intact("forward")
+        self.checkpointer.require_intact("forward")
         self._check_usable()
         # Before anything is computed with them: a write that the next gather would overwrite must not train first.
         self._integrity.check()
@@ -361,10 +362,9 @@ class EngineBase(nn.Module):
             EngineStateError, CollectiveError, UsageError, CheckpointError: as `Engine.step`.
         """
         self.require_states_loaded()
-        if self._checkpointer is not None:
-            self._checkpointer.require_intact("step")
-            if self.is_gradient_accumulation_boundary():
-                self._checkpointer.before_update()
+        self.checkpointer.require_intact("step")
+        if self.is_gradient_accumulation_boundary():
+            self.checkpointer.before_update()
         weights = self._require_weight_update("step")
         self._check_usable()
         # Parameters that `GatheredParameters` has unsharded would be stale after the update.
@@ -464,16 +464,13 @@ class EngineBase(nn.Module):
             EngineStateError: there are no gradients yet.
             CollectiveError, UsageError: as `step()`, which compares the ranks by the same collective.
         """
-        self._require_gradients("gradient_norm")
-        stats = self._require_boundary("gradient_norm").read(self._check_gradients(norm=True), self.global_steps)
+        boundary = self._require_gradients("gradient_norm")
+        stats = boundary.read(self._check_gradients(norm=True), self.global_steps)
         return stats.norm / self.loss_scale.value if stats.finite else math.inf
 
     def scale_gradients(self, factor: float) -> None:
         """Multiplies the gradients of the coming `step()` by this; `gradient_clipping` may still clip more."""
-        self._require_gradients("scale_gradients")
-        if factor != 1.0:
-            self._require_own_gradients("scale_gradients")
-        self._require_boundary("scale_gradients").factor = float(factor)
+        self._require_gradients("scale_gradients", own=factor != 1.0).factor = float(factor)
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamps every element of the reduced gradients to [-clip_value, clip_value]. (all ranks)
@@ -481,9 +478,7 @@ class EngineBase(nn.Module):
         Raises:
             EngineStateError: there are no gradients yet, or their norm was taken before.
         """
-        self._require_gradients("clip_grad_value_")
-        self._require_own_gradients("clip_grad_value_")
-        if self._require_boundary("clip_grad_value_").check is not None:
+        if self._require_gradients("clip_grad_value_", own=True).check is not None:
             raise EngineStateError("engine.clip_grad_value_()", expected="to come before the norm is taken")
         self._finish_reductions()
         self.grad_reducer.changed()
@@ -495,7 +490,8 @@ class EngineBase(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients accumulated since the last step."""
-        self._require_own_gradients("zero_grad")
+        if self.weight_update is not None:
+            self.weight_update.require_own_step("engine.zero_grad()")
         self._drop_gradients()
         self._step.num_backwards = 0
 
@@ -716,17 +712,17 @@ class EngineBase(nn.Module):
         assert self._boundary is not None, "an optimizer without a StepBoundary"
         return self._boundary
 
-    def _require_gradients(self, call: str) -> None:
-        self._require_optimizer(call)
+    def _require_gradients(self, call: str, *, own: bool = False) -> StepBoundary:
+        """Raises EngineStateError where there are none; `own`: or where an update with them has begun."""
+        weights, boundary = self._require_weight_update(call), self._require_boundary(call)
         self._check_usable()
         if self._step.num_backwards == 0:
             raise EngineStateError(
                 f"engine.{call}()", expected="a backward before it", fix="call it between backward and step()"
             )
-
-    def _require_own_gradients(self, call: str) -> None:
-        if self.weight_update is not None:
-            self.weight_update.require_own_step(f"engine.{call}()")
+        if own:
+            weights.require_own_step(f"engine.{call}()")
+        return boundary
 
     def extra_repr(self) -> str:
         """Stage, ranks, precision, batch and tiers, in the first line of `repr(engine)`."""
@@ -795,7 +791,7 @@ class EngineBase(nn.Module):
 
         States in the host memory of a CPU run are where they always are, and counted by `model_state_nbytes`.
         """
-        return {} if self.tier_set is None else {name: tier.nbytes for name, tier in self.tier_set.tiers.items()}
+        return {name: tier.nbytes for name, tier in self.tier_set.tiers.items()}
 
     # -- where time goes
 
@@ -908,16 +904,6 @@ class EngineBase(nn.Module):
         self.finish_update()
         return iter_named_full_params(self.registry)
 
-    @property
-    def weight_sender(self) -> WeightStreams:
-        """Streams this engine's weights; `initialize` sets it."""
-        assert self._weight_sender is not None, "an engine without a sender, as only estimates make it"
-        return self._weight_sender
-
-    @weight_sender.setter
-    def weight_sender(self, sender: WeightStreams) -> None:
-        self._weight_sender = sender
-
     def stream_weights(
         self,
         *,
@@ -1015,16 +1001,6 @@ class EngineBase(nn.Module):
         self._state_offload.reload()
 
     # -- checkpoints
-
-    @property
-    def checkpointer(self) -> Checkpoints:
-        """Saves and loads this engine; `initialize` sets it."""
-        assert self._checkpointer is not None, "an engine without a checkpointer, as only estimates make it"
-        return self._checkpointer
-
-    @checkpointer.setter
-    def checkpointer(self, checkpointer: Checkpoints) -> None:
-        self._checkpointer = checkpointer
 
     @property
     def loaded(self) -> Any:
@@ -1174,7 +1150,7 @@ class EngineBase(nn.Module):
 
     def at_destroy(self, undo: Callable[[], None]) -> None:
         """Registers `undo` for `destroy`: patches that are made for an engine end with it."""
-        self._undo.append(undo)
+        self._undo.callback(undo)
 
     def destroy(self) -> None:
         """Detaches the engine from the model: hooks removed, weights unsharded, in storage of their own. (all ranks)
@@ -1185,8 +1161,7 @@ class EngineBase(nn.Module):
             CheckpointError: a save in the background failed.
         """
         try:
-            if self._checkpointer is not None:
-                self._checkpointer.wait()
+            self.checkpointer.wait()
         finally:
             self._destroy()
 
@@ -1205,13 +1180,11 @@ class EngineBase(nn.Module):
             for buffer in unit.buffers:
                 buffer.detach_parameters(self.collectives)
         self.registry.close()
-        while self._undo:  # last in, first out: a patch may lie on top of an earlier one
-            self._undo.pop()()
+        self._undo.close()  # last in, first out: a patch may lie on top of an earlier one
         self._hooks.detach()
         self._load_hooks.detach()
         self._report.close()
-        if self.tier_set is not None:
-            self.tier_set.close()
+        self.tier_set.close()
         # The engine, its hooks and its optimizer refer to each other: without this their memory would wait for Python's
         # collector of cycles, which knows nothing of the device's memory.
         if self.sharded_optimizer is not None:

@@ -189,8 +189,8 @@ def placement_of(
     groups: Mapping[int, int],
     device: torch.device,
     residences: TierPlan,
-    kinds: Sequence[OptimizerKind] = (),
-    splits: Mapping[int, Split] | None = None,
+    kinds: Sequence[OptimizerKind],
+    splits: Mapping[int, Split],
 ) -> Placement:
     """In which dtype, on which device and how sharded parameters are stored.
 
@@ -216,7 +216,7 @@ def placement_of(
         code_format_of(settings, plan),
         frozenset(index for index, kind in enumerate(kinds) if kind is OptimizerKind.PER_TENSOR),
         OptimizerKind.COUPLED in kinds,
-        splits or {},
+        splits,
     )
 
 
@@ -233,9 +233,9 @@ def engine_settings_of(
     batch: BatchSizes,
     world_size: int,
     data_parallel_size: int,
-    loop: LoopRules | None = None,
+    loop: LoopRules,
     *,
-    has_streams: bool = False,
+    has_streams: bool,
 ) -> EngineSettings:
     """The engine's part of the config.
 
@@ -244,7 +244,6 @@ def engine_settings_of(
         data_parallel_size: those of them that see different samples.
         has_streams: the device has streams.
     """
-    loop = loop or LoopRules()
     zero = settings.zero_optimization
     # The mean is a division by W, split in two: before the sum, so that fp16 sums do not overflow, and after it, so
     # that small gradients do not vanish (DeepSpeed's `prescale_gradients` and `gradient_predivide_factor`).

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,6 @@ from torch import nn
 from zeroaccel.comm.agree import agree_or_raise
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.environment import command_order
-from zeroaccel.comm.hangs.flight_recorder import FlightRecorder
 from zeroaccel.errors import EngineStateError, UsageError
 from zeroaccel.logs import logger
 from zeroaccel.telemetry import timeline
@@ -51,7 +51,7 @@ class TracedParts:
     units: Sequence[ParamUnit]
     collectives: Collectives
     report: StepReport
-    tiers: TierSet | None
+    tiers: TierSet
     in_backward: Callable[[], bool]
     title: Callable[[], str]
     global_steps: Callable[[], int]
@@ -74,6 +74,7 @@ class StepTrace:
         self._hooks: TimelineHooks | None = None
         self._first_step = 0
         self._clocks: list[tuple[int, int]] = []
+        self._undo = ExitStack()
         self.result: StepTraceFile | None = None
 
     @property
@@ -100,21 +101,27 @@ class StepTrace:
             error = unwritable(self._path)
         agree_or_raise(self._job, error, "trace: file")
         self._clocks = clock_offsets(self._job)
-        parts, recorded = self._parts, Timeline(self._parts.collectives.topology.device)
+        parts, topology, undo = self._parts, self._parts.collectives.topology, self._undo
+        recorded = Timeline(topology.device)
         self._hooks = TimelineHooks(parts.model, parts.units, recorded, parts.in_backward)
-        for name, recorder in self._recorders().items():
+        undo.callback(self._hooks.detach)
+        for name, recorder in {"": topology.flight_recorder, **topology.recorders}.items():
             recorder.listener = CollectiveSpans(recorded, name)
-        for name, tier in (parts.tiers.tiers if parts.tiers is not None else {}).items():
+            undo.callback(setattr, recorder, "listener", None)
+        for name, tier in parts.tiers.tiers.items():
             for way, traffic in tier.traffic.items():
                 traffic.listener = partial(recorded.transfer, f"{name}: {way}")
+                undo.callback(setattr, traffic, "listener", None)
         self._first_step = parts.global_steps() + 1
         parts.report.step_listener = self._end_step
+        undo.callback(setattr, parts.report, "step_listener", None)
         timeline.active = self._timeline = recorded
+        undo.callback(setattr, timeline, "active", None)
         recorded.begin_step()
 
     def abandon(self) -> None:
         """Takes everything off, and writes nothing."""
-        self._detach()
+        self._undo.close()
 
     def finish(self) -> None:
         """Stops, brings the ranks' spans together and writes the file. (all ranks)
@@ -124,7 +131,7 @@ class StepTrace:
             UsageError: the file cannot be written; on every rank.
         """
         assert self._timeline is not None, "finish without start"
-        self._detach()
+        self._undo.close()
         own = self._timeline.resolved()
         of_ranks: list[RankSpans] = self._job.gather_objects(_with_unit_names(own), "trace: spans")
         steps = min(len(one.steps) for one in of_ranks)
@@ -148,21 +155,6 @@ class StepTrace:
     def _end_step(self) -> None:
         assert self._timeline is not None, "a listener without a recording"
         self._timeline.end_step()
-
-    def _recorders(self) -> dict[str, FlightRecorder]:
-        topology = self._parts.collectives.topology
-        return {"": topology.flight_recorder, **topology.recorders}
-
-    def _detach(self) -> None:
-        timeline.active = None
-        if self._hooks is not None:
-            self._hooks.detach()
-        for recorder in self._recorders().values():
-            recorder.listener = None
-        for tier in (self._parts.tiers.tiers if self._parts.tiers is not None else {}).values():
-            for traffic in tier.traffic.values():
-                traffic.listener = None
-        self._parts.report.step_listener = None
 
     def _facts(self) -> TraceFacts:
         ranks, hooks = self._parts.collectives, self._hooks

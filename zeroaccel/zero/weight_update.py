@@ -198,8 +198,8 @@ class WeightUpdate:
         *,
         gather_numel: int,
         gathers: bool,
-        during: UpdateTime = "step",
-        tiers: TierSet | None = None,
+        during: UpdateTime,
+        tiers: TierSet,
     ) -> None:
         self.broken: str | None = None
         self._optimizer = optimizer
@@ -371,10 +371,10 @@ class WeightUpdate:
             unit.wait()
         # A disk fails on one rank alone, which has come along this far since the others wait in the same gathers. Only
         # now can all raise; and until they know that none failed, the weights may be a mixture.
-        if early or (self._tiers is not None and self._tiers.can_fail):
+        if early or self._tiers.can_fail:
             # Set before the ranks agree, so that it stays where that collective itself fails.
             self.broken = "a step failed half way, so the weights are a mixture of old and new"
             agree_or_raise(self._collectives.everyone, failure, "offloaded update")
             self.broken = None
-        if self._tiers is not None and self._tiers.can_fail:
+        if self._tiers.can_fail:
             self._tiers.settle()

@@ -51,7 +51,7 @@ def _traffic(settings: dict[str, Any]) -> list[int]:
     """Bytes that went to and from files in the third step: (states read, states written, params read, written)."""
     torch.manual_seed(7)
     engine, *_ = zeroaccel.initialize(Toy(), config=settings)
-    tiers = engine.tier_set.tiers  # type: ignore[union-attr]
+    tiers = engine.tier_set.tiers
     seen: list[list[int]] = []
     for batch in batches(engine.collectives.rank, 3):
         train_step(engine, engine(batch))
