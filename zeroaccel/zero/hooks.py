@@ -16,6 +16,7 @@ import copy
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import fields, is_dataclass
 from functools import partial
 from types import FrameType
@@ -94,7 +95,7 @@ class Hooks:
     ) -> None:
         self._coordinator = coordinator
         self._listener = listener
-        self._handles: list[RemovableHandle | AroundCompiled] = []
+        self._handles = ExitStack()
         self._watched: list[nn.Module] = []
         self._uses: list[tuple[nn.Module, ForwardUse]] = []
         self._version = 0
@@ -136,26 +137,28 @@ class Hooks:
         is_around = calls.get(id(root)) is not None
         attach = torch.compiler.disable if calls else _unchanged  # [Note: hooks and graphs]; this imports the compiler
         if not is_around:
-            self._handles.append(root.register_forward_pre_hook(_Attached(attach(self._root_pre_forward))))
+            self._handles.callback(root.register_forward_pre_hook(_Attached(attach(self._root_pre_forward))).remove)
         for unit in units:
             parts = _owners_below(root, unit) if root in unit.modules else []
             for module in [*unit.modules, *parts]:
                 before, after = self._around(unit, inner=module not in unit.modules)
                 if calls.get(id(module)) is not None:
-                    self._handles.append(AroundCompiled(module, before, after))
+                    self._handles.callback(AroundCompiled(module, before, after).remove)
                 else:
-                    self._handles.append(module.register_forward_pre_hook(_Attached(attach(before), unit)))
-                    self._handles.append(module.register_forward_hook(_Attached(attach(after)), always_call=True))
+                    self._handles.callback(module.register_forward_pre_hook(_Attached(attach(before), unit)).remove)
+                    self._handles.callback(
+                        module.register_forward_hook(_Attached(attach(after)), always_call=True).remove
+                    )
         if is_around:
-            self._handles.append(AroundCompiled(root, self._root_pre_forward, self._root_post_forward))
+            self._handles.callback(AroundCompiled(root, self._root_pre_forward, self._root_post_forward).remove)
         else:
-            self._handles.append(
-                root.register_forward_hook(_Attached(attach(self._root_post_forward)), always_call=True)
+            self._handles.callback(
+                root.register_forward_hook(_Attached(attach(self._root_post_forward)), always_call=True).remove
             )
         for param in self._optimized:
-            self._handles.append(param.register_post_accumulate_grad_hook(self._listener.on_grad_ready))
+            self._handles.callback(param.register_post_accumulate_grad_hook(self._listener.on_grad_ready).remove)
         for param in self._unoptimized:
-            self._handles.append(param.register_post_accumulate_grad_hook(_discard))
+            self._handles.callback(param.register_post_accumulate_grad_hook(_discard).remove)
         self._watch(root, units)
         self._compiled = compiled_calls(root)
 
@@ -178,9 +181,7 @@ class Hooks:
         self._detach_from_model()
 
     def _detach_from_model(self) -> None:
-        for handle in reversed(self._handles):  # what is around a compiled call comes off before what it is around
-            handle.remove()
-        self._handles.clear()
+        self._handles.close()  # what is around a compiled call comes off before what it is around
         for module in self._watched:
             module.__dict__["_parameters"] = dict(module._parameters)
         self._watched.clear()
@@ -312,7 +313,7 @@ class TimelineHooks:
     ) -> None:
         self._timeline, self._in_backward = timeline, in_backward
         self._running: list[tuple[nn.Module, Mark]] = []
-        self._handles: list[RemovableHandle] = []
+        self._handles = ExitStack()
         self.is_attached = not is_compiled_within(root)
         seen: set[int] = set()  # parts of one module's parameters may be units, which compute together
         for unit in units if self.is_attached else ():
@@ -320,14 +321,12 @@ class TimelineHooks:
                 seen.add(id(module))
                 before, after = self._around(unit.name)
                 # Behind those of `Hooks`, and after them, so that a unit's gather is not a part of its forward.
-                self._handles.append(module.register_forward_pre_hook(_Attached(before)))
-                self._handles.append(module.register_forward_hook(_Attached(after), always_call=True))
+                self._handles.callback(module.register_forward_pre_hook(_Attached(before)).remove)
+                self._handles.callback(module.register_forward_hook(_Attached(after), always_call=True).remove)
 
     def detach(self) -> None:
         """Removes every hook."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._handles.close()
 
     def _around(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
         timeline = self._timeline
@@ -359,7 +358,7 @@ class StateDictHooks:
 
     def __init__(self, root: nn.Module, registry: ParamRegistry, *, empty_when_sharded: bool = False) -> None:
         self._empty_when_sharded = empty_when_sharded
-        self._handles: list[RemovableHandle] = []
+        self._handles = ExitStack()
         for module in root.modules():
             named = [
                 each
@@ -374,9 +373,7 @@ class StateDictHooks:
 
     def detach(self) -> None:
         """Removes every hook."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._handles.close()
 
     def _attach(self, module: nn.Module, owned: Mapping[str, ParamHandle]) -> None:
         units = list({id(handle.unit): handle.unit for handle in owned.values()}.values())
@@ -421,8 +418,8 @@ class StateDictHooks:
             loaded.clear()
             gathered.clear()
 
-        self._handles.append(module.register_load_state_dict_pre_hook(_Attached(before)))
-        self._handles.append(module.register_load_state_dict_post_hook(_Attached(after)))
+        self._handles.callback(module.register_load_state_dict_pre_hook(_Attached(before)).remove)
+        self._handles.callback(module.register_load_state_dict_post_hook(_Attached(after)).remove)
         self._attach_to_reading(module, owned)
 
     def _attach_to_reading(self, module: nn.Module, owned: Mapping[str, ParamHandle]) -> None:
@@ -440,7 +437,7 @@ class StateDictHooks:
                         fix="use engine.consolidated_state_dict(), or save with the checkpoint calls",
                     )
 
-        self._handles.append(module.register_state_dict_pre_hook(_Attached(refuse)))
+        self._handles.callback(module.register_state_dict_pre_hook(_Attached(refuse)).remove)
         if not empties:
             return
 
@@ -450,7 +447,7 @@ class StateDictHooks:
                     log_once(logging.WARNING, _EMPTY)
                     state[prefix + name] = state[prefix + name].new_empty(0)
 
-        self._handles.append(module.register_state_dict_post_hook(_Attached(leave_out_nans)))
+        self._handles.callback(module.register_state_dict_post_hook(_Attached(leave_out_nans)).remove)
 
 
 def watch_construction(
