@@ -14,8 +14,10 @@ that it goes into.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,6 +27,7 @@ from zeroaccel.errors import UsageError
 from zeroaccel.offload.host_buffers import HostArena
 
 
+@dataclass(eq=False)
 class SavedActivation:
     """One tensor in the store; freed with the last reference.
 
@@ -36,33 +39,15 @@ class SavedActivation:
         copy: to the device, once it has started: has the current stream wait for it, and returns the tensor.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "call",
-        "copy",
-        "data",
-        "device",
-        "dtype",
-        "number",
-        "numel",
-        "order",
-        "shape",
-        "slot",
-        "store",
-    )
-
-    def __init__(self, store: ActivationStore, tensor: Tensor, order: tuple[int, ...], number: int) -> None:
-        self.store = store
-        self.shape = tuple(tensor.shape[dim] for dim in order)
-        self.order = order
-        self.numel = tensor.numel()
-        self.dtype = tensor.dtype
-        self.device = tensor.device
-        self.number = number
-        self.call = store.calls
-        self.data: Tensor | None = None
-        self.slot: int | None = None
-        self.copy: Callable[[], Tensor] | None = None
+    store: ActivationStore
+    number: int
+    call: int
+    order: tuple[int, ...]
+    shape: tuple[int, ...]
+    device: torch.device
+    data: Tensor | None = None
+    slot: int | None = None
+    copy: Callable[[], Tensor] | None = None
 
     def __del__(self) -> None:
         self.store.free(self)
@@ -124,7 +109,8 @@ class ActivationStore:
         if order is None or (link is None and self._partition is None and self._slots is None):
             return tensor
         # A view without a copy, as the order is that of memory; with a partition, this rank's shard of it.
-        saved = SavedActivation(self, tensor, order, self._num_saved)
+        shape = tuple(tensor.shape[dim] for dim in order)
+        saved = SavedActivation(self, self._num_saved, self.calls, order, shape, tensor.device)
         self._num_saved += 1
         flat = tensor.detach().permute(order).reshape(-1)
         if self._partition is not None:
@@ -162,7 +148,7 @@ class ActivationStore:
             return saved
         flat = self._on_device(saved)
         if self._partition is not None:
-            flat = self._partition.unshard(flat, saved.numel)
+            flat = self._partition.unshard(flat, math.prod(saved.shape))
         elif saved.slot is not None and saved.data is flat:
             flat = flat.clone()  # the slot may be reused while autograd still refers to this tensor
         self._prefetch_next(saved)

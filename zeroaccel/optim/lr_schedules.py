@@ -205,22 +205,6 @@ def _separate(groups: list[dict[str, Any]], default: object) -> None:
         seen.add(id(group["lr"]))
 
 
-class Scheduler(Protocol):
-    """What the engine needs of a scheduler."""
-
-    def step(self) -> Any:
-        """Moves on by one optimizer step."""
-
-    def get_last_lr(self) -> Sequence[Any]:
-        """The rates last written, one per group."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` resumes from."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Resumes."""
-
-
 # -- the five
 
 
@@ -569,10 +553,11 @@ class LRRangeTest(GroupSchedule):
 
 # -- by name
 
-_OWN: Mapping[str, Callable[..., Scheduler]] = {
+Schedule = GroupSchedule | lr_scheduler.LRScheduler
+_OWN: Mapping[str, Callable[..., Schedule]] = {
     kind.__name__: kind for kind in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 }
-_TORCH: Mapping[str, Callable[..., Scheduler]] = {
+_TORCH: Mapping[str, Callable[..., Schedule]] = {
     name: kind
     for name, kind in vars(lr_scheduler).items()
     if inspect.isclass(kind)
@@ -588,7 +573,7 @@ VALID_LR_SCHEDULES: list[str] = list(_OWN)
 """Names of the schedules that are not torch's."""
 
 
-def build_scheduler(type: str, params: Mapping[str, Any], optimizer: ParamGroups) -> Scheduler:
+def build_scheduler(type: str, params: Mapping[str, Any], optimizer: ParamGroups) -> Schedule:
     """The scheduler that a config's `scheduler` section names.
 
     Args:
@@ -627,7 +612,7 @@ def _unknown(name: str) -> ConfigError:
     return ConfigError("scheduler.type", expected="a known scheduler", got=name, fix=fix)
 
 
-def _check_arguments(name: str, kind: Callable[..., Scheduler], params: Mapping[str, Any]) -> None:
+def _check_arguments(name: str, kind: Callable[..., Schedule], params: Mapping[str, Any]) -> None:
     signature = inspect.signature(kind).parameters
     allowed = {key: parameter for key, parameter in signature.items() if key != "optimizer"}
     for key in params:
