@@ -11,7 +11,7 @@ import math
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import nn
@@ -255,14 +255,14 @@ class TierSet:
         if optimizer is not None and (rules.optimizer != "device" or rules.splits_masters):
             # A step is tried before anything is offloaded: an optimizer with CUDA kernels only fails here, by name, and
             # its states are known before space for them is reserved.
-            states = _HostStates(optimizer)
+            states_of = cache(partial(_states_on_host, optimizer))
             for group, shape in _examples(plans).items():
-                states.of(group, shape)
+                states_of(group, shape)
             if rules.splits_masters:
                 _check_one_memory(rules, device)
             if rules.optimizer == "nvme" or rules.splits_masters:
                 _check_one_number_per_element(optimizer, rules)
-                self._plan_states([plan for plan in plans if plan.trainable], states)
+                self._plan_states([plan for plan in plans if plan.trainable], optimizer, states_of)
         if rules.param != "device":
             self._plan_shards([plan for plan in plans if not plan.persistent])
 
@@ -373,8 +373,14 @@ class TierSet:
     def _pins(self, pin_memory: bool) -> bool:
         return pin_memory and self.device.type != "cpu"
 
-    def _plan_states(self, plans: Sequence[BufferPlan], states: _HostStates) -> None:
+    def _plan_states(
+        self,
+        plans: Sequence[BufferPlan],
+        optimizer: Optimizer,
+        states_of: Callable[[int, tuple[int, ...]], Mapping[str, torch.dtype]],
+    ) -> None:
         section, where = self._rules.optimizer_section, f"{self._rules.where}.offload_optimizer"
+        name = type(optimizer).__name__
         for plan in plans:
             nbytes_of = residual_nbytes if self._keeps_residuals(plan) else fp32_nbytes
             limit = self._rules.sub_group_numel
@@ -383,7 +389,7 @@ class TierSet:
                 limit = min(limit or RESIDUAL_SUB_GROUP_NUMEL, RESIDUAL_SUB_GROUP_NUMEL)
             if plan.layout.has_owners:
                 pieces = plan.pieces()
-                per_piece = [states.of(piece.group, piece.shape) for piece in pieces]
+                per_piece = [states_of(piece.group, piece.shape) for piece in pieces]
                 most = 0 if starts else limit
                 self._sub_groups[plan.key] = pack_sub_groups(plan.key, pieces, per_piece, most, master_nbytes=nbytes_of)
                 continue
@@ -391,8 +397,8 @@ class TierSet:
             runs = plan.layout.group_runs(plan.param_groups, plan.rank)
             elementwise = {group for _, group in runs}  # others may not be able to step what is flat
             flat = [
-                states.of(group, (_TRIED_NUMEL,)) if group in elementwise else {}
-                for group in range(len(states.optimizer.param_groups))
+                states_of(group, (_TRIED_NUMEL,)) if group in elementwise else {}
+                for group in range(len(optimizer.param_groups))
             ]
             self._sub_groups[plan.key] = cut_sub_groups(
                 plan.key, runs, flat, limit or SUB_GROUP_NUMEL, starts=starts, master_nbytes=nbytes_of
@@ -407,7 +413,7 @@ class TierSet:
         if section.buffer_count < tensors:
             raise ConfigError(
                 f"{where}.buffer_count",
-                expected=f"at least {tensors}: one for the masters and one for each state of {states.name}",
+                expected=f"at least {tensors}: one for the masters and one for each state of {name}",
                 got=section.buffer_count,
             )
         # The sub-group in step, the one being read and the one being written.
@@ -492,26 +498,12 @@ def _examples(plans: Sequence[BufferPlan]) -> dict[int, tuple[int, ...]]:
 _TRIED_NUMEL = 64  # of the vector that stands for any run of a flat shard
 
 
-class _HostStates:
-    """Which states an optimizer keeps per element in host memory, found out by trying, once per param group and shape.
+def _states_on_host(optimizer: Optimizer, group: int, shape: tuple[int, ...]) -> Mapping[str, torch.dtype]:
+    """name -> dtype of the states that it keeps per element of a master of this shape in host memory; by a trial.
 
     Raises:
         ConfigError: it cannot step there.
     """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
-        self.name = type(optimizer).__name__
-        self._tried: dict[tuple[int, tuple[int, ...]], Mapping[str, torch.dtype]] = {}
-
-    def of(self, group: int, shape: tuple[int, ...]) -> Mapping[str, torch.dtype]:
-        """name -> dtype, for a master of this shape."""
-        if (group, shape) not in self._tried:
-            self._tried[group, shape] = _states_after_step(self.optimizer, group, shape)
-        return self._tried[group, shape]
-
-
-def _states_after_step(optimizer: Optimizer, group: int, shape: tuple[int, ...]) -> Mapping[str, torch.dtype]:
     try:
         return element_states(optimizer, group, shape)
     except Exception as error:
