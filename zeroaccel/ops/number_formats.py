@@ -117,6 +117,7 @@ def _round_float16(value: Any) -> Any:
     magnitude = np.uint32(bits_of(value) & 0x7FFFFFFF)
     sign = np.uint32((bits_of(value) >> 16) & 0x8000)
     normal = np.uint32(np.uint32(magnitude + 0x0FFF + ((magnitude >> 13) & 1) - ((127 - 15) << 23)) >> 13)
+    # In [0.5, 1) a float32's last place is worth 2**-24, as in a subnormal float16: the addition does the rounding.
     subnormal = np.uint32(bits_of(float_of(magnitude) + np.float32(0.5)) - bits_of(np.float32(0.5)))
     return np.int16(sign | (subnormal if magnitude < (127 - 14) << 23 else normal))
 
@@ -126,14 +127,12 @@ def _encode_float16(value: Any) -> Any:
     """Nearest, ties to even; from 65520 on it is inf."""
     magnitude = np.uint32(bits_of(value) & 0x7FFFFFFF)
     sign = np.uint32((bits_of(value) >> 16) & 0x8000)
-    normal = np.uint32(np.uint32(magnitude + 0x0FFF + ((magnitude >> 13) & 1) - ((127 - 15) << 23)) >> 13)
-    # In [0.5, 1) a float32's last place is worth 2**-24, as in a subnormal float16: the addition does the rounding.
-    subnormal = np.uint32(bits_of(float_of(magnitude) + np.float32(0.5)) - bits_of(np.float32(0.5)))
+    rounded = _round_float16(value)
     if magnitude > 0x7F800000:
         return np.int16(sign | 0x7E00)
     if magnitude >= (127 + 16) << 23:  # 2**16; what rounds up to it from below becomes inf by itself
         return np.int16(sign | 0x7C00)
-    return np.int16(sign | (subnormal if magnitude < (127 - 14) << 23 else normal))
+    return rounded
 
 
 @inlined
