@@ -153,7 +153,7 @@ def trace_page(trace: StepTraceFile) -> str:
     ranks = range(len(trace.ranks))
     lengths = [end - begin for begin, end in trace.ranks[0].steps]
     shown = lengths.index(sorted(lengths)[(len(lengths) - 1) // 2])
-    rows = _rows(trace)
+    rows = [_WAITS, *trace.facts.units[:_MOST_UNITS], _ALL_UNITS]
     names: dict[str, int] = {}
     drawn = _bars(trace, rows, 0, shown, names)
     order = [(rank, shown) for rank in ranks]
@@ -195,10 +195,6 @@ def trace_page(trace: StepTraceFile) -> str:
     steps = f"steps {facts.first_step} to {facts.first_step + trace.num_steps - 1}"
     title = f"Trace of {len(trace.ranks)} rank{'s' if len(trace.ranks) > 1 else ''}, {steps}"
     return page(title, body, about=f"Engine: {facts.engine}.", data=settings, script=_SCRIPT)
-
-
-def _rows(trace: StepTraceFile) -> list[str]:
-    return [_WAITS, *trace.facts.units[:_MOST_UNITS], _ALL_UNITS]
 
 
 def _bars(trace: StepTraceFile, rows: Sequence[str], rank: int, step: int, names: dict[str, int]) -> list[Bar]:

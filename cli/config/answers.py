@@ -8,7 +8,7 @@ other through an `Asker` (arrow keys, or a test), back at any step, and only tho
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 from zeroaccel.config.launch.launch_json import json_facts
@@ -214,10 +214,12 @@ class PlanAnswers:
     Attributes:
         answers: setting -> answer, which is not asked.
         needs: as in `WizardState`.
+        note: what is to be said of the plan.
     """
 
-    answers: Mapping[str, Any]
-    needs: Mapping[str, int]
+    answers: Mapping[str, Any] = field(default_factory=dict)
+    needs: Mapping[str, int] = field(default_factory=dict)
+    note: str = ""
 
 
 Planner = Callable[[WizardState, bool], Any]
@@ -230,10 +232,6 @@ class _Step:
 
     question: Question
     kind: Literal["plan", "gate", "value"]
-
-    @property
-    def is_gate(self) -> bool:
-        return self.kind == "gate"
 
 
 def _steps() -> Iterator[_Step]:
@@ -255,9 +253,8 @@ class Walk:
     Args:
         explicit: answers by flags, which are not asked again.
         proposals: answers to propose, as those of an earlier file.
-        needs: as in `WizardState`.
-        assumed: answers that are taken without asking wherever they apply, as those of a plan.
-        planner: asks for such answers, once processes and precision are known and where ZeRO's stage is open.
+        planner: asks for answers that are taken without asking wherever they apply, once processes and precision are
+            known and where ZeRO's stage is open.
     """
 
     def __init__(
@@ -265,12 +262,10 @@ class Walk:
         machine: Machine,
         explicit: Mapping[str, Any],
         proposals: Mapping[str, Any],
-        needs: Mapping[str, int] | None = None,
-        assumed: Mapping[str, Any] | None = None,
         planner: Planner | None = None,
     ) -> None:
         self._machine, self._given, self._planner = machine, _with_mesh(explicit), planner
-        self._assume(PlanAnswers(assumed or {}, needs or {}))
+        self._assume(PlanAnswers())
         self._proposals = dict(proposals)
         self._answers: dict[str, Any] = {}  # of the steps behind us only: those that do not apply are never among them
         self._open_gates: set[str] = set()
@@ -316,7 +311,7 @@ class Walk:
         self._index = self._behind.pop()
         step = _STEPS[self._index]
         if step.kind == "plan":
-            self._assume(PlanAnswers({}, {}))
+            self._assume(PlanAnswers())
         self._answers.pop(step.question.key, None)
         return True
 
@@ -354,7 +349,7 @@ class Walk:
                 return None
             state = self._settle(QUESTIONS.index(question)).state
             return state if state.on_zero else None
-        is_open = step.is_gate or not question.gate or question.key in self._open_gates
+        is_open = step.kind == "gate" or not question.gate or question.key in self._open_gates
         if question.key in self._given or not is_open:
             return None
         number = QUESTIONS.index(question)
@@ -366,7 +361,7 @@ class Walk:
     def _put(self, ask: Asker, step: _Step, state: WizardState, *, back: bool) -> Any:
         question = step.question
         proposal = self._proposals.get(question.key)
-        if step.is_gate:
+        if step.kind == "gate":
             return ask.yes_no(question.gate, proposal is not None, back=back)
         try:
             if proposal is not None:
@@ -384,7 +379,7 @@ class Walk:
             if reply is not None:
                 self._assume(reply)
             return
-        if not step.is_gate:
+        if step.kind == "value":
             self._answers[key] = self._proposals[key] = reply
         elif reply:
             self._open_gates.add(key)

@@ -106,7 +106,10 @@ def checked(text: str, name: str) -> ExplicitSettings:
     over = ExplicitSettings({**dict.fromkeys(empty), **machines}, dict.fromkeys(empty, "to be filled in"))
     settings = parse_launch_file(text, name, over=over).under(ExplicitSettings(machines)).effective()
     lacking = list(empty)
-    if settings.values.get("num_machines", 1) != 1 and not _starts_hosts(settings):
+    starts_hosts = (
+        settings.values.get("hostfile") is not None and settings.values.get("multinode_launcher") != "standard"
+    )
+    if settings.values.get("num_machines", 1) != 1 and not starts_hosts:
         needed = [
             key for key in _OF_A_MACHINE if key != "machine_rank" or settings.values.get("rdzv_backend") != "c10d"
         ]
@@ -118,10 +121,6 @@ def checked(text: str, name: str) -> ExplicitSettings:
         return settings
     note = f"{name}: to be completed by {' and '.join(f'--{key}' for key in lacking)} of `zeroaccel launch`"
     return settings.without([], note)
-
-
-def _starts_hosts(settings: ExplicitSettings) -> bool:
-    return settings.values.get("hostfile") is not None and settings.values.get("multinode_launcher") != "standard"
 
 
 def answers_of(file: LaunchConfig) -> tuple[dict[str, Any], dict[tuple[str, ...], Any]]:

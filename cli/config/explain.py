@@ -157,16 +157,13 @@ def _about_json(key: str) -> Iterator[list[str]]:
             lines.append(f"  default      {_shown(default)}")
         if field and (others := [mark.name for mark in spellings(field)]):
             lines.append(f"  also         {', '.join(others)}")
-        status = _status(path)
+        # Its own, or that of the section around it.
+        above = (".".join(path[:end]) for end in range(len(path), 0, -1))
+        status = next((KEYS[name] for name in above if name in KEYS), None)
         if status is not None and status.kind is not Kind.WORKS:
             verb = "refused" if status.kind is Kind.REFUSED else "accepted without effect"
             lines.append(f"  {verb}: {status.reason}" + (f"; {status.fix}" if status.fix else ""))
         yield lines
-
-
-def _status(path: tuple[str, ...]) -> Any:
-    """The standing of a key: its own, or that of the section around it."""
-    return next((KEYS[name] for end in range(len(path), 0, -1) if (name := ".".join(path[:end])) in KEYS), None)
 
 
 def _usual(path: tuple[str, ...], field: FieldInfo | None) -> tuple[str, ...]:

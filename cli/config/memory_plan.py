@@ -42,24 +42,7 @@ class Model:
     checkpointing: bool = False
 
 
-@dataclass(frozen=True)
-class Plan:
-    """One line of the tables.
-
-    Attributes:
-        model: what it is for.
-        answers: what it means for the questions in PLANNED, and for those of the mesh.
-        needs: as in `WizardState`.
-        note: what is to be said of it.
-    """
-
-    model: Model
-    answers: Mapping[str, Any]
-    needs: Mapping[str, int]
-    note: str = ""
-
-
-def best_plan(model: Model, machine: Machine, answers: Mapping[str, Any]) -> Plan:
+def best_plan(model: Model, machine: Machine, answers: Mapping[str, Any]) -> PlanAnswers:
     """The recommended plan.
 
     Raises:
@@ -71,12 +54,12 @@ def best_plan(model: Model, machine: Machine, answers: Mapping[str, Any]) -> Pla
     rows = _rows(model, workload, capacity)
     chosen = next((row for row in rows if row.recommended), None)
     if chosen is not None:
-        return _plan(model, chosen, workload)
+        return _plan(chosen, workload)
     if workload.ranks > 1 and not _names_mesh(answers):
         best = _mesh_rows(model, workload, capacity)[0]
         if best.recommended and best.plan is not None:
             note = f"{model.name} fits on a mesh only, {best.workload.mesh_name}"
-            return _plan(model, best.plan, best.workload, note=note)
+            return _plan(best.plan, best.workload, note=note)
     least = min(rows, key=lambda row: row.estimate.device.total + row.estimate.host.total)
     raise ConfigError(
         f"--model {model.name}: no plan fits this machine: {_why(least, workload, capacity)}",
@@ -204,10 +187,9 @@ class PlanTable:
             return BACK
         if reply is _NO_PLAN:
             self._plan = None
-            return PlanAnswers({}, {})
+            return PlanAnswers()
         self._plan = _settings_of(reply)
-        plan = _plan(self.model, reply, workload)
-        return PlanAnswers(plan.answers, plan.needs)
+        return _plan(reply, workload)
 
 
 _NO_PLAN = object()
@@ -319,7 +301,8 @@ def _mesh_rows(model: Model, workload: Workload, capacity: Capacity) -> list[Mes
         return mesh_table(model.name, workload, capacity, on_row=show)
 
 
-def _plan(model: Model, row: PlanRow, workload: Workload, *, note: str = "") -> Plan:
+def _plan(row: PlanRow, workload: Workload, *, note: str = "") -> PlanAnswers:
+    """What a line of the tables means for the questions in PLANNED, and for those of the mesh."""
     one = row.estimate
     answers: dict[str, Any] = dict(zip(PLANNED, (one.stage, one.offload_optimizer, one.offload_param), strict=True))
     if workload.ranks > 1:
@@ -330,7 +313,7 @@ def _plan(model: Model, row: PlanRow, workload: Workload, *, note: str = "") -> 
         "offload_optimizer_nvme_path": one.disk.optimizer * workload.local_ranks,
         "offload_param_nvme_path": one.disk.params * workload.local_ranks,
     }
-    return Plan(model, answers, needs, note)
+    return PlanAnswers(answers, needs, note)
 
 
 def _sizes(one: Any, workload: Workload) -> str:

@@ -381,7 +381,8 @@ def run_plan(plan: LaunchPlan, log: Callable[[str], None], arrival_seconds: floa
         except ChildFailedError as error:
             return JobEnd(tuple(files.end_of(rank, failure) for rank, failure in sorted(error.failures.items())))
         except SignalException as error:
-            return _end_by_signal(error, files.ends(), len(places.used))
+            ends = files.ends()
+            return JobEnd(ends) if preemption(ends, len(places.used)) else JobEnd(signal=int(error.sigval))
         except (RendezvousError, DistError) as error:
             if (ends := files.ends()) or spare.job_ended():
                 return JobEnd(ends)  # the agent has lost the store, but the ranks have reported why they end
@@ -393,10 +394,6 @@ def run_plan(plan: LaunchPlan, log: Callable[[str], None], arrival_seconds: floa
             memory.close()
             if settings.log_dir is None:
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def _end_by_signal(error: SignalException, ends: tuple[RankEnd, ...], num_local: int) -> JobEnd:
-    return JobEnd(ends) if preemption(ends, num_local) else JobEnd(signal=int(error.sigval))
 
 
 def processes_end_in_time(

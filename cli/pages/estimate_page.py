@@ -131,6 +131,7 @@ def _rest(workload: Workload, capacity: Capacity) -> str:
     words += [" --peer_checkpoints"] if workload.peer_checkpoints else []
     words += [f" --lora_rank {workload.lora_rank}"] if workload.lora_rank else []
     words += [f" --frozen_weights {workload.frozen_weights}"] if workload.frozen_weights else []
+    words += [f" --{axis}_size {size}" for axis in ("pp", "sp", "tp", "ep") if (size := getattr(workload, axis)) > 1]
     words += [" --cpu"] if capacity.on_cpu else []
     sizes = {"device_memory": capacity.device, "host_memory": capacity.host, "disk": capacity.disk}
     words += [

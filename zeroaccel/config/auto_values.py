@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
 from zeroaccel.config.diagnostics import KeyPath, Note, Problem, Provenance, at, dotted, put, report
-from zeroaccel.config.document import key_paths, read_document
+from zeroaccel.config.document import Document, key_paths, read_document
 from zeroaccel.config.launch.setting_table import SETTINGS
-from zeroaccel.config.normalize import NormalizedConfig
+from zeroaccel.config.normalize import NormalizedConfig, UnknownKeys
 from zeroaccel.config.schema import Config
 from zeroaccel.config.section import ConfigSection, nested_section, spellings
 
@@ -341,21 +341,45 @@ def resolve(tree: Mapping[str, Any], facts: Facts, *, sources: Mapping[str, str]
             of them, one line each.
     """
     document = read_document(tree)
-    order = list(key_paths(document.tree))
-    normalized = NormalizedConfig(Config, document.tree)
-    places = {path: sources[dotted(path)] for path in order if dotted(path) in sources} if sources else {}
-    filled = fill(normalized.tree, normalized.unresolved, facts)
+    normalized, filled, as_given, origin = translate(document, sources, facts)
     problems = [*normalized.problems, *filled.problems]
     if problems:
-        raise report(problems, Provenance(places=places, written=normalized.written), order)
-    written = normalized.written
-    sources_by_path = {path: places[written[path]] for path in written if written[path] in places}
-    for path, how in filled.sources.items():
-        sources_by_path[path] = after(sources_by_path.get(path), how)
-    return Resolved(
-        as_written(filled.tree, (), written),
-        {dotted(spelled(path, written)): source for path, source in sources_by_path.items()},
+        raise report(problems, as_given, key_paths(document.tree))
+    known = {path: source for path, source in origin.resolved_sources.items() if source != document.name}
+    return Resolved(dict(origin.resolved), known)
+
+
+def translate(
+    document: Document, sources: Mapping[str, str] | None, facts: Facts | None, unknown_keys: UnknownKeys = "standard"
+) -> tuple[NormalizedConfig, Filled, Provenance, Provenance]:
+    """A config in the schema's names, every "auto" filled; its provenance as given, and that with what filled it.
+
+    Args:
+        sources: as for `resolve`.
+        facts: None fills nothing.
+        unknown_keys: as for `load_config`.
+    """
+    places = dict(document.places)
+    if sources is not None:
+        places |= {path: sources[dotted(path)] for path in key_paths(document.tree) if dotted(path) in sources}
+    normalized = NormalizedConfig(Config, document.tree, unknown_keys)
+    filled = Filled(normalized.tree) if facts is None else fill(normalized.tree, normalized.unresolved, facts)
+    written = {path: path for path in filled.sources} | normalized.written
+    as_given = Provenance(name=document.name, places=dict(places), written=normalized.written)
+    places |= {written[path]: after(places.get(written[path]), how) for path, how in filled.sources.items()}
+    origin = Provenance(
+        name=document.name,
+        raw=document.tree,
+        places=places,
+        written=written,
+        unresolved=tuple(dotted(path) for path in normalized.unresolved if path not in filled.sources),
+        resolved=as_written(filled.tree, (), normalized.written),
+        resolved_sources={
+            dotted(spelled(path, normalized.written)): places.get(place, document.name)
+            for path, place in written.items()
+        },
     )
+    return normalized, filled, as_given, origin
 
 
 def after(place: str | None, how: str) -> str:

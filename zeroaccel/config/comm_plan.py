@@ -114,11 +114,8 @@ def comm_plan(config: Config, world_size: int, shard_size: int | None = None) ->
 def _check_divisor(config: Config, key: str, size: int, whole: int, among: str) -> None:
     if whole % size:
         where = config.where(f"{_ZERO}.{key}")
-        raise ConfigError(where, expected=f"a divisor of {among}: {_divisors(whole)}", got=size)
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(size) for size in range(1, number + 1) if number % size == 0)
+        divisors = ", ".join(str(number) for number in range(1, whole + 1) if whole % number == 0)
+        raise ConfigError(where, expected=f"a divisor of {among}: {divisors}", got=size)
 
 
 INT8_BLOCK_NUMEL = 512

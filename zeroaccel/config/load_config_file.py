@@ -14,11 +14,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from zeroaccel.config.auto_values import Facts, Filled, after, as_written, fill, spelled
+from zeroaccel.config.auto_values import Facts, translate
 from zeroaccel.config.checks import contradictions
-from zeroaccel.config.diagnostics import KeyPath, Problem, Provenance, at, dotted, from_pydantic, report
+from zeroaccel.config.diagnostics import KeyPath, Problem, Provenance, at, from_pydantic, report
 from zeroaccel.config.document import Document, key_paths, read_document
-from zeroaccel.config.normalize import NormalizedConfig, UnknownKeys
+from zeroaccel.config.normalize import UnknownKeys
 from zeroaccel.config.schema import Config
 from zeroaccel.config.support import refusals, support_notes
 from zeroaccel.logs import log_note
@@ -65,29 +65,9 @@ def load_config(
         return source
     # 1. Read, and remember where each key was written.
     document = source if isinstance(source, Document) else read_document(source)
-    order = list(key_paths(document.tree))
-    places = {**document.places}
-    if sources is not None:
-        places.update({path: sources[dotted(path)] for path in order if dotted(path) in sources})
 
     # 2. Translate to the schema's names, and fill "auto" before values are validated, as a fact may be what is wrong.
-    normalized = NormalizedConfig(Config, document.tree, unknown_keys)
-    filled = Filled(normalized.tree) if facts is None else fill(normalized.tree, normalized.unresolved, facts)
-    written = {path: path for path in filled.sources} | normalized.written
-    as_given = Provenance(name=document.name, places=dict(places), written=normalized.written)
-    places.update({written[path]: after(places.get(written[path]), how) for path, how in filled.sources.items()})
-    origin = Provenance(
-        name=document.name,
-        raw=document.tree,
-        places=places,
-        written=written,
-        unresolved=tuple(dotted(path) for path in normalized.unresolved if path not in filled.sources),
-        resolved=as_written(filled.tree, (), normalized.written),
-        resolved_sources={
-            dotted(spelled(path, normalized.written)): places.get(place, document.name)
-            for path, place in written.items()
-        },
-    )
+    normalized, filled, as_given, origin = translate(document, sources, facts, unknown_keys)
 
     # 3. Validate values. The checks between keys then leave out the keys that are wrong, so that one mistake is one
     # line; and a switch that is still "auto" neither enables nor refuses its section.
@@ -106,10 +86,10 @@ def load_config(
         *among,
     ]
     if problems:
-        raise report(problems, origin, order)
+        raise report(problems, origin, key_paths(document.tree))
 
     # 4. Notes on what is accepted without effect; a place in them is the user's own, without what filled the value.
-    notes = [*document.notes, *normalized.notes, *filled.notes, *support_notes(config, written, unresolved)]
+    notes = [*document.notes, *normalized.notes, *filled.notes, *support_notes(config, origin.written, unresolved)]
     config._origin = replace(origin, notes=tuple(note.line(as_given) for note in notes))
     for note, line in zip(notes, config.notes, strict=True):
         log_note(logging.WARNING if note.warns else logging.INFO, line)

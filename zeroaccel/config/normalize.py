@@ -122,7 +122,10 @@ class NormalizedConfig:
         elif nested is not None and isinstance(value, Mapping):
             tree[name] = self._section(nested, value, target, written)
         elif isinstance(value, Mapping):
-            tree[name] = self._free(value, target, written, _value_type(field.annotation))
+            # `Any` for the arguments of an optimizer; None where values are not read.
+            is_mapping = get_origin(field.annotation) in (dict, Mapping)
+            value_type = get_args(field.annotation)[1] if is_mapping else None
+            tree[name] = self._free(value, target, written, value_type)
         else:
             tree[name] = value
 
@@ -250,11 +253,6 @@ class NormalizedConfig:
         inside = [f"{field}.{key}" for field, names in section.inner.items() if key in names]
         elsewhere = inside or [dotted(path) for path in _every_spelling(self._root) if path[-1] == key]
         return " or ".join(f'"{name}"' for name in elsewhere) if len(elsewhere) <= _MOST_PLACES else ""
-
-
-def _value_type(annotation: Any) -> Any:
-    """The type of an object's values: `Any` for the arguments of an optimizer; None where they are not read."""
-    return get_args(annotation)[1] if get_origin(annotation) in (dict, Mapping) else None
 
 
 def _is_plain(value: object) -> bool:

@@ -10,6 +10,8 @@ import pytest
 from torch import Tensor, nn
 
 from tests.support.commands import typed
+from zeroaccel.cli.pages.estimate_page import command
+from zeroaccel.estimate import Capacity, Workload
 
 MODEL = f"{__name__}:tiny"
 
@@ -87,3 +89,8 @@ def test_mistakes_are_one_line_and_exit_2(arguments: list[str], message: str) ->
     assert message in said.err
     assert said.err.count("\n") == 1
     assert said.out == ""
+
+
+def test_the_command_of_a_page_is_on_its_mesh() -> None:
+    on_mesh = Workload(ranks=8).on_mesh(2, 1, 2)
+    assert " --pp_size 2 --tp_size 2 --cpu" in command("7b", on_mesh, Capacity(on_cpu=True))

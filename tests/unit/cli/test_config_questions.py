@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from tests.support.refusals import message
-from zeroaccel.cli.config.answers import BACK, InvalidAnswer, Walk, accept, complete, parse
+from zeroaccel.cli.config.answers import BACK, InvalidAnswer, PlanAnswers, Walk, accept, complete, parse
 from zeroaccel.cli.config.config_file import answers_of, checked, command_line, render, start_lines
 from zeroaccel.cli.config.memory_plan import Model, PlanTable, best_plan
 from zeroaccel.cli.config.prompts import Option
@@ -209,13 +209,13 @@ def test_what_a_plan_answers_is_not_asked_while_it_applies(tmp_path: Path) -> No
     plan = {"zero_stage": 3, "offload_optimizer_device": "nvme", "offload_param_device": "none"}
     needs = {"offload_optimizer_nvme_path": 2**60}
     asker = Scripted()
-    walk = Walk(_machine(tmp_path), {}, {}, needs, plan)
+    walk = Walk(_machine(tmp_path), {}, {}, lambda *_: PlanAnswers(plan, needs))
     with pytest.raises(InvalidAnswer, match="GiB are needed"):  # the folder is held to what the plan needs
         walk.run(asker)
     assert "zero_stage" not in asker.asked
     assert asker.asked[-1] == "offload_optimizer_nvme_path"
     asker = Scripted({"use_deepspeed": False})
-    walk = Walk(_machine(tmp_path), {}, {}, needs, plan)
+    walk = Walk(_machine(tmp_path), {}, {}, lambda *_: PlanAnswers(plan, needs))
     assert walk.run(asker)
     assert not set(plan) & set(walk.result().answers)
 

@@ -155,7 +155,7 @@ def parse_launch_file(
     if problems:
         raise report(problems, origin, order)
     values, paths = _flat(normalized.tree, model)
-    sources = {name: _place(origin, path) for name, path in paths.items()}
+    sources = {name: origin.where(path).partition(": ")[0] for name, path in paths.items()}
     notes = [f"{origin.where_written(path) or name}: {text}" for path, text in foreign.notes]
     return LaunchConfig(values, sources, tuple(notes), name, model)
 
@@ -258,7 +258,3 @@ def _flat(tree: Mapping[str, Any], model: LaunchFile) -> tuple[dict[str, Any], d
     if values.get("distributed_type") == "NO" and "num_processes" not in values:
         values["num_processes"], paths["num_processes"] = 1, ("distributed_type",)
     return values, paths
-
-
-def _place(origin: Provenance, path: KeyPath) -> str:
-    return origin.where(path).partition(": ")[0]

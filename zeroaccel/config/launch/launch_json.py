@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroaccel.config.diagnostics import at
-from zeroaccel.config.launch.launch_sources import ExplicitSettings
+from zeroaccel.config.launch.launch_sources import NOT_IN_FILE, ExplicitSettings
 from zeroaccel.config.launch.setting_table import SETTINGS
 from zeroaccel.config.load_config_file import load_config
 from zeroaccel.config.parallel import with_config_axes
@@ -81,16 +81,12 @@ def _line(
 ) -> Iterator[str]:
     value = explicit.values[name]
     same = value == decided if same is None else same
-    in_file = _is_file(explicit.sources[name])
+    in_file = not explicit.sources[name].startswith(NOT_IN_FILE)
     if same and not in_file:
         return
     here, there = f"{explicit.where(name)} {as_text(value)}", f"{config.where(key)} {as_text(decided)}"
     fix = 'remove it here, or write "auto" there to let this one decide'
     yield compose(f"{here}: {'repeats' if same else 'conflicts with'} {there}", fix=fix)
-
-
-def _is_file(source: str) -> bool:
-    return not source.startswith(("--", "environment ", "default"))
 
 
 def _decides(config: Config, key: str) -> bool:

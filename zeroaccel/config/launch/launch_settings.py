@@ -404,8 +404,14 @@ def typed_settings(values: Mapping[str, Any], address: Callable[[str], str] = st
     Raises:
         ConfigError: as for `launch_settings`.
     """
-    if unknown := [name for name in values if name not in LaunchSettings.model_fields]:
-        raise wrong_settings([_unknown(name) for name in unknown], address)
+    names = LaunchSettings.model_fields
+    unknown = [
+        Problem((name,), text="no such setting", fix=hint(name, names, "remove it"))
+        for name in values
+        if name not in names
+    ]
+    if unknown:
+        raise wrong_settings(unknown, address)
     try:
         return LaunchSettings(**values)
     except ValidationError as error:
@@ -435,10 +441,6 @@ def idle_settings(values: Mapping[str, Any]) -> dict[str, str]:
         if 0 <= stage < least and str(values.get(names[0])).lower() in ("cpu", "nvme"):
             idle |= {name: what for name in names if name in values}
     return idle
-
-
-def _unknown(name: str) -> Problem:
-    return Problem((name,), text="no such setting", fix=hint(name, LaunchSettings.model_fields, "remove it"))
 
 
 def wrong_settings(problems: list[Problem], address: Callable[[str], str]) -> ConfigError:

@@ -27,7 +27,9 @@ SOURCES_VARIABLE = "ZEROACCEL_LAUNCH_SOURCES"
 _FILE_FIELDS = "ACCELERATE_CONFIG_DS_FIELDS"
 _USE_ZERO = "ACCELERATE_USE_DEEPSPEED"
 _USE_MESH = "ACCELERATE_USE_PARALLELISM_CONFIG"
-_NOT_IN_FILE = ("--", "environment ", "default")
+NOT_IN_FILE = ("--", "environment ", "default")
+"""How sources begin that are not the launch file."""
+
 _PRECISIONS = ("no", "fp16", "bf16", "fp8")
 
 
@@ -159,7 +161,7 @@ def to_environment(settings: LaunchedSettings, sources: Mapping[str, str]) -> di
     values = {field.name: value for field in fields(settings) if (value := getattr(settings, field.name)) is not None}
     environment = {variable_of(name): as_text(value) for name, value in values.items()}
     named = {name: sources[name] for name in values if name in sources}
-    in_file = [name for name, source in named.items() if not source.startswith(_NOT_IN_FILE)]
+    in_file = [name for name, source in named.items() if not source.startswith(NOT_IN_FILE)]
     if in_file:
         environment[_FILE_FIELDS] = ",".join(in_file)
     if named:
