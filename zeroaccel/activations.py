@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint as recompute
 
 from zeroaccel.comm.collectives import PartitionedTensors
-from zeroaccel.config.schema_sections import ActivationCheckpointing
+from zeroaccel.config.schema import ActivationCheckpointing
 from zeroaccel.errors import UsageError
 from zeroaccel.logs import log_once, logger
 from zeroaccel.offload.activation_store import ActivationStore

@@ -11,7 +11,7 @@ import torch
 
 from tests.support.training import Toy, config, differences, train
 from zeroaccel.activations import Activations
-from zeroaccel.config.schema_sections import ActivationCheckpointing
+from zeroaccel.config.schema import ActivationCheckpointing
 from zeroaccel.offload import page_locked
 from zeroaccel.offload.device_lane import AdamLane
 from zeroaccel.offload.host_buffers import aligned_bytes

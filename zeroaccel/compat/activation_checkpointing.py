@@ -7,7 +7,7 @@ from typing import Any
 
 from zeroaccel import activations
 from zeroaccel.config import load_config
-from zeroaccel.config.schema_sections import ActivationCheckpointing
+from zeroaccel.config.schema import ActivationCheckpointing
 from zeroaccel.errors import UsageError
 from zeroaccel.logs import log_once
 

@@ -1,7 +1,7 @@
 """The `zero_optimization` section and what belongs to it: offload, leaf modules, asynchronous I/O.
 
-One of the schema files that `schema` assembles; sizes are counts of elements unless a unit is given. It says what may
-be written; which keys take effect is the table in `support`, and what a stage means is decided in `plan` alone.
+A part of `schema`; sizes are counts of elements unless a unit is given. It says what may be written; which keys take
+effect is the table in `support`, and what a stage means is decided in `shard_plan` alone.
 """
 
 from __future__ import annotations

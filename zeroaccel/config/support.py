@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from zeroaccel.config.diagnostics import KeyPath, Note, Problem, at, dotted
-from zeroaccel.config.schema import Config
-from zeroaccel.config.schema_sections import Fp16
+from zeroaccel.config.schema import Config, Fp16
 from zeroaccel.config.section import ConfigSection, nested_section
 from zeroaccel.config.shard_plan import shard_plan
 

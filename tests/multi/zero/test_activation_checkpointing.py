@@ -15,7 +15,7 @@ from tests.support.training import SGD, Block, Run, Toy, config, differences, tr
 from zeroaccel import activations
 from zeroaccel.activations import Activations
 from zeroaccel.comm.topology import init_process_group
-from zeroaccel.config.schema_sections import ActivationCheckpointing
+from zeroaccel.config.schema import ActivationCheckpointing
 from zeroaccel.offload.activation_store import SavedActivation
 
 

@@ -19,7 +19,7 @@ from zeroaccel.activations import (
     configure,
     repeated_blocks,
 )
-from zeroaccel.config.schema_sections import ActivationCheckpointing
+from zeroaccel.config.schema import ActivationCheckpointing
 from zeroaccel.errors import UsageError
 from zeroaccel.offload import activation_store
 from zeroaccel.offload.activation_store import ActivationStore, SavedActivation
