@@ -381,8 +381,7 @@ def run_plan(plan: LaunchPlan, log: Callable[[str], None], arrival_seconds: floa
         except ChildFailedError as error:
             return JobEnd(tuple(files.end_of(rank, failure) for rank, failure in sorted(error.failures.items())))
         except SignalException as error:
-            ends = files.ends()
-            return JobEnd(ends) if preemption(ends, len(places.used)) else JobEnd(signal=int(error.sigval))
+            return _end_by_signal(error, files.ends(), len(places.used))
         except (RendezvousError, DistError) as error:
             if (ends := files.ends()) or spare.job_ended():
                 return JobEnd(ends)  # the agent has lost the store, but the ranks have reported why they end
@@ -527,6 +526,10 @@ def _did_not_meet(plan: LaunchPlan, error: Exception) -> str:
         f"machine {settings.machine} of {settings.num_machines} did not meet the others at {plan.host}:{plan.port}: "
         f"{words[0] if words else type(error).__name__}"
     )
+
+
+def _end_by_signal(error: SignalException, ends: tuple[RankEnd, ...], num_local: int) -> JobEnd:
+    return JobEnd(ends) if preemption(ends, num_local) else JobEnd(signal=int(error.sigval))
 
 
 @contextmanager
