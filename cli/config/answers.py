@@ -15,21 +15,10 @@ from zeroaccel.config.launch.launch_json import json_facts
 from zeroaccel.config.section import FLAG_WORDS, as_text
 from zeroaccel.errors import ConfigError, compose
 
-from .questions import AUTO, MESH_SIZES, PLANNED, QUESTIONS, Question, WizardState
+from .questions import AUTO, FORMS, MESH_SIZES, PLANNED, QUESTIONS, Question, WizardState
 
 if TYPE_CHECKING:
     from ..machine import Machine
-
-
-_FORMS = {
-    "yes_no": "yes or no",
-    "count": "a whole number",
-    "number": "a number",
-    "text": "text",
-    "names": "names separated by commas",
-    "file": "a path",
-    "folder": "a path",
-}
 
 
 class InvalidAnswer(Exception):
@@ -83,7 +72,7 @@ def parse(question: Question, text: str) -> Any:
             return text
     except ValueError:
         pass
-    expected = _FORMS[question.kind] + (f', or "{AUTO}"' if question.takes_auto else "")
+    expected = FORMS[question.kind][1] + (f', or "{AUTO}"' if question.takes_auto else "")
     raise InvalidAnswer(f"expected {expected}, got {text!r}")
 
 

@@ -20,19 +20,10 @@ from click.core import ParameterSource
 from zeroaccel.errors import ConfigError
 
 from ..main import LazyCommands
-from .questions import QUESTIONS, Question
+from .questions import FORMS, QUESTIONS, Question
 
 if TYPE_CHECKING:
     from .config_file import ConfigRequest
-
-_METAVARS = {
-    "yes_no": "yes|no",
-    "count": "N",
-    "number": "NUMBER",
-    "file": "PATH",
-    "folder": "FOLDER",
-    "names": "NAME,...",
-}
 
 
 @dataclass(frozen=True)
@@ -184,7 +175,7 @@ def _extra(path: tuple[str, ...], text: str, word: str) -> Any:
 def _metavar(question: Question) -> str:
     if question.kind == "choice":
         return "|".join(str(choice.value) for choice in question.choices)
-    return _METAVARS.get(question.kind, "TEXT")
+    return FORMS[question.kind][0]
 
 
 HEADINGS: Mapping[str, str] = {

@@ -18,6 +18,7 @@ from zeroaccel.config.launch.launch_file import find_launch_file, read_launch_fi
 from zeroaccel.config.launch.launch_json import check_json
 from zeroaccel.config.launch.launch_settings import LaunchFile, LaunchSettings, file_path
 from zeroaccel.config.launch.launch_sources import (
+    FORMS,
     ExplicitSettings,
     check_variables,
     gather,
@@ -129,17 +130,11 @@ def _described(field: Any) -> tuple[str, str]:
 
 def _form(setting: str) -> str:
     choices = choices_of(setting)
-    return " or ".join(filter(None, [", ".join(choices[:-1]), choices[-1]])) if choices else _FORMS[kind_of(setting)]
-
-
-_FORMS = {
-    "switch": "true or false",
-    "count": "a whole number",
-    "number": "a number",
-    "streams": "a number, or one per local rank as 0:3,1:2",
-    "pairs": "KEY=NUMBER,KEY=NUMBER",
-    "text": "text",
-}
+    return (
+        " or ".join(filter(None, [", ".join(choices[:-1]), choices[-1]]))
+        if choices
+        else FORMS[kind_of(setting)].expected
+    )
 
 
 def _about_json(key: str) -> Iterator[list[str]]:

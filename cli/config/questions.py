@@ -27,6 +27,16 @@ PLANNED = ("zero_stage", "offload_optimizer_device", "offload_param_device")
 MESH_SIZES = ("tp_size", "sp_size", "pp_size", "ep_size")
 
 Kind = Literal["choice", "yes_no", "count", "number", "text", "names", "file", "folder"]
+FORMS: Mapping[Kind, tuple[str, str]] = {
+    "yes_no": ("yes|no", "yes or no"),
+    "count": ("N", "a whole number"),
+    "number": ("NUMBER", "a number"),
+    "text": ("TEXT", "text"),
+    "names": ("NAME,...", "names separated by commas"),
+    "file": ("PATH", "a path"),
+    "folder": ("FOLDER", "a path"),
+}
+"""Kind of question -> what stands for an answer in help, and what is expected."""
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import click
 
@@ -17,6 +17,7 @@ from zeroaccel.config.diagnostics import closest
 from zeroaccel.config.launch.launch_settings import LaunchSettings
 from zeroaccel.config.launch.launch_sources import ExplicitSettings, from_text, kind_of, other_names
 from zeroaccel.config.launch.setting_table import SETTINGS
+from zeroaccel.config.section import leaves
 
 from ..grouped_help import GroupedOptions
 from .foreign_flags import ELASTIC_HINTS
@@ -141,12 +142,4 @@ def _metavar(name: str) -> str:
 
 def choices_of(setting: str) -> list[str]:
     """The values that a setting may have, where these are few."""
-    return list(_choices(LaunchSettings.model_fields[setting].annotation))
-
-
-def _choices(annotation: Any) -> Iterator[str]:
-    if get_origin(annotation) is Literal:
-        yield from map(str, get_args(annotation))
-    else:
-        for part in get_args(annotation):
-            yield from _choices(part)
+    return [str(leaf) for leaf in leaves(LaunchSettings.model_fields[setting].annotation) if not isinstance(leaf, type)]

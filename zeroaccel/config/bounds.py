@@ -10,7 +10,6 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Callable
 from typing import Any, TypeGuard
 
 MOST_LEVELS = 100
@@ -56,17 +55,14 @@ def read_at_most(path: str | os.PathLike[str], most_nbytes: int, *, regular: boo
         os.close(handle)
 
 
-def parse_plain_json(text: str | bytes, *, parse_constant: Callable[[str], Any] | None = None) -> Any:
+def parse_plain_json(text: str | bytes) -> Any:
     """The value of a JSON text, nested at most MOST_LEVELS deep.
-
-    Args:
-        parse_constant: as that of `json.loads`.
 
     Raises:
         ValueError: it is not JSON, nested deeper, or has an integer of more digits than Python converts; or not UTF-8.
     """
     try:
-        value = json.loads(text, parse_constant=parse_constant)
+        value = json.loads(text)
     except RecursionError:
         raise ValueError(f"it is nested more than {MOST_LEVELS} levels deep") from None
     if levels_of(value, MOST_LEVELS) > MOST_LEVELS:

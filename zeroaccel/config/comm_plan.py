@@ -162,7 +162,6 @@ def step_traffic(
     *,
     itemsize: int = 2,
     accumulation: int = 1,
-    regathers: bool = True,
 ) -> StepTraffic:
     """Gathers for forward and backward and the reduction of every unit, at stage 3.
 
@@ -171,9 +170,7 @@ def step_traffic(
         ranks_per_node: consecutive ranks on a machine; divides the number of ranks.
         itemsize: bytes of a parameter and of its gradient.
         accumulation: micro-steps per step.
-        regathers: units are given up between forward and backward.
     """
-    gathers = accumulation * (2 if regathers else 1)
     total = StepTraffic(0.0, 0.0)
     for numel in unit_numels:
         shard = numel // plan.shard_size
@@ -183,7 +180,7 @@ def step_traffic(
             secondary = numel // plan.secondary_size * itemsize
             again = _to_others(secondary, plan.secondary_size, plan.world_size, ranks_per_node)
         reduction = _reduction(plan, shard, ranks_per_node, itemsize)
-        total += gather + again.times(gathers - 1) + reduction.times(accumulation)
+        total += gather + again.times(2 * accumulation - 1) + reduction.times(accumulation)
     return total
 
 

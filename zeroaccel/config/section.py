@@ -249,7 +249,7 @@ def out_of_quotes(annotation: Any, value: object) -> Any:
     if not isinstance(value, str) or not value.isascii():
         return value
     text = value.strip().lower()
-    kinds = (int, float, bool) if annotation is Any else _plain_kinds(annotation)
+    kinds = (int, float, bool) if annotation is Any else types_of(annotation)
     for kind in kinds:
         if kind in (int, float) and re.fullmatch(_NUMBER_TEXT, text):
             if kind is float:
@@ -261,16 +261,22 @@ def out_of_quotes(annotation: Any, value: object) -> Any:
     return value
 
 
-def _plain_kinds(annotation: Any) -> tuple[Any, ...]:
-    """The types among int, float and bool that a value may have."""
-    if annotation in (int, float, bool):
-        return (annotation,)
-    if get_origin(annotation) is Literal:
-        return tuple({type(choice): None for choice in get_args(annotation) if not isinstance(choice, str)})
-    if get_origin(annotation) in (Annotated, Union, UnionType):
-        parts = get_args(annotation)[:1] if get_origin(annotation) is Annotated else get_args(annotation)
-        return tuple(kind for part in parts for kind in _plain_kinds(part))
-    return ()
+def leaves(annotation: Any) -> Iterator[Any]:
+    """The types that an annotation allows, without their arguments, and the values of its literals."""
+    origin = get_origin(annotation)
+    if origin is Literal:
+        yield from get_args(annotation)
+    elif origin in (Annotated, Union, UnionType):
+        parts = get_args(annotation)[:1] if origin is Annotated else get_args(annotation)
+        for part in parts:
+            yield from leaves(part)
+    else:
+        yield origin or annotation
+
+
+def types_of(annotation: Any) -> tuple[type, ...]:
+    """The types that a value may have, each once."""
+    return tuple(dict.fromkeys(leaf if isinstance(leaf, type) else type(leaf) for leaf in leaves(annotation)))
 
 
 _NUMBER_TEXT = r"[+-]?(\d+(_\d+)*\.?\d*|\.\d+)(e[+-]?\d{1,3})?"

@@ -10,17 +10,16 @@ environment itself is neither read nor changed here.
 from __future__ import annotations
 
 import json
-import types
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal
 
 from zeroaccel.config.bounds import parse_plain_json
 from zeroaccel.config.diagnostics import Problem, closest
 from zeroaccel.config.launch.launch_settings import LaunchSettings, idle_settings, launch_settings, wrong_settings
 from zeroaccel.config.launch.setting_table import SETTINGS
 from zeroaccel.config.parallel import AXES, ParallelConfig
-from zeroaccel.config.section import FLAG_WORDS, as_integer, as_text, spellings
+from zeroaccel.config.section import FLAG_WORDS, as_integer, as_text, spellings, types_of
 from zeroaccel.errors import ConfigError, compose
 
 SOURCES_VARIABLE = "ZEROACCEL_LAUNCH_SOURCES"
@@ -103,11 +102,37 @@ class LaunchedSettings:
         return ParallelConfig.from_sizes({axis: getattr(self, f"{axis}_size") for axis in (*AXES, "ep")})
 
 
-def _integer(text: str) -> int:
-    value = as_integer(float(text))  # other launchers write 1.0 and 1e3
+SettingKind = Literal["switch", "count", "number", "streams", "pairs", "text"]
+
+
+def kind_of(name: str) -> SettingKind:
+    """How a setting is written on a command line."""
+    kinds = types_of(LaunchSettings.model_fields[name].annotation)
+    if bool in kinds:
+        return "switch"
+    if dict in kinds:
+        return "streams" if int in kinds else "pairs"
+    return "number" if float in kinds else "count" if int in kinds else "text"
+
+
+def _count(text: str) -> int:
+    # Other launchers write 1.0 and 1e3; 1_000 is a number to Python only.
+    value = as_integer(float(text.replace("_", "x")))
     if value is None:
         raise ValueError
     return value
+
+
+def _streams(text: str) -> int | dict[int, int]:
+    if ":" not in text:
+        return int(text)
+    return {int(rank): int(choice) for rank, choice in (part.split(":") for part in text.split(","))}
+
+
+def _pairs(text: str) -> dict[str, int | str]:
+    pairs = (part.split("=") for part in text.split(","))
+    named = {key.strip(): value.strip() for key, value in pairs}
+    return {key: value if key in _RDZV_SETTINGS else int(value) for key, value in named.items()}
 
 
 def _precision(text: str) -> str:
@@ -118,18 +143,22 @@ def _precision(text: str) -> str:
 
 @dataclass(frozen=True)
 class _Form:
+    """How a value is read from a text (ValueError or LookupError where it is none), and what is expected."""
+
     parse: Callable[[str], Any]
     expected: str
 
 
-_COUNT = _Form(_integer, "a whole number")
-_NUMBER = _Form(float, "a number")
-_SWITCH = _Form(lambda text: FLAG_WORDS[text.strip().lower()], "true or false")
-_TEXT = _Form(str, "text")
+FORMS: Mapping[SettingKind, _Form] = {
+    "switch": _Form(lambda text: FLAG_WORDS[text.strip().lower()], "true or false"),
+    "count": _Form(_count, "a whole number"),
+    "number": _Form(float, "a number"),
+    "streams": _Form(_streams, "a number, or the form 0:3,1:2"),
+    "pairs": _Form(_pairs, "the form KEY=NUMBER,KEY=NUMBER"),
+    "text": _Form(str, "text"),
+}
 _LOWER = _Form(str.lower, "text")
-
-_FORMS_BY_TYPE = {"bool | None": _SWITCH, "int | None": _COUNT, "float | None": _NUMBER, "str | None": _TEXT}
-_FORMS_BY_NAME = {
+_RANK_FORMS = {
     "mixed_precision": _Form(_precision, "one of " + ", ".join(_PRECISIONS)),
     "offload_optimizer_device": _LOWER,
     "offload_param_device": _LOWER,
@@ -138,11 +167,12 @@ _FORMS_BY_NAME = {
 _SWITCHES = {"use_zero": _USE_ZERO, "use_parallelism_config": _USE_MESH}
 # Field of `LaunchedSettings` -> (variable, form).
 _RANK_VARIABLES: Mapping[str, tuple[str, _Form]] = {
-    one.name: (
-        SETTINGS[one.name].rank_variable if one.name in SETTINGS else _SWITCHES[one.name],
-        _FORMS_BY_NAME.get(one.name, _FORMS_BY_TYPE[str(one.type)]),
-    )
-    for one in fields(LaunchedSettings)
+    **{name: (variable, FORMS["switch"]) for name, variable in _SWITCHES.items()},
+    **{
+        name: (setting.rank_variable, _RANK_FORMS.get(name, FORMS[kind_of(name)]))
+        for name, setting in SETTINGS.items()
+        if setting.rank_variable
+    },
 }
 
 
@@ -213,8 +243,6 @@ def _named_sources(environ: Mapping[str, str]) -> dict[str, str]:
         )
     return named
 
-
-SettingKind = Literal["switch", "count", "number", "streams", "pairs", "text"]
 
 PREFIX = "ZEROACCEL_"
 """Of the variables that are ours."""
@@ -343,16 +371,6 @@ def launched_environment(settings: LaunchSettings, sources: Mapping[str, str]) -
     return to_environment(LaunchedSettings(**values), value_sources)
 
 
-def kind_of(name: str) -> SettingKind:
-    """How a setting is written on a command line."""
-    kinds = set(_plain_types(LaunchSettings.model_fields[name].annotation))
-    if bool in kinds:
-        return "switch"
-    if dict in kinds:
-        return "streams" if int in kinds else "pairs"
-    return "number" if float in kinds else "count" if int in kinds else "text"
-
-
 def other_names(name: str) -> tuple[str, ...]:
     """The other names of a setting."""
     return tuple(mark.name for mark in spellings(LaunchSettings.model_fields[name]))
@@ -364,27 +382,11 @@ def from_text(name: str, text: str, address: Callable[[str], str]) -> Any:
     Raises:
         ConfigError: the text has not the form of such a value; whether the value is right is not looked at.
     """
-    parse, expected = _FORMS[kind_of(name)]
+    form = FORMS[kind_of(name)]
     try:
-        return parse(text)
+        return form.parse(text)
     except (ValueError, LookupError, OverflowError):
-        raise wrong_settings([Problem((name,), expected=expected, got=text)], address) from None
-
-
-def _count(text: str) -> int:
-    return int(text.replace("_", "x"))  # 1_000 is a number to Python only
-
-
-def _streams(text: str) -> int | dict[int, int]:
-    if ":" not in text:
-        return int(text)
-    return {int(rank): int(choice) for rank, choice in (part.split(":") for part in text.split(","))}
-
-
-def _pairs(text: str) -> dict[str, int | str]:
-    pairs = (part.split("=") for part in text.split(","))
-    named = {key.strip(): value.strip() for key, value in pairs}
-    return {key: value if key in _RDZV_SETTINGS else int(value) for key, value in named.items()}
+        raise wrong_settings([Problem((name,), expected=form.expected, got=text)], address) from None
 
 
 def _with_rendezvous(explicit: ExplicitSettings) -> ExplicitSettings:
@@ -417,26 +419,6 @@ def _with_rendezvous(explicit: ExplicitSettings) -> ExplicitSettings:
     rest = {key: value for key, value in pairs.items() if key not in _RDZV_SETTINGS}
     rdzv_conf = ExplicitSettings({"rdzv_conf": rest}, explicit.sources, tuple(notes))
     return ExplicitSettings.of(moved, source).under(explicit).under(rdzv_conf)
-
-
-_FORMS: Mapping[SettingKind, tuple[Callable[[str], Any], str]] = {
-    "switch": (_SWITCH.parse, _SWITCH.expected),
-    "count": (_count, "a whole number"),
-    "number": (float, "a number"),
-    "streams": (_streams, "a number, or the form 0:3,1:2"),
-    "pairs": (_pairs, "the form KEY=NUMBER,KEY=NUMBER"),
-    "text": (str, "text"),
-}
-
-
-def _plain_types(annotation: Any) -> list[type]:
-    if get_origin(annotation) in (Union, types.UnionType):
-        return [plain for part in get_args(annotation) for plain in _plain_types(part)]
-    if get_origin(annotation) is Annotated:
-        return _plain_types(get_args(annotation)[0])
-    if get_origin(annotation) is Literal:
-        return [type(choice) for choice in get_args(annotation)]
-    return [get_origin(annotation) or annotation]
 
 
 def variables_of(name: str) -> tuple[str, ...]:
