@@ -96,7 +96,7 @@ class LazyCommands(GroupedOptions, click.Group):
 SUB_COMMANDS: Mapping[str, tuple[str, str]] = {
     "checkpoint": ("zeroaccel.cli.checkpoint", "Inspect, verify, reshard and convert checkpoints."),
     "compat": ("zeroaccel.cli.compat", "Install commands named `deepspeed`, for scripts that call them."),
-    "config": ("zeroaccel.cli.config", "Create, validate and explain launch files."),
+    "config": ("zeroaccel.cli.config.config_command", "Create, validate and explain launch files."),
     "doctor": ("zeroaccel.cli.doctor", "Check this machine: features, speed, remedies."),
     "env": ("zeroaccel.cli.doctor", "Print versions, machine and settings for a bug report."),
     "estimate": ("zeroaccel.cli.estimate", "Estimate training memory for every stage and offload."),

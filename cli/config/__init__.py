@@ -4,9 +4,3 @@
 launch file (`config_file`) are made. `config_command` is the command; `explain`, `convert` and `file_commands` are its
 sub-commands.
 """
-
-from __future__ import annotations
-
-from .config_command import config
-
-__all__ = ["config"]

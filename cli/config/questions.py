@@ -259,6 +259,10 @@ def _rank_exists(value: Any, state: WizardState) -> tuple[str, str]:
     return ("", "") if value <= last else (f"the machines are 0 to {last}", "give the number of this one")
 
 
+def _undivided(size: str, otherwise: str) -> Condition:
+    return Condition(lambda state: (state[size] or 1) == 1, f"{otherwise} (--{size})")
+
+
 _ZERO = Condition(lambda s: bool(s["use_deepspeed"]), "it is a setting of ZeRO, which is off (--use_deepspeed)")
 _SEVERAL = Condition(lambda s: (s["num_machines"] or 1) > 1, "there is one machine (--num_machines)")
 _PROCESSES = Condition(lambda s: (s["num_processes"] or 1) > 1, "there is one process (--num_processes)")
@@ -269,15 +273,9 @@ _OPEN_MESH = Condition(
 _MESH = Condition(
     lambda s: bool(s["use_parallelism_config"]), "every process sees samples of its own (--use_parallelism_config)"
 )
-_WHOLE_LAYERS = Condition(
-    lambda s: (s["tp_size"] or 1) == 1, "layers that processes share are not quantised (--tp_size)"
-)
-_OWN_EXPERTS = Condition(
-    lambda s: (s["tp_size"] or 1) == 1, "processes that share layers share their experts, too (--tp_size)"
-)
-_WHOLE_EXPERTS = Condition(
-    lambda s: (s["ep_size"] or 1) == 1, "experts that processes divide are not stored as codes (--ep_size)"
-)
+_WHOLE_LAYERS = _undivided("tp_size", "layers that processes share are not quantised")
+_OWN_EXPERTS = _undivided("tp_size", "processes that share layers share their experts, too")
+_WHOLE_EXPERTS = _undivided("ep_size", "experts that processes divide are not stored as codes")
 _EACH = Condition(lambda s: s["multinode_launcher"] != "ssh", "the job is started on all machines from here (ssh)")
 _BY_SSH = Condition(
     lambda s: s["multinode_launcher"] == "ssh", "the command is run on each machine (--multinode_launcher)"

@@ -18,7 +18,7 @@ from zeroaccel.config.launch.launch_sources import ExplicitSettings, from_text
 from zeroaccel.errors import ConfigError
 
 from ..machine import devices, is_own_host
-from .hostfile import Host, read_hostfile, select_hosts
+from .hostfile import Host, read_hostfile, select_hosts, slot_numbers
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -170,8 +170,7 @@ class ForeignFlags:
     def _take_settings(self, typed_flags: Mapping[str, Any]) -> None:
         for name, setting in _SAME.items():
             if name in typed_flags:
-                flag = f"--{name}"
-                self._log(setting, from_text(setting, typed_flags[name], {setting: flag}.__getitem__), flag)
+                self._read(setting, typed_flags[name], f"--{name}")
         if "num_gpus" in typed_flags:
             count = from_text("num_processes", typed_flags["num_gpus"], lambda _: "--num_gpus")
             if count == 0 or count < -1:
@@ -197,13 +196,13 @@ class ForeignFlags:
             least, _, most = typed_flags["nnodes"].rpartition(":")
             for name, text in (("num_machines", most), ("min_machines", least)):
                 if text and (name == "num_machines" or text != most):  # 2:2 are two machines that stay
-                    self._take(name, from_text(name, text, lambda _: "--nnodes"), "--nnodes")
+                    self._read(name, text, "--nnodes")
         if "rdzv_endpoint" in typed_flags:
             endpoint = typed_flags["rdzv_endpoint"]
             host, _, port = endpoint.rpartition(":") if endpoint.rpartition(":")[2].isdigit() else (endpoint, "", "")
             for name, text in (("main_process_ip", host), ("main_process_port", port)):
                 if text:
-                    self._take(name, from_text(name, text, lambda _: "--rdzv_endpoint"), "--rdzv_endpoint")
+                    self._read(name, text, "--rdzv_endpoint")
 
     def _take_local_processes(self, text: str) -> None:
         """torchrun's --nproc_per_node: a number, or what of the machine is counted."""
@@ -228,8 +227,9 @@ class ForeignFlags:
             name = "ssh"
         self._log("multinode_launcher", name, "--launcher")
 
-    def _take(self, name: str, value: Any, flag: str) -> None:
-        """As `_log`, for a second flag of one setting."""
+    def _read(self, name: str, text: str, flag: str) -> None:
+        """As `_log`, for a text, and for a second flag of one setting."""
+        value = from_text(name, text, lambda _: flag)
         if self.values.get(name, value) != value:
             here, there = f"{flag} {value}", f"{self.sources[name]} {self.values[name]}"
             raise ConfigError(f"{here}: conflicts with {there}", fix="keep one of the two")
@@ -314,7 +314,7 @@ def _by_filter(explicit: ExplicitSettings) -> ExplicitSettings:
         )
 
     # As the `deepspeed` command has it: without a hostfile, --include localhost:0,2 chooses devices of this machine.
-    numbers = _numbers(slots, where, text)
+    numbers = slot_numbers(slots, where, "localhost:0,1", text)
     num_devices = 0 if explicit.values.get("use_cpu") else len(devices())
     if name == "exclusion_filter":
         numbers_left = [number for number in range(num_devices) if number not in (numbers or range(num_devices))]
@@ -332,13 +332,6 @@ def _by_filter(explicit: ExplicitSettings) -> ExplicitSettings:
     else:
         explicit = explicit.without([], f"{where} {text}: {len(numbers)} on the CPU, as no accelerator is used here")
     return _with_processes(explicit, len(numbers), source)
-
-
-def _numbers(slots: str, where: str, text: str) -> list[int]:
-    try:
-        return sorted({int(number) for number in slots.split(",")}) if slots else []
-    except ValueError:
-        raise ConfigError(where, expected="the form localhost:0,1", got=text) from None
 
 
 def _by_hostfile(explicit: ExplicitSettings, flags: ForeignFlags) -> ExplicitSettings:

@@ -115,6 +115,18 @@ def _with(host: Host, slots: tuple[int, ...]) -> Host:
     return Host(host.name, slots, all_slots=slots == host.slots)
 
 
+def slot_numbers(text: str, where: str, form: str, got: str) -> list[int]:
+    """The numbers of a filter, as 0,2, in order; none for none.
+
+    Raises:
+        ConfigError: it is not of the form.
+    """
+    try:
+        return sorted({int(number) for number in text.split(",")}) if text else []
+    except ValueError:
+        raise ConfigError(where, expected=f"the form {form}", got=got) from None
+
+
 def _parse(text: str, by_name: Mapping[str, Host], where: str) -> dict[str, tuple[int, ...]]:
     """Machine -> its slots, empty for all. The @ of user@name belongs to the name."""
     named: dict[str, tuple[int, ...]] = {}
@@ -128,10 +140,7 @@ def _parse(text: str, by_name: Mapping[str, Host], where: str) -> dict[str, tupl
             near = closest(name, by_name, cutoff=0.6)
             fix = f"did you mean {near}?" if near else f"it has {', '.join(by_name)}"
             raise ConfigError(where, expected="machines of the hostfile", got=name, fix=fix)
-        try:
-            slots = tuple(sorted({int(number) for number in numbers.split(",")})) if numbers else ()
-        except ValueError:
-            raise ConfigError(where, expected="the form node1@node2:0,2", got=word) from None
+        slots = tuple(slot_numbers(numbers, where, "node1@node2:0,2", word))
         if beyond := [slot for slot in slots if slot not in by_name[name].slots]:
             raise ConfigError(where, expected=f"slots 0 to {len(by_name[name].slots) - 1} of {name}", got=beyond[0])
         named[name] = slots
