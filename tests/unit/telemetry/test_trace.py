@@ -236,13 +236,14 @@ def test_on_a_device_moments_are_events(monkeypatch: pytest.MonkeyPatch) -> None
     assert [(span.begin - own.steps[0][0], span.end - span.begin) for span in own.spans] == [(2 * MS, 3 * MS)]
 
 
-def test_a_compiled_model_gets_no_hooks() -> None:
+def test_a_compiled_model_gets_no_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     unit: Any = SimpleNamespace(name="0", modules=(model[0],))
     recorded = Timeline(torch.device("cpu"))
     hooks = TimelineHooks(model, [unit], recorded, lambda: False)
     model(torch.ones(1, 2))
     hooks.detach()
+    monkeypatch.setitem(sys.modules, "torch._dynamo", sys)  # without a compiler nothing is compiled
     model[0]._compiled_call_impl = model[0].__call__  # as compile() leaves it
     compiled = TimelineHooks(model, [unit], recorded, lambda: False)
     assert (hooks.is_attached, compiled.is_attached) == (True, False)
