@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -94,6 +94,7 @@ class SharedParameter:
     Attributes:
         name: of the parameter in the whole model.
         owner, reader: the ranks of the pipeline with these stages.
+        reading_part: the later stage, by its number among all of the pipeline.
         param: on the owner.
         copy: on the reader.
     """
@@ -101,6 +102,7 @@ class SharedParameter:
     name: str
     owner: int
     reader: int
+    reading_part: int
     param: nn.Parameter | None = None
     copy: ReadsCopy | None = None
 
@@ -253,14 +255,6 @@ def cut(model: nn.Module, index: int, count: int, config: PipelineConfig, *, ver
     raise _cannot(model, f"{type(model).__name__}, whose parts are in no order that is known")
 
 
-def _places_of(model: nn.Module, replacements: Mapping[int, nn.Module]) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """(parent, name, replacement) of each module with one, by their ids."""
-    for module in list(model.modules()):
-        for name, child in module._modules.items():
-            if child is not None and id(child) in replacements:
-                yield module, name, replacements[id(child)]
-
-
 def _cannot(model: nn.Module, why: str) -> UsageError:
     return UsageError(
         f"pipeline: {type(model).__name__} cannot be cut",
@@ -362,6 +356,114 @@ def _own_cost(module: nn.Module, config: PipelineConfig) -> float:
     return float(sum(param.numel() for param in params))
 
 
+# -- what a rank keeps
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A module that one stage computes.
+
+    Attributes:
+        kind: a child of an nn.Sequential; a block; or one of the ends before and after the blocks, with its own
+            parameters and not with the modules inside it.
+        part: the number of the stage.
+        places: (parent, name) of it in the model.
+        stand_in: in its place on other ranks, and on its own while another stage runs.
+    """
+
+    kind: Literal["child", "block", "end"]
+    part: int
+    module: nn.Module
+    places: Sequence[tuple[nn.Module, str]]
+    stand_in: nn.Module
+
+    def modules(self) -> Iterable[nn.Module]:
+        """Those with its parameters."""
+        return (self.module,) if self.kind == "end" else self.module.modules()
+
+
+def _divide(stage: Stage, pieces: Sequence[_Piece], firsts: Sequence[int]) -> None:
+    """Leaves in the model what this rank computes, and says what each of its stages is.
+
+    Args:
+        firsts: the first block or child of each stage, and behind them their number.
+    """
+    stage.shared = _shared(stage, pieces)
+    own, last = stage.own_parts, stage.num_parts - 1
+    for piece in pieces:
+        for parent, name in piece.places if piece.part not in own else ():
+            parent._modules[name] = piece.stand_in
+    copies = {id(item.copy.module): item.copy for item in stage.shared if item.copy is not None}
+    for parent in list(stage.model.modules()):
+        for name, module in parent._modules.items():
+            if id(module) in copies:
+                parent._modules[name] = copies[id(module)]
+    for part in own:
+        params = (
+            param
+            for piece in pieces
+            if piece.part == part
+            for module in piece.modules()
+            for param in copies.get(id(module), module)._parameters.values()
+        )
+        others = tuple(
+            (*place, piece.stand_in)
+            for piece in pieces
+            if piece.part in own and piece.part != part
+            for place in piece.places
+        )
+        ids = frozenset(id(param) for param in params if param is not None)
+        stage.parts.append(StagePart(part, part == 0, part == last, ids, others, firsts[part], firsts[part + 1]))
+
+
+def _shared(stage: Stage, pieces: Sequence[_Piece]) -> list[SharedParameter]:
+    """Parameters of two stages, of which one is here; those between two ranks are of the same two stages."""
+    holders: dict[int, list[tuple[_Piece, nn.Module, str]]] = {}
+    for piece in pieces:
+        for module in piece.modules():
+            for attribute, param in module._parameters.items():
+                if param is not None:
+                    holders.setdefault(id(param), []).append((piece, module, attribute))
+    names = {id(param): name for name, param in stage.model.named_parameters()}
+    shared = []
+    parts_between: dict[tuple[int, int], tuple[int, int]] = {}
+    for key, places in holders.items():
+        parts = sorted({piece.part for piece, *_ in places})
+        if len(parts) == 1:
+            continue
+        first, last = parts[0], parts[-1]
+        owner, reader = first % stage.count, last % stage.count
+        readers = [place for place in places if place[0].part == last]
+        piece, module, attribute = readers[0]
+        is_alone = piece.kind == "end" or sum(param is not None for param in module._parameters.values()) == 1
+        if (
+            len(parts) > 2
+            or owner == reader
+            or len(readers) > 1
+            or not is_alone
+            or any(piece.kind == "block" for piece, *_ in places)
+            or parts_between.setdefault((owner, reader), (first, last)) != (first, last)
+        ):
+            raise _shared_by_stages(names[key])
+        item = SharedParameter(names[key], owner, reader, last)
+        if stage.index == owner:
+            item.param = module._parameters[attribute]
+        if stage.index == reader:
+            item.copy = ReadsCopy(module, attribute)
+        if stage.index in (owner, reader):
+            shared.append(item)
+    return shared
+
+
+def _shared_by_stages(name: str) -> UsageError:
+    return UsageError(
+        f"pipeline: parameter {name}",
+        expected="to be of one stage; or of two, and alone in its module outside the blocks in the later one",
+        got="one that other stages compute with",
+        fix="choose another PipelineConfig(split), or leave pp at 1",
+    )
+
+
 # -- nn.Sequential
 
 
@@ -399,85 +501,18 @@ def _cut_sequential(
             got=None,
             fix="pass pipeline=PipelineConfig(loss=...)",
         )
-    names = list(model._modules)
     own_costs = config.costs or [_cost([child], config) for child in model]
     stage = _SequentialStage(model, whole, index, count, config)
-    firsts = [*_firsts(own_costs, stage.num_parts, config, model), len(names)]
-    part_of = {name: part for part in range(stage.num_parts) for name in names[firsts[part] : firsts[part + 1]]}
-    rank_of = {name: part % count for name, part in part_of.items()}
-    _check_tied_parts(model, part_of, rank_of)
-    stage.shared = [item for item in _tied_children(model, rank_of, index) if index in (item.owner, item.reader)]
-    copies = {id(item.copy.module): item.copy for item in stage.shared if item.copy is not None}
-    for name in names:
-        if rank_of[name] != index:
-            model._modules[name] = _Nothing()
-    _replace(model, copies)
-    for part in stage.own_parts:
-        others = tuple((model, name, _Nothing()) for name in names if rank_of[name] == index and part_of[name] != part)
-        params = [param for name in names if part_of[name] == part for param in model.get_submodule(name).parameters()]
-        stage.parts.append(_part(part, stage.num_parts, params, others, firsts))
+    firsts = [*_firsts(own_costs, stage.num_parts, config, model), len(model)]
+    children = list(model._modules.items())
+    pieces = [
+        _Piece("child", part, child, [(model, name)], _Nothing())
+        for part in range(stage.num_parts)
+        for name, child in children[firsts[part] : firsts[part + 1]]
+        if child is not None
+    ]
+    _divide(stage, pieces, firsts)
     return stage
-
-
-def _part(
-    index: int,
-    count: int,
-    params: Iterable[Tensor | None],
-    others: tuple[tuple[nn.Module, str, nn.Module], ...],
-    firsts: Sequence[int],
-) -> StagePart:
-    ids = frozenset(id(param) for param in params if param is not None)
-    return StagePart(index, index == 0, index == count - 1, ids, others, firsts[index], firsts[index + 1])
-
-
-def _check_tied_parts(model: nn.Sequential, part_of: Mapping[str, int], rank_of: Mapping[str, int]) -> None:
-    """Refuses a parameter of two stages of one rank, whose gradients would come in backwards of their own."""
-    first: dict[int, str] = {}
-    for name, child in model._modules.items():
-        for path, param in child.named_parameters() if child is not None else ():
-            other = first.setdefault(id(param), name)
-            if part_of[other] != part_of[name] and rank_of[other] == rank_of[name]:
-                raise _shared_by_stages(f"{name}.{path}")
-
-
-def _tied_children(model: nn.Sequential, stage_of: Mapping[str, int], index: int) -> Iterator[SharedParameter]:
-    """Parameters of children on two stages: of one module that is nothing else, in the later one."""
-    holders: dict[int, list[tuple[int, str, nn.Module, str]]] = {}
-    for name, child in model._modules.items():
-        for path, module in child.named_modules() if child is not None else ():
-            for attribute, param in module._parameters.items():
-                if param is not None:
-                    where = ".".join(filter(None, (name, path, attribute)))
-                    holders.setdefault(id(param), []).append((stage_of[name], where, module, attribute))
-    for places in holders.values():
-        stages = sorted({stage for stage, *_ in places})
-        if len(stages) == 1:
-            continue
-        readers = [(module, attribute) for stage, _, module, attribute in places if stage == stages[-1]]
-        module, attribute = readers[0]
-        if len(stages) > 2 or len(readers) > 1 or sum(param is not None for param in module._parameters.values()) > 1:
-            raise _shared_by_stages(places[0][1])
-        item = SharedParameter(places[0][1], owner=stages[0], reader=stages[-1])
-        if index == item.owner:
-            item.param = module._parameters[attribute]
-        if index == item.reader:
-            item.copy = ReadsCopy(module, attribute)
-        yield item
-
-
-def _replace(model: nn.Module, replaced: Mapping[int, nn.Module]) -> None:
-    """Puts other modules in the place of some, by their ids."""
-    for parent, name, module in list(_places_of(model, replaced)):
-        parent._modules[name] = module
-
-
-def _shared_by_stages(name: str) -> UsageError:
-    return UsageError(
-        f"pipeline: parameter {name}",
-        expected="to be of one stage; or of two, and alone in its module outside the blocks in the later one",
-        got="one that other stages compute with",
-        fix="choose another PipelineConfig(split), or leave pp at 1",
-    )
 
 
 def _single(output: Any, where: str) -> Tensor:
@@ -700,41 +735,28 @@ class _BlockCut:
         stage = _BlockStage(self.model, whole, index, count, self.config)
         stage.width = self.trace.inputs[0].shape[-1]
         firsts = [*_firsts(costs, stage.num_parts, self.config, self.model), len(self.blocks)]
-        stage.shared = self._shared(firsts, before, after, stage)
-        copies = {id(shared.copy.module): shared.copy for shared in stage.shared if shared.copy is not None}
-        # What stands in for a module where it is not computed: on other ranks for good, here while another stage runs.
-        stand_ins: dict[int, nn.Module] = {
-            id(block): _OtherBlock(block, stage.carry, position, in_tuple=self.trace.in_tuple)
-            for position, block in enumerate(self.blocks)
-        }
-        homes: dict[int, int] = {
-            id(block): part for part in range(stage.num_parts) for block in self.blocks[firsts[part] : firsts[part + 1]]
-        }
+        in_tuple = self.trace.in_tuple
+        places: dict[int, list[tuple[nn.Module, str]]] = {}
+        for parent in self.model.modules():
+            for name, module in parent._modules.items():
+                places.setdefault(id(module), []).append((parent, name))
+
+        def piece(kind: Literal["block", "end"], part: int, module: nn.Module, stand_in: nn.Module) -> _Piece:
+            return _Piece(kind, part, module, places.get(id(module), ()), stand_in)
+
+        pieces = [
+            piece("block", part, self.blocks[at], _OtherBlock(self.blocks[at], stage.carry, at, in_tuple=in_tuple))
+            for part in range(stage.num_parts)
+            for at in range(firsts[part], firsts[part + 1])
+        ]
+        several = stage.num_parts > 1
         for name in before:
-            homes[id(self.others[name])] = 0
-            if stage.num_parts > 1:
-                stand_ins[id(self.others[name])] = self._no_input(name, stage.carry)
-        for name in after:
-            homes[id(self.others[name])] = stage.num_parts - 1
-            stand_ins[id(self.others[name])] = _Nothing()
-        modules = [*self.blocks, *(self.others[name] for name in (*before, *after))]
-        own = stage.own_parts
-        _replace(self.model, {key: stand_ins[key] for key, part in homes.items() if part not in own})
-        _replace(self.model, copies)
-        for part in own:
-            params = [param for block in self.blocks[firsts[part] : firsts[part + 1]] for param in block.parameters()]
-            ends = (before if part == 0 else []) + (after if part == stage.num_parts - 1 else [])
-            for name in ends:
-                params += copies.get(id(self.others[name]), self.others[name])._parameters.values()
-            absent = {
-                id(copies.get(id(module), module)): stand_ins[id(module)]
-                for module in modules
-                if homes[id(module)] in own and homes[id(module)] != part
-            }
-            others = tuple(_places_of(self.model, absent))
-            stage.parts.append(_part(part, stage.num_parts, params, others, firsts))
-            if verify:
-                self._verify(stage, stage.parts[-1])
+            stand_in = self._no_input(name, stage.carry) if several else _Nothing()
+            pieces.append(piece("end", 0, self.others[name], stand_in))
+        pieces += [piece("end", stage.num_parts - 1, self.others[name], _Nothing()) for name in after]
+        _divide(stage, pieces, firsts)
+        for part in stage.parts if verify else ():
+            self._verify(stage, part)
         return stage
 
     def _no_input(self, name: str, carry: Carry) -> _NoInput:
@@ -745,45 +767,6 @@ class _BlockCut:
         if not adds_dim and output[:-1] != source[:-1]:
             raise _cannot(self.model, f"{name}, which makes {tuple(output)} of {tuple(source)}")
         return _NoInput(carry, output[-1], adds_dim=adds_dim)
-
-    def _shared(
-        self, firsts: Sequence[int], before: Sequence[str], after: Sequence[str], own: Stage
-    ) -> list[SharedParameter]:
-        """Parameters of several stages: of the first one, and of modules after the blocks."""
-        last = len(firsts) - 2
-        homes: dict[int, set[int]] = {}
-        for position, block in enumerate(self.blocks):
-            stage = next(stage for stage in range(last, -1, -1) if position >= firsts[stage])
-            for param in block.parameters():
-                homes.setdefault(id(param), set()).add(stage)
-        in_blocks = set(homes)
-        for names, stage in ((before, 0), (after, last)):
-            for name in names:
-                for param in self.others[name]._parameters.values():
-                    if param is not None:
-                        homes.setdefault(id(param), set()).add(stage)
-        names_of = {id(param): name for name, param in self.model.named_parameters()}
-        shared = []
-        for key, stages in homes.items():
-            if len(stages) == 1:
-                continue
-            readers = [
-                (module, attribute)
-                for name in after
-                for module in [self.others[name]]
-                for attribute, param in module._parameters.items()
-                if param is not None and id(param) == key
-            ]
-            if key in in_blocks or len(readers) != 1:
-                raise _shared_by_stages(names_of[key])
-            item = SharedParameter(names_of[key], owner=0, reader=own.count - 1)
-            module, attribute = readers[0]
-            if own.index == item.owner:
-                item.param = module._parameters[attribute]
-            if own.index == item.reader:
-                item.copy = ReadsCopy(module, attribute)
-            shared.append(item)
-        return [item for item in shared if own.index in (item.owner, item.reader)]
 
     def _verify(self, stage: _BlockStage, part: StagePart) -> None:
         """Raises unless the stage computes what the whole model did, from what the whole model had there."""

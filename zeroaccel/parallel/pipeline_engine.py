@@ -4,11 +4,12 @@ Each stage is an engine over its own data-parallel ranks. torch's schedules say 
 backward and send what goes between stages; here each of these is what `Engine` does for a micro-batch, in the same
 order of additions, so that the number of stages changes no bit. Norm, overflow and clipping are of all stages.
 
-[Note: shared parameters] A parameter that the first and the last stage read, as tied embeddings are, is the first
-one's. The last stage computes with a copy, which is sent anew before each batch, and returns the copy's gradient of
-each micro-batch; the first adds it to its own before anything else is added: the sum that autograd forms where both
-are in one graph. That takes M + 1 messages of its size per step of M micro-batches, where a sum at the end would take
-two, in another order.
+[Note: shared parameters] A parameter that two stages read, as tied embeddings are read by the first and the last, is
+the earlier one's. The later stage computes with a copy, which is sent anew before each batch, and returns the copy's
+gradient of each micro-batch; the earlier adds it to its own before anything else is added: the sum that autograd forms
+where both are in one graph. That takes M + 1 messages of its size per step of M micro-batches, where a sum at the end
+would take two, in another order. Gradients of several parameters travel in the order of the model, while backward
+reaches them in another: the owner takes all of a micro-batch before it adds the first.
 
 [Note: several stages on a rank] Each has its own backward of a micro-batch, which reaches its own parameters only. The
 engine passes these parameters to `GradReducer.expect`. A buffer is then reduced with the backward that fills it, as
@@ -49,7 +50,7 @@ from zeroaccel.errors import EngineStateError, UsageError, compose
 from zeroaccel.nested import leaves_of, to_device
 from zeroaccel.parallel.pipeline_cut import SharedParameter, Stage, StagePart, evaluating
 from zeroaccel.parallel.sequence import SHIFTED_LABELS, SequenceGroup
-from zeroaccel.zero.access.param_registry import handle_of
+from zeroaccel.zero.access.param_registry import ParamHandle, handle_of
 from zeroaccel.zero.engine_base import EngineBase
 
 _SCHEDULES = {
@@ -119,6 +120,7 @@ class PipelineEngine(EngineBase):
         self._backwards: Counter[int] = Counter()
         self._failure: Exception | None = None
         self._owned: dict[int, SharedParameter] = {}
+        self._arrived: dict[str, Tensor] = {}  # gradients of this micro-batch that other stages have returned
         self._share()
 
     # -- calls of programs
@@ -186,9 +188,11 @@ class PipelineEngine(EngineBase):
         """As `Engine.reset`, after an exception on every rank; drops messages between stages. (all ranks)"""
         super().reset()
         self._activity("")
-        for shared in self.stage.shared if hasattr(self, "_schedules") else ():
-            if shared.copy is not None:
-                shared.copy.leaves.clear()
+        if hasattr(self, "_schedules"):
+            self._arrived.clear()
+            for shared in self.stage.shared:
+                if shared.copy is not None:
+                    shared.copy.leaves.clear()
 
     # -- micro-batches
 
@@ -287,8 +291,8 @@ class PipelineEngine(EngineBase):
         self._begin_backward(direct=False)
         for param in run():
             self.on_grad_ready(param)
-        if part.is_last and not inputs_only:
-            self._return_gradients(micro_batch)
+        if not inputs_only:
+            self._return_gradients(part, micro_batch)
         self._end_backward()
         self._report.end("backward")
         if inputs_only:
@@ -365,9 +369,9 @@ class PipelineEngine(EngineBase):
         """As `Engine.on_grad_ready`; to a parameter that another stage reads too, that stage's gradient is added."""
         shared = self._owned.get(id(param))
         if shared is not None and param.grad is not None:
-            other = torch.empty_like(param.grad)
-            self.pipeline.receive(other, shared.reader, f"gradient of {shared.name}")
-            param.grad.add_(other)
+            if shared.name not in self._arrived:
+                self._receive_gradients(shared.reader)
+            param.grad.add_(self._arrived.pop(shared.name))
         super().on_grad_ready(param)
 
     def _share(self) -> None:
@@ -397,17 +401,31 @@ class PipelineEngine(EngineBase):
             if shared.copy is not None:
                 self.pipeline.receive(shared.copy.value, shared.owner, label)
             elif shared.param is not None:
-                handle = handle_of(shared.param)
-                assert handle is not None, f"{shared.name} is in no engine"
+                handle = self._handle_of(shared)
                 self.registry.acquire([handle.unit])
                 self.pipeline.send(shared.param.detach().contiguous(), shared.reader, label)
                 self.pipeline.finish_sends()
                 self.registry.release([handle.unit])
 
-    def _return_gradients(self, micro_batch: int) -> None:
+    @staticmethod
+    def _handle_of(shared: SharedParameter) -> ParamHandle:
+        handle = None if shared.param is None else handle_of(shared.param)
+        assert handle is not None, f"{shared.name} is in no engine"
+        return handle
+
+    def _receive_gradients(self, reader: int) -> None:
+        """Those of a micro-batch from a stage that reads parameters of this one."""
+        for shared in self._owned.values():
+            if shared.reader == reader:
+                handle, device = self._handle_of(shared), self.collectives.topology.device
+                gradient = torch.empty(handle.slot.shape, dtype=handle.param.dtype, device=device)
+                self.pipeline.receive(gradient, reader, f"gradient of {shared.name}")
+                self._arrived[shared.name] = gradient
+
+    def _return_gradients(self, part: StagePart, micro_batch: int) -> None:
         """Sends the gradients of copies to the stage that trains them."""
         for shared in self.stage.shared:
-            if shared.copy is not None and shared.copy.is_trained:
+            if shared.copy is not None and shared.copy.is_trained and shared.reading_part == part.index:
                 leaf = shared.copy.leaves.pop(micro_batch)
                 gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.contiguous()
                 self.pipeline.send(gradient, shared.owner, f"gradient of {shared.name}")
@@ -522,7 +540,9 @@ class _ScheduledStage(PipelineStage):
         leaves = [
             shared.copy.leaves[self._micro_batch]
             for shared in self._engine.stage.shared
-            if shared.copy is not None and self._part.is_last and self._micro_batch in shared.copy.leaves
+            if shared.copy is not None
+            and shared.reading_part == self._part.index
+            and self._micro_batch in shared.copy.leaves
         ]
         weights: Any = (*self._params(), *leaves)
         if backward_type == "input":

@@ -43,11 +43,22 @@ def layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(7, 12), *blocks, nn.LayerNorm(12), nn.Linear(12, 5))
 
 
+def tied_layers(kind: str) -> nn.Sequential:
+    """Layers that share weights: of the first two of three stages, or twice of two stages."""
+    torch.manual_seed(3)
+    one, two, same, other = (nn.Linear(12, 12, bias=False) for _ in range(4))
+    same.weight, other.weight = one.weight, two.weight
+    between = [nn.Tanh(), nn.Linear(12, 12)]
+    if kind == "layers-twice":
+        return nn.Sequential(nn.Linear(7, 12), one, two, *between, same, other, nn.Linear(12, 5))
+    return nn.Sequential(nn.Linear(7, 12), one, *between, same, nn.Tanh(), nn.Linear(12, 5))
+
+
 def batches(kind: str, place: int, count: int = STEPS * MICRO_BATCHES) -> Iterator[Any]:
     """Those of data-parallel rank `place`."""
     generator = torch.Generator().manual_seed(100 + place)
     for _ in range(count):
-        if kind == "layers":
+        if kind.startswith("layers"):
             yield torch.randn(BATCH, 7, generator=generator), torch.randn(BATCH, 5, generator=generator)
         else:
             ids = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator)
@@ -57,6 +68,8 @@ def batches(kind: str, place: int, count: int = STEPS * MICRO_BATCHES) -> Iterat
 
 
 def build(kind: str) -> nn.Module:
+    if kind.startswith("layers-"):
+        return tied_layers(kind)
     return layers() if kind == "layers" else causal(kind.removesuffix("-tied"), kind.endswith("-tied"))
 
 
@@ -66,7 +79,7 @@ def plain(settings: Mapping[str, Any], kind: str) -> Run:
     engine, *_ = zeroaccel.initialize(model, config=dict(settings))
     run, losses = Run(), []
     for batch in batches(kind, engine.collectives.rank):
-        if kind == "layers":
+        if kind.startswith("layers"):
             loss = nn.functional.mse_loss(engine(batch[0]), batch[1])
         else:
             loss = engine(**batch, use_cache=False).loss
@@ -95,7 +108,7 @@ def stepped(engine: Any, data: Iterator[Any]) -> Run:
 
 def staged(settings: Mapping[str, Any], kind: str, pp: int, **cutting: Any) -> Run:
     model = build(kind)
-    if kind == "layers":
+    if kind.startswith("layers"):
         cutting["loss"] = nn.functional.mse_loss
     pipeline = PipelineConfig(**cutting)
     engine, *_ = zeroaccel.initialize(model, config=dict(settings), parallel=ParallelConfig(pp=pp), pipeline=pipeline)
@@ -135,6 +148,14 @@ CASES = [
     ("llama", 2, 1, 1, "bf16", ADAMW, {"schedule": "zero_bubble", "stages_per_rank": 1}),
     pytest.param(*("layers", 2, 2, 2, "fp32", SGD, {"schedule": "zero_bubble"}), marks=pytest.mark.slow),
     pytest.param(*("layers", 3, 1, 2, "fp32", SGD, {"schedule": "interleaved_1f1b"}), marks=pytest.mark.slow),
+    # Weights that two stages share: the first two of three, and twice the same two.
+    ("layers-middle", 3, 1, 1, "fp32", SGD, {"split": (2, 3, 2)}),
+    ("layers-twice", 2, 1, 2, "fp32", SGD, {"split": (4, 4)}),
+    pytest.param(*("layers-twice", 2, 1, 3, "fp32", ADAMW, {"split": (4, 4)}), marks=pytest.mark.slow),
+    pytest.param(
+        *("layers-twice", 2, 1, 2, "fp32", SGD, {"split": (4, 4), "schedule": "zero_bubble", "stages_per_rank": 1}),
+        marks=pytest.mark.slow,
+    ),
 ]
 
 
