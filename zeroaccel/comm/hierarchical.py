@@ -34,6 +34,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from zeroaccel.comm.collective_tracker import DONE, CollectiveTracker, Work
@@ -157,24 +158,32 @@ class HierarchicalCollectives(Collectives):
             "gathers of shards": (shard_group.gather_group, GATHERS),
             "secondary gathers": (secondary_group.gather_group, GATHERS),
         }
-        if layout.hops is not None:
+        connect(topology, groups | self._choose_reduction(hops, shard_group, replicate_group))
+
+    def _choose_reduction(
+        self, hops: Sequence[RankGroup], shard_group: RankGroup, replicate_group: RankGroup
+    ) -> dict[str, tuple[dist.ProcessGroup, Sequence[str]]]:
+        """Makes the reduction of the layout, if the plain one is not it; returns the groups that it uses, by name.
+
+        Args:
+            hops: of int4 reductions, the node group and the peer group; none for exact ones.
+        """
+        if self.layout.hops is not None:
             node_group, peer_group = hops
-            groups |= {"hop 1": (node_group.reduce_group, HOPS), "hop 2": (peer_group.reduce_group, HOPS)}
             self._reduction = Int4Reduction(
                 self._tracker,
                 self._transports(node_group, node_group.reduce_group),
                 self._transports(peer_group, peer_group.reduce_group),
-                _shards_of_peers(layout.hops[1], shard_group, node_group),
+                _shards_of_peers(self.layout.hops[1], shard_group, node_group),
             )
-        elif replicate_group.size > 1:
-            groups["sums of shards"] = shard_group.reduce_group, REDUCTIONS
-            groups["sums of replicas"] = replicate_group.reduce_group, REDUCTIONS
-            self._reduction = ReplicatedReduction(
-                self._tracker,
-                self._transports(shard_group, shard_group.reduce_group),
-                self._transports(replicate_group, replicate_group.reduce_group),
-            )
-        connect(topology, groups)
+            return {"hop 1": (node_group.reduce_group, HOPS), "hop 2": (peer_group.reduce_group, HOPS)}
+        if replicate_group.size == 1:
+            return {}
+        shards, replicas = shard_group.reduce_group, replicate_group.reduce_group
+        self._reduction = ReplicatedReduction(
+            self._tracker, self._transports(shard_group, shards), self._transports(replicate_group, replicas)
+        )
+        return {"sums of shards": (shards, REDUCTIONS), "sums of replicas": (replicas, REDUCTIONS)}
 
     def gather_weights(self, out: Tensor, shard: Tensor, label: str, split_sizes: Sequence[int] = ()) -> Work:
         codec = self._weight_codec
