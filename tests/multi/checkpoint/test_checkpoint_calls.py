@@ -559,11 +559,11 @@ def files_of_a_load(root: Path, stage: int, tier: str) -> tuple[set[str], set[st
     engine = make_engine(stage, "bf16", seed=11, **offloaded(root, tier))
     before = pieces_of(engine)
     stored, opened = list[object](), set[str]()
-    open_ = TensorStore._open
+    read = TensorStore._read
 
-    def noted(store: TensorStore, file: int) -> Any:
+    def noted(store: TensorStore, file: int, *others: Any) -> None:
         opened.add(store.manifest.files[file].name)
-        return open_(store, file)
+        read(store, file, *others)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(NvmeTier, "store", lambda *call: stored.append(call))
@@ -572,7 +572,7 @@ def files_of_a_load(root: Path, stage: int, tier: str) -> tuple[set[str], set[st
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before), "the question changed something"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TensorStore, "_open", noted)
+        patch.setattr(TensorStore, "_read", noted)
         engine.load_checkpoint(root, tag="one")
     engine.destroy()
     return expected, opened, len(stored)
