@@ -78,11 +78,9 @@ class StateSave:
         folder: Path,
         engines: Mapping[str, EngineBase],
         part: StatePart,
-        collectives: Collectives,
         device: torch.device,
     ) -> None:
         self._part = part
-        self._collectives = collectives
         self._saves: list[Save] = []
         self._written: list[Part] = []
         self.device = device
@@ -107,7 +105,7 @@ class StateSave:
     def complete(self) -> None:
         """Makes the folder a complete state. (all ranks)"""
         for save, part in zip(self._saves, self._written, strict=True):
-            save.commit_together(part, self._collectives)
+            save.commit_together(part)
         self._part.complete()
 
     def abandon(self) -> None:

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from zeroaccel.checkpoint.save_plan import EngineState
 from zeroaccel.checkpoint.weights import FullValues, placeholder_state_dict, tensor_specs, with_ties
 from zeroaccel.comm.agree import agree_or_raise, from_rank_0
-from zeroaccel.comm.collectives import Collectives
 from zeroaccel.errors import EngineStateError
 from zeroaccel.nested import map_tensors
 from zeroaccel.zero.engine_base import EngineBase
@@ -100,7 +99,7 @@ def _gathering(original: Callable[..., Any]) -> Callable[..., Any]:
         engine.checkpointer.prepare_to_save("save_pretrained")
         result, failure = None, None
         try:
-            with state_dict_on_demand(engine.checkpointer.state(), collectives) as state:
+            with state_dict_on_demand(engine.checkpointer.state()) as state:
                 result = save(state)
         except Exception as error:
             failure = error
@@ -134,15 +133,15 @@ _ALIASES = frozenset((Tensor.view, Tensor.__getitem__, Tensor.detach, Tensor.nar
 
 
 @contextmanager
-def state_dict_on_demand(engine_state: EngineState, collectives: Collectives) -> Iterator[dict[str, Tensor]]:
+def state_dict_on_demand(engine_state: EngineState) -> Iterator[dict[str, Tensor]]:
     """The model's state dict in host memory on rank 0; elsewhere meta tensors, and at the end of the block this rank
     gathers what rank 0 asks for. (all ranks)
 
     Names and order are the model's own; tied parameters are one tensor under each of their names. Every operation that
     needs a value gathers it. The block must contain no collective of its own.
     """
-    requests = _Requests(engine_state, collectives)
-    if collectives.rank != 0:
+    requests = _Requests(engine_state)
+    if engine_state.job.rank != 0:
         try:
             yield placeholder_state_dict(engine_state, exclude_frozen=False)
         finally:
@@ -160,8 +159,8 @@ def state_dict_on_demand(engine_state: EngineState, collectives: Collectives) ->
 class _Requests:
     """Gathers full values by name, on all ranks in the order in which rank 0 asks."""
 
-    def __init__(self, engine_state: EngineState, collectives: Collectives) -> None:
-        self._collectives = collectives
+    def __init__(self, engine_state: EngineState) -> None:
+        self._ranks = engine_state.job
         self._values = FullValues(engine_state)
         self._is_over = False
 
@@ -169,18 +168,18 @@ class _Requests:
         """A copy of a full value in host memory. (rank 0)"""
         if self._is_over:
             raise EngineStateError(f"{name}: save_pretrained has ended without reading its value")
-        from_rank_0(self._collectives, lambda: name, _LABEL)
+        from_rank_0(self._ranks, lambda: name, _LABEL)
         return self._values.value(name).to("cpu", copy=True)
 
     def end(self) -> None:
         """Lets the other ranks go on. (rank 0)"""
         self._is_over = True
-        from_rank_0(self._collectives, str, _LABEL)  # no name
+        from_rank_0(self._ranks, str, _LABEL)  # no name
         self._values.reshard()
 
     def serve(self) -> None:
         """Takes part in what rank 0 asks for, until it is done. (the other ranks)"""
-        while name := from_rank_0(self._collectives, str, _LABEL):
+        while name := from_rank_0(self._ranks, str, _LABEL):
             self._values.value(name)
         self._values.reshard()
 

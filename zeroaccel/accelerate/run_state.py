@@ -257,7 +257,7 @@ class RunSaving:
         run, device = self._parts(step), self._state.partial.device
         part = _RunPart(folder, run, self._collectives, device)
         engines = {_tag(index): engine for index, engine in enumerate(run.engines)}
-        return StateSave(part.root, engines, part, self._collectives, device)
+        return StateSave(part.root, engines, part, device)
 
     def _call_save_hooks(self, folder: Path) -> None:
         models = [item.engine for item in self._state.prepared]

@@ -59,7 +59,7 @@ class BackgroundSave:
         self._abandoned.set()
         self.wait()
         with contextlib.suppress(OSError):
-            self._part_path(self._save.rank).unlink(missing_ok=True)
+            self._part_path(self._save.ranks.rank).unlink(missing_ok=True)
         self._save.discard()
 
     def discard_folder(self) -> None:
@@ -80,20 +80,20 @@ class BackgroundSave:
         save = self._save
         try:
             part = save.write_part()
-            if save.rank:
+            if save.ranks.rank:
                 self._send(part)
         except Exception as error:
             save.discard()
-            if save.rank:
+            if save.ranks.rank:
                 with contextlib.suppress(CheckpointError):  # the disk may be full; then rank 0 sees a stalled file
                     self._send({"error": str(error)})
             raise
-        if save.rank == 0:
-            save.commit([part, *(self._wait_for(rank) for rank in range(1, save.world_size))])
+        if save.ranks.rank == 0:
+            save.commit([part, *(self._wait_for(rank) for rank in range(1, save.ranks.world_size))])
 
     def _send(self, part: Part) -> None:
         """Writes the part file that rank 0 polls for."""
-        path = self._part_path(self._save.rank)
+        path = self._part_path(self._save.ranks.rank)
         with writing_to(path, keeps_others=True):
             write_durably(path, json.dumps(part).encode())
 
@@ -102,7 +102,7 @@ class BackgroundSave:
 
     def _file_path(self, rank: int) -> Path:
         own = self._save.writer.path
-        return own.with_name(own.name.replace(f"rank{self._save.rank:05d}", f"rank{rank:05d}", 1))
+        return own.with_name(own.name.replace(f"rank{self._save.ranks.rank:05d}", f"rank{rank:05d}", 1))
 
     def _wait_for(self, rank: int) -> Part:
         """The part of a rank, as soon as its part file exists; CheckpointError if it will never come."""

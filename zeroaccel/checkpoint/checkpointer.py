@@ -121,7 +121,7 @@ class Checkpointer:
         if self._section.async_save:
             self._saving = BackgroundSave(save)
         else:
-            save.write_now(self._ranks)
+            save.write_now()
             logger.info("saved checkpoint %s", save.folder)
 
     def begin_save(self, folder: PathLike, tag: str) -> Save:
@@ -157,7 +157,7 @@ class Checkpointer:
             base,
             CommitRules(save_latest, self._section.keep_last, is_shared=not is_in_launcher_memory(save_dir)),
         )
-        return prepare(request, self.state(), self._progress(), self._ranks, staging)
+        return prepare(request, self.state(), self._progress(), staging)
 
     def save_and_leave(self, save_dir: PathLike) -> None:
         """Saves a checkpoint, waits until it is complete, and raises Preempted."""
@@ -167,14 +167,13 @@ class Checkpointer:
 
     def save_16bit_model(self, path: PathLike, *, exclude_frozen: bool) -> None:
         self.prepare_to_save("save_16bit_model")
-        save_weights(Path(path), self.state(), self._ranks, exclude_frozen=exclude_frozen)
+        save_weights(Path(path), self.state(), exclude_frozen=exclude_frozen)
 
     def save_model(self, save_dir: PathLike, max_nbytes: int, *, pickled: bool, exclude_frozen: bool) -> list[str]:
         self.prepare_to_save("save_model")
         return save_model_files(
             Path(save_dir),
             self.state(),
-            self._ranks,
             max_nbytes=max_nbytes,
             pickled=pickled,
             exclude_frozen=exclude_frozen,
@@ -404,18 +403,7 @@ class Checkpointer:
     def state(self) -> EngineState:
         """The model, units and optimizer, as savers take them."""
         engine = self._engine
-        ranks = engine.collectives
-        return EngineState(
-            engine.module,
-            engine.units,
-            engine.sharded_optimizer,
-            ranks.job.rank,
-            ranks.job.world_size,
-            ranks.replica,
-            ranks,
-            self._whole,
-            ranks.job.rank - ranks.peers.rank,
-        )
+        return EngineState(engine.module, engine.units, engine.sharded_optimizer, engine.collectives, self._whole)
 
     def _device(self) -> torch.device:
         return self._engine.units[0].buffers[0].full.device if self._engine.units else torch.device("cpu")

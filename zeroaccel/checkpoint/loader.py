@@ -84,7 +84,7 @@ def note_files(holdings: EngineState, store: UnreadStore, where: str) -> None:
         for group in hyperparameters(holdings.optimizer, manifest, where):
             decode(dict(group), store.fetch)
     states = manifest.random_state
-    own = None if states is None or holdings.rank >= len(states) else states[holdings.rank]
+    own = None if states is None or holdings.job.rank >= len(states) else states[holdings.job.rank]
     for saved in (manifest.client_state, manifest.lr_scheduler, manifest.loss_scale, own):
         decode(saved, store.fetch)
 

@@ -151,9 +151,7 @@ def _machine() -> str:
         return f"{os.getpid()}"  # unique: without /proc no process counts as visible to another
 
 
-def prepare(
-    request: SaveRequest, engine_state: EngineState, progress: Progress, collectives: Collectives, staging: Staging
-) -> Save:
+def prepare(request: SaveRequest, engine_state: EngineState, progress: Progress, staging: Staging) -> Save:
     """Collects the ranks' save plans and agrees on tag and folder. (all ranks)
 
     Counters, buffers and client state are copied now; of parameters, masters and states the plan has live views.
@@ -165,32 +163,33 @@ def prepare(
     """
     # A mistake (client state that is not plain data, a bad tag) can be on one rank only: each rank collects inside
     # `agreed`, so all of them raise before any file exists.
-    plan = SavePlan(engine_state.rank)
+    ranks, is_first = engine_state.job, engine_state.job.rank == 0
+    plan = SavePlan(ranks.rank)
     common: dict[str, Any] = {}
     random_state, tag, root = None, "", Path()
-    with agreed(collectives, "save_checkpoint: what to save"):
+    with agreed(ranks, "save_checkpoint: what to save"):
         root = _folder_of(request.root)
         tag = check_new_tag(request.tag)
         plan = SavePlan.collect(engine_state, left_out=request.left_out)
         if progress.random_state is not None:
             random_state = encode(progress.random_state, "random state", plan.keep)
-        client_state = _encode_client_state(request.client_state, plan if engine_state.rank == 0 else None)
-        if engine_state.rank == 0:
+        client_state = _encode_client_state(request.client_state, plan if is_first else None)
+        if is_first:
             common = _common(request, engine_state, progress, plan) | {"tag": tag, "client_state": client_state}
     if engine_state.whole_model is not None:
-        _join_parts(common, engine_state, plan, collectives, left_out=request.left_out)
-    save_id, processes = _agree_on_tag(tag, collectives)
-    path = root / tag / rank_file_name(engine_state.rank, engine_state.world_size, save_id)
-    over = None if request.rules.is_shared else file_of_rank(root.with_name(OVERWRITTEN) / tag, engine_state.rank)
-    with agreed(collectives, f"checkpoint {tag}: lay out"):
+        _join_parts(common, engine_state, plan, left_out=request.left_out)
+    save_id, processes = _agree_on_tag(tag, ranks)
+    path = root / tag / rank_file_name(ranks.rank, ranks.world_size, save_id)
+    over = None if request.rules.is_shared else file_of_rank(root.with_name(OVERWRITTEN) / tag, ranks.rank)
+    with agreed(ranks, f"checkpoint {tag}: lay out"):
         writer = RankFileWriter(path, plan.entries, staging, over=over)
-    sizes = collectives.gather_objects(writer.layout.nbytes, f"checkpoint {tag}: sizes")
+    sizes = ranks.gather_objects(writer.layout.nbytes, f"checkpoint {tag}: sizes")
     lock: FolderLock | None = None
     try:
-        with agreed(collectives, f"checkpoint {tag}: folder"):
+        with agreed(ranks, f"checkpoint {tag}: folder"):
             # Of folders that machines do not share none gets everything.
             nbytes = sum(sizes) if request.rules.is_shared else writer.fresh_nbytes
-            lock = _open_folder(root / tag, nbytes, locked=engine_state.rank == 0)
+            lock = _open_folder(root / tag, nbytes, locked=is_first)
     except Exception:
         if lock is not None:
             lock.release()
@@ -201,8 +200,7 @@ def prepare(
         root,
         tag,
         save_id,
-        engine_state.rank,
-        engine_state.world_size,
+        ranks,
         writer,
         plan.scalars,
         random_state,
@@ -213,9 +211,9 @@ def prepare(
     )
 
 
-def _agree_on_tag(tag: str, collectives: Collectives) -> tuple[str, tuple[RankProcess, ...]]:
+def _agree_on_tag(tag: str, ranks: Collectives) -> tuple[str, tuple[RankProcess, ...]]:
     """The id of this save, and the process of each rank. (all ranks)"""
-    tags = collectives.gather_objects((tag, secrets.token_hex(4), RankProcess.own()), "save_checkpoint: tag")
+    tags = ranks.gather_objects((tag, secrets.token_hex(4), RankProcess.own()), "save_checkpoint: tag")
     if len({name for name, *_ in tags}) > 1:
         raise UsageError(
             "save_checkpoint(tag)",
@@ -247,7 +245,7 @@ def _common(request: SaveRequest, engine_state: EngineState, progress: Progress,
         plan.add_full(f"buffer/{name}", buffer.clone())  # the next forward may change it
     parameters = describe_parameters(engine_state, left_out=request.left_out)
     return {
-        "world_size": engine_state.world_size,
+        "world_size": engine_state.job.world_size,
         "sharded": dict(progress.sharded),
         "parameters": parameters,
         "order": tuple(parameters),
@@ -264,14 +262,7 @@ def _common(request: SaveRequest, engine_state: EngineState, progress: Progress,
     }
 
 
-def _join_parts(
-    common: dict[str, Any],
-    engine_state: EngineState,
-    plan: SavePlan,
-    collectives: Collectives,
-    *,
-    left_out: frozenset[int],
-) -> None:
+def _join_parts(common: dict[str, Any], engine_state: EngineState, plan: SavePlan, *, left_out: frozenset[int]) -> None:
     """Adds the parameters and buffers of other parts to rank 0's description. (all ranks)
 
     The first rank that has a buffer saves it.
@@ -279,7 +270,7 @@ def _join_parts(
     assert engine_state.whole_model is not None, "parts of no model"
     buffers = dict(persistent_buffers(engine_state.model))
     own: tuple[dict[str, Any], list[str], dict[str, int], tuple[str, ...]] | None = None
-    if engine_state.lead == engine_state.rank:
+    if engine_state.lead == engine_state.job.rank:
         groups = {} if engine_state.optimizer is None else dict(engine_state.optimizer.group_of)
         own = (
             describe_parameters(engine_state, left_out=left_out),
@@ -291,14 +282,14 @@ def _join_parts(
     savers: dict[str, int] = {}
     group_of: dict[str, int] = {}
     codes: dict[str, None] = {}
-    for rank, part in enumerate(collectives.gather_objects(own, "save_checkpoint: parts")):
+    for rank, part in enumerate(engine_state.job.gather_objects(own, "save_checkpoint: parts")):
         if part is not None:
             parameters |= part[0]
             savers = {**dict.fromkeys(part[1], rank), **savers}
             group_of |= part[2]
             codes |= dict.fromkeys(part[3])
     for name, saver in savers.items():
-        if saver == engine_state.rank != 0:  # rank 0 has added its own
+        if saver == engine_state.job.rank != 0:  # rank 0 has added its own
             plan.add_full(f"buffer/{name}", buffers[name].clone())
     if common:
         order = [name for name in engine_state.whole_model.order if name in parameters]
@@ -366,8 +357,7 @@ class Save:
     root: Path
     tag: str
     save_id: str
-    rank: int
-    world_size: int
+    ranks: Collectives
     writer: RankFileWriter
     scalars: Mapping[str, Any]
     random_state: Any
@@ -391,7 +381,7 @@ class Save:
 
     def write_part(self) -> Part:
         """Writes this rank's file; `writer.copy` must be running in another thread."""
-        record = self.writer.write(self.rank)
+        record = self.writer.write(self.ranks.rank)
         return describe_part(self.writer, record, self.scalars, self.random_state)
 
     def commit(self, parts: list[Part]) -> None:
@@ -422,7 +412,7 @@ class Save:
                 self.folder.rmdir()
             lock.release()
 
-    def write_now(self, collectives: Collectives) -> None:
+    def write_now(self) -> None:
         """Writes and commits, and returns when the checkpoint is complete. (all ranks)
 
         Raises:
@@ -430,14 +420,14 @@ class Save:
         """
         part: Part = {}
         with self._abandoned_if_it_fails():
-            with agreed(collectives, f"checkpoint {self.tag}: write"):
+            with agreed(self.ranks, f"checkpoint {self.tag}: write"):
                 part = self.write()
-            self._commit_together(part, collectives)
+            self._commit_together(part)
 
-    def commit_together(self, part: Part, collectives: Collectives) -> None:
+    def commit_together(self, part: Part) -> None:
         """Commits what `write` has returned on each rank. (all ranks)"""
         with self._abandoned_if_it_fails():
-            self._commit_together(part, collectives)
+            self._commit_together(part)
 
     def abandon(self) -> None:
         """Removes what is there of a save that will not be committed; its `write`, if it was called, has ended."""
@@ -446,10 +436,10 @@ class Save:
         self.release()
         self.discard_folder()  # succeeds on the last rank to discard its file
 
-    def _commit_together(self, part: Part, collectives: Collectives) -> None:
-        parts = collectives.gather_objects(part, f"checkpoint {self.tag}: parts")
-        with agreed(collectives, f"checkpoint {self.tag}: commit"):
-            if self.rank == 0:
+    def _commit_together(self, part: Part) -> None:
+        parts = self.ranks.gather_objects(part, f"checkpoint {self.tag}: parts")
+        with agreed(self.ranks, f"checkpoint {self.tag}: commit"):
+            if self.ranks.rank == 0:
                 self.commit(parts)
 
     @contextlib.contextmanager

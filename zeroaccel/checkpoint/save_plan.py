@@ -77,22 +77,25 @@ class EngineState:
     """The parts of an engine that a checkpoint is about.
 
     Attributes:
-        rank, world_size: of the job: each rank has a file.
-        replica: which set of shards this rank's belongs to; the first one's ranks save, and all load.
-        collectives: by which split parameters are joined, and stages of a pipeline; None where nothing is.
+        collectives: of the engine.
         whole_model: the model that the ranks' parts make up; None where every rank has all of it.
-        lead: the first rank with this stage, which describes it.
     """
 
     model: nn.Module
     units: Sequence[ParamUnit]
     optimizer: ShardedOptimizer | None
-    rank: int
-    world_size: int
-    replica: int = 0
-    collectives: Collectives | None = None
-    whole_model: WholeModel | None = None
-    lead: int = 0
+    collectives: Collectives
+    whole_model: WholeModel | None
+
+    @property
+    def job(self) -> Collectives:
+        """Over all ranks, each of which has a file."""
+        return self.collectives.job
+
+    @property
+    def lead(self) -> int:
+        """The first rank with this stage of a pipeline, which describes it."""
+        return self.job.rank - self.collectives.peers.rank
 
     @property
     def ties(self) -> Mapping[str, str]:
@@ -106,12 +109,11 @@ class EngineState:
 
     def saves(self, buffer: FlatBuffer) -> bool:
         """Whether this rank's part of a buffer is saved by it: of what several ranks hold, one of them saves."""
-        is_first = self.collectives is None or self.collectives.is_first_data_group
-        return self.replica == 0 and (is_first or buffer.is_split)
+        return self.collectives.replica == 0 and (self.collectives.is_first_data_group or buffer.is_split)
 
     def whole(self, slot: Slot, part: Tensor) -> Tensor:
         """A parameter from this rank's part of it. (all ranks)"""
-        return part if self.collectives is None else whole_of(slot, part, self.collectives)
+        return whole_of(slot, part, self.collectives)
 
     def buffers(self) -> Iterator[FlatBuffer]:
         """Every flat buffer, in the order of the units."""
@@ -158,7 +160,7 @@ class SavePlan:
         Raises:
             CheckpointError: the optimizer's state has a form that cannot be saved; it names the state.
         """
-        plan = cls(holdings.rank)
+        plan = cls(holdings.job.rank)
         for buffer in filter(holdings.saves, holdings.buffers()):
             plan._add_weights(buffer, left_out)
             if holdings.optimizer is not None:

@@ -26,7 +26,6 @@ from zeroaccel.checkpoint.consolidate import named_errors
 from zeroaccel.checkpoint.save_plan import EngineState, persistent_buffers
 from zeroaccel.checkpoint.zero_to_fp32 import CHUNK_NBYTES
 from zeroaccel.comm.agree import agreed
-from zeroaccel.comm.collectives import Collectives
 from zeroaccel.errors import CheckpointError
 from zeroaccel.zero.access.safetensors_file import dtype_name, lay_out_tensors
 from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit, ShardState
@@ -39,7 +38,7 @@ _PICKLES = (".bin", ".pt", ".pth")
 _STEMS = {".safetensors": "model", ".bin": "pytorch_model"}
 
 
-def save_weights(path: Path, engine_state: EngineState, collectives: Collectives, *, exclude_frozen: bool) -> None:
+def save_weights(path: Path, engine_state: EngineState, *, exclude_frozen: bool) -> None:
     """Writes all parameters and persistent buffers to `path`, on rank 0. (all ranks)
 
     Args:
@@ -59,7 +58,7 @@ def save_weights(path: Path, engine_state: EngineState, collectives: Collectives
             raise CheckpointError(f"{path}", expected="a name ending in .safetensors, .bin, .pt or .pth")
         return StreamedWeights(path, tensors, engine_state.ties)
 
-    stream_into(path.parent, open_writer, engine_state, collectives, exclude_frozen=exclude_frozen)
+    stream_into(path.parent, open_writer, engine_state, exclude_frozen=exclude_frozen)
 
 
 class WeightsWriter(Protocol):
@@ -79,7 +78,6 @@ def stream_into(
     folder: Path,
     open_writer: Callable[[], WeightsWriter],
     engine_state: EngineState,
-    collectives: Collectives,
     *,
     exclude_frozen: bool,
 ) -> None:
@@ -92,8 +90,8 @@ def stream_into(
         CheckpointError: the disk is full or fails, or what the writer raises; on every rank.
     """
     writer: WeightsWriter | None = None
-    with agreed(collectives, f"save {folder.name}: folder"), _named_errors(folder):
-        if engine_state.rank == 0:
+    with agreed(engine_state.job, f"save {folder.name}: folder"), _named_errors(folder):
+        if engine_state.job.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
             writer = open_writer()
     error: Exception | None = None
@@ -105,7 +103,7 @@ def stream_into(
             # The other ranks wait for rank 0 in the next all-gather, so it takes part in the remaining ones and raises
             # at the end, where all ranks agree.
             error = raised
-    with agreed(collectives, f"save {folder.name}: write"), _named_errors(folder):
+    with agreed(engine_state.job, f"save {folder.name}: write"), _named_errors(folder):
         try:
             if error is not None:
                 raise error
@@ -137,9 +135,9 @@ def consolidated_state_dict(engine_state: EngineState, *, exclude_frozen: bool) 
     """
     tensors: dict[str, Tensor] = {}
     for name, value in _streamed(engine_state, exclude_frozen=exclude_frozen):
-        if engine_state.rank == 0:
+        if engine_state.job.rank == 0:
             tensors[name] = value.to("cpu", copy=True)
-    return with_ties(tensors, engine_state) if engine_state.rank == 0 else None
+    return with_ties(tensors, engine_state) if engine_state.job.rank == 0 else None
 
 
 def placeholder_state_dict(engine_state: EngineState, *, exclude_frozen: bool) -> dict[str, Tensor]:
@@ -204,12 +202,10 @@ def _streamed(engine_state: EngineState, *, exclude_frozen: bool) -> Iterator[tu
         if source == engine_state.lead:
             value = values.value(name)
         if source != 0:  # all ranks receive, though only rank 0 needs it: one stage's ranks send, tensor by tensor
-            assert engine_state.collectives is not None, "a stage without a way to the others"
-            job = engine_state.collectives.job
-            if source != engine_state.rank:
-                value = torch.empty(shape, dtype=dtype, device=job.topology.device)
+            if source != engine_state.job.rank:
+                value = torch.empty(shape, dtype=dtype, device=engine_state.job.topology.device)
             value = value.contiguous()
-            job.broadcast(value, source, f"full value of {name}")
+            engine_state.job.broadcast(value, source, f"full value of {name}")
         yield name, value
     values.reshard()
 
@@ -217,12 +213,10 @@ def _streamed(engine_state: EngineState, *, exclude_frozen: bool) -> Iterator[tu
 def _specs_by_rank(engine_state: EngineState, *, exclude_frozen: bool) -> list[tuple[int, TensorSpec]]:
     """Which rank has each tensor of the whole model, in the order of `_streamed`. (all ranks)"""
     own = list(tensor_specs(engine_state, exclude_frozen=exclude_frozen))
-    if engine_state.whole_model is None or engine_state.collectives is None:
+    if engine_state.whole_model is None:
         return [(0, spec) for spec in own]
-    leads = engine_state.lead == engine_state.rank
-    per_rank: list[list[TensorSpec]] = engine_state.collectives.job.gather_objects(
-        own if leads else [], "tensors of stages"
-    )
+    leads = engine_state.lead == engine_state.job.rank
+    per_rank: list[list[TensorSpec]] = engine_state.job.gather_objects(own if leads else [], "tensors of stages")
     first: dict[str, tuple[int, TensorSpec]] = {}
     for rank, specs in enumerate(per_rank):
         for spec in specs:
@@ -369,7 +363,6 @@ def plan_files(tensors: Sequence[TensorSpec], max_nbytes: int, suffix: str) -> l
 def save_model_files(
     folder: Path,
     engine_state: EngineState,
-    collectives: Collectives,
     *,
     max_nbytes: int,
     pickled: bool = False,
@@ -393,7 +386,6 @@ def save_model_files(
         folder,
         lambda: _ShardedWeights(folder, files, engine_state, pickled=pickled),
         engine_state,
-        collectives,
         exclude_frozen=exclude_frozen,
     )
     names = [file.name for file in files]

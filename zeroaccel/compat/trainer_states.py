@@ -174,9 +174,8 @@ class TrainerStates:
         assert engine is not None, "states are saved after steps of an engine"
         if self._trainer.hp_search_backend is None:
             self._trainer.store_flos()
-        ranks = engine.collectives.job
-        part = _TrainerPart(folder, self._trainer, ranks, self._replaced)
-        return StateSave(folder, {_TAG: engine}, part, ranks, engine.device)
+        part = _TrainerPart(folder, self._trainer, engine.collectives.job, self._replaced)
+        return StateSave(folder, {_TAG: engine}, part, engine.device)
 
 
 class _TrainerPart:

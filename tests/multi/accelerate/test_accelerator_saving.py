@@ -242,7 +242,7 @@ def _between_forward_and_backward(_: None = None) -> tuple[dict[str, Tensor], di
         loss = model(torch.ones(2, 64)).sum()
         if step:
             assert any(unit.state is ShardState.UNSHARDED for unit in model.units)
-            with pretrained_saving.state_dict_on_demand(model.checkpointer.state(), accelerator.collectives) as state:
+            with pretrained_saving.state_dict_on_demand(model.checkpointer.state()) as state:
                 on_demand = {name: value.clone() for name, value in state.items()}
         accelerator.backward(loss)
     whole = accelerator.get_state_dict(model)
