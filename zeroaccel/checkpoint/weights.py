@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -34,8 +34,11 @@ from zeroaccel.zero.quantized_weights import join_wrappers
 TensorSpec = tuple[str, torch.dtype, tuple[int, ...]]
 """(name, dtype, shape) of a tensor of the model."""
 
+WeightsWriter: TypeAlias = "PickledWeights | StreamedWeights | _ShardedWeights"
+"""`add` appends the next tensor, `finish` gives every file its final name; `close`, after it and after any failure,
+removes unfinished files."""
+
 _PICKLES = (".bin", ".pt", ".pth")
-_STEMS = {".safetensors": "model", ".bin": "pytorch_model"}
 
 
 def save_weights(path: Path, engine_state: EngineState, *, exclude_frozen: bool) -> None:
@@ -48,30 +51,24 @@ def save_weights(path: Path, engine_state: EngineState, *, exclude_frozen: bool)
     Raises:
         CheckpointError: another suffix, or the disk is full or fails; on every rank.
     """
-
     tensors = all_tensor_specs(engine_state, exclude_frozen=exclude_frozen)
 
-    def open_writer() -> PickledWeights | StreamedWeights:
-        if path.suffix in _PICKLES:
-            return PickledWeights(path, engine_state)
-        if path.suffix != ".safetensors":
-            raise CheckpointError(f"{path}", expected="a name ending in .safetensors, .bin, .pt or .pth")
-        return StreamedWeights(path, tensors, engine_state.ties)
-
-    stream_into(path.parent, open_writer, engine_state, exclude_frozen=exclude_frozen)
+    stream_into(
+        path.parent,
+        lambda: _writer_of(path, tensors, engine_state),
+        engine_state,
+        exclude_frozen=exclude_frozen,
+    )
 
 
-class WeightsWriter(Protocol):
-    """Writes full weights, which come one tensor at a time, to the disk."""
-
-    def add(self, name: str, value: Tensor) -> None:
-        """Appends the next tensor."""
-
-    def finish(self) -> None:
-        """Writes the rest, flushes it and gives every file its final name."""
-
-    def close(self) -> None:
-        """Removes unfinished files; called after `finish`, and after any failure."""
+def _writer_of(
+    path: Path, tensors: Sequence[TensorSpec], engine_state: EngineState
+) -> PickledWeights | StreamedWeights:
+    if path.suffix in _PICKLES:
+        return PickledWeights(path, engine_state)
+    if path.suffix != ".safetensors":
+        raise CheckpointError(f"{path}", expected="a name ending in .safetensors, .bin, .pt or .pth")
+    return StreamedWeights(path, tensors, engine_state.ties)
 
 
 def stream_into(
@@ -248,11 +245,12 @@ class StreamedWeights:
 
     Args:
         tensors: what will come.
-        ties: alias -> name of the same tensor; saved as metadata.
+        ties: alias -> name of the same tensor; those of tensors that come are saved as metadata.
     """
 
     def __init__(self, path: Path, tensors: Sequence[TensorSpec], ties: Mapping[str, str]) -> None:
-        metadata = {"format": "pt", **ties}
+        names = {name for name, _, _ in tensors}
+        metadata = {"format": "pt", **{alias: first for alias, first in ties.items() if first in names}}
         layout = lay_out_tensors([(name, dtype_name(dtype), shape) for name, dtype, shape in tensors], metadata)
         self._chunk = torch.empty(CHUNK_NBYTES, dtype=torch.uint8)
         self._file = NewFile(path)
@@ -346,18 +344,10 @@ def plan_files(tensors: Sequence[TensorSpec], max_nbytes: int, suffix: str) -> l
         >>> [(file.name, file.nbytes) for file in plan_files(tensors, 20, ".safetensors")]
         [('model-00001-of-00002.safetensors', 16), ('model-00002-of-00002.safetensors', 16)]
     """
-    runs: list[list[TensorSpec]] = [[]]
-    total = 0
-    for item in tensors:
-        if runs[-1] and total + _nbytes(item) > max_nbytes:
-            runs.append([])
-            total = 0
-        runs[-1].append(item)
-        total += _nbytes(item)
-    stem = _STEMS[suffix]
-    if len(runs) == 1:
-        return [ModelFile(f"{stem}{suffix}", runs[0])]
-    return [ModelFile(f"{stem}-{n:05d}-of-{len(runs):05d}{suffix}", run) for n, run in enumerate(runs, start=1)]
+    form = suffix.removeprefix(".")
+    runs = zero_to_fp32.runs_within(tensors, _nbytes, max_nbytes) or [[]]
+    names = zero_to_fp32.names_of_files(form, len(runs))
+    return [ModelFile(name, run) for name, run in zip(names, runs, strict=True)]
 
 
 def save_model_files(
@@ -384,7 +374,7 @@ def save_model_files(
     files = plan_files(all_tensor_specs(engine_state, exclude_frozen=exclude_frozen), max_nbytes, suffix)
     stream_into(
         folder,
-        lambda: _ShardedWeights(folder, files, engine_state, pickled=pickled),
+        lambda: _ShardedWeights(folder, files, engine_state),
         engine_state,
         exclude_frozen=exclude_frozen,
     )
@@ -395,10 +385,9 @@ def save_model_files(
 class _ShardedWeights:
     """Opens the files one after the other, as their tensors come."""
 
-    def __init__(self, folder: Path, files: Sequence[ModelFile], engine_state: EngineState, *, pickled: bool) -> None:
-        self._folder, self._files, self._holdings, self._pickled = folder, files, engine_state, pickled
-        self._ties = engine_state.ties
-        self._open: PickledWeights | StreamedWeights | None = None
+    def __init__(self, folder: Path, files: Sequence[ModelFile], engine_state: EngineState) -> None:
+        self._folder, self._files, self._holdings = folder, files, engine_state
+        self._open: WeightsWriter | None = None
         self._num_written = 0
         self._num_missing = 0  # tensors that the open file still waits for
 
@@ -406,13 +395,7 @@ class _ShardedWeights:
         if self._open is None:
             file = self._files[self._num_written]
             self._num_missing = len(file.tensors)
-            names = {item[0] for item in file.tensors}
-            ties = {alias: first for alias, first in self._ties.items() if first in names}
-            path = self._folder / file.name
-            if self._pickled:
-                self._open = PickledWeights(path, self._holdings)
-            else:
-                self._open = StreamedWeights(path, file.tensors, ties)
+            self._open = _writer_of(self._folder / file.name, file.tensors, self._holdings)
         self._open.add(name, value)
         self._num_missing -= 1
         if self._num_missing == 0:
@@ -429,7 +412,8 @@ class _ShardedWeights:
         # names them any more.
         if len(self._files) > 1:
             names = {name: file.name for file in self._files for name, _, _ in file.tensors}
-            aliases = {alias: names[first] for alias, first in self._ties.items() if self._pickled and first in names}
+            ties = self._holdings.ties if suffix == ".bin" else {}
+            aliases = {alias: names[first] for alias, first in ties.items() if first in names}
             total = sum(file.nbytes for file in self._files)
             content = {"metadata": {"total_size": total}, "weight_map": {**names, **aliases}}
             write_durably(index, json.dumps(content, indent=2, sort_keys=True).encode() + b"\n")
@@ -437,7 +421,7 @@ class _ShardedWeights:
         else:
             index.unlink(missing_ok=True)
         current = {file.name for file in self._files}
-        stale = re.compile(rf"{_STEMS[suffix]}(-\d{{5}}-of-\d{{5}})?{re.escape(suffix)}")
+        stale = re.compile(rf"{zero_to_fp32.STEMS[suffix[1:]]}(-\d{{5}}-of-\d{{5}})?{re.escape(suffix)}")
         for path in self._folder.iterdir():
             if stale.fullmatch(path.name) and path.name not in current:
                 path.unlink()
@@ -448,7 +432,7 @@ class _ShardedWeights:
 
 
 def _index_name(suffix: str) -> str:
-    return f"{_STEMS[suffix]}{suffix}.index.json"
+    return f"{zero_to_fp32.STEMS[suffix[1:]]}{suffix}.index.json"
 
 
 def _nbytes(item: TensorSpec) -> int:

@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +51,7 @@ __all__ = [
     "shard_plan",
 ]
 
+Item = TypeVar("Item")
 Bytes = NDArray[np.uint8]
 Piece = tuple[int, int, int, int]  # (file, start, length, offset): elements from `start` are at byte `offset` of it
 
@@ -511,20 +512,30 @@ def select(source: Source, options: Options) -> list[Target]:
 
 def shard_plan(targets: Sequence[Target], form: str, max_nbytes: int) -> list[Shard]:
     """Files of at most `max_nbytes` each, but for a tensor that alone is larger; in order."""
-    groups: list[list[Target]] = []
+    groups = runs_within(targets, lambda target: target.nbytes, max_nbytes)
+    return [Shard(name, tuple(group)) for name, group in zip(names_of_files(form, len(groups)), groups, strict=True)]
+
+
+def runs_within(items: Sequence[Item], nbytes_of: Callable[[Item], int], max_nbytes: int) -> list[list[Item]]:
+    """Runs of items of at most `max_nbytes` together, in their order; a larger item has a run of its own."""
+    runs: list[list[Item]] = []
     room = 0
-    for target in targets:
-        if not groups or target.nbytes > room:
-            groups.append([])
+    for item in items:
+        nbytes = nbytes_of(item)
+        if not runs or nbytes > room:
+            runs.append([])
             room = max_nbytes
-        groups[-1].append(target)
-        room -= target.nbytes
+        runs[-1].append(item)
+        room -= nbytes
+    return runs
+
+
+def names_of_files(form: str, count: int) -> list[str]:
+    """As transformers names the files of a model."""
     stem = STEMS[form]
-    if len(groups) == 1:
-        return [Shard(f"{stem}.{form}", tuple(groups[0]))]
-    return [
-        Shard(f"{stem}-{index:05d}-of-{len(groups):05d}.{form}", tuple(group)) for index, group in enumerate(groups, 1)
-    ]
+    if count == 1:
+        return [f"{stem}.{form}"]
+    return [f"{stem}-{index:05d}-of-{count:05d}.{form}" for index in range(1, count + 1)]
 
 
 class Tensors:

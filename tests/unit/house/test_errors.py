@@ -42,4 +42,4 @@ def test_other_tracebacks_stay_whole() -> None:
         plan_files([], 1, ".unknown")
     cut_traceback(failure.value)
     frames = traceback.extract_tb(failure.value.__traceback__)
-    assert Path(frames[-1].filename).name == "weights.py"
+    assert Path(frames[-1].filename).name == "zero_to_fp32.py"
