@@ -48,7 +48,9 @@ class DummyOptim:
         weight_decay: float | None = None,
         **kwargs: Any,
     ) -> None:
-        self.params: list[Any] = [_materialized(item) for item in params]
+        self.params: list[Any] = [
+            {**item, "params": list(item["params"])} if isinstance(item, dict) else item for item in params
+        ]
         self.lr = _DEFAULT_LR if lr is None else lr
         self.weight_decay = 0.0 if weight_decay is None else weight_decay
         self.kwargs = kwargs
@@ -130,7 +132,3 @@ class DummyScheduler:
             if total is None
             else Fact(-(-total // updates_per_step), f"DummyScheduler(total_num_steps={total}){per}"),
         )
-
-
-def _materialized(item: Any) -> Any:
-    return {**item, "params": list(item["params"])} if isinstance(item, dict) else item

@@ -156,18 +156,20 @@ class PeerCopies:
         Raises:
             CheckpointError: a machine has no memory for it; on every rank.
         """
-        sizes = self._on_each_machine(_sizes(written) if self.is_first else {})
+        own = _sizes(written) if self.is_first else {}
+        found = self._collectives.gather_objects(own, "states in memory: files")
+        sizes = [found[ranks[0]] for ranks in self._nodes]
         count = self.num_machines
         moves = []
-        for name in sorted({name for own in sizes for name in own}):
-            has = [name in own for own in sizes]
+        for name in sorted({name for files in sizes for name in files}):
+            has = [name in files for files in sizes]
             source = has.index(True)
             if name.endswith(_DIVIDED):
                 targets = [self._next[source]] if sum(has) == 1 < count else []
             else:
                 targets = [machine for machine in range(count) if not has[machine]]
             moves += [(source, target, name) for target in targets]
-        whole = {name: nbytes for own in sizes for name, nbytes in own.items()}
+        whole = {name: nbytes for files in sizes for name, nbytes in files.items()}
         self._send(written, moves, whole)
         with agreed(self._collectives, "states in memory: name"), writing_to(written):
             if self.is_first:
@@ -225,10 +227,6 @@ class PeerCopies:
             if name not in machines[target]
         ]
         self._send(folder, moves, whole)
-
-    def _on_each_machine(self, own: Sizes) -> list[Sizes]:
-        found = self._collectives.gather_objects(own, "states in memory: files")
-        return [found[ranks[0]] for ranks in self._nodes]
 
     def _send(self, folder: Path, moves: Sequence[tuple[int, int, str]], sizes: Sizes) -> None:
         """Copies files between the folders of machines: (from, to, name), the same on all ranks; and `sizes` to all."""

@@ -312,8 +312,10 @@ class Checkpointer:
     def _load_progress(self, store: TensorStore, options: _LoadOptions) -> None:
         engine = self._engine
         manifest = store.manifest
-        if options.scheduler:
-            self._load_scheduler(decode(manifest.lr_scheduler, store.fetch))
+        if options.scheduler and manifest.lr_scheduler is None:
+            logger.warning("the checkpoint has no scheduler; this run's starts anew")
+        elif options.scheduler:
+            engine.lr_scheduler.load_state_dict(decode(manifest.lr_scheduler, store.fetch)["state"])
         if not options.progress:
             return
         engine.global_steps = manifest.counters["global_steps"]
@@ -335,12 +337,6 @@ class Checkpointer:
                 )
                 return
             restore_random_state(own, self._device())
-
-    def _load_scheduler(self, saved: dict[str, Any] | None) -> None:
-        if saved is None:
-            logger.warning("the checkpoint has no scheduler; this run's starts anew")
-            return
-        self._engine.lr_scheduler.load_state_dict(saved["state"])
 
     def _check_scheduler(self, manifest: Manifest, where: str) -> None:
         ours = type(self._engine.lr_scheduler).__name__

@@ -97,9 +97,8 @@ def check_optimizer(optimizer: ShardedOptimizer, manifest: Manifest, where: str)
             fix="use the same optimizer, or pass load_optimizer_states=False",
         )
     hyperparameters(optimizer, manifest, where)
-    scalars = saved["scalars"]
     # A checkpoint without any state is that of a run before its first step; one with some has to have all.
-    with_state = {fqn for fqn in manifest.order if fqn in scalars or manifest.state_names(fqn)}
+    with_state = set(filter(manifest.has_state, manifest.order))
     without = [
         fqn
         for fqn in optimizer.group_of

@@ -51,16 +51,11 @@ def drop_script(folder: Path) -> None:
     """Writes `zero_to_fp32.py` into a folder of checkpoints, executable; does nothing if it is up to date there."""
     content = Path(zero_to_fp32.__file__).read_bytes()
     path = folder / SCRIPT_NAME
-    if not _is_file_with(path, content):
-        write_durably(path, content, mode=0o755)
-        remove_abandoned(path)
-
-
-def _is_file_with(path: Path, content: bytes) -> bool:
-    try:
-        return not path.is_symlink() and read_at_most(path, len(content), regular=True) == content
-    except OSError:
-        return False
+    with contextlib.suppress(OSError):
+        if not path.is_symlink() and read_at_most(path, len(content), regular=True) == content:
+            return
+    write_durably(path, content, mode=0o755)
+    remove_abandoned(path)
 
 
 def get_fp32_state_dict_from_zero_checkpoint(

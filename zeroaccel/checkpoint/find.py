@@ -34,10 +34,16 @@ def find_checkpoint(root: Path, tag: object = None, *, complete: bool = True) ->
     Raises:
         CheckpointError: there is none, or it is damaged or incomplete.
     """
-    folder = root / (_latest(root) if tag is None else check_tag(tag))
+
+    def there() -> str:
+        return listed(sorted(path.name for path in checkpoint_folders(root))) or "none"
+
+    if tag is None:
+        fix = 'pass a tag, or tag="auto" for the newest valid one'
+        tag = read_latest(root, there=f"checkpoints in {root}: {there()}", fix=fix)
+    folder = root / check_tag(tag)
     if not folder.is_dir():
-        there = listed(sorted(path.name for path in checkpoint_folders(root))) or "none"
-        raise CheckpointError(f"{folder}: no such checkpoint", got=f"in {root}: {there}")
+        raise CheckpointError(f"{folder}: no such checkpoint", got=f"in {root}: {there()}")
     return folder, read_manifest(folder, complete=complete)
 
 
@@ -95,10 +101,3 @@ def _is_ours(folder: Path) -> bool:
         return any(path.name == MANIFEST_NAME or is_part_of_a_save(path.name) for path in folder.iterdir())
     except OSError:  # another run removes it meanwhile, or it is not for this user
         return False
-
-
-def _latest(root: Path) -> str:
-    there = listed(sorted(folder.name for folder in checkpoint_folders(root))) or "none"
-    return read_latest(
-        root, there=f"checkpoints in {root}: {there}", fix='pass a tag, or tag="auto" for the newest valid one'
-    )

@@ -199,7 +199,7 @@ def _state(
     """The state of one piece; its tensors are filled by the next `store.read`."""
     reached = [slot for slot, _ in layout.slots_in(piece.range, padded=True)]
     slots = [(slot, name) for slot in reached if (name := store.manifest.canonical(slot.fqn)) is not None]
-    saved = [(slot, name) for slot, name in slots if _has_state(name, store)]
+    saved = [(slot, name) for slot, name in slots if store.manifest.has_state(name)]
     if not saved:
         return {}
     state: dict[str, Any] = _scalars(saved, store, where)
@@ -211,11 +211,6 @@ def _state(
         for kind in store.manifest.state_names(name):
             _fill_state(state, kind, piece, slot, f"state/{kind}/{name}", store, where)
     return state
-
-
-def _has_state(name: str, store: TensorStore) -> bool:
-    saved: Mapping[str, Any] = store.manifest.optimizer or {"scalars": {}}
-    return name in saved["scalars"] or bool(store.manifest.state_names(name))
 
 
 def _scalars(slots: list[tuple[Slot, str]], store: TensorStore, where: str) -> dict[str, Any]:

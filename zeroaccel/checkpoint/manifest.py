@@ -144,6 +144,10 @@ class Manifest:
         """Names of the optimizer's state tensors of a parameter."""
         return self._states.get(fqn, ())
 
+    def has_state(self, fqn: str) -> bool:
+        """Whether it has any state of the optimizer of a parameter."""
+        return fqn in (self.optimizer or {"scalars": {}})["scalars"] or bool(self.state_names(fqn))
+
     def pieces_by_file(self) -> list[dict[str, tuple[str, int, int]]]:
         """For each file: key -> (dtype, elements, first byte) of the piece in it, which its own header has to match.
 

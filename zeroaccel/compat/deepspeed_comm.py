@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from zeroaccel.comm.topology import device_mesh, init_process_group, meet
+from zeroaccel.compat.surface import PROFILED
 from zeroaccel.errors import UsageError
 from zeroaccel.logs import log_once
 
@@ -113,13 +114,6 @@ def get_local_rank() -> int:
 
 # -- calls
 
-# Calls of torch.distributed that have the arguments prof, log_name and debug in DeepSpeed, for its comms logger.
-_PROFILED = (
-    "all_gather all_gather_into_tensor all_gather_object all_reduce all_to_all all_to_all_single barrier "
-    "batch_isend_irecv broadcast broadcast_object_list gather irecv isend monitored_barrier recv reduce reduce_scatter "
-    "reduce_scatter_tensor scatter send"
-)
-
 NO_LOG = "deepspeed.comm: no collective is logged here; torch.profiler measures them (prof, log_name, configure)"
 
 # Later versions of torch call these otherwise, and warn of the names that DeepSpeed has.
@@ -127,7 +121,7 @@ _RENAMED = {"all_gather_into_tensor": "all_gather_single", "reduce_scatter_tenso
 
 
 def __getattr__(name: str) -> Any:
-    if name in _PROFILED.split():
+    if name in PROFILED.split():
         later = getattr(torch.distributed, _RENAMED.get(name, name), None)
         return _without_profile(later or getattr(torch.distributed, name))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -58,6 +58,13 @@ _LEAVES = _same(
     "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name "
     "set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module z3_leaf_parameter",
 )
+PROFILED = (
+    "all_gather all_gather_into_tensor all_gather_object all_reduce all_to_all all_to_all_single barrier "
+    "batch_isend_irecv broadcast broadcast_object_list gather irecv isend monitored_barrier recv reduce reduce_scatter "
+    "reduce_scatter_tensor scatter send"
+)
+"""Calls of torch.distributed that have the arguments prof, log_name and debug in DeepSpeed, for its comms logger."""
+
 _COMM = (
     _same(
         "torch.distributed",
@@ -65,11 +72,8 @@ _COMM = (
     )
     | _same(
         _COMMUNICATION,
-        "all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_reduce all_reduce_coalesced "
-        "all_to_all all_to_all_single barrier batch_isend_irecv broadcast broadcast_object_list gather "
-        "get_all_ranks_from_group get_global_rank get_local_rank get_world_group inference_all_reduce "
-        "init_distributed initialize_mesh_device irecv is_initialized isend monitored_barrier recv "
-        "reduce reduce_scatter reduce_scatter_tensor scatter send",
+        f"{PROFILED} all_gather_coalesced all_reduce_coalesced get_all_ranks_from_group get_global_rank get_local_rank "
+        "get_world_group inference_all_reduce init_distributed initialize_mesh_device is_initialized",
     )
     | _same(_STUBS, "configure log_summary")
     | dict.fromkeys(
