@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -125,15 +125,12 @@ class KwargsHandler:
 
     def to_dict(self) -> dict[str, Any]:
         """Every field."""
-        return {one.name: getattr(self, one.name) for one in fields(self)}  # type: ignore[arg-type]
+        return dict(vars(self))
 
     def to_kwargs(self) -> dict[str, Any]:
         """The fields whose values are not the defaults."""
-        return {
-            one.name: getattr(self, one.name)
-            for one in fields(self)  # type: ignore[arg-type]
-            if getattr(self, one.name) != (one.default if one.default_factory is MISSING else one.default_factory())
-        }
+        defaults = vars(type(self)())
+        return {name: value for name, value in vars(self).items() if value != defaults[name]}
 
 
 @dataclass

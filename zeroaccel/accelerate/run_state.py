@@ -57,6 +57,11 @@ LoadHook = Callable[[list[Any], str], None]
 _VERSION = 1
 _KEY = "zeroaccel_run_state"
 _MOST_NBYTES = 16 << 30
+_WHAT = {
+    "schedulers": "state of scheduler",
+    "loaders": "position of loader",
+    "objects": "register_for_checkpointing: state of object",
+}
 
 
 @dataclass
@@ -87,6 +92,10 @@ class RunParts:
             "dataloaders": len(self.loaders),
             "objects registered for checkpointing": len(self.objects),
         }
+
+    def with_states(self) -> dict[str, Sequence[Any]]:
+        """The parts whose `state_dict()` is in each rank's file, by kind."""
+        return {"schedulers": self.schedulers, "loaders": self.loaders, "objects": self.objects}
 
 
 class RunSaving:
@@ -413,7 +422,7 @@ def load_run(folder: str | os.PathLike[str], run: RunParts, collectives: Collect
     for index, engine in enumerate(run.engines):
         engine.load_checkpoint(root, tag=_tag(index))
     with agreed(collectives, f"load_state {root.name}: restore"):
-        for kind, parts in (("schedulers", run.schedulers), ("loaders", run.loaders), ("objects", run.objects)):
+        for kind, parts in run.with_states().items():
             for part, saved in zip(parts, state[kind], strict=True):
                 part.load_state_dict(saved)
         run.counters.update(state["counters"])
@@ -436,22 +445,15 @@ def _encoded(run: RunParts, device: torch.device) -> bytes:
         tensors[key] = tensor.detach().cpu().contiguous().clone()
         return key
 
-    objects = [
-        encode(obj.state_dict(), f"register_for_checkpointing: state of object {index} ({type(obj).__name__})", add)
-        for index, obj in enumerate(run.objects)
-    ]
-    state = {
-        "schedulers": [
-            encode(scheduler.state_dict(), f"state of scheduler {index}", add)
-            for index, scheduler in enumerate(run.schedulers)
-        ],
-        "loaders": [
-            encode(loader.state_dict(), f"position of loader {index}", add) for index, loader in enumerate(run.loaders)
-        ],
-        "objects": objects,
-        "counters": encode(run.counters, "counters", add),
-        "random_state": encode(random_state(device), "random state", add),
+    state: dict[str, Any] = {
+        kind: [
+            encode(part.state_dict(), f"{_WHAT[kind]} {index} ({type(part).__name__})", add)
+            for index, part in enumerate(parts)
+        ]
+        for kind, parts in run.with_states().items()
     }
+    state["counters"] = encode(run.counters, "counters", add)
+    state["random_state"] = encode(random_state(device), "random state", add)
     return save_tensors(tensors, metadata={_KEY: json.dumps(state)})
 
 

@@ -46,18 +46,11 @@ def configure(
         UsageError: contiguous memory without the number of checkpointed calls.
     """
     global _section
+    arguments = {_KEYS[name]: value for name, value in locals().items() if name in _KEYS and value is not None}
     section = ActivationCheckpointing()
     if deepspeed_config is not None:
         section = load_config(deepspeed_config, unknown_keys="lenient").activation_checkpointing
-    arguments = {
-        "partition_activations": partition_activations,
-        "contiguous_checkpointing": contiguous_checkpointing,
-        "num_checkpoints": num_checkpoints,
-        "checkpoint_in_cpu": checkpoint_in_cpu,
-        "synchronize": synchronize,
-        "profile": profile,
-    }
-    section = section.model_copy(update={_KEYS[name]: value for name, value in arguments.items() if value is not None})
+    section = section.model_copy(update=arguments)
     group = _tensor_parallel_group(mpu_)
     if section.partition_activations and group is None:
         log_once(

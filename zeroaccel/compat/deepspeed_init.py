@@ -1,8 +1,7 @@
 """`deepspeed.zero` and `deepspeed.runtime.zero.partition_parameters`, where they are more than `zeroaccel.zero`.
 
 Also `from_library`, which turns config dicts as accelerate, transformers and TRL make them into what the config's
-checks
-accept: these add keys that no user has written, and that the checks would rightly refuse of a user.
+checks accept: these add keys that no user has written, and that the checks would rightly refuse of a user.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`deepspeed.pipe`: a model as a list of layers. Cutting and training it are `zeroaccel.pipeline`'s.
+"""`deepspeed.pipe`: a model as a list of layers. Cutting and training it are `parallel/pipeline.py`'s.
 
 Here every rank builds all layers before it drops those of other stages, where DeepSpeed builds its own stage's only:
 stages can be checked against each other, and a rank needs host memory for the whole model at the start.

@@ -376,6 +376,18 @@ def test_damage_is_named_and_nothing_is_written(
         get_fp32_state_dict_from_zero_checkpoint(root)
 
 
+def test_a_disk_that_fails_while_it_is_read_is_named(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    source = zero_to_fp32.read_source(root)
+    monkeypatch.setattr(os, "preadv", failing)
+    with pytest.raises(ConversionError, match=r"rank0000\d-.*safetensors: cannot be read \(Input/output error\)"):
+        zero_to_fp32.convert(source, tmp_path / "out", zero_to_fp32.Options())
+
+
 def test_a_full_disk_is_named_and_leaves_nothing(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -331,11 +331,8 @@ def read_partitioned(
         numels = [math.prod(shape) for shape in named.values()]
         between = [_padding(gap, address) for gap in _item(gaps, group, address)] if gaps else [0] * len(numels)
         positions = from_partitions(numels, between, partition_numel, world_size, address)
-        _add_masters(contents, named, positions, [contents.elements(tensor) for tensor in tensors], tensors[0][1].dtype)
         states = [_state(file, body["base_optimizer_state"], group, body) for file, body in ranks]
-        contents.flats.append(
-            FlatStates(list(named), [tuple(shape) for shape in named.values()], positions, partition_numel, states)
-        )
+        _add_flat(contents, named, positions, tensors, partition_numel, states)
     saved = ranks[0][1]["base_optimizer_state"]
     options = saved["param_groups"] if isinstance(saved, Mapping) else [{} for _ in shapes]
     for named, settings in zip(shapes, options, strict=True):
@@ -364,15 +361,20 @@ def _state(file: int, saved: Any, index: int, body: Mapping[str, Any]) -> dict[s
     return with_file(file, state)
 
 
-def _add_masters(
+def _add_flat(
     contents: DeepSpeedContents,
     named: Mapping[str, tuple[int, ...]],
     positions: Sequence[Sequence[FlatPosition]],
-    ranks: Sequence[Elements],
-    dtype: str,
+    tensors: Sequence[InFile],
+    partition_numel: int,
+    states: Sequence[Mapping[str, Any]],
 ) -> None:
+    """Adds the masters of parameters that share one flat tensor on every rank, and their states."""
+    ranks = [contents.elements(tensor) for tensor in tensors]
     for (name, shape), own in zip(named.items(), positions, strict=True):
-        contents.tensors[f"master/{name}"] = TensorRecord(dtype, tuple(shape), pieces(own, ranks, f"parameter {name}"))
+        masters = pieces(own, ranks, f"parameter {name}")
+        contents.tensors[f"master/{name}"] = TensorRecord(tensors[0][1].dtype, shape, masters)
+    contents.flats.append(FlatStates(list(named), list(named.values()), positions, partition_numel, states))
 
 
 def read_chunked(
@@ -406,10 +408,8 @@ def read_chunked(
     # Sub-groups have no names in the files: only their sizes show that the shapes of the model file belong to them.
     saved = [body["optimizer_state_dict"] for _, body in ranks]
     for index, (named, (positions, numel)) in enumerate(zip(shapes, expected, strict=True)):
-        partitions = [contents.elements(tensors[index]) for tensors in flats]
-        _add_masters(contents, named, positions, partitions, flats[0][index][1].dtype)
         states = [_state(file, state, index, {}) for (file, _), state in zip(ranks, saved, strict=True)]
-        contents.flats.append(FlatStates(list(named), [tuple(s) for s in named.values()], positions, numel, states))
+        _add_flat(contents, named, positions, [tensors[index] for tensors in flats], numel, states)
     for settings in saved[0]["param_groups"]:
         names = [name for index in settings["params"] for name in shapes[index]]
         contents.groups.append(ParamGroup(_without_params(settings), names))
