@@ -35,7 +35,7 @@ from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerGroup
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, PContext, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
 import zeroaccel
@@ -520,12 +520,11 @@ def _stack_at(path: Path) -> str:
 
 
 def _did_not_meet(plan: LaunchPlan, error: Exception) -> str:
-    settings = plan.settings
+    machine, place = f"machine {plan.settings.machine} of {plan.settings.num_machines}", f"{plan.host}:{plan.port}"
+    if isinstance(error, RendezvousClosedError):
+        return f"{machine}: the job at {place} has ended; the other machines did not wait for this one"
     words = str(error.__cause__ or error).strip().splitlines()
-    return (
-        f"machine {settings.machine} of {settings.num_machines} did not meet the others at {plan.host}:{plan.port}: "
-        f"{words[0] if words else type(error).__name__}"
-    )
+    return f"{machine} did not meet the others at {place}: {words[0] if words else type(error).__name__}"
 
 
 def _end_by_signal(error: SignalException, ends: tuple[RankEnd, ...], num_local: int) -> JobEnd:

@@ -1,4 +1,4 @@
-"""Which places of a machine have ranks, after some were lost."""
+"""Which places of a machine have ranks after a loss, and what a machine says that meets no other one."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ import signal
 import subprocess
 import sys
 from types import SimpleNamespace
+from typing import NoReturn
 
 import pytest
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
 
+from tests.support.refusals import message
+from zeroaccel.cli.launch import agent
 from zeroaccel.cli.launch.agent import Places, killed_ranks
 from zeroaccel.cli.launch.launch_plan import Program, plan_launch
 from zeroaccel.config.launch.launch_settings import launch_settings
+from zeroaccel.errors import CollectiveError
 
 
 def places_of(log: list[str], fewest: int, device: str = "cpu") -> Places:
@@ -67,3 +72,24 @@ def test_a_signal_has_ended_a_killed_rank() -> None:
         process.wait()
     handlers = {rank: SimpleNamespace(proc=process) for rank, process in enumerate(ended)}
     assert killed_ranks(handlers) == [2]
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            RendezvousClosedError(),
+            "{machine}: the job at {place} has ended; the other machines did not wait for this one",
+        ),
+        (RendezvousTimeoutError(), "{machine} did not meet the others at {place}: RendezvousTimeoutError"),
+    ],
+)
+def test_a_machine_that_meets_no_other_says_why(monkeypatch: pytest.MonkeyPatch, error: Exception, said: str) -> None:
+    def raise_it(*_: object) -> NoReturn:
+        raise error
+
+    monkeypatch.setattr(agent, "launch_agent", raise_it)
+    settings = launch_settings({"num_processes": 1, "use_cpu": True})
+    plan = plan_launch(settings, Program(sys.executable, kind="executable"), os.environ)
+    expected = said.format(machine="machine 0 of 1", place=f"{plan.host}:{plan.port}")
+    assert message(CollectiveError, agent.run_plan, plan, lambda _: None) == expected
