@@ -153,7 +153,7 @@ def test_a_lost_rank_of_two_machines_starts_both_again_together(tmp_path: Path, 
 def test_a_lost_machine_leaves_copies_and_the_other_one_goes_on(tmp_path: Path) -> None:
     command = [*LAUNCH, "--num_machines", "1:2", "--max_restarts", 1, "--timeout", 5]
     command += ["--main_process_ip", "127.0.0.1", "--main_process_port", free_port()]
-    command += ["--rdzv_conf", "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=2", "--machine_rank"]
+    command += ["--rdzv_conf", "last_call_timeout=10,keep_alive_interval=1,keep_alive_max_attempt=2", "--machine_rank"]
     words = [PROGRAM, tmp_path, 12, 2, 3, "machine:5:1"]
     first, second = run_machines([[*command, rank, *words] for rank in (0, 1)], tmp_path, 90)
     assert (first.returncode, second.returncode) == (0, -signal.SIGKILL), first.stderr
