@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from race import PHASES, Conditions, Result
+from race import OLDER, PHASES, Conditions, Result
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["Bar", "Ratio", "bars", "compiled", "document", "holds", "losses_agree", "machine", "ratio", "show"]
+__all__ = ["Bar", "Ratio", "bars", "document", "holds", "losses_agree", "machine", "pairs_of", "ratio", "show"]
 
 MIB = 1 << 20
 LOSS_TOLERANCE = 0.01
@@ -136,7 +136,7 @@ def show(results: Results, conditions: Conditions, console: Console) -> None:
         name, distance = losses_agree(there)
         verdict = "agree" if distance <= LOSS_TOLERANCE else "[red]DO NOT AGREE[/]"
         console.print(f"losses {verdict}: farthest from the median is {name}, by {distance:.2%}")
-    for name, peer, seconds, processor in compiled(there):
+    for name, peer, seconds, processor in pairs_of(there):
         console.print(f"{name} / {peer}: step time {seconds}, processor time {processor}")
     for bar in bars(there, conditions.world_size):
         mark = "[green]holds[/]" if bar.passed else "[red]misses[/]"
@@ -175,14 +175,15 @@ def _show_times(there: Results, references: Sequence[str], conditions: Condition
     console.print(table)
 
 
-def compiled(there: Results) -> list[tuple[str, str, Ratio, Ratio]]:
-    """What compiling gives: each compiled contender beside itself in eager mode, and beside FSDP2 compiled."""
+def pairs_of(there: Results) -> list[tuple[str, str, Ratio, Ratio]]:
+    """Compiled contenders beside themselves in eager mode and FSDP2 compiled; others beside those of an older tree."""
     pairs = [(name, name.removesuffix(_COMPILED)) for name in there if name.endswith(_COMPILED)]
     pairs += [(name, _PEER) for name, _ in pairs if name != _PEER]
+    pairs += [(name.removesuffix(OLDER), name) for name in there if name.endswith(OLDER)]
     return [
         (name, peer, ratio(there[name], there[peer]), ratio(there[name], there[peer], "processor_seconds"))
         for name, peer in pairs
-        if peer in there
+        if name in there and peer in there
     ]
 
 

@@ -2,6 +2,7 @@
 
     python benchmarks/step_time.py
     python benchmarks/step_time.py --only zeroaccel-3-lean,fsdp2 --rounds 5 --json result.json
+    python benchmarks/step_time.py --only zeroaccel-3,zeroaccel-3@older --older ../older
 
 The command line only: `race.py` measures, `report.py` prints.
 """
@@ -18,7 +19,7 @@ from typing import Any
 import click
 from contenders import CONTENDERS, HEATS
 from models import Shape
-from race import Conditions, ContenderFailed, TooLittleMemory, race
+from race import OLDER, Conditions, ContenderFailed, TooLittleMemory, race
 from report import document, holds, machine, show
 from rich.console import Console
 
@@ -31,6 +32,7 @@ from rich.console import Console
 @click.option("--threads", default=1, help="Threads of each process.")
 @click.option("--only", help="Contenders, separated by commas, all in one heat; by default two heats.")
 @click.option("--deepspeed-python", type=click.Path(exists=True, dir_okay=False), help="One that has DeepSpeed.")
+@click.option("--older", default="", metavar="TREE", help="Another checkout: --only NAME@older runs NAME there.")
 @click.option("--hidden", default=Shape.hidden)
 @click.option("--layers", default=Shape.layers)
 @click.option("--heads", default=Shape.heads)
@@ -47,18 +49,19 @@ def main(
     threads: int,
     only: str | None,
     deepspeed_python: str | None,
+    older: str,
     json_path: Path | None,
     check: bool,
     **shape: Any,
 ) -> None:
     """Compares the engines on one model, the same tokens and the same processes, in interleaved rounds."""
     wanted = [name.strip() for name in only.split(",")] if only else [name for heat in HEATS for name in heat]
-    unknown = sorted(set(wanted) - set(CONTENDERS))
+    unknown = sorted({name.removesuffix(OLDER if older else "") for name in wanted} - set(CONTENDERS))
     if unknown:
         raise click.BadParameter(f"{', '.join(unknown)}; there are {', '.join(CONTENDERS)}", param_hint="--only")
     if deepspeed_python is None and importlib.util.find_spec("deepspeed") is not None:
         deepspeed_python = sys.executable
-    conditions = Conditions(Shape(**shape), world_size, threads, rounds, steps, warmup, deepspeed_python)
+    conditions = Conditions(Shape(**shape), world_size, threads, rounds, steps, warmup, deepspeed_python, older)
     progress = Console(stderr=True)
     documents, good = [], True
     for names in [wanted] if only else HEATS:
