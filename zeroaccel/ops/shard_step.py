@@ -362,11 +362,7 @@ class ShardOptimizer(NativeOptimizer):
         return kernel.__name__
 
     def _update_in_tiles(
-        self,
-        written: Sequence[Tensor | None],
-        grad: Tensor,
-        scalars: Sequence[np.generic],
-        control: Tensor | None = None,
+        self, written: Sequence[Tensor | None], grad: Tensor, scalars: Sequence[np.generic], control: Tensor | None
     ) -> None:
         keys = [int(value) for value in scalars if isinstance(value, np.uint32)]
         grad_scale, *coefficients = [float(value) for value in scalars if isinstance(value, np.float32)]

@@ -369,13 +369,12 @@ class GradReducer:
         label = f"gradients so far of {gradients.name}"
         if not any(self._collectives.gather_objects(gradients.flat is not None, label)):
             return None
-        was_absent, layout = gradients.flat is None, gradients.buffer.layout
+        was_absent = gradients.flat is None
         flat = gradients.zero_fill_unused(self._accum_dtype(gradients)).to(gradients.comm_dtype, copy=True)
         if was_absent:
             gradients.flat = None
-        reduced = torch.empty(layout.shard_numel(gradients.buffer.rank), dtype=flat.dtype, device=flat.device)
-        ranks = gradients.buffer.holders(self._collectives)
-        ranks.reduce_scatter(reduced, flat, label, self._rules.postscale, layout.uneven_sizes).wait()
+        reduced, work = self._start_reduction(gradients, flat, label)
+        work.wait()
         return reduced.float() if gradients.shard is None else reduced.float() + gradients.shard
 
     def clear(self) -> None:
@@ -447,7 +446,7 @@ class GradReducer:
             # instead of when the bucket is full.
             room = min(room, self._inflight[-1].flat.numel())
         self._drain(max(room, 0))
-        reduced, work = self._start_reduction(gradients, flat)
+        reduced, work = self._start_reduction(gradients, flat, f"reduce {gradients.name}")
         reduce = _InflightReduce(gradients, flat, reduced, work)
         if self._copies is not None and self._copies.pinned:
             reduce.copy = self._copies.to_host(reduced, work, self._examine)
@@ -461,12 +460,11 @@ class GradReducer:
         if self._largest is not None:
             max_abs_into(reduced, self._largest)
 
-    def _start_reduction(self, gradients: GradientBuffer, flat: Tensor) -> tuple[Tensor, Work]:
+    def _start_reduction(self, gradients: GradientBuffer, flat: Tensor, label: str) -> tuple[Tensor, Work]:
         if self._collectives.world_size == 1 and self._rules.postscale == 1.0:
             return flat, DONE  # the mean over one rank; nothing else refers to `flat` any more
         layout = gradients.buffer.layout
         reduced = torch.empty(layout.shard_numel(gradients.buffer.rank), dtype=flat.dtype, device=flat.device)
-        label = f"reduce {gradients.name}"
         # Experts met the samples of all data ranks, wherever those are: over fewer ranks the sum has all its terms.
         ranks = gradients.buffer.holders(self._collectives)
         return reduced, ranks.reduce_scatter(reduced, flat, label, self._rules.postscale, layout.uneven_sizes)

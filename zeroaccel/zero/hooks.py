@@ -135,7 +135,8 @@ class Hooks:
         # Order matters: hooks of one module run in the order of registration, and always_call ones also after an
         # exception. The root's pre-hook has to come before, and its post-hook after, those of the root's own unit.
         is_around = calls.get(id(root)) is not None
-        attach = torch.compiler.disable if calls else _unchanged  # [Note: hooks and graphs]; this imports the compiler
+        # [Note: hooks and graphs]; this imports the compiler.
+        attach: Callable[..., Any] = torch.compiler.disable if calls else lambda hook: hook
         if not is_around:
             self._handles.callback(root.register_forward_pre_hook(_Attached(attach(self._root_pre_forward))).remove)
         for unit in units:
@@ -651,10 +652,6 @@ def _owners_below(root: nn.Module, unit: ParamUnit) -> list[nn.Module]:
         )
     ]
     return [module for module in owners if module is not root and id(module) not in compiled]
-
-
-def _unchanged(function: Callable[..., Any]) -> Callable[..., Any]:
-    return function
 
 
 class _Attached:

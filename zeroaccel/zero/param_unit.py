@@ -451,7 +451,7 @@ class ParamUnit:
         for buffer in self._gathered:
             buffer.allocate()
             self._works.append(buffer.all_gather(self._collectives, f"unshard {self.name} ahead", exact=True))
-            buffer.valid = set(range(len(buffer.layout.slots)))
+            buffer.valid = buffer.all_slots.copy()
         return True
 
     def _finish_gathers(self) -> None:
@@ -463,8 +463,7 @@ class ParamUnit:
         """Starts to gather values that `full` lacks: of all parameters, or of those that are shown. (all ranks)"""
         runs: list[tuple[FlatBuffer, FlatRange]] = []
         for buffer in self._gathered:
-            wanted = range(len(buffer.layout.slots)) if every else buffer.shown
-            own = buffer.missing(wanted)
+            own = buffer.missing(buffer.all_slots if every else buffer.shown)
             if own:
                 buffer.allocate()
             runs += [(buffer, run) for run in own]
@@ -478,7 +477,7 @@ class ParamUnit:
         else:
             read()
         for buffer in self._gathered:
-            buffer.valid |= set(range(len(buffer.layout.slots))) if every else buffer.shown
+            buffer.valid |= buffer.all_slots if every else buffer.shown
         return [buffer.all_gather_part(run, self._collectives, label) for buffer, run in runs]
 
     def hide_some(self, *, keep_values: bool = False) -> None:

@@ -228,26 +228,14 @@ class ShardedOptimizer:
         with span("update", buffer.key):
             for pieces in buffer.masters.chunks(following):
                 if isinstance(self.optimizer, ShardStep):
-                    self._step_native(self.optimizer, pieces, grad, grad_scale, out, groups)
+                    # One pass over memory per piece: unscale, update and round, by the optimizer's own kernel.
+                    for piece in pieces:
+                        own, part = groups[piece.group], grad[piece.range]
+                        with self._rounded(piece, out) as rounded:
+                            self.optimizer.step_shard(own, piece.param, part, grad_scale=grad_scale, out=rounded)
                 else:
                     assert isinstance(grad_scale, float), "a foreign optimizer takes no control tensor"
                     self._step_generic(pieces, grad, grad_scale, out)
-
-    def _step_native(
-        self,
-        kernel: ShardStep,
-        pieces: Sequence[MasterPiece],
-        grad: FlatTensor,
-        grad_scale: float | Tensor,
-        out: FlatTensor | None,
-        groups: Sequence[dict[str, Any]],
-    ) -> None:
-        """One pass over memory per piece: unscale, update and round, by the optimizer's own kernel."""
-        for piece in pieces:
-            with self._rounded(piece, out) as rounded:
-                kernel.step_shard(
-                    groups[piece.group], piece.param, grad[piece.range], grad_scale=grad_scale, out=rounded
-                )
 
     def _step_generic(
         self, pieces: Sequence[MasterPiece], grad: FlatTensor, grad_scale: float, out: FlatTensor | None

@@ -8,7 +8,7 @@ initialised is an error; all misfits are reported together, before anything is r
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -169,32 +169,22 @@ def _match(model: nn.Module, there: Mapping[str, TensorLocation], rename: Callab
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         for own, param in module._parameters.items():
-            if param is not None and id(param) not in seen:
-                seen.add(id(param))
-                _match_parameter(plan, module, own, param, names[id(param)], there)
+            if param is None or id(param) in seen:
+                continue
+            seen.add(id(param))
+            aliases = names[id(param)]
+            stored = next((name for name in aliases if name in there), None)
+            if stored is None:
+                plan.missing.append(aliases[0])
+                _note_missing(plan, module)
+            elif _fits(plan, stored, tuple(param.shape), there[stored]):
+                plan.parameters.setdefault(module, {})[own] = stored
         for own, buffer in module._buffers.items():
             if buffer is not None:
                 _match_buffer(plan, module, own, buffer, rename(f"{prefix}.{own}" if prefix else own), there)
     of_model = {name for several in names.values() for name in several} | {rename(n) for n, _ in model.named_buffers()}
     plan.unexpected += sorted(there.keys() - of_model)
     return plan
-
-
-def _match_parameter(
-    plan: _Plan,
-    module: nn.Module,
-    own: str,
-    param: nn.Parameter,
-    aliases: Sequence[str],
-    there: Mapping[str, TensorLocation],
-) -> None:
-    """`aliases`: the names of a parameter, several if it is tied."""
-    stored = next((name for name in aliases if name in there), None)
-    if stored is None:
-        plan.missing.append(aliases[0])
-        _note_missing(plan, module)
-    elif _fits(plan, stored, tuple(param.shape), there[stored]):
-        plan.parameters.setdefault(module, {})[own] = stored
 
 
 def _match_buffer(
