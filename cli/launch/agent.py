@@ -47,7 +47,7 @@ from zeroaccel.errors import CollectiveError, ConfigError
 from . import runner
 from .failures import AFTER_FAILURE_SECONDS, RankEnd, Report, preemption, read_report
 from .forked_ranks import ranks_are_forks
-from .launch_memory import LaunchMemory
+from .launch_memory import launch_memory
 from .launch_plan import LaunchPlan
 from .machines_come_and_go import SpareMachine, machines_come_and_go, replaced
 from .orphans import LAUNCH_ID, ProcessWatch, end_orphans, wake_stopped
@@ -345,7 +345,7 @@ def run_plan(plan: LaunchPlan, log: Callable[[str], None], arrival_seconds: floa
         ConfigError: they want different things.
     """
     settings = plan.settings
-    launch_id, memory = uuid.uuid4().hex, LaunchMemory.of(settings)
+    launch_id, memory_folder = uuid.uuid4().hex, launch_memory(settings)
     folder = Path(tempfile.mkdtemp(prefix="zeroaccel_") if settings.log_dir is None else settings.log_dir)
     succeeded = False
     kill_all, several = partial(end_orphans, launch_id, grace_seconds=0.0), settings.num_machines > 1
@@ -357,7 +357,7 @@ def run_plan(plan: LaunchPlan, log: Callable[[str], None], arrival_seconds: floa
     files = RankFiles(
         folder,
         settings,
-        lambda local_rank: {**places.additions(local_rank), LAUNCH_ID: launch_id, **memory.variables},
+        lambda local_rank: {**places.additions(local_rank), LAUNCH_ID: launch_id, **memory},
         stop_signals.processes_exist,
         log,
         streams,
@@ -368,7 +368,8 @@ def run_plan(plan: LaunchPlan, log: Callable[[str], None], arrival_seconds: floa
     in_time = processes_end_in_time(settings, stop_signals, log, lambda lost: places.note_loss(files.lost_by(lost)))
     spare = SpareMachine(settings.num_machines, log)
     changing = machines_come_and_go(settings, lambda: files.ended, spare)
-    with stop_signals, _agent_log(settings), in_time, changing, as_many_ranks_as(places, plan), watch, forks:
+    ranks = as_many_ranks_as(places, plan)
+    with stop_signals, memory_folder as memory, _agent_log(settings), in_time, changing, ranks, watch, forks:
         try:
             # Its store lives until the ranks have theirs: a slower machine may still be reading from it.
             preflight = meet_machines(plan, log, arrival_seconds)
@@ -390,7 +391,6 @@ def run_plan(plan: LaunchPlan, log: Callable[[str], None], arrival_seconds: floa
             if not succeeded:
                 stop_signals.processes_ended()
                 end_orphans(launch_id)
-            memory.close()
             if settings.log_dir is None:
                 shutil.rmtree(folder, ignore_errors=True)
 

@@ -10,48 +10,40 @@ import fcntl
 import os
 import shutil
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from zeroaccel.config.launch.launch_settings import LaunchSettings
 
 MEMORY = Path("/dev/shm")
+VARIABLE = "ZEROACCEL_MEMORY_FOLDER"
 _PREFIX = "zeroaccel-memory-"
 
 
-class LaunchMemory:
-    """A folder in memory from now until `close`; none where `folder` is None.
+@contextmanager
+def launch_memory(settings: LaunchSettings, memory: Path = MEMORY) -> Iterator[dict[str, str]]:
+    """A folder in memory for a job that may be started again, until the end of the block; others have none.
 
-    Attributes:
-        variables: tell the ranks of it.
+    Removes what killed launchers have left. Yields the variables that tell the ranks of the folder.
     """
-
-    def __init__(self, folder: Path | None, lock: int | None = None) -> None:
-        self.folder = folder
-        self.variables = {} if folder is None else {"ZEROACCEL_MEMORY_FOLDER": str(folder)}
-        self._lock = lock
-
-    @classmethod
-    def of(cls, settings: LaunchSettings, memory: Path = MEMORY) -> LaunchMemory:
-        """For a job that may be started again; removes what killed launchers have left."""
-        if not settings.max_restarts or not os.access(memory, os.W_OK):
-            return cls(None)
-        for left in memory.glob(f"{_PREFIX}*"):
-            with suppress(OSError):
-                if left.stat().st_uid == os.getuid() and (lock := _locked(left)) is not None:
-                    shutil.rmtree(left, ignore_errors=True)
-                    os.close(lock)
-        new = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=memory))
-        lock = _locked(new)  # under a name that no other launcher looks for
-        return cls(new.rename(memory / new.name[1:]), lock)
-
-    def close(self) -> None:
-        """Removes the folder."""
-        if self.folder is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
-        if self._lock is not None:
-            os.close(self._lock)
-        self.folder = self._lock = None
+    if not settings.max_restarts or not os.access(memory, os.W_OK):
+        yield {}
+        return
+    for left in memory.glob(f"{_PREFIX}*"):
+        with suppress(OSError):
+            if left.stat().st_uid == os.getuid() and (lock := _locked(left)) is not None:
+                shutil.rmtree(left, ignore_errors=True)
+                os.close(lock)
+    new = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=memory))
+    own = _locked(new)  # under a name that no other launcher looks for
+    folder = new.rename(memory / new.name[1:])
+    try:
+        yield {VARIABLE: str(folder)}
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        if own is not None:
+            os.close(own)
 
 
 def _locked(folder: Path) -> int | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -40,20 +40,19 @@ def machines_come_and_go(
     Args:
         ended: returns when the ranks of the last attempt ended; None before.
     """
-    with _lost_machines_are_not_awaited(settings, ended), _spare_machines_wait(settings, spare):
+    if settings.min_machines is None:
+        yield
+        return
+    with _lost_machines_are_not_awaited(ended), _spare_machines_wait(settings.num_machines, spare):
         yield
 
 
-@contextmanager
-def _lost_machines_are_not_awaited(settings: LaunchSettings, ended: Callable[[], float | None]) -> Iterator[None]:
+def _lost_machines_are_not_awaited(ended: Callable[[], float | None]) -> AbstractContextManager[None]:
     """Has torch's rendezvous wait for more machines than the fewest at the first start only.
 
     It would wait as long at every restart, of which a lost machine is the usual reason. One that comes later joins by
     another restart.
     """
-    if settings.min_machines is None:
-        yield
-        return
 
     def last_call(timeouts: RendezvousTimeout) -> timedelta:
         if (since := ended()) is None:
@@ -62,8 +61,7 @@ def _lost_machines_are_not_awaited(settings: LaunchSettings, ended: Callable[[],
         rest = max(_LAST_JOIN_SECONDS, _LAST_CALL_SECONDS - (time.monotonic() - since))
         return min(timedelta(seconds=rest), timeouts._last_call)
 
-    with replaced(RendezvousTimeout, "last_call", property(last_call)):
-        yield
+    return replaced(RendezvousTimeout, "last_call", property(last_call))
 
 
 class SpareMachine:
@@ -123,7 +121,7 @@ class SpareMachine:
 
 
 @contextmanager
-def _spare_machines_wait(settings: LaunchSettings, spare: SpareMachine) -> Iterator[None]:
+def _spare_machines_wait(num_machines: int, spare: SpareMachine) -> Iterator[None]:
     """Has a machine that finds the job full wait until another one is lost.
 
     torch's rendezvous does so (2.13), with gaps: after a loss all spares ask to join, and may come before machines of
@@ -153,9 +151,9 @@ def _spare_machines_wait(settings: LaunchSettings, spare: SpareMachine) -> Itera
 
     def num_that_can_join(handler: DynamicRendezvousHandler) -> int:
         count = num_waiting(handler)
-        return 0 if len(handler._state_holder.state.participants) >= settings.num_machines else count
+        return 0 if len(handler._state_holder.state.participants) >= num_machines else count
 
-    if settings.min_machines is None or wait is None:
+    if wait is None:
         yield
         return
     with (

@@ -10,38 +10,34 @@ from pathlib import Path
 
 from tests import time_limits
 from tests.support.environment import outside_any_job
-from zeroaccel.cli.launch.launch_memory import LaunchMemory
+from zeroaccel.cli.launch.launch_memory import VARIABLE, launch_memory
 from zeroaccel.config.launch.launch_settings import launch_settings
 
 RESTARTED = launch_settings({"max_restarts": 1})
 KEEPS = """
 import sys, time
 from pathlib import Path
-from zeroaccel.cli.launch.launch_memory import LaunchMemory
+from zeroaccel.cli.launch.launch_memory import VARIABLE, launch_memory
 from zeroaccel.config.launch.launch_settings import launch_settings
-memory = LaunchMemory.of(launch_settings({"max_restarts": 1}), Path(sys.argv[1]))
-print(memory.folder, flush=True)
-time.sleep(600)
+with launch_memory(launch_settings({"max_restarts": 1}), Path(sys.argv[1])) as variables:
+    print(variables[VARIABLE], flush=True)
+    time.sleep(600)
 """
 
 
 def test_a_job_that_does_not_start_again_has_none(tmp_path: Path) -> None:
-    memory = LaunchMemory.of(launch_settings({}), tmp_path)
-    assert (memory.folder, memory.variables, list(tmp_path.iterdir())) == (None, {}, [])
-    memory.close()
+    with launch_memory(launch_settings({}), tmp_path) as variables:
+        assert (variables, list(tmp_path.iterdir())) == ({}, [])
 
 
 def test_launchers_leave_the_memory_of_others(tmp_path: Path) -> None:
-    first, second = LaunchMemory.of(RESTARTED, tmp_path), LaunchMemory.of(RESTARTED, tmp_path)
-    assert first.folder is not None
-    assert second.folder is not None
-    assert first.variables == {"ZEROACCEL_MEMORY_FOLDER": str(first.folder)}
-    assert sorted(tmp_path.iterdir()) == sorted([first.folder, second.folder])
-    assert first.folder.stat().st_mode & 0o777 == 0o700
-    (first.folder / "state").write_text("kept")
-    first.close()
-    assert list(tmp_path.iterdir()) == [second.folder]
-    second.close()
+    with launch_memory(RESTARTED, tmp_path) as own:
+        folder = Path(own["ZEROACCEL_MEMORY_FOLDER"])
+        with launch_memory(RESTARTED, tmp_path) as others:
+            assert sorted(tmp_path.iterdir()) == sorted([folder, Path(others[VARIABLE])])
+            assert folder.stat().st_mode & 0o777 == 0o700
+            Path(others[VARIABLE], "state").write_text("kept")
+        assert list(tmp_path.iterdir()) == [folder]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -55,6 +51,5 @@ def test_what_a_killed_launcher_left_is_removed(tmp_path: Path) -> None:
     os.kill(job.pid, signal.SIGKILL)
     job.wait(time_limits.seconds(10.0))
     job.stdout.close()
-    memory = LaunchMemory.of(RESTARTED, tmp_path)
-    assert list(tmp_path.iterdir()) == [memory.folder]
-    memory.close()
+    with launch_memory(RESTARTED, tmp_path) as variables:
+        assert list(tmp_path.iterdir()) == [Path(variables[VARIABLE])]
