@@ -99,23 +99,9 @@ class FakeRanks(Collectives):
         experts: int = 1,
     ) -> None:
         ranks, group = tuple(range(world_size)), cast(Any, None)
-        super().__init__(
-            Topology(
-                rank=0,
-                world_size=world_size,
-                local_rank=0,
-                local_world_size=1,
-                device=torch.device("cpu"),
-                backend="none",
-                gather_group=group,
-                reduce_group=group,
-                control_group=group,
-                flight_recorder=FlightRecorder(),
-                watchdog=None,
-                nodes=(ranks,),
-                transports=lambda *_: cast(Any, None),
-            )
-        )
+        parts = ("none", group, group, group, FlightRecorder(), None, (ranks,))
+        device = torch.device("cpu")
+        super().__init__(Topology(0, world_size, 0, 1, device, *parts, transports=lambda *_: cast(Any, None)))
         self._receives = receives_in_host_memory and world_size > 1
         self._free: list[Tensor] = []
         self._sent, self._axis = sent, axis

@@ -360,7 +360,7 @@ def _own_cost(module: nn.Module, config: PipelineConfig) -> float:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _StageModule:
     """A module that one stage computes.
 
     Attributes:
@@ -382,7 +382,7 @@ class _Piece:
         return (self.module,) if self.kind == "end" else self.module.modules()
 
 
-def _divide(stage: Stage, pieces: Sequence[_Piece], firsts: Sequence[int]) -> None:
+def _divide(stage: Stage, pieces: Sequence[_StageModule], firsts: Sequence[int]) -> None:
     """Leaves in the model what this rank computes, and says what each of its stages is.
 
     Args:
@@ -416,9 +416,9 @@ def _divide(stage: Stage, pieces: Sequence[_Piece], firsts: Sequence[int]) -> No
         stage.parts.append(StagePart(part, part == 0, part == last, ids, others, firsts[part], firsts[part + 1]))
 
 
-def _shared(stage: Stage, pieces: Sequence[_Piece]) -> list[SharedParameter]:
+def _shared(stage: Stage, pieces: Sequence[_StageModule]) -> list[SharedParameter]:
     """Parameters of two stages, of which one is here; those between two ranks are of the same two stages."""
-    holders: dict[int, list[tuple[_Piece, nn.Module, str]]] = {}
+    holders: dict[int, list[tuple[_StageModule, nn.Module, str]]] = {}
     for piece in pieces:
         for module in piece.modules():
             for attribute, param in module._parameters.items():
@@ -506,7 +506,7 @@ def _cut_sequential(
     firsts = [*_firsts(own_costs, stage.num_parts, config, model), len(model)]
     children = list(model._modules.items())
     pieces = [
-        _Piece("child", part, child, [(model, name)], _Nothing())
+        _StageModule("child", part, child, [(model, name)], _Nothing())
         for part in range(stage.num_parts)
         for name, child in children[firsts[part] : firsts[part + 1]]
         if child is not None
@@ -741,8 +741,8 @@ class _BlockCut:
             for name, module in parent._modules.items():
                 places.setdefault(id(module), []).append((parent, name))
 
-        def piece(kind: Literal["block", "end"], part: int, module: nn.Module, stand_in: nn.Module) -> _Piece:
-            return _Piece(kind, part, module, places.get(id(module), ()), stand_in)
+        def piece(kind: Literal["block", "end"], part: int, module: nn.Module, stand_in: nn.Module) -> _StageModule:
+            return _StageModule(kind, part, module, places.get(id(module), ()), stand_in)
 
         pieces = [
             piece("block", part, self.blocks[at], _OtherBlock(self.blocks[at], stage.carry, at, in_tuple=in_tuple))
