@@ -281,30 +281,20 @@ def _backend(config: str, device: torch.device) -> str:
     return by_device.get(device.type, config)
 
 
-@dataclass(frozen=True)
-class ConfigView:
-    """A config for printing.
+def _shown_config(
+    title: str, tree: Mapping[str, Any], sources: Mapping[str, str], like: Mapping[str, Any] | None = None
+) -> str:
+    """A config for printing: a line per value, with its path and source.
 
-    Attributes:
+    Args:
         title: whose config: "GPT (trained)", or a plugin's name.
-        tree: the plain dict.
         sources: dotted path -> where the value came from.
         like: a dict whose order of keys is followed.
     """
-
-    title: str
-    tree: Mapping[str, Any]
-    sources: Mapping[str, str]
-    like: Mapping[str, Any] = field(default_factory=dict)
-
-    def lines(self) -> list[str]:
-        """One line per value: path, value, source."""
-        rows = [
-            (path, shown(value), self.sources.get(path, "default")) for path, value in _leaves(self.tree, "", self.like)
-        ]
-        key = max((len(path) for path, _, _ in rows), default=0)
-        value = min(max((len(text) for _, text, _ in rows), default=0), 24)
-        return [f"Config of {self.title}:"] + [f"  {p:<{key}}  {v:<{value}}  {source}" for p, v, source in rows]
+    rows = [(path, shown(value), sources.get(path, "default")) for path, value in _leaves(tree, "", like)]
+    key = max((len(path) for path, _, _ in rows), default=0)
+    value = min(max((len(text) for _, text, _ in rows), default=0), 24)
+    return "\n".join([f"Config of {title}:", *(f"  {p:<{key}}  {v:<{value}}  {source}" for p, v, source in rows)])
 
 
 def _leaves(tree: Mapping[str, Any], above: str, like: Any) -> Iterator[tuple[str, Any]]:
@@ -335,11 +325,11 @@ class Prepared:
     optimizer: PreparedOptimizer | None = None
     schedulers: list[PreparedScheduler] = field(default_factory=list)
 
-    def view(self) -> ConfigView:
-        """The resolved config for printing."""
+    def __str__(self) -> str:
+        """The resolved config."""
         role = "trained" if self.optimizer is not None else "inference"
         name = f"{type(self.engine.module).__name__} ({role})"
-        return ConfigView(name, self.config.resolved, self.config.resolved_sources, self.config.raw)
+        return _shown_config(name, self.config.resolved, self.config.resolved_sources, self.config.raw)
 
 
 class AcceleratorState:
@@ -485,14 +475,11 @@ class AcceleratorState:
         head = repr(self.partial).replace(
             f"Distributed environment: {self.partial.distributed_type.name} ", f"Distributed environment: {kind} ", 1
         )
-        blocks = ["\n".join(view.lines()) for view in self._views()]
+        blocks = [str(item) for item in self.prepared]
+        if not blocks:
+            plugins = self.plugins or {"plain data parallelism": self.active_plugin}
+            blocks = [
+                _shown_config(name if name != "default" else plugin.title, *plugin.known(self._facts))
+                for name, plugin in plugins.items()
+            ]
         return "\n".join([f"{head}Mixed precision type: {self.mixed_precision}", *blocks]) + "\n"
-
-    def _views(self) -> list[ConfigView]:
-        if self.prepared:
-            return [item.view() for item in self.prepared]
-        plugins = self.plugins or {"plain data parallelism": self.active_plugin}
-        return [
-            ConfigView(name if name != "default" else plugin.title, *plugin.known(self._facts))
-            for name, plugin in plugins.items()
-        ]

@@ -127,7 +127,8 @@ def test_optimizer_states_are_those_in_memory(name: str, unpack: Unpack) -> None
         assert likeness(read, truth[f"plain/{kind}/{fqn}"]) > 0.98, key
     for fqn, scalars in checkpoint.states.scalars.items():
         assert list(scalars) == ["step"], fqn
-        dtype, shape, data = checkpoint.value(scalars["step"])
+        record = checkpoint.record(scalars["step"])
+        dtype, shape, data = record.dtype, record.shape, checkpoint.read(record)
         assert (dtype, shape, data.view("<f4").tolist()) == ("F32", (), [steps_of(name)])
     assert [sorted(group.names) for group in checkpoint.groups] == [sorted(MATRICES), sorted(VECTORS)]
     if name == "stage1_elastic_w2":

@@ -34,7 +34,6 @@ from zeroaccel.checkpoint.formats.deepspeed_partitioned import (
 from zeroaccel.checkpoint.formats.deepspeed_unpartitioned import name_positions, read_universal, read_unsharded
 from zeroaccel.checkpoint.formats.pickle_machine import StandIn
 from zeroaccel.checkpoint.formats.torch_file import TorchFile
-from zeroaccel.checkpoint.formats.torch_pickle import StoredTensor
 from zeroaccel.checkpoint.manifest import MANIFEST_NAME, TensorRecord, check_tag, read_latest
 from zeroaccel.checkpoint.zero_to_fp32 import ConversionError, Source, Weight, read_source
 from zeroaccel.errors import CheckpointError
@@ -322,11 +321,6 @@ class DeepSpeedCheckpoint(DeepSpeedContents):
                 scalars[name] = other
 
     # -- reading
-
-    def value(self, tensor: tuple[int, StoredTensor]) -> tuple[str, tuple[int, ...], NDArray[np.uint8]]:
-        """(dtype, shape, bytes) of a small tensor among the plain data."""
-        record = self.record(tensor)
-        return record.dtype, record.shape, self.read(record)
 
     def verify(self) -> None:
         """Reads every file and compares it with the checksums in it; CheckpointError names what is damaged."""

@@ -145,9 +145,9 @@ class _PlainEncoder:
         return str(value) if isinstance(value, str) else value
 
     def _tensor(self, file: int, stored: StoredTensor) -> Tensor:
-        dtype, shape, data = self._checkpoint.value((file, stored))
-        tensor = torch.from_numpy(data).view(dtype_of(dtype)).view(shape)
-        self._records[id(tensor)] = (tensor, self._checkpoint.record((file, stored)))
+        record = self._checkpoint.record((file, stored))
+        tensor = torch.from_numpy(self._checkpoint.read(record)).view(dtype_of(record.dtype)).view(record.shape)
+        self._records[id(tensor)] = (tensor, record)
         return tensor
 
 
