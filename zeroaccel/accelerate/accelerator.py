@@ -51,11 +51,10 @@ from zeroaccel.accelerate.prepared_optimizer import GradientState, PreparedSched
 from zeroaccel.accelerate.project import ProjectConfiguration, project_of
 from zeroaccel.accelerate.run_state import LoadHook, PathLike, RunSaving, SaveHook
 from zeroaccel.accelerate.training_loop import TrainingLoop
-from zeroaccel.accelerate.zero_plugin import ZeroPlugin
+from zeroaccel.accelerate.zero_plugin import ZeroPlugin, launched
 from zeroaccel.comm.agree import agreed
 from zeroaccel.config import Facts
 from zeroaccel.config.diagnostics import names_meant
-from zeroaccel.config.launch.launch_sources import from_environment
 from zeroaccel.config.parallel import ParallelConfig, PipelineConfig, with_config_axes
 from zeroaccel.data import DataLoaderConfiguration, PreparedLoader, prepare_data_loader, skip_first_batches
 from zeroaccel.errors import UsageError
@@ -159,7 +158,7 @@ class Accelerator(ControlFlow, TrainingLoop, ModelSaving):
         pipeline: PipelineConfig | None = None,
         scheduler_counts_processes: bool = False,
     ) -> None:
-        settings, sources = from_environment(os.environ)
+        settings, sources = launched()
         joining = process_group_of(kwargs_handlers or ())
         partial = PartialState(
             cpu or bool(settings.use_cpu),

@@ -121,7 +121,7 @@ class ZeroPlugin:
                 "ZeroPlugin(enable_msamp, msamp_opt_level): 8-bit training is not available",
                 fix='leave them out, and use mixed_precision="bf16"',
             )
-        settings, sources = from_environment(os.environ)
+        settings, sources = launched()
         hf_ds_config = getattr(hf_ds_config, "config", hf_ds_config)  # of an HfDeepSpeedConfig
         arguments = {
             name: value for name, value in locals().items() if name in _FACTS and value is not None and value != "auto"
@@ -405,6 +405,15 @@ class ZeroPlugin:
 
 DeepSpeedPlugin = ZeroPlugin
 """accelerate's name of it."""
+
+
+def launched() -> tuple[LaunchedSettings, dict[str, str]]:
+    """The launcher's settings of training, from the environment, and field -> source.
+
+    Raises:
+        ConfigError: a variable has a value that means nothing.
+    """
+    return from_environment(os.environ)
 
 
 def gather_facts(*several: Facts) -> Facts:
