@@ -179,8 +179,8 @@ def _planted(factor: float) -> MixtureRun:
     """Gradients of experts times a factor: as those that are summed twice, or divided by the ranks that divide them."""
     launch = GradReducer._start_reduction
 
-    def wrong(reducer: GradReducer, gradients: GradientBuffer, flat: Tensor) -> Any:
-        return launch(reducer, gradients, flat.mul_(factor) if gradients.buffer.is_split else flat)
+    def wrong(reducer: GradReducer, gradients: GradientBuffer, flat: Tensor, label: str) -> Any:
+        return launch(reducer, gradients, flat.mul_(factor) if gradients.buffer.is_split else flat, label)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GradReducer, "_start_reduction", wrong)
