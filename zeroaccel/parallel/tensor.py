@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.errors import UsageError, listed
 from zeroaccel.nested import leaves_of
-from zeroaccel.parallel.tensor_modules import MODULE_STYLES, PARAMETER_STYLES, SplitModule, note_calls
+from zeroaccel.parallel.tensor_modules import MODULE_STYLES, PARAMETER_STYLES, SplitModule, SplitPart, note_calls
 from zeroaccel.zero.layout import Split
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class SplitLayers:
         size: ranks that share them.
     """
 
-    def __init__(self, layers: list[_SplitLayer | SplitModule], size: int) -> None:
+    def __init__(self, layers: list[SplitPart], size: int) -> None:
         self._layers = layers
         self._heads: list[tuple[nn.Module, dict[str, int]]] = []
         self._first_batch: RemovableHandle | None = None
@@ -114,9 +114,9 @@ class SplitLayers:
         size = int(mesh.size())
         styles = _matched(model, plan)
         _check_heads(model, size, styles)
-        layers, splits = list[_SplitLayer | SplitModule](), dict[int, Split]()
+        layers, splits = list[SplitPart](), dict[int, Split]()
         for name, (style, own) in by_module(model, styles).items():
-            layer: _SplitLayer | SplitModule
+            layer: SplitPart
             if style in MODULE_STYLES:
                 layer = SplitModule.of(name, model, style, own, mesh, index)
             else:
@@ -214,25 +214,17 @@ class SplitLayers:
 
 
 @dataclass
-class _SplitLayer:
+class _SplitLayer(SplitPart):
     """A linear layer or an embedding whose parameters are split.
 
     Attributes:
         placements: of each of its parameters, by name.
-        cuts: how those parameters are cut that are.
         prepare, finish: torch's hooks of its style.
-        takes_whole: it takes and returns whole tensors now, whatever its style.
     """
 
-    name: str
-    module: nn.Module
-    mesh: DeviceMesh
     placements: Mapping[str, tuple[Placement, ...]]
-    cuts: Mapping[str, Split]
     prepare: Callable[..., Any]
     finish: Callable[..., Any]
-    takes_whole: bool = False
-    _handles: tuple[RemovableHandle, ...] = ()
 
     @classmethod
     def of(cls, name: str, module: nn.Module, style: str, mesh: DeviceMesh, index: int) -> _SplitLayer:
@@ -252,25 +244,9 @@ class _SplitLayer:
         if is_transposed(module):
             placements["weight"] = tuple(_transposed(placement) for placement in placements["weight"])
         parts = Split(0, int(mesh.size()), index, _PACKED.get(style, 1))
-        return cls(name, module, mesh, placements, _cuts(name, module, placements, parts), prepare, finish)
+        return cls(name, module, mesh, _cuts(name, module, placements, parts), placements, prepare, finish)
 
-    def splits(self) -> dict[int, Split]:
-        """id(parameter) -> how it is cut, of those that are."""
-        return {id(getattr(self.module, key)): split for key, split in self.cuts.items()}
-
-    def attach(self) -> None:
-        # The engine gathers before and reshards after: what is read here has to be the gathered part, and what the
-        # engine sees has to be an ordinary output. So this hook is its module's last one before, and its first after.
-        before = self.module.register_forward_pre_hook(self._before)
-        after = self.module.register_forward_hook(self._after, prepend=True, always_call=True)
-        self._handles = before, after
-
-    def detach(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = ()
-
-    def _before(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         from torch.distributed.tensor import DTensor
 
         if not args:
@@ -281,7 +257,7 @@ class _SplitLayer:
                 fix="pass it by position, or leave the module out of tp_plan",
             )
         if self.takes_whole and not self.cuts:
-            return args
+            return None
         note_calls(self.mesh, self.name, "forward")
         inputs = self._spread(args[0]) if self.takes_whole else self.prepare(module, args)
         for key, placements in self.placements.items():
@@ -289,7 +265,7 @@ class _SplitLayer:
             part = module._parameters[key]
             assert part is not None, f"{self.name} has lost {key}"
             module.__dict__[key] = DTensor.from_local(part, self.mesh, placements, run_check=False)
-        return inputs
+        return inputs if isinstance(inputs, tuple) else (inputs,), kwargs
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
         for key in self.placements:

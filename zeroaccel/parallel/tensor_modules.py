@@ -16,6 +16,7 @@ layers.*.self_attn.kv_a_proj        mla_kv_a_proj    a whole linear layer; of it
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -54,23 +55,59 @@ def note_calls(mesh: DeviceMesh, name: str, phase: str) -> None:
 
 
 @dataclass
-class SplitModule:
-    """A module that computes with this rank's parts of its parameters, which are ordinary tensors.
+class SplitPart(ABC):
+    """A module of which this rank has a part.
 
     Attributes:
         cuts: how parameters are cut that are, by their names in the module.
-        enter, leave: what inputs and outputs go through, on their way through the module; None for nothing.
-        takes_whole: it computes with whole parameters now, which the ranks gather at each call.
+        takes_whole: it takes and returns whole tensors now, whatever its style.
     """
 
     name: str
     module: nn.Module
     mesh: DeviceMesh
     cuts: Mapping[str, Split]
+    takes_whole: bool = field(default=False, kw_only=True)
+    _handles: list[RemovableHandle] = field(default_factory=list, kw_only=True)
+
+    def splits(self) -> dict[int, Split]:
+        """id(parameter) -> how it is cut, of those that are."""
+        return {id(self.module.get_parameter(key)): split for key, split in self.cuts.items()}
+
+    def attach(self) -> None:
+        """From now on it computes with its part, and exchanges inputs and outputs."""
+        # The engine gathers before and reshards after: what is read here has to be the gathered part, and what the
+        # engine sees has to be an ordinary output. So this hook is its module's last one before, and its first after.
+        before = self.module.register_forward_pre_hook(self._before, with_kwargs=True)
+        after = self.module.register_forward_hook(self._after, prepend=True, always_call=True)
+        self._handles += before, after
+
+    def detach(self) -> None:
+        """Undoes it."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    @abstractmethod
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A pre-hook."""
+
+    @abstractmethod
+    def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """A hook; without output where the forward raised."""
+
+
+@dataclass
+class SplitModule(SplitPart):
+    """A module that computes with this rank's parts of its parameters, which are ordinary tensors.
+
+    Where it takes whole tensors, it computes with whole parameters, which the ranks gather at each call.
+
+    Attributes:
+        enter, leave: what inputs and outputs go through, on their way through the module; None for nothing.
+    """
+
     enter: Callable[[Tensor], Tensor] | None
     leave: Callable[[Tensor], Tensor] | None
-    takes_whole: bool = False
-    _handles: list[RemovableHandle] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -94,22 +131,6 @@ class SplitModule:
         elif style == IDENTITY:  # the sum over the ranks counts its output once
             enter = partial(torch.mul, other=1.0 / int(mesh.size()))
         return cls(name, module, mesh, cuts, enter, leave)
-
-    def splits(self) -> dict[int, Split]:
-        """id(parameter) -> how it is cut, of those that are."""
-        return {id(self.module.get_parameter(key)): split for key, split in self.cuts.items()}
-
-    def attach(self) -> None:
-        """From now on it computes with parts, and exchanges inputs and outputs."""
-        # Within the engine's own hooks, as those of linear layers.
-        before = self.module.register_forward_pre_hook(self._before, with_kwargs=True)
-        after = self.module.register_forward_hook(self._after, prepend=True, always_call=True)
-        self._handles += before, after
-
-    def detach(self) -> None:
-        """Undoes it."""
-        while self._handles:
-            self._handles.pop().remove()
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         note_calls(self.mesh, self.name, "forward")
