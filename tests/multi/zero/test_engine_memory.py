@@ -119,10 +119,10 @@ def _sharing_weights(stage: int) -> tuple[list[Tensor], set[str]]:
         arrived.append(param.grad)
         arrive(reducer, param)
 
-    def starts(reducer: GradReducer, gradients: GradientBuffer, flat: Tensor) -> Any:
+    def starts(reducer: GradReducer, gradients: GradientBuffer, flat: Tensor, label: str) -> Any:
         if flat.data_ptr() in [grad.data_ptr() for grad in arrived]:
             taken.add(gradients.name)
-        return start(reducer, gradients, flat)
+        return start(reducer, gradients, flat, label)
 
     model = _Sharing()
     engine, *_ = zeroaccel.initialize(model, config=config(stage, "fp32", 2, optimizer=SGD))

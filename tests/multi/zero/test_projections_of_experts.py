@@ -206,14 +206,14 @@ def _gradients_beside_their_reduction() -> tuple[int, list[str]]:
         refs[id(param)] = weakref.ref(param.grad)
         arrive(reducer, param)
 
-    def starts(reducer: GradReducer, gradients: GradientBuffer, flat: Tensor) -> Any:
+    def starts(reducer: GradReducer, gradients: GradientBuffer, flat: Tensor, label: str) -> Any:
         nonlocal reductions
         reductions += 1
         pairs = zip(gradients.buffer.layout.slots, gradients.buffer.params, strict=True)
         grads = {slot.fqn: refs[id(param)]() for slot, param in pairs}
         own = flat.untyped_storage().data_ptr()
         found.extend(n for n, grad in grads.items() if grad is not None and grad.untyped_storage().data_ptr() != own)
-        return start(reducer, gradients, flat)
+        return start(reducer, gradients, flat, label)
 
     engine, *_ = zeroaccel.initialize(_mixture(num_hidden_layers=1), config=config(3), collectives=recording())
     with pytest.MonkeyPatch.context() as patch:
