@@ -94,7 +94,7 @@ class SharedParameter:
     Attributes:
         name: of the parameter in the whole model.
         owner, reader: the ranks of the pipeline with these stages.
-        reading_part: the later stage, by its number among all of the pipeline.
+        owning_part, reading_part: the two stages, by their numbers among all of the pipeline.
         param: on the owner.
         copy: on the reader.
     """
@@ -102,6 +102,7 @@ class SharedParameter:
     name: str
     owner: int
     reader: int
+    owning_part: int
     reading_part: int
     param: nn.Parameter | None = None
     copy: ReadsCopy | None = None
@@ -445,7 +446,7 @@ def _shared(stage: Stage, pieces: Sequence[_StageModule]) -> list[SharedParamete
             or parts_between.setdefault((owner, reader), (first, last)) != (first, last)
         ):
             raise _shared_by_stages(names[key])
-        item = SharedParameter(names[key], owner, reader, last)
+        item = SharedParameter(names[key], owner, reader, first, last)
         if stage.index == owner:
             item.param = module._parameters[attribute]
         if stage.index == reader:

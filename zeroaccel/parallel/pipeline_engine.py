@@ -121,6 +121,7 @@ class PipelineEngine(EngineBase):
         self._failure: Exception | None = None
         self._owned: dict[int, SharedParameter] = {}
         self._arrived: dict[str, Tensor] = {}  # gradients of this micro-batch that other stages have returned
+        self._added: set[str] = set()  # those that are added
         self._share()
 
     # -- calls of programs
@@ -190,6 +191,7 @@ class PipelineEngine(EngineBase):
         self._activity("")
         if hasattr(self, "_schedules"):
             self._arrived.clear()
+            self._added.clear()
             for shared in self.stage.shared:
                 if shared.copy is not None:
                     shared.copy.leaves.clear()
@@ -292,6 +294,7 @@ class PipelineEngine(EngineBase):
         for param in run():
             self.on_grad_ready(param)
         if not inputs_only:
+            self._take_returned(part)
             self._return_gradients(part, micro_batch)
         self._end_backward()
         self._report.end("backward")
@@ -369,10 +372,23 @@ class PipelineEngine(EngineBase):
         """As `Engine.on_grad_ready`; to a parameter that another stage reads too, that stage's gradient is added."""
         shared = self._owned.get(id(param))
         if shared is not None and param.grad is not None:
-            if shared.name not in self._arrived:
-                self._receive_gradients(shared.reader)
-            param.grad.add_(self._arrived.pop(shared.name))
+            param.grad.add_(self._returned(shared))
         super().on_grad_ready(param)
+
+    def _take_returned(self, part: StagePart) -> None:
+        """At the end of a stage's backward: parameters that it did not reach have the gradient of the other stage."""
+        for shared in self._owned.values():
+            if shared.owning_part == part.index and shared.name not in self._added and shared.param is not None:
+                shared.param.grad = self._returned(shared)
+                super().on_grad_ready(shared.param)
+        self._added.clear()
+
+    def _returned(self, shared: SharedParameter) -> Tensor:
+        """The other stage's gradient of this micro-batch; those of a stage arrive together, in their order there."""
+        if shared.name not in self._arrived:
+            self._receive_gradients(shared.reader)
+        self._added.add(shared.name)
+        return self._arrived.pop(shared.name)
 
     def _share(self) -> None:
         """Agrees on the dtypes of shared parameters, and on which are trained. (all ranks)"""

@@ -43,13 +43,21 @@ def layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(7, 12), *blocks, nn.LayerNorm(12), nn.Linear(12, 5))
 
 
+class Detached(nn.Linear):
+    """Its weight gets no gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight.detach())
+
+
 def tied_layers(kind: str) -> nn.Sequential:
-    """Layers that share weights: of the first two of three stages, or twice of two stages."""
+    """Layers that share weights: of the first two of three stages; twice of two, trained by both or the later one."""
     torch.manual_seed(3)
-    one, two, same, other = (nn.Linear(12, 12, bias=False) for _ in range(4))
+    first = Detached if kind == "layers-detached" else nn.Linear
+    one, two, same, other = (layer(12, 12, bias=False) for layer in (first, nn.Linear, nn.Linear, nn.Linear))
     same.weight, other.weight = one.weight, two.weight
     between = [nn.Tanh(), nn.Linear(12, 12)]
-    if kind == "layers-twice":
+    if kind != "layers-middle":
         return nn.Sequential(nn.Linear(7, 12), one, two, *between, same, other, nn.Linear(12, 5))
     return nn.Sequential(nn.Linear(7, 12), one, *between, same, nn.Tanh(), nn.Linear(12, 5))
 
@@ -148,9 +156,10 @@ CASES = [
     ("llama", 2, 1, 1, "bf16", ADAMW, {"schedule": "zero_bubble", "stages_per_rank": 1}),
     pytest.param(*("layers", 2, 2, 2, "fp32", SGD, {"schedule": "zero_bubble"}), marks=pytest.mark.slow),
     pytest.param(*("layers", 3, 1, 2, "fp32", SGD, {"schedule": "interleaved_1f1b"}), marks=pytest.mark.slow),
-    # Weights that two stages share: the first two of three, and twice the same two.
+    # Weights that two stages share: the first two of three, and twice the same two, one of them trained by the later.
     ("layers-middle", 3, 1, 1, "fp32", SGD, {"split": (2, 3, 2)}),
     ("layers-twice", 2, 1, 2, "fp32", SGD, {"split": (4, 4)}),
+    ("layers-detached", 2, 1, 2, "fp32", SGD, {"split": (4, 4)}),
     pytest.param(*("layers-twice", 2, 1, 3, "fp32", ADAMW, {"split": (4, 4)}), marks=pytest.mark.slow),
     pytest.param(
         *("layers-twice", 2, 1, 2, "fp32", SGD, {"split": (4, 4), "schedule": "zero_bubble", "stages_per_rank": 1}),
