@@ -124,7 +124,7 @@ class Soak:
 
 
 def left_behind(folder: Path) -> list[str]:
-    """The launcher's folder in memory, and processes of the run in this folder."""
+    """The launcher's folder in memory, once a rank has started, and processes of the run in this folder."""
     for _ in range(3):  # what ends just now
         memory = folder / "lost/memory"
         left = [str(memory.readlink())] if memory.exists() else []

@@ -13,7 +13,7 @@ CONTEXT = {
     "help_option_names": ["-h", "--help"],
     "max_content_width": 120,
 }
-"""How options are spelled and help is shown. Commands inherit it from the group that they are of."""
+"""How options are spelled and help is shown. Commands inherit it from their group."""
 
 
 class GroupedOptions(click.Command):

@@ -49,8 +49,7 @@ class LazyCommands(GroupedOptions, click.Group):
     """The group. A name that it does not have is answered with the one that was probably meant.
 
     Args:
-        table: name -> (module, what the command is for); in it the command is called as on the command line, with _
-            for -.
+        table: name -> (module, what the command is for). The module has the command under its name, with _ for -.
         other_names: name of another program's command -> what there is instead.
     """
 

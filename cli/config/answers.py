@@ -203,7 +203,7 @@ class PlanAnswers:
     Attributes:
         answers: setting -> answer, which is not asked.
         needs: as in `WizardState`.
-        note: what is to be said of the plan.
+        note: a remark on the plan.
     """
 
     answers: Mapping[str, Any] = field(default_factory=dict)

@@ -80,6 +80,9 @@ def render(answers: Mapping[str, Any], extras: Mapping[tuple[str, ...], Any] | N
     Args:
         answers: setting -> answer, of the questions that apply.
         extras: path of a key in the file -> value, for keys that no question is about.
+
+    Raises:
+        ConfigError: a path leads through a value.
     """
     tree: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE", "distributed_type": _type(answers)}
     for question in QUESTIONS:
@@ -87,7 +90,11 @@ def render(answers: Mapping[str, Any], extras: Mapping[tuple[str, ...], Any] | N
         if question.is_setting and value != AUTO and not (question.key in MESH_SIZES and value == 1):
             put(tree, file_path(question.key), answers[question.key])
     for path, value in (extras or {}).items():
-        put(tree, path, value)
+        if not put(tree, path, value):
+            raise ConfigError(
+                f"--set {'.'.join(path)}: {'.'.join(path[:-1])} is no section",
+                fix="set a key of a section, or that key",
+            )
     text: str = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
     return text
 

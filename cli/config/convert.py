@@ -20,7 +20,16 @@ import yaml
 from pydantic import ValidationError
 
 from zeroaccel.config.bounds import parse_plain_json
-from zeroaccel.config.diagnostics import KeyPath, Provenance, dotted, hint, report
+from zeroaccel.config.diagnostics import (
+    KeyPath,
+    Problem,
+    Provenance,
+    dotted,
+    duplicate_key_problems,
+    hint,
+    put,
+    report,
+)
 from zeroaccel.config.document import read_document
 from zeroaccel.config.launch.launch_file import MOVED, text_of_file
 from zeroaccel.config.launch.launch_foreign import settle_foreign_keys
@@ -29,6 +38,7 @@ from zeroaccel.config.launch.launch_sources import known_variables, unknown_vari
 from zeroaccel.config.load_config_file import load_config
 from zeroaccel.config.normalize import NormalizedConfig, UnknownKeys
 from zeroaccel.config.schema import Config
+from zeroaccel.config.section import keys_of
 from zeroaccel.config.support import KEYS, Kind, refusals
 from zeroaccel.config.yaml_text import parse_yaml
 from zeroaccel.errors import ConfigError, ZeroAccelError
@@ -85,11 +95,13 @@ def convert_json(file: str, *, drop_unknown: bool = False) -> tuple[dict[str, An
     origin = Provenance(name=document.name, places=document.places, written=normalized.written)
     tree = copy.deepcopy(document.tree)
     notes = []
+    if document.problems:
+        raise report(document.problems, origin, document.places)
     if normalized.unknown and not drop_unknown:
         problems = [problem for problem in normalized.problems if problem.text == "unknown key"]
         lines = [problem.line(origin) for problem in problems]
         heading = [f"{file}: {len(lines)} unknown keys"] if len(lines) > 1 else []
-        raise ConfigError("\n  ".join([*heading, *lines]), fix="correct them, or leave them out by --drop_unknown")
+        raise ConfigError("\n  ".join([*heading, *lines]), fix="correct what is wrong, or add --drop_unknown")
     for path in normalized.unknown:
         _remove(tree, path)
         notes.append(f"left out {origin.where_written(path)}: unknown key")
@@ -108,6 +120,10 @@ def convert_json(file: str, *, drop_unknown: bool = False) -> tuple[dict[str, An
         if _remove(tree, written):
             fix = f"; {status.fix}" if key in refused and status.fix else ""
             notes.append(f"left out {origin.where_written(written)}: {status.reason}{fix}")
+    for path, field in keys_of(Config):
+        section = normalized.written.get(path[:-1])
+        if field is None and section is not None and _remove(tree, (*section, path[-1])):
+            notes.append(f"left out {origin.where_written((*section, path[-1]))}: nothing reads it")
     return tree, notes
 
 
@@ -126,9 +142,9 @@ def convert_launch(text: str, name: str) -> tuple[dict[str, Any], list[str]]:
     parsed = parse_yaml(text, name)
     if not isinstance(parsed.value, dict):
         raise ConfigError(name, expected="settings as in `num_processes: 2`", got=parsed.value)
-    foreign = settle_foreign_keys(parsed.value)
-    if foreign.problems:
-        raise report(foreign.problems, Provenance(name=name, places=parsed.places), parsed.places)
+    foreign, origin = settle_foreign_keys(parsed.value), Provenance(name=name, places=parsed.places)
+    if wrong := [*duplicate_key_problems(parsed.duplicates), *foreign.problems]:
+        raise report(wrong, origin, parsed.places)
     tree = {key: value for key, value in foreign.tree.items() if value not in ({}, [])}
     notes = [f"{dotted(path)}: {text}" for path, text in foreign.notes]
     for key in (*(key for key in LaunchFile.model_fields if key.startswith("tpu_")), "downcast_bf16"):
@@ -140,13 +156,20 @@ def convert_launch(text: str, name: str) -> tuple[dict[str, Any], list[str]]:
     for old, new in MOVED.items():
         if old in tree:
             section, _, below = new.partition(".")
-            tree.setdefault(section, {})[below] = tree.pop(old)
-    if tree.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
-        raise ConfigError(f"{name}: compute_environment", expected="LOCAL_MACHINE", got=tree["compute_environment"])
+            value = tree.pop(old)
+            if not put(tree, (section, below), value):
+                problem = Problem((section,), expected="an object", got=tree[section])
+                raise report([problem], origin, parsed.places)
     if tree.get("rdzv_backend") == "static" and tree.get("num_machines", 1) == 1:
         del tree["rdzv_backend"]  # accelerate's default, which it writes into every file
-    for key in [key for key in tree if key not in LaunchFile.model_fields]:
-        raise ConfigError(f"{name}: {key}: unknown key", fix=hint(str(key), LaunchFile.model_fields, "remove it"))
+    names = LaunchFile.model_fields
+    problems = [
+        Problem((key,), text="unknown key", fix=hint(str(key), names, "remove it")) for key in tree if key not in names
+    ]
+    if tree.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
+        problems.append(Problem(("compute_environment",), expected="LOCAL_MACHINE", got=tree["compute_environment"]))
+    if problems:
+        raise report(problems, origin, parsed.places)
     return tree, notes
 
 

@@ -178,16 +178,16 @@ class ForeignFlags:
             self.num_gpus = None if count == -1 else count
         self._take_torchrun(typed_flags)
         if "bind_cores_to_rank" in typed_flags:
-            self._log("enable_cpu_affinity", True, "--bind_cores_to_rank")
+            self._set("enable_cpu_affinity", True, "--bind_cores_to_rank")
         if "enable_each_rank_log" in typed_flags:
-            self._log("log_dir", typed_flags["enable_each_rank_log"], "--enable_each_rank_log")
-            self._log("redirects", 3, "--enable_each_rank_log")
+            self._set("log_dir", typed_flags["enable_each_rank_log"], "--enable_each_rank_log")
+            self._set("redirects", 3, "--enable_each_rank_log")
         if "launcher" in typed_flags:
             self._take_launcher(typed_flags["launcher"].lower())
         if "launcher_args" in typed_flags:
             self.notes.append("--launcher_args: does nothing; arguments for ssh are in ZEROACCEL_SSH")
         if self.no_ssh:
-            self._log("multinode_launcher", "standard", "--no_ssh")
+            self._set("multinode_launcher", "standard", "--no_ssh")
 
     def _take_torchrun(self, typed_flags: Mapping[str, Any]) -> None:
         if "nproc_per_node" in typed_flags:
@@ -210,7 +210,7 @@ class ForeignFlags:
         count: int | None = None
         if text == "cpu":
             count = usable_cores()
-            self._log("use_cpu", True, flag)
+            self._set("use_cpu", True, flag)
         elif text not in ("gpu", "auto"):
             count = from_text("num_processes", text, lambda _: flag)
             if count < 1:
@@ -225,17 +225,17 @@ class ForeignFlags:
                 f"--launcher {name}: the machines of the hostfile are reached by ssh, which trains the same"
             )
             name = "ssh"
-        self._log("multinode_launcher", name, "--launcher")
+        self._set("multinode_launcher", name, "--launcher")
 
     def _read(self, name: str, text: str, flag: str) -> None:
-        """As `_log`, for a text, and for a second flag of one setting."""
+        """Reads a value; refuses a second flag that says otherwise."""
         value = from_text(name, text, lambda _: flag)
         if self.values.get(name, value) != value:
             here, there = f"{flag} {value}", f"{self.sources[name]} {self.values[name]}"
             raise ConfigError(f"{here}: conflicts with {there}", fix="keep one of the two")
-        self._log(name, value, flag)
+        self._set(name, value, flag)
 
-    def _log(self, name: str, value: Any, flag: str) -> None:
+    def _set(self, name: str, value: Any, flag: str) -> None:
         self.values[name], self.sources[name] = value, flag
 
     def above(self, flags: ExplicitSettings) -> ExplicitSettings:

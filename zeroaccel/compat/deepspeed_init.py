@@ -21,7 +21,7 @@ from zeroaccel.compat.assertions import asserting
 from zeroaccel.compat.parameters import attach, attach_whole
 from zeroaccel.config import load_config
 from zeroaccel.config.diagnostics import at, put
-from zeroaccel.errors import UsageError
+from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.zero import GatheredParameters
 from zeroaccel.zero.access.deferred_init import Init as OwnInit
 
@@ -163,8 +163,9 @@ def from_library(config: Mapping[str, Any]) -> dict[str, Any]:
     tree: dict[str, Any] = _values(copy.deepcopy(dict(config)))
     for key in [key for key in tree if "." in key and key.partition(".")[0] in _SECTIONS]:
         value = tree.pop(key)
-        if at(tree, key) in (None, "auto"):  # sizes are computed, as 0.9 * hidden ** 2
-            put(tree, key.split("."), int(value) if isinstance(value, float) else value)
+        size = int(value) if isinstance(value, float) else value  # computed, as 0.9 * hidden ** 2
+        if at(tree, key) in (None, "auto") and not put(tree, key.split("."), size):
+            raise ConfigError(key, expected="an object for its section", got=at(tree, key.rpartition(".")[0]))
     if tree.get("steps_per_print") == math.inf:
         del tree["steps_per_print"]
     return tree

@@ -237,7 +237,7 @@ def _keys(text: str) -> Iterator[tuple[int, KeyPath, int]]:
 def _keys_below(
     value: re.Match[str], tokens: Iterator[re.Match[str]], path: KeyPath
 ) -> Iterator[tuple[int, KeyPath, int]]:
-    """The same of the value that begins with a token; takes the others of it."""
+    """The keys within the value that starts at `value`; consumes its tokens."""
     index = 0
     if value.group() not in ("{", "["):
         return

@@ -1,4 +1,4 @@
-"""The config: every key of the DeepSpeed JSON but those of ZeRO (`schema_zero`), and the model the engine reads.
+"""The config: all keys of the DeepSpeed JSON except those of ZeRO (`schema_zero`), and the model the engine reads.
 
 Made by `load_config`, read by everything above. It declares what may be written. Dtypes are the words "fp32", "fp16"
 and "bf16", so that torch is not imported. Which keys take effect is the table in `support`, contradictions are found in

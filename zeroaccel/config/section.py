@@ -1,7 +1,7 @@
 """What every section of the config is made of: the base model, the value types, and the older names of keys.
 
-The schema files declare sections with these pieces; `normalize` reads the older names, `problems` turns what the value
-types refuse into sentences. Nothing here knows a key of the config, and values are checked, never repaired. Only
+The schema files declare sections with these pieces; `normalize` reads the older names, `diagnostics` turns what the
+value types refuse into sentences. Nothing here knows a key of the config, and values are checked, never repaired. Only
 integers written as floats (5e8), flags written as 0 and 1, and other names of one dtype are made uniform. `normalize`
 takes numbers and flags out of their quotes first (`out_of_quotes`), at every key that expects one.
 """

@@ -3,7 +3,7 @@
 A key WORKS; or is IGNORED: accepted, with a note on what happens instead; or is REFUSED when it is switched on, with
 the reason: it cannot be honoured without changing the training. A key whose effect depends on others has a function
 `idle`, and leaves a note where it has none. Making a feature available is a change of its one line. A refused or
-ignored section stands for all keys within it that have no line of their own. Every other key of the schema works.
+ignored section stands for all keys within it that have no line of their own. Every other field of the schema works.
 Consulted by `load_config`; changes nothing.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from zeroaccel.config.diagnostics import KeyPath, Note, Problem, at, dotted
-from zeroaccel.config.schema import Config, Fp16
+from zeroaccel.config.schema import Config
 from zeroaccel.config.section import ConfigSection, nested_section
 from zeroaccel.config.shard_plan import shard_plan
 
@@ -127,6 +127,11 @@ _AT_STAGE_3 = SupportStatus(Kind.WORKS, idle=_works_at_stage_3, depends=_STAGE)
 _OF_APEX = _ignored("zeroaccel does not use Apex; fp16 and bf16 set the precision")
 _OF_FP16 = _ignored("bf16 needs no loss scale; the key belongs to fp16")
 
+_LOSS_SCALE = (
+    *("loss_scale", "initial_scale_power", "loss_scale_window"),
+    *("hysteresis", "consecutive_hysteresis", "min_loss_scale"),
+)
+
 _TABLE: Mapping[str, SupportStatus] = {
     # batch sizes and the step
     "optimizer.legacy_fusion": _ignored("there is one fused update"),
@@ -163,7 +168,7 @@ _TABLE: Mapping[str, SupportStatus] = {
     "bf16.immediate_grad_update": _ignored("the engine always adds each gradient to its sum immediately"),
     "bf16.bf16_master_weights_and_grads": _refused("master weights in bf16 are not available yet"),
     "bf16.auto_cast": _ignored("inputs of forward keep their dtype; the key belongs to fp16"),
-    **{f"bf16.{key}": _OF_FP16 for key in [*Fp16.model_fields][2:8]},  # the keys of its loss scale
+    **{f"bf16.{key}": _OF_FP16 for key in _LOSS_SCALE},
     "bf16.opt_level": _OF_APEX,
     # ZeRO
     "zero_optimization.gather_16bit_weights_on_model_save": _ignored("save_16bit_model gathers whenever it is called"),
@@ -287,6 +292,7 @@ _TABLE: Mapping[str, SupportStatus] = {
 def _statuses(
     section: type[ConfigSection], above: KeyPath = (), *, works: bool = True
 ) -> Iterator[tuple[str, SupportStatus]]:
+    """The status of each key; `works`: keys that the table omits work, else the section around them stands for them."""
     for name, field in section.model_fields.items():
         path = (*above, name)
         status = _TABLE.get(dotted(path), SupportStatus(Kind.WORKS) if works else None)

@@ -53,13 +53,13 @@ def waiting() -> Iterator[None]:
         yield
 
 
-def memory_of_machine(root: Path, machines: int) -> tuple[int, Path]:
-    """The number of this rank's machine, and the folder that is its memory from now on."""
+def memory_of_machine(root: Path, machines: int, racks: str = "") -> Path:
+    """The folder that is the memory of this rank's machine from now on; `racks`: a letter for each machine."""
     machine = int(os.environ["RANK"]) * machines // int(os.environ["WORLD_SIZE"])
     memory = root / f"memory{machine or ''}"
     memory.mkdir(exist_ok=True)
-    os.environ[VARIABLE] = str(memory)
-    return machine, memory
+    os.environ |= {VARIABLE: str(memory), "ZEROACCEL_RACK": racks[machine] if racks else ""}
+    return memory
 
 
 def life(
@@ -78,8 +78,7 @@ def life(
     racks: str = "",
 ) -> tuple[int, list[float], list[str]]:
     """Trains from the newest state to the end, or until it is lost; (first step, losses, states in memory)."""
-    machine, memory = memory_of_machine(root, machines)
-    os.environ["ZEROACCEL_RACK"] = racks[machine] if racks else ""
+    memory = memory_of_machine(root, machines, racks)
     project = ProjectConfiguration(str(root), automatic_checkpoint_naming=True, memory_interval=interval)  # type: ignore[arg-type]
     plugin = ZeroPlugin(zero_stage=stage, offload_optimizer_device=offload)
     if peer is not None:

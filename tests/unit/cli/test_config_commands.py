@@ -87,6 +87,7 @@ def test_flags_before_set_before_answers(project: Path) -> None:
         ("--zero_stge 3", "No such option '--zero_stge'"),
         ("--set deepspeed_config.zero_stge=3", "--set deepspeed_config.zero_stge: unknown key; did you mean"),
         ("--set zero_stage", "--set: expected KEY=VALUE, as in deepspeed_config.zero_stage=3, got 'zero_stage'"),
+        ("--set num_processes.x=1", "--set num_processes.x: num_processes is no section; set a key of a section"),
         ("--set max_restarts=-1", "max_restarts: expected a number of at least 0, got -1"),
         ("--answers nowhere.yaml", "file nowhere.yaml (--answers) does not exist"),
         ("--answers bad.yaml", "bad.yaml:1:1: zero_stge: no such question; did you mean zero_stage?"),
@@ -363,6 +364,23 @@ def test_validate_says_what_flags_have_to_complete(project: Path) -> None:
     )
 
 
+def test_convert_lists_all_that_is_wrong_with_places(project: Path) -> None:
+    (project / "wrong.yaml").write_text("compute_environment: AMAZON\nfsdp_confg: 1\nwibble: 1\n")
+    assert typed("config convert wrong.yaml", code=2).err.splitlines()[1:] == [
+        "  wrong.yaml:1:1: compute_environment: expected LOCAL_MACHINE, got 'AMAZON'",
+        "  wrong.yaml:2:1: fsdp_confg: unknown key; did you mean fsdp_config?",
+        "  wrong.yaml:3:1: wibble: unknown key; remove it",
+    ]
+    (project / "moved.yaml").write_text("dynamo_config: 3\ndynamo_backend: inductor\n")
+    assert "moved.yaml:1:1: dynamo_config: expected an object, got 3" in typed("config convert moved.yaml", code=2).err
+    for name, text in (
+        ("twice.yaml", "num_processes: 2\nnum_processes: 3\n"),
+        ("twice.json", '{"bf16": {}, "bf16": 1}'),
+    ):
+        (project / name).write_text(text)
+        assert "given 2 times" in typed(f"config convert {name}", code=2).err
+
+
 def test_convert_moves_keys_of_older_files(project: Path) -> None:
     (project / "old.yaml").write_text(
         "num_processes: 2\ndynamo_backend: INDUCTOR\ncommand_file: x\ndowncast_bf16: 'no'\n"
@@ -378,7 +396,7 @@ def test_convert_leaves_out_of_a_json_what_is_of_no_use(project: Path) -> None:
         "amp": {"enabled": True},
         "zero_optimization": {"stage": 2, "round_robin_gradients": True, "legacy_stage1": False},
         "flops_profiler": {"enabled": True, "profile_step": 1},
-        "compile": {"enabled": True, "deepcompile": True},
+        "compile": {"enabled": True, "deepcompile": True, "passes": ["zp3"]},
     }
     (project / "ds.json").write_text(json.dumps(tree))
     said = typed("config convert ds.json -o ours.json").err
@@ -387,6 +405,7 @@ def test_convert_leaves_out_of_a_json_what_is_of_no_use(project: Path) -> None:
         "zero_optimization": {"stage": 2, "legacy_stage1": False},
         "compile": {"enabled": True},
     }
+    assert "compile.passes: nothing reads it" in said
     assert "left out ds.json:1:30: amp: Apex is not supported; use bf16 or fp16" in said
     assert ": zero_optimization.round_robin_gradients: every rank owns" in said
 

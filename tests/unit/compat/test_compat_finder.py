@@ -20,7 +20,7 @@ from zeroaccel import compat
 from zeroaccel.compat.deepspeed_init import from_library
 from zeroaccel.compat.finder import inherited_environment
 from zeroaccel.compat.surface import ABSENT, SURFACE
-from zeroaccel.errors import UsageError
+from zeroaccel.errors import ConfigError, UsageError
 
 
 @pytest.fixture
@@ -168,6 +168,12 @@ def test_dicts_from_libraries_say_the_same_in_the_words_of_the_format() -> None:
         "zero_optimization": {"stage": 3, "reduce_bucket_size": 64, "stage3_prefetch_bucket_size": 7}
     }
     assert given == kept
+
+
+def test_a_dotted_key_whose_section_is_a_value_is_named() -> None:
+    config = {"zero_optimization": True, "zero_optimization.reduce_bucket_size": 5.0}
+    with pytest.raises(ConfigError, match=r"^zero_optimization.reduce_bucket_size: expected an object for its section"):
+        from_library(config)
 
 
 _QUANTIZED = """

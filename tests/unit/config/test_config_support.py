@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
-import re
 from typing import Any
 
 import pytest
@@ -18,7 +18,10 @@ from zeroaccel.errors import ConfigError
 FIELDS = {".".join(path) for path in field_paths(Config)}
 REFUSED = [name for name, standing in KEYS.items() if standing.kind is Kind.REFUSED]
 IGNORED = [name for name, standing in KEYS.items() if standing.kind is Kind.IGNORED]
-_READ_FROM_THE_TREE = {"sequence_parallel_size", "tp_size", "expert_parallel"}
+_READ_FROM_THE_TREE = {
+    *("sequence_parallel_size", "tp_size", "expert_parallel"),
+    *("tensor_parallel", "autoep_size", "autotp_size"),
+}
 """Keys of meshes, which `with_config_axes` reads."""
 ON_VALUES: dict[str, Any] = {"device": "cpu", "autotp_size": 2}
 
@@ -80,9 +83,10 @@ def test_every_line_of_the_table_is_a_field() -> None:
 
 
 def test_every_key_that_works_is_read_somewhere() -> None:
-    """A key works where the table is silent; one that nobody reads must not."""
+    """A key works where the table is silent; one that nobody reads must not. Keys of one last name are one here."""
     files = [path for folder in ("zeroaccel", "cli") for path in (ROOT / folder).rglob("*.py")]
-    read = {name for path in files for name in re.findall(r"\.(\w+)", path.read_text())}
+    nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text()))]
+    read = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
     working = {name.rpartition(".")[2] for name, status in KEYS.items() if status.kind is Kind.WORKS}
     assert working - read == _READ_FROM_THE_TREE
 

@@ -208,6 +208,24 @@ def test_offload_of_what_is_not_sharded_does_nothing(values: dict[str, Any], idl
     assert all(note.startswith("f.yaml:3:5: ") and "does nothing" in note for note in given.notes)
 
 
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (
+            {"offload_param_device": "cpu"},
+            "parameters are sharded at stage 3 only, and the stage is 2, as none is given",
+        ),
+        (
+            {"zero_stage": 0, "offload_optimizer_device": "cpu"},
+            "optimizer states are sharded from stage 1 on, and the stage is 0",
+        ),
+    ],
+)
+def test_a_note_says_why_offload_does_nothing(values: dict[str, Any], said: str) -> None:
+    (note,) = ExplicitSettings(values, dict.fromkeys(values, "f.yaml:3:5")).effective().notes
+    assert note.endswith(f"does nothing, {said}")
+
+
 def test_rdzv_conf_may_say_where_the_machines_meet() -> None:
     conf = {"rdzv_backend": "c10d", "rdzv_endpoint": "node1:29400", "join_timeout": 60}
     given = gather(ExplicitSettings({"rdzv_conf": conf}, {"rdzv_conf": "--rdzv_conf"}), {}, ExplicitSettings())

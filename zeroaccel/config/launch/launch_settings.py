@@ -561,9 +561,10 @@ def _problems_of_zero(settings: LaunchSettings) -> Iterator[Problem]:
             yield Problem((name,), text="it filters a hostfile, and none is set", fix="set hostfile too")
     if settings.deepspeed_config_file is not None:
         return  # it may set the stage; `load_config` checks the merged settings
+    idle = idle_settings(settings.model_dump(exclude_none=True))
     for kind in ("optimizer", "param"):
-        path = f"offload_{kind}_nvme_path"
-        if getattr(settings, f"offload_{kind}_device") == "nvme" and getattr(settings, path) is None:
+        device, path = f"offload_{kind}_device", f"offload_{kind}_nvme_path"
+        if getattr(settings, device) == "nvme" and device not in idle and getattr(settings, path) is None:
             yield Problem(
                 (path,), text=f'missing, and offload_{kind}_device is "nvme"', fix="give a folder on a local disk"
             )

@@ -10,6 +10,7 @@ environment itself is neither read nor changed here.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
@@ -27,7 +28,7 @@ _FILE_FIELDS = "ACCELERATE_CONFIG_DS_FIELDS"
 _USE_ZERO = "ACCELERATE_USE_DEEPSPEED"
 _USE_MESH = "ACCELERATE_USE_PARALLELISM_CONFIG"
 NOT_IN_FILE = ("--", "environment ", "default")
-"""How sources begin that are not the launch file."""
+"""Prefixes of sources other than the launch file."""
 
 _PRECISIONS = ("no", "fp16", "bf16", "fp8")
 
@@ -116,8 +117,10 @@ def kind_of(name: str) -> SettingKind:
 
 
 def _count(text: str) -> int:
-    # Other launchers write 1.0 and 1e3; 1_000 is a number to Python only.
-    value = as_integer(float(text.replace("_", "x")))
+    text = text.replace("_", "x")  # 1_000 is a number to Python only
+    if re.fullmatch(r"\s*[+-]?\d+\s*", text):
+        return int(text)
+    value = as_integer(float(text))  # other launchers write 1.0 and 1e3
     if value is None:
         raise ValueError
     return value
@@ -153,7 +156,7 @@ FORMS: Mapping[SettingKind, _Form] = {
     "switch": _Form(lambda text: FLAG_WORDS[text.strip().lower()], "true or false"),
     "count": _Form(_count, "a whole number"),
     "number": _Form(float, "a number"),
-    "streams": _Form(_streams, "a number, or the form 0:3,1:2"),
+    "streams": _Form(_streams, "a number, or one per local rank as 0:3,1:2"),
     "pairs": _Form(_pairs, "the form KEY=NUMBER,KEY=NUMBER"),
     "text": _Form(str, "text"),
 }
@@ -278,8 +281,8 @@ class ExplicitSettings:
     sources: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
-    @classmethod
-    def of(cls, values: Mapping[str, Any], source: str) -> ExplicitSettings:
+    @staticmethod
+    def of(values: Mapping[str, Any], source: str) -> ExplicitSettings:
         """Settings of one source."""
         return ExplicitSettings(values, dict.fromkeys(values, source))
 
@@ -417,7 +420,7 @@ def _with_rendezvous(explicit: ExplicitSettings) -> ExplicitSettings:
         )
     notes += [f"{source}: {key}: does nothing, {why}" for key, why in _RDZV_SETTINGS.items() if key in pairs and why]
     rest = {key: value for key, value in pairs.items() if key not in _RDZV_SETTINGS}
-    rdzv_conf = ExplicitSettings({"rdzv_conf": rest}, explicit.sources, tuple(notes))
+    rdzv_conf = ExplicitSettings({"rdzv_conf": rest}, {"rdzv_conf": source}, tuple(notes))
     return ExplicitSettings.of(moved, source).under(explicit).under(rdzv_conf)
 
 
