@@ -102,14 +102,17 @@ def _relinked(text: str, path: str, place: str) -> str:
 
 
 def _results_linked_to() -> list[str]:
-    """Pages below benchmarks/ that pages of docs/ and of the root lead to."""
-    found = set()
-    for path in [*sorted((ROOT / "docs").glob("*.md")), *(ROOT / name for name in FROM_TREE)]:
-        for match in _LINK.finditer(path.read_text()):
-            there = posixpath.normpath(posixpath.join(path.parent.relative_to(ROOT).as_posix(), match[2]))
-            if there.startswith("benchmarks/") and there.endswith(".md") and (ROOT / there).is_file():
-                found.add(there)
-    return sorted(found)
+    """Pages below benchmarks/ that pages of docs/ and of the root lead to, directly or over each other."""
+    found: set[Path] = set()
+    pages = [*sorted((ROOT / "docs").glob("*.md")), *(ROOT / name for name in FROM_TREE)]
+    while pages:
+        page = pages.pop()
+        linked = {(page.parent / match[2]).resolve() for match in _LINK.finditer(page.read_text())}
+        new = {each for each in linked - found if each.is_relative_to(ROOT / "benchmarks") and each.suffix == ".md"}
+        new = {each for each in new if each.is_file()}
+        pages += new
+        found |= new
+    return sorted(each.relative_to(ROOT).as_posix() for each in found)
 
 
 # -- the reference

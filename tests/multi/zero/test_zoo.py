@@ -98,9 +98,10 @@ def _far(plain: Run, run: Run, start: nn.Module, *nudged: Run) -> list[str]:
     for name, weight in plain.weights.items():
         if not weight.is_floating_point() or not weight.numel():
             continue
+        start_value = before[name] if before[name].shape == weight.shape else 0 * weight  # a table that has grown
         moved, error, *grown = (
-            (weight - other[name]).abs().max().item()
-            for other in (before, run.weights, *(each.weights for each in nudged))
+            (weight - other).abs().max().item()
+            for other in (start_value, run.weights[name], *(each.weights[name] for each in nudged))
         )
         # Where a last bit decides on a tenth of the way, as in batch norms of two values, no loop follows another.
         loses_bits = loses_bits or any(each > 0.1 * moved > 1e-3 for each in grown)
