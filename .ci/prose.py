@@ -1,4 +1,4 @@
-"""Checks the English of the pages and of the public docstrings: `python .ci/prose.py [PAGE OR PACKAGE TO SKIP ...]`.
+"""Checks the English of pages, docstrings, comments and messages: `python .ci/prose.py [PAGE OR FOLDER ...]`.
 
 It finds five habits that make documentation hard to read: sentences that hide who acts, free relatives as subjects,
 chains of "of", phrases from a list, and lines that are too long. It matches patterns; it does not parse grammar.
@@ -6,18 +6,21 @@ chains of "of", phrases from a list, and lines that are too long. It matches pat
 
 from __future__ import annotations
 
+import ast
 import inspect
+import io
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator
+import tokenize
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("zeroaccel", "zeroaccel.parallel", "zeroaccel.zero", "zeroaccel.estimate")
-"""The packages whose docstrings docs/site renders."""
+SOURCES = ("zeroaccel", "cli")
+"""The folders whose docstrings, comments and messages the rules apply to."""
+MIN_MESSAGE_WORDS = 4
+"""A string in code with fewer words is a name, a key or a label."""
 MAX_COLUMNS = 130
 MAX_PASSIVE_SHARE = 0.2
 """Sentences of a page that may have a passive without an agent."""
@@ -75,46 +78,71 @@ class Finding:
         return f"{self.place}: {self.rule}: {self.text}"
 
 
-def main(skipped: Collection[str]) -> int:
-    """Prints what the pages and docstrings of the tree break; 1 if anything."""
-    findings = [finding for page in pages(skipped) for finding in page_findings(page.read_text(), _name(page))]
-    for place, text in docstrings(skipped):
-        findings += sentence_findings(text, place)
+def main(paths: Sequence[str] = ()) -> int:
+    """Prints what the pages and sources below `paths` break, or those of the whole tree; 1 if anything."""
+    chosen = [(ROOT / path).resolve() for path in paths] or [ROOT]
+    findings: list[Finding] = []
+    for file in [*pages(), *sources()]:
+        if not any(file.is_relative_to(path) for path in chosen):
+            continue
+        place = file.relative_to(ROOT).as_posix()
+        if file.suffix == ".md":
+            findings += page_findings(file.read_text(), place)
+        else:
+            findings += source_findings(file.read_text(), place)
     for finding in findings:
         print(finding)
     return 1 if findings else 0
 
 
-def pages(skipped: Collection[str] = ()) -> list[Path]:
+def pages() -> list[Path]:
     """The pages that the rules apply to."""
-    every = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    return [page for page in every if _name(page) not in skipped]
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def _name(page: Path) -> str:
-    return page.relative_to(ROOT).as_posix()
+def sources() -> list[Path]:
+    """The modules that the rules apply to."""
+    return [path for folder in SOURCES for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
-def docstrings(skipped: Collection[str] = ()) -> Iterator[tuple[str, str]]:
-    """(qualified name, docstring) of what the reference of the site shows."""
-    for package in PACKAGES:
-        if package in skipped:
+def source_findings(text: str, place: str) -> Iterator[Finding]:
+    """Checks the docstrings, comments and messages of a module."""
+    for line, prose in [*_docstrings_and_messages(text), *_comments(text)]:
+        yield from sentence_findings(prose, f"{place}:{line}")
+
+
+def _docstrings_and_messages(text: str) -> Iterator[tuple[int, str]]:
+    tree = ast.parse(text)
+    pieces = {id(piece) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for piece in node.values}
+    documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            parts = [part.value if isinstance(part, ast.Constant) else "CODE" for part in node.values]
+            prose = "".join(map(str, parts))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in pieces:
+            prose = inspect.cleandoc(node.value) if id(node) in documentation else node.value
+        else:
             continue
-        module = import_module(package)
-        for name in module.__all__:
-            yield from _of_object(f"{package}.{name}", getattr(module, name))
+        if id(node) in documentation or len(prose.split()) >= MIN_MESSAGE_WORDS:
+            yield node.lineno, prose
 
 
-def _of_object(name: str, value: Any) -> Iterator[tuple[str, str]]:
-    if not (inspect.isclass(value) or inspect.isfunction(value)) or not value.__module__.startswith("zeroaccel"):
-        return
-    if value.__doc__:
-        yield name, inspect.cleandoc(value.__doc__)
-    if inspect.isclass(value):
-        for member, attribute in vars(value).items():
-            function = getattr(attribute, "fget", None) or getattr(attribute, "__func__", attribute)
-            if member[0] != "_" and inspect.isfunction(function) and function.__doc__:
-                yield f"{name}.{member}", inspect.cleandoc(function.__doc__)
+def _comments(text: str) -> Iterator[tuple[int, str]]:
+    """Comments that fill lines of their own, as one text each, and those behind code."""
+    first, last, column, block = 0, 0, 0, ""
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type != tokenize.COMMENT:
+            continue
+        words = token.string.lstrip("#: ").strip()
+        if block and token.start == (last + 1, column):
+            block = f"{block}\n{words}"
+        else:
+            if block:
+                yield first, block
+            first, block = token.start[0], words
+        last, column = token.start
+    if block:
+        yield first, block
 
 
 def page_findings(text: str, place: str) -> Iterator[Finding]:

@@ -59,7 +59,36 @@ def test_code_markup_and_link_targets_are_not_prose(prose: ModuleType) -> None:
     assert not list(prose.sentence_findings(text, "page.md"))
 
 
-def test_every_public_docstring_is_read(prose: ModuleType) -> None:
-    names = dict(prose.docstrings())
-    assert {"zeroaccel.Accelerator.prepare", "zeroaccel.initialize", "zeroaccel.zero.Init"} <= set(names)
-    assert prose.ROOT / "docs" / "design.md" in prose.pages()
+MODULE = '''
+"""What the module does."""
+LIMIT = 1  # but for one
+"""The limit is as ever."""
+
+
+def check(name):
+    """Raises an error likewise."""
+    # The size of the part
+    # of the shard of a rank.
+    raise ValueError(f"{name}: both of them are refused alike")
+'''
+
+
+def test_docstrings_comments_and_messages_are_read(prose: ModuleType) -> None:
+    found = {finding.place: finding.rule.split(":")[0] for finding in prose.source_findings(MODULE, "m.py")}
+    assert found == {
+        "m.py:2": "a clause with `what` in place of a noun",
+        "m.py:3": "'but for'",
+        "m.py:4": "'as ever'",
+        "m.py:8": "'likewise'",
+        "m.py:9": "a chain of `of`",
+        "m.py:11": "'alike'",
+    }
+
+
+def test_names_and_keys_are_not_messages(prose: ModuleType) -> None:
+    assert not list(prose.source_findings('KEYS = ["none of it", "what_is"]\n', "m.py"))
+
+
+def test_every_page_and_module_is_read(prose: ModuleType) -> None:
+    read = {path.relative_to(prose.ROOT).as_posix() for path in [*prose.pages(), *prose.sources()]}
+    assert {"docs/design.md", "README.md", "zeroaccel/zero/engine.py", "cli/config/questions.py"} <= read
