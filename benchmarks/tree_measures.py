@@ -251,8 +251,12 @@ def _words(root: Path) -> str:
     pages = [root / "README.md", root / "CONTRIBUTING.md", *sorted((root / "docs").rglob("*.md"))]
     texts = [page.read_text() for page in pages if page.exists()]
     every = sum(len(text.split()) for text in texts)
+    words = sum(any(map(str.isalnum, token)) for text in texts for token in text.split())  # no bars of tables
     prose = sum(len(_CODE_BLOCK.sub("", text).split()) for text in texts)
-    return f"documents: {len(texts)} pages, {every:,} words, {prose:,} without code blocks"
+    return (
+        f"documents: {len(texts)} pages, {every:,} tokens between blanks, {prose:,} without code blocks; "
+        f"{words:,} have a letter or digit"
+    )
 
 
 def _twice(names: Counter[str]) -> str:
