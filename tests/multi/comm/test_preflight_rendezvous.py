@@ -75,4 +75,4 @@ def test_a_network_that_does_not_carry(monkeypatch: pytest.MonkeyPatch) -> None:
     for number, result in _meet({0: NodeInfo("a", 2, FACTS), 1: NodeInfo("b", 2, FACTS)}, 2).items():
         assert isinstance(result, CollectiveError)
         other = ("machine 1 (b), ranks 2-3", "machine 0 (a), ranks 0-1")[number]
-        assert f"not heard of: {other}; set GLOO_SOCKET_IFNAME" in str(result)
+        assert f"not heard from: {other}; set GLOO_SOCKET_IFNAME" in str(result)
