@@ -69,7 +69,7 @@ class CodeLayout:
         return self.scale_dtype.itemsize * self.blocks(numel)
 
     def nbytes(self, numel: int) -> int:
-        """Number of bytes of a code of `numel` values, a multiple of 16."""
+        """Number of bytes in a code of `numel` values, a multiple of 16."""
         return code_nbytes(numel, self.bits, self.block_numel, self.scale_dtype.itemsize)
 
     def views(self, code: Tensor, numel: int) -> tuple[Tensor, Tensor]:
