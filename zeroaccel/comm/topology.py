@@ -284,7 +284,7 @@ def current_topology(
     if not dist.is_initialized():
         raise EngineStateError("process group", expected="an initialized one", fix="call init_process_group() first")
     default = dist.group.WORLD
-    assert default is not None, "torch.distributed is initialised without a default group"
+    assert default is not None, "torch.distributed is initialized without a default group"
     # Other code may destroy the default group and make another one; the topology is then rebuilt for it.
     if _current is None or _current[0] is not default:
         _leave_current()

@@ -386,7 +386,7 @@ MISTAKES = [
     ("odd experts", "parameter model.layers.0.mlp.experts.gate_up_proj: expected a multiple of 4 in dim 1, as tp is 2"),
     ("experts in part", "experts: expected a style in tp_plan for each parameter of moe_tp_experts, whose outputs are"),
     ("parameter alone", "experts.gate_up_proj: expected a style of its module model.layers.0.mlp.experts beside its"),
-    ("blocks of experts", "model.layers.0.mlp (Qwen3MoeSparseMoeBlock): expected numbers within 0.001 of their size"),
+    ("blocks of experts", "model.layers.0.mlp (Qwen3MoeSparseMoeBlock): expected a relative difference"),
     ("none", "ParallelConfig(tp_plan): expected a plan, as GPT2LMHeadModel has none of its own"),
     ("packed", 'attn.c_attn: expected "packed_colwise_3", which cuts queries, keys and values each by themselves'),
     ("tied", "model.embed_tokens: expected tied parameters with the same split in all their modules"),

@@ -261,7 +261,7 @@ def test_a_folder_that_will_not_do(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         examine_folder(tmp_path / "missing", "nvme_path")
     with pytest.raises(ConfigError, match="which is a file"):
         examine_folder(file, "nvme_path")
-    with pytest.raises(ConfigError, match="which is a tmpfs: its files take the memory"):
+    with pytest.raises(ConfigError, match="which is a tmpfs: its files use the memory"):
         examine_folder("/dev/shm", "nvme_path")
     mounted = os.statvfs_result((4096, 4096, 9, 9, 9, 9, 9, 9, os.ST_RDONLY, 255))
     with monkeypatch.context() as patched:
