@@ -142,7 +142,7 @@ class Collectives:
         if self.world_size > 1:
             self._gathers = self._transports(group, group.gather_group)
             self._reductions = self._transports(group, group.reduce_group)
-            # On gloo even where gathers are on NCCL, behind which it would queue up on the device.
+            # On gloo even if gathers use NCCL: there, control calls would queue behind them on the device.
             self._control = self.topology.transports(group.control_group, "cpu", no_meter)
             self._shard_gathers = self._gathers
 
@@ -172,7 +172,7 @@ class Collectives:
         """
         # In-place gather: if `shard` is a view of `out`, no rank copies its own part.
         check_split(out, shard, split_sizes, self.shard_rank, self.shard_world_size, f"{label}: a gather")
-        assert out.dtype == shard.dtype, f"{label}: a gather of {shard.dtype} into {out.dtype}"
+        assert out.dtype == shard.dtype, f"{label}: cannot gather {shard.dtype} into {out.dtype}"
         if self.shard_world_size == 1:
             if not begin_together(out, shard):
                 out.copy_(shard)

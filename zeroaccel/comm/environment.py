@@ -74,7 +74,7 @@ def command_order(variable: str, command: str, read: Callable[[Any], _Order]) ->
         return read(json.loads(text))
     except (ValueError, KeyError, TypeError):
         fix = f"unset it; `zeroaccel {command}` sets it for its own runs"
-        raise ConfigError(f"environment: {variable}", expected=f"an order of `{command}`", got=text, fix=fix) from None
+        raise ConfigError(f"environment: {variable}", expected=f"a value from `{command}`", got=text, fix=fix) from None
 
 
 def rank_and_world_size() -> tuple[int, int]:
@@ -241,7 +241,7 @@ def usable_cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
 def fair_threads(usable: int, own: frozenset[int], local: Iterable[frozenset[int]]) -> int:
     """Returns the number of threads for one process; all processes of the job on a machine together use its cores.
 
-    Processes that are bound to separate cores do not share them, so their number does not divide this one's.
+    Only processes whose core sets overlap with this one's share its cores, so only these are counted.
 
     Args:
         usable: `usable_cores` of this process.

@@ -225,7 +225,7 @@ class HierarchicalCollectives(Collectives):
 
     def gather_secondary(self, out: Tensor, secondary: Tensor, label: str) -> Work:
         assert out.numel() == self.secondary_world_size * secondary.numel(), (
-            f"{label}: a gather of {self.secondary_world_size} x {secondary.numel()} into {out.numel()}"
+            f"{label}: cannot gather {self.secondary_world_size} x {secondary.numel()} elements into {out.numel()}"
         )
         if self.secondary_world_size == 1:
             out.copy_(secondary)

@@ -93,7 +93,7 @@ def _exact_reason(group: tuple[int, ...], nodes: Sequence[Sequence[int]]) -> str
     if len(sizes) == 1:
         return "all ranks are on one node, so 4 bits save no traffic across nodes"
     if len(set(sizes)) > 1:
-        return f"the nodes have different numbers of ranks ({', '.join(map(str, sizes))}), so they have no peers"
+        return f"the nodes have different numbers of ranks ({', '.join(map(str, sizes))}), so ranks have no peers"
     return ""
 
 
@@ -129,7 +129,7 @@ def data_groups(mesh: DeviceMesh, job: Collectives) -> RankGroups:
     if mesh.ndim > 2 or not is_partition or any(rank not in group for rank, group in enumerate(per_rank)):
         raise UsageError(
             "initialize(mesh)",
-            expected=f"one or two axes that have each of the {job.world_size} ranks in one group, all of one size",
+            expected=f"one or two axes that put each of the {job.world_size} ranks in one group, all of one size",
             got=f"{mesh.ndim} axes with ranks {', '.join(str(list(group)) for group in groups)}",
             fix='pass the data-parallel axis of a mesh over all ranks, such as mesh["dp"]',
         )

@@ -134,7 +134,7 @@ def _await(
 def _missing(machines: Sequence[int], ranks_each: int, seconds: float) -> str:
     ranks = [rank for number in machines for rank in range(number * ranks_each, (number + 1) * ranks_each)]
     names = f"machine{'s' if len(machines) > 1 else ''} {', '.join(map(str, machines))}"
-    return f"{names} did not come within {seconds:g} s, so {rank_list(ranks)} would be missing"
+    return f"{names} did not arrive within {seconds:g} s, so {rank_list(ranks)} would be missing"
 
 
 def compare_with_first(store: Store, node: NodeInfo) -> None:

@@ -19,7 +19,7 @@ from zeroaccel.ops.nvrtc import old_driver
 
 CPU = torch.device("cpu")
 NOT_TRAINED_ON = "train on the CPU, or with torch's own FSDP on this accelerator: zeroaccel only supports CUDA devices"
-_HOW_TO_SHARE = "start at most one process per device, or show each process its own by CUDA_VISIBLE_DEVICES"
+_HOW_TO_SHARE = "start at most one process per device, or limit each process to its own with CUDA_VISIBLE_DEVICES"
 
 
 class DeviceKind(NamedTuple):

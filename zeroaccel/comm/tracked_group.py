@@ -114,7 +114,7 @@ class TrackedGroup(dist.ProcessGroup):
 
     @property
     def _target(self) -> dist.ProcessGroup:
-        assert self._inner is not None, "a group that is shut down"
+        assert self._inner is not None, "the group is shut down already"
         return self._inner
 
     def _start(
@@ -144,7 +144,7 @@ class TrackedGroup(dist.ProcessGroup):
     def _meet(self, tag: int) -> list[PendingTransfer]:
         """Exchanges empty messages with the others under the call's tag: see [Note: meeting before a sum]."""
         group = self._control
-        assert group is not None, "a group that is shut down"
+        assert group is not None, "the group is shut down already"
         others = [place for place in range(self.size()) if place != self.rank()]
         received = [group.recv([self._nothing], place, tag) for place in others]
         return [*received, *(group.send([self._nothing], place, tag) for place in others)]

@@ -152,7 +152,7 @@ def _compile(plan: TrainPlan) -> str:
 
 def _bind_reductions(optimizer: object, collectives: Collectives) -> None:
     """Makes the sums of a coupled optimizer all-reduces over the shards."""
-    assert isinstance(optimizer, CoupledOptimizer), "a coupled optimizer on shards without use_reductions()"
+    assert isinstance(optimizer, CoupledOptimizer), "a coupled optimizer on shards needs use_reductions()"
     label = f"sums of {type(optimizer).__name__}"
     optimizer.use_reductions(
         Reductions(lambda tensor, op: collectives.all_reduce(tensor, op, label), counts=collectives.replica == 0)

@@ -75,7 +75,7 @@ class Cut(ABC):
         return batch
 
     def gradients(self) -> Iterable[tuple[str, Tensor]]:
-        """Returns named gradients of the module whose forward has just ended, for a loss of its own, to compare."""
+        """Returns named gradients of the module whose forward has just ended, for a trial loss on its output."""
         return ()
 
     def is_split(self, module: nn.Module) -> bool:

@@ -266,7 +266,7 @@ def _config(job: JobSpec, ranks: JobRanks) -> Config:
     if peer is not None and peer.enabled and not job.loop.resumes:
         raise ConfigError(
             f"{config.where('checkpoint.peer')}: a loop around an engine can resume only from its own checkpoints",
-            fix="remove the section, or train with zeroaccel.Accelerator, or by transformers' Trainer under "
+            fix="remove the section, or train with zeroaccel.Accelerator, or with transformers' Trainer under "
             "`zeroaccel launch --max_restarts N`",
         )
     if config.log_level is not None:
@@ -284,7 +284,7 @@ def _divide(job: JobSpec, ranks: JobRanks) -> tuple[Any, Any]:
         if wrapped is not None and axis.divides_parameters:
             raise UsageError(
                 f"parameter {wrapped}",
-                expected=f"a weight of one tensor with {axis.name}, which divides the model",
+                expected=f"a weight that is a single tensor, because {axis.name} divides the model",
                 got="a quantized weight that consists of several tensors",
                 fix=f"leave {axis.name} at 1, or quantize the base with bitsandbytes",
             )

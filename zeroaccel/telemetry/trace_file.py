@@ -124,7 +124,7 @@ class Wait(NamedTuple):
         if self.last_rank is None:
             return said
         if not self.late_seconds:
-            return f"{said}; every rank had arrived before, so this is transfer time"
+            return f"{said}; every rank had arrived before, so this is the transfer"
         return f"{said}; rank {self.last_rank} arrives last, {self.late_seconds * 1e3:.2f} ms into the longest wait"
 
 

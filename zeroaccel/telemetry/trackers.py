@@ -454,7 +454,7 @@ class Trackers:
                     where,
                     expected=f'"all", {", ".join(map(repr, _BY_NAME))}, or an instance of a GeneralTracker subclass',
                     got=item,
-                    fix="for other services write such a subclass; it needs name, log and finish",
+                    fix="for other services, write such a subclass with name, log and finish",
                 )
             if item not in _NEED_NO_PACKAGE and not _installed(item):
                 raise ConfigError(

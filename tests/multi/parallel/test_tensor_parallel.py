@@ -393,7 +393,7 @@ MISTAKES = [
     ("tied otherwise", "expected tied parameters with the same split in all their modules"),
     ("muon", "expected to be whole, since its optimizer looks at whole tensors"),
     ("quantized", "zero_quantized_weights: expected false with tensor parallelism, got True"),
-    ("wrapped", "parameter model.layers.0.mlp.up_proj.weight: expected a weight of one tensor with tp"),
+    ("wrapped", "parameter model.layers.0.mlp.up_proj.weight: expected a weight that is a single tensor, because tp"),
     ("heads of sequences", "heads that is divisible by the 2 ranks of a sequence, got 1"),
     ("ranks", "ParallelConfig: expected sizes that divide the job's 2 ranks, got 'tp 3 = 3'"),
     ("differs", "initialize(parallel): dp_shard on rank 1: expected 1 as on rank 0, got 2"),

@@ -163,7 +163,7 @@ def test_a_service_that_this_accelerate_lacks(monkeypatch: pytest.MonkeyPatch) -
     _installed(monkeypatch, "swanlab")
     tracking = pytest.importorskip("accelerate.tracking")
     monkeypatch.delitem(tracking.LOGGER_TYPE_TO_CLASS, "swanlab")
-    with pytest.raises(ConfigError, match=r"Accelerator\(log_with\): swanlab: expected a version of accelerate that"):
+    with pytest.raises(ConfigError, match=r"Accelerator\(log_with\): swanlab: expected a version of accelerate with"):
         Trackers("swanlab", None, is_main_process=False)
 
 

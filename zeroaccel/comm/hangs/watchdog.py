@@ -175,7 +175,7 @@ class Watchdog:
             needs: ranks that every one of its calls needs to complete.
             `alike`: True if these ranks issue the same calls. Their histories are then compared, and a rank that left
                 after it issued a call does not block that call.
-            in_turn: implies `alike`, and a rank that waits for one of these calls does nothing else. Two ranks that
+            in_turn: requires `alike`, and a rank that waits for one of these calls does nothing else. Two ranks that
                 each wait for a call that the other has not issued are therefore deadlocked.
         """
         self._followed.append(_Followed(name, flight_recorder, needs, alike, in_turn))
@@ -225,7 +225,7 @@ class Watchdog:
     # --- the watchdog's own thread
 
     def _watch(self) -> None:
-        """The body of the thread."""
+        """Runs in the watchdog's thread."""
         try:
             while self._state not in (WatchdogState.REPORTED, WatchdogState.CLOSED):
                 self._wake.wait(_POLL_SECONDS if self._exit_notice is None else _ALARM_POLL_SECONDS)
@@ -262,7 +262,7 @@ class Watchdog:
     def _poll_store(self, channel: SideChannel) -> None:
         if self._state is WatchdogState.LEAVING:
             if not self._released_at:
-                assert self._exit_notice is not None, "a rank leaves by its exit notice"
+                assert self._exit_notice is not None, "a leaving rank has an exit notice"
                 channel.publish_exit(self._exit_notice)
                 self._release_store(channel)
             if not channel.owns_store:
@@ -426,7 +426,7 @@ class Watchdog:
         return Alarm(self._rank, headline, timed_out=False)
 
     def _crossed(self, channel: SideChannel, entry: CollectiveRecord, group: str = "") -> Alarm | None:
-        """Returns an alarm if this rank and a peer of an `in_turn` recorder block in calls that the other lacks.
+        """Returns an alarm if this rank and an `in_turn` peer each wait for a call that the other has not issued.
 
         One of the calls belongs to an `in_turn` recorder that both ranks share. The other one may belong to the same
         recorder, or be a control call of all ranks. Each needs both ranks, so neither rank has moved since its state
