@@ -155,7 +155,7 @@ def test_a_cable_between_two_launchers_is_pulled(ended: Ended, name: str) -> Non
     assert "rank 1: no answer; machine-b cannot be reached" in near
     assert "Or the network to machine-b is cut." in near
     assert re.search(WAITED, far), far
-    assert "rank 0: not heard of" in far
+    assert "rank 0: not heard from" in far
     assert re.search(r"The rendezvous store at 10.231.77.1:\d+ has not answered for \d+ s", far)
     assert "or the network between the machines is cut" in far
     code = 1 if name == "torchrun_cut" else 75

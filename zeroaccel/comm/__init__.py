@@ -1,5 +1,5 @@
-"""Communication: process groups (`topology.py`), collectives (`collectives.py`), and what happens when they hang.
+"""Communication: process groups (`topology.py`), collectives (`collectives.py`), and hang detection (`hangs/`).
 
-The only package that talks to torch.distributed. It knows nothing of modules, parameters or stages: those arrive as
-flat tensors and labels.
+Only this package uses torch.distributed. It does not depend on modules, parameters or stages: it receives flat tensors
+and labels.
 """

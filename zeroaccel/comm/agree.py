@@ -1,7 +1,7 @@
 """Agreement: an exception on one rank is raised on all, and a value of rank 0 is broadcast with its exception.
 
-An exception that only one rank raises leaves the others blocked in their next collective. Where that can happen, all
-ranks exchange the outcome first and raise alike.
+An exception that only one rank raises leaves the others blocked in their next collective. Code that can raise on one
+rank therefore exchanges the outcome first, and all ranks raise the same error.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
 def names_ranks(call: _Call) -> _Call:
-    """A decorator: the mesh that a call names ranks by is forgotten where the call raises; its errors have the names.
+    """Decorates a call whose errors name ranks by their mesh coordinates; if it raises, the mesh is forgotten.
 
-    It joins the ranks, as `init_process_group` does.
+    The decorated call joins the ranks, as `init_process_group` does.
     """
 
     @functools.wraps(call)
@@ -38,7 +38,7 @@ def names_ranks(call: _Call) -> _Call:
 
 @contextmanager
 def agreed(collectives: Collectives, label: str) -> Iterator[None]:
-    """If the block raises on any rank, every rank raises what the lowest of them did. (all ranks)
+    """If the block raises on any rank, every rank raises the error of the lowest failing rank. (all ranks)
 
     The block itself must contain no collective.
 
@@ -58,14 +58,14 @@ def agreed(collectives: Collectives, label: str) -> Iterator[None]:
 
 
 def agree_or_raise(collectives: Collectives, error: Exception | None, label: str) -> None:
-    """Raises on every rank if any rank has an error; returns on every rank otherwise. (all ranks)
+    """Raises on every rank if any rank has an error; otherwise returns on every rank. (all ranks)
 
     Args:
-        error: this rank's, or None.
-        label: what was checked, the same on all ranks.
+        error: this rank's error, or None.
+        label: name of the check in messages and traces, the same on all ranks.
 
     Raises:
-        Exception: of the class of the lowest failing rank's error, with the messages of all of them.
+        Exception: of the class of the lowest failing rank's error, with the messages of all failing ranks.
     """
     if collectives.world_size == 1:
         if error is not None:
@@ -75,7 +75,7 @@ def agree_or_raise(collectives: Collectives, error: Exception | None, label: str
     failed = {rank: failure for rank, failure in enumerate(failures) if failure is not None}
     if not failed:
         return
-    # Ranks that failed alike share a line of the message.
+    # Ranks with the same error share a line of the message.
     ranks_by_message: dict[str, list[int]] = {}
     for rank, (_, message) in failed.items():
         ranks_by_message.setdefault(message, []).append(rank)
@@ -85,19 +85,19 @@ def agree_or_raise(collectives: Collectives, error: Exception | None, label: str
 
 
 def from_rank_0(collectives: Collectives, make: Callable[[], T], label: str) -> T:
-    """What `make` returns on rank 0, on every rank; elsewhere it is not called. Pickled. (all ranks)
+    """Calls `make` on rank 0 only and returns its result, pickled, on every rank. (all ranks)
 
     Args:
-        label: what it is, the same on all ranks.
+        label: name of the value in messages and traces, the same on all ranks.
 
     Raises:
-        Exception: whatever `make` raised; of the same class and message on the other ranks.
+        Exception: the error that `make` raised; on the other ranks of the same class with the same message.
     """
     return from_rank(collectives, 0, make, label)
 
 
 def from_rank(collectives: Collectives, source: int, make: Callable[[], T], label: str) -> T:
-    """As `from_rank_0`, of another rank."""
+    """Like `from_rank_0`, with `make` called on rank `source`."""
     if collectives.world_size == 1:
         return make()
     value: T | None = None
@@ -110,7 +110,7 @@ def from_rank(collectives: Collectives, source: int, make: Callable[[], T], labe
         except Exception as raised:
             error = raised
             payload = _bytes((_portable(error), None))
-    # The size first, as only that rank knows it. An exception is broadcast like a value, so that no rank waits for one.
+    # The size first, since only that rank knows it. An exception is broadcast like a value, so that no rank hangs.
     size = torch.tensor([payload.numel()])
     collectives.broadcast(size, source, f"{label}: size")
     if collectives.rank != source:
@@ -126,17 +126,17 @@ def from_rank(collectives: Collectives, source: int, make: Callable[[], T], labe
 
 
 def disagreement_report(collectives: Collectives) -> str:
-    """Where the ranks desynced: the first collective that is not the same on all of them. (all ranks)
+    """Describes where the ranks desynced: the first collective that differs between them. (all ranks)
 
-    To be called when the digests of their flight recorders differ. The same text on every rank.
+    Call it if the digests of their flight recorders differ. Returns the same text on every rank.
     """
     histories = collectives.gather_objects(collectives.flight_recorder.recent(per_kind=128), "compare histories")
     recent = dict(enumerate(histories))
     difference = first_difference(recent, collectives.named)
     if not difference:
-        return "the ranks have gone through different collectives, longer ago than they remember"
+        return "the ranks have issued different collectives, but too long ago for the recorded history to show which"
     parted = parted_blocks(recent, collectives.named)
-    return f"the ranks have gone through different collectives: {difference}" + (f". {parted}" if parted else "")
+    return f"the ranks have issued different collectives: {difference}" + (f". {parted}" if parted else "")
 
 
 def _bytes(obj: object) -> torch.Tensor:
@@ -144,17 +144,17 @@ def _bytes(obj: object) -> torch.Tensor:
 
 
 def _portable(error: Exception | None) -> tuple[bytes, str] | None:
-    """(pickled class, message): an exception itself may hold what no other process can load."""
+    """Returns (pickled class, message); the exception itself may hold objects that other processes cannot load."""
     if error is None:
         return None
     try:
         return pickle.dumps(type(error)), str(error)
-    except (pickle.PicklingError, AttributeError):  # a class made inside a function has no name to find it by
+    except (pickle.PicklingError, AttributeError):  # pickle cannot find a class defined inside a function
         return pickle.dumps(RuntimeError), f"{type(error).__name__}: {error}"
 
 
 def _instance(kind: type[Exception], message: str) -> Exception:
     try:
         return kind(message)
-    except TypeError:  # a class that wants other arguments
+    except TypeError:  # the class takes other arguments
         return RuntimeError(f"{kind.__name__}: {message}")

@@ -1,7 +1,7 @@
-"""Collectives in flight: tracked from the call to the end of `wait`, and what each has left to do then.
+"""Tracks collectives in flight, from the call to the end of `wait`, where this rank processes the received data.
 
 `collectives.py` issues them; the `CollectiveTracker` records them in the flight recorder, and raises the watchdog's
-hang report where the backend fails.
+hang report if the backend fails.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Work(Protocol):
         """Blocks until the result is in place; on CUDA, makes the current stream wait for it. Idempotent.
 
         Raises:
-            CollectiveError: the ranks have desynced, or one is gone; the message says where each of them is.
+            CollectiveError: the ranks have desynced, or one has ended; the message locates each rank.
         """
 
     def is_completed(self) -> bool:
-        """Whether `wait` would not block. On gloo, which cannot be asked, False until `wait` has returned."""
+        """True if `wait` would not block. gloo cannot be queried: False until `wait` has returned."""
 
 
 class CollectiveTracker:
@@ -41,8 +41,8 @@ class CollectiveTracker:
 
     Args:
         watchdog: None with one rank, which waits for no other.
-        records_sizes: False for groups whose tensors have other sizes than those of the job's other groups at the same
-            call. All ranks of the job are compared, so what may differ is left out of their histories.
+        records_sizes: False for groups whose tensors differ in size from those of the job's other groups at the same
+            call. The watchdog compares all ranks of the job, so values that may differ stay out of the histories.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class CollectiveTracker:
         self._mark: ArrivalMark | None = None
 
     def issue(self, kind: Kind, op: str, label: str, tensor: Tensor) -> CollectiveRecord:
-        """Records a call that is about to be made. `tensor` is the full one, of the same size on every rank."""
+        """Records a call before it is made. `tensor` is the full one, of the same size on every rank."""
         if self._watchdog is not None and self._watchdog.error is not None:
             raise self._watchdog.failure()
         # The names are cached, since this runs at every collective.
@@ -63,11 +63,11 @@ class CollectiveTracker:
         return self.flight_recorder.issue(kind, op, label, tensor.numel() if self._records_sizes else 0, name)
 
     def start(self, entry: CollectiveRecord, operation: Callable[..., _Pendings], *args: Any) -> _Pendings:
-        """Starts its messages: ``operation(*args, tag)``."""
+        """Starts the messages of the call: ``operation(*args, tag)``."""
         try:
             return operation(*args, entry.tag)
         except RuntimeError as error:
-            # A peer that is gone can fail the call as it is posted. The report says that this rank waits for it, too.
+            # If a peer has ended, posting the call can fail. The report then lists this rank as waiting for it, too.
             self.flight_recorder.begin_wait(entry)
             try:
                 raise self.explain(entry, error) from error
@@ -75,7 +75,7 @@ class CollectiveTracker:
                 self.flight_recorder.end_wait(entry)
 
     def transfer(self, entry: CollectiveRecord, operation: Callable[..., _Pendings], *args: Any) -> None:
-        """One of several transfers of a call: starts it and blocks until it is complete."""
+        """Starts one of several transfers of a call and blocks until it is complete."""
         self.follow(entry, self.start(entry, operation, *args))
 
     def wait(self, entry: CollectiveRecord, pending: Iterable[PendingTransfer]) -> None:
@@ -84,7 +84,7 @@ class CollectiveTracker:
         self.finish(entry)
 
     def complete(self, entry: CollectiveRecord, own_part: Callable[[], None]) -> None:
-        """Runs what this rank has left to do with what arrived."""
+        """Runs this rank's processing of the received data."""
         listener = self.flight_recorder.listener
         if listener is None:
             own_part()
@@ -97,10 +97,10 @@ class CollectiveTracker:
         self.flight_recorder.finish(entry)
 
     def follow(self, entry: CollectiveRecord, pending: Iterable[PendingTransfer]) -> None:
-        """Blocks until these messages of the call are complete; others may follow."""
+        """Blocks until these messages of the call are complete; more may follow."""
         flight_recorder = self.flight_recorder
         flight_recorder.begin_wait(entry)
-        # Backends raise RuntimeError and its subclasses (dist.DistBackendError among them), whatever goes wrong. Their
+        # Backends raise RuntimeError and its subclasses (dist.DistBackendError among them) for every failure. Their
         # messages name a socket; the watchdog's report names the ranks.
         try:
             for work in pending:
@@ -111,7 +111,7 @@ class CollectiveTracker:
             flight_recorder.end_wait(entry)
 
     def follow_on_device(self, entry: CollectiveRecord, device: torch.device) -> None:
-        """Lets the watchdog follow a call that the current stream of a device waits for, if it follows no other."""
+        """Has the watchdog follow a call that the current stream of a device waits for, unless it follows another."""
         if self._watchdog is None or self.flight_recorder.probe is not None:
             return
         if torch.get_device_module(device).is_current_stream_capturing():  # the write would be replayed with the graph
@@ -122,7 +122,7 @@ class CollectiveTracker:
         self.flight_recorder.probe = entry, self._mark.has_arrived
 
     def explain(self, entry: CollectiveRecord, error: RuntimeError) -> CollectiveError:
-        """What to raise for a call that the backend has given up: the report on all ranks, where there is one."""
+        """Returns the error to raise for a call that the backend has given up: the watchdog's report on all ranks."""
         if self._watchdog is None:
             return CollectiveError(f"{entry.call} failed: {error}")
         return self._watchdog.explain(entry, error)
@@ -147,7 +147,7 @@ class MessageWork:
     """Messages between ranks. Keeps the tensors they read and write alive until they are complete.
 
     Args:
-        complete: what this rank has left to do with what arrived; called once, by `wait`.
+        complete: processes the received data; called once, by `wait`.
     """
 
     __slots__ = ("__weakref__", "_complete", "_pending", "entry", "tracker")
@@ -168,7 +168,7 @@ class MessageWork:
         if self._pending is None:
             return
         self.tracker.wait(self.entry, self._pending)
-        # Forgotten before the call, since they refer to tensors: receive buffers are freed here, not with the work.
+        # Cleared before the call, because they refer to tensors: receive buffers are freed here, not with the work.
         complete, self._pending, self._complete = self._complete, None, None
         if complete is not None:
             self.tracker.complete(self.entry, complete)
@@ -180,8 +180,9 @@ class MessageWork:
 class DeviceWork(MessageWork):
     """A collective of the backend itself, on an accelerator: `wait` does not block the host.
 
-    The watchdog follows one at a time by the flight recorder's probe. On CUDA that is an `ArrivalMark` behind the work
-    on the stream that waits for it; before `wait` nothing depends on the work. Elsewhere it is the work itself.
+    The watchdog follows one of them at a time through the flight recorder's probe. On CUDA the probe is an
+    `ArrivalMark` behind the work on the stream that waits for it; before `wait` nothing depends on the work. On other
+    devices the probe is the work itself.
     """
 
     __slots__ = ("_device",)
@@ -210,12 +211,12 @@ class DeviceWork(MessageWork):
 
 
 class ArrivalMark:
-    """A byte of host memory that a CUDA device writes when its current stream gets there.
+    """A byte of host memory that a CUDA device writes when its current stream reaches the write.
 
-    The watchdog reads it without a call to CUDA. A query of an event from its thread would invalidate a graph that the
+    The watchdog reads it without a call to CUDA: an event query from its thread would invalidate a graph that the
     program captures at that moment.
 
-    1. `begin`, on the thread that uses the device. 2. `has_arrived`, on any thread. Then it may begin again.
+    1. `begin`, on the thread that uses the device. 2. `has_arrived`, on any thread. After it returns True, begin again.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -228,5 +229,5 @@ class ArrivalMark:
         self._arrived.copy_(self._one, non_blocking=True)
 
     def has_arrived(self) -> bool:
-        """Whether the stream has got there."""
+        """True if the stream has reached the write."""
         return bool(self._arrived.item())

@@ -1,11 +1,11 @@
 """The collectives of the engine: all-gather, reduce-scatter, and small ones for control.
 
-Transport is left to `transport.py`, waiting and failing to `collective_tracker.py`, ranks and groups come from
-`topology.py`. Nothing here knows what the tensors mean; the caller's label says it in the messages about hangs.
+`transport.py` moves the bytes, `collective_tracker.py` waits and explains failures, `topology.py` makes ranks and
+groups. Nothing here knows what the tensors mean; the caller's label names them in hang reports.
 
-Letters: W = world size, S = elements per rank; where ranks have parts of several sizes, `split_sizes` has that of each,
-W*S is their sum and S this rank's. In host memory every sum runs in the order of the ranks, in fp32, and is rounded
-once: it depends neither on timing nor on where in a tensor an element lies.
+Letters: W = world size, S = elements per rank. If the ranks' parts differ in size, `split_sizes` lists the elements of
+each part, S is this rank's, and W*S stands for their sum. In host memory every sum runs in rank order, in fp32, and is
+rounded once: it depends neither on timing nor on the position of an element in its tensor.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ __all__ = ["Collectives", "Metered", "PartitionedTensors", "Work", "check_split"
 
 
 class Metered(Protocol):
-    """What sends messages of its own.
+    """An object that sends messages outside of `Collectives`.
 
     Attributes:
-        flight_recorder: has the calls that its messages belong to.
-        meter: as of `Collectives`.
+        flight_recorder: recorder of the calls that its messages belong to.
+        meter: callback for every message, as in `Collectives`.
     """
 
     flight_recorder: FlightRecorder
@@ -55,8 +55,8 @@ class Metered(Protocol):
 class Collectives:
     """The collectives of one topology. All ranks call the same ones, in the same order, with the same labels.
 
-    Gathers and reductions may interleave differently on different ranks, since they use separate groups. Here all ranks
-    are one shard group; `hierarchical.py` has the collectives of smaller ones.
+    Gathers and reductions may interleave differently on different ranks, since they use separate groups. In this class
+    all ranks form one shard group; `hierarchical.py` has the collectives for smaller shard groups.
 
     Example:
         >>> from zeroaccel.comm.topology import destroy, init_process_group
@@ -70,30 +70,30 @@ class Collectives:
 
     Args:
         topology: shared with every other engine of the process.
-        group: the data group, of ranks that see different samples; by default all ranks.
+        group: the data group, whose ranks see different samples; by default all ranks.
         records_sizes: see `CollectiveTracker`.
-        recorder: of these calls; by default that of the calls that all ranks issue.
+        recorder: flight recorder for these calls; by default the one for calls that all ranks issue.
 
     Attributes:
-        rank, world_size: in the data group.
-        ranks: the global ranks of the data group, by their ranks in it.
-        shard_ranks: those of the shard group.
-        shard_rank, shard_world_size: in the shard group.
-        replica: rank in the replicate group, 0 where there is one shard group.
-        secondary_rank, secondary_world_size: in the secondary group, over which backward gathers (ZeRO++ hpZ); those of
-            the shard group where there is none.
-        job: over all ranks of the job, where these are over some; else these themselves.
-        peers: over the ranks that issue the same collectives: `job`, or those of one stage where the job is a pipeline.
+        rank, world_size: this rank and the number of ranks in the data group.
+        ranks: global ranks of the data group, by their rank in it.
+        shard_ranks: global ranks of the shard group, by their rank in it.
+        shard_rank, shard_world_size: this rank and the number of ranks in the shard group.
+        replica: rank in the replicate group; 0 if there is one shard group.
+        secondary_rank, secondary_world_size: rank and size in the secondary group, over which backward gathers
+            (ZeRO++ hpZ); without one, those of the shard group.
+        job: collectives over all ranks of the job; these themselves if they cover all ranks.
+        peers: collectives over the ranks that issue the same calls: `job`, or the ranks of one pipeline stage.
         is_first_data_group: True on one data group of the job, or of each stage; values that all data groups hold are
             counted only there.
-        parts: over the ranks that have the other parts of split parameters; None where every parameter is whole.
-        part_holders: over the ranks of the data group that have the same experts, where others have other ones; its
-            `parts` are over those. None where all ranks of the data group have the same parameters.
-        nodes: the global ranks on each machine.
-        quantized_weights: whether `gather_weights` rounds.
-        flight_recorder: of what has been issued; the engine sets its `phase` and `step`.
-        meter: called for every message of gathers, reductions and broadcasts: (tag of the call, global rank of the
-            receiver, bytes). None for no metering.
+        parts: collectives over the ranks that hold the other parts of split parameters; None if no parameter is split.
+        part_holders: collectives over the ranks of the data group that hold the same experts; its `parts` are over
+            those. None if all ranks of the data group hold the same parameters.
+        nodes: global ranks on each machine.
+        quantized_weights: True if `gather_weights` rounds.
+        flight_recorder: recorder of the issued calls; the engine sets its `phase` and `step`.
+        meter: called for every message of gathers, reductions and broadcasts with (tag of the call, global rank of the
+            receiver, bytes). None turns metering off.
     """
 
     rank: int
@@ -142,17 +142,17 @@ class Collectives:
         if self.world_size > 1:
             self._gathers = self._transports(group, group.gather_group)
             self._reductions = self._transports(group, group.reduce_group)
-            # On gloo even where gathers are on NCCL, behind which it would queue up on the device.
+            # On gloo even if gathers use NCCL: there, control calls would queue behind them on the device.
             self._control = self.topology.transports(group.control_group, "cpu", no_meter)
             self._shard_gathers = self._gathers
 
     @property
     def everyone(self) -> Collectives:
-        """Over the ranks that have this model, or parts of it: they fail together."""
+        """Collectives over the ranks that hold this model or parts of it; an error on one is raised on all of them."""
         return self if self.parts is None else self.peers
 
     def _transports(self, group: RankGroup, over: dist.ProcessGroup) -> Transports:
-        """The transports over one process group of `group`, by the type of device; what they send is metered."""
+        """Returns metered transports over one process group of `group`, by device type."""
 
         def meter_source() -> Meter | None:
             meter = self.meter
@@ -162,17 +162,17 @@ class Collectives:
         return {device: self.topology.transports(over, device, meter_source) for device in devices}
 
     def all_gather(self, out: Tensor, shard: Tensor, label: str, split_sizes: Sequence[int] = ()) -> Work:
-        """out[r*S:(r+1)*S] = shard of rank r. Over the gather group; sends (W-1)*S elements.
+        """out[r*S:(r+1)*S] = shard of rank r. Runs over the gather group; sends (W-1)*S elements.
 
         Args:
             out: (W*S,), contiguous.
             shard: (S,), of the dtype of `out`; may be this rank's part of `out`. Must not change until `wait`.
-            label: what it is for, the same on all ranks: "unshard layers.3".
-            split_sizes: elements of each rank's shard, in the order of `out`; empty for equal ones.
+            label: name of the collective in messages and traces, the same on all ranks: "unshard layers.3".
+            split_sizes: elements of each rank's shard, in the order of `out`; empty for equal shards.
         """
-        # A gather into its own place: where `shard` is a view of `out`, no rank copies its own part.
+        # In-place gather: if `shard` is a view of `out`, no rank copies its own part.
         check_split(out, shard, split_sizes, self.shard_rank, self.shard_world_size, f"{label}: a gather")
-        assert out.dtype == shard.dtype, f"{label}: a gather of {shard.dtype} into {out.dtype}"
+        assert out.dtype == shard.dtype, f"{label}: cannot gather {shard.dtype} into {out.dtype}"
         if self.shard_world_size == 1:
             if not begin_together(out, shard):
                 out.copy_(shard)
@@ -197,7 +197,7 @@ class Collectives:
         *args: Any,
         complete: Callable[[], None] | None = None,
     ) -> Work:
-        """An operation of a transport in flight; `complete` is what this rank has left to do with what arrives."""
+        """Starts an operation of a transport; `wait` runs `complete` on the received data."""
         pending = self._tracker.start(entry, operation, out, *args)
         if isinstance(transport, P2PTransport):
             return MessageWork(self._tracker, entry, pending, complete)
@@ -206,17 +206,17 @@ class Collectives:
     def reduce_scatter(
         self, out: Tensor, flat: Tensor, label: str, scale: float = 1.0, split_sizes: Sequence[int] = ()
     ) -> Work:
-        """out = round(scale * sum over ranks of their flat[rank*S:(rank+1)*S]). Over the reduce group.
+        """out = round(scale * sum over ranks of their flat[rank*S:(rank+1)*S]). Runs over the reduce group.
 
-        In host memory this rank adds the parts up, during `wait`. On an accelerator the backend adds, in the dtype of
-        `flat` and in an order of its own. Sends all of `flat` but this rank's part.
+        In host memory this rank adds the parts, during `wait`. On an accelerator the backend adds, in the dtype of
+        `flat` and in its own order. Sends all of `flat` except this rank's part.
 
         Args:
             out: (S,), of any floating dtype.
             flat: (W*S,), contiguous. Must not change until `wait`; with `split_sizes` it may be overwritten.
-            label: what it is for, the same on all ranks: "reduce layers.3".
-            scale: the factor, usually 1/W.
-            split_sizes: elements of each rank's part, in the order of `flat`; empty for equal ones.
+            label: name of the collective in messages and traces, the same on all ranks: "reduce layers.3".
+            scale: factor, usually 1/W.
+            split_sizes: elements of each rank's part, in the order of `flat`; empty for equal parts.
         """
         check_split(flat, out, split_sizes, self.rank, self.world_size, f"{label}: a reduction")
         if self.world_size == 1:
@@ -226,8 +226,8 @@ class Collectives:
         if flat.numel() == 0:
             return self._finish_empty(entry)
         transport = self._reductions[flat.device.type]
-        # In host memory: every rank's part comes in as it is. They are summed in `wait`, not as they come: the order of
-        # the sum is that of the ranks, never that of the messages.
+        # In host memory every rank's part arrives unreduced. `wait` sums them, rather than each arrival: the order of
+        # the sum is the rank order, never the order of the messages.
         if isinstance(transport, P2PTransport):
             parts = self._buffer_pool.acquire(self.world_size * out.numel(), flat.dtype)
             add = partial(self._sum_parts, parts, out, scale)
@@ -241,25 +241,25 @@ class Collectives:
         return self._start(entry, transport, issue, average, flat, split_sizes, complete=finish)
 
     def _sum_parts(self, parts: Tensor, out: Tensor, scale: float) -> None:
-        """out: (S,) = scale * the sum of the W parts, which go back to the pool."""
+        """out: (S,) = scale * the sum of the W parts; returns their buffer to the pool."""
         if out.numel():
             sum_ranks(out, parts.view(-1, out.numel()), scale)
         self._buffer_pool.release(parts)
 
     def gather_weights(self, out: Tensor, shard: Tensor, label: str, split_sizes: Sequence[int] = ()) -> Work:
-        """As `all_gather`, of weights to compute with; rounds them where `quantized_weights` is True."""
+        """Runs `all_gather` on weights to compute with; rounds them if `quantized_weights` is True."""
         return self.all_gather(out, shard, label, split_sizes)
 
     def gather_secondary(self, out: Tensor, secondary: Tensor, label: str) -> Work:
-        """As `all_gather`, over the ranks that hold the second copy. `second`: (N / second_world_size,)."""
+        """Runs `all_gather` over the secondary group.  secondary: (N / secondary_world_size,)."""
         return self.all_gather(out, secondary, label)
 
     def all_to_all(self, out: Tensor, parts: Tensor, label: str) -> Work:
-        """out[r] = parts[this rank] of rank r. Over the gather group; sends (W-1)*n elements.
+        """out[r] = parts[this rank] of rank r. Runs over the gather group; sends (W-1)*n elements.
 
         Args:
             out, parts: (W, n), contiguous and of one dtype; `parts` must not change until `wait`.
-            label: what it is for, the same on all ranks: "exchange heads".
+            label: name of the collective in messages and traces, the same on all ranks: "exchange heads".
         """
         entry = self._tracker.issue("gather", "all_to_all", label, parts)
         if self.world_size == 1 or parts.numel() == 0:
@@ -271,13 +271,13 @@ class Collectives:
     def exchange_rows(
         self, out: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], label: str
     ) -> Work:
-        """Sends runs of rows to the ranks, and receives theirs. Over the gather group, also where there is no row.
+        """Sends runs of rows to the ranks and receives theirs. Runs over the gather group, even if there are no rows.
 
         Args:
             out: (sum of `received`, n), the rows from rank 0, rank 1 and so on; contiguous.
-            rows: (sum of `sent`, n), those for rank 0, rank 1 and so on; contiguous. Must not change until `wait`.
-            received, sent: rows from and to each rank.
-            label: what it is for, the same on all ranks: "send tokens to experts".
+            rows: (sum of `sent`, n), the rows for rank 0, rank 1 and so on; contiguous. Must not change until `wait`.
+            received, sent: number of rows from and to each rank.
+            label: name of the collective in messages and traces, the same on all ranks: "send tokens to experts".
         """
         entry = self._tracker.issue("gather", "all_to_all", label, rows)
         if self.world_size == 1:
@@ -287,46 +287,46 @@ class Collectives:
         return self._start(entry, transport, transport.exchange_rows, out, rows, received, sent)
 
     def named(self, ranks: Iterable[int]) -> str:
-        """Some of its ranks in words, with their places on the mesh of the job.
+        """Names some of its ranks for messages, with their coordinates on the mesh of the job.
 
         Args:
-            ranks: in the data group.
+            ranks: ranks in the data group.
         """
         return self.topology.names(self.ranks[rank] for rank in ranks)
 
     def observe(self, axis: str, source: Metered) -> None:
-        """Counts what another source sends along an axis of the mesh, too, where these count at all."""
+        """Counts the traffic of `source` along an axis of the mesh too, if this object counts traffic."""
 
     def uncounted(self) -> AbstractContextManager[None]:
-        """Within it nothing is counted."""
+        """Returns a context in which no traffic is counted."""
         return nullcontext()
 
     def over(self, hierarchical: Collectives) -> Collectives:
-        """What replaces these where a plan needs `hierarchical` ones: those, in the same wrapper as these."""
+        """Returns `hierarchical` in the same wrapper as this object, to replace it if a plan needs shard groups."""
         return hierarchical
 
     def reduction_nbytes(self, numel: int, shard_numel: int, dtype: torch.dtype) -> int:
-        """Bytes that this rank sends in a `reduce_scatter` of `numel` elements, its own part being `shard_numel`."""
+        """Bytes that this rank sends in a `reduce_scatter` of `numel` elements; its own part has `shard_numel`."""
         return (numel - shard_numel) * dtype.itemsize
 
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"], label: str) -> None:
         """tensor = its sum or maximum over the ranks, the same bits on all of them. Blocks.
 
-        Over the control group, for small tensors: a tensor on an accelerator goes through host memory. The sum runs
-        in the order of the ranks; a NaN anywhere makes the maximum NaN.
+        Runs over the control group, for small tensors: a tensor on an accelerator goes through host memory. The sum
+        runs in rank order; a NaN on any rank makes the maximum NaN.
         """
         if self.world_size == 1:
             return
         rows = self._gather_rows(tensor.detach().reshape(-1).cpu(), f"all_reduce {op}", label)
-        # A running sum has one order, whatever the shape; `sum` chooses one by the shape.
+        # A cumulative sum has one order for every shape; the order of `sum` depends on the shape.
         result = rows.cumsum(0)[-1] if op == "sum" else rows.amax(0)
         tensor.detach().copy_(result.view(tensor.shape))
 
     def all_reduce_on_device(self, tensor: Tensor, op: Literal["sum", "max"], label: str) -> None:
-        """As `all_reduce`, over the reduce group and without blocking the host: the current stream waits instead.
+        """Runs `all_reduce` over the reduce group without blocking the host: the current stream waits instead.
 
-        For values that the order of a sum does not change, as integers and maxima, or that are only shown. Where the
-        backend does not compute on the device it is `all_reduce`.
+        Use it for values that do not depend on the order of the sum, such as integers and maxima, or that are only
+        displayed. If the backend does not compute on the device, this is `all_reduce`.
         """
         if self.world_size == 1:
             return
@@ -339,8 +339,8 @@ class Collectives:
         DeviceWork(self._tracker, entry, pending, tensor.device).wait()
 
     def broadcast(self, tensor: Tensor, src: int, label: str) -> None:
-        """tensor = that of rank `src`. Blocks. Over the gather group; contiguous tensors only."""
-        assert tensor.is_contiguous(), f"{label}: a broadcast of a tensor that is not contiguous"
+        """Copies `tensor` from rank `src` to all ranks. Blocks. Runs over the gather group; contiguous tensors only."""
+        assert tensor.is_contiguous(), f"{label}: broadcast requires a contiguous tensor"
         if self.world_size == 1:
             return
         entry = self._tracker.issue("gather", f"broadcast from {src}", label, tensor)
@@ -352,20 +352,20 @@ class Collectives:
         self._tracker.wait(entry, pending)
 
     def gather_objects(self, obj: Any, label: str) -> list[Any]:
-        """The `obj` of every rank, by rank, on every rank. Pickled; over the control group. Blocks."""
+        """Returns the `obj` of every rank, by rank, on every rank. Pickled; over the control group. Blocks."""
         if self.world_size == 1:
             return [obj]
         return gather_pickles(obj, lambda own, what: self._gather_rows(own, "gather_objects", f"{label}{what}"))
 
     def barrier(self, label: str) -> None:
-        """Returns once every rank has called it. Over the control group."""
+        """Returns after every rank has called it. Runs over the control group."""
         if self.world_size > 1:
             self._gather_rows(torch.zeros(1, dtype=torch.uint8), "barrier", label)
 
     def _gather_rows(self, own: Tensor, op: str, label: str) -> Tensor:
-        """The (n,) tensors of all ranks as (W, n). Blocks. Over the control group; sends (W-1)*n elements.
+        """Returns the (n,) tensors of all ranks as (W, n). Blocks. Over the control group; sends (W-1)*n elements.
 
-        In ceil(log2(W)) messages, where its transport is point-to-point.
+        A point-to-point transport takes ceil(log2(W)) messages.
         """
         entry = self._tracker.issue("control", op, label, own)
         rows = own.new_empty(self.world_size, own.numel())
@@ -384,7 +384,7 @@ class Collectives:
 
 
 def check_split(full: Tensor, part: Tensor, split_sizes: Sequence[int], rank: int, world_size: int, what: str) -> None:
-    """Asserts that the parts of the ranks make up the full tensor; a mistake of ours, so an assertion."""
+    """Asserts that the ranks' parts make up the full tensor; a violation is a bug in this package."""
     if split_sizes:
         fits = len(split_sizes) == world_size and split_sizes[rank] == part.numel()
         fits = fits and sum(split_sizes) == full.numel()
@@ -394,20 +394,20 @@ def check_split(full: Tensor, part: Tensor, split_sizes: Sequence[int], rank: in
 
 
 def _scale_average(average: Tensor, out: Tensor, factor: float) -> None:
-    """out: (S,) = factor * average, which may be `out`."""
+    """out: (S,) = factor * average; `average` may be `out`."""
     if average is not out or factor != 1.0:
         scale_rounded_once(out, average, factor)
 
 
 def _scale_into(out: Tensor, flat: Tensor, scale: float) -> None:
-    """The reduction over one rank: out = round(scale * flat), with the rounding of the sum over several."""
+    """Reduces over one rank: out = round(scale * flat), rounded like the sum over several."""
     if out.device.type == "cpu":
         sum_ranks(out, flat.view(1, -1), scale)
     else:
         scale_rounded_once(out, flat, scale)
 
 
-# --- over a group that another library made
+# --- over a group made by another library
 
 _FIRST_TAG, _NUM_TAGS = 1 << 28, 1 << 20  # apart from the tags of other code that sends messages in the group
 
@@ -416,10 +416,10 @@ class PartitionedTensors:
     """Shards of tensors that are the same on every rank of a group, such as activations under tensor parallelism.
 
     Args:
-        group: a process group that this rank is in. Its ranks must call alike, in the same order.
+        group: a process group that contains this rank. All its ranks must make the same calls in the same order.
 
     Raises:
-        UsageError: this rank is not in the group, or there is none.
+        UsageError: there is no process group, or this rank is not in it.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -433,11 +433,11 @@ class PartitionedTensors:
             raise UsageError("tensor_parallel_group", expected="a process group with this rank in it", got=group)
 
     def shard_numel(self, numel: int) -> int:
-        """S, elements of a shard; the last ranks' may be padding."""
+        """Returns S, the number of elements of a shard; the last shards may contain padding."""
         return -(-numel // self.size)
 
     def shard(self, flat: Tensor) -> Tensor:
-        """(S,) a copy of this rank's part of `flat`, (numel,), padded with zeros."""
+        """Returns a copy (S,) of this rank's part of `flat`, (numel,), padded with zeros."""
         length = self.shard_numel(flat.numel())
         out = flat.new_zeros(length)
         own = flat[self.rank * length : (self.rank + 1) * length]
@@ -445,7 +445,7 @@ class PartitionedTensors:
         return out
 
     def unshard(self, shard: Tensor, numel: int) -> Tensor:
-        """(numel,) the tensor of which the ranks have the shards. (all ranks of the group)"""
+        """Returns the tensor, (numel,), whose shards the ranks hold. (all ranks of the group)"""
         out = torch.empty(self.size * shard.numel(), dtype=shard.dtype, device=shard.device)
         self._calls += 1
         transport = transport_over(self._group, shard.device.type)

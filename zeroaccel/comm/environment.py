@@ -1,7 +1,7 @@
-"""What the launcher and the user say through environment variables, and limits of this process. No torch.
+"""Reads the environment variables of the launcher and the user, and the limits of this process. No torch.
 
-The only module of `comm` that reads the environment. The names are those of torchrun, which every launcher of PyTorch
-jobs sets, and ZEROACCEL_COLLECTIVE_TIMEOUT.
+No other module of `comm` reads the environment. The names are those of torchrun, which every launcher of PyTorch jobs
+sets, and ZEROACCEL_COLLECTIVE_TIMEOUT.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from zeroaccel.logs import logger
 
 _Order = TypeVar("_Order")
 _DEFAULT_LIMIT_SECONDS = 600.0
-_FILES_PER_RANK, _OTHER_FILES = 5, 512  # of programs and their libraries
+_FILES_PER_RANK, _OTHER_FILES = 5, 512  # the others: files of the program and its libraries
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # what mpirun sets, of Open MPI and of MPICH
+_MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # set by mpirun: Open MPI, MPICH
 _HOW_TO_START = "start the script with `zeroaccel launch --num_processes N script.py`, or set them on every rank"
 
 
 def allow_connections(world_size: int) -> None:
-    """Raises the limit of open files to what connections to all other ranks need, or warns that it cannot.
+    """Raises the limit on open files for connections to all other ranks, or warns that it cannot.
 
-    gloo connects the ranks of a group all to all when it is made. Measured: 5 sockets per other rank, and a few more.
+    gloo connects all pairs of ranks when it makes a group. Measured: 5 sockets per other rank, and a few more.
     """
     needed = _OTHER_FILES + _FILES_PER_RANK * world_size
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -39,29 +39,29 @@ def allow_connections(world_size: int) -> None:
     allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     if allowed < needed:
-        text = "%d ranks need about %d open files per process, and the hard limit is %d: raise it with `ulimit -Hn %d`"
+        text = "%d ranks need about %d open files per process, but the hard limit is %d: raise it with `ulimit -Hn %d`"
         logger.warning(text, world_size, needed, hard, needed)
 
 
 def check_own_variables() -> None:
-    """Looks for variables whose names begin as this package's do and that no code reads.
+    """Checks for variables with this package's prefix that no code reads.
 
     Raises:
-        ConfigError: there are some; each is named with the closest one that exists.
+        ConfigError: there are some; the message names each with the closest existing variable.
     """
     check_variables(os.environ)
 
 
 def command_order(variable: str, command: str, read: Callable[[Any], _Order]) -> _Order | None:
-    """What a command of zeroaccel orders the script it runs to do, or None.
+    """Returns the order that a zeroaccel command passes to the script that it runs, or None.
 
     Args:
-        variable: of the environment, in which the command writes JSON.
-        command: its name, for messages.
-        read: makes the order of what was parsed, or raises ValueError, KeyError or TypeError.
+        variable: environment variable in which the command writes JSON.
+        command: name of the command, for messages.
+        read: converts the parsed JSON to the order, or raises ValueError, KeyError or TypeError.
 
     Raises:
-        ConfigError: the command did not write this.
+        ConfigError: the command did not write this value.
 
     Example:
         >>> command_order("ZEROACCEL_TRACE", "trace", lambda order: int(order["steps"])) is None
@@ -74,14 +74,14 @@ def command_order(variable: str, command: str, read: Callable[[Any], _Order]) ->
         return read(json.loads(text))
     except (ValueError, KeyError, TypeError):
         fix = f"unset it; `zeroaccel {command}` sets it for its own runs"
-        raise ConfigError(f"environment: {variable}", expected=f"an order of `{command}`", got=text, fix=fix) from None
+        raise ConfigError(f"environment: {variable}", expected=f"a value from `{command}`", got=text, fix=fix) from None
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """(rank, world size) by RANK and WORLD_SIZE; (0, 1) where neither is set.
+    """Returns (rank, world size) from RANK and WORLD_SIZE; (0, 1) if neither is set.
 
     Raises:
-        ConfigError: some variables are set, but not all that are needed to find the other ranks.
+        ConfigError: only some of the variables that are needed to find the other ranks are set.
     """
     environ = os.environ
     if not environ.get("WORLD_SIZE") and not environ.get("RANK"):
@@ -103,7 +103,7 @@ def rank_and_world_size() -> tuple[int, int]:
 
 
 def _refuse_mpi() -> None:
-    """Raises under mpirun without torchrun's variables, where each rank would take itself for the only one."""
+    """Raises under mpirun without torchrun's variables: each rank would run as the only one."""
     for name in _MPI_SIZES:
         if os.environ.get(name, "1") != "1":
             raise ConfigError(
@@ -117,69 +117,69 @@ def rendezvous_address() -> str:
 
 
 def local_rank_and_size() -> tuple[int, int] | None:
-    """(local rank, local world size), or None where the launcher has not set both."""
+    """Returns (local rank, local world size), or None if the launcher has not set both."""
     if os.environ.get("LOCAL_RANK") and os.environ.get("LOCAL_WORLD_SIZE"):
         return _integer("LOCAL_RANK"), _integer("LOCAL_WORLD_SIZE")
     return None
 
 
 def local_size() -> int | None:
-    """Ranks on this machine, by LOCAL_WORLD_SIZE or DeepSpeed's LOCAL_SIZE; None where the launcher set neither."""
+    """Returns the number of ranks on this machine, from LOCAL_WORLD_SIZE or DeepSpeed's LOCAL_SIZE, or None."""
     return next((_integer(name) for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if os.environ.get(name)), None)
 
 
 def ranks_may_share_devices() -> bool:
-    """Whether NCCL was asked for several ranks on one GPU, or to take the ranks for ones on different machines."""
+    """True if NCCL is configured for several ranks on one GPU, or to treat ranks as on different machines."""
     return bool(os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") or os.environ.get("NCCL_HOSTID"))
 
 
 def avoid_record_streams(torch_version: tuple[int, int]) -> None:
-    """Before NCCL groups are made: has torch below 2.8 free the tensors of a collective in the order of the stream.
+    """Makes torch below 2.8 free the tensors of a collective in stream order. Call it before making NCCL groups.
 
-    Otherwise it asks the host whether the collective is over, and a host that runs ahead finds no free memory. Later
-    versions do so anyway. What the environment says already stays.
+    Otherwise torch polls on the host for the end of the collective, and a host that runs ahead finds no free memory.
+    Later versions free in stream order by default. A value in the environment takes precedence.
     """
     if torch_version < (2, 8):
         os.environ.setdefault("TORCH_NCCL_AVOID_RECORD_STREAMS", "1")
 
 
 def launcher_owns_store() -> bool:
-    """Whether the launcher hosts the rendezvous store, rather than rank 0."""
+    """True if the launcher hosts the rendezvous store; False if rank 0 does."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def launcher_memory() -> Path | None:
-    """The folder in memory that the launcher keeps until the job ends; None where it keeps none."""
+    """Returns the in-memory folder that the launcher keeps until the job ends, or None."""
     folder = os.environ.get("ZEROACCEL_MEMORY_FOLDER")
     return Path(folder) if folder and os.path.isdir(folder) else None
 
 
 def rack() -> str:
-    """The name of the rack, or switch, of this machine: ZEROACCEL_RACK, or SLURM's path of switches; "" without."""
+    """Returns the name of this machine's rack or switch: ZEROACCEL_RACK, or SLURM's path of switches; else ""."""
     return os.environ.get("ZEROACCEL_RACK") or os.environ.get("SLURM_TOPOLOGY_ADDR", "").rpartition(".")[0]
 
 
 def is_in_launcher_memory(folder: str | os.PathLike[str]) -> bool:
-    """Whether each machine has a folder of its own there."""
+    """True if `folder` is in the launcher's memory, where each machine has its own folder."""
     memory = launcher_memory()
     return memory is not None and memory in Path(folder).parents
 
 
 def launcher_wakes_stopped_ranks() -> bool:
-    """Whether the launcher is `zeroaccel launch`, which ends its ranks even where they are stopped (SIGSTOP)."""
+    """True if the launcher is `zeroaccel launch`, which can also end ranks that are stopped (SIGSTOP)."""
     return "ZEROACCEL_LAUNCH_ID" in os.environ
 
 
 def omp_threads_chosen(parent: Path | None = None) -> bool:
-    """Whether OMP_NUM_THREADS is the user's choice, rather than torchrun's, which sets it to 1 where it is unset.
+    """True if the user chose OMP_NUM_THREADS; torchrun sets it to 1 if it is unset.
 
-    Torchrun's 1 is not in the environment that torchrun itself was started with; where that cannot be read, a 1 in a
-    rank of torchrun is taken for its own.
+    The initial environment of the torchrun process lacks torchrun's own 1. If that environment cannot be read, a 1 in
+    a rank of torchrun counts as torchrun's.
 
     Args:
-        parent: the launcher's initial environment, as Linux shows it.
+        parent: file with the launcher's initial environment; by default from /proc (Linux).
     """
-    # torchrun's 1 would leave most of the cores idle: the engine then takes this process's part of them.
+    # torchrun's 1 would leave most cores idle; the engine then uses this process's share of them.
     value = os.environ.get("OMP_NUM_THREADS")
     if value is None:
         return False
@@ -193,10 +193,10 @@ def omp_threads_chosen(parent: Path | None = None) -> bool:
 
 
 def timeout_seconds(timeout: float | timedelta | None) -> float:
-    """How long a collective may wait: `timeout`, else ZEROACCEL_COLLECTIVE_TIMEOUT, else 600. Infinite for 0.
+    """Returns the limit for a collective: `timeout`, else ZEROACCEL_COLLECTIVE_TIMEOUT, else 600. Infinite for 0.
 
     Raises:
-        ConfigError: not a number of seconds.
+        ConfigError: the value is not a number of seconds.
     """
     where = "timeout"
     value: float | str | None = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
@@ -221,15 +221,15 @@ def _integer(name: str) -> int:
 
 
 def core_set() -> frozenset[int]:
-    """The numbers of the cores this process may run on; all of them where the system does not tell."""
+    """Returns the numbers of the cores that this process may use; all cores if the system does not report them."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
 
 
 def usable_cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """How many cores this process may use, at least 1: its affinity, and below that the quota of its container."""
-    # A container's CPU quota does not show in the affinity; more threads than it allows only throttle each other.
+    """Returns the number of cores that this process may use, at least 1: its affinity, limited by a container quota."""
+    # A container's CPU quota does not appear in the affinity; more threads than it allows throttle each other.
     cores = len(core_set())
     try:
         quota, period = cgroup.read_text().split()
@@ -239,14 +239,14 @@ def usable_cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
 
 
 def fair_threads(usable: int, own: frozenset[int], local: Iterable[frozenset[int]]) -> int:
-    """Threads for one process, so that those of all processes of the job on a machine are as many as its cores.
+    """Returns the number of threads for one process; all processes of the job on a machine together use its cores.
 
-    Processes that are bound to cores of their own do not share them, and so are not divided by again.
+    Only processes whose core sets overlap with this one's share its cores, so only these are counted.
 
     Args:
         usable: `usable_cores` of this process.
-        own: its `core_set`.
-        local: those of all processes of the job on this machine, itself included.
+        own: `core_set` of this process.
+        local: core sets of all processes of the job on this machine, including this one.
     """
     sharing = sum(bool(own & other) for other in local)
     return max(1, usable // max(1, sharing))

@@ -1,27 +1,26 @@
 """Collectives over a `MeshLayout`: HSDP replicas (MiCS), secondary partitions and quantized transfers (ZeRO++).
 
-The engine is the same over these as over `Collectives`: it gathers, reduces and asks for its shard rank. `arrange`
-makes the collectives of a `CommPlan`, and returns the plain ones where it asks for nothing.
+The engine uses these exactly like `Collectives`: it gathers, reduces and reads its shard rank. `arrange` makes the
+collectives of a `CommPlan`, and returns the plain ones for a plan without options.
 
 Gathers of weights run over the shard group or, in backward, over the smaller secondary group. Reductions have two hops:
-over the ranks that share a fast link first, then across. Both kinds of reduction bring each rank its shard of the sum
-over all ranks, block until they are done, and run on a `SerialExecutor`, one after another; their messages belong to
-one call of the flight recorder.
+over the ranks that share a fast link first, then across. Both kinds of reduction give each rank its shard of the sum
+over all ranks, block until they are done, and run one after another on a `SerialExecutor`; all messages of one
+reduction belong to one call of the flight recorder.
 
-Letters: S elements per shard, that of this rank where shards differ in size (`split_sizes` then has that of each); L
-ranks in a node group, R node groups; a rank is (n, l): node n, place l on it.
+Letters: S = elements per shard, this rank's if shards differ in size (`split_sizes` then lists them); L = ranks in a
+node group; R = node groups; a rank is (n, l): node n, position l on it.
 
-[Note: order across replicas] The sum over all ranks in fp32, rank after rank and rounded once, is what sharding over
-all ranks computes, and sums of sums are not. So in host memory a running sum is passed from one shard group to the
-next, each adds its parts in the order of its ranks, and the result of the last is passed round: the same bits as
-without replicas, in 2 (R - 1) messages of S elements in a row. An accelerator's backend averages within the shard group
-and then across, in orders of its own.
+[Note: order across replicas] Sharding over all ranks computes an fp32 sum in rank order, rounded once; a sum of partial
+sums has other bits. In host memory a running sum therefore passes from one shard group to the next, each group adds its
+parts in rank order, and the last group's result is passed around: the same bits as without replicas, in 2 (R - 1)
+sequential messages of S elements. An accelerator's backend averages within the shard group and then across, each in an
+order of its choice.
 
-[Note: two hops in 4 bits] (ZeRO++, Wang et al. 2023, arXiv:2306.10209, section 3.3) Each rank quantizes what the l-th
-of its node is to sum, R shards, as one run of bytes, so the l-th receives L runs; it adds them up in fp32, quantizes
-the sums anew, and sends one shard to each of its R peers. So across nodes travel S half-bytes per peer, an L-th of what
-a direct all-to-all would send. A rank's own parts are never quantized. Per hop the error is that of one code
-(`quantized.py`).
+[Note: two hops in 4 bits] (ZeRO++, Wang et al. 2023, arXiv:2306.10209, section 3.3) Each rank quantizes the R shards
+that rank l of its node has to sum into one run of bytes. Rank l thus receives L runs, adds them in fp32, quantizes the
+sums again, and sends one shard to each of its R peers. Across nodes S half-bytes per peer travel, 1/L of a direct
+all-to-all. A rank's own parts are never quantized. The error per hop is that of one code (`quantized.py`).
 """
 
 from __future__ import annotations
@@ -75,12 +74,12 @@ from zeroaccel.ops.reductions import scale_rounded_once
 def arrange(
     collectives: Collectives, plan: CommPlan, data: RankGroups | None = None, peers: RankGroups | None = None
 ) -> Collectives:
-    """The collectives of a plan; `collectives` themselves where it asks for nothing. (all ranks)
+    """Returns the collectives of a plan; for a plan without options, `collectives` themselves. (all ranks)
 
     Args:
-        data: the data groups of the job; by default one of all ranks.
-        peers: the groups of ranks that issue the same collectives, each of one data group or several; by default all
-            ranks do.
+        data: the data groups of the job; by default one group of all ranks.
+        peers: the groups of ranks that issue the same collectives, each made of one or more data groups; by default one
+            group of all ranks.
     """
     topology = collectives.topology
     if plan.plain and data is None:
@@ -90,7 +89,7 @@ def arrange(
     layout = MeshLayout.of(plan, data or all_ranks, nodes)
     if layout.exact_reason and topology.rank == 0:
         key = "zero_optimization.zero_quantized_gradients"
-        log_once(logging.WARNING, f"{key}: gradients travel as they are: {layout.exact_reason}")
+        log_once(logging.WARNING, f"{key}: gradients are not quantized: {layout.exact_reason}")
     hierarchical = HierarchicalCollectives(
         topology,
         layout,
@@ -106,13 +105,13 @@ class HierarchicalCollectives(Collectives):
     """The collectives of one layout. (all ranks make it, with the same arguments)
 
     Args:
-        weight_codec: of codes that weights to compute with are gathered as; None gathers them as they are.
-        watch_interval: steps between two comparisons with exact collectives; 0 is never.
-        peers: as for `arrange`.
+        weight_codec: format in which gathers transfer weights to compute with; None transfers them unquantized.
+        watch_interval: steps between two comparisons with exact collectives; 0 for none.
+        peers: see `arrange`.
 
     Attributes:
-        layout: as given.
-        watch: of those comparisons; None where there are none.
+        layout: the given layout.
+        watch: monitor that makes the comparisons; None without them.
     """
 
     def __init__(
@@ -124,14 +123,14 @@ class HierarchicalCollectives(Collectives):
         watch_interval: int = 0,
         peers: RankGroups | None = None,
     ) -> None:
-        # Making process groups is collective: every rank makes all of them, in this order, needed here or not.
+        # Making process groups is collective: every rank makes all of them in this order, even those without it.
         data_group = subgroup(topology, layout.data_groups)
         own_ranks = topology.all_ranks if peers is None else subgroup(topology, peers)
         shard_group = subgroup(topology, layout.shard_groups)
         replicate_group = subgroup(topology, layout.replicate_groups)
         secondary_group = subgroup(topology, layout.secondary_groups)
         hops = [subgroup(topology, partition) for partition in layout.hops or ()]
-        # The units of another stage are others, and so are its collectives: their histories are not compared.
+        # Other stages have other units and collectives, so the watchdog does not compare their histories.
         recorder = peer_recorder(topology, peers)
         super().__init__(topology, data_group, recorder=recorder)
         self.layout = layout
@@ -163,10 +162,10 @@ class HierarchicalCollectives(Collectives):
     def _choose_reduction(
         self, hops: Sequence[RankGroup], shard_group: RankGroup, replicate_group: RankGroup
     ) -> dict[str, tuple[dist.ProcessGroup, Sequence[str]]]:
-        """Makes the reduction of the layout, if the plain one is not it; returns the groups that it uses, by name.
+        """Makes the layout's reduction, unless it is the plain one; returns the groups that it uses, by name.
 
         Args:
-            hops: of int4 reductions, the node group and the peer group; none for exact ones.
+            hops: the node group and the peer group of an int4 reduction; empty for exact ones.
         """
         if self.layout.hops is not None:
             node_group, peer_group = hops
@@ -189,8 +188,8 @@ class HierarchicalCollectives(Collectives):
         codec = self._weight_codec
         if codec is None or shard.dtype not in QUANTIZABLE:
             return self.all_gather(out, shard, label, split_sizes)
-        assert not split_sizes, f"{label}: codes of parts that may differ in size"
-        # qwZ (ZeRO++ section 3.1): each rank quantizes its shard blockwise, so that half the bytes of bf16 travel.
+        assert not split_sizes, f"{label}: quantized gathers need parts of equal size"
+        # qwZ (ZeRO++ section 3.1): each rank quantizes its shard blockwise, which halves the bytes of bf16.
         code = shard.new_empty(codec.nbytes(shard.numel()), dtype=torch.uint8)
         quantize(shard, codec, code)
         work = self._gather_codes(out, code, label, codec)
@@ -199,10 +198,10 @@ class HierarchicalCollectives(Collectives):
         )
 
     def _gather_codes(self, out: Tensor, code: Tensor, label: str, codec: Codec) -> Work:
-        """As `all_gather`, of codes of the shards.
+        """Runs `all_gather` on codes of the shards.
 
         Args:
-            code: (codec.nbytes(S),) uint8, this rank's; must not change until `wait`.
+            code: (codec.nbytes(S),) uint8, this rank's code; must not change until `wait`.
         """
         ranks = self.shard_world_size
         if ranks == 1 or out.numel() == 0:
@@ -215,8 +214,8 @@ class HierarchicalCollectives(Collectives):
         def decode() -> None:
             dequantize_rows(codes.view(ranks, -1), codec, out.view(ranks, -1))
             if out.device.type != "cpu":
-                # Issued behind a copy from the host, the codes are in memory of that copy's stream, while the stream
-                # that is current now has waited for the gather and reads them: it must not be reused before that.
+                # If the gather was issued behind a copy from the host, the codes are in memory of that copy's stream.
+                # The current stream, which waited for the gather, reads them: they must not be reused before that.
                 stream = torch.get_device_module(out.device).current_stream(out.device)
                 code.record_stream(stream)
                 codes.record_stream(stream)
@@ -226,7 +225,7 @@ class HierarchicalCollectives(Collectives):
 
     def gather_secondary(self, out: Tensor, secondary: Tensor, label: str) -> Work:
         assert out.numel() == self.secondary_world_size * secondary.numel(), (
-            f"{label}: a gather of {self.secondary_world_size} x {secondary.numel()} into {out.numel()}"
+            f"{label}: cannot gather {self.secondary_world_size} x {secondary.numel()} elements into {out.numel()}"
         )
         if self.secondary_world_size == 1:
             out.copy_(secondary)
@@ -236,12 +235,12 @@ class HierarchicalCollectives(Collectives):
     def reduce_scatter(
         self, out: Tensor, flat: Tensor, label: str, scale: float = 1.0, split_sizes: Sequence[int] = ()
     ) -> Work:
-        # Without replicas and quantization the plain reduce-scatter over the data group is the reduction.
+        # Without replicas and quantization, use the plain reduce-scatter over the data group.
         reduction = self._reduction
         if reduction is None or flat.numel() == 0:
             return super().reduce_scatter(out, flat, label, scale, split_sizes)
         check_split(flat, out, split_sizes, self.shard_rank, self.shard_world_size, f"{label}: a reduction")
-        # Numbered here, in the order of the calls, which is the same on all ranks; the executor runs it later.
+        # Numbered here, in call order, which is the same on all ranks; the executor runs it later.
         is_int4 = isinstance(reduction, Int4Reduction)
         op = "reduce_scatter int4" if is_int4 else "reduce_scatter across replicas"
         entry = self._tracker.issue("reduce", op, label, flat)
@@ -255,8 +254,8 @@ class HierarchicalCollectives(Collectives):
     def _measured(
         self, kind: QuantKind, label: str, work: Work, out: Tensor, run_exact: Callable[[Tensor], Work]
     ) -> Work:
-        """`work`, with an exact collective to compare it with where the monitor asks for one."""
-        # The exact collective is issued on all ranks alike: `is_due` depends on the step and the order of calls only.
+        """Returns `work`, or a `MeasuredWork` with the exact collective if the monitor asks for a comparison."""
+        # All ranks issue the exact collective: `is_due` depends only on the step and the order of calls.
         monitor, step = self.watch, self.flight_recorder.step
         if monitor is None or not monitor.is_due(kind, step):
             return work
@@ -270,7 +269,7 @@ class HierarchicalCollectives(Collectives):
 
 
 def _shards_of_peers(partition: RankGroups, shard_group: RankGroup, node_group: RankGroup) -> list[list[int]]:
-    """shard_of[l][n] of `Int4Reduction`: for each rank of this node, the shard ranks of its peers on all nodes."""
+    """Returns `shard_of[l][n]` of `Int4Reduction`: for each rank of this node, the shard ranks of its peers."""
     peers = {rank: group for group in partition for rank in group}
     return [[shard_group.ranks.index(peer) for peer in peers[rank]] for rank in node_group.ranks]
 
@@ -279,7 +278,7 @@ def _shards_of_peers(partition: RankGroups, shard_group: RankGroup, node_group: 
 
 
 class Reduction(Protocol):
-    """How gradients are summed."""
+    """A way to sum gradients over the ranks."""
 
     def __call__(
         self, entry: CollectiveRecord, out: Tensor, flat: Tensor, scale: float, split_sizes: Sequence[int]
@@ -287,15 +286,15 @@ class Reduction(Protocol):
         """out: (S,) = round(scale * this rank's shard of the sum over all ranks of `flat`). Blocks."""
 
     def nbytes(self, numel: int, shard_numel: int, dtype: torch.dtype) -> int:
-        """Bytes that this rank sends, of `numel` elements of which it keeps `shard_numel`."""
+        """Bytes that this rank sends to reduce `numel` elements, of which it keeps `shard_numel`."""
 
 
 class ReplicatedReduction:
-    """Reduce-scatter over the shard group, sum over the replicate group. See [Note: order across replicas].
+    """Reduce-scatter over the shard group, then a sum over the replicate group. See [Note: order across replicas].
 
     Args:
-        shard_transports: over the L ranks that hold different shards.
-        replicate_transports: over the R ranks that hold the same one, in the order of the replicas.
+        shard_transports: transports over the L ranks with different shards.
+        replicate_transports: transports over the R ranks with the same shard, in replica order.
     """
 
     def __init__(
@@ -333,14 +332,14 @@ class ReplicatedReduction:
         scale: float,
         split_sizes: Sequence[int],
     ) -> None:
-        # Hop 1: this rank's part of every rank of its shard group, as it is, not summed.
+        # Hop 1: receives this rank's part from every rank of its shard group, unsummed.
         parts = self._buffer_pool.acquire(shards.world_size * out.numel(), flat.dtype)
         self._tracker.transfer(entry, shards.reduce_scatter, parts, flat, split_sizes)
-        if not out.numel():  # the replicas of this rank have no part of it either
+        if not out.numel():  # this rank's part is empty on its replicas, too
             self._buffer_pool.release(parts)
             return
 
-        # Hop 2: replica 0 begins the running sum; each next one adds its parts to what it receives, rank after rank.
+        # Hop 2: replica 0 begins the running sum; each next replica adds its parts to the received sum, rank by rank.
         total = self._buffer_pool.acquire(out.numel(), torch.float32)
         own, last = replicas.rank, replicas.world_size - 1
         before, after = (own - 1) % (last + 1), (own + 1) % (last + 1)
@@ -352,7 +351,7 @@ class ReplicatedReduction:
         for row in rows:
             total.add_(row)
 
-        # The last replica has the sum. It is rounded once, there, and passed round from 0 on.
+        # The last replica has the sum. It rounds it once and passes it around, starting with replica 0.
         if own == last:
             out.copy_(total.mul_(scale))
         else:
@@ -365,7 +364,7 @@ class ReplicatedReduction:
 
     def nbytes(self, numel: int, shard_numel: int, dtype: torch.dtype) -> int:
         replicas = self._replicate_transports["cpu"]
-        # The running sum in fp32 by every replica but the last, the result by all but the one before the last.
+        # All replicas except the last send the running sum in fp32; all except the second last send the result.
         own, last = replicas.rank, replicas.world_size - 1
         running = 4 * shard_numel if own != last else 0
         result = dtype.itemsize * shard_numel if (own + 1) % (last + 1) != last else 0
@@ -373,12 +372,12 @@ class ReplicatedReduction:
 
 
 class Int4Reduction:
-    """The two hops in 4 bits. See [Note: two hops in 4 bits].
+    """A reduction with two hops in 4 bits. See [Note: two hops in 4 bits].
 
     Args:
-        node_transports: over the L ranks of this rank's node group.
-        peer_transports: over the R ranks with this rank's place on their nodes.
-        shard_of: shard_of[l][n] is the number of the shard of rank (n, l).
+        node_transports: transports over the L ranks of this rank's node group.
+        peer_transports: transports over the R ranks with this rank's position on their nodes.
+        shard_of: shard_of[l][n] is the shard number of rank (n, l).
     """
 
     def __init__(
@@ -396,15 +395,15 @@ class Int4Reduction:
     def __call__(
         self, entry: CollectiveRecord, out: Tensor, flat: Tensor, scale: float, split_sizes: Sequence[int]
     ) -> None:
-        assert not split_sizes, "a reduction in two hops is one of equal shards"
+        assert not split_sizes, "a reduction in two hops needs shards of equal size"
         device = flat.device.type
         node, peers = self._node_transports[device], self._peer_transports[device]
-        # Hop 1, on the node: the l-th rank receives the R shards that the l-th ranks of all nodes hold.
+        # Hop 1, on the node: rank l receives the R shards that the l-th ranks of all nodes hold.
         shards = flat.view(-1, out.numel())
         pool, runs = self._buffer_pool, peers.world_size
         sums = pool.acquire(runs * out.numel(), torch.float32, flat.device).view(runs, -1)
         self._hop(entry, node, shards, sums, self._order)
-        # Hop 2, across nodes: each peer receives its shard of the node's sums, of every node.
+        # Hop 2, across nodes: each peer receives its shard of the sums of every node.
         total = pool.acquire(out.numel(), torch.float32, flat.device)
         self._hop(entry, peers, sums, total.view(1, -1))
         out.copy_(total.mul_(scale))
@@ -424,35 +423,35 @@ class Int4Reduction:
         totals: Tensor,
         order: RowOrder | None = None,
     ) -> None:
-        """totals[i] = the sum over ranks r of row own rank * R + i of their `values`, those of other ranks quantized.
+        """totals[i] = the sum over ranks r of row own rank * R + i of their `values`; other ranks' rows are quantized.
 
         Args:
-            values: (W * R, S), in the order of the rows' numbers, or in `order`.
+            values: (W * R, S), in the order of the row numbers, or in `order`.
             totals: (R, S) float32.
         """
         own, (runs, numel) = transport.rank, totals.shape
         width = INT4.nbytes(numel)
         ranks, pool = transport.world_size, self._buffer_pool
-        # One message per rank: the codes of all the rows that it sums.
+        # One message per rank, with the codes of all rows that it sums.
         codes, received = (pool.acquire(ranks * runs * width, torch.uint8, totals.device) for _ in range(2))
         quantize_rows(values, INT4, codes.view(-1, width), order, skip=(own * runs, (own + 1) * runs))
         if ranks > 1:
             self._tracker.transfer(entry, transport.all_to_all, received.view(ranks, -1), codes.view(ranks, -1))
-        # In the order of the ranks, so that the sum does not depend on which message came first.
+        # Summed in rank order, so that the result does not depend on the arrival order of the messages.
         sum_rows(received.view(ranks, runs, width), INT4, values, own, totals, order)
         pool.release(codes)
         pool.release(received)
 
 
-# --- a background executor for reductions of several hops
+# --- a background executor for reductions with several hops
 
 
 class ExecutorJob:
     """A job of a `SerialExecutor`; a `Work`.
 
     Args:
-        device: of the tensors that the function works on.
-        call: which collective it is, and where that is recorded; None where it is none.
+        device: device of the tensors that the function works on.
+        call: the collective's recorder and record; None for a job that is no collective.
     """
 
     def __init__(
@@ -469,7 +468,7 @@ class ExecutorJob:
         self._event: torch.Event | None = None
 
     def wait(self) -> None:
-        """Blocks until the job is done, and raises what it raised; an accelerator's current stream waits for it."""
+        """Blocks until the job is done and raises its error, if any; an accelerator's current stream waits for it."""
         listener = None if self._call is None or self._done.is_set() else self._call[0].listener
         if listener is None or self._call is None:
             self._done.wait()
@@ -483,13 +482,13 @@ class ExecutorJob:
             torch.get_device_module(self._device).current_stream(self._device).wait_event(self._event)
 
     def is_completed(self) -> bool:
-        """Whether `wait` would not block."""
+        """True if `wait` would not block."""
         return self._done.is_set() and (self._event is None or self._event.query())
 
     def run(self) -> None:
-        """Runs the job. Called by the executor, once."""
+        """Runs the job. The executor calls this once."""
         assert self._function is not None, "a job runs once"
-        function, self._function = self._function, None  # it holds tensors
+        function, self._function = self._function, None  # the function refers to tensors
         try:
             function()
         except BaseException as error:
@@ -498,7 +497,7 @@ class ExecutorJob:
             self._done.set()
 
     def run_on(self, stream: torch.Stream) -> None:
-        """Queues the job's kernels on a stream, behind those of the current one. Called by the executor, once."""
+        """Queues the job's kernels on a stream, behind those of the current stream. The executor calls this once."""
         streams = torch.get_device_module(self._device)
         stream.wait_stream(streams.current_stream(self._device))
         with streams.stream(stream):
@@ -510,10 +509,10 @@ class ExecutorJob:
 class SerialExecutor:
     """Runs jobs in the order of submission, concurrently with the thread that computes.
 
-    A reduction of two hops has arithmetic between them. In host memory it runs in a thread of its own, on an
-    accelerator on a stream of its own. The order is the same on all ranks, so a rank never has to wait for one
-    reduction before it can take part in the next, and the second hop overlaps with computation too. The thread lives as
-    long as there are jobs.
+    A reduction with two hops has arithmetic between them. In host memory it runs in a separate thread, on an
+    accelerator on a separate stream. The order is the same on all ranks, so a rank never has to wait for one reduction
+    before it can take part in the next, and the second hop overlaps with computation too. The thread ends when no jobs
+    are left.
 
     Example:
         >>> executor = SerialExecutor()
@@ -538,7 +537,7 @@ class SerialExecutor:
         call: tuple[FlightRecorder, CollectiveRecord] | None = None,
     ) -> ExecutorJob:
         """Queues a function that works on tensors of `device`, which must not change until the job is done."""
-        # Kernels of an accelerator queue up in the stream, without a thread; on the CPU a thread is the queue.
+        # The stream of an accelerator queues kernels without a thread; on the CPU a thread runs the queue.
         job = ExecutorJob(function, device, call)
         if device.type != "cpu":
             self._stream = self._stream or torch.get_device_module(device).Stream(device)
@@ -553,7 +552,7 @@ class SerialExecutor:
 
     def _work(self) -> None:
         while True:
-            # Under the lock, so that no job is queued between the look and the end of the thread.
+            # Under the lock, so that no job is queued between this check and the end of the thread.
             with self._lock:
                 if not self._queue:
                     self._is_running = False
@@ -562,12 +561,12 @@ class SerialExecutor:
             job.run()
 
 
-# --- the error of quantized collectives, measured while training (`zeropp.watch_interval`)
+# --- measures the error of quantized collectives during training (`zeropp.watch_interval`)
 
 QuantKind = Literal["gather", "reduction"]
 
 _monitor_logger = logger.getChild("watch")
-_monitor_logger.setLevel(logging.INFO)  # the config asks for these lines
+_monitor_logger.setLevel(logging.INFO)  # the config requests these lines
 
 
 @dataclass(frozen=True)
@@ -575,10 +574,10 @@ class QuantError:
     """The result of one comparison on this rank.
 
     Attributes:
-        step: of the engine.
-        kind: a gather of weights, or a reduction of gradients.
-        label: of the collective: "unshard layers.0".
-        relative_error: norm of the difference over the norm of the exact result; NaN where that is not finite.
+        step: step of the engine.
+        kind: "gather" (of weights) or "reduction" (of gradients).
+        label: label of the collective, such as "unshard layers.0".
+        relative_error: norm of the difference over the norm of the exact result; NaN if that is not finite.
     """
 
     step: int
@@ -588,14 +587,14 @@ class QuantError:
 
 
 class QuantErrorMonitor:
-    """Decides when a quantized collective also runs exactly, and keeps and logs how far off it was.
+    """Decides when a quantized collective also runs exactly, and records and logs the difference.
 
-    It costs the exact traffic of one unit in each of those steps, and changes nothing: the engine goes on with the
-    quantized result.
+    In such a step the traffic of one exact unit is added. Results do not change: the engine continues with the
+    quantized ones.
 
     Args:
         interval: steps between two comparisons.
-        logs: whether this rank logs them.
+        logs: True if this rank logs them.
 
     Attributes:
         seen: every comparison, in order.
@@ -608,23 +607,23 @@ class QuantErrorMonitor:
         self.seen: list[QuantError] = []
 
     def is_due(self, kind: QuantKind, step: int) -> bool:
-        """Whether to compare this one: the first of its kind in a step whose number the interval divides."""
+        """True for the first collective of its kind in a step whose number is a multiple of the interval."""
         if step < 0 or step % self._interval or self._last_steps.get(kind) == step:
             return False
         self._last_steps[kind] = step
         return True
 
     def compare(self, kind: QuantKind, step: int, label: str, quantized: Tensor, exact: Tensor) -> None:
-        """Keeps the error of two results of one collective."""
+        """Records the error between the two results of one collective."""
         reference = exact.float()
         error = float(torch.linalg.vector_norm(quantized.float() - reference) / torch.linalg.vector_norm(reference))
         self.seen.append(QuantError(step, kind, label, error))
         if self._logs:
-            _monitor_logger.info('step %d: the quantised %s "%s" is off by %.3g %%', step, kind, label, 100 * error)
+            _monitor_logger.info('step %d: the quantized %s "%s" is off by %.3g %%', step, kind, label, 100 * error)
 
 
 class MeasuredWork:
-    """A quantized collective and the exact one to compare it with.
+    """A quantized collective and the exact one for comparison.
 
     Args:
         compare: called once, when both are done.

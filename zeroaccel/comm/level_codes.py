@@ -1,21 +1,22 @@
-"""Formats of frozen weights: 4-bit codes that are indices of levels, and int8. Pure functions of flat tensors.
+"""Formats of frozen weights: 4-bit codes that index a table of levels, and int8. Pure functions of flat tensors.
 
-A block of values has one scale, and each value is the nearest of at most 16 levels times it (ties to the even mantissa
-in mxfp4, to the lower level in nf4). A code is one run of bytes, as in `quantized.py`, which has int8:
+A block of values has one scale. Each value is rounded to the scale times the nearest of at most 16 levels (ties go to
+the even mantissa in mxfp4, to the lower level in nf4). A code is one run of bytes, as in `quantized.py`, which has
+int8:
 
 ```text
 code: (nbytes,) uint8   [ scales, one per block | 4-bit indices, two to a byte | padding to 16 bytes ]
 ```
 
-- **nf4**: the quantiles of a normal distribution of QLoRA (Dettmers et al., 2023, arXiv:2305.14314, appendix E) between
-  -1 and 1, blocks of 64, float32 scales: the largest magnitude of the block. 0.5625 bytes per value.
+- **nf4**: the quantiles of a normal distribution from QLoRA (Dettmers et al., 2023, arXiv:2305.14314, appendix E)
+  between -1 and 1, in blocks of 64. Scale: float32, the largest magnitude of the block. 0.5625 bytes per value.
 - **mxfp4**: E2M1 numbers in blocks of 32 with scales that are powers of two (OCP Microscaling Formats 1.0, 2023,
-  section 5.3): the least one that keeps the block within +-6. 0.53125 bytes per value.
+  section 5.3): the smallest scale that keeps the block within +-6. 0.53125 bytes per value.
 
-[Note: levels' error] A decoded float32 is off by at most half the widest gap, 0.152 absmax in nf4, and by 0.2 absmax in
-mxfp4 (5 between 4 and 6), besides roundings of 2**-20 absmax. A block with an infinity or a NaN decodes to NaN. What
-was decoded is encoded and decoded to the same values. Codes have the same bits from compiled loops and from torch
-operations, which compute them off the CPU; a CUDA device decodes by one kernel (`ops/device_kernels.cu`).
+[Note: levels' error] The error of a decoded float32 is at most half the widest gap, 0.152 absmax in nf4, and 0.2 absmax
+in mxfp4 (5 between 4 and 6), plus rounding errors of 2**-20 absmax. A block with an infinity or a NaN decodes to NaN.
+Encoding decoded values and decoding them again returns the same values. Compiled loops and torch operations, which run
+off the CPU, produce codes with the same bits; a CUDA device decodes with one kernel (`ops/device_kernels.cu`).
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ _TILE_BLOCKS = 1 << 15  # blocks at a time off the CPU: bounds the float32 tempo
 
 @dataclass(frozen=True)
 class LevelCodec(CodeLayout):
-    """A format of levels.
+    """A format that maps codes to levels.
 
     Attributes:
         levels: ascending, at most 16.
-        bounds: between them; a value above a bound has a higher level.
+        bounds: thresholds between the levels; a value above a bound has a higher level.
         scale_dtype: float32, or uint8 for powers of two.
-        error: bound of the error of a block whose largest magnitude is 1.
+        error: bound of the error in a block whose largest magnitude is 1.
     """
 
     block_numel: int
@@ -57,11 +58,11 @@ class LevelCodec(CodeLayout):
 
     @property
     def highest(self) -> float:
-        """The level of the largest magnitude, where the scale is not rounded up."""
+        """The level for the largest magnitude, if the scale is not rounded up."""
         return self.levels[-1]
 
     def error_bound(self, absmax: float) -> float:
-        """The most by which a decoded float32 of a block with this largest magnitude is off."""
+        """Returns the maximum error of a decoded float32 in a block with this largest magnitude."""
         return max(absmax, self.highest * kernels.SCALE_FLOOR) * (self.error + 2.0**-20)
 
 
@@ -70,7 +71,7 @@ def _midway(levels: tuple[float, ...]) -> tuple[float, ...]:
 
 
 def _to_even(levels: tuple[float, ...], mantissas: tuple[int, ...]) -> tuple[float, ...]:
-    """Bounds such that a value midway between two levels gets the one with the even mantissa."""
+    """Returns bounds that round a value midway between two levels to the one with the even mantissa."""
     bounds = []
     for index, bound in enumerate(_midway(levels)):
         is_upper = mantissas[index + 1] % 2 == 0
@@ -89,7 +90,7 @@ _MXFP4 = (*(-level for level in reversed(_E2M1[1:])), *_E2M1)
 _MANTISSAS = (*reversed(range(1, 8)), *range(8))
 
 NF4 = LevelCodec(64, _NF4, _midway(_NF4), torch.float32, (_NF4[1] - _NF4[0]) / 2)
-"""4-bit codes for weights that are distributed normally."""
+"""4-bit codes for normally distributed weights."""
 
 MXFP4 = LevelCodec(32, _MXFP4, _to_even(_MXFP4, _MANTISSAS), torch.uint8, 0.2)
 """4-bit floating-point numbers with shared exponents."""
@@ -97,7 +98,7 @@ MXFP4 = LevelCodec(32, _MXFP4, _to_even(_MXFP4, _MANTISSAS), torch.uint8, 0.2)
 AnyCodec = Codec | LevelCodec
 
 FORMATS: Mapping[str, AnyCodec] = {"int8": INT8, "nf4": NF4, "mxfp4": MXFP4}
-"""Of frozen weights, by the name that a config has for them."""
+"""Formats of frozen weights, by their name in a config."""
 
 
 def encode(values: Tensor, codec: AnyCodec, out: Tensor) -> None:
@@ -136,7 +137,7 @@ def encode(values: Tensor, codec: AnyCodec, out: Tensor) -> None:
 
 
 def decode(code: Tensor, codec: AnyCodec, out: Tensor) -> None:
-    """out = the values of a code, rounded once to the dtype of `out`; arguments as for `encode`."""
+    """out = the values of a code, rounded once to the dtype of `out`; arguments as in `encode`."""
     if isinstance(codec, Codec):
         dequantize(code, codec, out)
         return
@@ -161,7 +162,7 @@ def decode(code: Tensor, codec: AnyCodec, out: Tensor) -> None:
 
 
 def _table(codec: LevelCodec) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-    """(16,) the levels, and zeros behind them."""
+    """Returns the levels, (16,), padded with zeros."""
     table = np.zeros(16, np.float32)
     table[: len(codec.levels)] = codec.levels
     return table
@@ -171,17 +172,17 @@ _TABLES: dict[tuple[LevelCodec, torch.device], Tensor] = {}
 
 
 def _table_on(device: torch.device, codec: LevelCodec) -> Tensor:
-    """(16,) float32 the levels on a device, copied there once: the host waits for the copy."""
+    """Returns the levels, (16,) float32, on a device; copied there once, and the host waits for the copy."""
     if (codec, device) not in _TABLES:
         _TABLES[codec, device] = torch.from_numpy(_table(codec)).to(device)
     return _TABLES[codec, device]
 
 
-# --- off the CPU, in torch: whole blocks only, as shards have them
+# --- off the CPU, in torch: whole blocks only, which shards consist of
 
 
 def _encode_in_torch(values: Tensor, codec: LevelCodec, scales: Tensor, codes: Tensor) -> None:
-    assert values.numel() % codec.block_numel == 0, f"{values.numel()} values are no whole blocks"
+    assert values.numel() % codec.block_numel == 0, f"{values.numel()} values are not whole blocks"
     rows, half = values.view(-1, codec.block_numel), codec.block_numel // 2
     bounds = torch.tensor(codec.bounds, device=values.device)
     highest = torch.tensor(codec.highest, device=values.device)
@@ -202,7 +203,7 @@ def _encode_in_torch(values: Tensor, codec: LevelCodec, scales: Tensor, codes: T
 
 
 def _decode_in_torch(out: Tensor, codec: LevelCodec, scales: Tensor, codes: Tensor) -> None:
-    assert out.numel() % codec.block_numel == 0, f"{out.numel()} values are no whole blocks"
+    assert out.numel() % codec.block_numel == 0, f"{out.numel()} values are not whole blocks"
     rows, packed = out.view(-1, codec.block_numel), codes.view(-1, codec.block_numel // 2)
     levels = _table_on(out.device, codec)
     for first in range(0, rows.shape[0], _TILE_BLOCKS):
@@ -215,6 +216,6 @@ def _decode_in_torch(out: Tensor, codec: LevelCodec, scales: Tensor, codes: Tens
 
 
 def _powers(exponents: Tensor) -> Tensor:
-    """The powers of two that uint8 scales stand for, in float32."""
+    """Returns the powers of two that uint8 scales encode, in float32."""
     powers = (exponents.int() << 23).view(torch.float32)
     return torch.where(exponents == 255, math.nan, powers)

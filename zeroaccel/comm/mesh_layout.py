@@ -1,11 +1,11 @@
-"""Which ranks shard, replicate and share a machine: partitions of the job into groups. Makes no process groups.
+"""Partitions of the job into groups: ranks that shard, replicate or share a machine. Makes no process groups.
 
-`MeshLayout` lays a `CommPlan` of the config over the machines that `topology.py` knows; `data_groups` and
-`shard_size_of` read a `DeviceMesh` that the user passed to `initialize`. `hierarchical.py` makes the collectives.
+`MeshLayout` maps a `CommPlan` of the config to the machines that `topology.py` found; `data_groups` and `shard_size_of`
+read a `DeviceMesh` that the user passed to `initialize`. `hierarchical.py` makes the collectives.
 
-A DeviceMesh of one axis names the data-parallel ranks of each rank: with `mesh["dp"]` of a mesh that has another axis,
-ZeRO works on this one and leaves the other to the library that splits the model on it (tensor parallelism). A mesh of
-two axes is (replicate, shard), as for torch's `fully_shard`. A `ParallelConfig` knows its groups itself.
+A DeviceMesh with one axis names the data-parallel ranks of each rank: with `mesh["dp"]` of a larger mesh, ZeRO works on
+that axis and leaves the other axis to the library that splits the model on it (tensor parallelism). A mesh with two
+axes is (replicate, shard), as for torch's `fully_shard`. A `ParallelConfig` defines its groups itself.
 
 ```text
 data group       ranks that see different samples: batches, agreement, norms        all ranks, or one axis of a mesh
@@ -38,8 +38,8 @@ class MeshLayout:
 
     Attributes:
         data_groups, shard_groups, replicate_groups, secondary_groups: see the module.
-        hops: (node groups, peer groups) of int4 reductions; None for exact ones.
-        exact_reason: why reductions are exact although the plan asks for int4; "" if they are not.
+        hops: (node groups, peer groups) of int4 reductions; None for exact reductions.
+        exact_reason: reason for exact reductions although the plan requests int4; "" if they are int4 or not requested.
     """
 
     data_groups: RankGroups
@@ -51,7 +51,7 @@ class MeshLayout:
 
     @classmethod
     def of(cls, plan: CommPlan, data: RankGroups, nodes: Sequence[Sequence[int]]) -> MeshLayout:
-        """Lays a plan over the ranks.
+        """Maps a plan to the ranks.
 
         Args:
             data: data groups of one size, which the plan's sizes divide.
@@ -63,8 +63,8 @@ class MeshLayout:
             >>> layout.shard_groups, layout.replicate_groups
             (((0, 1), (2, 3)), ((0, 2), (1, 3)))
         """
-        # Consecutive ranks share a machine where launchers number them so: the frequent collectives of a shard group
-        # stay on the fast links, and only the one reduction over the replicas crosses machines.
+        # Launchers usually number ranks so that consecutive ranks share a machine: the frequent collectives of a shard
+        # group then stay on the fast links, and only the one reduction over the replicas crosses machines.
         shard_groups = consecutive(data, plan.shard_size)
         replicate_groups = tuple(ranks[place :: plan.shard_size] for ranks in data for place in range(plan.shard_size))
         secondary_groups = consecutive(shard_groups, plan.secondary_size)
@@ -77,51 +77,51 @@ class MeshLayout:
 
 
 def consecutive(groups: RankGroups, size: int) -> RankGroups:
-    """Each group cut into groups of `size` consecutive ranks."""
+    """Cuts each group into groups of `size` consecutive ranks."""
     return tuple(ranks[start : start + size] for ranks in groups for start in range(0, len(ranks), size))
 
 
 def _node_groups(group: tuple[int, ...], nodes: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """The ranks of a group on each machine that has any."""
+    """Returns the group's ranks on each machine that has any."""
     per_node = [tuple(rank for rank in group if rank in node) for node in map(set, nodes)]
     return [ranks for ranks in per_node if ranks]
 
 
 def _exact_reason(group: tuple[int, ...], nodes: Sequence[Sequence[int]]) -> str:
-    """Why two hops over these machines are pointless or impossible; "" if they are neither."""
+    """Returns the reason why two hops over these machines are useless or impossible; else ""."""
     sizes = [len(ranks) for ranks in _node_groups(group, nodes)]
     if len(sizes) == 1:
-        return "all ranks are on one node, where 4 bits save nothing across nodes"
+        return "all ranks are on one node, so 4 bits save no traffic across nodes"
     if len(set(sizes)) > 1:
-        return f"the nodes have different numbers of ranks ({', '.join(map(str, sizes))}), so they have no peers"
+        return f"the nodes have different numbers of ranks ({', '.join(map(str, sizes))}), so ranks have no peers"
     return ""
 
 
 def _hops(data: RankGroups, nodes: Sequence[Sequence[int]]) -> tuple[RankGroups, RankGroups]:
-    """(node groups, peer groups): the i-th ranks of all nodes are peers."""
+    """Returns (node groups, peer groups): the i-th ranks of all nodes are peers."""
     node_groups: list[tuple[int, ...]] = []
     peer_groups: list[tuple[int, ...]] = []
     for group in data:
         ranks_per_node = _node_groups(group, nodes)
         if len({len(ranks) for ranks in ranks_per_node}) > 1:
-            # The config forces int4 where nodes differ in size, so that there are no peers: one hop, all-to-all.
+            # The config forces int4 on nodes that differ in size, so there are no peers: one hop, all-to-all.
             ranks_per_node = [(rank,) for rank in group]
         node_groups += ranks_per_node
         peer_groups += zip(*ranks_per_node, strict=True)
     return tuple(node_groups), tuple(peer_groups)
 
 
-# --- a DeviceMesh of the user
+# --- the user's DeviceMesh
 
 
 def data_groups(mesh: DeviceMesh, job: Collectives) -> RankGroups:
-    """The data groups of the job, by the mesh of each rank. (all ranks)
+    """Returns the data groups of the job from the meshes of all ranks. (all ranks)
 
     Raises:
-        UsageError: on every rank: the mesh does not have each rank in one group, all of one size.
+        UsageError: on every rank, if the meshes do not put each rank in one group, all of one size.
     """
     own = tuple(int(rank) for rank in mesh.mesh.flatten().tolist())
-    # A rank knows the sub-mesh that it is in, not those of the others.
+    # A rank knows only its own sub-mesh.
     per_rank: list[tuple[int, ...]] = job.gather_objects(own, "initialize: mesh")
     groups = tuple(dict.fromkeys(per_rank))
     ranks = sorted(rank for group in groups for rank in group)
@@ -129,13 +129,13 @@ def data_groups(mesh: DeviceMesh, job: Collectives) -> RankGroups:
     if mesh.ndim > 2 or not is_partition or any(rank not in group for rank, group in enumerate(per_rank)):
         raise UsageError(
             "initialize(mesh)",
-            expected=f"one or two axes that have each of the {job.world_size} ranks in one group, all of one size",
+            expected=f"one or two axes that put each of the {job.world_size} ranks in one group, all of one size",
             got=f"{mesh.ndim} axes with ranks {', '.join(str(list(group)) for group in groups)}",
-            fix='pass the data-parallel axis of a mesh of all ranks, such as mesh["dp"]',
+            fix='pass the data-parallel axis of a mesh over all ranks, such as mesh["dp"]',
         )
     return groups
 
 
 def shard_size_of(mesh: DeviceMesh) -> int | None:
-    """Ranks of a shard group, by a mesh of (replicate, shard); None where it has one axis."""
+    """Returns the size of a shard group in a (replicate, shard) mesh; None if the mesh has one axis."""
     return None if mesh.ndim == 1 else int(mesh.size(1))

@@ -1,8 +1,8 @@
-"""The ranks of one pipeline, and messages between them: for torch's schedules, and for tensors that two stages share.
+"""The ranks of one pipeline and their messages: for torch's schedules, and for tensors that two stages share.
 
-What torch's schedules send they send over `PipelineGroup.process_group`, without telling. So the program says what it
-is about to send (`count`) and what it waits for between two computations (`begin_wait`); the watchdog sees that like
-any collective.
+torch's schedules send over `PipelineGroup.process_group` without notifying this package. The caller therefore announces
+each message (`count`) and each wait between two computations (`begin_wait`); the watchdog then sees it like a
+collective.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class PipelineGroup:
     """The ranks with the stages of one pipeline, which see the same samples. (all ranks make it, with the same groups)
 
     Args:
-        pipelines: the ranks of each pipeline, in the order of their stages.
+        pipelines: the ranks of each pipeline, in stage order.
 
     Attributes:
-        rank: this one's stage.
-        size: stages.
-        process_group: of these ranks; nothing but the schedule sends in it.
-        flight_recorder: of its messages.
+        rank: stage of this rank.
+        size: number of stages.
+        process_group: process group of these ranks; only the schedule sends in it.
+        flight_recorder: recorder of the pipeline's messages.
         meter: called for every message: (tag of the call, global rank of the receiver, bytes); None for no metering.
     """
 
@@ -48,7 +48,7 @@ class PipelineGroup:
         self.flight_recorder = recorder
         self.meter: Meter | None = None
         self._tracker = CollectiveTracker(recorder, topology.watchdog)
-        # torch's schedules send in batches and, where all messages are of one direction, outside of them.
+        # torch's schedules send in batches, and outside of batches if all messages have one direction.
         neighbours = [group.ranks[(group.rank + step) % group.size] for step in (-1, 1)]
         connect_peers(topology, self.process_group, neighbours, "neighbouring stages", self._tracker, alone=True)
         self._sent: list[tuple[PendingTransfer, Tensor]] = []
@@ -62,30 +62,30 @@ class PipelineGroup:
     # -- messages of the schedule
 
     def begin_wait(self, label: str, tensor: Tensor, op: str = "send and receive") -> None:
-        """From now on this rank computes nothing: it waits for messages of the schedule, if it still needs any.
+        """Marks the start of a wait for messages of the schedule; until `end_wait` this rank does not compute.
 
         Args:
-            label: what for, or what was computed last: "gradient of micro-batch 2 from stage 1".
-            tensor: of the messages.
+            label: the awaited message or the last computation: "gradient of micro-batch 2 from stage 1".
+            tensor: tensor of the messages.
         """
         self.end_wait()
         self._waiting = self._tracker.issue("control", op, label, tensor)
         self._tracker.flight_recorder.begin_wait(self._waiting)
 
     def end_wait(self) -> None:
-        """What this rank waited for is there. Without `begin_wait` before it does nothing."""
+        """Marks the arrival of the awaited message. Without a preceding `begin_wait` it does nothing."""
         entry, self._waiting = self._waiting, None
         if entry is not None:
             self._tracker.flight_recorder.end_wait(entry)
             self._tracker.finish(entry)
 
     def failure(self, error: RuntimeError) -> CollectiveError | None:
-        """What to raise where a message of the schedule failed; None where this rank was computing."""
+        """Returns the error to raise if a message of the schedule failed; None if this rank was computing."""
         entry = self._waiting
         return None if entry is None else self._tracker.explain(entry, error)
 
     def count(self, tensor: Tensor, stage: int, label: str) -> None:
-        """Counts a message that the schedule is about to send to a stage, where anything is counted."""
+        """Counts a message that the schedule is about to send to a stage, if a meter is set."""
         if self.meter is not None:
             entry = self._tracker.issue("gather", "send", label, tensor)
             self._tracker.finish(entry)
@@ -103,18 +103,18 @@ class PipelineGroup:
         self._tracker.finish(entry)
 
     def receive(self, tensor: Tensor, stage: int, label: str) -> None:
-        """tensor = the next one that a stage sends to this one. Blocks."""
+        """Receives the next tensor that a stage sends to this one. Blocks."""
         entry = self._tracker.issue("gather", "receive", label, tensor)
         self._tracker.wait(entry, self._tracker.start(entry, lambda tag: self._start(dist.irecv, tensor, stage)))
 
     def finish_sends(self) -> None:
-        """Waits until all that was sent has left."""
+        """Waits until all sends are complete."""
         sent, self._sent = self._sent, []
         for work, tensor in sent:
             entry = self._tracker.issue("gather", "finish send", "shared parameters", tensor)
             self._tracker.wait(entry, [work])
 
     def _start(self, operation: Any, tensor: Tensor, stage: int) -> Sequence[PendingTransfer]:
-        # A batch, even of one: NCCL makes a communicator for each pair of ranks with messages outside of batches, at
-        # the first one, which here comes within backward, and blocks the host until the other rank is there.
+        # A batch, even for one message: outside of batches NCCL makes a communicator for each pair of ranks at their
+        # first message, which here comes during backward, and blocks the host until the other rank arrives.
         return dist.batch_isend_irecv([dist.P2POp(operation, tensor, self._ranks[stage], self._shared)])

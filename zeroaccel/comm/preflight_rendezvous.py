@@ -1,8 +1,8 @@
-"""Rendezvous of the launchers of several machines, before any of them starts a rank: are all there, do they agree?
+"""Rendezvous of the launchers of several machines, before any of them starts a rank: checks arrival and agreement.
 
-Each publishes a `NodeInfo`; the first difference between two of them ends the launch with both machines named. Then one
-small all-reduce runs between all of them, over the network that the ranks will use. Called by the launcher, not by
-ranks: these have `topology` and the watchdog.
+Each publishes a `NodeInfo`; the first difference between two of them ends the launch with an error that names both
+machines. Then all of them run one small all-reduce over the network that the ranks will use. The launcher calls this,
+not the ranks, which have `topology` and the watchdog.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from zeroaccel.comm.hangs.hang_report import rank_list
 from zeroaccel.errors import CollectiveError, ConfigError
 
 CHECK_SECONDS = 20.0
-"""How long the check may take once all are there, and after how long the user is told which machines are missing."""
+"""Limit of the network check, and the time after which the launcher reports the machines that are missing."""
 
 _PREFIX = "zeroaccel/preflight"
 _POLL_SECONDS = 0.1
@@ -31,12 +31,12 @@ _POLL_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """What one machine publishes.
+    """The description that one machine publishes.
 
     Attributes:
-        host: its name, for messages.
-        ranks: how many it will start.
-        facts: what must be the same on all machines: name -> value.
+        host: host name, for messages.
+        ranks: number of ranks that the machine will start.
+        facts: values that must be the same on all machines, by name.
     """
 
     host: str
@@ -46,11 +46,11 @@ class NodeInfo:
 
 @dataclass(frozen=True)
 class PreflightRendezvous:
-    """A rendezvous that succeeded.
+    """A successful rendezvous.
 
     Attributes:
-        nodes: of all machines, in their order.
-        store: over which they met. The launcher keeps it until the ranks have theirs, at the same port.
+        nodes: descriptions of all machines, in order.
+        store: store of the rendezvous. The launcher keeps it until the ranks have theirs, at the same port.
     """
 
     nodes: Sequence[NodeInfo]
@@ -70,16 +70,16 @@ def rendezvous(
 
     Args:
         address: host and port on machine 0, which listens there.
-        machine: the number of this one.
-        arrival_seconds: how long the others may take to arrive.
+        machine: number of this machine.
+        arrival_seconds: time limit for the others to arrive.
         say: prints which machines are missing.
 
     Raises:
-        CollectiveError: a machine did not arrive, or cannot be reached; it names the ranks that are missing.
+        CollectiveError: a machine did not arrive, or cannot be reached; the message names the missing ranks.
         ConfigError: two machines differ in a fact.
     """
     store = _store(address, machine, arrival_seconds, say)
-    # Arrive, compare, communicate: what is wrong is reported by the launchers, before there are ranks that could hang.
+    # Arrive, compare, communicate: the launchers report problems before there are ranks that could hang.
     keys = PrefixStore(_PREFIX, store)
     keys.set(f"node/{machine}", json.dumps([node.host, node.ranks, dict(node.facts)]))
     _await(keys, "node", num_machines, node.ranks, arrival_seconds, say)
@@ -92,11 +92,11 @@ def rendezvous(
 
 def _store(address: tuple[str, int], machine: int, seconds: float, say: Callable[[str], None]) -> Store:
     host, port = address
-    # A client whose server does not listen yet retries silently until its time-out; in two parts, `say` comes between.
+    # A client retries silently until its timeout if the server is not up; two waits let `say` report in between.
     waits = [min(CHECK_SECONDS, seconds), seconds - CHECK_SECONDS]
     for wait in waits if machine else [seconds]:
         try:
-            # Several tenants: torch's own rendezvous listens at the same port, in the same process.
+            # multi_tenant: torch's own rendezvous listens at the same port, in the same process.
             return TCPStore(
                 host,
                 port,
@@ -118,7 +118,7 @@ def _store(address: tuple[str, int], machine: int, seconds: float, say: Callable
 def _await(
     keys: Store, what: str, count: int, ranks_each: int, seconds: float, say: Callable[[str], None] | None
 ) -> None:
-    """Waits until every machine has set its `what`."""
+    """Waits until every machine has set its key `what`."""
     start, has_said = time.monotonic(), False
     missing = list(range(count))
     while missing := [number for number in missing if not keys.check([f"{what}/{number}"])]:
@@ -134,11 +134,11 @@ def _await(
 def _missing(machines: Sequence[int], ranks_each: int, seconds: float) -> str:
     ranks = [rank for number in machines for rank in range(number * ranks_each, (number + 1) * ranks_each)]
     names = f"machine{'s' if len(machines) > 1 else ''} {', '.join(map(str, machines))}"
-    return f"{names} did not come within {seconds:g} s, so {rank_list(ranks)} would be missing"
+    return f"{names} did not arrive within {seconds:g} s, so {rank_list(ranks)} would be missing"
 
 
 def compare_with_first(store: Store, node: NodeInfo) -> None:
-    """Compares this machine with the first one that came to the store: for machines that come and go.
+    """Compares this machine with the first one that joined the store, for jobs whose machines come and go.
 
     Raises:
         ConfigError: they differ.
@@ -161,7 +161,7 @@ def _compare(first: NodeInfo, node: NodeInfo, first_name: str, name: str) -> Non
 
 
 def _try_network(keys: Store, machine: int, nodes: Sequence[NodeInfo]) -> None:
-    # Over gloo's own choice of interface, as the ranks will make it: that the store is reachable shows nothing of it.
+    # gloo chooses the interface as it will for the ranks, so a reachable store does not show that this one works.
     limit = timedelta(seconds=CHECK_SECONDS)
     try:
         group: Any = ProcessGroupGloo(PrefixStore("network", keys), machine, len(nodes), limit)
@@ -175,7 +175,7 @@ def _try_network(keys: Store, machine: int, nodes: Sequence[NodeInfo]) -> None:
 
 
 def _cut_off(keys: Store, machine: int, nodes: Sequence[NodeInfo], error: RuntimeError) -> str:
-    # The machines that have not passed: by their own keys in the store, which goes over another connection.
+    # Machines that have not passed, by their keys in the store, which uses another connection.
     starts = [0, *accumulate(node.ranks for node in nodes)]
     silent = [n for n in range(len(nodes)) if n != machine and not keys.check([f"reached/{n}"])]
     who = "; ".join(
@@ -183,6 +183,6 @@ def _cut_off(keys: Store, machine: int, nodes: Sequence[NodeInfo], error: Runtim
     )
     reason = str(error).strip().splitlines()[0]
     return (
-        f"an all-reduce between the machines did not end within {CHECK_SECONDS:g} s; not heard of: {who or 'none'}; "
+        f"an all-reduce between the machines did not end within {CHECK_SECONDS:g} s; not heard from: {who or 'none'}; "
         f"set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface that connects them ({reason})"
     )

@@ -1,25 +1,24 @@
 """Blockwise symmetric 8- and 4-bit quantization of flat tensors, for quantized collectives and frozen weights.
 
 Pure functions. A quantized tensor is called a code. Each block of `Codec.block_numel` values has a float32 scale, and a
-value is an integer in [-levels, levels] times it. A code is one run of bytes, so that scales travel with the integers:
+value is the scale times an integer in [-levels, levels]. A code is one run of bytes, so scales travel with integers:
 
 ```text
 code: (nbytes,) uint8   [ scales, float32, one per block | integers, 1 byte or a half per value | padding to 16 bytes ]
 ```
 
 [Note: error] With s = max(absmax / levels, 2**-120) in a block, cut to 17 significant bits, a decoded value is off by
-at most (0.5 + 2**-15) * s before it is rounded to the dtype of the output: half a step, and the roundings of the
+at most (0.5 + 2**-15) * s before it is rounded to the dtype of the output: half a step, plus rounding errors of the
 float32 arithmetic. So int8 is off by at most 0.4 % of its block's largest magnitude, int4 by 7.2 %. Rounding is to
-nearest, ties to even. Nothing passes through a 16-bit float on the way, so a bfloat16 of 1e38 stays what it was. A
-block with an infinity or a NaN decodes to NaN throughout: it shows as an overflow, never as a finite wrong number. With
-17 bits a scale times an integer is exact, and so what was decoded is encoded and decoded to the same values.
+nearest, ties to even. No intermediate value is a 16-bit float, so a bfloat16 of 1e38 is preserved. A block with an
+infinity or a NaN decodes to NaN throughout: it shows as an overflow, never as a finite wrong number. With 17 bits the
+product of a scale and an integer is exact, so encoding decoded values and decoding them again returns the same values.
 
 In e4m3, with s = max(absmax / 448, 2**-120), a decoded value x is off by at most |x| / 16 or s / 1024, whichever is
-more, and so by at most 16 s, 3.6 % of the largest magnitude of its block; again but for the roundings of the float32
+larger, and so by at most 16 s, 3.6 % of the largest magnitude of its block; again plus rounding errors of the float32
 arithmetic. On CPUs torch operations make these codes.
 
-Codes and values have the same bits in host memory, on CUDA and where torch operations compute them, but for the payload
-of a NaN.
+Codes and values have the same bits in host memory, on CUDA and from torch operations, except for the payload of a NaN.
 """
 
 from __future__ import annotations
@@ -49,12 +48,12 @@ _TILE_BLOCKS = 1 << 13  # blocks at a time off the CPU: bounds the float32 tempo
 
 
 class CodeLayout:
-    """Where the scales and the codes of values lie in a run of bytes.
+    """Layout of the scales and codes of values in a run of bytes.
 
     Attributes:
         bits: 8 or 4 per value.
-        block_numel: values that share a scale; even.
-        scale_dtype: of a scale.
+        block_numel: number of values that share a scale; even.
+        scale_dtype: dtype of a scale.
     """
 
     bits: int
@@ -62,19 +61,19 @@ class CodeLayout:
     scale_dtype: torch.dtype
 
     def blocks(self, numel: int) -> int:
-        """Scales of a code of `numel` values."""
+        """Number of scales in a code of `numel` values."""
         return -(-numel // self.block_numel)
 
     def scales_nbytes(self, numel: int) -> int:
-        """Bytes at the start of a code of `numel` values that are scales."""
+        """Number of bytes of the scales, which a code of `numel` values begins with."""
         return self.scale_dtype.itemsize * self.blocks(numel)
 
     def nbytes(self, numel: int) -> int:
-        """Bytes of the code of `numel` values, a multiple of 16."""
+        """Number of bytes in a code of `numel` values, a multiple of 16."""
         return code_nbytes(numel, self.bits, self.block_numel, self.scale_dtype.itemsize)
 
     def views(self, code: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        """(scales, codes): views of a code of `numel` values."""
+        """Returns (scales, codes): views of a code of `numel` values."""
         assert code.dtype is torch.uint8 and code.numel() == self.nbytes(numel), (
             f"the code of {numel} values has {self.nbytes(numel)} bytes, got {code.numel()} of {code.dtype}"
         )
@@ -87,7 +86,7 @@ class Codec(CodeLayout):
     """A quantization format.
 
     Attributes:
-        floating: codes are numbers in e4m3 (float8_e4m3fn) rather than integers; of 8 bits.
+        floating: True for codes in e4m3 (float8_e4m3fn), with 8 bits; False for integers.
     """
 
     bits: int
@@ -106,7 +105,7 @@ class Codec(CodeLayout):
         return 448 if self.floating else (1 << (self.bits - 1)) - 1
 
     def error_bound(self, absmax: float) -> float:
-        """The most by which a decoded float32 of a block with this largest magnitude is off; see [Note: error]."""
+        """Returns the maximum error of a decoded float32 in a block with this largest magnitude; see [Note: error]."""
         off = 16 + 2.0**-10 if self.floating else 0.5 + 2.0**-15
         return max(absmax / self.levels, kernels.SCALE_FLOOR) * off
 
@@ -115,7 +114,7 @@ INT8 = Codec(bits=8, block_numel=INT8_BLOCK_NUMEL)
 """For weights: 0.8 % of the bytes are scales."""
 
 FP8 = Codec(bits=8, block_numel=INT8_BLOCK_NUMEL, floating=True)
-"""For weights: as many bytes as INT8. What is small beside its block's largest value keeps its leading bits."""
+"""For weights: as many bytes as INT8. Values much smaller than the largest of their block keep their leading bits."""
 
 INT4 = Codec(bits=4, block_numel=INT4_BLOCK_NUMEL)
 """For gradients: 3.1 % of the bytes are scales."""
@@ -155,7 +154,7 @@ def dequantize(code: Tensor, codec: Codec, out: Tensor) -> None:
     """out = the values of a code, rounded once to the dtype of `out`.
 
     Args:
-        code: (codec.nbytes(n),) uint8, as `quantize` wrote it.
+        code: (codec.nbytes(n),) uint8, written by `quantize`.
         out: (n,) contiguous float32, bfloat16 or float16 on the same device.
     """
     scales, codes = _views(out, codec, code)
@@ -171,8 +170,8 @@ def dequantize(code: Tensor, codec: Codec, out: Tensor) -> None:
 
 
 def dequantize_add(code: Tensor, codec: Codec, total: Tensor) -> None:
-    """total += the values of a code. `total`: (n,) float32; else as `dequantize`."""
-    assert total.dtype is torch.float32, f"sums are made in float32, got {total.dtype}"
+    """total += the values of a code. `total`: (n,) float32; otherwise like `dequantize`."""
+    assert total.dtype is torch.float32, f"sums need float32 totals, got {total.dtype}"
     scales, codes = _views(total, codec, code)
     device_kernels = kernels_for(total.device)
     if device_kernels is not None:
@@ -185,14 +184,14 @@ def dequantize_add(code: Tensor, codec: Codec, total: Tensor) -> None:
         part.add_(values)
 
 
-# --- several codes at once: a launch for all of them on CUDA
+# --- several codes at once: one launch for all of them on CUDA
 
 
 class RowOrder:
-    """Which row of some values each of the codes is of.
+    """Maps codes to rows of values.
 
     Args:
-        rows: (K,) of each code.
+        rows: (K,) the row of each code.
     """
 
     def __init__(self, rows: Sequence[int]) -> None:
@@ -200,7 +199,7 @@ class RowOrder:
         self._on: dict[torch.device, Tensor] = {}
 
     def on(self, device: torch.device) -> Tensor:
-        """(K,) int32 on a device, copied there once."""
+        """Returns the rows, (K,) int32, on a device; copied there once."""
         if device not in self._on:
             self._on[device] = torch.tensor(self.rows, dtype=torch.int32, device=device)
         return self._on[device]
@@ -209,13 +208,13 @@ class RowOrder:
 def quantize_rows(
     values: Tensor, codec: Codec, codes: Tensor, order: RowOrder | None = None, skip: tuple[int, int] = (0, 0)
 ) -> None:
-    """As `quantize`, of several rows.
+    """Quantizes several rows, as `quantize` does.
 
     Args:
         values: (M, n) contiguous.
         codes: (K, codec.nbytes(n)) contiguous.
-        order: of the codes; None where code k is of row k.
-        skip: the codes from the first up to the second are left as they are.
+        order: the row of each code; None if code k is for row k.
+        skip: (first, end) of the codes that are left unchanged.
     """
     device_kernels = kernels_for(values.device)
     if device_kernels is not None:
@@ -228,7 +227,7 @@ def quantize_rows(
 
 
 def dequantize_rows(codes: Tensor, codec: Codec, out: Tensor) -> None:
-    """As `dequantize`, of several codes: (K, codec.nbytes(n)) into (K, n), both contiguous."""
+    """Dequantizes several codes, as `dequantize` does: (K, codec.nbytes(n)) into (K, n), both contiguous."""
     device_kernels = kernels_for(out.device)
     if device_kernels is not None:
         device_kernels.decode(codes, out.detach(), codec.format)
@@ -240,14 +239,14 @@ def dequantize_rows(codes: Tensor, codec: Codec, out: Tensor) -> None:
 def sum_rows(
     codes: Tensor, codec: Codec, values: Tensor, own: int, totals: Tensor, order: RowOrder | None = None
 ) -> None:
-    """``totals[i] = ((0 + c0) + c1) + ...``, in float32: row i of every rank, of this one from `values` themselves.
+    """``totals[i] = ((0 + c0) + c1) + ...`` in float32: row i of every rank; this rank's row comes from `values`.
 
     Args:
-        codes: (W, R, codec.nbytes(n)) contiguous uint8, that of rank `own` unused.
-        values: (M, n) contiguous float32, bfloat16 or float16, as for `quantize_rows` of W * R codes.
+        codes: (W, R, codec.nbytes(n)) contiguous uint8; the codes of rank `own` are unused.
+        values: (M, n) contiguous float32, bfloat16 or float16, as for `quantize_rows` with W * R codes.
         own: this rank.
         totals: (R, n) contiguous float32.
-        order: as for `quantize_rows`.
+        order: as in `quantize_rows`.
     """
     runs = totals.shape[0]
     device_kernels = kernels_for(totals.device)
@@ -266,13 +265,13 @@ def sum_rows(
 
 
 def _views(values: Tensor, codec: Codec, code: Tensor) -> tuple[Tensor, Tensor]:
-    """(scales, integers): views of a code of `values`."""
-    assert values.dtype in QUANTIZABLE, f"no code for {values.dtype}"
+    """Returns (scales, integers): views of a code of `values`."""
+    assert values.dtype in QUANTIZABLE, f"{values.dtype} cannot be quantized"
     return codec.views(code, values.numel())
 
 
 def _run(kind: Literal["encode", "decode", "add"], values: Tensor, scales: Tensor, codes: Tensor, codec: Codec) -> None:
-    """One of the compiled loops, on several threads: a block is never divided between two."""
+    """Runs one of the compiled loops on several threads, which never divide a block."""
     kernel, block, code = _KERNELS[kind, codec.bits], codec.block_numel, [scales, codes]
 
     def bind() -> Callable[[int, int], None]:
@@ -289,13 +288,13 @@ def _run(kind: Literal["encode", "decode", "add"], values: Tensor, scales: Tenso
 def _quantize_tile(values: Tensor, codec: Codec, scales: Tensor, codes: Tensor, first: int, last: int) -> None:
     block = codec.block_numel
     part = values[first * block : last * block].float()
-    # The last block may be a partial one: it is a row of its own, so that all others are one 2-D operation.
+    # The last block may be partial: it is a separate row, so that all other blocks are one 2-D operation.
     cut = part.numel() // block * block
     for rows, low in ((part[:cut].view(-1, block), 0), (part[cut:].view(1, -1), cut)):
         if rows.numel() == 0:
             continue
-        # The kernels' arithmetic: multiply by the reciprocal of the scale, round to nearest even. A block with an inf
-        # or a NaN gets a NaN scale, so that all of it decodes to NaN.
+        # Same arithmetic as the kernels: multiply by the reciprocal of the scale, round to nearest even. A block with
+        # an inf or a NaN gets a NaN scale, so that all of it decodes to NaN.
         absmax = rows.abs().amax(dim=1)
         levels = torch.full((), codec.levels, dtype=torch.float32, device=absmax.device)
         size = (absmax / levels).clamp_min(kernels.SCALE_FLOOR)  # CUDA divides by a tensor only, not by a number
@@ -314,7 +313,7 @@ def _quantize_tile(values: Tensor, codec: Codec, scales: Tensor, codes: Tensor, 
 
 
 def pack(integers: Tensor) -> Tensor:
-    """(rows, n) int8 in [-7, 7] -> (rows, ceil(n / 2)) uint8."""
+    """Packs (rows, n) int8 in [-7, 7] into (rows, ceil(n / 2)) uint8."""
     half = (integers.shape[1] + 1) // 2
     unsigned = integers.view(torch.uint8) & 15
     packed = unsigned[:, :half].clone()
@@ -323,7 +322,7 @@ def pack(integers: Tensor) -> Tensor:
 
 
 def _dequantized_tiles(out: Tensor, scales: Tensor, codes: Tensor, codec: Codec) -> Iterator[tuple[Tensor, Tensor]]:
-    """(a part of `out`, its float32 values), over all of it."""
+    """Yields (a part of `out`, its float32 values), over all of it."""
     for first in range(0, scales.numel(), _TILE_BLOCKS):
         last = min(first + _TILE_BLOCKS, scales.numel())
         part = out[first * codec.block_numel : last * codec.block_numel]
@@ -331,7 +330,7 @@ def _dequantized_tiles(out: Tensor, scales: Tensor, codes: Tensor, codec: Codec)
 
 
 def _dequantize_tile(numel: int, codec: Codec, scales: Tensor, codes: Tensor, first: int) -> Tensor:
-    """(numel,) float32 values of the blocks from `first` on."""
+    """Returns the float32 values, (numel,), of the blocks starting at `first`."""
     block = codec.block_numel
     start = first * block * codec.bits // 8
     packed = codes[start : start + -(-numel * codec.bits // 8)]
@@ -350,7 +349,7 @@ def _dequantize_tile(numel: int, codec: Codec, scales: Tensor, codes: Tensor, fi
 
 
 def _unpack(packed: Tensor, length: int) -> Tensor:
-    """(rows, ceil(length / 2)) uint8 -> (rows, length) int8."""
+    """Unpacks (rows, ceil(length / 2)) uint8 into (rows, length) int8."""
     low = (packed << 4).view(torch.int8) >> 4
     high = packed.view(torch.int8) >> 4
     return torch.cat((low, high), dim=1)[:, :length]

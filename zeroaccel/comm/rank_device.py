@@ -1,6 +1,6 @@
-"""Which device a rank computes on, and whether the ranks of a machine have one each.
+"""Chooses the device of a rank, and checks that no two ranks of a machine share one.
 
-`topology.py` asks once, when it has a default group. Nothing here communicates: the ranks exchange their
+`topology.py` calls this once, after it has a default group. This module does not communicate: the ranks exchange their
 `DeviceIdentity`, and each checks all of them.
 """
 
@@ -18,16 +18,16 @@ from zeroaccel.logs import log_once
 from zeroaccel.ops.nvrtc import old_driver
 
 CPU = torch.device("cpu")
-NOT_TRAINED_ON = "train on the CPU, or with torch's own FSDP on this accelerator: zeroaccel knows no other than CUDA's"
-_HOW_TO_SHARE = "start at most one process per device, or show each process its own by CUDA_VISIBLE_DEVICES"
+NOT_TRAINED_ON = "train on the CPU, or with torch's own FSDP on this accelerator: zeroaccel only supports CUDA devices"
+_HOW_TO_SHARE = "start at most one process per device, or limit each process to its own with CUDA_VISIBLE_DEVICES"
 
 
 class DeviceKind(NamedTuple):
     """The kind of devices besides the CPU that training uses.
 
     Attributes:
-        type: torch's name.
-        backend: of process groups for tensors there.
+        type: name of the device type in torch.
+        backend: backend of process groups for tensors on such devices.
     """
 
     type: str
@@ -35,12 +35,12 @@ class DeviceKind(NamedTuple):
 
     @property
     def module(self) -> Any:
-        """torch's module for it."""
+        """torch's module for the device type."""
         return torch.get_device_module(self.type)
 
     @property
     def default_backend(self) -> str:
-        """Of a job that names none: gloo, and on a machine with such devices their backend, too."""
+        """Default backend of a job: gloo, and on machines with such devices their backend, too."""
         return f"cpu:gloo,{self.type}:{self.backend}" if self.module.is_available() else "gloo"
 
 
@@ -48,12 +48,12 @@ ACCELERATOR = DeviceKind("cuda", "nccl")
 
 
 class DeviceIdentity(NamedTuple):
-    """The piece of hardware behind a rank's device.
+    """The hardware behind a rank's device.
 
     Attributes:
-        host: the machine's name.
-        uuid: of the GPU; "" where ranks may share it: a CPU, a GPU of several MIG instances, or by request.
-        name: of the GPU, for messages.
+        host: name of the machine.
+        uuid: UUID of the GPU; "" if ranks may share the device: a CPU, a GPU with MIG instances, or on request.
+        name: name of the GPU, for messages.
     """
 
     host: str
@@ -62,22 +62,22 @@ class DeviceIdentity(NamedTuple):
 
 
 def rank_device(local_rank: int, local_world_size: int, bound: torch.device | None = None) -> torch.device:
-    """The device of one of several ranks: that of its group, or the one that the program chose; else by its number.
+    """Returns the device of one of several ranks: the group's, else the program's choice, else by local rank.
 
     Args:
-        bound: the device that the default group was made for, if it was.
+        bound: the device that the default group was made for, or None.
 
     Raises:
         ConfigError: fewer devices are visible than ranks were started on this machine.
     """
     if bound is not None and bound.type == ACCELERATOR.type and bound.index is not None:
         return bound
-    # The first one is current in a process that has chosen none.
+    # Device 0 is current in a process that has not chosen a device.
     if ACCELERATOR.module.is_initialized() and (chosen := ACCELERATOR.module.current_device()):
         return torch.device(ACCELERATOR.type, chosen)
     available = ACCELERATOR.module.device_count()
-    # A launcher may show each process one device, as SLURM's --gpus-per-task does, and of MIG instances a process never
-    # sees more. Whether the one is another for each rank is `check_one_device_each`'s to find out.
+    # A launcher may show each process one device, as SLURM's --gpus-per-task does, and a process sees at most one MIG
+    # instance. `check_one_device_each` checks that the ranks have different ones.
     if available == 1 and local_world_size > 1:
         return torch.device(ACCELERATOR.type, 0)
     if local_rank >= available:
@@ -85,13 +85,13 @@ def rank_device(local_rank: int, local_world_size: int, bound: torch.device | No
             "environment: LOCAL_RANK",
             expected=f"less than the {available} visible CUDA devices",
             got=local_rank,
-            fix=f"{_HOW_TO_SHARE}; with LOCAL_RANK=0 for each where it sees several",
+            fix=f"{_HOW_TO_SHARE}; set LOCAL_RANK=0 for each if it sees several of its own",
         )
     return torch.device(ACCELERATOR.type, local_rank)
 
 
 def named_device(device: torch.device | str) -> torch.device:
-    """A device that the program names, with its index; the current one where it has none.
+    """Returns a device that the program names, with its index; without an index, the current one.
 
     Raises:
         ConfigError: it is neither the CPU nor a visible CUDA device.
@@ -121,10 +121,10 @@ def named_device(device: torch.device | str) -> torch.device:
 
 
 def sole_device() -> torch.device:
-    """The CUDA device of a process without others: the current one, which the program may have chosen; else the first.
+    """Returns the CUDA device of a job with one process: the current one if the program uses CUDA, else the first.
 
     Raises:
-        ConfigError: none is visible.
+        ConfigError: no CUDA device is visible.
     """
     module = ACCELERATOR.module
     if not module.device_count():
@@ -136,24 +136,24 @@ def sole_device() -> torch.device:
 
 
 def identify(device: torch.device, host: str, *, shares: bool) -> DeviceIdentity:
-    """The hardware behind a device of this process.
+    """Returns the hardware behind a device of this process.
 
     Args:
-        shares: ranks may have the same GPU, as the environment asks NCCL for.
+        shares: True if ranks may share a GPU, because the environment configures NCCL for it.
     """
     if device.type == "cpu":
         return DeviceIdentity(host, "", str(device))
     properties = torch.get_device_module(device).get_device_properties(device)
-    # The instances of a partitioned GPU may all report the UUID of the GPU.
+    # All instances of a partitioned GPU may report the UUID of the GPU.
     shares = shares or " MIG " in f"{properties.name} "
     return DeviceIdentity(host, "" if shares else str(getattr(properties, "uuid", "")), properties.name)
 
 
 def check_one_device_each(identities: Mapping[int, DeviceIdentity]) -> None:
-    """Compares the devices of all ranks; raises on all of them alike.
+    """Compares the devices of all ranks; raises the same error on all of them.
 
     Raises:
-        ConfigError: two ranks have the same GPU, which NCCL refuses, later and without a name.
+        ConfigError: two ranks have the same GPU. NCCL refuses that later, without naming it.
     """
     ranks: dict[DeviceIdentity, list[int]] = defaultdict(list)
     for rank, identity in identities.items():
@@ -170,28 +170,28 @@ def check_one_device_each(identities: Mapping[int, DeviceIdentity]) -> None:
 
 
 def warn_of_unused_devices(backend: str) -> None:
-    """Says once that a default group made by the program leaves CUDA devices unused.
+    """Warns once that a default group made by the program leaves CUDA devices unused.
 
     Args:
-        backend: of the group, as torch names it.
+        backend: name that torch gives the group's backend.
     """
     if ACCELERATOR.module.is_available():
         log_once(
             logging.WARNING,
             f'the process group of this program has the backend "{backend}", without NCCL: training is on the CPU,'
             f" and {ACCELERATOR.module.device_count()} CUDA devices are unused; make the group with"
-            ' init_process_group("cpu:gloo,cuda:nccl"), or let zeroaccel make it (CUDA_VISIBLE_DEVICES="" says that the'
-            " CPU is meant)",
+            ' init_process_group("cpu:gloo,cuda:nccl"), or let zeroaccel make it (set CUDA_VISIBLE_DEVICES="" to train'
+            " on the CPU)",
         )
 
 
 def warn_of_another_accelerator() -> None:
-    """Says once that this machine's accelerator is none that training uses (XPU, MPS), or has too old a driver."""
+    """Warns once if training cannot use this machine's accelerator (XPU, MPS), or its driver is too old."""
     other = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if other is not None and other.type != ACCELERATOR.type:
         log_once(
             logging.WARNING,
-            "training is on the CPU: zeroaccel uses CUDA devices and CPUs, and not the accelerator"
+            "training is on the CPU: zeroaccel supports CUDA devices and CPUs, not the accelerator"
             f' "{other.type}" that this torch finds; {NOT_TRAINED_ON}',
         )
     elif not ACCELERATOR.module.is_available() and (reason := old_driver()):

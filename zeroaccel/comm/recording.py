@@ -1,8 +1,8 @@
 """Collectives that record every call and pass it on: for tests and measurements.
 
-Public, so that a program can assert its own traffic. `calls` are the calls of the engine, `traffic` is what was sent
-for them and for the other axes of a mesh: message by message in host memory, and on an accelerator what point-to-point
-messages would carry. Sums of layers that ranks share are counted by a rule of their own (`tracked_group.py`).
+Public, so that a program can assert its own traffic. `calls` lists the calls of the engine. `traffic` sums the bytes
+sent for them and for the other axes of a mesh: message by message in host memory; on an accelerator, the bytes that
+point-to-point messages would carry. Sums of layers that ranks share follow a separate rule (`tracked_group.py`).
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class CollectiveCall:
     """One call on this rank.
 
     Attributes:
-        op: the method's name.
-        dtype: as torch prints it without its prefix, "bfloat16"; "object" for pickled ones.
+        op: name of the method.
+        dtype: torch's name without the prefix, such as "bfloat16"; "object" for pickled objects.
         numel: elements of the full tensor: W*S for a gather and a reduction.
-        nbytes: what this rank sends: its shard to W-1 ranks in a plain gather, all but its shard in a reduction.
+        nbytes: bytes that this rank sends: its shard to W-1 ranks in a plain gather, all but its shard in a reduction.
     """
 
     op: str
@@ -50,13 +50,13 @@ class BytesSent:
     """Bytes that one rank sent along one axis of the mesh, over one class of links.
 
     Attributes:
-        axis: "dp_shard" for what ZeRO sends to ranks that have other shards of the same model, those that share a
-            sequence among them; "dp_replicate" for what it sends to other replicas; "sp" for heads and positions of
-            sequences; "tp" for sums and gathers of layers that ranks share; "pp" for what goes between stages.
-        op: of the collective, as the flight recorder has it: "all_gather int8".
-        purpose: the first word of its label: "unshard", "reduce".
+        axis: "dp_shard" for ZeRO's messages to ranks that have other shards of the same model (ranks that share a
+            sequence are among them); "dp_replicate" for its messages to other replicas; "sp" for heads and positions of
+            sequences; "tp" for sums and gathers of layers that ranks share; "pp" for messages between stages.
+        op: operation in the flight recorder, such as "all_gather int8".
+        purpose: first word of the label, such as "unshard" or "reduce".
         link: "inside" a node, or "across" nodes.
-        messages: how many there were.
+        messages: number of messages.
     """
 
     axis: str
@@ -68,13 +68,13 @@ class BytesSent:
 
 
 class RecordingCollectives(Collectives):
-    """Wraps `inner` and records its calls, and how many bytes went to which ranks.
+    """Wraps `inner` and records its calls, and the bytes sent to each rank.
 
     Args:
-        nodes: the global ranks on each machine; by default those of the topology, or of a config's `node_size`.
+        nodes: global ranks on each machine; by default those of the topology, or of a config's `node_size`.
 
     Attributes:
-        calls: since the beginning or the last `reset`, in order.
+        calls: the calls since the beginning or the last `reset`, in order.
 
     Example:
         >>> from zeroaccel.comm.topology import destroy, init_process_group
@@ -86,7 +86,7 @@ class RecordingCollectives(Collectives):
     """
 
     def __init__(self, inner: Collectives, nodes: Sequence[Sequence[int]] | None = None) -> None:
-        # No super().__init__: this one has no transports, and communicates through `inner` alone.
+        # No super().__init__: this object has no transports and communicates through `inner` alone.
         self._fixed_nodes = nodes
         self.calls: list[CollectiveCall] = []
         # By axis, op, purpose and receiver.
@@ -102,12 +102,12 @@ class RecordingCollectives(Collectives):
         inner.meter = partial(self._count, inner.flight_recorder, "")
 
     def __getattr__(self, name: str) -> Any:
-        if name == "inner":  # of a copy that is being made
+        if name == "inner":  # asked of a copy while it is being made
             raise AttributeError(name)
         return getattr(self.inner, name)
 
     def over(self, hierarchical: Collectives) -> Collectives:
-        """A copy of this wrapper around `hierarchical`, with the same records."""
+        """Returns a copy of this wrapper around `hierarchical`, with the same records."""
         wrapper = copy.copy(self)
         wrapper._wrap(self.inner.over(hierarchical))
         return wrapper
@@ -127,18 +127,18 @@ class RecordingCollectives(Collectives):
             self.calls[:] = before[0]
 
     def count(self, op: str | None = None, label: str = "") -> int:
-        """How many calls there were, of one operation, with labels that begin with `label`."""
+        """Returns the number of calls of an operation (None: any) whose labels begin with `label`."""
         return sum(1 for call in self.calls if op in (None, call.op) and call.label.startswith(label))
 
     def nbytes_by_op(self) -> dict[str, int]:
-        """Bytes this rank has sent, by operation."""
+        """Returns the bytes that this rank has sent, by operation."""
         totals: Counter[str] = Counter()
         for call in self.calls:
             totals[call.op] += call.nbytes
         return dict(totals)
 
     def traffic(self) -> list[BytesSent]:
-        """What this rank has sent, counted message by message; sorted. Control collectives are left out."""
+        """Returns the bytes that this rank has sent, counted per message and sorted, without control collectives."""
         own_node = next(set(node) for node in self.nodes if self.topology.rank in node)
         nbytes: Counter[tuple[str, str, str, Link]] = Counter()
         messages: Counter[tuple[str, str, str, Link]] = Counter()
@@ -149,7 +149,7 @@ class RecordingCollectives(Collectives):
         return [BytesSent(*key, nbytes[key], messages[key]) for key in sorted(nbytes)]
 
     def nbytes_by_axis(self) -> dict[str, dict[Link, int]]:
-        """Bytes this rank has sent along each axis of the mesh, inside and across nodes."""
+        """Returns the bytes that this rank has sent along each axis of the mesh, inside and across nodes."""
         totals: dict[str, dict[Link, int]] = {}
         for sent in self.traffic():
             links = totals.setdefault(sent.axis, {"inside": 0, "across": 0})
@@ -157,7 +157,7 @@ class RecordingCollectives(Collectives):
         return totals
 
     def across_nbytes(self) -> int:
-        """Bytes this rank has sent to ranks on other machines."""
+        """Returns the bytes that this rank has sent to ranks on other machines."""
         return sum(sent.nbytes for sent in self.traffic() if sent.link == "across")
 
     def reset(self) -> None:
@@ -197,7 +197,7 @@ class RecordingCollectives(Collectives):
         self.inner.all_reduce_on_device(tensor, op, label)
 
     def broadcast(self, tensor: Tensor, src: int, label: str) -> None:
-        # Counted as if the source sent every copy: in a tree, other ranks pass some of them on.
+        # Counted as if the source sent every copy; in a tree, other ranks forward some of them.
         self._note("broadcast", label, tensor, (self.world_size - 1) * tensor.nbytes if self.rank == src else 0)
         self.inner.broadcast(tensor, src, label)
 
@@ -214,10 +214,10 @@ class RecordingCollectives(Collectives):
         self.calls.append(CollectiveCall(op, label, dtype, tensor.numel(), nbytes))
 
     def _count(self, recorder: FlightRecorder, axis: str, tag: int, receiver: int, nbytes: int) -> None:
-        """Counts a message of a call of `recorder`; of ZeRO's own, which have axis "", the receiver says the axis."""
+        """Counts a message of a call of `recorder`. ZeRO's messages have axis ""; their receiver determines it."""
         axis = axis or ("dp_shard" if receiver in self.shard_ranks else "dp_replicate")
         entry = recorder.entry(tag)
-        # The message's tag is that of its call. A long call may have left the flight recorder's ring meanwhile.
+        # A message has its call's tag. A long call may have left the flight recorder's ring in the meantime.
         op, label = ("forgotten", "") if entry is None else (entry.op, entry.label)
         key = axis, op, label.partition(" ")[0], receiver
         self._sent[key] += nbytes

@@ -1,7 +1,8 @@
-"""The notice that this process will be stopped: SIGTERM, or SIGUSR1 as SLURM sends it before its time limit.
+"""The notice that this process will be stopped: SIGTERM, or SIGUSR1, which SLURM sends before its time limit.
 
-The handlers only note the signal. The engine sends the note with the exchange of each step (`zero/step_boundary.py`),
-so that all ranks stop after the same one, whichever of them was signalled. One notice per process, as signals are.
+The handlers only record the signal. The engine sends the record with the exchange of each step
+(`zero/step_boundary.py`), so that all ranks stop after the same step, whichever of them received the signal. There is
+one notice per process, because a signal goes to the whole process.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopNotice:
-    """Whether the process was asked to stop. Signals count from the first `listen` until the last of its undos.
+    """Records whether the process was asked to stop. Signals count from the first `listen` until its last undo.
 
     Attributes:
-        received: it was asked.
-        saved: how a program saves itself that goes on to its end, for the launcher; "" where it does not.
+        received: True if the process was asked to stop.
+        saved: for the launcher, how a program that continues to its end saves itself; "" if it does not.
     """
 
     def __init__(self) -> None:
@@ -32,16 +33,16 @@ class StopNotice:
         self._listeners = 0
 
     def give(self) -> None:
-        """As if a signal had come."""
+        """Acts as if a signal had arrived."""
         self.received = True
 
     def listen(self) -> Callable[[], None]:
-        """Handles the signals from now on, in place of the handlers that are there; returns what restores these.
+        """Replaces the handlers of the signals; returns a function that restores them.
 
-        A thread other than the main one cannot set handlers; there only `give` counts, with a warning.
+        Only the main thread can set handlers; in another thread this warns, and only `give` counts.
         """
         if threading.current_thread() is not threading.main_thread():
-            logger.warning("initialize: not in the main thread, so SIGTERM and SIGUSR1 are not noticed")
+            logger.warning("initialize: not called in the main thread, so SIGTERM and SIGUSR1 are ignored here")
             return lambda: None
         if not self._listeners:
             self._before = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
@@ -53,7 +54,7 @@ class StopNotice:
         if self._listeners:
             return
         for number, handler in self._before.items():
-            if signal.getsignal(number) == self._on_signal:  # the program may have set its own since
+            if signal.getsignal(number) == self._on_signal:  # the program may have replaced the handler since
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         self.received = False
 
@@ -62,4 +63,4 @@ class StopNotice:
 
 
 stop_notice = StopNotice()
-"""That of this process."""
+"""The notice of this process."""

@@ -1,8 +1,9 @@
-"""Process groups and devices: the ranks of a job and how they are connected. The only module that creates groups.
+"""Process groups and devices: the ranks of a job and their connections. Only this module creates groups.
 
-A `Topology` is made once per default group and shared by all engines of the process. It has a group for gathers, one
-for reductions and one for control, because ranks may start a gather and a reduction in different orders; `subgroup`
-adds the same for some of the ranks. It starts the `Watchdog`; it does not communicate beyond what making groups takes.
+A `Topology` is made once per default group and shared by all engines of the process. It has separate groups for
+gathers, reductions and control, because ranks may start a gather and a reduction in different orders; `subgroup` makes
+the same three for a subset of the ranks. The topology starts the `Watchdog`; apart from making groups it does not
+communicate.
 """
 
 from __future__ import annotations
@@ -86,17 +87,17 @@ __all__ = [
 
 T = TypeVar("T")
 
-_BACKSTOP_SECONDS = 60.0  # how much later than the watchdog the backend's own timeout strikes
+_BACKSTOP_SECONDS = 60.0  # delay of the backend's own timeout after the watchdog's
 
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Some of a job's ranks, this one among them, and how they are connected.
+    """A subset of a job's ranks that includes this one, with its process groups.
 
     Attributes:
-        ranks: their global ranks, in the order of their ranks in the group.
-        rank: this one's rank in the group.
-        gather_group, reduce_group, control_group: as of `Topology`, for these ranks.
+        ranks: global ranks, in the order of their ranks in the group.
+        rank: this rank's number in the group.
+        gather_group, reduce_group, control_group: process groups of these ranks, as in `Topology`.
     """
 
     ranks: tuple[int, ...]
@@ -107,32 +108,32 @@ class RankGroup:
 
     @property
     def size(self) -> int:
-        """How many ranks the group has."""
+        """Number of ranks in the group."""
         return len(self.ranks)
 
 
 @dataclass(frozen=True)
 class Topology:
-    """The ranks of a job and how they are connected.
+    """The ranks of a job and their connections.
 
     Attributes:
         nodes: the global ranks on each machine, in ascending order.
-        groups: every process group made here, but for the default one.
-        subgroups: what `subgroup` has made, by its partition.
-        connected: the NCCL groups whose ranks have found each other, each with a kind of collective.
-        recorders: what `recorder` has made, by its name.
-        tracked: what `track` has made, by its ranks.
-        pairs: what `pair_backends` has made, by the other rank.
-        names: puts ranks into words, with their places on the mesh of the job once that is known.
-        limit: seconds a collective may wait.
-        local_rank, local_world_size: among the ranks on this machine.
-        device: where this rank computes.
-        backend: of the default group, as torch names it.
-        gather_group, reduce_group: on `device`'s backend, and on gloo for tensors in host memory.
+        groups: every process group made here, except the default group.
+        subgroups: the groups made by `subgroup`, by partition.
+        connected: the NCCL groups whose ranks are connected, each with a kind of collective.
+        recorders: the flight recorders made by `recorder`, by name.
+        tracked: the groups made by `track`, by ranks.
+        pairs: the backends made by `pair_backends`, by the other rank.
+        names: names ranks in messages, with their coordinates on the mesh of the job once it is known.
+        limit: seconds that a collective may wait.
+        local_rank, local_world_size: this rank and the number of ranks on this machine.
+        device: device on which this rank computes.
+        backend: name that torch gives the backend of the default group.
+        gather_group, reduce_group: on the backend of `device`, and on gloo for tensors in host memory.
         control_group: on gloo.
-        flight_recorder: of the collectives of these groups.
-        watchdog: of this rank; None with one rank, which waits for no other.
-        transports: makes what carries tensors between the ranks of a group.
+        flight_recorder: recorder of the collectives of these groups.
+        watchdog: watchdog of this rank; None with one rank, which waits for no other.
+        transports: factory of the transports that move tensors between the ranks of a group.
     """
 
     rank: int
@@ -166,10 +167,9 @@ class Topology:
     def recorder(
         self, name: str, needs: Sequence[int] = (), *, alike: bool = False, in_turn: bool = False
     ) -> FlightRecorder:
-        """A flight recorder for calls that ranks elsewhere in the job do not issue; made at the first call.
+        """Returns a flight recorder for calls that other ranks of the job do not issue; made at the first call.
 
-        Args:
-            needs, alike, in_turn: see `Watchdog.follow`.
+        `Watchdog.follow` describes the other arguments.
         """
         if name not in self.recorders:
             self.recorders[name] = FlightRecorder()
@@ -181,7 +181,7 @@ class Topology:
 _current: tuple[dist.ProcessGroup, Topology] | None = None
 _made_default_group = False
 _generation = 0
-_stores: dict[str, Store] = {}  # by address, those of earlier default groups of this process; reused for the next
+_stores: dict[str, Store] = {}  # by address: stores of this process's earlier default groups, reused for the next
 
 
 def init_process_group(
@@ -191,28 +191,28 @@ def init_process_group(
     device: torch.device | str | None = None,
     transports: TransportFactory | None = None,
 ) -> Topology:
-    """Joins the job described by torchrun's environment variables; without any, this process is the only rank.
+    """Joins the job that torchrun's environment variables describe; without them, this process is the only rank.
 
-    A default group that exists already is taken as it is. (all ranks)
+    An existing default group is used unchanged. (all ranks)
 
     Args:
-        backend: of the default group; by default NCCL for CUDA tensors where there is CUDA, and gloo.
-        timeout: seconds a collective may wait for the other ranks, 0 for no limit. By default
+        backend: backend of the default group; by default gloo, and NCCL for CUDA tensors if CUDA is available.
+        timeout: seconds that a collective may wait for the other ranks, 0 for no limit. By default
             ZEROACCEL_COLLECTIVE_TIMEOUT, or 600.
-        device: where this rank computes: "cpu", or a CUDA device. By default the CUDA device of this rank's place on
-            its machine where the backend is NCCL, and the CPU otherwise.
-        transports: makes what carries tensors between the ranks of a group; by default `transport_over`. For backends
-            that torch does not have, and for simulations of one.
+        device: device on which this rank computes: "cpu" or a CUDA device. By default the CUDA device with this rank's
+            local rank if the backend is NCCL, and the CPU otherwise.
+        transports: factory of the transports that move tensors between the ranks of a group; by default
+            `transport_over`. For backends that torch does not have, and for simulations of one.
 
     Raises:
         ConfigError: the environment is incomplete or contradictory; or the ranks compute on CUDA devices, and the group
             has no backend for their tensors.
-        EngineStateError: the ranks are connected already, with another device or other transports.
+        EngineStateError: the ranks are already connected, with another device or other transports.
         CollectiveError: the ranks did not find each other.
     """
     global _made_default_group
     limit = timeout_seconds(timeout)
-    # Before the ranks meet: nothing is left behind if it is wrong.
+    # Checked before the rendezvous, so that a wrong device leaves nothing behind.
     device = None if device is None else named_device(device)
     if not dist.is_initialized():
         rank, world_size = rank_and_world_size()
@@ -226,15 +226,15 @@ def init_process_group(
 
 
 def meet(backend: str | None, init_method: str, rank: int, world_size: int, timeout: float | timedelta | None) -> None:
-    """Makes the default group of a job that is described otherwise than by the environment alone. (all ranks)
+    """Makes the default group of a job with an explicit init method, rank or world size. (all ranks)
 
     Args:
-        backend: by default as for `init_process_group`.
-        init_method: "env://", "tcp://HOST:PORT" or "file://PATH", as for torch.distributed.
-        rank, world_size: negative ones are taken from RANK and WORLD_SIZE.
+        backend: default as in `init_process_group`.
+        init_method: "env://", "tcp://HOST:PORT" or "file://PATH", as in torch.distributed.
+        rank, world_size: negative values are replaced by RANK and WORLD_SIZE.
 
     Raises:
-        UsageError: they do not describe a job.
+        UsageError: the arguments do not describe a job.
         CollectiveError: the ranks did not find each other.
     """
     global _made_default_group
@@ -261,7 +261,7 @@ def meet(backend: str | None, init_method: str, rank: int, world_size: int, time
 
 
 def device_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """A mesh over all ranks, of the device that they compute on. (all ranks)"""
+    """Returns a mesh over all ranks on the type of device that they compute on. (all ranks)"""
     return init_device_mesh(current_topology().device.type, shape, mesh_dim_names=names)
 
 
@@ -271,21 +271,21 @@ def current_topology(
     device: torch.device | str | None = None,
     transports: TransportFactory | None = None,
 ) -> Topology:
-    """The topology of the default group, made at the first call. (all ranks)
+    """Returns the topology of the default group; made at the first call. (all ranks)
 
     Args:
-        timeout: as for `init_process_group`; changes the limit of a topology that exists.
-        device, transports: as for `init_process_group`.
+        timeout: as in `init_process_group`; changes the limit of an existing topology.
+        device, transports: as in `init_process_group`.
 
     Raises:
-        EngineStateError: there is no default group; or its topology has another device or other transports.
+        EngineStateError: there is no default group, or its topology has another device or other transports.
     """
     global _current
     if not dist.is_initialized():
-        raise EngineStateError("process group", expected="an initialised one", fix="call init_process_group() first")
+        raise EngineStateError("process group", expected="an initialized one", fix="call init_process_group() first")
     default = dist.group.WORLD
-    assert default is not None, "torch.distributed is initialised without a default group"
-    # Code other than this module may destroy the default group and make another; then the topology is rebuilt for it.
+    assert default is not None, "torch.distributed is initialized without a default group"
+    # Other code may destroy the default group and make another one; the topology is then rebuilt for it.
     if _current is None or _current[0] is not default:
         _leave_current()
         allow_connections(default.size())
@@ -312,17 +312,17 @@ def destroy() -> None:
         _made_default_group = False
         dist.destroy_process_group()
         return
-    # A default group of the user's stays; only the groups made here are destroyed.
+    # A default group made by the user stays; only the groups made here are destroyed.
     for group in (*topology.tracked.values(), *topology.groups):
         dist.destroy_process_group(group)
 
 
 def _destroy_at_exit() -> None:
-    """After a run without a failure; NCCL warns of groups that are left, and frees nothing of them."""
+    """Destroys the groups after a run without a failure; NCCL warns of groups that remain, and does not free them."""
     if _current is None or not _outlives_the_program(_current[1]):
         return
     topology = _current[1]
-    # After a failure, and within a wait, other ranks may not come: NCCL would wait for them.
+    # After a failure, or within a wait, other ranks may not arrive, and NCCL would wait for them.
     if topology.watchdog is not None and topology.watchdog.left_in_order:
         destroy()
 
@@ -338,7 +338,7 @@ def _leave_current() -> None:
 
 
 def _require_same(topology: Topology, device: torch.device | str | None, transports: TransportFactory | None) -> None:
-    """Raises EngineStateError where a topology that exists is not what a caller asks for."""
+    """Raises EngineStateError if an existing topology differs from the arguments of a caller."""
     if device is not None and torch.device(device) != topology.device:
         raise _state_error("device", topology.device, device)
     if transports is not None and transports is not topology.transports:
@@ -347,10 +347,10 @@ def _require_same(topology: Topology, device: torch.device | str | None, transpo
 
 def _state_error(name: str, expected: object, got: object) -> EngineStateError:
     return EngineStateError(
-        f"init_process_group({name}), where the ranks are connected already",
+        f"init_process_group({name}): the ranks are already connected",
         expected=str(expected),
         got=str(got),
-        fix="name it in the first call, or destroy the process group before this one",
+        fix="pass it in the first call, or destroy the process group before this one",
     )
 
 
@@ -358,11 +358,11 @@ def _build(
     default: dist.ProcessGroup, limit: float, own_device: torch.device | str | None, transports: TransportFactory
 ) -> Topology:
     global _generation
-    _generation += 1  # tells the side channels of one default group from those of the next
+    _generation += 1  # separates the side channels of one default group from those of the next
     rank, world_size = default.rank(), default.size()
     backend = str(dist.get_backend_config(default))
     flight_recorder = FlightRecorder()
-    # "fake": torch's group without peers, for measurements.
+    # "fake" is torch's group without peers, for measurements.
     accelerated, simulated = ACCELERATOR.backend in backend, "fake" in backend
     if not (accelerated or simulated or _made_default_group) and own_device is None:
         warn_of_unused_devices(backend)
@@ -385,8 +385,8 @@ def _build(
     _require_data_backend(device, backend, transports)
     _make_current(device)
     avoid_record_streams(_torch_version())
-    # Ranks may issue a gather and a reduction in different orders (a prefetch that one rank starts early), which within
-    # one NCCL communicator would be a deadlock; with a group each, only calls of one kind have to agree in order.
+    # Ranks may issue a gather and a reduction in different orders (a prefetch that one rank starts early), which would
+    # deadlock within one NCCL communicator; with separate groups, only calls of one kind must agree in order.
     gather, reduce = (dist.new_group(backend=_data_backend(backend), timeout=backstop) for _ in range(2))
     made, names, watchdog, pairs = [gather, reduce, control], RankNames(), None, dict[int, SendRecvBackend]()
     if not simulated:
@@ -433,16 +433,17 @@ def _side_channel(rank: int, world_size: int) -> SideChannel:
 
 
 def connect(topology: Topology, groups: Mapping[str, tuple[dist.ProcessGroup, Sequence[str]]]) -> None:
-    """Has the ranks of NCCL groups find each other now, group after group. (all ranks, in one order)
+    """Connects the ranks of NCCL groups now, group after group. (all ranks, in one order)
 
     NCCL connects the ranks of a group at its first use and, since 2.22, at the first use of each kind of collective;
-    it blocks the host until all of them are there. Ranks may begin a gather and a reduction in different orders, and
-    would then wait for each other for ever.
+    it blocks the host until all ranks arrive. Ranks may begin a gather and a reduction in different orders, and would
+    then deadlock.
 
     Args:
-        groups: by a name for messages, each with the kinds of collectives that the ranks will issue there.
+        groups: groups by name (for messages), each with the kinds of collectives that the ranks will issue in it.
 
     Raises:
+        CollectiveError: NCCL could not connect the ranks.
         CollectiveError: NCCL could not connect them.
     """
     if not _connects_at_first_use(topology):
@@ -466,12 +467,12 @@ def connect_peers(
     *,
     alone: bool,
 ) -> None:
-    """As `connect`, of pairs of ranks in a group that is connected itself. (all ranks that are in a pair)
+    """Connects pairs of ranks, as `connect` does, in an already connected group. (all ranks that are in a pair)
 
     Args:
         peers: global ranks to which this one sends and from which it receives.
-        tracker: of calls that other ranks need not issue.
-        alone: their messages do not only come in batches.
+        tracker: tracker of calls that other ranks need not issue.
+        alone: True if the ranks also send messages outside of batches.
     """
     others = sorted(set(peers) - {topology.rank})
     if not others or not _connects_at_first_use(topology):
@@ -482,12 +483,12 @@ def connect_peers(
 
 
 def _connects_at_first_use(topology: Topology) -> bool:
-    """Gloo connects all pairs when it makes a group."""
+    """True for NCCL groups; gloo connects all pairs when it makes a group."""
     return topology.device.type != "cpu" and ACCELERATOR.backend in topology.backend
 
 
 class _FirstUse:
-    """A `PendingTransfer`: the first collective of a kind in a group, which the host waits for."""
+    """A `PendingTransfer`: the first collective of a kind in a group; the host waits for it."""
 
     def __init__(self, one: Tensor, begin: Callable[[], object]) -> None:
         self._one = one
@@ -504,12 +505,12 @@ class _FirstUse:
 
 
 def subgroup(topology: Topology, partition: Sequence[Sequence[int]]) -> RankGroup:
-    """The group of a partition of the job that this rank is in. (all ranks, with the same partition)
+    """Returns this rank's group of a partition of the job. (all ranks, with the same partition)
 
     Made at the first call and kept, so that engines with the same partition share its process groups.
 
     Args:
-        partition: global ranks in groups, every rank of the job in exactly one; ranks of a group in their order there.
+        partition: groups of global ranks, each in group order, with every rank of the job in exactly one group.
     """
     key = tuple(tuple(ranks) for ranks in partition)
     covered = sorted(rank for ranks in key for rank in ranks)
@@ -524,16 +525,16 @@ def subgroup(topology: Topology, partition: Sequence[Sequence[int]]) -> RankGrou
 
 
 def pair_backends(topology: Topology, peers: Iterable[int]) -> Mapping[int, SendRecvBackend]:
-    """Gloo with each of some other ranks, this rank and it alone. (all ranks that are in a pair, each with the other's)
+    """Returns a gloo backend for each pair of this rank and a peer. (all ranks in a pair, each with the other's rank)
 
-    Made at the first call and kept. For threads: no collective of the main thread uses them. Not of `dist.new_group`,
-    which takes as many calls on each rank.
+    Made at the first call and kept. For threads: no collective of the main thread uses these backends.
+    `dist.new_group` does not fit, because every rank would have to call it equally often.
 
     Args:
         peers: global ranks.
     """
     store, rank = dist.distributed_c10d._get_default_store(), topology.rank
-    # The lowest pair first: ranks that wait for each other around a circle would never begin.
+    # The lowest pair first; otherwise ranks could wait for each other in a cycle.
     for low, high, peer in sorted((min(peer, rank), max(peer, rank), peer) for peer in set(peers)):
         if peer not in topology.pairs:
             own = PrefixStore(f"pair/{_generation}/{low}/{high}", store)
@@ -543,7 +544,7 @@ def pair_backends(topology: Topology, peers: Iterable[int]) -> Mapping[int, Send
 
 
 def peer_recorder(topology: Topology, peers: RankGroups | None) -> FlightRecorder | None:
-    """The recorder for calls that only the ranks of this rank's group issue; None where one group has all ranks.
+    """Returns the recorder for calls that only this rank's group issues; None if one group has all ranks.
 
     Args:
         peers: groups of ranks that issue the same collectives.
@@ -554,12 +555,12 @@ def peer_recorder(topology: Topology, peers: RankGroups | None) -> FlightRecorde
     return topology.recorder(f"stage of ranks {own}", own, alike=True)
 
 
-_BACKEND = "zeroaccel"  # under which torch makes the groups of `track`
-_to_track: list[TrackedGroup] = []  # what torch is about to take: a function that remembered it would keep it for ever
+_BACKEND = "zeroaccel"  # name under which torch makes the groups of `track`
+_to_track: list[TrackedGroup] = []  # torch takes the group from here; a closure would keep it until the process ends
 
 
 def track(topology: Topology, partition: Sequence[Sequence[int]]) -> None:
-    """Has the watchdog see what torch's DTensors send in the groups of a partition. (all ranks, with the same one)
+    """Makes the watchdog see what torch's DTensors send in the groups of a partition. (all ranks, same partition)
 
     Made at the first call and kept, so that engines with the same partition share its groups.
     """
@@ -583,14 +584,14 @@ def _take_tracked(*described: object) -> TrackedGroup:
 
 
 def mesh_of(topology: Topology, group: RankGroup) -> DeviceMesh:
-    """A mesh of one axis over the ranks of a group, for torch's DTensors. Makes no process group."""
+    """Returns a one-axis mesh over the ranks of a group, for torch's DTensors. Makes no process group."""
     over = topology.tracked.get(group.ranks, group.reduce_group)
-    # torch takes meshes of equal ranks and names for one, and remembers the first: of groups that are destroyed by now.
+    # torch identifies meshes with equal ranks and names, and returns the first, whose groups may be destroyed by now.
     return DeviceMesh.from_group(over, topology.device.type, mesh_dim_names=(f"layers of group {over.group_name}",))
 
 
 def _rank_group(topology: Topology, ranks: tuple[int, ...]) -> RankGroup | None:
-    """Makes the process groups of some ranks; None where this rank is not among them."""
+    """Makes the process groups of some ranks; returns None if this rank is not among them."""
     backstop = _backstop(topology.limit)
     backend = None if topology.watchdog is None else _data_backend(topology.backend)
     gather, reduce = (_new_group(ranks, backend, backstop) for _ in range(2))
@@ -602,28 +603,28 @@ def _rank_group(topology: Topology, ranks: tuple[int, ...]) -> RankGroup | None:
 
 
 def _new_group(ranks: tuple[int, ...], backend: str | None, backstop: timedelta) -> dist.ProcessGroup:
-    # Sorted by default, and then a rank in the group would not be its place in `ranks`. torch 2.6 always sorts.
+    # torch sorts by default, which would change the ranks' numbers in the group. torch 2.6 always sorts.
     order: dict[str, Any] = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
     if order and "sort_ranks" not in inspect.signature(dist.new_group).parameters:
         raise UsageError(
             f"process group of ranks {', '.join(map(str, ranks))}",
-            expected="a torch that makes groups in any order",
+            expected="a torch version that accepts ranks in any order",
             got=torch.__version__,
-            fix="install a newer torch, or order the ranks",
+            fix="install a newer torch, or list the ranks in ascending order",
         )
     return dist.new_group(list(ranks), backend=backend, timeout=backstop, **order)  # type: ignore[no-any-return]
 
 
 def _data_backend(backend: str) -> str | None:
-    """Of a group for tensors of the model; None: that of the default group."""
+    """Returns the backend of a group for tensors of the model; None for the default group's."""
     return f"cpu:gloo,{ACCELERATOR.type}:{ACCELERATOR.backend}" if ACCELERATOR.backend in backend else None
 
 
 def _rendezvous(backend: str, rank: int, world_size: int, limit: float) -> None:
-    # The server of a TCPStore stays with the first group of the process: a second bind to its port would fail.
+    # The first group of the process keeps the server of a TCPStore: a second bind to its port would fail.
     address = rendezvous_address()
     allow_connections(world_size)
-    # A second default group numbers its groups from 0 again, and would read in the store the keys of the first one.
+    # A second default group numbers its groups from 0 again, and would read the first one's keys in the store.
     store = PrefixStore(f"again/{_generation}", _stores[address]) if address in _stores else None
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=_backstop(limit))
@@ -637,12 +638,12 @@ def _rendezvous(backend: str, rank: int, world_size: int, limit: float) -> None:
 
 
 def _exchange(own: T, control: dist.ProcessGroup) -> dict[int, T]:
-    """The objects of all ranks, by rank. (all ranks)"""
+    """Returns the objects of all ranks, by rank. (all ranks)"""
     return dict(enumerate(gather_at_first(own, control)))
 
 
 def _nodes(rank: int, processes: Mapping[int, PeerProcess], control: dist.ProcessGroup) -> tuple[tuple[int, ...], ...]:
-    """The global ranks on each machine: by LOCAL_RANK, else by host names. (all ranks)"""
+    """Returns the global ranks on each machine, from LOCAL_RANK or else from host names. (all ranks)"""
     # Launchers number the ranks of a machine one after the other, so rank - LOCAL_RANK is the machine's first rank.
     local = local_rank_and_size()
     firsts: dict[int, int | None] = _exchange(local and rank - local[0], control)
@@ -652,37 +653,37 @@ def _nodes(rank: int, processes: Mapping[int, PeerProcess], control: dist.Proces
 
 
 def _make_current(device: torch.device) -> None:
-    """Of a group that the program made, too: streams, events and pinned memory are made for the current device."""
+    """Makes `device` current, even for a group that the program made: streams, events and pinned memory use it."""
     if device.type != "cpu":
         torch.get_device_module(device).set_device(device)
 
 
 def _require_data_backend(device: torch.device, backend: str, transports: TransportFactory) -> None:
-    """Raises ConfigError where several ranks compute on a device whose tensors nothing carries between them."""
+    """Raises ConfigError if several ranks compute on a device and no transport moves its tensors between them."""
     carries = ACCELERATOR.backend in backend or "fake" in backend or transports is not transport_over
     if device.type != "cpu" and not carries:
         raise ConfigError(
             "init_process_group(device)",
-            expected=f'"cpu" with several ranks, as the backend {backend} carries tensors in host memory only',
+            expected=f'"cpu" with several ranks, because the backend {backend} only carries tensors in host memory',
             got=str(device),
-            fix="use the nccl backend, or name transports that carry CUDA tensors",
+            fix="use the nccl backend, or pass transports that carry CUDA tensors",
         )
 
 
 def _agreed_device(
     bound: torch.device | None, local_rank: int, local_world_size: int, host: str, control: dist.ProcessGroup
 ) -> torch.device:
-    """This rank's CUDA device, once every rank has one to itself. (all ranks)
+    """Returns this rank's CUDA device after checking that no two ranks share one. (all ranks)
 
     Args:
-        bound: the one that the program named, if it did.
+        bound: the device that the program named, or None.
     """
     found: torch.device | ConfigError
     identity: DeviceIdentity | ConfigError
     try:
         found = rank_device(local_rank, local_world_size, bound)
         identity = identify(found, host, shares=ranks_may_share_devices())
-    except ConfigError as error:  # of this rank alone: the others would wait for it
+    except ConfigError as error:  # exchanged first: the other ranks would wait for this one
         found = identity = error
     identities: dict[int, DeviceIdentity] = {}
     failures: dict[int, ConfigError] = {}
@@ -705,14 +706,14 @@ def _torch_version() -> tuple[int, int]:
 
 
 def _backstop(limit: float) -> timedelta:
-    """The backend's own timeout: later than the watchdog, whose report says more."""
+    """Returns the backend's own timeout: later than the watchdog's, whose report is more detailed."""
     return timedelta(seconds=limit + _BACKSTOP_SECONDS) if math.isfinite(limit) else timedelta(days=365)
 
 
 def _interrupter(
     groups: list[dist.ProcessGroup], pairs: Mapping[int, SendRecvBackend], rank: int, device: torch.device
 ) -> Callable[[], None]:
-    """A function that breaks the groups' connections, so that threads blocked in them raise."""
+    """Returns a function that breaks the groups' connections, so that threads blocked in them raise."""
 
     def interrupt() -> None:
         # gloo: closing the sockets makes blocked operations raise. NCCL: abort ends the kernels that wait for a peer.

@@ -1,17 +1,17 @@
-"""A process group for code that is not ours: its collectives are counted, and the watchdog sees them.
+"""A process group for other libraries: counts its collectives and shows them to the watchdog.
 
-What DTensors send goes through torch's functional collectives, which find a group by its name and call it. A
-`TrackedGroup` has the name, and passes each call on to a group of `topology.py`: the arithmetic is that group's. What
-it does not know goes to the backend, unseen.
+DTensors communicate through torch's functional collectives, which look up a group by its name. A `TrackedGroup` has
+that name and forwards each call to a group of `topology.py`, which does the arithmetic. Calls that it does not override
+go to the backend untracked.
 
-[Note: bytes of a sum] A backend does not say which algorithm it takes for an all-reduce. It is counted as a
-reduce-scatter and an all-gather between all pairs: of N elements, rounded up to a multiple of W, 2 N / W to each of the
-W - 1 others, which in all is what the ring sends and the least there is (Patarasuk and Yuan, 2009, section 3).
+[Note: bytes of a sum] A backend does not report its algorithm for an all-reduce. The meter counts a reduce-scatter and
+an all-gather between all pairs: for N elements, rounded up to a multiple of W, 2 N / W to each of the W - 1 others.
+The total equals that of a ring, and is the minimum (Patarasuk and Yuan, 2009, section 3).
 
-[Note: meeting before a sum] Gloo numbers the collectives of a group by itself, so that ranks whose sums are of
-different layers add them up without a word, or end the process where sizes differ. In host memory the ranks therefore
-meet before each call, by messages without content whose tag is the history of the group's calls: ranks with other
-histories wait for each other, which the watchdog sees.
+[Note: meeting before a sum] Gloo numbers the collectives of a group itself, so ranks at different layers would silently
+add unrelated sums, or end the process if sizes differ. In host memory the ranks therefore meet before each call, with
+empty messages whose tag encodes the history of the group's calls: ranks with different histories wait for each other,
+which the watchdog sees.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ if TYPE_CHECKING:
 
 
 class TrackedGroup(dist.ProcessGroup):
-    """Passes collectives on to another group of the same ranks. Made by `topology.track`, which gives it its name.
+    """Forwards collectives to another group of the same ranks. `topology.track` makes it and gives it its name.
 
     Letters: W ranks.
 
     Args:
-        inner: what communicates.
-        control: of the same ranks, for messages that say where a rank is.
-        ranks: the global ranks, in the order of the group.
-        flight_recorder: of its calls, which ranks elsewhere do not issue.
+        inner: group that communicates.
+        control: group of the same ranks, for the messages of a meeting.
+        ranks: the global ranks, in group order.
+        flight_recorder: recorder of its calls, which ranks outside of the group do not issue.
 
     Attributes:
-        ranks: as given.
-        label: the layer that is computed, for messages, set by the code that computes it.
+        ranks: the global ranks, in group order.
+        label: the layer being computed, for messages; set by the code that computes it.
         meter: called for every message: (tag of the call, global rank of the receiver, bytes); None for no metering.
     """
 
@@ -70,31 +70,31 @@ class TrackedGroup(dist.ProcessGroup):
         for device in inner._device_types:
             self._register_backend(device, dist.ProcessGroup.BackendType.CUSTOM, inner._get_backend(device))
 
-    # -- what torch asks of a group
+    # -- methods that torch expects of a group
 
     def _set_group_name(self, name: str) -> None:
         self._name = name
 
     def _set_group_desc(self, description: str) -> None:
-        """Of no use here."""
+        """Ignores the description."""
 
     @property
     def group_name(self) -> str:  # type: ignore[override]
-        """By which torch's functional collectives find it."""
+        """Name under which torch's functional collectives find the group."""
         return self._name
 
     def getBackendName(self) -> str:
         return "zeroaccel"
 
     def shutdown(self) -> None:
-        """Forgets the other groups, which are shut down by themselves."""
+        """Drops its references to the other groups, which are shut down separately."""
         self._inner = self._control = None
 
-    # -- collectives; torch calls them by these names, and passes options that the other group understands
+    # -- collectives; torch calls them by these names, with options that the inner group understands
 
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> dist.Work:  # type: ignore[override]
         parts = [-(-tensor.numel() // self.size()) * tensor.itemsize for tensor in tensors]
-        sent = parts * 2  # a reduce-scatter, and an all-gather: see [Note: bytes of a sum]
+        sent = parts * 2  # a reduce-scatter and an all-gather: see [Note: bytes of a sum]
         call = partial(dist.ProcessGroup.allreduce, self._target, tensors, options)
         return self._start("reduce", "all_reduce", "sum", tensors, sent, call)
 
@@ -114,7 +114,7 @@ class TrackedGroup(dist.ProcessGroup):
 
     @property
     def _target(self) -> dist.ProcessGroup:
-        assert self._inner is not None, "a group that is shut down"
+        assert self._inner is not None, "the group is shut down already"
         return self._inner
 
     def _start(
@@ -126,7 +126,7 @@ class TrackedGroup(dist.ProcessGroup):
         sent: Sequence[int],
         call: Callable[[], Any],
     ) -> dist.Work:
-        """Issues one call. `full` are the tensors of all ranks together; `sent` the bytes of messages to each other."""
+        """Issues one call. `full`: the tensors of all ranks together; `sent`: bytes of each message to another rank."""
         entry = self._tracker.issue(kind, op, f"{purpose} {self.label}".rstrip(), full[0])
         is_on_host = full[0].device.type == "cpu"
         if is_on_host:
@@ -142,26 +142,26 @@ class TrackedGroup(dist.ProcessGroup):
         return _TrackedWork(DeviceWork(self._tracker, entry, pending, full[0].device))
 
     def _meet(self, tag: int) -> list[PendingTransfer]:
-        """Messages to and from the others, which they send by the same tag: see [Note: meeting before a sum]."""
+        """Exchanges empty messages with the others under the call's tag: see [Note: meeting before a sum]."""
         group = self._control
-        assert group is not None, "a group that is shut down"
+        assert group is not None, "the group is shut down already"
         others = [place for place in range(self.size()) if place != self.rank()]
         received = [group.recv([self._nothing], place, tag) for place in others]
         return [*received, *(group.send([self._nothing], place, tag) for place in others)]
 
 
 class _TrackedWork(dist.Work):
-    """What torch waits for."""
+    """The work that torch waits for."""
 
     def __init__(self, work: MessageWork) -> None:
         super().__init__()
         self._work = work
 
     def wait(self, timeout: Any = None) -> bool:
-        """As of the other group's work; the limit is the watchdog's.
+        """Waits for the inner group's work; the watchdog's limit applies, not `timeout`.
 
         Raises:
-            CollectiveError: the ranks have desynced, or one is gone.
+            CollectiveError: the ranks have desynced, or one has ended.
         """
         self._work.wait()
         return True

@@ -1,17 +1,17 @@
-"""Transports: flat tensors within one process group, point-to-point on gloo, by the backend's own collectives else.
+"""Transports move flat tensors within one process group: point-to-point on gloo, with native collectives elsewhere.
 
-Letters: W = world size, S = elements per rank. Nothing here waits, sums or records; `collectives.py` does.
+Letters: W = world size, S = elements per rank. This module does not wait, sum or record; `collectives.py` does.
 
 Parts may differ in size: `split_sizes` has the elements of each rank's part, as in torch's all-to-all, and is empty for
-equal parts. S is then this rank's, W*S their sum, and a part without elements costs no message.
+equal parts. S is then this rank's, W*S their sum, and an empty part costs no message.
 
 [Note: point-to-point collectives]
 On gloo every rank posts one receive from and one send to each peer, and the bytes go straight between the caller's
-tensors. Measured with torch 2.13 on 2 ranks with a thread each (medians of interleaved rounds, bf16): an all-gather
-took 0.6x the time of gloo's own for 64 KiB and 0.3x for 32 MiB, since gloo stages large tensors in fresh memory; a
-reduce-scatter, with the sum done here, 0.8x and 0.3x. A direct message is also an untyped run of bytes, so every
-dtype travels, and its tag says which call it belongs to, so that ranks that have desynced never mix data: gloo itself
-takes a shorter message for a complete one, and ends the process on a longer one.
+tensors. Measured with torch 2.13 on 2 ranks with one thread each (medians of interleaved rounds, bf16): an all-gather
+took 0.6x the time of gloo's own for 64 KiB and 0.3x for 32 MiB, because gloo stages large tensors in fresh memory; a
+reduce-scatter, with the sum computed here, took 0.8x and 0.3x. A direct message is also an untyped run of bytes, so
+every dtype works, and its tag identifies its call, so that ranks that have desynced never mix data: gloo itself accepts
+a shorter message as complete, and ends the process on a longer one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from zeroaccel.ops.device_values import begin_together
 
-# The names since torch 2.13; the earlier ones are deprecated there, and the only ones before.
+# torch 2.13 introduced these names and deprecated the earlier ones, which are the only ones in older versions.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _all_to_all = dist.all_to_all_single
 _premul_sum: Callable[[float], Any] | None = getattr(torch._C._distributed_c10d, "_make_nccl_premul_sum", None)
@@ -37,7 +37,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class PendingTransfer(Protocol):
-    """The part of `torch.distributed.Work` that is used here."""
+    """The part of `torch.distributed.Work` that this package uses."""
 
     def wait(self, timeout: timedelta = ...) -> bool: ...
 
@@ -45,14 +45,14 @@ class PendingTransfer(Protocol):
 
 
 Meter = Callable[[int, int, int], None]
-"""Called for every message that is sent: (tag, rank of the receiver in the group, bytes)."""
+"""Called for every sent message with (tag, rank of the receiver in the group, bytes)."""
 
 MeterSource = Callable[[], Meter | None]
-"""Returns the meter of now, if there is one; called once per collective, so that metering costs nothing when off."""
+"""Returns the current meter or None; called once per collective, so that metering costs nothing when off."""
 
 
 def no_meter() -> None:
-    """No meter."""
+    """Returns None: no metering."""
     return None
 
 
@@ -65,19 +65,19 @@ class SendRecvBackend(Protocol):
 
 
 def send_recv_backend(group: dist.ProcessGroup) -> SendRecvBackend:
-    """The group's backend for host memory. Not `dist.isend`, whose bookkeeping costs more than the message."""
+    """Returns the group's backend for host memory. `dist.isend` costs more in bookkeeping than the message itself."""
     return cast(SendRecvBackend, group._get_backend(torch.device("cpu")))
 
 
 _FIRST_GATHERS_TAG = (1 << 31) - 2
-_UNUSED_TAG = (1 << 31) - 1  # torch's own messages have 0, and one of them that arrived here would end the process
+_UNUSED_TAG = (1 << 31) - 1  # torch's messages have tag 0; receiving one of them here would end the process
 
 
 def close_connections(group: dist.ProcessGroup) -> None:
-    """Closes this rank's connections in a gloo group for good: every thread that waits for a message raises.
+    """Permanently closes this rank's connections in a gloo group: every thread that waits for a message raises.
 
-    gloo closes all of them when an operation on one times out, and a receive without a sender does that on demand.
-    It has to be tried with every peer: where the peer has closed its end, the receive fails at once and closes nothing.
+    gloo closes all connections when an operation on one of them times out, so a receive without a sender closes them on
+    demand. Every peer has to be tried: if a peer has closed its end, the receive fails at once and closes nothing.
     """
     for peer in range(group.size()):
         if peer != group.rank():
@@ -85,8 +85,8 @@ def close_connections(group: dist.ProcessGroup) -> None:
 
 
 def close_connection(backend: SendRecvBackend, peer: int) -> None:
-    """As `close_connections`, of one peer."""
-    with contextlib.suppress(RuntimeError):  # it always raises: timed out, or closed already
+    """Closes the connection to one peer, as in `close_connections`."""
+    with contextlib.suppress(RuntimeError):  # always raised: timed out, or already closed
         never_sent = backend.recv([torch.empty(1)], peer, _UNUSED_TAG)
         never_sent.wait(timedelta(milliseconds=1))
 
@@ -94,12 +94,12 @@ def close_connection(backend: SendRecvBackend, peer: int) -> None:
 class PairLink:
     """This rank's link to another one, for threads that send while the main thread trains; one at a time per direction.
 
-    A collective in a thread would interleave with those of training in another order on each rank; a message between
-    two ranks that nothing else sends in their group cannot. Waits end with the process group's own timeout.
+    A collective in a thread would interleave with those of training in a different order on each rank; messages between
+    two ranks in a group without other traffic cannot. Waits end with the process group's own timeout.
 
     Args:
-        gloo: of these two ranks, of `pair_backends`.
-        is_first: this rank is the lower one.
+        gloo: backend of these two ranks, from `pair_backends`.
+        is_first: True on the lower of the two ranks.
     """
 
     def __init__(self, gloo: SendRecvBackend, *, is_first: bool) -> None:
@@ -107,21 +107,21 @@ class PairLink:
         self._own, self._peer = (0, 1) if is_first else (1, 0)
 
     def begin_send(self, tensor: Tensor) -> PendingTransfer:
-        """Sends a tensor in host memory, which must not change until the transfer is over."""
+        """Sends a tensor in host memory, which must not change until the transfer is complete."""
         return self._gloo.send([tensor], self._peer, self._own)
 
     def receive(self, tensor: Tensor) -> None:
-        """tensor = the next one that the other rank sends. Blocks. Raises RuntimeError if it is gone."""
+        """Receives the next tensor that the other rank sends. Blocks. Raises RuntimeError if that rank has ended."""
         self._gloo.recv([tensor], self._peer, self._peer).wait()
 
     def send_bytes(self, content: bytes) -> None:
-        """Sends bytes of any number. Blocks."""
+        """Sends a byte string of any length. Blocks."""
         self.begin_send(torch.tensor([len(content)])).wait()
         if content:
             self.begin_send(torch.frombuffer(bytearray(content), dtype=torch.uint8)).wait()
 
     def receive_bytes(self) -> bytes:
-        """What the other rank's `send_bytes` has sent. Blocks."""
+        """Returns the bytes that the other rank sent with `send_bytes`. Blocks."""
         length = torch.empty(1, dtype=torch.int64)
         self.receive(length)
         content = torch.empty(int(length), dtype=torch.uint8)
@@ -131,12 +131,12 @@ class PairLink:
 
 
 class Transport(Protocol):
-    """The collectives of one group for one type of device.
+    """The collectives of one group for one device type.
 
-    A transfer is complete when every returned work has been waited for, and its tensors must live until then.
+    A transfer is complete when the caller has waited for every returned work; its tensors must live until then.
 
     Attributes:
-        rank, world_size: in the group.
+        rank, world_size: this rank and the number of ranks in the group.
     """
 
     rank: int
@@ -148,10 +148,10 @@ class Transport(Protocol):
     def reduce_scatter(
         self, out: Tensor, flat: Tensor, split_sizes: Sequence[int], tag: int
     ) -> Sequence[PendingTransfer]:
-        """Brings this rank's part of every rank's `flat`, (W*S,), into `out`: summed or not, as the class says."""
+        """Brings this rank's part of every rank's `flat`, (W*S,), into `out`; the class decides if it sums them."""
 
     def broadcast(self, tensor: Tensor, src: int, tag: int) -> Iterable[PendingTransfer]:
-        """tensor = that of rank `src`. The iterator may block: each work is waited for before the next is made."""
+        """Copies the tensor of rank `src`. The iterator may block: wait for each work before taking the next."""
 
     def all_to_all(self, out: Tensor, parts: Tensor, tag: int) -> Sequence[PendingTransfer]:
         """out[r] = parts[own rank] of rank r.  Both: (W, n)."""
@@ -159,7 +159,7 @@ class Transport(Protocol):
     def exchange_rows(
         self, out: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], tag: int
     ) -> Sequence[PendingTransfer]:
-        """As `all_to_all`, of so many rows from and to each rank, one rank's after another's; its own, too."""
+        """Exchanges `sent[r]` rows with `received[r]` rows of each rank r, itself included, in rank order."""
 
 
 class P2PTransport(Transport):
@@ -172,13 +172,13 @@ class P2PTransport(Transport):
         self.rank, self.world_size = group.rank(), group.size()
         self._gloo, self._meter_source = send_recv_backend(group), meter_source
         self._recv = self._gloo.recv
-        # Each rank starts with another peer, so that no rank is the first target of all others.
+        # Each rank starts with a different peer, so that no rank is the first target of all others.
         ahead = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
         self._targets, self._sources = ahead, ahead[::-1]
 
     def all_gather(self, out: Tensor, shard: Tensor, split_sizes: Sequence[int], tag: int) -> Sequence[PendingTransfer]:
         parts = out.split(list(split_sizes) or shard.numel())
-        # Receives first: a message that finds its receive posted goes straight into `out`.
+        # Receives first: if a receive is posted, its message goes straight into `out`.
         sources = [peer for peer in self._sources if split_sizes[peer]] if split_sizes else self._sources
         works = [self._recv([parts[peer]], peer, tag) for peer in sources]
         if shard.numel():
@@ -191,7 +191,7 @@ class P2PTransport(Transport):
     def reduce_scatter(
         self, out: Tensor, flat: Tensor, split_sizes: Sequence[int], tag: int
     ) -> Sequence[PendingTransfer]:
-        """`out` is W times this rank's S: the parts as they come, in the order of the ranks, not summed."""
+        """`out` has W times this rank's S: the unsummed parts, in the order of the ranks."""
         numel = out.numel() // self.world_size
         parts = flat.split(list(split_sizes) or numel)
         targets = [peer for peer in self._targets if split_sizes[peer]] if split_sizes else self._targets
@@ -204,7 +204,7 @@ class P2PTransport(Transport):
         return works
 
     def all_to_all(self, out: Tensor, parts: Tensor, tag: int) -> Sequence[PendingTransfer]:
-        """One message per row."""
+        """Sends one message per row."""
         works = [self._recv([out[peer]], peer, tag) for peer in self._sources]
         works += [self._send([parts[peer]], peer, tag) for peer in self._targets]
         out[self.rank].copy_(parts[self.rank])
@@ -213,7 +213,7 @@ class P2PTransport(Transport):
     def exchange_rows(
         self, out: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], tag: int
     ) -> Sequence[PendingTransfer]:
-        """One message per rank that gets any row."""
+        """Sends one message to each rank that gets any rows."""
         arriving, leaving = _runs(out, received), _runs(rows, sent)
         works = [self._recv([arriving[peer]], peer, tag) for peer in self._sources if received[peer]]
         works += [self._send([leaving[peer]], peer, tag) for peer in self._targets if sent[peer]]
@@ -222,11 +222,11 @@ class P2PTransport(Transport):
         return works
 
     def gather_rows(self, rows: Tensor, own: Tensor, tag: int) -> Iterator[PendingTransfer]:
-        """rows[r] = own of rank r, in ceil(log2(W)) messages of each rank: for small rows.  rows: (W, n), own: (n,).
+        """rows[r] = own of rank r, in ceil(log2(W)) messages per rank: for small rows.  rows: (W, n), own: (n,).
 
         After Bruck et al., Efficient Algorithms for All-to-All Communications (1997), section 4.
         """
-        # Row i is that of the i-th rank from this one on. As in `broadcast` a rank sends on what it has received.
+        # Row i is the row of rank (rank + i) % W. As in `broadcast`, a rank forwards rows that it has received.
         ahead = torch.empty_like(rows)
         ahead[0].copy_(own)
         count = 1
@@ -253,9 +253,9 @@ class P2PTransport(Transport):
         return self._gloo.send(tensors, peer, tag)
 
     def broadcast(self, tensor: Tensor, src: int, tag: int) -> Iterator[PendingTransfer]:
-        """Along a binomial tree rooted at `src`: log2(W) hops, each of the entire tensor."""
-        # Each work is waited for before the next is made, so a rank sends on only what it has received completely.
-        place = (self.rank - src) % self.world_size  # in the tree, the root being 0
+        """Broadcasts along a binomial tree rooted at `src`: log2(W) hops, each of the entire tensor."""
+        # The caller waits for each work before taking the next, so a rank forwards only complete tensors.
+        place = (self.rank - src) % self.world_size  # position in the tree; the root has 0
         reach = 1
         while reach < self.world_size and not place & reach:
             reach *= 2
@@ -269,7 +269,7 @@ class P2PTransport(Transport):
 
 
 def _runs(rows: Tensor, counts: Sequence[int]) -> dict[int, Tensor]:
-    """Rank -> its rows, of ranks with any."""
+    """Returns each rank's rows; ranks without rows are left out."""
     ends = accumulate(counts)
     return {rank: rows[end - count : end] for rank, (count, end) in enumerate(zip(counts, ends, strict=True)) if count}
 
@@ -278,13 +278,13 @@ _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 def gather_pickles(obj: object, gather: Callable[[Tensor, str], Tensor]) -> list[Any]:
-    """The `obj` of every rank, by rank. (all ranks of the group)
+    """Returns the `obj` of every rank, by rank. (all ranks of the group)
 
     Args:
         gather: `gather(own, what)` returns the (n,) tensors of all ranks as (W, n).
     """
-    # The sizes first, then the pickles, padded to the largest of them. None has no pickle, so that ranks that agree on
-    # the absence of errors need only the first.
+    # The sizes first, then the pickles, padded to the largest. None has no pickle: if no rank has an error to report,
+    # the sizes are the only message.
     payload = _NOTHING if obj is None else torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
     sizes: list[int] = gather(torch.tensor([payload.numel()]), ", sizes").view(-1).tolist()
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
@@ -295,7 +295,7 @@ def gather_pickles(obj: object, gather: Callable[[Tensor, str], Tensor]) -> list
 
 
 def gather_at_first(obj: object, control: dist.ProcessGroup) -> list[Any]:
-    """As `gather_pickles`, over a gloo group that nothing else uses yet."""
+    """Runs `gather_pickles` over a gloo group that has no other traffic yet."""
     transport = P2PTransport(control)
 
     def gather(own: Tensor, what: str) -> Tensor:
@@ -308,9 +308,10 @@ def gather_at_first(obj: object, control: dist.ProcessGroup) -> list[Any]:
 
 
 class NativeTransport(Transport):
-    """The backend's own collectives, for NCCL and its like. They match calls by order alone; tags are not used.
+    """The backend's own collectives, for NCCL and similar backends, which match calls by order alone and ignore tags.
 
-    The meter counts what point-to-point messages would carry: the backend does not say which algorithm it takes.
+    The meter counts the bytes that point-to-point messages would carry, because the backend does not report its
+    algorithm.
     """
 
     def __init__(self, group: dist.ProcessGroup, meter_source: MeterSource = no_meter) -> None:
@@ -322,7 +323,7 @@ class NativeTransport(Transport):
         if not split_sizes:
             return (_all_gather(out, shard, group=self._group, async_op=True),)
         # all_gather_into_tensor takes equal parts only. In an owner layout few ranks have a part at all, so a broadcast
-        # by each of them sends no more than an all-gather would.
+        # from each of them sends no more than an all-gather would.
         works = []
         for owner, part in self._parts(out, split_sizes):
             if owner == self.rank and not begin_together(part, shard):
@@ -332,23 +333,23 @@ class NativeTransport(Transport):
         return works
 
     def scales(self, scale: float) -> bool:
-        """Whether a `reduce_scatter` multiplies by another number than 1/W before it adds, and so rounds once only."""
+        """True if `reduce_scatter` multiplies by `scale` (not 1/W) before it adds, and so rounds only once."""
         is_mean = scale * self.world_size == 1.0
         return not is_mean and _premul_sum is not None and "nccl" in dist.get_backend_config(self._group)
 
     def reduce_scatter(
         self, out: Tensor, flat: Tensor, split_sizes: Sequence[int], tag: int, *, scale: float | None = None
     ) -> Sequence[PendingTransfer]:
-        """`out` is (S,): the average over the ranks. Not the sum, which in fp16 could overflow before it is scaled.
+        """`out`, (S,), is the average over the ranks. An fp16 sum could overflow before it is scaled.
 
-        With parts of several sizes `flat` is overwritten: the backend reduces in place.
+        If the parts differ in size, `flat` is overwritten: the backend reduces in place.
 
         Args:
-            scale: where the backend `scales`: instead of 1/W.
+            scale: factor instead of 1/W; requires that the backend `scales`.
         """
         op: Any = dist.ReduceOp.AVG
         if scale is not None:
-            assert _premul_sum is not None, "a scale where the backend has none"
+            assert _premul_sum is not None, "a scale needs a backend with premultiplied sums"
             op = _premul_sum(scale)
         self._count(tag, [size * flat.itemsize for size in split_sizes or [out.numel()] * self.world_size])
         if not split_sizes:
@@ -362,7 +363,7 @@ class NativeTransport(Transport):
 
     @staticmethod
     def _parts(flat: Tensor, split_sizes: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-        """(owner, part) of each part that has elements: as many collectives as a unit has owners, not as ranks."""
+        """Yields (owner, part) for each nonempty part: one collective per owner of a unit, not per rank."""
         return ((rank, part) for rank, part in enumerate(flat.split(list(split_sizes))) if part.numel())
 
     def broadcast(self, tensor: Tensor, src: int, tag: int) -> Iterable[PendingTransfer]:
@@ -378,7 +379,7 @@ class NativeTransport(Transport):
     def exchange_rows(
         self, out: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], tag: int
     ) -> Sequence[PendingTransfer]:
-        """The backend's all-to-all of parts of several sizes."""
+        """Runs the backend's all-to-all with parts of different sizes."""
         nbytes = rows[0].nbytes if len(rows) else 0
         self._count(tag, [count * nbytes for count in sent])
         return (_all_to_all(out, rows, list(received), list(sent), group=self._group, async_op=True),)
@@ -389,12 +390,12 @@ class NativeTransport(Transport):
         return (dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=self._group, async_op=True),)
 
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"], tag: int) -> Sequence[PendingTransfer]:
-        """tensor = its sum or maximum over the ranks, in the backend's order. Small ones for control: not metered."""
+        """tensor = its sum or maximum over the ranks, in the backend's order. For small control values: not metered."""
         operation = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
         return (dist.all_reduce(tensor, op=operation, group=self._group, async_op=True),)
 
     def _count(self, tag: int, nbytes: Sequence[int]) -> None:
-        """Counts `nbytes` to each rank."""
+        """Counts `nbytes[r]` sent to each rank r."""
         meter = self._meter_source()
         if meter is not None:
             for peer in range(self.world_size):
@@ -402,18 +403,18 @@ class NativeTransport(Transport):
                     meter(tag, peer, nbytes[peer])
 
 
-# -- what connects the ranks of a group: see `topology.connect`
+# -- connecting the ranks of a group: see `topology.connect`
 
-GATHERS = ("all_gather", "broadcast")  # kinds that `NativeTransport` issues: parts of several sizes are broadcast
+GATHERS = ("all_gather", "broadcast")  # issued by `NativeTransport`, which broadcasts parts of different sizes
 REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
 HOPS = ("all_to_all",)
 
 
 def issue_first(kind: str, one: Tensor, group: dist.ProcessGroup) -> None:
-    """A collective of one kind, of one element per rank. (all ranks of the group)
+    """Runs one collective of a kind, with one element per rank. (all ranks of the group)
 
     Args:
-        one: (1,), of any content then.
+        one: (1,), overwritten.
     """
     ones = one.new_ones(group.size())
     if kind == "all_gather":
@@ -430,15 +431,15 @@ def issue_first(kind: str, one: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def exchange_first(one: Tensor, group: dist.ProcessGroup, peers: Sequence[int], *, alone: bool) -> None:
-    """Messages between this rank and some others, which call it too.
+    """Exchanges messages between this rank and some others, which call it too.
 
     Args:
-        peers: their global ranks.
-        alone: also a message outside of batches for each pair, for which NCCL makes a communicator of its own.
+        peers: global ranks of the others.
+        alone: also send one message outside of a batch for each pair; NCCL makes a separate communicator for these.
     """
     own = dist.get_rank()
     for low, high in sorted((min(own, peer), max(own, peer)) for peer in peers if alone):
-        # In one order of all pairs, so that no rank waits for one that waits for it.
+        # All ranks take the pairs in one order, so that no two ranks wait for each other.
         dist.send(one, high, group) if own == low else dist.recv(torch.empty_like(one), low, group)
     operations = [dist.P2POp(dist.isend, one, peer, group) for peer in peers]
     operations += [dist.P2POp(dist.irecv, torch.empty_like(one), peer, group) for peer in peers]
@@ -447,23 +448,23 @@ def exchange_first(one: Tensor, group: dist.ProcessGroup, peers: Sequence[int], 
 
 
 Transports = Mapping[str, P2PTransport | NativeTransport]
-"""Of one group, by the type of device."""
+"""Transports of one group, by device type."""
 
 TransportFactory = Callable[[dist.ProcessGroup, str, MeterSource], P2PTransport | NativeTransport]
-"""Makes the transport of a group for tensors on a type of device, as `transport_over` does."""
+"""Makes the transport of a group for tensors on a device type, like `transport_over`."""
 
 
 def transport_over(
     group: dist.ProcessGroup, device: str, meter_source: MeterSource = no_meter
 ) -> P2PTransport | NativeTransport:
-    """The transport for the backend that `group` has for tensors on `device`."""
+    """Returns the transport for the backend that `group` uses for tensors on `device`."""
     if device == "cpu" and _backend_name(group, device) == "gloo":
         return P2PTransport(group, meter_source)
     return NativeTransport(group, meter_source)
 
 
 def _backend_name(group: dist.ProcessGroup, device: str) -> str:
-    """Of the backend that `group` has for tensors on `device`; "" for one without a name."""
+    """Returns the name of the backend that `group` uses for tensors on `device`; "" for a backend without a name."""
     try:
         return group._get_backend(torch.device(device)).name()
     except RuntimeError as error:
@@ -473,14 +474,15 @@ def _backend_name(group: dist.ProcessGroup, device: str) -> str:
 
 
 _CPU = torch.device("cpu")
-_POOL_CAPACITY = 2  # as many as the engine has reductions under way
+_POOL_CAPACITY = 2  # the number of reductions that the engine keeps in flight
 
 
 class BufferPool:
-    """Receive buffers; those in host memory are reused. For one thread; the `capacity` largest of those released stay.
+    """Receive buffers; those in host memory are reused. For one thread; keeps the `capacity` largest released buffers.
 
-    A fresh tensor of 32 MiB or more is fresh pages from the kernel, and touching them for the first time takes longer
-    than the message that fills them: a reduce-scatter of that size ran 1.8-3x as long without this (torch 2.13, gloo).
+    The kernel backs a new tensor of 32 MiB or more with new pages, and touching them for the first time takes longer
+    than the message that fills them: without this pool a reduce-scatter of that size took 1.8-3x as long (torch 2.13,
+    gloo).
 
     Example:
         >>> pool = BufferPool()
@@ -496,7 +498,7 @@ class BufferPool:
         self._free: list[Tensor] = []  # uint8, smallest first
 
     def acquire(self, numel: int, dtype: torch.dtype, device: torch.device = _CPU) -> Tensor:
-        """A (numel,) tensor with any content. Its memory comes back with `release`, or goes to the allocator."""
+        """Returns an uninitialized (numel,) tensor. `release` returns its memory to the pool or the allocator."""
         if device.type != "cpu":
             return torch.empty(numel, dtype=dtype, device=device)
         nbytes = numel * dtype.itemsize
@@ -506,7 +508,7 @@ class BufferPool:
         return torch.empty(nbytes, dtype=torch.uint8).view(dtype)
 
     def release(self, tensor: Tensor) -> None:
-        """Takes a buffer back. The caller must not touch the tensor again."""
+        """Takes a buffer back. The caller must not use the tensor afterwards."""
         if tensor.device.type != "cpu":
             return
         block = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())

@@ -1,15 +1,15 @@
 """Storage for checkpointed activations: the inputs of recomputed functions, from forward to backward.
 
-In four ways, which combine: as they are; in host memory (`cpu_checkpointing`); as this rank's shard of what a group
-holds equally (`partition_activations`); in one contiguous buffer (`contiguous_memory_optimization`). What comes back
-has the same bits and the same strides. Knows nothing of autograd; `activations.py` calls it.
+Four options combine: stored unchanged; in host memory (`cpu_checkpointing`); as this rank's shard of a tensor that all
+ranks of a group hold (`partition_activations`); in one contiguous buffer (`contiguous_memory_optimization`). Returned
+tensors have the same bits and strides. It does not use autograd; `activations.py` calls it.
 
-[Note: activation streams] Copies run on a stream of their own. A copy to the host waits for the kernels that made the
-tensor, and `record_stream` keeps its memory from being reused so long. It runs beside the function whose input it is;
-what the program launches after that call waits for it, since that may change the tensor in place. A copy back is
+[Note: activation streams] Copies run on a separate stream. A copy to the host waits for the kernels that made the
+tensor, and `record_stream` keeps its memory from being reused during the copy. It overlaps with the function whose
+input it is; kernels launched after that call wait for it, because they may change the tensor in place. A copy back is
 prefetched: it starts when the backward of the function that ran after it begins, overlaps with that, and the stream
 that uses the tensor waits for it. If its graph is dropped instead, nothing waits, and `record_stream` keeps the memory
-that it goes into.
+of its target.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class SavedActivation:
     """One tensor in the store; freed with the last reference.
 
     Attributes:
-        number, call: which tensor, and of which call, counted by the store.
+        number, call: number of the tensor and of its call, counted by the store.
         order: dims from the slowest to the fastest in memory; `shape` is in that order.
-        data: (n,) its elements, or this rank's shard of them, in the order of memory.
-        slot: of the contiguous buffer; None outside it.
-        copy: to the device, once it has started: has the current stream wait for it, and returns the tensor.
+        data: (n,) its elements, or this rank's shard of them, in memory order.
+        slot: slot in the contiguous buffer; None outside of it.
+        copy: set once its copy to the device starts: makes the current stream wait for it, and returns the tensor.
     """
 
     store: ActivationStore
@@ -54,17 +54,18 @@ class SavedActivation:
 
 
 class ActivationStore:
-    """Stores tensors in forward, and returns them in the opposite order in backward.
+    """Stores tensors in forward, and returns them in reverse order in backward.
 
     Args:
-        on_host: store tensors of a device in host memory; those of the CPU are there already.
-        partition: store only this rank's shard of what all ranks of this group hold equally.
-        slots: store them in one buffer for so many, each as large as the first; None for memory of their own.
+        on_host: store tensors of a device in host memory; CPU tensors are already there.
+        partition: store only this rank's shard of tensors that all ranks of this group hold.
+        slots: store tensors in one buffer with this number of slots, each as large as the first tensor; None to
+            allocate each tensor separately.
 
     Attributes:
-        calls: functions whose inputs were stored so far; the tensors of one call are prefetched together.
-        stored_nbytes: now, in memory that the store allocated.
-        peak_nbytes: the most of that.
+        calls: number of functions whose inputs were stored; the tensors of one call are prefetched together.
+        stored_nbytes: current bytes in memory that the store allocated.
+        peak_nbytes: maximum of `stored_nbytes`.
 
     Example:
         >>> store = ActivationStore(slots=2)
@@ -88,27 +89,27 @@ class ActivationStore:
         self._slot_nbytes = 0
         self._num_saved = 0
         self._links: set[HostLink] = set()  # with copies to the host since the last `end_call`
-        # By weak references: autograd owns what it saves, and frees it when the graph is freed, used or not.
+        # Weak references: autograd owns the saved tensors, and frees them with the graph, used or not.
         self._live: dict[int, weakref.ref[SavedActivation]] = {}
 
     @property
     def count(self) -> int:
-        """Tensors in the store."""
+        """Number of tensors in the store."""
         return len(self._live)
 
     def save(self, tensor: Tensor) -> SavedActivation | Tensor:
-        """Stores a tensor, which may be changed after `end_call` unless it is returned itself.
+        """Stores a tensor. The caller may change it after `end_call`, unless `save` returns the tensor itself.
 
         Raises:
-            UsageError: the buffer has no slot left, or none so large.
+            UsageError: the buffer has no free slot, or the tensor is larger than a slot.
         """
         link = link_to(tensor.device) if self._on_host else None
-        # Stored flat in the order of memory, so that the strides come back too. A tensor with gaps or overlaps is not
-        # stored: a flat copy of it would have another size.
+        # Stored flat in memory order, which restores the strides too. A tensor with gaps or overlaps is not stored: a
+        # flat copy of it would have another size.
         order = _order_in_memory(tensor)
         if order is None or (link is None and self._partition is None and self._slots is None):
             return tensor
-        # A view without a copy, as the order is that of memory; with a partition, this rank's shard of it.
+        # `flat` is a view without a copy, because `order` is the memory order; with a partition, this rank's shard.
         shape = tuple(tensor.shape[dim] for dim in order)
         saved = SavedActivation(self, self._num_saved, self.calls, order, shape, tensor.device)
         self._num_saved += 1
@@ -136,14 +137,14 @@ class ActivationStore:
         return saved
 
     def end_call(self) -> None:
-        """The function whose inputs were saved last is over: they may be changed in place from now on."""
-        # Not earlier: the function itself hides the copies of its inputs.
+        """Ends the function whose inputs were saved last: later kernels may change them in place."""
+        # Not earlier, so that the function hides the copies of its inputs.
         for link in self._links:
             link.protect_sources()
         self._links.clear()
 
     def fetch(self, saved: SavedActivation | Tensor) -> Tensor:
-        """The tensor that was saved. (with a partition: all ranks of the group, in the same order)"""
+        """Returns the saved tensor. (with a partition: all ranks of the group, in the same order)"""
         if isinstance(saved, Tensor):
             return saved
         flat = self._on_device(saved)
@@ -156,7 +157,7 @@ class ActivationStore:
         return flat.view(saved.shape).permute(back)
 
     def free(self, saved: SavedActivation) -> None:
-        """Called by a `SavedActivation` at the end of its life."""
+        """Frees a tensor; a `SavedActivation` calls this when it is deleted."""
         if self._live.pop(saved.number, None) is None or saved.data is None:
             return
         self.stored_nbytes -= saved.data.numel() * saved.data.itemsize
@@ -164,8 +165,8 @@ class ActivationStore:
             self._free.append(saved.slot)
 
     def _on_device(self, saved: SavedActivation) -> Tensor:
-        """Its data on its device."""
-        assert saved.data is not None, "a tensor that was never saved"
+        """Returns its data on its device."""
+        assert saved.data is not None, "the tensor was never saved"
         if saved.copy is None:
             self._start_copy(saved)
         copy, saved.copy = saved.copy, None
@@ -177,9 +178,9 @@ class ActivationStore:
             saved.copy = link.copy_to_device(saved.data, saved.device)
 
     def _prefetch_next(self, saved: SavedActivation) -> None:
-        """Starts the copies that backward will need next: all tensors of the call before this one."""
+        """Starts the copies that backward will need next: all tensors of the previous call."""
         live = [other for reference in self._live.values() if (other := reference()) is not None]
-        # Backward runs the calls in the opposite order, so the newest call before this one is next.
+        # Backward runs the calls in reverse order, so the newest call before this one is next.
         earlier = [other for other in live if other.call < saved.call]
         last = max((other.call for other in earlier), default=0)
         for other in earlier:
@@ -187,8 +188,8 @@ class ActivationStore:
                 self._start_copy(other)
 
     def _take_slot(self, nbytes: int, link: HostLink | None, device: torch.device) -> tuple[int, Tensor]:
-        assert self._slots is not None, "there is no buffer"
-        # Made when the first tensor of a pass is larger than those before: the sizes are not known earlier.
+        assert self._slots is not None, "the store has no buffer"
+        # Allocated when the first tensor of a pass is larger than those of earlier passes: only then is its size known.
         if not self._live and nbytes > self._slot_nbytes:
             self._slot_nbytes = -(-nbytes // 64) * 64
             total = self._slots * self._slot_nbytes
@@ -199,9 +200,9 @@ class ActivationStore:
         if nbytes > self._slot_nbytes:
             raise UsageError(
                 where,
-                expected=f"tensors of at most {self._slot_nbytes} bytes, as the first of this pass",
+                expected=f"tensors of at most {self._slot_nbytes} bytes, the size of a slot in this pass",
                 got=f"one of {nbytes}",
-                fix="turn it off where the sizes differ within a model",
+                fix="turn it off if the sizes differ within a model",
             )
         if not self._free:
             raise UsageError(
@@ -215,7 +216,7 @@ class ActivationStore:
 
 
 def link_to(device: torch.device) -> HostLink | None:
-    """The copy link of a device; None for the CPU, whose memory is the host's."""
+    """Returns the copy link of a device; None for the CPU, whose tensors are already in host memory."""
     if device.type == "cpu":
         return None
     # One per device, so that all stores of a process share a copy stream.
@@ -234,18 +235,18 @@ class HostLink:
         self._device = device
         self._module = torch.get_device_module(device)
         self._stream = self._module.Stream(device)
-        self._sent = self._module.Event()  # behind the last copy to the host
-        # Inputs are as large in every step. Copies of both directions are on the stream, so memory that is used again
-        # is written behind what was read from it.
+        self._sent = self._module.Event()  # follows the last copy to the host
+        # Inputs have the same sizes in every step. Copies in both directions use one stream, so a write to reused
+        # memory runs after the copy that read it.
         self._arena = HostArena(pinned=True)
 
     def allocate(self, nbytes: int) -> Tensor:
-        """(nbytes,) uint8 of host memory that the link copies from and to asynchronously."""
+        """Returns (nbytes,) uint8 of host memory that the link copies from and to asynchronously."""
         return self._arena.empty((nbytes,), torch.uint8)
 
     def copy_to_host(self, target: Tensor, source: Tensor) -> None:
         """Starts target = source, from the device to the host."""
-        # The copy starts behind the kernels that write `source`, whose memory must not be reused before its end.
+        # The copy waits for the kernels that write `source`, whose memory must not be reused before the copy ends.
         self._stream.wait_stream(self._module.current_stream(self._device))
         with self._module.stream(self._stream):
             target.copy_(source, non_blocking=True)
@@ -253,7 +254,7 @@ class HostLink:
         source.record_stream(self._stream)
 
     def protect_sources(self) -> None:
-        """What is launched from now on may change the sources of copies to the host: it waits for those under way."""
+        """Makes later kernels wait for the copies to the host in flight, because they may change the sources."""
         self._sent.wait(self._module.current_stream(self._device))
 
     def copy_to_device(self, source: Tensor, device: torch.device) -> Callable[[], Tensor]:
@@ -265,7 +266,7 @@ class HostLink:
             target.copy_(source, non_blocking=True)
             event = self._module.Event()
             event.record()
-        target.record_stream(self._stream)  # its graph may be dropped, and the target with it, before anything waits
+        target.record_stream(self._stream)  # the graph, and the target with it, may be dropped before anything waits
 
         def wait() -> Tensor:
             event.wait()
@@ -275,7 +276,7 @@ class HostLink:
 
 
 def _order_in_memory(tensor: Tensor) -> tuple[int, ...] | None:
-    """The dims from the slowest to the fastest; None for a tensor with gaps, overlaps or no elements."""
+    """Returns the dims from the slowest to the fastest; None for a tensor with gaps, overlaps or no elements."""
     strides = tensor.stride()
     order = tuple(sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim)))
     return order if tensor.numel() and tensor.permute(order).is_contiguous() else None

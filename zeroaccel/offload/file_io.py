@@ -1,8 +1,8 @@
 """The file of an NVMe tier: preallocated, in blocks that a few threads read and write with direct I/O.
 
-The file has no name: no other process can open it, two runs in one folder never share one, and its space comes back
-when the process ends, however it ends. Offsets, lengths and addresses are multiples of `ALIGN_NBYTES`. Knows nothing of
-what the bytes are.
+The file has no name: no other process can open it, two runs in one folder never share it, and its space is freed when
+the process ends, for whatever reason. Offsets, lengths and addresses are multiples of `ALIGN_NBYTES`. This module does
+not interpret the bytes.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _PROBE_NBYTES = 32 << 20
 
 @dataclass(frozen=True)
 class IoSettings:
-    """How a file is read and written: the config's `aio` section.
+    """Parameters for reading and writing a file: the config's `aio` section.
 
     Attributes:
-        block_nbytes: of one request (`block_size`); a multiple of `ALIGN_NBYTES`.
-        threads: `intra_op_parallelism` x `queue_depth`: requests at the disk at a time, one by each thread.
-        overlap: start a transfer before the one before it is complete (`overlap_events`).
-        checksum: compute the CRC of every block that is written, and compare it when the block is read.
+        block_nbytes: size of one request (`block_size`); a multiple of `ALIGN_NBYTES`.
+        threads: `intra_op_parallelism` x `queue_depth`: number of simultaneous requests, one per thread.
+        overlap: start a transfer before the previous one is complete (`overlap_events`).
+        checksum: compute the CRC of every written block, and compare it when reading the block.
     """
 
     block_nbytes: int = 1 << 20
@@ -58,12 +58,11 @@ class IoSettings:
 class Traffic:
     """The transfers of one direction.
 
-    Attributes:
-        nbytes: transferred.
-        seconds: during which at least one transfer was in flight.
-        in_flight: transfers now.
-        since: when the first of them began.
-        listener: of a trace: called with `since` when no transfer is in flight any more; None while none is recorded.
+    nbytes: bytes transferred.
+    seconds: time during which at least one transfer was in flight.
+    in_flight: number of current transfers.
+    since: time at which the first of them began.
+    listener: a trace's callback, called with `since` when the last transfer in flight ends; None without a trace.
     """
 
     nbytes: int = 0
@@ -73,13 +72,13 @@ class Traffic:
     listener: Callable[[float], None] | None = None
 
     def begin(self) -> None:
-        """Counts a transfer that starts."""
+        """Counts the start of a transfer."""
         if self.in_flight == 0:
             self.since = time.perf_counter()
         self.in_flight += 1
 
     def end(self, nbytes: int) -> None:
-        """Counts a transfer that is complete."""
+        """Counts the end of a transfer."""
         self.in_flight -= 1
         self.nbytes += nbytes
         if self.in_flight == 0:
@@ -89,7 +88,7 @@ class Traffic:
 
 
 class _Transfer:
-    """One buffer to or from one place in the file; complete when its last block is."""
+    """The transfer of one buffer to or from one place in the file; complete with its last block."""
 
     def __init__(self, direction: Direction, data: Tensor, offset: int, done: _Done) -> None:
         self.direction = direction
@@ -102,20 +101,20 @@ class _Transfer:
 
 
 class BlockFile:
-    """Made in a folder, of a fixed size. Life: `start` any number of times from any thread, `close` once.
+    """A file of fixed size in a folder. Life: `start` any number of times from any thread, `close` once.
 
     Args:
-        folder: examined before.
-        nbytes: the size; the space is reserved at once.
-        where: the config key of the folder, for errors.
-        settings: how to read and write.
+        folder: result of `examine_folder`.
+        nbytes: size of the file; the space is reserved immediately.
+        where: config key of the folder, for errors.
+        settings: parameters for reading and writing.
 
     Attributes:
-        direct: whether the page cache is bypassed.
+        direct: True if transfers bypass the page cache.
         traffic: bytes and seconds of each direction.
 
     Raises:
-        ConfigError: the folder does not take files, or has less free space than `nbytes`.
+        ConfigError: files cannot be created in the folder, or it has less free space than `nbytes`.
     """
 
     def __init__(self, folder: OffloadFolder, nbytes: int, where: str, settings: IoSettings) -> None:
@@ -130,7 +129,7 @@ class BlockFile:
         except BaseException:
             os.close(self._handle)
             raise
-        self._sums: dict[int, tuple[int, int]] = {}  # offset of a block -> (length, checksum) as written last
+        self._sums: dict[int, tuple[int, int]] = {}  # offset of a block -> (length, checksum) of its last write
         self._lock = threading.Lock()
         self._backlog: deque[_Transfer] = deque()
         self._active = 0
@@ -138,7 +137,7 @@ class BlockFile:
         self._threads = [
             start_thread(self._serve, f"zeroaccel-file-{index}", CPU, daemon=True) for index in range(settings.threads)
         ]
-        # A thread that still runs while the interpreter is finalized ends the process with an abort.
+        # If a thread still runs while the interpreter is finalized, the process aborts.
         atexit.register(self.close)
 
     def start(self, direction: Direction, data: Tensor, offset: int, done: _Done) -> None:
@@ -150,7 +149,7 @@ class BlockFile:
         """
         assert data.numel() % ALIGN_NBYTES == 0 and offset % ALIGN_NBYTES == 0 and data.data_ptr() % ALIGN_NBYTES == 0
         transfer = _Transfer(direction, data, offset, done)
-        # Without overlap (`overlap_events`: false) transfers are complete in the order in which they start.
+        # Without overlap (`overlap_events`: false), transfers complete in the order in which they start.
         with self._lock:
             if self._active and not self.settings.overlap:
                 self._backlog.append(transfer)
@@ -158,8 +157,8 @@ class BlockFile:
             self._launch(transfer)
 
     def measure(self) -> tuple[float, float]:
-        """(write, read) in bytes per second, of at most 32 MiB at the start of the file, which are overwritten."""
-        # Write first: reading space that was only reserved returns zeros without touching the disk.
+        """Returns (write, read) rates in bytes per second, measured by overwriting at most 32 MiB of the file."""
+        # Write first: reading reserved but unwritten space returns zeros without touching the disk.
         data = aligned_bytes(min(self.nbytes, _PROBE_NBYTES // 8))
         return self._rate("write", data), self._rate("read", data)
 
@@ -171,9 +170,9 @@ class BlockFile:
         return end / (time.perf_counter() - start)
 
     def close(self) -> None:
-        """Ends the threads, after the transfers in flight, and frees the space. Idempotent."""
+        """Completes the transfers in flight, ends the threads and frees the space. Idempotent."""
         threads, self._threads = self._threads, []
-        # One end mark per thread, behind all requests.
+        # One end marker per thread, behind all requests.
         for _ in threads:
             self._requests.put(None)
         for thread in threads:
@@ -188,7 +187,7 @@ class BlockFile:
         if self.nbytes == 0:
             return
         try:
-            # All of it now: a disk that is full would otherwise end the training at some later step.
+            # Reserved now: otherwise a full disk would end the training at some later step.
             os.posix_fallocate(self._handle, 0, self.nbytes)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -198,16 +197,16 @@ class BlockFile:
                 f"{where} {self.folder.path}",
                 expected=f"{self.nbytes} bytes of free space for this rank",
                 got=f"{free} bytes ({error.strerror})",
-                fix="free some space or name another folder; nothing was trained",
+                fix="free some space or name another folder; training has not started",
             ) from error
 
     def _enable_direct_io(self) -> bool:
-        """Switches to direct I/O and tries it; where that fails, back to the page cache with a warning."""
-        # The page cache would take the very memory that offload is to save.
+        """Switches to direct I/O and tries it; on failure, returns to the page cache with a warning."""
+        # The page cache would use the very memory that offload should save.
         flags = fcntl.fcntl(self._handle, fcntl.F_GETFL)
         direct = getattr(os, "O_DIRECT", 0)
         try:
-            # Some file systems accept the flag and refuse the transfer (EINVAL), so a block is written and read.
+            # Some file systems accept the flag and refuse the transfer (EINVAL), so this writes and reads a block.
             if not direct:
                 raise OSError(errno.EINVAL, "this system has no O_DIRECT")
             fcntl.fcntl(self._handle, fcntl.F_SETFL, flags | direct)
@@ -221,8 +220,8 @@ class BlockFile:
             fcntl.fcntl(self._handle, fcntl.F_SETFL, flags)
             log_once(
                 logging.WARNING,
-                f"{self.folder.path} ({self.folder.file_system}) takes no direct I/O ({error.strerror}), so offloaded "
-                "data goes through the page cache and competes for memory there",
+                f"{self.folder.path} ({self.folder.file_system}) does not support direct I/O ({error.strerror}), so "
+                "offloaded data goes through the page cache and competes for memory there",
             )
             return False
         return True
@@ -230,7 +229,7 @@ class BlockFile:
     # --- transfers
 
     def _launch(self, transfer: _Transfer) -> None:
-        """Queues the blocks for the threads. Called under the lock."""
+        """Queues the blocks for the threads. The caller holds the lock."""
         step, size = self.settings.block_nbytes, transfer.data.numel()
         # Blocks are aligned in the file, not in the buffer, so that each has one checksum for every reader.
         cuts = [0, *range(step - transfer.offset % step, size, step), size]
@@ -268,7 +267,7 @@ class BlockFile:
         part, offset = transfer.view[start:stop], transfer.offset + start
         call = os.preadv if transfer.direction == "read" else os.pwritev
         moved = 0
-        # A call may transfer less than asked for: it is repeated from there, and no progress at all is an error.
+        # A call may transfer less than requested: repeat it from there. No progress at all is an error.
         try:
             if transfer.direction == "write" and self.settings.checksum:
                 self._sums[offset] = len(part), zlib.crc32(part)
@@ -279,7 +278,7 @@ class BlockFile:
                         f"{self._place(offset)}: a short {transfer.direction}",
                         expected=f"{len(part)} bytes",
                         got=moved,
-                        fix="the file was cut or its disk fails; resume from the last checkpoint",
+                        fix="the file was truncated or its disk is failing; resume from the last checkpoint",
                     )
                 moved += count
         except OSError as error:
@@ -292,7 +291,7 @@ class BlockFile:
             self._compare(part, offset)
 
     def _compare(self, part: memoryview, offset: int) -> None:
-        """Raises if a block is not what was written. A part of a block has no checksum to compare."""
+        """Raises if a block differs from the written one. A partial block has no checksum to compare."""
         length, expected = self._sums.get(offset, (0, 0))
         if length == len(part) and zlib.crc32(part) != expected:
             raise OffloadError(
@@ -305,7 +304,7 @@ class BlockFile:
 
 
 def transfer(file: BlockFile, direction: Direction, data: Tensor, offset: int) -> None:
-    """As `BlockFile.start`; returns when the transfer is complete, and raises its error."""
+    """Starts a transfer, like `BlockFile.start`; returns when it is complete, and raises its error."""
     complete, errors = threading.Event(), []
 
     def done(error: Exception | None) -> None:
@@ -319,12 +318,12 @@ def transfer(file: BlockFile, direction: Direction, data: Tensor, offset: int) -
 
 
 def nameless_file(folder: Path) -> int:
-    """Opens a file that has no name, and is gone with the last descriptor or mapping of it.
+    """Opens a file without a name, which the system deletes with its last descriptor or mapping.
 
-    Only this user may open it. Made by O_TMPFILE; where the file system lacks that, it has a name for a moment.
+    Only this user may open it. Made with O_TMPFILE; if the file system lacks that, the file has a name for a moment.
 
     Raises:
-        OSError: as the system says it.
+        OSError: the system's error.
     """
     try:
         return os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -342,7 +341,7 @@ def _open_nameless(folder: OffloadFolder, where: str) -> int:
     except OSError as error:
         raise ConfigError(
             where,
-            expected="a folder that takes files",
+            expected="a folder in which files can be created",
             got=f"{folder.path} ({error.strerror})",
             fix="name a folder on a local disk that this user may write to",
         ) from error

@@ -1,9 +1,9 @@
-"""Host memory for offload: page-aligned, page-locked of the exact size, and pooled within a budget of bytes.
+"""Host memory for offload: page-aligned, page-locked with the exact size, and pooled within a budget of bytes.
 
-Files are read into and written from `HostBuffers`, which keeps freed buffers for the next request of about their size,
-since fresh pages cost more than a fast disk. Nothing here blocks: waiting for room is up to `nvme.py`.
+Files are read into and written from `HostBuffers`, which keeps freed buffers for requests of similar size, since fresh
+pages cost more than a fast disk. This module never blocks: `nvme.py` waits for room.
 
-`aligned_bytes` is where all slabs of host memory come from; `page_locked.py` maps and locks their pages.
+`aligned_bytes` makes all slabs of host memory; `page_locked.py` maps and locks their pages.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from torch import Tensor
 from zeroaccel.offload.page_locked import mapped_bytes
 
 ALIGN_NBYTES = 4096
-"""Direct I/O needs addresses, offsets and lengths in multiples of the device's logical block: 512, or 4096 of some."""
+"""Direct I/O needs addresses, offsets and lengths in multiples of the device's logical block: 512 bytes, or 4096."""
 
 
 def aligned_nbytes(nbytes: int) -> int:
-    """The next multiple of `ALIGN_NBYTES`."""
+    """Rounds up to a multiple of `ALIGN_NBYTES`."""
     return -(-nbytes // ALIGN_NBYTES) * ALIGN_NBYTES
 
 
 def aligned_bytes(nbytes: int, *, pinned: bool = False) -> Tensor:
-    """(nbytes,) uint8 of zeros in host memory that begins a page; freed with the last view of it.
+    """Returns (nbytes,) uint8, zeros, in page-aligned host memory; freed with the last view of it.
 
     Args:
         nbytes: a multiple of `ALIGN_NBYTES`, above 0.
-        pinned: page-locked, so that a CUDA device copies from and to it concurrently with its kernels; pageable where
-            there is no room for that, which is said once.
+        pinned: page-locked, so that copies of a CUDA device overlap with its kernels; pageable, with one warning, if
+            the memory cannot be locked.
     """
     return mapped_bytes(nbytes, pinned=pinned)
 
 
 def empty_on_host(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> Tensor:
-    """(*shape) of a dtype in host memory, zeros where it is page-locked; freed with the last view of it.
+    """Returns a tensor of this shape and dtype in host memory, zeros if page-locked; freed with its last view.
 
     Args:
-        pinned: page-locked, in pages of its own; else from torch's allocator.
+        pinned: page-locked, in separate pages; otherwise from torch's allocator.
     """
     nbytes = math.prod(shape) * dtype.itemsize
     if not pinned or not nbytes:
@@ -53,22 +53,22 @@ def empty_on_host(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> 
 
 
 def return_freed_memory() -> None:
-    """Returns pages that were freed, but are cached by the C library, to the system."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; others keep less
+    """Returns freed pages in the C library's cache to the system."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # in glibc; other libraries cache less
     if trim is not None:
         trim(0)
 
 
 class HostBuffers:
-    """A pool of buffers. Invariant: bytes in use and free exceed the budget only by `acquire_over_budget`.
+    """A pool of buffers. Invariant: used and free bytes exceed the budget only through `acquire_over_budget`.
 
     Args:
-        budget_nbytes: the most that may be in use at a time.
+        budget_nbytes: maximum number of bytes in use at a time.
         pinned: see `aligned_bytes`.
 
     Attributes:
-        in_use_nbytes: acquired and not released.
-        peak_nbytes: the most that was allocated at a time, in use or free.
+        in_use_nbytes: bytes acquired and not released.
+        peak_nbytes: maximum of the allocated bytes, in use or free.
 
     Example:
         >>> buffers = HostBuffers(budget_nbytes=8192)
@@ -89,18 +89,18 @@ class HostBuffers:
         self._lock = threading.Lock()
 
     def acquire(self, nbytes: int) -> Tensor | None:
-        """(nbytes,) uint8, uninitialised, or None if the budget has no room for it now.
+        """Returns (nbytes,) uint8, uninitialized, or None if the budget has no room for it now.
 
-        A request beyond the budget is granted while nothing else is in use, so that it cannot wait for ever.
+        A request beyond the budget succeeds if nothing else is in use, so that it cannot wait without end.
         """
-        # Nothing in use: granted whatever its size, since no release could ever make more room.
+        # With nothing in use, no release could make more room.
         with self._lock:
             if self._in_use and self.in_use_nbytes + aligned_nbytes(nbytes) > self.budget_nbytes:
                 return None
             return self._allocate(nbytes)
 
     def acquire_over_budget(self, nbytes: int) -> Tensor:
-        """As `acquire`, whatever the budget: for a thread that would otherwise wait for its own buffers."""
+        """Acquires a buffer beyond the budget: for a thread that would otherwise wait for its own buffers."""
         with self._lock:
             return self._allocate(nbytes)
 
@@ -113,7 +113,7 @@ class HostBuffers:
             self._trim(self.budget_nbytes)
 
     def owns(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is a view of a buffer of this pool that is in use."""
+        """True if `tensor` is a view of a buffer of this pool that is in use."""
         return _storage_id(tensor) in self._in_use
 
     def clear(self) -> None:
@@ -123,9 +123,9 @@ class HostBuffers:
 
     def _allocate(self, nbytes: int) -> Tensor:
         size = max(aligned_nbytes(nbytes), ALIGN_NBYTES)
-        # A much larger buffer is not taken: it would count in the budget with all of its size.
+        # A much larger free buffer is not reused: all of its size would count in the budget.
         if (base := _taken(self._free, size)) is None:
-            # Room is made before the allocation, not after: the peak is what counts.
+            # Trimmed before the allocation, to limit the peak.
             self._trim(self.budget_nbytes - size)
             base = aligned_bytes(size, pinned=self._pinned)
         self._in_use[_storage_id(base)] = base
@@ -134,7 +134,7 @@ class HostBuffers:
         return base[:nbytes]
 
     def _trim(self, limit_nbytes: int) -> None:
-        """Frees unused buffers, the oldest first, until all that is allocated is within the limit."""
+        """Frees unused buffers, the oldest first, until the allocated bytes are within the limit."""
         while self._free and self._allocated_nbytes() > limit_nbytes:
             self._free.pop(0)
 
@@ -143,13 +143,13 @@ class HostBuffers:
 
 
 def _taken(free: list[Tensor], size: int) -> Tensor | None:
-    """The smallest block of at least `size` bytes, and at most a quarter more, off the list; None for none."""
+    """Removes and returns the smallest block with `size` bytes or at most a quarter more; None if there is none."""
     fitting = [index for index, block in enumerate(free) if size <= block.numel() <= size + size // 4]
     return free.pop(min(fitting, key=lambda index: free[index].numel())) if fitting else None
 
 
 def _storage_id(tensor: Tensor) -> int:
-    """Of the memory below a view; by its storage, since a view without elements has no address."""
+    """Identifies the memory of a view by its storage, because an empty view has no address."""
     identity: int = tensor.untyped_storage()._cdata
     return identity
 
@@ -157,11 +157,11 @@ def _storage_id(tensor: Tensor) -> int:
 class HostArena:
     """Host memory for tensors that come and go in every step. The memory of a tensor returns with its last view.
 
-    Invariant: what is free was in use at some time, so the arena is never larger than the most that was in use, up to
-    the quarter by which a reused block may be too large.
+    Invariant: free memory was in use at some time, so the arena is never larger than the maximum in use, plus the
+    quarter by which a reused block may be too large.
 
-    For targets of copies on one stream: memory that returns while a copy into it is under way is next used behind that
-    copy. The source of a copy has to be referred to until the copy is through.
+    For targets of copies on one stream: memory that returns during a copy into it is next used behind that copy. The
+    caller must keep a reference to the source of a copy until the copy is complete.
 
     Args:
         pinned: see `aligned_bytes`.
@@ -179,23 +179,23 @@ class HostArena:
         self._pinned = pinned
         self._lock = threading.Lock()
         self._free: list[Tensor] = []
-        # Appended to by finalizers, which may run anywhere, inside `empty` too: without the lock, at once.
+        # Finalizers append to it without the lock, because they may run anywhere, even inside `empty`.
         self._returned: deque[Tensor] = deque()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """(*shape) of a dtype, uninitialised."""
+        """Returns an uninitialized tensor of this shape and dtype."""
         nbytes = math.prod(shape) * dtype.itemsize
         if not nbytes:
             return torch.empty(tuple(shape), dtype=dtype)
         with self._lock:
             base = self._take(max(aligned_nbytes(nbytes), ALIGN_NBYTES))
-        # The tensor refers to this array and not to the block, so that the array's end is that of the last view.
+        # The tensor refers to this array instead of the block, so the array is freed with the last view.
         view = base.numpy()[:nbytes]
         weakref.finalize(view, self._returned.append, base).atexit = False
         return torch.from_numpy(view).view(dtype).view(tuple(shape))
 
     def clear(self) -> None:
-        """Frees what is not in use."""
+        """Frees the memory that is not in use."""
         with self._lock:
             self._collect()
             self._free.clear()

@@ -1,14 +1,13 @@
 """The NVMe tier: a table of offsets in a file, pooled host buffers, and the order of the transfers in flight.
 
-[Note: no deadlock] A fetch waits for room in the budget only while something is being written, whose buffer is released
-by the write itself. If nothing is, the thread that waits may be the one that owns the other buffers, so its request is
-granted over the budget.
+[Note: no deadlock] A fetch waits for room in the budget only while a write is in flight, which releases its buffer when
+it ends. Otherwise the waiting thread may own the other buffers itself, so its request may exceed the budget.
 
-[Note: loans that a device reads] A buffer may be released with an event, behind an accelerator's copy from it. It stays
-in use until the event has passed, which each fetch looks for; only a request that finds no room waits for one.
+[Note: loans that a device reads] A buffer may be released with an event that follows an accelerator's copy from it. It
+stays in use until the event has passed. Each fetch polls these events; a request that finds no room waits for one.
 
-[Note: order] A fetch of a key starts after the store of it that is in flight, and so does another store. Otherwise
-transfers are independent.
+[Note: order] A fetch or a store of a key starts after the pending store of that key. Otherwise transfers are
+independent.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from zeroaccel.offload.offload_folder import OffloadFolder
 
 
 class _Fetch:
-    """Queued until there is room and its key is not being written; then in flight."""
+    """Queued until there is room and no write of its key is in flight; then started."""
 
     def __init__(self, tier: NvmeTier, key: str, nbytes: int) -> None:
         self.tier = tier
         self.key = key
-        self.nbytes = nbytes  # to read; the buffer is of the key's size
+        self.nbytes = nbytes  # to read; the buffer has the key's size
         self.buffer: Tensor | None = None
         self.done = threading.Event()
         self.error: Exception | None = None
@@ -42,7 +41,7 @@ class _Fetch:
             self.done.wait()
         if self.error is not None:
             raise self.error
-        assert self.buffer is not None, f"{self.key}: fetched nothing"
+        assert self.buffer is not None, f"{self.key}: the fetch has no buffer"
         return self.buffer
 
 
@@ -50,18 +49,18 @@ class NvmeTier:
     """See `Tier`. Safe to use from several threads.
 
     Args:
-        sizes: key -> bytes.
-        folder: examined before.
-        where: the config key of the folder, for errors.
-        buffers: the pool to read into and to write from.
-        settings: how the file is read and written.
+        sizes: size in bytes of each key.
+        folder: result of `examine_folder`.
+        where: config key of the folder, for errors.
+        buffers: pool of buffers to read into and to write from.
+        settings: parameters for reading and writing the file.
 
     Attributes:
-        file: of all keys.
-        buffers: the pool.
+        file: file of all keys.
+        buffers: the given pool.
 
     Raises:
-        ConfigError: the folder does not take the file, or has not the space.
+        ConfigError: the file cannot be created in the folder, or there is not enough space.
     """
 
     def __init__(
@@ -73,7 +72,7 @@ class NvmeTier:
             self._table[key] = end, nbytes
             end += aligned_nbytes(nbytes)
         self.nbytes = sum(sizes.values())
-        self.file = BlockFile(folder, max(end, ALIGN_NBYTES), where, settings)  # no file of 0 bytes can be reserved
+        self.file = BlockFile(folder, max(end, ALIGN_NBYTES), where, settings)  # a file of 0 bytes cannot be reserved
         self.buffers = buffers
         self.name = f"{folder.path} ({folder.file_system})"
         self.traffic: Mapping[Direction, Traffic] = self.file.traffic
@@ -85,7 +84,7 @@ class NvmeTier:
 
     def fetch(self, key: str, nbytes: int | None = None) -> _Fetch:
         """See `Tier.fetch`."""
-        # Queued even if it can start at once, so that there is one place that decides about room and order.
+        # Queued even if it can start now, so that one place decides about room and order.
         fetch = _Fetch(self, key, self._table[key][1] if nbytes is None else nbytes)
         with self._state:
             self._take_back()
@@ -94,14 +93,14 @@ class NvmeTier:
         return fetch
 
     def take(self, key: str) -> Tensor:
-        """See `Tier.take`; waits for room as [Note: no deadlock] says."""
+        """See `Tier.take`; waits for room according to [Note: no deadlock]."""
         with self._state:
             return self._acquire(self._table[key][1])
 
     def store(self, key: str, buffer: Tensor, nbytes: int | None = None) -> None:
         """See `Tier.store`."""
         offset, size = self._table[key]
-        assert buffer.numel() == size and self.buffers.owns(buffer), f"{key}: stored a buffer that is not this tier's"
+        assert buffer.numel() == size and self.buffers.owns(buffer), f"{key}: the buffer does not belong to this tier"
 
         def stored(error: Exception | None) -> None:
             with self._state:
@@ -111,7 +110,7 @@ class NvmeTier:
                 self._start_queued()
                 self._state.notify_all()
 
-        # Two writes of one key in flight could land in either order.
+        # Two writes of one key in flight could complete in either order.
         with self._state:
             self._state.wait_for(lambda: key not in self._writing)
             self._writing.add(key)
@@ -128,8 +127,8 @@ class NvmeTier:
             self._start_queued()
 
     def read(self, key: str, start: int, nbytes: int) -> Tensor:
-        """See `Tier.read`. With checksums entire blocks are read, so that there is a sum to compare."""
-        # Direct I/O reads multiples of the alignment: the range is widened to them, and the bytes asked for cut out.
+        """See `Tier.read`. With checksums it reads entire blocks, so that there is a checksum to compare."""
+        # Direct I/O reads multiples of the alignment: widen the range to them, and cut out the requested bytes.
         unit = self.file.settings.block_nbytes if self.file.settings.checksum else ALIGN_NBYTES
         base, size = self._table[key]
         first = max((base + start) // unit * unit, base)
@@ -145,7 +144,7 @@ class NvmeTier:
 
     def settle(self) -> None:
         """See `Tier.settle`."""
-        # A write fails in a thread of the file, where no caller could catch it: it is raised here, once.
+        # A write fails in a thread of the file, where no caller could catch the error: it is raised here, once.
         with self._state:
             self._state.wait_for(lambda: not self._writing)
             failure, self._failure = self._failure, None
@@ -159,45 +158,45 @@ class NvmeTier:
         self.file.close()
         self.buffers.clear()
 
-    # --- room, and order; all of it under the lock
+    # --- room and order; the caller holds the lock
 
     def _start_queued(self) -> None:
-        """Starts the queued fetches that may start now, in their order, as far as there is room."""
+        """Starts the queued fetches that may start now, in order, as long as there is room."""
         for fetch in list(self._queued):
             if fetch.key in self._writing:
                 continue
             buffer = self.buffers.acquire(self._table[fetch.key][1])
-            # The first that finds no room stops the rest: a smaller one behind it must not overtake it for ever.
+            # The first one without room stops the rest, so that smaller ones cannot delay it indefinitely.
             if buffer is None:
                 return
             self._start(fetch, buffer)
 
     def _start_now(self, fetch: _Fetch) -> None:
-        """Starts a fetch that a thread waits for as soon as possible, before others that are queued."""
+        """Starts a fetch that a thread waits for as soon as possible, before other queued ones."""
         with self._state:
             self._state.wait_for(lambda: fetch not in self._queued or fetch.key not in self._writing)
             if fetch in self._queued:
                 buffer = self._acquire(self._table[fetch.key][1])
                 if fetch in self._queued:
                     self._start(fetch, buffer)
-                else:  # the end of a write has started it while this thread waited for room
+                else:  # the end of a write started it while this thread waited for room
                     self.buffers.release(buffer)
 
     def _acquire(self, nbytes: int) -> Tensor:
-        """A buffer, as [Note: no deadlock] says."""
+        """Returns a buffer according to [Note: no deadlock]."""
         self._take_back()
         while (buffer := self.buffers.acquire(nbytes)) is None:
             if self._read_by_device:
                 self._take_back(at_least=1)
                 continue
-            # No write in flight, no buffer that will be released by itself: see [Note: no deadlock].
+            # No write in flight and no pending event will release a buffer: see [Note: no deadlock].
             if not self._writing:
                 return self.buffers.acquire_over_budget(nbytes)
             self._state.wait()
         return buffer
 
     def _take_back(self, at_least: int = 0) -> None:
-        """Takes buffers back that the device has read, or waits until it has read the oldest `at_least`."""
+        """Takes back buffers that the device has read, or waits until it has read the oldest `at_least`."""
         # In the order of their copies, which run one after the other.
         while self._read_by_device:
             buffer, copied = self._read_by_device[0]
@@ -224,5 +223,5 @@ class NvmeTier:
 
 
 def _aligned(buffer: Tensor, nbytes: int) -> Tensor:
-    """The buffer's first `nbytes`, and those after them up to the next multiple of the alignment, for direct I/O."""
+    """Returns the buffer's first `nbytes`, extended to the next multiple of the alignment, for direct I/O."""
     return torch.as_strided(buffer, (aligned_nbytes(nbytes),), (1,))

@@ -1,10 +1,10 @@
-"""Page-locked host memory of exactly the size that is asked for, which a CUDA device copies from and to by itself.
+"""Page-locked host memory of exactly the requested size; a CUDA device copies from and to it asynchronously.
 
-torch's allocator of page-locked memory rounds a request up to a power of two and keeps it for ever: 64 GiB for a state
-buffer of 33. Here a slab is whole pages of its own, mapped, then locked by the CUDA runtime, and unlocked and unmapped
-with its last view. `host_buffers.py` makes slabs; this file knows of pages and of what may keep them from being locked.
+torch's allocator of page-locked memory rounds a request up to a power of two and never frees it: 64 GiB for a state
+buffer of 33. Here a slab consists of whole, separate pages: mapped, then locked by the CUDA runtime, and unlocked and
+unmapped with its last view. `host_buffers.py` makes slabs; this file handles pages and the causes of failed locking.
 
-Memory that cannot be locked stays pageable, which is said once, with the limits in force: a copy between it and the
+If memory cannot be locked, it stays pageable, and one warning names the limits in force: a copy between it and the
 device blocks the host, but has the same result.
 """
 
@@ -28,7 +28,7 @@ from zeroaccel.logs import logger
 _PORTABLE = 1  # cudaHostRegisterPortable: locked for every device of the process
 _GIGA = 1e9
 _HUGE_PAGE = 2 << 20
-_SAID_NBYTES = 4_000_000_000  # locking as much takes a second or more
+_SAID_NBYTES = 4_000_000_000  # locking this much takes a second or more
 _CGROUP = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
 
@@ -36,20 +36,20 @@ _said: set[str] = set()
 
 
 def register_pages(address: int, nbytes: int) -> str:
-    """Locks pages for all CUDA devices of this process; returns why it failed, or "" where it did not."""
+    """Locks pages for all CUDA devices of this process; returns the reason if it failed, else ""."""
     with torch.cuda.device(_device_of_process()):
         runtime = torch.cuda.cudart()
         result = runtime.cudaHostRegister(address, nbytes, _PORTABLE)
         if int(result) == 0:
             return ""
-        # CUDA reports an error once more at the next kernel launch, which has nothing to do with it: this is one.
+        # CUDA reports an error again at the next, unrelated kernel launch; this launch absorbs it.
         with suppress(RuntimeError):
             torch.ones(1, device="cuda")
         return f"CUDA error {int(result)}: {runtime.cudaGetErrorString(result)}"
 
 
 def unregister_pages(address: int) -> None:
-    """Unlocks what `register_pages` locked at this address, once no copy from or to it is under way."""
+    """Unlocks the pages that `register_pages` locked at this address, after all copies from or to them are complete."""
     with torch.cuda.device(_device_of_process()):
         torch.cuda.synchronize()
         torch.cuda.cudart().cudaHostUnregister(address)
@@ -59,9 +59,9 @@ _last_device: int | None = None
 
 
 def _device_of_process() -> int:
-    """The current device of the main thread, as of its last call from here."""
-    # In a new thread the current device is the first one, on which a call to CUDA would take half a gigabyte for a
-    # context: memory of another rank.
+    """Returns the current device of the main thread at its last call of this function."""
+    # In a new thread the first device is current, and a call to CUDA would create a context of half a gigabyte there,
+    # in the memory of another rank.
     global _last_device
     if _last_device is None or threading.current_thread() is threading.main_thread():
         _last_device = torch.cuda.current_device()
@@ -69,20 +69,20 @@ def _device_of_process() -> int:
 
 
 class _Pages(mmap.mmap):
-    """Anonymous pages that are unlocked before they are unmapped; the views of them own them."""
+    """Anonymous pages, unlocked before the system unmaps them; their views own them."""
 
     _address = 0
     _process = 0
 
     def lock(self, address: int) -> str:
-        """Locks them; returns why it failed, or ""."""
-        # A forked process, such as a loader's worker, does not get these pages: copying what is locked would be as slow
-        # as the memory is large, and sharing it would let a write move a page away from under the device.
+        """Locks the pages; returns the reason if it failed, else ""."""
+        # A forked process, such as a data loader's worker, does not get these pages: copying locked memory takes
+        # time in proportion to its size, and if it were shared, a write could move a page away from the device.
         if hasattr(mmap, "MADV_DONTFORK"):
             self.madvise(mmap.MADV_DONTFORK)
         # Locking takes about 0.3 s per GB in pages of 4 KiB, and much less in huge ones.
         if hasattr(mmap, "MADV_HUGEPAGE") and len(self) >= _HUGE_PAGE:
-            with suppress(OSError):  # a kernel without them
+            with suppress(OSError):  # a kernel without huge pages
                 self.madvise(mmap.MADV_HUGEPAGE)
         if len(self) >= _SAID_NBYTES:
             logger.info("page-locking %.1f GB of host memory", len(self) / _GIGA)
@@ -91,27 +91,27 @@ class _Pages(mmap.mmap):
             self._address, self._process = address, os.getpid()
         return reason
 
-    # The end of the process unlocks them, too; by then modules are gone, hence the defaults.
+    # The end of the process unlocks them, too; modules may be gone by then, hence the default arguments.
     def __del__(
         self, is_ending: Callable[[], bool] = sys.is_finalizing, process: Callable[[], int] = os.getpid
     ) -> None:
         if self._address and not is_ending() and self._process == process():
-            with suppress(Exception):  # a device that has failed
+            with suppress(Exception):  # the device may have failed
                 unregister_pages(self._address)
 
 
 def mapped_bytes(nbytes: int, *, pinned: bool) -> Tensor:
-    """(nbytes,) uint8 of zeros in pages of their own, which are freed with the last view of them.
+    """Returns (nbytes,) uint8, zeros, in separate pages that are freed with the last view of them.
 
     Args:
-        nbytes: a multiple of the size of a page, above 0.
-        pinned: page-locked, or pageable where that fails, with a warning.
+        nbytes: a multiple of the page size, above 0.
+        pinned: page-locked; pageable with a warning if locking fails.
     """
     pages = _Pages(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     if pinned:
         room = free_nbytes()
-        # Locking takes the pages at once: beyond what is free, the system would end the process without a word.
+        # Locking allocates the pages at once: beyond the free memory, the system would kill the process silently.
         reason = f"{room / _GIGA:.2f} GB are free" if nbytes > room else pages.lock(memory.data_ptr())
         if reason:
             _warn(nbytes, reason)
@@ -119,32 +119,32 @@ def mapped_bytes(nbytes: int, *, pinned: bool) -> Tensor:
 
 
 def lock_trouble(nbytes: int) -> str:
-    """Why so many bytes cannot be page-locked now, a multiple of the size of a page; "" where they can."""
+    """Returns the reason why `nbytes`, a multiple of the page size, cannot be page-locked now; "" if they can."""
     pages = _Pages(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return pages.lock(torch.frombuffer(pages, dtype=torch.uint8).data_ptr())
 
 
 def free_nbytes(root: Path = _CGROUP, membership: Path = _MEMBERSHIP) -> int:
-    """Bytes of host memory that this process may still take, by the machine and by its control groups.
+    """Returns the bytes of host memory that this process may still use, limited by machine and control groups.
 
     Args:
-        root: of the control groups (version 2), as Linux mounts them.
-        membership: the file that names the one of this process.
+        root: mount point of the control groups (version 2).
+        membership: file that names this process's control group.
     """
     available = int(psutil.virtual_memory().available)
     for group in _control_groups(root, membership):
         with suppress(OSError, ValueError):  # a group without a limit
             limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-            # What files left in memory is counted as used, and given up when memory is wanted.
+            # The page cache counts as used, but the kernel frees it on demand.
             facts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
             available = min(available, limit - used + int(facts["inactive_file"]) + int(facts["active_file"]))
     return max(available, 0)
 
 
 def _control_groups(root: Path, membership: Path) -> Iterator[Path]:
-    """The folder of this process's control group and of those above it: each of them may set a limit."""
+    """Yields the folders of this process's control group and its ancestors: each of them may set a limit."""
     own = ""
-    with suppress(OSError):  # a system without them
+    with suppress(OSError):  # a system without control groups
         own = next((line[3:] for line in membership.read_text().splitlines() if line.startswith("0::")), "")
     folder = root / own.strip("/")
     yield folder
@@ -155,19 +155,19 @@ def _control_groups(root: Path, membership: Path) -> Iterator[Path]:
 
 
 def lock_limit() -> str:
-    """The limit of `ulimit -l` in words."""
+    """Returns the limit of `ulimit -l` as text."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return "unlimited" if soft == resource.RLIM_INFINITY else f"{soft // 1024} KiB"
 
 
 def _warn(nbytes: int, reason: str) -> None:
-    """On whatever rank it happens: another may have had the room."""
+    """Warns once, on any rank: other ranks may have had enough memory."""
     if "pageable" not in _said:
         _said.add("pageable")
         logger.warning(
             "pin_memory: %.2f GB of host memory cannot be page-locked (%s; `ulimit -l` is %s) and stay pageable: copies"
-            " between them and the device block the host and overlap with nothing; raise `ulimit -l` or the memory"
-            " limit of the container, run fewer ranks here, offload less, or set pin_memory to false",
+            " between them and the device block the host and do not overlap; raise `ulimit -l` or the memory limit of"
+            " the container, run fewer ranks here, offload less, or set pin_memory to false",
             nbytes / _GIGA,
             reason,
             lock_limit(),

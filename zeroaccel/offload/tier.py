@@ -1,6 +1,6 @@
 """The protocol of a tier, which stores bytes under keys and swaps them in and out, and the tier in host memory.
 
-`nvme.py` has the tier in a file. Callers use keys only; tiers differ for them in nothing but time.
+`nvme.py` has the tier in a file. Callers use keys only; for them, tiers differ only in speed.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class Fetch(Protocol):
     """A read from a tier in flight."""
 
     def wait(self) -> Tensor:
-        """(nbytes,) uint8 in host memory, the caller's until `Tier.store` or `release`.
+        """Returns (nbytes,) uint8 in host memory; the caller owns it until `Tier.store` or `release`.
 
         Raises:
-            OffloadError: the bytes cannot be read, or are not those that were stored.
+            OffloadError: the bytes cannot be read, or differ from the stored ones.
         """
 
 
@@ -33,8 +33,8 @@ class Tier(Protocol):
     Life of a key: `take` a buffer, fill it, `store` it; then any number of times `fetch`, and `store` or `release`.
 
     Attributes:
-        name: for messages: "host memory".
-        nbytes: of all keys together.
+        name: name for messages, such as "host memory".
+        nbytes: size of all keys together.
     """
 
     name: str
@@ -45,35 +45,35 @@ class Tier(Protocol):
         """Bytes and seconds of each direction."""
 
     def fetch(self, key: str, nbytes: int | None = None) -> Fetch:
-        """Starts to read the first `nbytes` of a key (all by default), after a store of it that is in flight.
+        """Starts to read the first `nbytes` of a key (all by default), after a pending store of it.
 
-        The buffer has room for all of the key.
+        The buffer has room for the entire key.
         """
 
     def take(self, key: str) -> Tensor:
-        """An uninitialised buffer for all of a key's bytes, the caller's until `store` or `release`."""
+        """Returns an uninitialized buffer for all of a key's bytes; the caller owns it until `store` or `release`."""
 
     def store(self, key: str, buffer: Tensor, nbytes: int | None = None) -> None:
-        """Starts to write the first `nbytes` of a buffer (all by default), which must not be touched any more.
+        """Starts to write the first `nbytes` of a buffer (all by default). The caller must not use the buffer again.
 
-        Errors come with the next `settle`.
+        The next `settle` raises errors.
         """
 
     def release(self, buffer: Tensor, *, after: torch.Event | None = None) -> None:
-        """Gives a buffer back that was only read.
+        """Gives back a buffer that was only read.
 
         Args:
-            after: behind the last copy that an accelerator reads it with; until it has passed, the buffer is in use.
+            after: event behind an accelerator's last copy from the buffer, which stays in use until that event.
         """
 
     def read(self, key: str, start: int, nbytes: int) -> Tensor:
-        """A copy of bytes [start, start + nbytes) of a key. May be called at any time, by any thread."""
+        """Returns a copy of bytes [start, start + nbytes) of a key. Any thread may call it at any time."""
 
     def settle(self) -> None:
         """Blocks until every store is complete.
 
         Raises:
-            OffloadError: of one that failed.
+            OffloadError: a store has failed.
         """
 
     def close(self) -> None:
@@ -82,12 +82,12 @@ class Tier(Protocol):
 
 @dataclass(frozen=True)
 class StoredElements:
-    """The elements of a tensor that lies in a tier, for a reader that takes a chunk at a time.
+    """The elements of a tensor in a tier, for a reader that takes one chunk at a time.
 
     Attributes:
-        length: elements.
-        read: (first, count) -> (count,) of `dtype`, elements [first, first + count) as they are in the tier now. May be
-            called by any thread, as a checkpoint's staging thread does.
+        length: number of elements.
+        read: (first, count) -> (count,) of `dtype`, the current elements [first, first + count) in the tier. Any thread
+            may call it, such as a checkpoint's staging thread.
     """
 
     length: int
@@ -96,13 +96,13 @@ class StoredElements:
 
     @classmethod
     def under(cls, tier: Tier, key: str, start: int, length: int, dtype: torch.dtype) -> StoredElements:
-        """The elements that begin at byte `start` of a key."""
+        """Returns the elements that begin at byte `start` of a key."""
         size = dtype.itemsize
         return cls(length, dtype, lambda first, n: tier.read(key, start + first * size, n * size).view(dtype))
 
     @classmethod
     def joined(cls, parts: Sequence[StoredElements], dtype: torch.dtype) -> StoredElements:
-        """The elements of several, of one dtype, one after the other."""
+        """Concatenates the elements of several parts of one dtype."""
 
         def read(first: int, count: int) -> Tensor:
             rows, begin = [], 0
@@ -116,23 +116,23 @@ class StoredElements:
         return cls(sum(part.length for part in parts), dtype, read)
 
     def numel(self) -> int:
-        """Elements."""
+        """Returns the number of elements."""
         return self.length
 
     def chunks(self, limit_nbytes: int) -> Iterator[Tensor]:
-        """Their bytes in order, (n,) uint8 with n <= limit_nbytes, each chunk read when it is asked for."""
-        # Chunks, so that a checkpoint of a model larger than host memory never has all of it there.
+        """Yields their bytes in order, (n,) uint8 with n <= limit_nbytes; reads each chunk on demand."""
+        # With chunks, a checkpoint of a model larger than host memory never needs all of it there.
         step = max(limit_nbytes // self.dtype.itemsize, 1)
         for first in range(0, self.length, step):
             yield self.read(first, min(step, self.length - first)).view(torch.uint8)
 
     def copy(self) -> Tensor:
-        """(length,) all of them, in host memory."""
+        """Returns all elements, (length,), in host memory."""
         return self.read(0, self.length) if self.length else torch.empty(0, dtype=self.dtype)
 
 
 class _Immediate:
-    """A fetch of what is in memory already."""
+    """A fetch of bytes that are already in memory."""
 
     __slots__ = ("_data",)
 
@@ -144,13 +144,13 @@ class _Immediate:
 
 
 class HostTier:
-    """A tier in host memory. Its buffers are the stored bytes themselves: no copies, and a change shows at once.
+    """A tier in host memory. Its buffers are the stored bytes themselves: no copies, and changes are visible at once.
 
     See `Tier`.
 
     Args:
-        sizes: key -> bytes.
-        pinned: page-locked memory, for a CUDA device to copy from and to.
+        sizes: size in bytes of each key.
+        pinned: use page-locked memory, which a CUDA device copies from and to asynchronously.
 
     Example:
         >>> tier = HostTier({"layers.0": 8}, pinned=False)
@@ -174,14 +174,14 @@ class HostTier:
         return _Immediate(self.take(key))
 
     def take(self, key: str) -> Tensor:
-        # Allocated at the first use of a key, so that a tier costs no memory before there is something to store.
+        # Allocated at the first use of a key, so that a tier uses no memory before it stores anything.
         if key not in self._buffers:
             nbytes = self._sizes[key]
             self._buffers[key] = aligned_bytes(aligned_nbytes(max(nbytes, 1)), pinned=self._pinned)[:nbytes]
         return self._buffers[key]
 
     def store(self, key: str, buffer: Tensor, nbytes: int | None = None) -> None:
-        assert buffer is self._buffers[key], f"{key}: stored a buffer that is not this tier's"
+        assert buffer is self._buffers[key], f"{key}: the stored buffer does not belong to this tier"
 
     def release(self, buffer: Tensor, *, after: torch.Event | None = None) -> None:
         if after is not None:

@@ -1,1 +1,1 @@
-"""Set-up: from what a caller says to an engine, by way of a plan that all ranks agree on."""
+"""Set-up: turns the arguments of a caller into a plan that all ranks agree on, and the plan into an engine."""

@@ -1,7 +1,6 @@
-"""`Axis`: what set-up, engine, checkpoints, traffic and estimates know of an axis of the mesh.
+"""`Axis`: the interface of a mesh axis to set-up, engine, checkpoints, traffic and estimates.
 
-The axes themselves are in `parallel/`; `parallel/axes.py` has the table of them. A new axis is one class and one line
-of that table.
+The axes are in `parallel/`; `parallel/axes.py` has their table. A new axis is one class and one line of that table.
 """
 
 from __future__ import annotations
@@ -30,27 +29,27 @@ from zeroaccel.zero.layout import Split
 
 
 class Axis:
-    """One axis of the mesh that has several ranks, as this rank sees it.
+    """One axis of the mesh with several ranks, from the view of this rank.
 
     Set-up calls, on all ranks and in this order:
 
     ```text
     join       makes the process groups of the axis
-    divide     reduces the model to what this rank computes with, before parameters are laid out
+    divide     reduces the model to this rank's part, before parameters are laid out
     check      refuses settings that the axis does not support
-    connect    tells the engine's collectives about the ranks of the axis
+    connect    connects the engine's collectives with the ranks of the axis
     install    changes the model's forward, before the engine's hooks are on it
     attach     completes the engine
-    cut        says how to compute without the axis, so that set-up can compare
-    undo       gives the model back as it was; also after a failure
+    cut        returns a way to compute without the axis, so that set-up can compare
+    undo       restores the model; also after a failure
     ```
 
     Every method does nothing by default.
 
     Attributes:
-        name: as in `ParallelConfig` and in traffic reports.
-        divides_parameters: a rank has a part of the model's parameters, or of their elements.
-        refuses_compiled: why a compiled model cannot be used; "" where it can.
+        name: name in `ParallelConfig` and in traffic reports.
+        divides_parameters: True if a rank has a part of the model's parameters, or of their elements.
+        refuses_compiled: reason why a compiled model cannot be used, or "".
     """
 
     name: ClassVar[str]
@@ -59,58 +58,58 @@ class Axis:
 
     @classmethod
     def join(cls, mesh: ParallelConfig, topology: Topology, job: JobSpec) -> Axis | None:
-        """Makes the groups of the axis; None where it has one rank. (all ranks)"""
+        """Makes the groups of the axis; returns None if the axis has one rank. (all ranks)"""
         raise NotImplementedError
 
     @classmethod
     def check_launched(cls, mesh: ParallelConfig, sources: Mapping[str, str]) -> None:
-        """Refuses a size that the launcher asks for, where the script has to know of it.
+        """Refuses a size that the launcher requests if only the script can set it.
 
         Args:
-            sources: launch setting -> where it was written.
+            sources: where each launch setting was written.
         """
 
     @classmethod
     def estimate(cls, mesh: ParallelConfig) -> AxisEstimate | None:
-        """The axis' part of an estimate; None where it has one rank, or changes neither memory nor traffic."""
+        """Returns the axis' part of an estimate; None if it has one rank, or changes neither memory nor traffic."""
         return None
 
     @property
     def engine_type(self) -> type[EngineBase] | None:
-        """The class that an engine on this axis needs; None where any will do."""
+        """Engine class that this axis needs; None if every class is suitable."""
         return None
 
     @property
     def splits(self) -> Mapping[int, Split]:
-        """id(parameter) -> how the axis cuts it; other ranks have the other parts."""
+        """Maps id(parameter) to the axis' split of it; other ranks have the other parts."""
         return {}
 
     @property
     def cut(self) -> Cut | None:
-        """What set-up compares with the whole model once the engine is made; None where there is nothing to compare."""
+        """The cut that set-up compares with the whole model after making the engine; None to compare nothing."""
         return None
 
     @property
     def whole(self) -> WholeModel | None:
-        """The model before the axis took parameters away, for checkpoints; None where it took none."""
+        """The model before the axis removed parameters, for checkpoints; None if it removed none."""
         return None
 
     def divide(self, model: nn.Module, others: Sequence[Axis]) -> None:
-        """Reduces the model to this rank's part, or notes which parameters it will cut. No collectives.
+        """Reduces the model to this rank's part, or records which parameters the axis will cut. No collectives.
 
         Args:
-            others: the axes that came before.
+            others: the preceding axes.
         """
 
     def keep(self, modules: Iterable[nn.Module]) -> None:
-        """Another axis has reduced the model to these modules."""
+        """Called after another axis has reduced the model to these modules."""
 
     def splits_of(self, module: nn.Module) -> Mapping[str, Split]:
-        """How the axis cuts the parameters of a module, by their names in it."""
+        """Returns the axis' splits of a module's parameters, by their names in the module."""
         return {}
 
     def own_params(self, optimizer: Any, params: Any) -> tuple[Any, Any]:
-        """An optimizer, or parameters for one, without the parameters that this rank no longer has."""
+        """Removes the parameters that this rank no longer has from an optimizer, or from parameters for one."""
         return optimizer, params
 
     def check(
@@ -122,37 +121,37 @@ class Axis:
             names: id(parameter) -> fqn.
 
         Raises:
-            ConfigError, UsageError: a setting, or the optimizer, does not go with the axis.
+            ConfigError, UsageError: a setting or the optimizer is incompatible with the axis.
         """
 
     def facts(self) -> Mapping[str, object]:
-        """What the ranks have to have in common, by name."""
+        """Returns the facts that the ranks must agree on, by name."""
         return {}
 
     def connect(self, collectives: Collectives) -> None:
-        """Tells the engine's collectives about the ranks of the axis, and has their traffic counted."""
+        """Connects the engine's collectives with the ranks of the axis, and has their traffic counted."""
 
     def install(self, model: nn.Module) -> None:
-        """Changes the model's forward. No collectives; what raises on one rank raises on all."""
+        """Changes the model's forward. No collectives; an error on one rank is raised on all."""
 
     def attach(self, engine: EngineBase, loader: Any) -> None:
         """Completes an engine. (all ranks)
 
         Args:
-            loader: of the training data; None without.
+            loader: loader of the training data, or None.
         """
 
     def undo(self) -> None:
-        """Undoes `divide` and `install` as far as the model is concerned; called when the engine is destroyed."""
+        """Undoes `divide` and `install` on the model; called when the engine is destroyed."""
 
 
 def require_plain(config: Config, plain: Mapping[str, object], axis: str, parallelism: str) -> None:
-    """Refuses keys of `zero_optimization` that an axis does not support.
+    """Refuses values of `zero_optimization` keys that an axis does not support.
 
     Args:
-        plain: the value of each of them that it does.
-        axis: its name in `ParallelConfig`.
-        parallelism: its name in words.
+        plain: the supported value of each key.
+        axis: name of the axis in `ParallelConfig`.
+        parallelism: name of its parallelism, for messages.
 
     Raises:
         ConfigError: a key has another value.
@@ -171,21 +170,21 @@ def require_plain(config: Config, plain: Mapping[str, object], axis: str, parall
 def require_uncoupled(
     optimizer: OptimizerPlan, splits: Mapping[int, Split], names: Mapping[int, str], axis: str, parallelism: str
 ) -> None:
-    """Refuses an optimizer that needs more of a parameter than the part that an axis leaves this rank.
+    """Refuses an optimizer that needs more of a parameter than the part that an axis leaves on this rank.
 
     Args:
-        splits: id(parameter) -> how the axis cuts it.
+        splits: id(parameter) -> the axis' split of it.
         names: id(parameter) -> fqn.
 
     Raises:
-        UsageError: its rule sums over several parameters, or looks at a whole tensor that is split.
+        UsageError: its rule sums over several parameters, or uses the whole of a tensor that is split.
     """
     if OptimizerKind.COUPLED in optimizer.group_kinds:
         raise UsageError(
             f"optimizer {type(optimizer.optimizer).__name__}",
-            expected=f"one that updates elements or tensors by themselves, with {parallelism} parallelism",
+            expected=f"one that updates elements or tensors independently, with {parallelism} parallelism",
             got="one whose rule sums over several parameters",
-            fix=f"use AdamW, SGD or the like, or leave {axis} at 1",
+            fix=f"use an optimizer such as AdamW or SGD, or leave {axis} at 1",
         )
     for param, index in optimizer.groups.items():
         if param in splits and optimizer.group_kinds[index] is OptimizerKind.PER_TENSOR:

@@ -1,7 +1,7 @@
-"""`AxisEstimate`: what an estimate knows of an axis of the mesh.
+"""`AxisEstimate`: the part of a mesh axis in an estimate.
 
-An estimate runs one rank on tensors without values, beside ranks that do not exist. Each axis reduces the model to the
-part of that rank and counts the bytes that the rank would send. `Axis.estimate` returns the object.
+An estimate runs one rank on tensors without values, beside simulated ranks. Each axis reduces the model to that rank's
+part and counts the bytes that the rank would send. `Axis.estimate` returns the object.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class Shape:
     """Sizes of a decoder with a gated MLP.
 
     Attributes:
-        layers: blocks.
-        width: of the residual stream.
-        inner: of the MLPs.
+        layers: number of blocks.
+        width: width of the residual stream.
+        inner: inner width of the MLPs.
         vocabulary: rows of the embedding and of the head.
-        heads: of queries; 0 for as many as `head_dim` goes into the width.
-        head_dim: 0 for 128, or 16 where the width is no multiple of it.
-        key_heads: of keys and values; 0 for as many as of queries.
-        tied: the head is the embedding.
-        biased: queries, keys and values have biases.
+        heads: number of query heads; 0 for the width divided by `head_dim`.
+        head_dim: 0 for 128, or for 16 if the width is no multiple of 128.
+        key_heads: number of key and value heads; 0 for the number of query heads.
+        tied: True if head and embedding share their weight.
+        biased: True if queries, keys and values have biases.
     """
 
     layers: int
@@ -57,14 +57,14 @@ class Shape:
 
     @property
     def block_numel(self) -> int:
-        """Parameters of one layer."""
+        """Number of parameters of one layer."""
         queries, keys = self.heads * self.head_dim, self.key_heads * self.head_dim
         attention = 2 * self.width * (queries + keys) + (queries + 2 * keys) * self.biased
         return attention + 3 * self.width * self.inner + 2 * self.width
 
     @property
     def numel(self) -> int:
-        """Parameters of the decoder."""
+        """Number of parameters of the decoder."""
         tables = 1 if self.tied else 2
         return self.layers * self.block_numel + tables * self.vocabulary * self.width + self.width
 
@@ -78,14 +78,14 @@ class EstimatedJob:
     """One rank's step in an estimate.
 
     Attributes:
-        name: of the model, for messages.
-        shape: of the decoder that stands in for the model; None for other models.
-        place: of the rank along the axis whose ranks have different parts; see `AxisEstimate.places`.
+        name: name of the model, for messages.
+        shape: shape of the decoder that represents the model; None for other models.
+        place: position of the rank along the axis whose ranks have different parts; see `AxisEstimate.places`.
         batch, sequence: samples of a micro-step, and the tokens of each on this rank.
-        accumulation: micro-steps of a step.
-        dtype: of hidden states.
+        accumulation: micro-steps per step.
+        dtype: dtype of hidden states.
         count: counts a message: (axis, bytes).
-        ranks: collectives of (size, axis) ranks that do not exist, which count what they would send.
+        ranks: returns collectives of (size, axis) simulated ranks, which count the bytes that they would send.
     """
 
     name: str
@@ -103,14 +103,14 @@ class AxisEstimate:
     """One axis of the mesh in an estimate. Every method does nothing by default.
 
     Args:
-        size: ranks along the axis.
+        size: number of ranks along the axis.
 
     Attributes:
-        name: as of `Axis`.
+        name: see `Axis`.
         receivers: the ranks of its group to which a rank sends the same number of bytes: all others, the next in a
             ring, or the neighbours in a line.
-        in_blocks: ranks wait for each other in every block, so that a group should not reach across machines.
-        blocks_alike: it has the same part of every block of any model, so that a few stand for all.
+        in_blocks: True if ranks wait for each other in every block, so that a group should not span machines.
+        blocks_alike: True if a rank has the same part of every block of any model, so that a few represent all.
     """
 
     name: ClassVar[str]
@@ -122,19 +122,19 @@ class AxisEstimate:
         self.size = size
 
     def tokens(self, sequence: int) -> int:
-        """Tokens of each sample on one rank."""
+        """Returns the number of tokens of each sample on one rank."""
         return sequence
 
     def places(self, shape: Shape | None) -> Sequence[int]:
-        """The places along the axis whose ranks can need the most memory."""
+        """Returns the positions along the axis whose ranks can need the most memory."""
         return (0,)
 
     def micro_steps(self, place: int) -> int:
-        """Micro-steps after which a step repeats itself."""
+        """Returns the number of micro-steps after which a step repeats itself."""
         return 2
 
     def idle(self, accumulation: int) -> float:
-        """The part of a step that a rank waits for others."""
+        """Returns the fraction of a step in which a rank waits for others."""
         return 0.0
 
     def check(self, name: str, shape: Shape) -> None:
@@ -145,21 +145,21 @@ class AxisEstimate:
         """
 
     def divide_heads(self, name: str, **heads: int) -> None:
-        """Refuses a number of ranks that does not divide a decoder's heads, by their kind."""
+        """Refuses a number of ranks that does not divide a decoder's heads; `heads` has their numbers by kind."""
         for kind, number in heads.items():
             if number % self.size:
                 expected = f"a divisor of its {number} heads of {kind}"
                 raise UsageError(f"{name}: {self.name} {self.size}", expected=expected, got=self.size)
 
     def blocks(self, shape: Shape, place: int) -> range:
-        """The blocks of a decoder at a place."""
+        """Returns the blocks of a decoder at a position."""
         return range(shape.layers)
 
     def share(self, job: EstimatedJob, model: nn.Module) -> Schedule | None:
-        """Reduces a model to the rank's part, except a decoder to its `blocks`, which `estimate` builds.
+        """Reduces a model to the rank's part; of a decoder, `estimate` builds only the `blocks`.
 
         Returns:
-            The order of the step's forwards and backwards, where the axis has its own.
+            The order of the step's forwards and backwards, or None if the axis does not change it.
 
         Raises:
             UsageError: the model cannot be divided.
@@ -167,5 +167,5 @@ class AxisEstimate:
         return None
 
     def splits(self, model: nn.Module) -> Mapping[int, Split]:
-        """id(parameter) -> how the engine cuts it, of those that `share` leaves whole."""
+        """Maps id(parameter) to the engine's split of it, for parameters that `share` leaves whole."""
         return {}

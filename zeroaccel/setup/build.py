@@ -1,4 +1,4 @@
-"""`build`: from a plan that all ranks agree on to an engine. Tensors move here, and nowhere earlier."""
+"""`build`: makes an engine from a plan that all ranks agree on. No tensor moves earlier."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from zeroaccel.zero.storage.placement import TierSet, plan_tiers
 def build(plan: TrainPlan) -> EngineBase:
     """Makes the engine of a plan: groups, tiers, units, optimizer, hooks. (all ranks)
 
-    What raises on one rank raises on all, and leaves neither open files nor a changed forward behind.
+    An error on one rank is raised on all, and leaves neither open files nor a changed forward behind.
 
     Raises:
-        ConfigError, UsageError, OffloadError: a tier cannot be opened, the optimizer does not take its shards, or the
-            model computes something else where an axis cuts it.
+        ConfigError, UsageError, OffloadError: a tier cannot be opened, the optimizer does not accept its shards, or an
+            axis' cut changes the model's results.
     """
     ranks, model = plan.ranks, plan.job.model
     collectives = arrange(ranks.collectives, plan.comm, ranks.data_groups, ranks.peer_groups)
@@ -87,7 +87,7 @@ def build(plan: TrainPlan) -> EngineBase:
 
 
 def _complete(engine: EngineBase, plan: TrainPlan) -> None:
-    """Adds to an engine what ends with it: checkpoints, axes, and what the config changes outside of the engine."""
+    """Adds parts that end with the engine: checkpoints, axes, and the config's changes outside of the engine."""
     ranks, model = plan.ranks, plan.job.model
     engine.at_destroy(forbid_packing(model))
     engine.at_destroy(partial(release_codes, model))
@@ -105,7 +105,7 @@ def _complete(engine: EngineBase, plan: TrainPlan) -> None:
             engine.when_preempted(partial(checkpointer.save_and_leave, folder))
         _let_modes_change_weights(plan.optimizer.optimizer, engine)
     elif plan.job.config is None:
-        log_always("initialize: no config and no optimizer, so the engine is for inference and keeps the model whole")
+        log_always("initialize: no config and no optimizer, so the engine is for inference and holds the whole model")
     if plan.recomputation is not None:
         plan.recomputation.apply()
         engine.at_destroy(plan.recomputation.undo)
@@ -117,13 +117,13 @@ def _complete(engine: EngineBase, plan: TrainPlan) -> None:
 
 
 def _engine_type(plan: TrainPlan) -> type[EngineBase]:
-    """The class that the caller asks for, else the one that an axis needs, else `Engine`."""
+    """Returns the engine class that the caller requests, else the one that an axis needs, else `Engine`."""
     asked = plan.job.engine_type
     for axis in plan.ranks.axes:
         if axis.engine_type is not None and asked is not None and not issubclass(asked, axis.engine_type):
             raise UsageError(
                 f"initialize(parallel): {axis.name}",
-                expected="1, as this program asks for an engine without it",
+                expected="1, because this program requests an engine without it",
                 got=plan.ranks.mesh.described,
                 fix=f"launch without --{axis.name}_size",
             )
@@ -131,9 +131,9 @@ def _engine_type(plan: TrainPlan) -> type[EngineBase]:
 
 
 def _compile(plan: TrainPlan) -> str:
-    """Compiles the model where the job or the config says so; returns why an axis refuses compiled models, or "".
+    """Compiles the model if the job or the config requests it; returns why an axis refuses compiled models, or "".
 
-    Before hooks are on the model: they stay out of graphs only where they find a module compiled.
+    Runs before the engine adds hooks: they stay out of graphs only if they find the module compiled.
     """
     model, on_device = plan.job.model, plan.ranks.topology.device.type != "cpu"
     refusal = next((axis.refuses_compiled for axis in plan.ranks.axes if axis.refuses_compiled), "")
@@ -152,7 +152,7 @@ def _compile(plan: TrainPlan) -> str:
 
 def _bind_reductions(optimizer: object, collectives: Collectives) -> None:
     """Makes the sums of a coupled optimizer all-reduces over the shards."""
-    assert isinstance(optimizer, CoupledOptimizer), "a coupled optimizer on shards without use_reductions()"
+    assert isinstance(optimizer, CoupledOptimizer), "a coupled optimizer on shards needs use_reductions()"
     label = f"sums of {type(optimizer).__name__}"
     optimizer.use_reductions(
         Reductions(lambda tensor, op: collectives.all_reduce(tensor, op, label), counts=collectives.replica == 0)
@@ -184,11 +184,11 @@ def _shard_optimizer(plan: TrainPlan, units: Sequence[ParamUnit], tiers: TierSet
     )
 
 
-# -- the engine's surroundings
+# -- objects around the engine
 
 
 def _let_modes_change_weights(optimizer: Any, engine: EngineBase) -> None:
-    """Routes `optimizer.train()` and `.eval()`, by which schedule-free classes change weights, through the engine."""
+    """Routes `optimizer.train()` and `.eval()`, with which schedule-free classes change weights, through the engine."""
     for mode in ("train", "eval"):
         own = getattr(type(optimizer), mode, None)
         if callable(own):

@@ -1,4 +1,4 @@
-"""`Compilation`: how `torch.compile` is applied to a model before its engine is made."""
+"""`Compilation`: applies `torch.compile` to a model before its engine is made."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Compilation:
     """Arguments of `torch.compile`.
 
     Attributes:
-        regional: compile each repeated block by itself, where there are any, rather than the model.
-        options: of the backend; not together with a mode.
-        mode_setting: what the mode was set by, for a warning.
-        setting: what asks for the compilation, for an error.
+        regional: compile each repeated block separately, if there are any, instead of the model.
+        options: options of the backend; cannot be combined with a mode.
+        mode_setting: name of the setting of the mode, for a warning.
+        setting: name of the setting that requests compilation, for an error.
     """
 
     backend: Backend
@@ -41,18 +41,17 @@ class Compilation:
     def apply(self, model: nn.Module, *, parameters_move: bool = False) -> None:
         """Marks the model, or its blocks, to be compiled at the first forward.
 
-        To be called before the engine is made: its hooks stay out of graphs only where they find a module compiled.
+        Call it before making the engine: the engine's hooks stay out of graphs only if they find a module compiled.
 
         Args:
-            parameters_move: they are gathered into other memory of a CUDA device in each pass.
+            parameters_move: True if each pass gathers parameters into other memory of a CUDA device.
         """
         if parameters_move and self.mode in _MODES_WITH_CUDA_GRAPHS:
             log_once(
                 logging.WARNING,
-                f'{self.mode_setting} "{self.mode}" records CUDA graphs, which are bound to the addresses of'
-                " parameters, and sharded parameters are gathered to other addresses in each pass: graphs are recorded"
-                " over and over;"
-                ' set it to "default", or shard no parameters (stage 2)',
+                f'{self.mode_setting} "{self.mode}" records CUDA graphs, which need fixed addresses of parameters, but'
+                " each pass gathers sharded parameters to other addresses: graphs are recorded again and again;"
+                ' set it to "default", or do not shard parameters (stage 2)',
             )
         blocks = [block for _, block in repeated_blocks(model)] if self.regional else []
         for module in blocks or [model]:
@@ -66,18 +65,18 @@ class Compilation:
 
 
 def compilation_of(config: Config) -> Compilation | None:
-    """What the `compile` section asks for; None for nothing.
+    """Returns the compilation that the `compile` section requests, or None.
 
     Raises:
-        ConfigError: there is no such backend, or a mode stands beside options.
+        ConfigError: there is no such backend, or both a mode and options are set.
     """
     section = config.compile
     if not section.compiles:
         return None
     arguments = section.kwargs
-    mode = None if arguments.mode == "default" else arguments.mode  # torch's word for none, beside which options may be
+    mode = None if arguments.mode == "default" else arguments.mode  # torch's "default" may be combined with options
     if mode is not None and arguments.options:
-        raise ConfigError(f"{config.where('compile.kwargs.mode')}: given beside options", fix="keep one of the two")
+        raise ConfigError(f"{config.where('compile.kwargs.mode')}: set together with options", fix="keep one of them")
     return Compilation(
         backend_named(section.backend or "inductor", config.where("compile.backend")),
         mode,

@@ -1,15 +1,16 @@
-"""The check at the start that a model computes the same whether an axis of the mesh cuts it or not.
+"""The check at the start that a model computes the same results whether or not an axis of the mesh cuts it.
 
-A sequence that is cut is right only where everything but attention works on tokens by themselves, and a split layer
-only where what lies behind it works on parts. Models of which that is not true train, to other numbers. So a short
-batch goes through the model twice, whole and cut, and each module's output is compared. Of an axis with a backward of
-its own, gradients are, too (`Cut.gradients`).
+Cutting a sequence is correct only if everything except attention works on each token independently; splitting a layer
+is correct only if the code behind it works on parts. Other models would train with wrong numbers. The check therefore
+runs a short batch through the model twice, whole and cut, and compares each module's output. For an axis with its own
+backward, it also compares gradients (`Cut.gradients`).
 
 Both forwards are the engine's own, so sharded and offloaded parameters are gathered unit by unit, and leave no trace.
 
-[Note: tolerance] What is right differs by the order of sums: in fp32 by 1e-6 of the size of a module's output, and
-what is wrong by 1e-2 and more. In half precision rounding alone makes up to some 1e-2. What is farther apart there is
-computed again with weights and activations in fp32, one module's weights at a time, and that counts.
+[Note: tolerance] Correct results differ by the order of sums: in fp32 by 1e-6 of the size of a module's output; wrong
+ones differ by 1e-2 and more. In half precision, rounding alone causes differences of about 1e-2. If results differ by
+more, both forwards run again with weights and activations in fp32, one module's weights at a time, and that comparison
+decides.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _LEAST_TOKENS, _MOST_TOKENS, _TOKENS_PER_RANK = 16, 64, 4
 _SEEDS = (0, 1, 2)
 _TOLERANCE = 1e-3
 _HALF_TOLERANCE = 3e-2
-# Where a half-precision model does not run in fp32: only what no rounding explains.
+# For a half-precision model that does not run in fp32: detects only differences that rounding cannot explain.
 _COARSE_TOLERANCE = 0.25
 _MOST_SECONDS = 3.0
 _HALF = (torch.float16, torch.bfloat16)
@@ -47,15 +48,15 @@ _FEATURES = 64
 
 
 class Cut(ABC):
-    """What an axis cuts, for a trial.
+    """The way in which an axis cuts the model, for a trial.
 
     Attributes:
-        name: of the axis, and how many ranks share: "sequence parallelism (sp=2)".
-        whole: what there would be without it: "whole sequences".
-        size, index: ranks that share, and which of them this one is.
-        by_tokens: the ranks have parts of the tokens and the whole of each module, and their gradients are added up;
-            else they have all tokens and parts of modules.
-        cure: what to do about a model that cannot be cut.
+        name: name of the axis and number of sharing ranks: "sequence parallelism (sp=2)".
+        whole: description of the model without the axis: "whole sequences".
+        size, index: number of ranks that share, and the index of this rank among them.
+        by_tokens: True if each rank has a part of the tokens and the whole of each module, and gradients are added up;
+            False if each rank has all tokens and parts of modules.
+        cure: advice for a model that cannot be cut.
     """
 
     name: str
@@ -67,32 +68,32 @@ class Cut(ABC):
 
     @abstractmethod
     def computing(self, *, whole: bool) -> AbstractContextManager[None]:
-        """Within it the model computes as without the axis, or as with it, in any mode."""
+        """Returns a context in which the model computes without the axis (`whole`) or with it, in any mode."""
 
     def part_of(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """This rank's part of a batch."""
+        """Returns this rank's part of a batch."""
         return batch
 
     def gradients(self) -> Iterable[tuple[str, Tensor]]:
-        """Those that the module whose forward has just ended has for a loss of its own, by names: compared, too."""
+        """Returns named gradients of the module whose forward has just ended, for a trial loss on its output."""
         return ()
 
     def is_split(self, module: nn.Module) -> bool:
-        """Whether the cut changes what the module itself takes, returns, or does for its gradients."""
+        """True if the cut changes the module's own inputs, outputs or handling of gradients."""
         return False
 
 
 def verify_cuts(engine: EngineBase, cuts: Sequence[Cut], *, enabled: bool) -> None:
-    """Compares the model as each axis cuts it with the whole one. (all ranks)
+    """Compares the model under each axis' cut with the whole one. (all ranks)
 
     Raises:
-        UsageError: on every rank: a module computes something else. The engine is destroyed.
+        UsageError: on every rank, if a module computes different values. The engine is destroyed.
     """
     names = " and ".join(cut.name for cut in cuts)
     if not cuts:
         return
     if not enabled:
-        log_always(f"initialize: verify_cut=False, so nothing checks that {names} keeps the model's numbers")
+        log_always(f"initialize: verify_cut=False, so nothing checks that {names} preserves the model's results")
         return
     began = time.monotonic()
     try:
@@ -108,17 +109,17 @@ def verify_cuts(engine: EngineBase, cuts: Sequence[Cut], *, enabled: bool) -> No
     seconds = time.monotonic() - began
     if seconds > _MOST_SECONDS:
         log_always(f"initialize: the check of {names} took {seconds:.1f} s; ParallelConfig(verify_cut=False) omits it")
-    logger.info("initialize: checked in %.2f s that %s keeps the model's numbers", seconds, names)
+    logger.info("initialize: checked in %.2f s that %s preserves the model's results", seconds, names)
 
 
 @dataclass(frozen=True)
 class _Difference:
-    """A module whose output is another one when the model is cut.
+    """A module whose output changes when the model is cut.
 
     Attributes:
-        order: of its call in the forward.
-        expected: of the module.
-        got: how far apart outputs are, relative to their size; or what happened, which another batch would not change.
+        order: index of its call in the forward.
+        expected: expected behaviour of the module.
+        got: relative difference of the outputs; or a description of a failure, which does not depend on the batch.
     """
 
     order: int
@@ -128,12 +129,12 @@ class _Difference:
 
     @property
     def is_measured(self) -> bool:
-        """Whether it is one of numbers, which another batch may not show."""
+        """True for a numeric difference, which another batch may not show."""
         return isinstance(self.got, float)
 
 
 def _verify(engine: EngineBase, cut: Cut) -> None:
-    """Refuses a model that a cut changes, unless the trial cannot be made: then the log says so. (all ranks)"""
+    """Refuses a model whose results a cut changes; logs a warning if the trial is impossible. (all ranks)"""
     tokens = cut.size * max(1, min(max(_TOKENS_PER_RANK, _LEAST_TOKENS // cut.size), _MOST_TOKENS // cut.size))
     trial = _Comparison(engine, cut, tokens)
     reason, difference = trial.run(_SEEDS[0], _TOLERANCE)
@@ -144,7 +145,7 @@ def _verify(engine: EngineBase, cut: Cut) -> None:
         if reason or (difference is not None and not difference.is_measured):  # the model casts by itself
             trial.in_fp32, tolerance = False, _COARSE_TOLERANCE
             reason, difference = trial.run(_SEEDS[0], tolerance)
-    # Seldom does a router choose another expert by the last bit; it does not with every seed.
+    # A router may rarely choose another expert because of the last bit, but not with every seed.
     for seed in _SEEDS[1:]:
         if difference is not None and difference.is_measured:
             reason, difference = trial.run(seed, tolerance)
@@ -152,7 +153,7 @@ def _verify(engine: EngineBase, cut: Cut) -> None:
         reason = "its forward draws random numbers in eval mode, too"
     if reason:
         model = type(engine.module).__name__
-        log_once(logging.WARNING, f"initialize: nothing checks that {cut.name} keeps the numbers of {model}: {reason}")
+        log_once(logging.WARNING, f"initialize: nothing checks that {cut.name} preserves results of {model}: {reason}")
     elif difference is not None:
         raise UsageError(
             f"{cut.name}: {difference.module}",
@@ -166,8 +167,8 @@ class _Comparison:
     """Pairs of forwards of one model, whole and cut.
 
     Attributes:
-        in_fp32: weights and activations are widened.
-        is_half: an output has been in half precision.
+        in_fp32: True to widen weights and activations.
+        is_half: True if an output was in half precision.
     """
 
     def __init__(self, engine: EngineBase, cut: Cut, tokens: int) -> None:
@@ -175,7 +176,7 @@ class _Comparison:
         self.in_fp32 = self.is_half = False
 
     def run(self, seed: int, tolerance: float) -> tuple[str, _Difference | None]:
-        """(why there is no trial or "", the first difference of any rank). (all ranks)"""
+        """Returns (why there is no trial or "", the first difference on any rank). (all ranks)"""
         job, whole, reason = self.engine.collectives.job, _Record(self.tokens, self.cut), ""
         batch: dict[str, Any] = {}
         try:
@@ -198,7 +199,7 @@ class _Comparison:
             try:
                 with self.cut.computing(whole=False):
                     self._forward(self.cut.part_of(batch), part)
-            except ZeroAccelError:  # refused by name already
+            except ZeroAccelError:  # already refused by name
                 raise
             except Exception as error:
                 part.fails(error)
@@ -208,7 +209,7 @@ class _Comparison:
         return "", min(filter(None, differences), key=lambda one: one.order, default=None)
 
     def is_random(self) -> bool:
-        """Whether the whole model computes something else a second time. (all ranks)"""
+        """True if the whole model computes different values a second time. (all ranks)"""
         first = _Record(self.tokens, self.cut)
         second = _Record(self.tokens, self.cut, first, _TOLERANCE)
         batch = trial_batch(self.engine.module, self.tokens, _SEEDS[0], self.engine.collectives.topology.device)
@@ -225,12 +226,12 @@ class _Comparison:
 
 @dataclass
 class _OutputSample:
-    """A part of a module's output that stands for the whole of it.
+    """A part of a module's output that represents it.
 
     Attributes:
-        shape: of the output.
-        values: of it every so many features.
-        size: its root mean square.
+        shape: shape of the output.
+        values: every n-th feature of the output.
+        size: root mean square of `values`.
     """
 
     shape: torch.Size
@@ -246,15 +247,15 @@ class _OutputSample:
 
 @dataclass
 class _Record:
-    """What one forward went through; of a cut model, beside that of the whole one.
+    """The outputs of one forward; for a cut model, compared with those of the whole one.
 
     Attributes:
-        tokens: of the whole batch.
-        whole: the forward to compare with; None for that itself.
-        samples: of outputs, by module and number of the call.
-        inputs: elements of the first input, by the same.
+        tokens: number of tokens in the whole batch.
+        whole: the forward to compare with; None if this is the whole model's.
+        samples: samples of outputs, by module and number of the call.
+        inputs: number of elements of the first input, by the same keys.
         running: the innermost module whose forward has begun.
-        difference: the first one from the whole.
+        difference: the first difference from the whole model.
     """
 
     tokens: int
@@ -274,37 +275,37 @@ class _Record:
         return self.stack[-1] if self.stack else "the model"
 
     def begin(self, name: str, module: nn.Module, source: Tensor | None) -> tuple[str, int]:
-        """A module's forward begins."""
+        """Records the start of a module's forward."""
         call = name, self.calls.get(name, 0)
         self.calls[name] = call[1] + 1
         if source is not None and source.numel():
             self.inputs[call] = source.numel()
             self._check_weights(call, module, source)
-            if source.is_floating_point():  # what comes in differently was made so by the module around
+            if source.is_floating_point():  # a different input is the surrounding module's fault
                 self._add((f"input of {name}", call[1]), source, _FEATURES, named=self.running)
         self.stack.append(name)
         return call
 
     def end(self, call: tuple[str, int], output: Any) -> None:
-        """It is over; not called where it has raised, so that `running` says where."""
+        """Records the end of a forward; not called if the forward raises, so that `running` names the place."""
         self.stack.pop()
         first = next((leaf for _, leaf in leaves_of(output) if isinstance(leaf, Tensor)), None)
         if first is not None and first.is_floating_point() and first.numel():
             self._add(call, first, _FEATURES)
 
     def gradient(self, call: tuple[str, int], name: str, value: Tensor) -> None:
-        """One of `Cut.gradients`, of the module."""
+        """Records one of the module's `Cut.gradients`."""
         about = f"{call[0]}: gradient of {name}"
         self._add((about, call[1]), value, _FEATURES)
 
     def output(self, output: Any) -> None:
-        """What the model returns."""
+        """Records the model's return value."""
         for index, (_, leaf) in enumerate(leaves_of(output)):
             if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.ndim > 1 and leaf.numel():
                 self._add(("the model's output", index), leaf, leaf.shape[-1], is_result=True)
 
     def fails(self, error: Exception) -> None:
-        """The forward of the cut model raised."""
+        """Records that the forward of the cut model raised."""
         self.failed = True
         text = str(error).partition("\n")[0]
         if self.difference is None or not self.difference.is_measured:
@@ -330,17 +331,17 @@ class _Record:
                 return
             expected = expected.narrow(dim, self.cut.index * own.shape[dim], own.shape[dim])
         elif self.cut.by_tokens and not is_result:
-            return  # nothing of tokens: the same on all ranks, or pooled, which the result shows
+            return  # not per token: equal on all ranks, or pooled, which the result shows
         size = whole.size.item()
         if not 1e-12 < size < float("inf"):  # nothing to compare with
             return
         figure = (own.values - expected).square().mean().sqrt().item() / size
         if not figure <= self.tolerance:
-            about = f"numbers within {self.tolerance:g} of their size of those with {{}}, on a trial batch"
+            about = f"a relative difference of at most {self.tolerance:g} from the values with {{}}, on a trial batch"
             self._differs(name, about, float(f"{figure:.1e}"))
 
     def _cut_dim(self, whole: torch.Size, own: torch.Size) -> int | None:
-        """Along which dim an output has this rank's tokens; None where it is no part of the whole one's."""
+        """Returns the dim along which an output has this rank's tokens; None if it is no part of the whole output."""
         if not self.cut.by_tokens or len(whole) != len(own):
             return None
         dims = [dim for dim in range(len(whole)) if whole[dim] != own[dim]]
@@ -349,14 +350,14 @@ class _Record:
         return dims[0]
 
     def _check_weights(self, call: tuple[str, int], module: nn.Module, source: Tensor) -> None:
-        """Weights that every rank has but that see a part get a part of their gradient, which is never added up."""
+        """Checks weights that every rank holds but applies to a part: nothing would add up their partial gradients."""
         if self.whole is None or self.cut.by_tokens or self.difference is not None:
             return
         params = [key for key, param in module._parameters.items() if param is not None and param.requires_grad]
         whole = self.whole.inputs.get(call)
         if params and whole is not None and source.numel() != whole:
-            about = f"a style that adds up gradients of {params[0]}, which each rank has and computes a part with"
-            self._differs(call[0], about, f"none, and {source.numel()} of {whole} elements")
+            about = f"a style that adds up gradients of {params[0]}, which every rank holds but applies to a part"
+            self._differs(call[0], about, f"none, and an input with {source.numel()} of {whole} elements")
 
     def _differs(self, module: str, expected: str, got: float | str) -> None:
         self.difference = _Difference(len(self.calls), module, expected.format(self.cut.whole), got)
@@ -415,7 +416,7 @@ class _Scratch:
         self._buffers: list[Tensor] = []
 
     def widened(self, value: Tensor, used: int) -> Tensor:
-        """A copy in fp32 behind the first `used` elements of this depth's buffer."""
+        """Returns an fp32 copy behind the first `used` elements of this depth's buffer."""
         buffer = self._buffers[self.depth - 1]
         copy = buffer[used : used + value.numel()].view(value.shape)
         return copy.copy_(value)
@@ -429,9 +430,9 @@ class _Scratch:
 
 
 def _run_in_fp32(module: nn.Module, forward: Callable[..., Any], scratch: _Scratch, *args: Any, **kwargs: Any) -> Any:
-    """A module's forward with its own weights and buffers in fp32."""
+    """Runs a module's forward with its own weights and buffers in fp32."""
     tables = {**module._parameters, **module._buffers}
-    # In the instance's own dict, which is read before its parameters; split layers have theirs there already.
+    # In the instance's own dict, which takes precedence over its parameters; split layers have theirs there already.
     own = {key: vars(module).get(key, value) for key, value in tables.items()}
     half = {key: value for key, value in own.items() if value is not None and value.dtype in _HALF}
     before = {key: vars(module)[key] for key in half if key in vars(module)}
@@ -466,17 +467,17 @@ _LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length")
 
 @contextmanager
 def without_trace(model: nn.Module, collectives: Collectives) -> Iterator[None]:
-    """Within it forwards change nothing that a program could see.
+    """Returns a context in which forwards leave no change that a program could observe.
 
     There are no gradients and no dropout, compiled code runs eagerly, hooks of the program are off, and traffic is not
-    counted. Afterwards random generators, buffers, training flags and all attributes of the modules are as before.
+    counted. At the end it restores random generators, buffers, training flags and all attributes of the modules.
     """
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        stack.enter_context(torch.compiler.set_stance("force_eager"))  # it would compile for the trial's shapes
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # avoids compiling for the trial's shapes
         stack.enter_context(collectives.uncounted())
         stack.enter_context(preserved_random_state(collectives.topology.device))
-        log = logging.getLogger("torch._subclasses.fake_tensor")  # logs what it raises, too
+        log = logging.getLogger("torch._subclasses.fake_tensor")  # also logs the errors that it raises
         stack.callback(setattr, log, "disabled", log.disabled)
         log.disabled = True
         for module in model.modules():
@@ -489,7 +490,7 @@ def without_trace(model: nn.Module, collectives: Collectives) -> Iterator[None]:
 
 
 def _hide_foreign(hooks: MutableMapping[int, Any]) -> Callable[[], None]:
-    """Takes out the hooks that no library has put there; returns what puts all back, in their order."""
+    """Removes the hooks that no library has registered; returns a function that restores all of them in order."""
     before = dict(hooks)
     for key, hook in before.items():
         if _library(hook) not in _LIBRARIES:
@@ -510,7 +511,7 @@ def _library(hook: Any) -> str:
 
 
 def _restorer(module: nn.Module) -> Callable[[], None]:
-    """What gives a module its attributes and the values of its buffers back."""
+    """Returns a function that restores a module's attributes and the values of its buffers."""
     attributes, buffers = dict(vars(module)), dict(module._buffers)
     values = [(buffer, buffer._version, buffer.clone()) for buffer in buffers.values() if buffer is not None]
 
@@ -527,21 +528,21 @@ def _restorer(module: nn.Module) -> Callable[[], None]:
 
 
 class NoBatch(Exception):
-    """A model's forward takes what a trial cannot make up; the message says what."""
+    """A model's forward has inputs that the trial cannot make; the message names them."""
 
 
 def trial_batch(model: nn.Module, tokens: int, seed: int, device: torch.device) -> dict[str, Any]:
-    """A batch of one row for a model, the same on every rank: token ids, or numbers for a first linear layer.
+    """Makes a batch with one row, the same on every rank: token ids, or numbers for a first linear layer.
 
     Raises:
-        NoBatch: the forward takes something else, or not so many tokens.
+        NoBatch: the forward takes other inputs, or fewer tokens.
     """
     params = inspect.signature(model.forward).parameters
     generator = torch.Generator().manual_seed(seed)
     config = getattr(model, "config", None)
     longest = min((size for key in _LENGTHS if isinstance(size := getattr(config, key, None), int)), default=tokens)
     if longest < tokens:
-        raise NoBatch(f"its config has at most {longest} positions, and the trial {tokens} tokens")
+        raise NoBatch(f"its config has at most {longest} positions, but the trial has {tokens} tokens")
     names = [name for name in _IDS if name in params]
     required = [
         name
@@ -562,7 +563,7 @@ def trial_batch(model: nn.Module, tokens: int, seed: int, device: torch.device) 
 
 
 def _first_input(model: nn.Module, tokens: int, generator: torch.Generator) -> Tensor:
-    """For a model with one argument, by the first layer of it that has parameters."""
+    """Makes the input of a model with one argument, for its first layer with parameters."""
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             return torch.randint(module.num_embeddings, (1, tokens), generator=generator)
@@ -570,16 +571,16 @@ def _first_input(model: nn.Module, tokens: int, generator: torch.Generator) -> T
             return torch.randn((1, tokens, module.in_features), generator=generator).to(module.weight.dtype)
         if next(iter(module._parameters.values()), None) is not None:
             break
-    raise NoBatch("its first layer is no nn.Linear and no nn.Embedding")
+    raise NoBatch("its first layer is neither nn.Linear nor nn.Embedding")
 
 
 def _vocabulary(model: nn.Module) -> int:
-    """How many token ids there are: by the embedding, or by the config where another rank has it."""
+    """Returns the number of token ids, from the embedding, or from the config if another rank has the embedding."""
     find: Any = getattr(model, "get_input_embeddings", None)
     embedding = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
     embedding = embedding if find is None else find()
     sizes = getattr(embedding, "num_embeddings", None), getattr(getattr(model, "config", None), "vocab_size", None)
     size = next((size for size in sizes if isinstance(size, int)), None)
     if size is None:
-        raise NoBatch("it has no nn.Embedding, which would say how many tokens there are")
+        raise NoBatch("it has no nn.Embedding, so the number of token ids is unknown")
     return size

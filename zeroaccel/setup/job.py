@@ -1,4 +1,4 @@
-"""`JobSpec`: what the caller of `initialize` or `Accelerator.prepare` said, before anything is looked up or decided."""
+"""`JobSpec`: the arguments of `initialize` or `Accelerator.prepare`, before anything is looked up or decided."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class JobSpec:
         lr_scheduler: a scheduler, or a function of the optimizer; None takes the config's `scheduler` section.
         training_data, collate_fn: a dataset to make a loader for.
         config: DeepSpeed-format JSON as a dict, path or text; None is an empty config.
-        sources: dotted path in `config` -> where its value came from, for error messages.
+        sources: origin of each value, by its dotted path in `config`, for error messages.
         facts: values that fill "auto", with their sources. The plan adds the hidden size and the number of samplers.
         unknown_keys: see `load_config`.
         collectives: the communication backend; None makes one over all ranks.
@@ -47,9 +47,9 @@ class JobSpec:
         parallel: sizes of the mesh's axes, as a `ParallelConfig` or accelerate's `ParallelismConfig`.
         pipeline: how pipeline stages are cut and scheduled.
         engine_type: class of the engine; None takes the one that the mesh needs.
-        optimizer_kind: "elementwise", "per_tensor" or "coupled", instead of what its class says.
+        optimizer_kind: "elementwise", "per_tensor" or "coupled", overriding the kind of its class.
         loop: how the caller's loop drives the engine.
-        compilation: how `torch.compile` is applied to the model; None leaves it as it is.
+        compilation: how to apply `torch.compile` to the model, or None.
     """
 
     model: nn.Module
@@ -73,7 +73,7 @@ class JobSpec:
 
     @cached_property
     def document(self) -> Document | Config:
-        """The config as it was written, read once.
+        """The config as written; read once.
 
         Raises:
             ConfigError: no such file, not readable, not JSON, or not an object.
@@ -83,5 +83,5 @@ class JobSpec:
 
     @property
     def config_tree(self) -> Mapping[str, Any]:
-        """The keys of the config as they were written."""
+        """The keys of the config as written."""
         return self.document.raw if isinstance(self.document, Config) else self.document.tree

@@ -1,4 +1,4 @@
-"""`OptimizerPlan`: the optimizer and the scheduler of a training, and how the optimizer may be sharded."""
+"""`OptimizerPlan`: the optimizer and the scheduler of a training, and the ways to shard the optimizer."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from zeroaccel.zero.from_config import addressed
 
 @dataclass(frozen=True)
 class OptimizerPlan:
-    """What updates the parameters.
+    """The optimizer of the parameters, with its scheduler.
 
     Attributes:
         optimizer: None for inference.
-        scheduler: None where the learning rate is constant.
+        scheduler: None for a constant learning rate.
         kinds: how each param group may be sharded; None for inference.
-        declared_kind: by an argument or the config; None where the class decides.
+        declared_kind: kind from an argument or the config; None if the class decides.
         groups: id(parameter) -> index of its param group.
         facts: settings of optimizer and scheduler, for the ranks to compare.
     """
@@ -53,10 +53,10 @@ class OptimizerPlan:
         config: Config,
         names: Mapping[int, str],
     ) -> OptimizerPlan:
-        """Builds what the config names, and takes what the caller passed.
+        """Builds the objects that the config names, and takes those that the caller passed.
 
         Args:
-            kind: declared by an argument; takes precedence over the config's.
+            kind: kind from an argument; takes precedence over the config's.
             names: id(parameter) -> fqn.
 
         Raises:
@@ -71,11 +71,11 @@ class OptimizerPlan:
 
     @property
     def group_kinds(self) -> tuple[OptimizerKind, ...]:
-        """The kind of each param group; none for inference."""
+        """The kind of each param group; empty for inference."""
         return () if self.kinds is None else tuple(self.kinds.groups)
 
     def check(self, config: Config, shards: ShardPlan, tiers: TierPlan) -> None:
-        """Refuses a config that the optimizer cannot be sharded by."""
+        """Refuses a config that is incompatible with sharding the optimizer."""
         if self.optimizer is None or self.kinds is None:
             return
         if OptimizerKind.PER_TENSOR in self.group_kinds and shards.params:
@@ -95,9 +95,9 @@ def _refuse_codes(config: Config, optimizer: str, reason: str) -> None:
         if getattr(config.zero_optimization, key):
             raise ConfigError(
                 config.where(f"zero_optimization.{key}"),
-                expected=f"false with optimizer {optimizer}, which is stepped on whole tensors: {reason}",
+                expected=f"false with optimizer {optimizer}, which updates whole tensors: {reason}",
                 got=True,
-                fix="set it to false; codes are for equal shards, and owners' shards differ in size",
+                fix="set it to false; quantization needs shards of equal size, and whole tensors differ in size",
             )
 
 
@@ -106,9 +106,9 @@ def _check_coupled(optimizer: Optimizer, reason: str, config: Config, shards: Sh
     if shards.optimizer and not isinstance(optimizer, CoupledOptimizer):
         raise ConfigError(
             f"optimizer {name} at stage {config.zero_optimization.stage}: {reason}",
-            expected="an optimizer that can be stepped on a part of the parameters",
+            expected="an optimizer that can update a part of the parameters",
             fix="use stage 0, where every rank has everything; or give the class a use_reductions() method "
-            "(zeroaccel.CoupledOptimizer), by which its sums go over all shards",
+            "(zeroaccel.CoupledOptimizer), so that its sums cover all shards",
         )
     # A coupled rule reads all its states at once, so none may be swapped out or split into residuals.
     needs_memory = {
@@ -120,7 +120,7 @@ def _check_coupled(optimizer: Optimizer, reason: str, config: Config, shards: Sh
         if is_wrong:
             raise ConfigError(
                 config.where(key),
-                expected=f"states in memory with optimizer {name}, which steps all parameters at once: {reason}",
+                expected=f"states in memory with optimizer {name}, which updates all parameters at once: {reason}",
                 got='"residual"' if key.startswith("data") else '"nvme"',
                 fix='use "fp32" and "cpu", or another optimizer',
             )
@@ -133,13 +133,13 @@ def _optimizer(
     config: Config,
     names: Mapping[int, str],
 ) -> Optimizer | None:
-    """The optimizer of the argument or of the config's section; None for inference."""
+    """Returns the optimizer of the argument or of the config's section; None for inference."""
     section = config.optimizer
     named = section is not None and section.type is not None
     if config.bf16.bf16_optimizer_states and (source is not None or not named):
         raise ConfigError(
             config.where("bf16.bf16_optimizer_states"),
-            expected="an optimizer section with Adam, AdamW, Lion or Adagrad, whose states it is about",
+            expected="an optimizer section with Adam, AdamW, Lion or Adagrad, whose states the key sets",
             got="an optimizer passed to initialize()" if source is not None else "none",
             fix="name the optimizer in the config, or remove the key",
         )
@@ -170,14 +170,14 @@ def _named_twice(config: Config, section: str) -> ConfigError:
 
 
 def _group_index(groups: Sequence[Mapping[str, Any]], names: Mapping[int, str]) -> dict[int, int]:
-    """id(parameter) -> index of its param group.
+    """Maps id(parameter) to the index of its param group.
 
     Args:
         names: id(parameter) -> fqn, for all of the model's parameters.
 
     Raises:
         ConfigError: a parameter is in two groups.
-        UsageError: a parameter is not the model's.
+        UsageError: a parameter does not belong to the model.
     """
     index_of: dict[int, int] = {}
     for index, group in enumerate(groups):
@@ -201,7 +201,7 @@ def _group_index(groups: Sequence[Mapping[str, Any]], names: Mapping[int, str]) 
 
 
 def _read(params: Iterable[Any], names: Mapping[int, str]) -> list[Any]:
-    """Parameters or param groups, of which none is an iterator; refused here, as torch's own errors name nothing."""
+    """Returns parameters or param groups as lists; checks them here, because torch's own errors name no parameter."""
     groups = list(params)
     plain = []
     for group in (item for item in groups if isinstance(item, dict)):
@@ -219,7 +219,7 @@ def _scheduler(source: Any, config: Config, optimizer: Optimizer | None) -> Any:
     if optimizer is None:
         if source is not None:
             raise UsageError("initialize(lr_scheduler)", expected="an optimizer to schedule", got=None)
-        if section is not None:  # the file of a training that is evaluated
+        if section is not None:  # a training config is used for evaluation
             logger.warning(
                 "%s is ignored: this engine is for inference, and has no optimizer to schedule",
                 config.where("scheduler"),
@@ -233,7 +233,7 @@ def _scheduler(source: Any, config: Config, optimizer: Optimizer | None) -> Any:
     if isinstance(scheduler, ReduceLROnPlateau):
         raise UsageError(
             "initialize(lr_scheduler)",
-            expected="a schedule that the engine can move on by itself",
+            expected="a scheduler that the engine can step by itself",
             got="ReduceLROnPlateau, which needs a metric at each step",
             fix="leave it out, and step it in the training loop with a metric that is the same on every rank",
         )

@@ -1,7 +1,7 @@
-"""What commands of this library order a script to do that they run: `zeroaccel trace` and `zeroaccel verify`.
+"""Orders from commands to the scripts that they run: `zeroaccel trace` and `zeroaccel verify`.
 
-An order is an environment variable that only its command sets; without one nothing here does anything. A run of
-`zeroaccel verify` takes the first steps of a script, with every number recorded bit for bit.
+An order is an environment variable that only its command sets; without one this module does nothing. A run under
+`zeroaccel verify` takes the first steps of a script and records every number bit for bit.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Verification:
     """One run of a verified script.
 
     Attributes:
-        zero: keys of the config's `zero_optimization` section -> what this run has in their place.
+        zero: replacements for keys of the config's `zero_optimization` section in this run.
     """
 
     folder: Path
@@ -41,7 +41,7 @@ class Verification:
 
     @classmethod
     def ordered(cls) -> Verification | None:
-        """The order in the environment, or None.
+        """Returns the order in the environment, or None.
 
         Raises:
             ConfigError: `zeroaccel verify` did not write it.
@@ -56,8 +56,8 @@ class Verification:
         """Writes losses and gradient norm of each step of an engine to a file, and exits after the last step.
 
         Args:
-            rank: writes to a file of its own.
-            facts: go into every record.
+            rank: number of this rank, which has its own file.
+            facts: values to add to every record.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         file = open(self.folder / f"engine{next(_engines)}-rank{rank}.jsonl", "w")  # noqa: SIM115 - lives as long
@@ -81,7 +81,7 @@ class Verification:
 
 
 def ordered_config(config: Config) -> Config:
-    """The config with the keys that an order replaces."""
+    """Returns the config with the keys that an order replaces."""
     order = Verification.ordered()
     if order is None or not order.zero:
         return config
@@ -89,7 +89,7 @@ def ordered_config(config: Config) -> Config:
 
 
 def follow_orders(engine: EngineBase) -> None:
-    """Has a new engine recorded, if an order asks for it. (all ranks)"""
+    """Records a new engine if an order requests it. (all ranks)"""
     if (order := Verification.ordered()) is not None:
         parts, plan = engine.traced_parts(), engine.settings.plan
         stage = sum((plan.optimizer, plan.grads, plan.params))

@@ -1,4 +1,4 @@
-"""`TrainPlan`: everything that is decided about a training before a tensor moves; compared between the ranks."""
+"""`TrainPlan`: every decision about a training, made before a tensor moves and compared between the ranks."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ from zeroaccel.zero.wrap_policy import UnitSpec
 
 @dataclass(frozen=True)
 class ParameterFacts:
-    """What ranks compare of a parameter."""
+    """The properties of a parameter that ranks compare."""
 
     name: str
     shape: tuple[int, ...]
@@ -70,27 +70,27 @@ class ParameterFacts:
 
 @dataclass(frozen=True)
 class TrainPlan:
-    """A training that is ready to be built. `TrainPlan.of` decides it, `compare` checks it, `build` carries it out.
+    """A training that is ready to be built. `TrainPlan.of` makes it, `compare` checks it, `build` carries it out.
 
     Attributes:
-        engine: settings of the engine: what is sharded, batch sizes, precision of inputs, limits.
-        comm: how shards are spread over the ranks, and what is quantised on the way.
-        tiers: where shards and optimizer states live between uses.
-        optimizer: optimizer, scheduler, and how they may be sharded.
-        axes: axis -> what its ranks have to have in common.
-        parameters: of this rank's part of the model.
-        job, ranks, config: what the plan was made from.
+        engine: settings of the engine: sharding, batch sizes, precision of inputs, limits.
+        comm: layout of shards over the ranks, and quantization of transfers.
+        tiers: storage of shards and optimizer states between uses.
+        optimizer: optimizer, scheduler, and the ways in which they may be sharded.
+        axes: for each axis, the facts that its ranks must agree on.
+        parameters: parameters in this rank's part of the model.
+        job, ranks, config: inputs of the plan.
         names: id(parameter) -> fqn.
-        compilation: of the model; None leaves it as it is.
-        buffer_dtypes: name -> dtype of the model's buffers.
-        offload: how shards and states reach their tiers.
-        loss_scale: of fp16.
-        autocast: the dtype of `torch_autocast`; None where it is not enabled.
+        compilation: compilation of the model, or None.
+        buffer_dtypes: dtypes of the model's buffers, by name.
+        offload: rules that move shards and states to their tiers.
+        loss_scale: loss scale for fp16.
+        autocast: dtype of `torch_autocast`; None if it is disabled.
         units: parameters by unit.
         placement: dtype, device and storage of each parameter.
         unoptimized: trainable parameters in no param group.
-        recomputation: which blocks are recomputed in backward; None for none.
-        loader: of the training data; None without.
+        recomputation: blocks to recompute in backward, or None.
+        loader: loader of the training data, or None.
     """
 
     engine: EngineSettings
@@ -116,14 +116,14 @@ class TrainPlan:
 
     @property
     def shards(self) -> ShardPlan:
-        """What is sharded."""
+        """The sharding of parameters, gradients and optimizer states."""
         return self.engine.plan
 
     @classmethod
     def of(cls, job: JobSpec, ranks: JobRanks) -> TrainPlan:
-        """Decides how a job trains. Builds optimizer, scheduler and loader; allocates nothing on the device.
+        """Makes the plan of a job. Builds optimizer, scheduler and loader; allocates nothing on the device.
 
-        The axes divide the model here, so parameters of other ranks' parts are gone afterwards. No collectives.
+        The axes divide the model here, so parameters in other ranks' parts are gone afterwards. No collectives.
 
         Raises:
             ConfigError: the config is wrong, or contradicts the arguments.
@@ -173,14 +173,14 @@ class TrainPlan:
     def compare(self) -> None:
         """Compares the plans of all ranks, field by field. (all ranks)
 
-        A difference that went unnoticed would show as a hang in some later collective.
+        An undetected difference would cause a hang in a later collective.
 
         Raises:
-            UsageError: on every rank: they differ; names the first field that does.
+            UsageError: on every rank, if they differ; names the first differing field.
         """
         ranks = self.ranks.collectives
-        # A digest first: the parameters of all ranks together may be many. Settings before parameters, since another
-        # setting usually is the reason for another model.
+        # A digest first, because the parameters of all ranks together may be many. Settings before parameters, because
+        # different settings usually cause different models.
         own = _Compared(dict(_leaves(self)), dict(self.optimizer.facts), self.ranks.part, self.parameters)
         common, parameters = (_digest(facts) for facts in ((own.settings, own.optimizer), own.parameters))
         of_ranks = set(ranks.gather_objects((common, own.part, parameters), "compare plans"))
@@ -196,7 +196,7 @@ class TrainPlan:
 
 @dataclass(frozen=True)
 class _Compared:
-    """What one rank is about to build."""
+    """The facts that one rank compares with the others."""
 
     settings: Mapping[str, object]
     optimizer: dict[str, str]
@@ -205,7 +205,7 @@ class _Compared:
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, object]]:
-    """(dotted path, value) of each field of a plan that ranks compare, except facts of optimizer and parameters."""
+    """Yields (dotted path, value) for each compared field of a plan, except facts of optimizer and parameters."""
     if isinstance(value, Mapping):
         for name, item in value.items():
             yield from _leaves(item, f"{path}.{name}")
@@ -265,28 +265,28 @@ def _config(job: JobSpec, ranks: JobRanks) -> Config:
     peer = config.checkpoint.peer
     if peer is not None and peer.enabled and not job.loop.resumes:
         raise ConfigError(
-            f"{config.where('checkpoint.peer')}: a loop around an engine resumes from its own checkpoints only",
-            fix="remove the section, or train with zeroaccel.Accelerator, or by transformers' Trainer under "
+            f"{config.where('checkpoint.peer')}: a loop around an engine can resume only from its own checkpoints",
+            fix="remove the section, or train with zeroaccel.Accelerator, or with transformers' Trainer under "
             "`zeroaccel launch --max_restarts N`",
         )
     if config.log_level is not None:
         set_log_level(config.log_level)
         for note in config.notes:
-            log_once(logging.INFO, note)  # again: some were below the level when the config was loaded
+            log_once(logging.INFO, note)  # again: some were below the log level when the config was loaded
     return ordered_config(config)
 
 
 def _divide(job: JobSpec, ranks: JobRanks) -> tuple[Any, Any]:
-    """Has each axis reduce the model to this rank's part; returns the optimizer and the params that are left."""
+    """Lets each axis reduce the model to this rank's part; returns the optimizer and the remaining params."""
     optimizer, params = job.optimizer, job.params
     for index, axis in enumerate(ranks.axes):
         wrapped = next((fqn for fqn, param in job.model.named_parameters() if is_wrapper(param)), None)
         if wrapped is not None and axis.divides_parameters:
             raise UsageError(
                 f"parameter {wrapped}",
-                expected=f"a weight of one tensor with {axis.name}, which divides the model",
-                got="a quantised weight that consists of several tensors",
-                fix=f"leave {axis.name} at 1, or quantise the base by bitsandbytes",
+                expected=f"a weight that is a single tensor, because {axis.name} divides the model",
+                got="a quantized weight that consists of several tensors",
+                fix=f"leave {axis.name} at 1, or quantize the base with bitsandbytes",
             )
         axis.divide(job.model, ranks.axes[:index])
         optimizer, params = axis.own_params(optimizer, params)
@@ -294,7 +294,7 @@ def _divide(job: JobSpec, ranks: JobRanks) -> tuple[Any, Any]:
 
 
 def _shard_size(ranks: JobRanks, config: Config) -> int | None:
-    """Ranks of a shard group, where an argument says so; the config must not say otherwise."""
+    """Returns the size of a shard group if an argument sets it; the config must not contradict it."""
     if ranks.shard_size is None:
         return None
     size, configured = ranks.shard_size.size, config.zero_optimization.mics_shard_size
@@ -317,7 +317,7 @@ def _batch(config: Config, samplers: int, *, training: bool) -> BatchSizes:
 
 def _warn_unoptimized(fqns: Sequence[str]) -> None:
     logger.warning(
-        "%d trainable parameters are in no param group of the optimizer, so they stay as they are: %s",
+        "%d trainable parameters are in no param group of the optimizer, so they will not be updated: %s",
         len(fqns),
         listed(fqns, most=5),
     )

@@ -1,4 +1,4 @@
-"""`join_ranks`: which processes train together, on which cores, and on which axes of the mesh."""
+"""`join_ranks`: connects the processes of a training, divides the cores, and sets up the axes of the mesh."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class JobRanks:
     """The processes of a job, and how they divide the work.
 
     Attributes:
-        collectives: over all ranks.
-        mesh: resolved; with a DeviceMesh of the caller's, one axis of all ranks.
-        axes: the axes with several ranks beside those that ZeRO shards and replicates over.
-        world_size: ranks that average gradients.
-        samplers: how many ranks see different samples, with the source.
-        sampler: this rank's place among those.
-        data_groups: groups of ranks that average gradients; None where all ranks do.
-        peer_groups: groups of ranks that issue the same collectives; None where all ranks do.
-        shard_size: of a shard group, where an argument says so; None leaves it to the config.
+        collectives: collectives over all ranks.
+        mesh: the resolved mesh; with a DeviceMesh of the caller's, one axis of all ranks.
+        axes: the axes with several ranks, except those over which ZeRO shards and replicates.
+        world_size: number of ranks that average gradients.
+        samplers: number of ranks that see different samples, with its source.
+        sampler: index of this rank among them.
+        data_groups: groups of ranks that average gradients; None if all ranks form one.
+        peer_groups: groups of ranks that issue the same collectives; None if all ranks form one.
+        shard_size: size of a shard group if an argument sets it; None if the config decides.
     """
 
     topology: Topology
@@ -48,7 +48,7 @@ class JobRanks:
 
     @property
     def part(self) -> int:
-        """Which part of the model this rank has: ranks with the same part have the same parameters."""
+        """Index of this rank's part of the model: ranks with the same part have the same parameters."""
         if self.peer_groups is None:
             return 0
         return next(index for index, ranks in enumerate(self.peer_groups) if self.topology.rank in ranks)
@@ -59,16 +59,16 @@ def join_ranks(job: JobSpec, axes: Sequence[type[Axis]], launched: Callable[[], 
 
     Args:
         axes: the table of axes.
-        launched: gives the mesh that the launcher asks for, for a caller that names none.
+        launched: returns the mesh that the launcher requests, for a caller that names none.
 
     Raises:
-        UsageError: on every rank: the sizes of the mesh do not fit the job, or differ between ranks.
+        UsageError: on every rank, if the sizes of the mesh do not fit the job, or differ between ranks.
     """
     topology = init_process_group()
     collectives = job.collectives or Collectives(topology)
     _divide_cores(topology, collectives)
     with agreed(collectives, "initialize: parallel"):
-        # The sizes of the axes decide how many ranks see different samples, which the config is resolved with.
+        # The sizes of the axes determine how many ranks see different samples, which the config needs to resolve.
         asked = None if job.parallel is None else ParallelConfig.of(job.parallel, "initialize(parallel)")
         if job.mesh is None and asked is None:
             asked = launched()
@@ -103,12 +103,12 @@ def join_ranks(job: JobSpec, axes: Sequence[type[Axis]], launched: Callable[[], 
 
 
 def _or_none(groups: RankGroups) -> RankGroups | None:
-    """None for one group, of all ranks."""
+    """Returns None for one group of all ranks, else the groups."""
     return groups if len(groups) > 1 else None
 
 
 def _check_same_mesh(mesh: ParallelConfig, collectives: Collectives) -> None:
-    """Compares the meshes of the ranks: different ones would make different groups, and hang. (all ranks)"""
+    """Compares the meshes of the ranks; different ones would make different groups, and hang. (all ranks)"""
     of_ranks: list[dict[str, Any]] = collectives.gather_objects(mesh.compared, "initialize: mesh of the job")
     for rank, other in enumerate(of_ranks):
         for key, value in other.items():
@@ -122,7 +122,7 @@ def _check_same_mesh(mesh: ParallelConfig, collectives: Collectives) -> None:
 
 
 def _divide_cores(topology: Topology, collectives: Collectives) -> None:
-    """Sets the kernels' threads to this rank's share of the cores, unless the environment does. (all ranks)"""
+    """Sets the kernels' threads to this rank's share of the cores, unless the environment sets them. (all ranks)"""
     own = core_set()
     cores_of = collectives.gather_objects(own, "cores")
     if omp_threads_chosen() or collectives.world_size != topology.world_size:

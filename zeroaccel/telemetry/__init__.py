@@ -1,1 +1,1 @@
-"""What a run reports about itself: step reports, monitors of the engine, trackers of a script."""
+"""Reports of a run: step reports and traces, monitors of the engine, trackers of a script."""

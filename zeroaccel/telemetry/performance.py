@@ -1,9 +1,8 @@
 """Time, memory, bytes on links, offload rates and load of experts of each step, as events for monitors.
 
-`StepReport` makes them where there is a monitor; the keys are listed in docs/tracking.md, and `zeroaccel report` shows
-them. The load of experts is counted on the device and read after the step, as the loss is. Everything else is read from
-clocks and counters that run anyway, but the bytes that are sent, which a meter counts per message: no collective, no
-wait for a device.
+`StepReport` makes them if there is a monitor; docs/tracking.md lists the keys, and `zeroaccel report` shows them. The
+load of experts is counted on the device and read after the step, like the loss. A meter counts each message's bytes.
+Everything else comes from clocks and counters that run anyway, without collectives or waits for a device.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from zeroaccel.offload.file_io import Direction
 from zeroaccel.offload.tier import Tier
 
 UpdateTimes = Callable[[], tuple[float, float, float]]
-"""Seconds of all updates so far: in all, of it waiting for a tier, and of it overlapped."""
+"""Seconds of all updates so far: the total, the part that waited for a tier, and the overlapped part."""
 
 _PHASES = {"forward": "forward", "backward": "backward", "reduce": "reduce", "step": "update"}
 
@@ -36,7 +35,7 @@ class PhaseClock:
     1. `begin(name)` and `end(name)`, any number of times. 2. `take()`: the sums since the last call.
 
     Args:
-        waits: both wait for the device.
+        waits: `begin` and `end` wait for the device.
     """
 
     def __init__(self, device: torch.device, *, waits: bool = True) -> None:
@@ -45,17 +44,17 @@ class PhaseClock:
         self._seconds: dict[str, float] = {}
 
     def begin(self, name: str) -> None:
-        """Starts a phase; one that an exception left open starts again."""
+        """Starts a phase; restarts one that an exception left open."""
         self._begun[name] = self._now()
 
     def end(self, name: str) -> None:
-        """Ends a phase; without its beginning it is not counted."""
+        """Ends a phase; ignored if the phase was not started."""
         begun = self._begun.pop(name, None)
         if begun is not None:
             self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - begun
 
     def take(self) -> dict[str, float]:
-        """Seconds of each phase since the last call, in the order in which phases first ended."""
+        """Returns the seconds of each phase since the last call, in the order in which phases first ended."""
         seconds, self._seconds = self._seconds, {}
         return seconds
 
@@ -66,10 +65,10 @@ class PhaseClock:
 
 
 class OffloadTimes(NamedTuple):
-    """Of some steps.
+    """Times and transfers of some steps.
 
     Attributes:
-        update: seconds of all updates: in all, of it waiting for a tier, and of it overlapped.
+        update: seconds of all updates: the total, the part that waited for a tier, and the overlapped part.
         moved: (name of a tier, direction) -> bytes, and seconds with a transfer in flight.
     """
 
@@ -78,10 +77,10 @@ class OffloadTimes(NamedTuple):
 
 
 class OffloadCounters:
-    """What updates and the transfers of tiers take, from counters that run anyway; from when it is made on.
+    """Cost of updates and transfers of tiers since its construction, from counters that run anyway.
 
     Args:
-        tiers: name ("optimizer, nvme") -> the tier whose traffic is counted.
+        tiers: tiers whose traffic is counted, by name ("optimizer, nvme").
     """
 
     def __init__(self, tiers: Mapping[str, Tier], update_times: UpdateTimes) -> None:
@@ -89,7 +88,7 @@ class OffloadCounters:
         self._before = self._now()
 
     def take(self) -> OffloadTimes:
-        """Since the last call."""
+        """Returns the values since the last call."""
         before, now = self._before, self._now()
         self._before = now
         moved = {
@@ -111,15 +110,15 @@ class OffloadCounters:
 class PerformanceMeter:
     """Measures the steps of one engine, on the rank that reports.
 
-    1. `watch` once. 2. `events` after each step: what is new since the last call. 3. `close` takes the meters off.
+    1. `watch` once. 2. `events` after each step returns values since the last call. 3. `close` removes the meters.
 
     Args:
-        device: that is computed on. On an accelerator a phase is timed only where the host waits for it
-            (`synchronizes`), since otherwise the host only queues its work.
-        synchronizes: the phases end with a wait for the device.
+        device: device that computes. On an accelerator a phase is timed only if the host waits for it (`synchronizes`),
+            because otherwise the host only queues its work.
+        synchronizes: True if phases end with a wait for the device.
 
     Attributes:
-        phases: times them; None where they are not timed.
+        phases: clock of the phases; None if they are not timed.
     """
 
     def __init__(self, device: torch.device, *, synchronizes: bool = False) -> None:
@@ -130,7 +129,7 @@ class PerformanceMeter:
         self._metered: list[tuple[Collectives, Meter | None]] = []
 
     def watch(self, collectives: Collectives, tiers: Mapping[str, Tier], update_times: UpdateTimes) -> None:
-        """Chooses what is counted: messages of these collectives, transfers of these tiers and updates beside them."""
+        """Starts counting: messages of these collectives, transfers of these tiers, and updates."""
         here = next(set(node) for node in collectives.nodes if collectives.topology.rank in node)
         experts = collectives.part_holders
         for part in (collectives, collectives.parts, experts, None if experts is None else experts.parts):
@@ -139,7 +138,7 @@ class PerformanceMeter:
         self._offloaded = OffloadCounters(tiers, update_times) if tiers else None
 
     def _count_messages(self, collectives: Collectives, here: set[int]) -> None:
-        # A `RecordingCollectives` has its meter there.
+        # The meter of a `RecordingCollectives` is on its inner object.
         metered: Collectives = getattr(collectives, "inner", collectives)
         before = metered.meter
 
@@ -152,17 +151,17 @@ class PerformanceMeter:
         self._metered.append((metered, before))
 
     def close(self) -> None:
-        """Counts no more messages."""
+        """Stops counting messages."""
         while self._metered:
             metered, before = self._metered.pop()
             metered.meter = before
 
     def events(self, samples: int, memory: tuple[int, int]) -> dict[str, float]:
-        """Name -> value of the step that ends now.
+        """Returns name -> value for the step that ends now.
 
         Args:
-            samples: over all ranks, so far.
-            memory: bytes now and at the peak.
+            samples: samples so far, over all ranks.
+            memory: current and peak bytes.
         """
         now = time.perf_counter()
         values: dict[str, float] = {}
@@ -191,16 +190,16 @@ class PerformanceMeter:
 
 
 class RouterLoad:
-    """How many tokens the routers of a mixture send to each expert, in training, over the ranks that share a model.
+    """Numbers of tokens that a mixture's routers send to each expert in training, over the ranks that share a model.
 
-    Recomputed forwards do not count. 1. `take` after a step: what was counted since the last call. 2. `close`.
+    Recomputed forwards do not count. 1. `take` after a step: the numbers since the last call. 2. `close`.
 
     Args:
-        experts: modules whose second argument is the experts that were chosen, (T, K), with their numbers of experts.
-        routers: modules whose first output is the scores of all experts, (T, E), of which those with the `top_k` best
-            are chosen, with their numbers of experts.
-        device: where they count.
-        add: makes a small tensor in host memory its sum over the ranks. (all ranks)
+        experts: modules whose second argument is the chosen experts, (T, K), with their numbers of experts.
+        routers: modules whose first output is the scores of all experts, (T, E), which choose the `top_k` best, with
+            their numbers of experts.
+        device: device on which they count.
+        add: replaces a small tensor in host memory by its sum over the ranks. (all ranks)
     """
 
     def __init__(
@@ -212,7 +211,7 @@ class RouterLoad:
     ) -> None:
         self._add = add
         self._handles: list[RemovableHandle] = []
-        self._sizes: list[int] = []  # of each module E + 1: the last is of choices that are no expert
+        self._sizes: list[int] = []  # E + 1 for each module: the last counts choices that are no expert
         for module, count in experts:
             take_choices = partial(self._count_choices, sum(self._sizes), count)
             self._handles.append(module.register_forward_pre_hook(take_choices, with_kwargs=True))
@@ -223,7 +222,7 @@ class RouterLoad:
         self._counts = torch.zeros(sum(self._sizes), dtype=torch.int64, device=device)
 
     def take(self) -> dict[str, float]:
-        """Name -> value; none where nothing was routed. (all ranks)"""
+        """Returns name -> value; empty if nothing was routed. (all ranks)"""
         counts = self._counts.cpu()  # one wait for the device
         self._counts = torch.zeros_like(self._counts)
         self._add(counts)
@@ -242,7 +241,7 @@ class RouterLoad:
         }
 
     def close(self) -> None:
-        """Counts no more."""
+        """Stops counting."""
         while self._handles:
             self._handles.pop().remove()
 

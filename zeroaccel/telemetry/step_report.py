@@ -1,9 +1,9 @@
 """The report of a training run: step lines, time per phase, memory after each phase, offload rates, monitor events.
 
-The engine marks its phases and steps on a `StepReport`; everything is off by default and then costs a comparison.
-Lines go to the logger `zeroaccel.report`, which shows them whatever the level of `zeroaccel`: they are enabled in the
-config (`steps_per_print`, `wall_clock_breakdown`, `memory_breakdown`). Only rank 0 reports. Nothing here changes what
-is computed; `wall_clock_breakdown` synchronizes with the device around each phase, so a timed run may be slower.
+The engine marks its phases and steps on a `StepReport`; everything is off by default and then costs one comparison.
+Lines go to the logger `zeroaccel.report`, which shows them at any level of `zeroaccel`: the config enables them
+(`steps_per_print`, `wall_clock_breakdown`, `memory_breakdown`). Only rank 0 reports. Reports do not change results;
+`wall_clock_breakdown` synchronizes with the device around each phase, so a timed run may be slower.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from zeroaccel.telemetry.performance import OffloadCounters, PerformanceMeter, P
 from zeroaccel.telemetry.trackers import Monitors
 
 _BREAKDOWN_STEPS = 10
-"""Steps between breakdowns where `steps_per_print` does not say."""
+"""Steps between breakdowns if `steps_per_print` is not set."""
 
 _GIB = 2**30
 _ROUTED = ("mean_tokens_per_expert", "max_tokens_per_expert", "max_over_mean", "dropped_tokens")
@@ -46,8 +46,8 @@ class MemoryUse(NamedTuple):
     """Bytes in use by this process on its device.
 
     Attributes:
-        current: allocated by torch on an accelerator, resident set on the CPU.
-        peak: the largest `current` so far.
+        current: memory allocated by torch on an accelerator, or the resident set on the CPU.
+        peak: largest `current` so far.
     """
 
     current: int
@@ -55,7 +55,7 @@ class MemoryUse(NamedTuple):
 
 
 def memory_now(device: torch.device) -> MemoryUse:
-    """Memory of this process on `device`."""
+    """Returns the memory of this process on `device`."""
     if device.type != "cpu":
         module = torch.get_device_module(device)
         return MemoryUse(module.memory_allocated(device), module.max_memory_allocated(device))
@@ -64,7 +64,7 @@ def memory_now(device: torch.device) -> MemoryUse:
 
 
 def _peak_rss() -> int:
-    """Bytes. Linux has it per process image; getrusage there also counts what ran before an exec."""
+    """Returns bytes. Linux reports them per process image; getrusage there also counts programs before an exec."""
     status = Path("/proc/self/status")
     if status.exists():
         for line in status.read_text().splitlines():
@@ -79,15 +79,15 @@ def _peak_rss() -> int:
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What is known after a step.
+    """The state of training after a step.
 
     Attributes:
-        step: optimizer steps so far, skipped ones included.
-        skipped: steps skipped so far.
-        samples: samples so far, over all ranks.
+        step: number of optimizer steps, including skipped ones.
+        skipped: number of skipped steps.
+        samples: number of samples over all ranks.
         lrs: learning rate of each param group.
-        grad_norm: global norm before clipping; inf where the step was skipped, None where it is not computed.
-        loss_scale: None where losses are not scaled.
+        grad_norm: global norm before clipping; inf for a skipped step, None if it is not computed.
+        loss_scale: None if losses are not scaled.
         loss: mean over the step's micro-batches on this rank, or None.
     """
 
@@ -103,8 +103,8 @@ class StepFacts:
 def format_step(
     facts: StepFacts, samples_per_second: float | None, routed: Mapping[str, float] = MappingProxyType({})
 ) -> str:
-    """``step 100 | skipped 2 | lr 1.000e-04 | grad norm 0.5120 | loss scale 65536 | 123.4 samples/s``; of a mixture
-    also ``tokens per expert 32.0, most 57 (1.78x), dropped 0``, of what was counted since the last line.
+    """``step 100 | skipped 2 | lr 1.000e-04 | grad norm 0.5120 | loss scale 65536 | 123.4 samples/s``; for a mixture
+    of experts also ``tokens per expert 32.0, most 57 (1.78x), dropped 0``, counted since the last line.
     """
     parts = [f"step {facts.step}", f"skipped {facts.skipped}", f"lr {', '.join(f'{lr:.3e}' for lr in facts.lrs)}"]
     if facts.grad_norm is not None:
@@ -133,7 +133,7 @@ def format_memory(after: Mapping[str, MemoryUse], kind: str) -> str:
 
 
 def step_events(facts: StepFacts) -> list[tuple[str, float, int]]:
-    """Name, value and samples so far, for monitors. Param groups after the first have their index in the name."""
+    """Returns (name, value, samples so far) for monitors. Param groups after the first have their index in the name."""
     values = {
         "Train/loss": facts.loss,
         **{f"Train/lr{f'/group{index}' if index else ''}": lr for index, lr in enumerate(facts.lrs)},
@@ -147,19 +147,19 @@ def step_events(facts: StepFacts) -> list[tuple[str, float, int]]:
 
 
 class ReportedScale(Protocol):
-    """A loss scale, as a report reads it."""
+    """The loss scale interface that a report uses."""
 
     @property
     def scales(self) -> bool:
-        """False where losses are not scaled, as in bf16 and fp32."""
+        """False if losses are not scaled, as in bf16 and fp32."""
 
     @property
     def value(self) -> float:
-        """The factor of the loss."""
+        """Factor of the loss."""
 
 
 class ReportedEngine(Protocol):
-    """What a report reads of an engine after a step."""
+    """The engine interface that a report uses after a step."""
 
     global_steps: int
     skipped_steps: int
@@ -167,13 +167,13 @@ class ReportedEngine(Protocol):
 
     @property
     def loss_scale(self) -> ReportedScale:
-        """Of the next step."""
+        """Loss scale of the next step."""
 
     def get_lr(self) -> Sequence[float]:
-        """Learning rate of each param group."""
+        """Returns the learning rate of each param group."""
 
     def get_global_grad_norm(self) -> float | None:
-        """Norm of the step's gradients."""
+        """Returns the norm of the step's gradients."""
 
 
 class StepReport:
@@ -184,20 +184,21 @@ class StepReport:
     3. `close()` closes the monitors.
 
     Args:
-        device: timed and measured.
+        device: device to time and measure.
         rank: ranks other than 0 report nothing.
         steps_per_print: steps between two step lines, or None. The breakdowns come in the same steps, or every 10.
-        wall_clock_breakdown: time per phase.
-        memory_breakdown: memory after each phase.
-        monitors: receive events at every step; or None.
-        is_monitored: the config has monitors, whichever rank has them.
+        wall_clock_breakdown: report the time per phase.
+        memory_breakdown: report the memory after each phase.
+        monitors: trackers that receive events at every step, or None.
+        is_monitored: True if the config has monitors, on any rank.
 
     Attributes:
-        monitors: those that receive events; None for none, as on ranks that do not report.
-        offload: number of steps -> the line about offload, logged with the breakdown of times. None without offload.
-        performance: measures each step for the monitors; None without any.
-        loss_listener: called with the loss of each micro-batch; or None.
-        step_listener: called after each optimizer step, last of all; or None.
+        monitors: trackers that receive events; None without any, and on ranks that do not report.
+        offload: returns the line about offload for a number of steps, logged with the time breakdown; None without
+            offload.
+        performance: measures each step for the monitors; None without monitors.
+        loss_listener: called with the loss of each micro-batch, or None.
+        step_listener: called at the end of each optimizer step, or None.
     """
 
     def __init__(
@@ -215,7 +216,7 @@ class StepReport:
         self._device = device or torch.device("cpu")
         self._step_lines = steps_per_print is not None and reports
         self._every = steps_per_print or _BREAKDOWN_STEPS
-        # On all ranks alike, as their counts are added up then: steps between two counts of routed tokens.
+        # Steps between two counts of routed tokens, equal on all ranks, which add up their counts.
         self._routed_every = 1 if is_monitored else steps_per_print
         self._clock = PhaseClock(self._device) if wall_clock_breakdown and reports else None
         self._memory: dict[str, MemoryUse] | None = {} if memory_breakdown and reports else None
@@ -227,18 +228,18 @@ class StepReport:
         self.performance: PerformanceMeter | None = None
         if self.monitors is not None:
             self.performance = PerformanceMeter(self._device, synchronizes=self._clock is not None)
-        # That which waits for the device first.
+        # The clock that waits for the device comes first.
         clocks = self._clock, None if self.performance is None else self.performance.phases
         self._clocks = [clock for clock in clocks if clock is not None]
         self._routers: RouterLoad | None = None
-        self._routed: dict[str, float] = {}  # what the last line is about
+        self._routed: dict[str, float] = {}  # for the last line
         self._losses: list[Tensor] = []
         self._steps = 0  # since the last lines
         self._since: tuple[int, float] | None = None  # samples and time at the last lines, or after the first step
 
     @classmethod
     def of(cls, config: Config, device: torch.device, rank: int, monitors: Monitors) -> StepReport:
-        """The report that a config asks for."""
+        """Makes the report that a config requests."""
         sections = (config.tensorboard, config.csv_monitor, config.jsonl_monitor, config.wandb)
         return cls(
             device=device,
@@ -256,12 +257,12 @@ class StepReport:
         routers: Sequence[tuple[nn.Module, int]],
         add: Callable[[Tensor], None],
     ) -> None:
-        """Counts what a mixture's experts are passed (see `RouterLoad`), where that is reported. (all ranks)"""
+        """Counts the tokens of a mixture's experts (see `RouterLoad`), if they are reported. (all ranks)"""
         if (experts or routers) and self._routed_every is not None:
             self._routers = RouterLoad(experts, routers, self._device, add)
 
     def begin(self, phase: str) -> None:
-        """A phase begins."""
+        """Marks the start of a phase."""
         if timeline.active is not None:
             timeline.active.end_backward()
             self._traced[phase] = timeline.active.mark()
@@ -269,7 +270,7 @@ class StepReport:
             clock.begin(phase)
 
     def end(self, phase: str) -> None:
-        """A phase ends."""
+        """Marks the end of a phase."""
         for clock in self._clocks:
             clock.end(phase)
         if self._memory is not None:
@@ -280,14 +281,14 @@ class StepReport:
                 timeline.active.add("phase", phase, self._traced.pop(phase))
 
     def loss(self, loss: Tensor) -> None:
-        """The loss of one micro-batch; copied to the host only at the end of the step, and only for a monitor."""
+        """Takes the loss of a micro-batch; copied to the host only at the end of the step, and only for a monitor."""
         if self.monitors is not None:
             self._losses.append(loss.detach())
         if self.loss_listener is not None:
             self.loss_listener(loss)
 
     def step(self, engine: ReportedEngine) -> None:
-        """An optimizer step is over."""
+        """Reports a completed optimizer step."""
         self._steps += 1
         if self._routers is not None and engine.global_steps % (self._routed_every or 1) == 0:
             self._routed = self._routers.take()
@@ -362,7 +363,7 @@ class OffloadReport:
 
     Args:
         tiers: see `OffloadCounters`.
-        overlaps_io: reads and writes of optimizer states go on at the same time.
+        overlaps_io: True if reads and writes of optimizer states run at the same time.
     """
 
     def __init__(self, tiers: Mapping[str, Tier], update_times: UpdateTimes, *, overlaps_io: bool = False) -> None:
@@ -373,8 +374,8 @@ class OffloadReport:
         """``offload, s per step over 10 steps: update 0.52, transfers 0.61 (0.48 hidden) | optimizer on /nvme (ext4):
         read 1.21 GB/s, write 0.97 GB/s``
 
-        An update of states in memory has no transfers. Hidden is what of the transfers the update did not wait for, and
-        with `update_during` what of the update the step did not wait for.
+        An update of states in memory has no transfers. "Hidden" is the part of the transfers that the update did not
+        wait for and, with `update_during`, the part of the update that the step did not wait for.
         """
         (update, waited, overlapped), moved = self._counters.take()
         hidden_part = f" ({max(0.0, overlapped) / steps:.3f} hidden)" if overlapped else ""

@@ -1,12 +1,12 @@
-"""What one rank does during a few steps, as spans of time: compute, waits, collectives in flight, updates, copies.
+"""The activity of one rank during a few steps, as spans of time: compute, waits, collectives, updates, copies.
 
-`zero/step_trace.py` records and stops; `trace_file.py` writes the spans of all ranks. While nothing is recorded `span`
-costs a comparison, and no hook and no listener is there. Nothing here communicates but `clock_offsets`, and nothing
-changes what is computed.
+`zero/step_trace.py` starts and stops recordings; `trace_file.py` writes the spans of all ranks. Without a recording,
+`span` costs one comparison, and there are no hooks or listeners. Only `clock_offsets` communicates. Recording does not
+change results.
 
-[Note: marks] A moment on the host is `time.perf_counter_ns()`. On a CUDA device the host only queues work, so there a
-moment is an event on the current stream, and becomes a time when the recording has ended: what the span of a wait
-covers is then the time in which the device had nothing to do but wait.
+[Note: marks] A moment on the host is `time.perf_counter_ns()`. On a CUDA device the host only queues work, so a moment
+is an event on the current stream, and becomes a time when the recording has ended. The span of a wait then covers the
+time in which the device had nothing else to do.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ Mark = int | torch.Event
 """A moment: nanoseconds of the host's clock, or an event of a device."""
 
 _CLOCK_ROUNDS = 12
-_THREADS = "zeroaccel-"  # how the names of our threads begin
+_THREADS = "zeroaccel-"  # prefix of this package's thread names
 
 
 class Timeline:
-    """The spans of this rank, from when it is made to `resolved`.
+    """The spans of this rank, from its construction to `resolved`.
 
-    1. `begin_step` once, `end_step` after each step. 2. Spans come from any thread. 3. `resolved`.
+    1. `begin_step` once, `end_step` after each step. 2. Any thread adds spans. 3. `resolved`.
 
     Args:
-        device: that is computed on.
+        device: device that computes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -55,7 +55,7 @@ class Timeline:
             self._origin = event, time.perf_counter_ns()
 
     def mark(self, lane: str = "main") -> Mark:
-        """Now, where this lane does its work: on the device, or on the host."""
+        """Returns the current moment on the clock of this lane's work: the device's or the host's."""
         if self._streams is None or lane == "host" or lane.startswith(_THREADS):
             return time.perf_counter_ns()
         event: torch.Event = self._streams.Event(enable_timing=True)
@@ -63,12 +63,12 @@ class Timeline:
         return event
 
     def add(self, kind: Kind, name: str, begin: Mark, lane: str = "main", detail: str = "", number: int = 0) -> None:
-        """A span that ends now."""
+        """Adds a span that ends now."""
         self._spans.append((kind, name, lane, begin, self.mark(lane), detail, number))
 
     @contextlib.contextmanager
     def span(self, kind: Kind, name: str, detail: str = "", lane: str = "") -> Iterator[None]:
-        """The block as a span, in the lane of this thread or in another."""
+        """Records the block as a span, in the lane of this thread or in another."""
         lane = lane or own_lane()
         begin = self.mark(lane)
         try:
@@ -77,23 +77,23 @@ class Timeline:
             self.add(kind, name, begin, lane, detail)
 
     def in_flight(self, label: str, lane: str, ends: tuple[Mark, Mark], detail: str, number: int) -> None:
-        """A collective, from its call to its end."""
+        """Adds a collective, from its call to its end."""
         self._spans.append(("flight", label, lane, *ends, detail, number))
 
     def transfer(self, name: str, begun: float) -> None:
-        """Transfers of a tier that began at `begun`, in seconds of the host's clock, and are complete now."""
+        """Adds completed transfers of a tier that began at `begun`, in seconds of the host's clock."""
         self._spans.append(("copy", name, name, round(begun * 1e9), time.perf_counter_ns(), "in flight", 0))
 
-    # -- backward has beginnings only: that of a unit ends where that of the next begins
+    # -- backward has only start marks: a unit's backward ends where the next one's begins
 
     def begin_backward(self, unit: str) -> None:
-        """The first gradient of an output of a unit has arrived."""
+        """Marks the arrival of the first gradient of a unit's outputs."""
         if self._backward is None or self._backward[0] != unit:
             self.end_backward()
             self._backward = unit, self.mark()
 
     def end_backward(self) -> None:
-        """The last unit's backward is over."""
+        """Marks the end of the last unit's backward."""
         if self._backward is not None:
             (unit, begin), self._backward = self._backward, None
             self.add("compute", unit, begin, detail="backward")
@@ -101,20 +101,20 @@ class Timeline:
     # -- steps
 
     def begin_step(self) -> None:
-        """The first step begins."""
+        """Marks the start of the first step."""
         self._steps.append(self.mark())
 
     def end_step(self) -> None:
-        """A step is over, and the next begins."""
+        """Marks the end of a step and the start of the next."""
         self._steps.append(self.mark())
 
     @property
     def num_steps(self) -> int:
-        """Steps that are complete."""
+        """Number of complete steps."""
         return max(0, len(self._steps) - 1)
 
     def resolved(self) -> RankSpans:
-        """All of it with times; on an accelerator it waits for the device."""
+        """Returns everything with times; on an accelerator it waits for the device."""
         if self._streams is not None:
             self._streams.synchronize(self._device)
         spans = tuple(
@@ -134,10 +134,10 @@ class Timeline:
 
 
 class CollectiveSpans:
-    """Listens to a flight recorder: each collective in flight, each wait for one, and this rank's part of each.
+    """Listens to a flight recorder: collectives in flight, waits for them, and this rank's processing of their data.
 
     Args:
-        group: of the recorder's calls; "" for those that all ranks issue.
+        group: group of the recorder's calls; "" for calls that all ranks issue.
     """
 
     def __init__(self, timeline: Timeline, group: str = "") -> None:
@@ -155,7 +155,7 @@ class CollectiveSpans:
 
     def wait_ends(self, entry: CollectiveRecord) -> None:
         begun = self._waits.pop((id(entry), threading.get_ident()), None)
-        if begun is not None:  # else the recording began within the wait
+        if begun is not None:  # None if the recording began within the wait
             begin, lane = begun
             self._timeline.add("wait", entry.label, begin, lane, self._detail(entry), entry.seq)
 
@@ -177,22 +177,22 @@ class CollectiveSpans:
 
 
 def own_lane() -> str:
-    """The lane of this thread: "main" unless it is one of ours; autograd has threads of its own on a device."""
+    """Returns the lane of this thread: "main" unless this package started it; on a device, autograd has own threads."""
     name = threading.current_thread().name
     return name.rpartition("_")[0] or name if name.startswith(_THREADS) else "main"
 
 
 active: Timeline | None = None
-"""What is recorded into; one at a time in a process. `zero/step_trace.py` sets it."""
+"""The current recording; one at a time in a process. `zero/step_trace.py` sets it."""
 
 _NOTHING = contextlib.nullcontext()
 
 
 def span(kind: Kind, name: str, detail: str = "", lane: str = "") -> AbstractContextManager[None]:
-    """The block as a span of the recording, if there is one.
+    """Records the block as a span, if there is a recording.
 
     Args:
-        lane: of a stream of a device; by default that of this thread.
+        lane: lane of a device's stream; by default this thread's.
 
     Example:
         >>> with span("update", "layers.0"):
@@ -202,11 +202,11 @@ def span(kind: Kind, name: str, detail: str = "", lane: str = "") -> AbstractCon
 
 
 def clock_offsets(collectives: Collectives) -> list[tuple[int, int]]:
-    """By rank: what to add to its clock to get that of rank 0, and by how much that may be wrong. (all ranks)
+    """Returns by rank: the offset from its clock to rank 0's, and the maximum error of that offset. (all ranks)
 
-    In nanoseconds. A barrier has a moment at which all ranks are in it: after each has entered and before any has left.
-    So an offset lies between rank 0's entry less the rank's exit and rank 0's exit less the rank's entry, in every one
-    of the rounds. Ranks of one machine read one clock.
+    In nanoseconds. At some moment all ranks are in a barrier: after each has entered and before any has left. In every
+    round the offset therefore lies between rank 0's entry minus the rank's exit and rank 0's exit minus the rank's
+    entry. Ranks of one machine read one clock.
     """
     own = []
     for _ in range(_CLOCK_ROUNDS):
@@ -219,7 +219,7 @@ def clock_offsets(collectives: Collectives) -> list[tuple[int, int]]:
 
 
 def _offset(reference: Sequence[tuple[int, int]], times: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """(offset, half of the interval that it lies in).
+    """Returns (offset, half of the interval that contains it).
 
     Example:
         >>> _offset([(0, 10), (20, 26)], [(1000, 1010), (1021, 1025)])

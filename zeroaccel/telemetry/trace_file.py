@@ -1,8 +1,8 @@
-"""The file of a recorded trace, and what it says: where each rank's time goes, and the largest waits.
+"""The file of a recorded trace, and its analysis: the split of each rank's time, and the largest waits.
 
-The file is JSON in the Trace Event Format, which Perfetto and Chrome open. Ours is the key `zeroaccel` beside the
-events. Times in the file are of one clock, rank 0's, from the beginning of the first recorded step. Nothing here needs
-torch: the command line reads what ranks have written.
+The file is JSON in the Trace Event Format, which Perfetto and Chrome open, with an additional key `zeroaccel` beside
+the events. All times use one clock, rank 0's, from the beginning of the first recorded step. This module does not need
+torch: the command line reads the ranks' files.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any, Literal, NamedTuple, get_args
 from zeroaccel.errors import UsageError
 
 Kind = Literal["phase", "compute", "wait", "flight", "sum", "update", "copy"]
-"""What a span is: a phase of the engine; a unit's forward or backward; a rank blocked in a collective; a collective
-from its call to its end; adding up what was received; an update of masters; a wait for a tier, or a copy."""
+"""Kinds of spans: a phase of the engine; a unit's forward or backward; a rank blocked in a collective; a collective
+from its call to its end; adding up received data; an update of masters; a wait for a tier, or a copy."""
 
 SHARES = ("compute", "exposed communication", "sums of gradients", "update", "waits for tiers", "other")
-"""What a step's time is split into, on the thread that trains: each moment belongs to one."""
+"""The parts of a step's time on the training thread: each moment belongs to one part."""
 
 _SHARE_OF: dict[str, str] = {
     "compute": "compute",
@@ -38,11 +38,11 @@ class Span(NamedTuple):
 
     Attributes:
         kind: see `Kind`.
-        name: of the unit or the phase, or the label of the collective: "unshard layers.0".
-        lane: "main", the thread that trains; else the name of another thread, or of what transfers.
-        begin, end: nanoseconds.
-        detail: "forward", "backward", "recompute"; of a collective "kind/operation/phase/group".
-        serial: of a collective its number among those of its kind; 0 for anything else.
+        name: name of the unit or the phase, or label of the collective, such as "unshard layers.0".
+        lane: "main" for the training thread; otherwise the name of another thread or of a transfer.
+        begin, end: in nanoseconds.
+        detail: "forward", "backward", "recompute"; for a collective "kind/operation/phase/group".
+        serial: number of a collective among those of its kind; 0 for other spans.
     """
 
     kind: Kind
@@ -56,7 +56,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class RankSpans:
-    """What one rank has recorded.
+    """The recording of one rank.
 
     Attributes:
         spans: in the order in which they ended.
@@ -67,23 +67,23 @@ class RankSpans:
     steps: tuple[tuple[int, int], ...]
 
     def shifted(self, nanoseconds: int) -> RankSpans:
-        """The same on a clock that is ahead by this."""
+        """Returns the same spans on a clock that is ahead by this amount."""
         spans = (span._replace(begin=span.begin + nanoseconds, end=span.end + nanoseconds) for span in self.spans)
         return RankSpans(tuple(spans), tuple((begin + nanoseconds, end + nanoseconds) for begin, end in self.steps))
 
 
 @dataclass(frozen=True)
 class TraceFacts:
-    """What is known of a recording beside its spans.
+    """Facts about a recording besides its spans.
 
     Attributes:
-        engine: its first line of `repr`.
-        units: names, in the order of the model.
+        engine: first line of the engine's `repr`.
+        units: names of the units, in model order.
         first_step: number of the first recorded step, from 1.
-        clock_errors: by rank, in nanoseconds: how wrong its alignment with rank 0 may be.
-        one_group: every collective is of all ranks, so that its numbers mean the same call on each.
-        separates_units: False for a compiled model, whose units have no spans of their own.
-        on_device: times are of a CUDA device's streams.
+        clock_errors: maximum error in nanoseconds of each rank's alignment with rank 0.
+        one_group: True if all ranks issue every collective, so that a number means the same call on each.
+        separates_units: False for a compiled model, whose units have no separate spans.
+        on_device: True if times are those of a CUDA device's streams.
     """
 
     engine: str
@@ -96,17 +96,17 @@ class TraceFacts:
 
 
 class Wait(NamedTuple):
-    """Where a rank is blocked in a collective and computes nothing, in the mean over the steps.
+    """A wait in which a rank is blocked in a collective and does not compute, averaged over the steps.
 
     Attributes:
-        label: of the collective: "unshard layers.0".
-        operation: "all_gather".
-        phase: of the engine: "forward".
-        seconds: per step.
-        occurrences: in all steps.
-        last_rank: the rank that issued the longest of them last; None where ranks cannot be compared.
-        late_seconds: how long this rank had waited by then; 0 where every rank had come before, so that all of the wait
-            is the transfer.
+        label: label of the collective, such as "unshard layers.0".
+        operation: operation of the collective, such as "all_gather".
+        phase: phase of the engine, such as "forward".
+        seconds: seconds per step.
+        occurrences: number in all steps.
+        last_rank: the rank that issued the longest of them last; None if ranks cannot be compared.
+        late_seconds: how long `rank` had already waited then; 0 if every rank had arrived before the wait, which
+            then consists of the transfer alone.
     """
 
     rank: int
@@ -124,8 +124,8 @@ class Wait(NamedTuple):
         if self.last_rank is None:
             return said
         if not self.late_seconds:
-            return f"{said}; every rank had come before, so this is the transfer"
-        return f"{said}; rank {self.last_rank} comes last, {self.late_seconds * 1e3:.2f} ms into the longest"
+            return f"{said}; every rank had arrived before, so this is the transfer"
+        return f"{said}; rank {self.last_rank} arrives last, {self.late_seconds * 1e3:.2f} ms into the longest wait"
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class StepTraceFile:
     """The spans of all ranks on one clock.
 
     Attributes:
-        ranks: by rank.
+        ranks: recordings by rank.
     """
 
     facts: TraceFacts
@@ -142,11 +142,11 @@ class StepTraceFile:
 
     @property
     def num_steps(self) -> int:
-        """Recorded steps."""
+        """Number of recorded steps."""
         return len(self.ranks[0].steps)
 
     def in_step(self, rank: int, step: int) -> list[Span]:
-        """A rank's spans of a step, from 0; those that reach over its ends are cut."""
+        """Returns a rank's spans in a step (from 0), cut at its ends."""
         begin, end = self.ranks[rank].steps[step]
         return [
             span._replace(begin=max(span.begin, begin), end=min(span.end, end))
@@ -155,7 +155,7 @@ class StepTraceFile:
         ]
 
     def exposed(self, rank: int, step: int) -> list[Span]:
-        """Waits of the thread that trains, without the parts in which another thread of the rank updates masters."""
+        """Returns waits of the training thread, without parts in which another thread of the rank updates masters."""
         spans = self.in_step(rank, step)
         busy = [(span.begin, span.end) for span in spans if span.kind == "update" and span.lane != "main"]
         return [
@@ -166,7 +166,7 @@ class StepTraceFile:
         ]
 
     def split(self, rank: int, step: int) -> dict[str, float]:
-        """Seconds of a step by `SHARES`; they add up to the step."""
+        """Returns the seconds of a step by `SHARES`; they add up to the step."""
         if (rank, step) not in self._split:
             totals = dict.fromkeys(SHARES, 0)
             begin, end = self.ranks[rank].steps[step]
@@ -180,12 +180,12 @@ class StepTraceFile:
         return self._split[rank, step]
 
     def mean_split(self, rank: int) -> dict[str, float]:
-        """The mean of `split` over the steps."""
+        """Returns the mean of `split` over the steps."""
         of_steps = [self.split(rank, step) for step in range(self.num_steps)]
         return {share: sum(one[share] for one in of_steps) / len(of_steps) for share in SHARES}
 
     def largest_waits(self, most: int = 3) -> list[Wait]:
-        """The waits that cost most: those of one rank for one collective of a step taken together, largest first."""
+        """Returns the costliest waits; those of one rank for one collective of a step are summed. Largest first."""
         issued = self._issued() if self.facts.one_group else {}
         found: dict[tuple[int, str, str, str], list[Span]] = defaultdict(list)
         for rank in range(len(self.ranks)):
@@ -204,7 +204,7 @@ class StepTraceFile:
         return sorted(waits, key=lambda wait: -wait.seconds)[:most]
 
     def _issued(self) -> dict[tuple[str, int], dict[int, int]]:
-        """(kind, number) of a collective -> rank -> when it was issued there."""
+        """Maps (kind, number) of a collective to the time at which each rank issued it."""
         times: dict[tuple[str, int], dict[int, int]] = defaultdict(dict)
         for rank, recorded in enumerate(self.ranks):
             for span in recorded.spans:
@@ -214,7 +214,7 @@ class StepTraceFile:
 
 
 def innermost(spans: Iterable[Span]) -> list[Span]:
-    """Cuts spans of one thread so that each moment belongs to the innermost one; in the order of time.
+    """Cuts spans of one thread so that each moment belongs to the innermost one; returns them in order of time.
 
     Example:
         >>> outer, inner = Span("phase", "forward", "main", 0, 10), Span("compute", "layers.0", "main", 2, 5)
@@ -236,7 +236,7 @@ def innermost(spans: Iterable[Span]) -> list[Span]:
             until(stack[-1].end)
             stack.pop()
         until(span.begin)
-        # Of two that overlap without nesting, as rounding of a device's times can make them, the later ends first.
+        # Rounding of device times can make spans overlap without nesting: the later one is then cut.
         stack.append(span._replace(end=min(span.end, stack[-1].end)) if stack else span)
         now = max(now, span.begin)
     while stack:
@@ -246,7 +246,7 @@ def innermost(spans: Iterable[Span]) -> list[Span]:
 
 
 def _without(span: tuple[int, int], others: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The parts of an interval that no other interval covers."""
+    """Returns the parts of an interval that no other interval covers."""
     parts = [span]
     for begin, end in others:
         cut = [piece for first, last in parts for piece in ((first, min(last, begin)), (max(first, end), last))]
@@ -261,7 +261,7 @@ _FLIGHT = "flight"
 
 
 def trace_events(trace: StepTraceFile) -> Iterator[dict[str, Any]]:
-    """The events: a process per rank, a thread per lane; collectives in flight are asynchronous, as they overlap."""
+    """Yields the events: a process per rank, a thread per lane; collectives in flight are asynchronous events."""
     origin = min(begin for recorded in trace.ranks for begin, _ in recorded.steps[:1])
     for rank, recorded in enumerate(trace.ranks):
         yield _named("process_name", rank, 0, f"rank {rank}")
@@ -298,7 +298,7 @@ def _complete(rank: int, thread: int, name: str, category: str, begin: int, leng
 
 
 def _nested(spans: Iterable[Span]) -> Iterator[Span]:
-    """In the order of time, cut where one reaches out of the one around it: viewers want complete events to nest."""
+    """Yields spans in order of time, cut at the end of the enclosing span: viewers need complete events to nest."""
     ends: list[int] = []
     for span in sorted(spans, key=lambda span: (span.begin, -span.end)):
         while ends and ends[-1] <= span.begin:
@@ -325,12 +325,12 @@ def write_trace(path: Path, trace: StepTraceFile) -> None:
 
 
 def read_trace(path: Path) -> StepTraceFile:
-    """Reads a file that `write_trace` wrote.
+    """Reads a file written by `write_trace`.
 
     Raises:
-        UsageError: there is none, or it is of another program.
+        UsageError: there is no such file, or another program wrote it.
     """
-    expected, fix = "a trace that zeroaccel wrote", "zeroaccel trace SCRIPT, or engine.record_trace(...), writes one"
+    expected, fix = "a trace written by zeroaccel", "zeroaccel trace SCRIPT, or engine.record_trace(...), writes one"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -342,7 +342,7 @@ def read_trace(path: Path) -> StepTraceFile:
     try:
         return _parsed(content)
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise UsageError(str(path), expected=expected, got=f"a damaged one ({error!r})", fix=fix) from None
+        raise UsageError(str(path), expected=expected, got=f"a damaged file ({error!r})", fix=fix) from None
 
 
 def _parsed(content: Mapping[str, Any]) -> StepTraceFile:
@@ -378,7 +378,7 @@ def _parsed(content: Mapping[str, Any]) -> StepTraceFile:
             spans[rank].append(_span(begin, lanes, round(begin["ts"] * 1e3), round(event["ts"] * 1e3)))
     ranks = tuple(RankSpans(tuple(spans[rank]), tuple(steps[rank])) for rank in range(len(known.clock_errors)))
     if not ranks or not ranks[0].steps or len({len(one.steps) for one in ranks}) > 1:
-        raise ValueError("no steps, or other numbers of them on other ranks")
+        raise ValueError("no steps, or different numbers of steps on the ranks")
     return StepTraceFile(known, ranks)
 
 
@@ -391,7 +391,7 @@ def _span(event: Mapping[str, Any], lanes: Mapping[tuple[int, int], str], begin:
 
 
 def unit_of(span: Span, units: Sequence[str]) -> str | None:
-    """The unit that a span is about; None for what is about all of them."""
+    """Returns the unit that a span is about; None for spans about all units."""
     name = span.name
     if span.kind in ("wait", "flight", "sum"):
         verb, _, name = span.name.partition(" ")

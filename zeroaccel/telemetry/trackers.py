@@ -1,9 +1,9 @@
-"""Trackers: where the metrics of a run are written. TensorBoard, Weights & Biases, files, accelerate's, or the user's.
+"""Trackers write the metrics of a run to TensorBoard, Weights & Biases, files, accelerate's services, or the user's.
 
 They have two users. `Trackers` serves `Accelerator.log`: scripts choose trackers by name or pass their own, and log on
-every rank without asking which one writes. `Monitors` serves the engine: the config's sections tensorboard, wandb,
-csv_monitor and jsonl_monitor choose trackers, which get the engine's events on rank 0; a tracker that fails is switched
-off with an error in the log, as a disk or a server must not stop training.
+every rank, whichever rank writes. `Monitors` serves the engine: the config's sections tensorboard, wandb, csv_monitor
+and jsonl_monitor choose trackers, which receive the engine's events on rank 0. A tracker that fails is switched off
+with an error in the log, because a disk or a server must not stop training.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.logs import logger
 
 Event = tuple[str, float, int]
-"""Name, as "Train/loss"; value; step, which the engine counts in samples over all ranks."""
+"""(name, such as "Train/loss"; value; step, which the engine counts in samples over all ranks)."""
 
 
 class GeneralTracker:
-    """Base class of trackers, which does nothing; subclass it for another service, and pass an instance as `log_with`.
+    """Base class of trackers, without effect; subclass it for another service, and pass an instance as `log_with`.
 
     Attributes:
-        name: by which `get_tracker` finds it.
-        requires_logging_directory: whether it needs a `logging_dir`.
-        main_process_only: False for one that logs on every rank.
+        name: name for `get_tracker`.
+        requires_logging_directory: True if it needs a `logging_dir`.
+        main_process_only: False for a tracker that logs on every rank.
         tracker: the tracking library's object.
 
     Example:
@@ -66,18 +66,18 @@ class GeneralTracker:
         """Writes the values of one step."""
 
     def flush(self) -> None:
-        """Brings what was logged to where a reader sees it."""
+        """Makes logged values visible to readers."""
 
     def finish(self) -> None:
-        """Ends the run; nothing is logged after it."""
+        """Ends the run; nothing is logged afterwards."""
 
 
 class TensorBoardTracker(GeneralTracker):
     """Event files under `logging_dir/run_name`.
 
     Args:
-        flush_each_log: flush after every `log`; else SummaryWriter's own interval and `flush` decide.
-        kwargs: for `torch.utils.tensorboard.SummaryWriter`.
+        flush_each_log: flush after every `log`; otherwise SummaryWriter's own interval and `flush` decide.
+        kwargs: arguments for `torch.utils.tensorboard.SummaryWriter`.
     """
 
     name = "tensorboard"
@@ -92,7 +92,7 @@ class TensorBoardTracker(GeneralTracker):
         self.tracker = self._writer = module.SummaryWriter(log_dir=str(self._folder), **kwargs)
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """As hyperparameters of the run, and in `hparams.yml` beside the events."""
+        """Stores them as hyperparameters of the run, and in `hparams.yml` beside the events."""
         plain = {
             key: value if isinstance(value, (int, float, str, bool)) else str(value) for key, value in values.items()
         }
@@ -101,7 +101,7 @@ class TensorBoardTracker(GeneralTracker):
         (self._folder / "hparams.yml").write_text(yaml.safe_dump(plain), encoding="utf-8")
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Numbers become scalars, texts text, and a mapping of numbers several lines of one chart."""
+        """Logs numbers as scalars, strings as text, and a mapping of numbers as several lines of one chart."""
         for key, value in values.items():
             if isinstance(value, str):
                 self._writer.add_text(key, value, global_step=step, **kwargs)
@@ -113,7 +113,7 @@ class TensorBoardTracker(GeneralTracker):
             self._writer.flush()
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Batches of images, (n, height, width, channels) unless `dataformats` says otherwise."""
+        """Logs batches of images, (n, height, width, channels) unless `dataformats` overrides it."""
         for key, images in values.items():
             self._writer.add_images(key, images, global_step=step, **({"dataformats": "NHWC"} | kwargs))
 
@@ -130,7 +130,7 @@ class WandBTracker(GeneralTracker):
     """A run of the Weights & Biases project `run_name`.
 
     Args:
-        kwargs: for `wandb.init`.
+        kwargs: arguments for `wandb.init`.
     """
 
     name = "wandb"
@@ -140,15 +140,15 @@ class WandBTracker(GeneralTracker):
         self.tracker = self._run = self._wandb.init(**({"project": run_name} | kwargs))
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """As the run's config."""
+        """Stores them as the run's config."""
         self._run.config.update(dict(values), allow_val_change=True)
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """As `wandb.Run.log`."""
+        """Logs with `wandb.Run.log`."""
         self._run.log(dict(values), step=step, **kwargs)
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Lists of images, made into `wandb.Image`."""
+        """Logs lists of images as `wandb.Image` objects."""
         for key, images in values.items():
             self._run.log({key: [self._wandb.Image(image, **kwargs) for image in images]}, step=step)
 
@@ -161,7 +161,7 @@ class WandBTracker(GeneralTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """A table of rows or of a data frame."""
+        """Logs a table of rows or of a data frame."""
         table = self._wandb.Table(columns=columns, data=data, dataframe=dataframe)
         self._run.log({table_name: table}, step=step, **kwargs)
 
@@ -173,8 +173,8 @@ class WandBTracker(GeneralTracker):
 class CsvTracker(GeneralTracker):
     """One file per metric, `logging_dir/run_name/Train_loss.csv` for "Train/loss", with the columns step and loss.
 
-    Files are line-buffered, so that rows are on disk once they are logged. An existing file, as after a restart, is
-    continued.
+    Files are line-buffered, so that logged rows are on disk at once. An existing file is continued, for example after a
+    restart.
     """
 
     name = "csv"
@@ -189,7 +189,7 @@ class CsvTracker(GeneralTracker):
         """Appends a row per metric.
 
         Raises:
-            UsageError: two metrics have names that make the same file name.
+            UsageError: two metrics have the same file name.
         """
         for name, value in values.items():
             csv.writer(self._file(name), lineterminator="\n").writerow([step, value])
@@ -209,16 +209,16 @@ class CsvTracker(GeneralTracker):
                 csv.writer(file, lineterminator="\n").writerow(["step", name.rsplit("/", 1)[-1]])
         owner, file = self._files[stem]
         if owner != name:
-            raise UsageError(f"metric {name!r}", expected=f"a name whose file is not that of {owner!r}", got=stem)
+            raise UsageError(f"metric {name!r}", expected=f"a name whose file differs from that of {owner!r}", got=stem)
         return file
 
 
 class JsonlTracker(GeneralTracker):
     """One file, `logging_dir/run_name/metrics.jsonl`, with a line per step: its number, the time, and every value.
 
-    ``{"step": 16, "time": 1763889000.25, "Train/loss": 0.5}``; `time` is in seconds since 1970. NaN and infinities are
-    written as Python's json does. A line is on disk once it is logged. An existing file, as after a restart, is
-    continued.
+    ``{"step": 16, "time": 1763889000.25, "Train/loss": 0.5}``; `time` is in seconds since 1970. NaN and infinities have
+    the format of Python's json. A logged line is on disk at once. An existing file is continued, for example after a
+    restart.
     """
 
     name = "jsonl"
@@ -230,11 +230,11 @@ class JsonlTracker(GeneralTracker):
         self._file: TextIO = (folder / "metrics.jsonl").open("a", buffering=1, encoding="utf-8")
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """As a line of its own: ``{"config": {...}}``."""
+        """Stores them as a separate line: ``{"config": {...}}``."""
         self._write({"config": dict(values)})
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Appends a line; numbers stay numbers, a mapping of numbers or a text stays what it is."""
+        """Appends a line; numbers stay numbers, and strings and mappings of numbers are unchanged."""
         plain = {
             key: value if isinstance(value, (str, Mapping)) else _number(key, value) for key, value in values.items()
         }
@@ -249,35 +249,35 @@ class JsonlTracker(GeneralTracker):
 
 
 class AccelerateTracker(GeneralTracker):
-    """A service that accelerate has a tracker for, which does the work: its other methods can be called here.
+    """A service for which accelerate has a tracker; that tracker's other methods can be called here.
 
     Args:
-        run_name: the first argument of accelerate's class: a project, or an experiment.
-        kwargs: the others.
+        run_name: first argument of accelerate's class: a project, or an experiment.
+        kwargs: its other arguments.
     """
 
     def __init__(self, run_name: str, /, **kwargs: Any) -> None:
         self._inner: Any = self.load()(run_name, **kwargs)
-        # Else it asks accelerate's PartialState whether this process logs, which `Trackers` knows.
+        # Otherwise it asks accelerate's PartialState if this process logs; `Trackers` decides that here.
         self._inner.main_process_only = False
         if hasattr(self._inner, "start"):  # earlier versions start in the constructor
             self._inner.start()
 
     @classmethod
     def load(cls) -> Any:
-        """Accelerate's class.
+        """Returns accelerate's class.
 
         Raises:
-            ConfigError: accelerate is not installed, or is of a version without that tracker.
+            ConfigError: accelerate is not installed, or its version does not have that tracker.
         """
         try:
             return importlib.import_module("accelerate.tracking").LOGGER_TYPE_TO_CLASS[cls.name]
         except (ImportError, KeyError) as error:
             raise ConfigError(
                 f"Accelerator(log_with): {cls.name}",
-                expected="a version of accelerate that has this tracker",
+                expected="a version of accelerate with this tracker",
                 got=f"{type(error).__name__}: {error}",
-                fix="pip install -U accelerate, or log with something else",
+                fix="run `pip install -U accelerate`, or log with another tracker",
             ) from error
 
     def __getattr__(self, name: str) -> Any:
@@ -291,11 +291,11 @@ class AccelerateTracker(GeneralTracker):
         return self._inner.tracker
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """As accelerate's tracker stores it."""
+        """Stores them with accelerate's tracker."""
         self._inner.store_init_configuration(dict(values))
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """As accelerate's tracker logs; tensors of one element as numbers."""
+        """Logs with accelerate's tracker; converts tensors with one element to numbers."""
         plain = {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in values.items()}
         self._inner.log(plain, step=step, **kwargs)
 
@@ -324,12 +324,12 @@ class Trackers:
     """The trackers of one accelerator: chosen when it is made, started by `init`, ended by `finish`.
 
     Args:
-        log_with: names, "all" for those that are installed, or instances of `GeneralTracker`; one or several.
-        logging_dir: for those that need one.
-        is_main_process: whether this process logs for all.
+        log_with: names, "all" for all installed ones, or instances of `GeneralTracker`; one or several.
+        logging_dir: folder for trackers that need one.
+        is_main_process: True if this process logs for all.
 
     Raises:
-        ConfigError: a name is unknown, its package is not installed, or it needs a folder; on every rank alike.
+        ConfigError: on every rank, if a name is unknown, its package is not installed, or it needs a folder.
     """
 
     def __init__(self, log_with: Any, logging_dir: str | os.PathLike[str] | None, *, is_main_process: bool) -> None:
@@ -360,10 +360,10 @@ class Trackers:
         """Starts the trackers and passes them the run's hyperparameters.
 
         Args:
-            init_kwargs: by tracker's name, more arguments of its constructor.
+            init_kwargs: additional arguments of each tracker's constructor, by tracker name.
 
         Raises:
-            UsageError: `init_kwargs` names a tracker that is not among them.
+            UsageError: `init_kwargs` names a tracker that was not chosen.
             ConfigError: a tracker's folder cannot be written.
         """
         kwargs = dict(init_kwargs or {})
@@ -388,17 +388,17 @@ class Trackers:
             return tracker
         except OSError as error:
             got = f"{error.filename or self._logging_dir} ({error.strerror})"
-            raise ConfigError(f"init_trackers: {name}", expected="a folder to write to", got=got) from error
+            raise ConfigError(f"init_trackers: {name}", expected="a writable folder", got=got) from error
 
     @property
     def _names(self) -> list[str]:
         return [item if isinstance(item, str) else item.name for item in self._chosen]
 
     def get(self, name: str, unwrap: bool = False) -> Any:
-        """The tracker of that name, or its library's object; on a rank that does not log, one that does nothing.
+        """Returns the tracker of that name, or its library's object; a tracker without effect on ranks that do not log.
 
         Raises:
-            UsageError: there is none of that name.
+            UsageError: there is no tracker of that name.
         """
         for tracker in self._running:
             if tracker.name == name:
@@ -418,7 +418,7 @@ class Trackers:
         """Logs values to every tracker that runs on this rank.
 
         Args:
-            log_kwargs: by tracker's name, more arguments of its `log`.
+            log_kwargs: additional arguments of each tracker's `log`, by tracker name.
         """
         for tracker in self._running:
             tracker.log(values, step=step, **dict((log_kwargs or {}).get(tracker.name, {})))
@@ -429,13 +429,13 @@ class Trackers:
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Logs images to every tracker that takes them."""
+        """Logs images to every tracker that supports them."""
         for tracker in self._running:
             if callable(log_images := getattr(tracker, "log_images", None)):
                 log_images(values, step=step, **dict((log_kwargs or {}).get(tracker.name, {})))
 
     def finish(self) -> None:
-        """Ends every tracker, also when one of them fails."""
+        """Ends every tracker, even if one of them fails."""
         running, self._running = self._running, []
         failure: Exception | None = None
         for tracker in running:
@@ -454,13 +454,13 @@ class Trackers:
                     where,
                     expected=f'"all", {", ".join(map(repr, _BY_NAME))}, or an instance of a GeneralTracker subclass',
                     got=item,
-                    fix="for other services write such a subclass; it needs name, log and finish",
+                    fix="for other services, write such a subclass with name, log and finish",
                 )
             if item not in _NEED_NO_PACKAGE and not _installed(item):
                 raise ConfigError(
                     where,
                     expected=f"the package {item} to be installed",
-                    fix=f"pip install {item}, or log with something else",
+                    fix=f"run `pip install {item}`, or log with another tracker",
                 )
         elif not isinstance(item, GeneralTracker):
             raise ConfigError(where, expected="names or instances of GeneralTracker", got=type(item).__name__)
@@ -470,7 +470,7 @@ class Trackers:
         if kind.requires_logging_directory and self._logging_dir is None:
             raise ConfigError(
                 f"{where}: {kind.name}",
-                expected="a folder to write to",
+                expected="a writable folder",
                 got=None,
                 fix='pass Accelerator(project_dir="...") or ProjectConfiguration(logging_dir="...")',
             )
@@ -481,10 +481,10 @@ class Trackers:
 
 
 class Monitors:
-    """The engine's trackers; false when there are none, so that their metrics need not be computed.
+    """The engine's trackers; false if there are none, so that their metrics need not be computed.
 
-    1. `write` logs events to each. One that fails is logged with its traceback and left out from then on.
-    2. `close`, which also happens when the process ends normally, finishes each once.
+    1. `write` logs events to each. If a tracker fails, `Monitors` logs its traceback and drops it.
+    2. `close`, which also runs when the process ends normally, finishes each tracker once.
     """
 
     def __init__(self, trackers: Iterable[GeneralTracker] = ()) -> None:
@@ -515,17 +515,17 @@ class Monitors:
         for tracker in tuple(self._trackers):
             try:
                 call(tracker)
-            except Exception:  # of any kind: training goes on, and the log says what is lost
+            except Exception:  # of any kind: training continues, and the log names the lost tracker
                 self._trackers.remove(tracker)
                 logger.exception("%s failed to %s and is switched off for this run", type(tracker).__name__, verb)
 
 
 def build_monitors(config: Config, rank: int) -> Monitors:
-    """The trackers that a config switches on; none on ranks other than 0.
+    """Makes the trackers that a config enables; none on ranks other than 0.
 
     Raises:
-        ConfigError: a section is on and its package is not installed (on every rank), or its folder cannot be made
-            (on rank 0, so ranks must agree on it before they go on).
+        ConfigError: the package of an enabled section is not installed (on every rank), or its folder cannot be made
+            (on rank 0, so ranks must agree on the outcome before they continue).
     """
     for name, section in (("tensorboard", config.tensorboard), ("wandb", config.wandb)):
         if section.enabled and not _installed(name):
@@ -538,7 +538,7 @@ def build_monitors(config: Config, rank: int) -> Monitors:
         return Monitors()
     trackers: list[GeneralTracker] = []
     for key, files, kind in (
-        # The engine logs every step of training: TensorBoard is flushed when it reports, not each time.
+        # The engine logs every training step: it flushes TensorBoard with its reports, not after each step.
         ("tensorboard", config.tensorboard, partial(TensorBoardTracker, flush_each_log=False)),
         ("csv_monitor", config.csv_monitor, CsvTracker),
         ("jsonl_monitor", config.jsonl_monitor, JsonlTracker),
@@ -550,7 +550,7 @@ def build_monitors(config: Config, rank: int) -> Monitors:
                 folder = str(Path(files.output_path, files.job_name))
                 raise ConfigError(
                     f"{key}.output_path",
-                    expected="a folder that can be written",
+                    expected="a writable folder",
                     got=folder,
                     fix=f"choose another ({error})",
                 ) from error
@@ -563,7 +563,7 @@ def build_monitors(config: Config, rank: int) -> Monitors:
 def _installed(package: str) -> bool:
     if (spec := importlib.util.find_spec(package)) is None:
         return False
-    return spec.origin is not None  # a folder of that name, such as wandb leaves behind, has none
+    return spec.origin is not None  # a mere folder of that name, such as the one wandb leaves behind, has none
 
 
 def _number(key: str, value: Any) -> float:

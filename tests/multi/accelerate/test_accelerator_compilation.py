@@ -213,7 +213,7 @@ def test_the_compile_section_is_read(section: dict[str, Any], expected: tuple[An
         ({"enabled": True, "backend": "no.such"}, r"compile\.backend: No module named 'no': expected module\.function"),
         (
             {"enabled": True, "kwargs": {"mode": "max-autotune", "options": {"trace": True}}},
-            r"compile\.kwargs\.mode: given beside options; keep one of the two",
+            r"compile\.kwargs\.mode: set together with options; keep one of them",
         ),
         ({"enabled": True, "kwargs": {"mode": "fast"}}, r"compile\.kwargs\.mode: expected "),
         ({"enabled": True, "kwargs": {"full_graph": True}}, r'compile\.kwargs\.full_graph: unknown key; .*"fullgraph"'),

@@ -163,7 +163,7 @@ def test_trackers_log_on_one_rank_and_fail_on_all(ranks: Ranks, tmp_path: Path) 
     assert "the disk is gone" in one[1]
     for _, _, (unknown, folderless, unnamed, nowhere, two) in (zero, one):
         assert "got 'neptune'" in unknown
-        assert "a folder to write to" in folderless
+        assert "a writable folder" in folderless
         assert "automatic_checkpoint_naming=True" in unnamed
         assert "project_dir=" in nowhere
         assert "one project folder" in two

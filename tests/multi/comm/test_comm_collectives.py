@@ -243,7 +243,7 @@ def test_ranks_that_desynced_without_hanging_are_reported(ranks: Ranks) -> None:
     for same, report in ranks(2).run(_go_through_different_labels):
         assert not same
         assert re.fullmatch(
-            r"the ranks have gone through different collectives: gather #\d+ is "
+            r"the ranks have issued different collectives: gather #\d+ is "
             r'all_gather "unshard layers\.3" of 8 x float32 on rank 0, '
             r'all_gather "unshard layers\.4" of 8 x float32 on rank 1',
             report,

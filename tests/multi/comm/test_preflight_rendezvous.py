@@ -60,7 +60,7 @@ def test_missing_machines_are_named_with_their_ranks() -> None:
     results = _meet({0: NodeInfo("a", 4, FACTS), 2: NodeInfo("c", 4, FACTS)}, 4, seconds=1.0)
     for result in results.values():
         assert isinstance(result, CollectiveError)
-        assert str(result) == ("machines 1, 3 did not come within 1 s, so ranks 4-7, 12-15 would be missing")
+        assert str(result) == ("machines 1, 3 did not arrive within 1 s, so ranks 4-7, 12-15 would be missing")
 
 
 def test_a_main_machine_that_is_not_there() -> None:
@@ -75,4 +75,4 @@ def test_a_network_that_does_not_carry(monkeypatch: pytest.MonkeyPatch) -> None:
     for number, result in _meet({0: NodeInfo("a", 2, FACTS), 1: NodeInfo("b", 2, FACTS)}, 2).items():
         assert isinstance(result, CollectiveError)
         other = ("machine 1 (b), ranks 2-3", "machine 0 (a), ranks 0-1")[number]
-        assert f"not heard of: {other}; set GLOO_SOCKET_IFNAME" in str(result)
+        assert f"not heard from: {other}; set GLOO_SOCKET_IFNAME" in str(result)

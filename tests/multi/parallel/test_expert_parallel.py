@@ -504,7 +504,7 @@ def _launched_with_stages() -> str:
 
 def test_a_program_of_deepspeed_without_stages_is_refused_with_them(ranks: Ranks) -> None:
     for said in ranks(4).run(_launched_with_stages):
-        assert "pp: expected 1, as this program asks for an engine without it" in said
+        assert "pp: expected 1, because this program requests an engine without it" in said
         assert "ep 2'; launch without --pp_size" in said
 
 

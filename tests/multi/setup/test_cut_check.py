@@ -149,7 +149,7 @@ def test_the_first_module_that_differs_is_named_with_the_figure(
 ) -> None:
     messages = ranks(2).run(_cut_sequences, kind, precision, stage)
     assert len(set(messages)) == 1
-    where = f"sequence parallelism (sp=2): {module}: expected numbers within 0.001 of their size of those with whole"
+    where = f"sequence parallelism (sp=2): {module}: expected a relative difference of at most 0.001 from the values"
     assert messages[0].startswith(where)
     figure = float(messages[0].partition("got ")[2].partition(";")[0])
     assert figure > 0.01
@@ -184,7 +184,7 @@ def _without(*names: str) -> dict[str, str]:
         (
             "llama",
             _without("k_proj", "v_proj"),
-            "layers.0.self_attn (LlamaAttention): expected numbers within 0.001 of their size of those",
+            "layers.0.self_attn (LlamaAttention): expected a relative difference of at most 0.001 from the values",
         ),
         ("llama", {**PLAN, "lm_head": "colwise"}, "the model's output: expected the shape (1, 16, 64)"),
     ],
@@ -275,13 +275,13 @@ OF_INPUTS, OF_WEIGHTS = ("_Send", "backward", 2.0, 0), ("_Send", "backward", 0.5
 @pytest.mark.parametrize(
     ("kind", "faults", "says"),
     [
-        ("Mixtral", [OUTPUTS], "model.layers.0.mlp.experts (MixtralExperts): expected numbers within 0.001"),
-        ("GptOss", [GRADIENTS[0]], "experts (GptOssExperts): gradient of hidden states: expected numbers within 0.001"),
-        ("Mixtral", [GRADIENTS[1]], "experts (MixtralExperts): gradient of hidden states: expected numbers within"),
+        ("Mixtral", [OUTPUTS], "model.layers.0.mlp.experts (MixtralExperts): expected a relative"),
+        ("GptOss", [GRADIENTS[0]], "experts (GptOssExperts): gradient of hidden states: expected a relative"),
+        ("Mixtral", [GRADIENTS[1]], "experts (MixtralExperts): gradient of hidden states: expected a relative"),
         ("Mixtral", [GRADIENTS[0], ("_Send", "backward", 0.5, 0), OF_WEIGHTS], "gradient of gate_up_proj: expected"),
-        ("Mixtral", [OF_INPUTS], "gradient of hidden states: expected numbers within"),
-        ("Mixtral", [OF_WEIGHTS], "gradient of weights of the router: expected numbers within"),
-        ("centred", [], "model.layers.1.mlp.experts.experts (MixtralExperts): expected numbers within 0.001"),
+        ("Mixtral", [OF_INPUTS], "gradient of hidden states: expected a relative"),
+        ("Mixtral", [OF_WEIGHTS], "gradient of weights of the router: expected a relative"),
+        ("centred", [], "model.layers.1.mlp.experts.experts (MixtralExperts): expected a relative"),
         ("all scores", [], "model.layers.1.mlp.experts: expected a router that gives each of T tokens"),
     ],
     ids=["outputs", "doubled", "halved", "of experts", "of inputs", "of the router", "of the batch", "router"],
@@ -419,7 +419,7 @@ def _unchecked(kind: type[nn.Module]) -> str:
 )
 def test_a_model_that_cannot_be_tried_is_named_in_the_log(ranks: Ranks, kind: type[nn.Module], reason: str) -> None:
     for logged in ranks(2).run(_unchecked, kind):
-        model = f"tensor parallelism (tp=2) keeps the numbers of {kind.__name__}"
+        model = f"tensor parallelism (tp=2) preserves results of {kind.__name__}"
         assert logged == f"initialize: nothing checks that {model}: {reason}"
 
 

@@ -175,7 +175,7 @@ def _misordered() -> str:
 
 
 def test_an_order_of_another_program_is_refused(ranks: Ranks) -> None:
-    assert all("expected an order of `trace`, got '{}'" in said for said in ranks(2).run(_misordered))
+    assert all("expected a value from `trace`, got '{}'" in said for said in ranks(2).run(_misordered))
 
 
 def test_mistakes_are_named_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:

@@ -391,7 +391,7 @@ def test_an_engine_without_an_accelerator_refuses_states_in_memory() -> None:
     model = _model()
     config = {"train_micro_batch_size_per_gpu": 1, "checkpoint": {"peer": {"interval": 2}}}
     with pytest.raises(
-        ConfigError, match=r"checkpoint\.peer: a loop around an engine resumes from its own checkpoints"
+        ConfigError, match=r"checkpoint\.peer: a loop around an engine can resume only from its own checkpoints"
     ):
         initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), config=config)
     config["checkpoint"]["peer"]["enabled"] = False  # type: ignore[index]

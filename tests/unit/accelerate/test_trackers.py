@@ -163,7 +163,7 @@ def test_a_service_that_this_accelerate_lacks(monkeypatch: pytest.MonkeyPatch) -
     _installed(monkeypatch, "swanlab")
     tracking = pytest.importorskip("accelerate.tracking")
     monkeypatch.delitem(tracking.LOGGER_TYPE_TO_CLASS, "swanlab")
-    with pytest.raises(ConfigError, match=r"Accelerator\(log_with\): swanlab: expected a version of accelerate that"):
+    with pytest.raises(ConfigError, match=r"Accelerator\(log_with\): swanlab: expected a version of accelerate with"):
         Trackers("swanlab", None, is_main_process=False)
 
 
@@ -177,7 +177,7 @@ def test_a_service_that_this_accelerate_lacks(monkeypatch: pytest.MonkeyPatch) -
         ),
         ("wandb", "logs", r"log_with\): expected the package wandb to be installed.*pip install"),
         ("comet_ml", "logs", r"log_with\): expected the package comet_ml to be installed.*pip install"),
-        ("tensorboard", None, "log_with.: tensorboard: expected a folder to write to.*project_dir"),
+        ("tensorboard", None, "log_with.: tensorboard: expected a writable folder.*project_dir"),
         (3, "logs", "names or instances of GeneralTracker, got 'int'"),
     ],
 )
@@ -203,5 +203,5 @@ def test_names_that_are_not_there(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     trackers = Trackers("tensorboard", tmp_path / "file", is_main_process=True)
-    with pytest.raises(ConfigError, match=r"init_trackers: tensorboard: expected a folder to write to, got '.*file"):
+    with pytest.raises(ConfigError, match=r"init_trackers: tensorboard: expected a writable folder, got '.*file"):
         trackers.init("run")

@@ -150,9 +150,9 @@ def test_what_this_machine_does_not_have(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "trian.py: there is no such script in" in _refusal("trian.py")
     monkeypatch.setattr(folder_module, "_file_system", lambda _: "tmpfs")
     said = _refusal(f"{FOLDER} folder train.py")
-    assert "which is a tmpfs: its files take the memory that offload is to save" in said
+    assert "which is a tmpfs: its files use the memory that offload should save" in said
     monkeypatch.setattr(folder_module.os, "access", lambda *_: False)
-    assert "expected a folder one may write to" in _refusal(f"{FOLDER} folder train.py")
+    assert "expected a writable folder" in _refusal(f"{FOLDER} folder train.py")
     monkeypatch.undo()
 
 

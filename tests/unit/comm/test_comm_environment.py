@@ -176,4 +176,4 @@ def test_the_limit_of_open_files_follows_the_number_of_ranks() -> None:
     assert limits_after(128, 1024, 4096) == ["1152", ""]
     limit, said = limits_after(1024, 1024, 4096)
     assert limit == "4096"
-    assert "1024 ranks need about 5632 open files per process, and the hard limit is 4096" in said
+    assert "1024 ranks need about 5632 open files per process, but the hard limit is 4096" in said

@@ -42,7 +42,7 @@ def test_another_device_is_refused_once_the_ranks_are_connected(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert init_process_group(device="cpu") is alone
     assert init_process_group(transports=transport_over) is alone
-    with pytest.raises(EngineStateError, match=r"device.*expected cpu, got 'cuda:0'; name it in the first call"):
+    with pytest.raises(EngineStateError, match=r"device.*expected cpu, got 'cuda:0'; pass it in the first call"):
         init_process_group(device="cuda:0")
     with pytest.raises(EngineStateError, match=r"init_process_group\(transports\)"):
         init_process_group(transports=lambda group, device, meter_source: transport_over(group, device, meter_source))

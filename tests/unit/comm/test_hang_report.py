@@ -85,7 +85,7 @@ def test_ranks_at_one_place_share_a_line() -> None:
         '  rank 500: in no collective; last finished gather #2 all_gather "z" (8 x float32, forward); '
         "main thread at t.py:9 in eval",
     ]
-    assert "What keeps rank 500 must be done by every rank" in text
+    assert "Every rank must do the work that keeps rank 500 busy" in text
 
 
 def test_a_rank_that_left_is_reported_from_one_that_failed() -> None:
@@ -119,7 +119,7 @@ def test_a_silent_rank_and_one_in_a_collective_of_another_kind_are_named() -> No
             "the end of the output of rank 1",
         ),
         (ProcessStatus("unseen", "node7"), "node7 cannot be reached, or its process is", "the network to node7 is cut"),
-        (ProcessStatus("unseen"), "its process is gone, stopped, or stuck", "is killed without a word."),
+        (ProcessStatus("unseen"), "its process is gone, stopped, or stuck", "is killed without a message."),
     ],
 )
 def test_a_rank_that_does_not_answer_is_described_as_it_is_seen(status: ProcessStatus, text: str, advice: str) -> None:
@@ -132,7 +132,7 @@ def test_a_store_that_does_not_answer_is_named() -> None:
     silence = "the rendezvous store at node0:29500 has not answered for 5 s"
     statuses = {0: ProcessStatus("unseen", "node0"), 2: ProcessStatus("running", "pid 7")}
     lines = compose(ALARM, {1: RankState(1, waiting=_call(3, "a"))}, 3, statuses, silence).splitlines()
-    assert lines[1] == "  ranks 0, 2: not heard of"
+    assert lines[1] == "  ranks 0, 2: not heard from"
     assert lines[-2] == "  The rendezvous store at node0:29500 has not answered for 5 s."
     assert "the network between the machines is cut" in lines[-1]
     stopped = compose(ALARM, {1: RankState(1)}, 2, {0: ProcessStatus("stopped", "pid 7")}, silence)

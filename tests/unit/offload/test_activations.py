@@ -325,7 +325,7 @@ def _of_one(wrap: bool = False) -> ActivationCheckpointing:
             "activation_checkpointing.wrap_blocks: expected a model with repeated blocks",
         ),
         (lambda: run_two((4, 4)), "at most number_checkpoints = 1 tensors at a time, got '2'"),
-        (lambda: run_two((4, 400)), "tensors of at most 64 bytes, as the first of this pass, got 'one of 1600'"),
+        (lambda: run_two((4, 400)), "tensors of at most 64 bytes, the size of a slot in this pass, got 'one of 1600'"),
     ],
 )
 def test_what_is_refused(act: Callable[[], Any], message: str) -> None:

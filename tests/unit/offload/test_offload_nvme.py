@@ -246,7 +246,7 @@ def test_a_file_system_without_nameless_files_or_direct_io(
     monkeypatch.setattr(file_io, "log_once", lambda level, message: said.append(message))
     tier = _tier(tmp_path)
     assert not tier.file.direct
-    assert "takes no direct I/O" in said[0]
+    assert "does not support direct I/O" in said[0]
     assert list(tmp_path.iterdir()) == []
     _store(tier, "large", 4)
     loan = tier.fetch("large").wait()
@@ -261,7 +261,7 @@ def test_a_folder_that_will_not_do(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         examine_folder(tmp_path / "missing", "nvme_path")
     with pytest.raises(ConfigError, match="which is a file"):
         examine_folder(file, "nvme_path")
-    with pytest.raises(ConfigError, match="which is a tmpfs: its files take the memory"):
+    with pytest.raises(ConfigError, match="which is a tmpfs: its files use the memory"):
         examine_folder("/dev/shm", "nvme_path")
     mounted = os.statvfs_result((4096, 4096, 9, 9, 9, 9, 9, 9, os.ST_RDONLY, 255))
     with monkeypatch.context() as patched:
@@ -269,7 +269,7 @@ def test_a_folder_that_will_not_do(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         with pytest.raises(ConfigError, match="which is on a read-only file system'; name another"):
             examine_folder(tmp_path, "nvme_path")
     monkeypatch.setattr(os, "access", lambda *_: False)
-    with pytest.raises(ConfigError, match="a folder one may write to"):
+    with pytest.raises(ConfigError, match="a writable folder"):
         examine_folder(tmp_path, "nvme_path")
     monkeypatch.undo()
     facts = examine_folder(tmp_path, "nvme_path")
@@ -280,8 +280,8 @@ def test_a_folder_that_will_not_do(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("call", "code", "message"),
     [
-        ("open", errno.EROFS, r"nvme_path: expected a folder that takes files, got .*Read-only file"),
-        ("posix_fallocate", errno.ENOSPC, r"bytes of free space for this rank.*No space left.*nothing was trained"),
+        ("open", errno.EROFS, r"nvme_path: expected a folder in which files can be created, got .*Read-only file"),
+        ("posix_fallocate", errno.ENOSPC, r"bytes of free space for this rank.*No space left.*has not started"),
     ],
 )
 def test_a_disk_that_takes_no_file(

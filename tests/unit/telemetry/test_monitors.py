@@ -93,7 +93,7 @@ def test_csv_continues_a_file_with_one_header_and_keeps_every_digit(tmp_path: Pa
 def test_csv_refuses_two_metrics_in_one_file(tmp_path: Path) -> None:
     tracker = CsvTracker("job", tmp_path)
     tracker.log({"a/b": 1.0}, 1)
-    with pytest.raises(UsageError, match="metric 'a_b': expected a name whose file is not that of 'a/b'"):
+    with pytest.raises(UsageError, match="metric 'a_b': expected a name whose file differs from that of 'a/b'"):
         tracker.log({"a_b": 1.0}, 1)
     tracker.finish()
 
@@ -171,7 +171,7 @@ def test_a_folder_of_a_packages_name_is_not_the_package(tmp_path: Path, monkeypa
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"csv_monitor\.output_path: expected a folder that can be written"):
+    with pytest.raises(ConfigError, match=r"csv_monitor\.output_path: expected a writable folder"):
         build_monitors(sections(csv_monitor={"output_path": str(tmp_path / "file")}), rank=0)
 
 

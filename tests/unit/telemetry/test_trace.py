@@ -89,7 +89,7 @@ def test_the_largest_waits_say_who_comes_last() -> None:
     gather, reduction = _two_ranks().largest_waits()
     assert (gather.rank, gather.label, gather.phase, gather.last_rank) == (0, "unshard layers.0", "forward", 1)
     assert (gather.seconds, gather.late_seconds) == pytest.approx((0.005, 0.004))
-    assert "rank 1 comes last, 4.00 ms into the longest" in str(gather)
+    assert "rank 1 arrives last, 4.00 ms into the longest wait" in str(gather)
     # Rank 1 issued the reduction before rank 0 began to wait: nothing but the transfer is left.
     assert (reduction.seconds, reduction.late_seconds) == pytest.approx((0.002, 0.0))
     assert "this is the transfer" in str(reduction)
@@ -296,7 +296,7 @@ def test_the_command_names_the_waits_and_the_files(tmp_path: Path, monkeypatch: 
         (("train.py", "0"), 2, "train for longer"),
         (("train.py", "exit"), 7, ""),
         (("-o", "train.py/in", "train.py", "6"), 2, "--out train.py/in: Not a directory"),
-        (("none.json",), 2, "none.json: expected a trace that zeroaccel wrote"),
+        (("none.json",), 2, "none.json: expected a trace written by zeroaccel"),
     ],
 )
 def test_a_script_that_cannot_be_traced(

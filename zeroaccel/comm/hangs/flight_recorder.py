@@ -1,10 +1,10 @@
-"""The flight recorder: a ring of this rank's recent collectives, and a rolling hash per kind to compare ranks by.
+"""The flight recorder: a ring of this rank's recent collectives, and a rolling hash per kind to compare ranks.
 
-`collective_tracker.py` writes it, `watchdog.py` reads it from its thread, `hang_report.py` puts its records into words.
-It knows nothing of torch.distributed and does not communicate.
+`collective_tracker.py` writes it, `watchdog.py` reads it from its thread, and `hang_report.py` prints its records. It
+does not depend on torch.distributed and does not communicate.
 
-Collectives of one kind run in one order on all ranks, so a call is named by its kind and its number there: "gather
-#412" is the same call everywhere, or the ranks have desynced.
+Collectives of one kind run in one order on all ranks, so kind and number identify a call: "gather #412" is the same
+call on every rank unless the ranks have desynced.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Kind = Literal["gather", "reduce", "control"]
 KINDS: tuple[Kind, ...] = ("gather", "reduce", "control")
 
 _MASK = (1 << 64) - 1
-_MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that no bit of the history is ever shifted out by itself
+_MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that multiplication loses no bit of the history
 
 
 class Call(NamedTuple):
-    """One collective, as ranks describe it to each other. `numel` counts the full tensor, not one rank's shard."""
+    """One collective, in the form that ranks exchange. `numel` counts the full tensor, not one rank's shard."""
 
     kind: Kind
     seq: int  # 1, 2, ... within the kind
@@ -36,7 +36,7 @@ class Call(NamedTuple):
     phase: str
 
     def same_as(self, other: Call) -> bool:
-        """Whether both describe one collective. The phase is not compared: it only informs the reader of a message."""
+        """True if both describe one collective. The phase is not compared: it is only for the reader of a message."""
         return self[:6] == other[:6]
 
     def __str__(self) -> str:
@@ -46,7 +46,7 @@ class Call(NamedTuple):
 
 
 class CollectiveRecord:
-    """A collective issued by this rank. It goes from issued to waiting (zero or more times) to done."""
+    """A collective issued by this rank. Its states are issued, waiting (zero or more times), done."""
 
     __slots__ = ("digest", "done", "dtype", "kind", "label", "numel", "op", "phase", "seq", "since")
 
@@ -58,13 +58,13 @@ class CollectiveRecord:
         self.numel = numel
         self.dtype = dtype
         self.phase = phase
-        self.digest = digest  # of everything of this kind up to and including this call
+        self.digest = digest  # of all calls of this kind up to and including this one
         self.done = False
         self.since = time.monotonic()  # of the last change: issued, began to wait, done
 
     @property
     def tag(self) -> int:
-        """A message tag that ranks share only while their histories agree: data never meets that of another call."""
+        """Message tag that ranks share only while their histories agree: data never mixes with that of another call."""
         return self.digest & 0x7FFFFFFF
 
     @property
@@ -73,22 +73,22 @@ class CollectiveRecord:
 
 
 class CollectiveListener(Protocol):
-    """What is called at every change of a record, while steps are traced; see `telemetry/timeline.py`."""
+    """Callbacks for every change of a record while steps are traced; see `telemetry/timeline.py`."""
 
     def issued(self, entry: CollectiveRecord) -> None:
-        """It is about to be posted."""
+        """Called before the collective is posted."""
 
     def wait_begins(self, entry: CollectiveRecord) -> None:
-        """This thread blocks on it."""
+        """Called when this thread blocks on the collective."""
 
     def wait_ends(self, entry: CollectiveRecord) -> None:
-        """This thread goes on."""
+        """Called when this thread continues."""
 
     def finished(self, entry: CollectiveRecord) -> None:
-        """It is complete."""
+        """Called when the collective is complete."""
 
     def own_part(self, entry: CollectiveRecord) -> AbstractContextManager[None]:
-        """Surrounds what this rank computes of what has arrived."""
+        """Surrounds this rank's processing of the received data."""
 
 
 class _History:
@@ -105,8 +105,8 @@ class FlightRecorder:
     """The ring of this rank's collectives.
 
     Lifecycle of a call: 1. `issue` when it is posted, 2. `begin_wait` when a thread blocks on it, 3. `finish` when it
-    has completed. Written by the threads that communicate, read by the watchdog's; every step is one atomic operation
-    of the interpreter, so there is no lock.
+    has completed. The threads that communicate write it, the watchdog's reads it; every step is one atomic operation of
+    the interpreter, so there is no lock.
 
     Example:
         >>> recorder = FlightRecorder()
@@ -115,12 +115,12 @@ class FlightRecorder:
         gather #1 all_gather "unshard layers.0" (4096 x bfloat16)
 
     Attributes:
-        phase: what the engine is doing ("forward", "backward", "step", "eval"), set by it, for messages only.
-        step: the step the engine is at, for messages only; -1 before the first.
-        activity: which part of a schedule this rank computes, for messages only: "forward of micro-batch 2 on stage 1".
-        probe: a collective on an accelerator and a way to ask if it has completed, or None. There the host does not
-            block in `wait`, so the watchdog follows one collective at a time by this.
-        listener: of a trace; None, and no call, while none is recorded.
+        phase: current activity of the engine ("forward", "backward", "step", "eval"), set by it, for messages only.
+        step: current step of the engine, for messages only; -1 before the first.
+        activity: current part of a schedule on this rank, for messages only: "forward of micro-batch 2 on stage 1".
+        probe: a collective on an accelerator and a function that returns True once it has completed, or None. On an
+            accelerator `wait` does not block the host, so the watchdog follows one collective at a time by its probe.
+        listener: callbacks of a trace; None while no trace is recorded.
     """
 
     def __init__(self, capacity: int = 256) -> None:
@@ -135,7 +135,7 @@ class FlightRecorder:
 
     def issue(self, kind: Kind, op: str, label: str, numel: int, dtype: str) -> CollectiveRecord:
         """Numbers a new collective and adds it to the history."""
-        # A polynomial in the calls, so that ranks compare histories of any length by one number.
+        # The digest is a polynomial in the calls, so that ranks compare histories of any length by one number.
         history = self._histories[kind]
         history.seq += 1
         history.digest = (history.digest * _MULTIPLIER + _fingerprint(op, label, numel, dtype)) & _MASK
@@ -146,7 +146,7 @@ class FlightRecorder:
         return entry
 
     def entry(self, tag: int) -> CollectiveRecord | None:
-        """The newest call with this message tag, if it is still in the ring."""
+        """Returns the newest call with this message tag, or None if it has left the ring."""
         return next((entry for entry in reversed(tuple(self._entries)) if entry.tag == tag), None)
 
     def begin_wait(self, entry: CollectiveRecord) -> None:
@@ -168,7 +168,7 @@ class FlightRecorder:
 
     @property
     def longest_wait(self) -> CollectiveRecord | None:
-        """The call that a thread of this rank has been blocked on longest."""
+        """The call that has blocked a thread of this rank longest."""
         return min(tuple(self._waits), key=lambda entry: entry.since, default=None)
 
     @property
@@ -176,21 +176,21 @@ class FlightRecorder:
         return max((e for e in tuple(self._entries) if e.done), key=lambda entry: entry.since, default=None)
 
     def issued(self) -> dict[str, int]:
-        """How many collectives of each kind this rank has issued."""
+        """Returns the number of collectives that this rank has issued, by kind."""
         return {kind: history.seq for kind, history in self._histories.items()}
 
     def recent(self, per_kind: int = 24) -> list[Call]:
-        """The newest calls of each kind, oldest first."""
+        """Returns the newest calls of each kind, oldest first."""
         calls: list[Call] = []
         for kind in KINDS:
             calls += [entry.call for entry in tuple(self._entries) if entry.kind == kind][-per_kind:]
         return calls
 
     def digest(self) -> int:
-        """The history of all kinds as a number below 2^52, exact in a float64.
+        """Returns the history of all kinds as a number below 2^52, exact in a float64.
 
-        Ranks that went through the same collectives have the same digest, so the largest and the smallest over ranks
-        differ if and only if (up to a chance of 2^-52) two ranks have desynced.
+        Ranks with the same history of collectives have the same digest. The largest and the smallest digest over ranks
+        therefore differ if and only if (up to a chance of 2^-52) two ranks have desynced.
         """
         return _mix(history.digest for history in self._histories.values()) >> 12
 
@@ -204,6 +204,6 @@ def _mix(values: Iterable[int]) -> int:
 
 @lru_cache(maxsize=1 << 16)
 def _fingerprint(op: str, label: str, numel: int, dtype: str) -> int:
-    # Not `hash`: for strings it differs from process to process.
+    # `hash` is unsuitable: for strings it differs between processes.
     text = f"{op}\0{label}\0{numel}\0{dtype}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -1,6 +1,6 @@
-"""The hang report: one message, made of the states of all ranks, that says how they desynced. No network, no threads.
+"""The hang report: one message from the states of all ranks that shows how they desynced. No network, no threads.
 
-`watchdog.py` collects the states and logs what `compose` makes of them; `agree.py` uses `first_difference` alone.
+`watchdog.py` collects the states and logs the text that `compose` returns; `agree.py` uses `first_difference` alone.
 `RankNames` names ranks in these and in other messages.
 """
 
@@ -18,19 +18,19 @@ from zeroaccel.config.parallel import AXES, ParallelConfig
 
 @dataclass(frozen=True)
 class RankState:
-    """Where one rank is in the program.
+    """The position of one rank in the program.
 
     Attributes:
-        waiting: the collective its longest-blocked thread is in, since `waited_seconds`; None when in none.
-        waiting_in: the name of the recorder that has it; empty for that of calls that all ranks issue.
-        finished: the collective it completed last.
-        issued: how many collectives it has issued, by kind.
-        issued_in_groups: the same by the name of a recorder, of calls that not all ranks issue.
+        waiting: the collective that its longest-blocked thread is in, since `waited_seconds`; None if in none.
+        waiting_in: name of the recorder of that collective; "" for the recorder of calls that all ranks issue.
+        finished: the collective that it completed last.
+        issued: number of collectives that it has issued, by kind.
+        issued_in_groups: the same numbers for calls that not all ranks issue, by the name of their recorder.
         recent: its newest calls of each kind, oldest first.
-        activity: which part of a schedule it computes: "forward of micro-batch 2 on stage 1"; empty outside of any.
-        where: "file:line in function" of its main thread; empty once it has left.
-        exit_reason: how it left the job ("finished and left", "left with ValueError: ..."), empty while it runs.
-        failed: whether it left by an exception.
+        activity: the part of a schedule that it computes: "forward of micro-batch 2 on stage 1"; "" if none.
+        where: "file:line in function" of its main thread; "" after it has left.
+        exit_reason: how it left the job ("finished and left", "left with ValueError: ..."); "" while it runs.
+        failed: True if it left with an exception.
     """
 
     rank: int
@@ -49,7 +49,7 @@ class RankState:
     failed: bool = False
 
     def has_issued(self, call: Call, group: str = "") -> bool:
-        """Whether it has issued a call of all ranks, or one of those that the recorder of this name has."""
+        """True if the rank has issued a call of all ranks, or one of the named recorder's calls."""
         issued = self.issued_in_groups.get(group, {}) if group else self.issued
         return issued.get(call.kind, 0) >= call.seq
 
@@ -67,11 +67,11 @@ class RankState:
 
 @dataclass(frozen=True)
 class Alarm:
-    """Why a rank ends the job.
+    """The reason why a rank ends the job.
 
     Attributes:
-        headline: what it saw, as the first line of the message.
-        timed_out: True if the limit had passed; False if the collective could not complete even before it did.
+        headline: first line of the message: the rank's observation.
+        timed_out: True if the limit had passed; False if the collective could not complete before that.
     """
 
     rank: int
@@ -81,7 +81,7 @@ class Alarm:
 
 @dataclass(frozen=True)
 class HangReport:
-    """The message all ranks end with."""
+    """The message with which all ranks end."""
 
     text: str
     timed_out: bool
@@ -89,10 +89,10 @@ class HangReport:
 
 @dataclass(frozen=True)
 class ProcessStatus:
-    """What the operating system shows of a rank's process.
+    """The state of a rank's process in the operating system.
 
     Attributes:
-        who: "pid 4711"; of a process that cannot be seen the name of its machine, if that is another one.
+        who: "pid 4711"; for a process that cannot be inspected, the name of its machine if that is another one.
     """
 
     state: Literal["stopped", "gone", "running", "unseen"]
@@ -102,7 +102,7 @@ class ProcessStatus:
 _UNSEEN = ProcessStatus("unseen")
 
 Names = Callable[[Iterable[int]], str]
-"""Puts ranks into words."""
+"""Names ranks in messages."""
 
 
 def compose(
@@ -113,17 +113,17 @@ def compose(
     store_silence: str = "",
     names: Names | None = None,
 ) -> str:
-    """The text of the report.
+    """Returns the text of the report.
 
     Args:
-        states: of the ranks that answered or left; the others are named as silent.
-        statuses: of the silent ranks.
-        store_silence: "the rendezvous store at ... has not answered for 4 s", if that is why ranks are not heard of.
-        names: puts ranks into words; by default `rank_list`.
+        states: states of the ranks that answered or left; all other ranks are silent.
+        statuses: process states of the silent ranks.
+        store_silence: "the rendezvous store at ... has not answered for 4 s", if that is why ranks are silent.
+        names: names ranks in messages; by default `rank_list`.
     """
     statuses, names = statuses or {}, names or rank_list
     lines = [f"{alarm.headline}."]
-    # Ranks in one and the same state share a line: on a thousand ranks there are a few lines, not a thousand.
+    # Ranks in the same state share a line: a thousand ranks need a few lines, not a thousand.
     ranks_by_line: dict[str, list[int]] = {}
     for rank in range(world_size):
         state = states.get(rank)
@@ -135,15 +135,15 @@ def compose(
     lines += [f"  {names(ranks)}: {text}" for text, ranks in ranks_by_line.items()]
     if difference := first_difference({rank: state.recent for rank, state in states.items()}, names):
         lines.append(f"  First difference: {difference}.")
-    # The last line says what to do. A stopped process explains everything else, and a silent store most of it.
+    # The last line is advice. A stopped process explains everything else, and a silent store most of it.
     silent = [rank for rank in range(world_size) if rank not in states]
     stopped = [rank for rank in silent if statuses.get(rank, _UNSEEN).state == "stopped"]
     if store_silence:
         lines.append(f"  {store_silence[0].upper()}{store_silence[1:]}.")
     if stopped:
-        advice = f"{_sentence(stopped, names)} stopped by a signal: by Ctrl-Z, a debugger, or a batch system."
+        advice = f"{_sentence(stopped, names)} stopped by a signal: Ctrl-Z, a debugger, or a batch system."
     elif store_silence:
-        advice = "The process that keeps the store is stopped or gone, or the network between the machines is cut."
+        advice = "The process that hosts the store has stopped or ended, or the network between the machines is cut."
     else:
         unreachable = [statuses[rank] for rank in silent if rank in statuses and _is_elsewhere(statuses[rank])]
         hosts = sorted({status.who for status in unreachable})
@@ -162,11 +162,11 @@ def _is_elsewhere(status: ProcessStatus) -> bool:
 
 
 def first_difference(recent: Mapping[int, Sequence[Call]], names: Names | None = None) -> str:
-    """The earliest collective of each kind that is not the same on all ranks that issued it; "" when there is none.
+    """Returns the earliest collective of each kind that differs between the ranks that issued it; "" if none does.
 
     Args:
-        recent: per rank its newest calls. Only numbers that at least two ranks still remember can be compared.
-        names: puts ranks into words; by default `rank_list`.
+        recent: newest calls of each rank. Only calls that at least two ranks still remember can be compared.
+        names: names ranks in messages; by default `rank_list`.
 
     Example:
         >>> barrier = Call("control", 1, "barrier", "save", 1, "", "")
@@ -186,7 +186,7 @@ def _first_of_kind(kind: Kind, recent: Mapping[int, Sequence[Call]], names: Name
 
 
 def _calls_by_number(kind: Kind, recent: Mapping[int, Sequence[Call]]) -> Iterator[Mapping[int, Call]]:
-    """The calls of one kind, number by number, by rank."""
+    """Yields the calls of one kind, number by number, by rank."""
     by_seq: dict[int, dict[int, Call]] = {}
     for rank, calls in recent.items():
         for call in calls:
@@ -196,17 +196,17 @@ def _calls_by_number(kind: Kind, recent: Mapping[int, Sequence[Call]]) -> Iterat
 
 
 def parted_blocks(recent: Mapping[int, Sequence[Call]], names: Names | None = None) -> str:
-    """Which block of a list some ranks left out, and what to do, where the first other gather says so; else "".
+    """Returns which block of a list some ranks skipped, with advice, if the first differing gather shows it; else "".
 
     Args:
-        recent: per rank its newest calls.
-        names: puts ranks into words; by default `rank_list`.
+        recent: newest calls of each rank.
+        names: names ranks in messages; by default `rank_list`.
 
     Example:
         >>> first = Call("gather", 7, "all_gather", "unshard layers.1", 8, "float32", "forward")
         >>> second = first._replace(label="unshard layers.2")
         >>> parted_blocks({0: [first], 1: [second]}).partition(";")[0]
-        'Rank 1 left out layers.1 in forward, which rank 0 runs'
+        'Rank 1 skipped layers.1 in forward, which rank 0 runs'
     """
     for calls in _calls_by_number("gather", recent):
         if len({call.label for call in calls.values()}) > 1:
@@ -228,22 +228,22 @@ def _left_out(calls: Mapping[int, Call], names: Names) -> str:
     phase = calls[ranks[0]].phase.partition(" ")[0]
     around = block.rpartition(".")[0].rpartition(".")[0]  # the list itself has no forward; "" names the model
     return (
-        f"{_sentence_of(others, names)} left out {block} in {phase}, which {names(ranks)} "
-        f"{'run' if len(ranks) > 1 else 'runs'}; all ranks must leave out the same blocks (LayerDrop: seed its draw "
-        f'alike), or have one unit of what runs them (zero_optimization.leaf_module.names ["{around}"]), or train at '
-        "stage 2."
+        f"{_sentence_of(others, names)} skipped {block} in {phase}, which {names(ranks)} "
+        f"{'run' if len(ranks) > 1 else 'runs'}; all ranks must skip the same blocks (LayerDrop: use one seed "
+        f'for all ranks), or the module that runs them must be one unit (zero_optimization.leaf_module.names ["{around}'
+        '"]), or train at stage 2.'
     )
 
 
 def _missed(blocks: Mapping[str, Sequence[int]], calls: Mapping[int, Call]) -> str:
-    """Which of the blocks that ranks are at was left out by the others; "" where the order does not say."""
+    """Returns the block that the other ranks skipped; "" if the order does not show it."""
     numbers = {block: int(number) for block in blocks if (number := block.rpartition(".")[2]).isdigit()}
     in_forward = [block for block, ranks in blocks.items() if calls[ranks[0]].phase.startswith("forward")]
-    if len(numbers) == 1 or len(in_forward) == 1:  # the others are behind the list, or in backward already
+    if len(numbers) == 1 or len(in_forward) == 1:  # the others are after the list, or already in backward
         return next(iter(numbers)) if len(numbers) == 1 else in_forward[0]
     if len({block.rpartition(".")[0] for block in numbers}) != 1:
         return ""
-    # Blocks run in the order of their numbers, and in backward against it: who is ahead has left one out.
+    # Blocks run in ascending order, in backward in descending order: the rank that is ahead has skipped one.
     return (min if in_forward else max)(numbers, key=lambda block: numbers[block])
 
 
@@ -263,12 +263,12 @@ def _variants(calls: Mapping[int, Call], names: Names) -> str:
 
 
 def _describe_silent(status: ProcessStatus, *, may_be_cut_off: bool) -> str:
-    """What follows "rank 3: " of a rank that has not answered, in one line."""
-    # Only a process of this machine can be told apart; of another machine's there is its name at best.
+    """Returns the text after "rank 3: " for a rank that has not answered, in one line."""
+    # The states differ only for processes of this machine; for others, at most the machine's name is known.
     if status.state in ("stopped", "gone"):
         return f"no answer; its process ({status.who}) is {status.state}"
     if may_be_cut_off:
-        return "not heard of"
+        return "not heard from"
     if status.state == "running":
         return f"no answer; its process ({status.who}) runs, but is stuck inside native code"
     if _is_elsewhere(status):
@@ -277,7 +277,7 @@ def _describe_silent(status: ProcessStatus, *, may_be_cut_off: bool) -> str:
 
 
 def _describe(state: RankState) -> str:
-    """What follows "rank 3: ", in one line."""
+    """Returns the text after "rank 3: ", in one line."""
     step = f", in step {state.step}" if state.step >= 0 else ""
     step += f", in the {state.activity}" if state.activity else ""
     if state.exit_reason:
@@ -285,7 +285,7 @@ def _describe(state: RankState) -> str:
         return f"{state.exit_reason}{step}{last}"
     where = f"; main thread at {state.where}" if state.where else ""
     if state.waiting is not None:
-        # Ranks that wait alike share a line, whichever function of the wait each is in: the call says it already.
+        # Ranks that wait for one call share a line, whichever function of the wait each is in.
         return f"waiting for {state.waiting}{step}{where.partition(', inside ')[0]}"
     last = f"last finished {state.finished}" if state.finished else "none finished yet"
     return f"in no collective{step}; {last}{where}"
@@ -294,32 +294,32 @@ def _describe(state: RankState) -> str:
 def _advice(
     states: Iterable[RankState], silent: Sequence[int], difference: str, hosts: Sequence[str], names: Names
 ) -> str:
-    """The likeliest cause first: ranks that ran different programs, an exception, a killed process, and so on."""
+    """Returns advice, with the likeliest cause first: different programs, an exception, a killed process, and so on."""
     states = list(states)
     exited = [state.rank for state in states if state.exit_reason]
     outside = [state.rank for state in states if not state.exit_reason and state.waiting is None]
     if difference:
-        return "Every rank has to go through the same modules, with the same shapes, in the same order."
+        return "Every rank must run the same modules, with the same shapes, in the same order."
     if failed := [state.rank for state in states if state.failed]:
         return f"The cause is the exception on {names(failed)}."
     if silent:
-        look = f"Look at the end of the output of {names(silent)}; a process out of memory is killed without a word"
+        look = f"Look at the end of the output of {names(silent)}; a process out of memory is killed without a message"
         return f"{look}. Or the network to {', '.join(hosts)} is cut." if hosts else f"{look}."
     if exited:
         return f"Give every rank the same number of steps; {names(exited)} had fewer."
     if outside:
         return (
-            f"What keeps {names(outside)} must be done by every rank, or take less than the limit "
+            f"Every rank must do the work that keeps {names(outside)} busy, or it must take less than the limit "
             "(ZEROACCEL_COLLECTIVE_TIMEOUT, in seconds)."
         )
     return (
-        "The ranks went different ways: look for a branch that some of them did not take, and for a save, an "
+        "The ranks took different paths: look for a branch that some of them did not take, and for a save, an "
         "evaluation or a step under `if rank == 0`."
     )
 
 
 def rank_list(ranks: Iterable[int]) -> str:
-    """The ranks in words, runs of them as spans.
+    """Returns the ranks as text, with consecutive ones as spans.
 
     Example:
         >>> rank_list([3]), rank_list([0, 1, 2, 9])
@@ -337,9 +337,9 @@ def rank_list(ranks: Iterable[int]) -> str:
 
 
 class RankNames:
-    """Puts ranks into words. Without a mesh, or on one of `dp_shard` alone, they have their numbers only.
+    """Names ranks with mesh coordinates. Without a mesh, or with `dp_shard` as the only axis, it gives numbers only.
 
-    The mesh is that of the newest engine, until it is destroyed, among those whose mesh has other axes than `dp_shard`.
+    It uses the mesh of the newest existing engine whose mesh has axes other than `dp_shard`.
 
     Example:
         >>> names = RankNames()
@@ -358,22 +358,22 @@ class RankNames:
 
     @property
     def mesh(self) -> ParallelConfig | None:
-        """By which ranks are named."""
+        """The mesh by which ranks are named, or None."""
         return self._used[-1] if self._used else None
 
     def use(self, mesh: ParallelConfig) -> None:
-        """Names ranks by a resolved mesh from now on, if it has other axes than `dp_shard`."""
+        """Starts to name ranks by a resolved mesh, if it has axes other than `dp_shard`."""
         if any(getattr(mesh, axis) > 1 for axis in AXES if axis != "dp_shard"):
             self._used.append(mesh)
 
     def forget(self, mesh: ParallelConfig) -> None:
-        """Ends one `use`: the engine is destroyed, or could not be made."""
+        """Ends one `use`: the engine is destroyed, or its set-up failed."""
         if mesh in self._used:
             self._used.remove(mesh)
 
     @contextmanager
     def unless_raised(self) -> Iterator[None]:
-        """Ends each `use` within the block if that raises."""
+        """Ends each `use` within the block if the block raises."""
         before = list(self._used)
         try:
             yield
@@ -382,13 +382,13 @@ class RankNames:
             raise
 
     def __call__(self, ranks: Iterable[int]) -> str:
-        """The ranks, with the coordinates that all of them have."""
+        """Names the ranks, with the coordinates that all of them have."""
         ranks = list(ranks)
         mesh = self.mesh
         if mesh is None or not ranks:
             return rank_list(ranks)
         places = [mesh.coordinates(rank) for rank in ranks]
-        # An axis of one rank says nothing, and one along which these ranks differ is said by their numbers.
+        # An axis of size 1 is omitted, and so is one along which these ranks differ: their numbers show it.
         shared = [
             f"{axis} {places[0][axis]}"
             for axis in AXES

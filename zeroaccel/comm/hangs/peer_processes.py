@@ -1,7 +1,7 @@
-"""The processes of the other ranks as the operating system shows them: whether a silent rank is stopped, gone or stuck.
+"""Inspects the processes of the other ranks through the operating system: is a silent rank stopped, gone or stuck?
 
-Only those on this machine can be seen. `topology.py` makes it from what the ranks exchange at the start, and
-`watchdog.py` asks it once a rank does not answer. It does not communicate.
+Only processes on this machine are visible. `topology.py` makes it from data that the ranks exchange at the start, and
+`watchdog.py` queries it when a rank does not answer. It does not communicate.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class PeerProcess(NamedTuple):
-    """Which process a rank is.
+    """Identifies the process of a rank.
 
     Attributes:
-        host: the machine's name, for messages.
-        machine: the same for two processes if and only if one can see the other by its pid; "" where that is unknown.
+        host: name of the machine, for messages.
+        machine: equal for two processes if and only if each can see the other by its pid; "" if that is unknown.
     """
 
     host: str
@@ -35,22 +35,22 @@ class PeerProcess(NamedTuple):
 
 
 def own_process() -> PeerProcess:
-    """This process, as its peers are to know it."""
+    """Returns the identity of this process, for its peers."""
     machine = ""
-    with suppress(OSError):  # there is no /proc but on Linux
-        # Containers of one machine see each other only where they share these; a network of their own is another host.
+    with suppress(OSError):  # /proc exists only on Linux
+        # Containers on one machine see each other only if they share these namespaces.
         spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net")]
         machine = " ".join([_BOOT_ID.read_text().strip(), *spaces])
     return PeerProcess(socket.gethostname(), machine, os.getpid())
 
 
 class PeerProcesses:
-    """The other ranks' processes.
+    """The processes of the other ranks.
 
     Args:
-        rank: this one.
-        processes: of all ranks, alive now: psutil remembers their start, so that a pid used again is noticed.
-        signals: whether `wake_and_end` does anything; False where a launcher does that.
+        rank: this rank.
+        processes: of all ranks, running now: psutil stores their start times, so that it detects a reused pid.
+        signals: True if `wake_and_end` may send signals; False if the launcher wakes stopped ranks.
     """
 
     def __init__(self, rank: int, processes: Mapping[int, PeerProcess], *, signals: bool) -> None:
@@ -64,7 +64,7 @@ class PeerProcesses:
                     self._processes[other] = psutil.Process(process.pid)
 
     def status(self, rank: int) -> ProcessStatus:
-        """What the operating system shows of a rank."""
+        """Returns the state of a rank's process."""
         process = self._processes.get(rank)
         if process is None:
             return ProcessStatus("unseen", self._hosts.get(rank, ""))
@@ -82,18 +82,18 @@ class PeerProcesses:
         return ProcessStatus("gone" if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) else "running", who)
 
     def cannot_answer(self, rank: int) -> bool:
-        """Whether a rank is stopped or gone, so that waiting for its answer is in vain."""
+        """True if a rank is stopped or gone, so that it cannot answer."""
         return self.status(rank).state in ("stopped", "gone")
 
     def any_stopped(self) -> bool:
-        """Whether `wake_and_end` has something to do."""
+        """True if `wake_and_end` would end a rank."""
         return self._signals and any(self.status(rank).state == "stopped" for rank in self._processes)
 
     def wake_and_end(self) -> bool:
-        """Ends the ranks of this machine that are stopped, and returns whether there were any.
+        """Ends the ranks of this machine that are stopped; returns True if there were any.
 
-        SIGTERM and SIGCONT, without which a stopped process handles no signal but SIGKILL. A rank that handles SIGTERM
-        in its own way is awake then, and its own watchdog ends it.
+        Sends SIGTERM and SIGCONT; without the latter a stopped process handles no signal except SIGKILL. If a rank
+        handles SIGTERM itself, it is awake afterwards, and its own watchdog ends it.
         """
         stopped = [rank for rank in self._processes if self._signals and self.status(rank).state == "stopped"]
         for rank in stopped:

@@ -1,8 +1,9 @@
 """The watchdog: a thread per rank that detects hangs, agrees with the other ranks on one report, and ends the process.
 
-See the package's docstring for its states and for how a hang ends. It reads the `FlightRecorder`, speaks through the
-`SideChannel` and looks at silent ranks through `PeerProcesses`; `topology.py` makes it. Below it in this file: the exit
-notice, which tells the other ranks' watchdogs when this process ends, and the line of user code a rank is at.
+The package's docstring describes its states and how a hang ends. It reads the `FlightRecorder`, communicates through
+the `SideChannel` and inspects silent ranks through `PeerProcesses`; `topology.py` makes it. This file also contains the
+exit notice, which informs the other ranks' watchdogs of the end of this process, and the lookup of the line of user
+code that a rank executes.
 """
 
 from __future__ import annotations
@@ -41,39 +42,39 @@ from zeroaccel.ops.device_threads import CPU, start_thread
 
 _POLL_SECONDS = 1.0
 _ALARM_POLL_SECONDS = 0.1  # between polls while there is an alarm
-_STALL_SECONDS = 5.0  # a wait this long is worth comparing histories
-_COLLECT_SECONDS = 3.0  # for the ranks' states to come in
-_STEADY_SECONDS = 0.2  # a wait this long is where its rank stays
-_SETTLE_SECONDS = 1.0  # for a rank to get there: it may be alarmed between two collectives
-_SUCCESSION_SECONDS = 2.0  # after which another rank than the lowest may write the report
+_STALL_SECONDS = 5.0  # wait after which ranks compare histories
+_COLLECT_SECONDS = 3.0  # time for the ranks' states to arrive
+_STEADY_SECONDS = 0.2  # wait after which a rank counts as settled
+_SETTLE_SECONDS = 1.0  # time for a rank to settle; an alarm may find it between two collectives
+_SUCCESSION_SECONDS = 2.0  # after which a rank other than the lowest may write the report
 _REPORT_SECONDS = _SUCCESSION_SECONDS + 2 * _COLLECT_SECONDS  # after which each rank reports alone
-_RAISE_SECONDS = 5.0  # for an interrupted thread to raise; then the process is ended
-_EXIT_SECONDS = 6.0  # for the process to end by itself; then it is ended
-_PEERS_LOOK_SECONDS = 1.5  # for the other ranks to notice what this one has noticed
-_DRAIN_SECONDS = 2.5  # the rank that hosts the store waits this long for its peers to be done with it
+_RAISE_SECONDS = 5.0  # time for an interrupted thread to raise; then the watchdog ends the process
+_EXIT_SECONDS = 6.0  # time for the process to end by itself; then the watchdog ends it
+_PEERS_LOOK_SECONDS = 1.5  # time for the other ranks to notice a stopped rank themselves
+_DRAIN_SECONDS = 2.5  # time that the rank that hosts the store gives its peers to release it
 
 
 class WatchdogState(enum.Enum):
-    """What a watchdog is doing. Only its own thread moves it."""
+    """States of a watchdog. Only its own thread changes them."""
 
     WATCHING = "watching"
     """Polls the store and this rank's collectives."""
     LEAVING = "leaving"
-    """This process ends or has destroyed its groups: the exit notice is out, or about to be."""
+    """This process ends or has destroyed its groups: the exit notice is published, or about to be."""
     ALARMED = "alarmed"
-    """There is an alarm; the ranks' states are being collected into a report."""
+    """There is an alarm; the watchdogs collect the ranks' states into a report."""
     REPORTED = "reported"
-    """`Watchdog.error` is set: blocked threads are interrupted, and peers may still read the report."""
+    """`Watchdog.error` is set: the watchdog interrupts blocked threads, and peers may still read the report."""
     ENDING = "ending"
-    """The process is ended unless it ends by itself."""
+    """The watchdog ends the process unless it ends by itself."""
     CLOSED = "closed"
-    """Nothing is left to watch for."""
+    """There is nothing left to watch."""
 
 
 _TRANSITIONS = {
     WatchdogState.WATCHING: {WatchdogState.LEAVING, WatchdogState.ALARMED},
     WatchdogState.LEAVING: {WatchdogState.ALARMED, WatchdogState.CLOSED},
-    # Back to where it came from: the store fell silent while the report was on its way.
+    # Back to the previous state if the store falls silent before the report is available.
     WatchdogState.ALARMED: {WatchdogState.REPORTED, WatchdogState.WATCHING, WatchdogState.LEAVING},
     WatchdogState.REPORTED: {WatchdogState.ENDING},
     WatchdogState.ENDING: set(),
@@ -82,7 +83,7 @@ _TRANSITIONS = {
 
 
 def check_transition(old: WatchdogState, new: WatchdogState) -> None:
-    """Raises AssertionError for a move that the diagram of the package does not have."""
+    """Raises AssertionError for a transition that is not in the package's diagram."""
     assert new in _TRANSITIONS[old], f"a watchdog that is {old.value} cannot become {new.value}"
 
 
@@ -98,19 +99,19 @@ class _Followed:
 
 
 class Watchdog:
-    """One per topology; its thread starts at once and ends with `leave`.
+    """One per topology; its thread starts immediately and ends with `leave`.
 
     Args:
-        flight_recorder: of this rank's collectives.
+        flight_recorder: recorder of this rank's collectives.
         channel: this rank's end of the side channel.
         peers: the other ranks' processes.
-        limit: seconds a collective may wait; `math.inf` for no limit.
-        interrupt: makes every thread that waits in a collective raise, and lets no later one complete.
-        names: puts ranks into words.
+        limit: seconds that a collective may wait; `math.inf` for no limit.
+        interrupt: makes every thread that waits in a collective raise, and prevents later ones from completing.
+        names: names ranks in messages.
 
     Attributes:
-        error: what every collective of this rank raises from now on, or None before there is a report.
-        error_logged: whether the message of `error` has been logged, so that a traceback would only repeat it.
+        error: the error that every later collective of this rank raises; None before there is a report.
+        error_logged: True if the message of `error` has been logged, so that a traceback would only repeat it.
     """
 
     exit_code: ClassVar[int] = CollectiveError.exit_code
@@ -140,9 +141,9 @@ class Watchdog:
         # Set by other threads, read by the watchdog's.
         self._backend_failure: Alarm | None = None  # from a thread of this rank whose connection broke
         self._exit_notice: RankState | None = None
-        self._wake = threading.Event()  # there is a backend failure or an exit notice
+        self._wake = threading.Event()  # set on a backend failure or an exit notice
         self._has_raised = threading.Event()
-        # Set by the watchdog's thread, awaited by others.
+        # Set by the watchdog's thread; other threads wait for them.
         self._has_report = threading.Event()
         self._may_exit = threading.Event()
         # The rest belongs to the watchdog's thread.
@@ -150,7 +151,7 @@ class Watchdog:
         self._num_events = 0
         self._exited: dict[int, RankState] = {}
         self._compared: dict[str, CollectiveRecord] = {}  # by the name of the recorder
-        self._num_store_users = channel.world_size  # the ranks that will release the store
+        self._num_store_users = channel.world_size  # number of ranks that will release the store
         self._released_at = 0.0
         self._store_owner_left_at = 0.0
         self._interruption: threading.Thread | None = None
@@ -167,28 +168,28 @@ class Watchdog:
         alike: bool = False,
         in_turn: bool = False,
     ) -> None:
-        """Looks at another recorder too, of calls that only some ranks issue.
+        """Also watches a recorder of calls that only some ranks issue.
 
         Args:
-            name: the same on the ranks that issue them.
-            needs: ranks that none of its calls can complete without.
-            alike: these ranks issue the same calls, so that their histories are compared, and one that has issued a
-                call before it left does not hold it up.
-            in_turn: alike, and a rank that waits for one of these calls does nothing else, so that two ranks where each
-                waits for a call that the other has not issued wait for ever.
+            name: name of the recorder, the same on the ranks that issue the calls.
+            needs: ranks that every one of its calls needs to complete.
+            `alike`: True if these ranks issue the same calls. Their histories are then compared, and a rank that left
+                after it issued a call does not block that call.
+            in_turn: requires `alike`, and a rank that waits for one of these calls does nothing else. Two ranks that
+                each wait for a call that the other has not issued are therefore deadlocked.
         """
         self._followed.append(_Followed(name, flight_recorder, needs, alike, in_turn))
 
     def failure(self) -> CollectiveError:
-        """The error to raise for a collective that is called after the report."""
+        """Returns the error to raise for a collective that is called after the report."""
         assert self.error is not None, "no failure has been reported"
         self._has_raised.set()
         return self.error
 
     def explain(self, entry: CollectiveRecord, cause: Exception) -> CollectiveError:
-        """What to raise for a collective that the backend has given up: the hang report, not the socket's words.
+        """Returns the error to raise for a collective that the backend has given up: the hang report.
 
-        Blocks until the report is there, at most a few seconds.
+        Blocks until the report is available, at most a few seconds.
         """
         headline = f"{self._own_name} failed in {entry.call}: {_reason(cause)}"
         if self._exit_notice is None:
@@ -201,11 +202,11 @@ class Watchdog:
     def leave(self, reason: str, *, failed: bool = False) -> None:
         """Publishes the exit notice of this rank and ends the thread. Only the first call counts.
 
-        The rank that hosts the store stays until its peers have released it, but at most 2.5 seconds, or until a
-        report that is under way is out.
+        The rank that hosts the store stays until its peers have released it, at most 2.5 seconds, or until a pending
+        report has been published.
 
         Args:
-            reason: what follows the rank's name: "finished and left", "left with ValueError: ...".
+            reason: text that follows the rank's name: "finished and left", "left with ValueError: ...".
         """
         if self._exit_notice is None:
             self._exit_notice = self._rank_state(exit_reason=reason, failed=failed)
@@ -216,7 +217,7 @@ class Watchdog:
 
     @property
     def left_in_order(self) -> bool:
-        """Whether this rank has ended without a failure, and waits for nothing."""
+        """True if this rank has ended without a failure and waits for nothing."""
         notice = self._exit_notice
         is_waiting = self._flight_recorder.longest_wait is not None
         return notice is not None and not notice.failed and self.error is None and not is_waiting
@@ -224,7 +225,7 @@ class Watchdog:
     # --- the watchdog's own thread
 
     def _watch(self) -> None:
-        """The body of the thread."""
+        """Runs in the watchdog's thread."""
         try:
             while self._state not in (WatchdogState.REPORTED, WatchdogState.CLOSED):
                 self._wake.wait(_POLL_SECONDS if self._exit_notice is None else _ALARM_POLL_SECONDS)
@@ -244,13 +245,13 @@ class Watchdog:
         self._state = new
 
     def _poll(self) -> None:
-        """Looks once at everything there is to look at."""
+        """Checks the store and this rank's collectives once."""
         if self._channel is None:
             return self._poll_without_store()
         try:
             self._poll_store(self._channel)
         except ChannelSilent as silence:
-            # A store that is only slow must not end the job: this rank reports only what it sees by itself, and asks
+            # A store that is only slow must not end the job: this rank reports only its own observations, and queries
             # the store again at the next poll.
             self._abandon_report()
             self._poll_without_store(str(silence))
@@ -261,7 +262,7 @@ class Watchdog:
     def _poll_store(self, channel: SideChannel) -> None:
         if self._state is WatchdogState.LEAVING:
             if not self._released_at:
-                assert self._exit_notice is not None, "a rank leaves by its exit notice"
+                assert self._exit_notice is not None, "a leaving rank has an exit notice"
                 channel.publish_exit(self._exit_notice)
                 self._release_store(channel)
             if not channel.owns_store:
@@ -276,12 +277,12 @@ class Watchdog:
             self._channel = None
 
     def _poll_without_store(self, store_silence: str = "") -> None:
-        """What this rank can notice when the store is gone, or silent for the reason given."""
+        """Checks this rank alone, because the store is gone or, for the given reason, silent."""
         if alarm := self._overdue() or self._backend_failure:
             self._move(WatchdogState.ALARMED)
             self._adopt(self._report_alone(alarm, store_silence), logged=False)
         elif self._state is WatchdogState.LEAVING and not store_silence:
-            # With a store that is only slow the exit notice gets through yet, in the time that `leave` allows.
+            # If the store is only slow, the exit notice still gets through within the time that `leave` allows.
             self._move(WatchdogState.CLOSED)
 
     def _abandon_report(self) -> None:
@@ -291,7 +292,7 @@ class Watchdog:
     # --- detection
 
     def _poll_events(self, channel: SideChannel) -> Alarm | None:
-        """The alarm, if another rank has raised one since the last poll. Notes exit notices on the way."""
+        """Returns the alarm if another rank has raised one since the last poll. Records exit notices on the way."""
         num_events = channel.events()
         if num_events == self._num_events:
             return None
@@ -300,7 +301,7 @@ class Watchdog:
         return channel.alarm()
 
     def _raise_alarm(self, channel: SideChannel) -> Alarm | None:
-        """Raises this rank's own alarm if there is cause. Another rank's may have come first, and is returned then."""
+        """Raises this rank's own alarm if there is cause. Returns the first alarm, which may be another rank's."""
         if alarm := self._overdue() or self._is_doomed(channel) or self._backend_failure:
             channel.raise_alarm(alarm)
             return channel.alarm()
@@ -311,17 +312,17 @@ class Watchdog:
             self._exited[state.rank] = state
 
     def _longest_pending(self, recorder: FlightRecorder | None = None) -> CollectiveRecord | None:
-        """The collective that has blocked this rank longest; by default of those that all ranks issue."""
+        """Returns the collective that has blocked this rank longest; by default among those that all ranks issue."""
         recorder = recorder or self._flight_recorder
         if entry := recorder.longest_wait:
             return entry
-        # On an accelerator `wait` does not block the host; there one collective at a time is followed by a probe.
+        # On an accelerator `wait` does not block the host; a probe follows one collective at a time.
         if (probe := recorder.probe) is None:
             return None
         entry, has_completed = probe
         try:
             is_pending = not has_completed()
-        except RuntimeError:  # the accelerator has failed, and the thread that uses it raises that
+        except RuntimeError:  # the accelerator has failed; the thread that uses it raises the error
             is_pending = False
         if is_pending:
             return entry
@@ -329,17 +330,17 @@ class Watchdog:
         return None
 
     def _longest_of_any(self) -> CollectiveRecord | None:
-        """What blocks this rank: a collective of all ranks if there is one, else of the recorders that are followed."""
+        """Returns the collective that blocks this rank: one of all ranks if any, else one of a followed recorder."""
         return self._blocked_in()[1]
 
     def _blocked_in(self) -> tuple[str, CollectiveRecord | None]:
-        """The same, after the name of the recorder."""
+        """Returns the name of the recorder and the collective that blocks this rank."""
         recorders = ("", self._flight_recorder), *((each.name, each.recorder) for each in self._followed)
         waits = ((name, entry) for name, recorder in recorders if (entry := self._longest_pending(recorder)))
         return next(waits, ("", None))
 
     def _overdue(self) -> Alarm | None:
-        """A collective that has waited longer than the limit."""
+        """Returns an alarm if a collective has waited longer than the limit."""
         if (entry := self._longest_of_any()) is None:
             return None
         waited = time.monotonic() - entry.since
@@ -349,7 +350,7 @@ class Watchdog:
         return Alarm(self._rank, headline, timed_out=True)
 
     def _is_doomed(self, channel: SideChannel) -> Alarm | None:
-        """A collective that can never complete, noticed before the limit has passed."""
+        """Returns an alarm if a collective can never complete, before the limit has passed."""
         if (entry := self._longest_pending()) is None:
             return self._is_deserted() or self._has_parted(channel)
         call = entry.call
@@ -361,11 +362,11 @@ class Watchdog:
         return self._desynced(channel, entry) or self._deadlocked(channel, entry) or self._crossed(channel, entry)
 
     def _is_long(self, entry: CollectiveRecord) -> bool:
-        """Whether a wait is long for a collective: comparing histories takes a few round trips."""
+        """True if a wait is long enough to compare histories, which takes a few round trips."""
         return time.monotonic() - entry.since > min(_STALL_SECONDS, self.limit / 2)
 
     def _is_deserted(self) -> Alarm | None:
-        """A wait of a recorder that is followed, for ranks that have left."""
+        """Returns an alarm if a call of a followed recorder waits for ranks that have left."""
         for followed in self._followed:
             gone = followed.needs & self._exited.keys()
             if not gone or (entry := self._longest_pending(followed.recorder)) is None:
@@ -379,7 +380,7 @@ class Watchdog:
         return None
 
     def _has_parted(self, channel: SideChannel) -> Alarm | None:
-        """A wait of a recorder that is followed, for ranks that have gone another way."""
+        """Returns an alarm if a call of a followed recorder waits for ranks that issued other calls."""
         for followed in self._followed:
             entry = self._longest_pending(followed.recorder) if followed.alike else None
             if entry is None or not self._is_long(entry):
@@ -391,29 +392,27 @@ class Watchdog:
         return None
 
     def _desynced(self, channel: SideChannel, entry: CollectiveRecord, group: str = "") -> Alarm | None:
-        """Whether a rank has stalled at the same number, but not at the same call or not by the same history."""
+        """Returns an alarm if another rank stalled at the same number, but in another call or with another history."""
         if entry is self._compared.get(group):
             return None
         self._compared[group] = entry
         if self._rank == 0 or any(followed.in_turn for followed in self._followed):
             state = self._rank_state()
-            # Only if the wait lasted while the state was taken is the state one of a single moment.
+            # The state belongs to a single moment only if the wait lasted while it was taken.
             if self._blocked_in() == (group, entry):
                 channel.publish_stall(state)
         other, is_same = channel.compare_history(entry, group)
         if is_same:
             return None
-        headline = (
-            f"{self._names((other, self._rank))} have gone through different collectives by {entry.kind} #{entry.seq}"
-        )
+        headline = f"{self._names((other, self._rank))} have issued different collectives by {entry.kind} #{entry.seq}"
         return Alarm(self._rank, headline, timed_out=False)
 
     def _deadlocked(self, channel: SideChannel, entry: CollectiveRecord) -> Alarm | None:
-        """Whether this rank and rank 0 are blocked, each in a call that the other has not issued.
+        """Returns an alarm if this rank and rank 0 are each blocked in a call that the other has not issued.
 
-        The state of rank 0 may be old, but if so it has completed that call, for which every rank must have issued it;
-        only a broadcast can be over on the first rank and still to come on the last. To compare with rank 0 is enough:
-        of two ranks that have desynced, one has desynced from rank 0.
+        The state of rank 0 may be outdated. In that case rank 0 has completed that call, which every rank must have
+        issued; only a broadcast can be over on the first rank before the last one issues it. Comparing with rank 0 is
+        enough: of two ranks that have desynced, one has desynced from rank 0.
         """
         if self._rank == 0 or self._flight_recorder.longest_wait is not entry:
             return None
@@ -427,10 +426,11 @@ class Watchdog:
         return Alarm(self._rank, headline, timed_out=False)
 
     def _crossed(self, channel: SideChannel, entry: CollectiveRecord, group: str = "") -> Alarm | None:
-        """Whether this rank and another with which it takes turns are blocked, each in a call the other has not issued.
+        """Returns an alarm if this rank and an `in_turn` peer each wait for a call that the other has not issued.
 
-        One of the calls is of a recorder that is `in_turn`, which both take part in. The other may be of the same, or a
-        control call of all ranks. Either needs both ranks, so that neither has gone on since its state was taken.
+        One of the calls belongs to an `in_turn` recorder that both ranks share. The other one may belong to the same
+        recorder, or be a control call of all ranks. Each needs both ranks, so neither rank has moved since its state
+        was taken.
         """
         own = entry.call
         if not group and not _needs_all(own):
@@ -465,8 +465,8 @@ class Watchdog:
             waited = time.monotonic() - start
             if waited > _REPORT_SECONDS:
                 return self._adopt(self._report_alone(alarm), logged=False)
-            # The lowest rank that can answer writes the report. If it turns out not to (stuck in native code), any
-            # other may, and the store lets one of them.
+            # The lowest rank that can answer writes the report. If it does not (stuck in native code), any other rank
+            # may, and the store admits one of them.
             if may_claim and (self._is_lowest_able() or waited > _SUCCESSION_SECONDS):
                 may_claim = False
                 if channel.claim_report():
@@ -478,10 +478,10 @@ class Watchdog:
         self._adopt(report, logged=True)
 
     def _settled_state(self, alarm: Alarm) -> RankState:
-        """Where this rank is once it has stopped moving, as far as that comes soon.
+        """Returns this rank's state after it has stopped moving, or after a short time.
 
-        Another rank may raise an alarm while this one still runs towards the collective that it will wait for. What it
-        does on the way is no part of the hang.
+        Another rank may raise an alarm while this one still runs towards the collective in which it will wait. Its
+        position on the way would not explain the hang.
         """
         deadline = time.monotonic() + (_SETTLE_SECONDS if alarm.rank != self._rank else 0.0)
         while self._exit_notice is None and time.monotonic() < deadline:
@@ -495,12 +495,12 @@ class Watchdog:
         return all(self._peers.cannot_answer(rank) for rank in range(self._rank))
 
     def _write_report(self, channel: SideChannel, alarm: Alarm) -> HangReport:
-        """Collects the ranks' states, as many as come in, and logs the report."""
+        """Collects the states of the ranks that answer in time, and logs the report."""
         deadline = time.monotonic() + _COLLECT_SECONDS
         states: dict[int, RankState] = {}
         missing = list(range(self._world_size))
         while missing and time.monotonic() < deadline:
-            # Ranks that are stopped or gone are not waited for: with all others in, the report is out at once.
+            # The report does not wait for ranks that are stopped or gone.
             missing = [rank for rank in missing if not self._peers.cannot_answer(rank)]
             self._note_exits(channel)
             states |= self._exited
@@ -515,7 +515,7 @@ class Watchdog:
         return HangReport(text, alarm.timed_out)
 
     def _report_alone(self, alarm: Alarm, store_silence: str = "") -> HangReport:
-        """What this rank can say without the others."""
+        """Returns a report without the states of other running ranks."""
         states = self._exited | {self._rank: self._exit_notice or self._rank_state()}
         text = compose(alarm, states, self._world_size, self._silent_statuses(states), store_silence, self._names)
         return HangReport(text, alarm.timed_out)
@@ -524,12 +524,12 @@ class Watchdog:
         return {rank: self._peers.status(rank) for rank in range(self._world_size) if rank not in answered}
 
     def _adopt(self, report: HangReport, *, logged: bool) -> None:
-        """Makes the report what every collective raises, and interrupts the threads that are blocked in one."""
+        """Makes every collective raise the report, and interrupts the threads that are blocked in one."""
         self.error_logged = logged
         self.error = CollectiveTimeoutError(report.text) if report.timed_out else CollectiveError(report.text)
         self._move(WatchdogState.REPORTED)
         self._has_report.set()
-        # In a thread of its own: aborting an accelerator's communicator may block, and the end must come all the same.
+        # In a separate thread: aborting an accelerator's communicator may block, and the process must end anyway.
         self._interruption = start_thread(self._interrupt, "zeroaccel-interrupt", self._device, daemon=True)
 
     # --- the end of the process
@@ -548,18 +548,18 @@ class Watchdog:
         os._exit(self.exit_code)
 
     def _end_stopped_ranks(self) -> None:
-        """The last thing before this process ends.
+        """Wakes and ends stopped ranks of this machine, as the last action before this process ends.
 
-        Not earlier: a launcher that sees one rank end ends the others, whose `finally` blocks may still be running. And
-        not before the others have seen for themselves who is stopped, where they cannot read it in the report.
+        Not earlier: a launcher that sees one rank end terminates the others, whose `finally` blocks may still be
+        running. If each rank reports alone, the others first need time to see which rank is stopped.
         """
         if not self._peers.any_stopped():
             return
         if not self.error_logged:
             time.sleep(_PEERS_LOOK_SECONDS)
         if self._peers.wake_and_end() and self._channel is not None:
-            # The store may have been in one of them, and now closes its connections. An interpreter that ends while
-            # a thread of it is about to return from the store ends with an abort.
+            # One of them may have hosted the store, which now closes its connections. An interpreter that ends while
+            # one of its threads is about to return from the store aborts.
             self._channel.await_answer(_PEERS_LOOK_SECONDS)
 
     # --- the store must outlive the ranks that still need it
@@ -570,14 +570,14 @@ class Watchdog:
             channel.release_store()
 
     def _is_drained(self, channel: SideChannel) -> bool:
-        """Whether the process of the store may end: its peers have released the store, or had time enough to."""
+        """True if the process of the store may end: its peers have released the store, or their time is up."""
         waited = time.monotonic() - self._released_at
         return waited > _DRAIN_SECONDS or channel.num_released() >= self._num_store_users
 
     def _store_owner_has_left(self, channel: SideChannel) -> bool:
-        """Whether the rank that hosts the store has published its exit, and has done so long enough ago.
+        """True if the rank that hosts the store published its exit long enough ago.
 
-        For one more poll the store is still needed: this rank may be about to wait for the one that has left.
+        The store is still needed for one more poll: this rank may be about to wait for the one that has left.
         """
         if channel.store_owner not in self._exited:
             return False
@@ -588,7 +588,7 @@ class Watchdog:
         """Waits until the interruption is over and, if this rank hosts the store, the others have read the report."""
         channel = self._channel
         if self._interruption is not None:
-            # An interpreter that ends while a thread is inside the backend ends with an abort.
+            # An interpreter that ends while a thread is inside the backend aborts.
             self._interruption.join(_DRAIN_SECONDS)
         try:
             while channel is not None and channel.owns_store and not self._is_drained(channel):
@@ -626,27 +626,27 @@ class Watchdog:
 
 
 def _needs_all(call: Call) -> bool:
-    """Whether no rank can be done with a call of all ranks before every one has issued it."""
+    """True if no rank can complete a call of all ranks before every rank has issued it."""
     return call.kind == "control" and not call.op.startswith("broadcast")
 
 
 def _reason(cause: Exception) -> str:
-    """What a backend says, without its source line and its guesses: "Connection closed by peer [10.0.0.2]:5021"."""
+    """Returns a backend's message without source line and advice: "Connection closed by peer [10.0.0.2]:5021"."""
     first_line = next(iter(str(cause).splitlines()), type(cause).__name__)
     return re.sub(r"^\[\S+\] ", "", first_line).partition(". ")[0]
 
 
-# --- the exit notice: the end of this process, published to the ranks that may be waiting for it
+# --- the exit notice: publishes the end of this process to the ranks that may be waiting for it
 
 _FINALIZER_PRIORITY = 100  # before the finalizers that wait for child processes
 
 
 class _ExitNotice:
-    """Publishes an ordinary end and an uncaught exception alike, through every watchdog of the process.
+    """Publishes an ordinary end or an uncaught exception through every watchdog of the process.
 
-    After a hang report, which has been logged once for all ranks, the process ends quietly and with the report's exit
-    code: one hang, one message. A process that is killed publishes nothing; its peers learn of it from the closed
-    connection. Patches `sys.excepthook`, once, and leaves it so until the end.
+    A hang report is logged once for all ranks, so the process then ends silently with the report's exit code. A process
+    that is killed publishes nothing; its peers notice the closed connection. Patches `sys.excepthook` once, until the
+    process ends.
     """
 
     def __init__(self, then: Callable[[], None]) -> None:
@@ -655,21 +655,21 @@ class _ExitNotice:
         self._pid = os.getpid()
         self._previous_hook = sys.excepthook
         sys.excepthook = self._on_exception
-        # Rather than `atexit`, which processes started by multiprocessing never run.
+        # `Finalize` instead of `atexit`, which does not run in processes started by multiprocessing.
         Finalize(None, self._on_exit, exitpriority=_FINALIZER_PRIORITY)
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        # After a report, a RuntimeError is that report, or what the backend makes of connections that are closed.
+        # After a report, a RuntimeError is the report itself, or the backend's error for the closed connections.
         failing = [watchdog for watchdog in self.watchdogs if watchdog.error and isinstance(error, RuntimeError)]
         if not any(watchdog.error_logged for watchdog in failing):
             self._previous_hook(kind, error, traceback)
         self._leave(error)
         for watchdog in failing:
-            # The interpreter honours this, and would end with code 1 otherwise.
+            # The interpreter uses this exit code; without it, the process would end with code 1.
             raise SystemExit(watchdog.exit_code)
 
     def _on_exit(self) -> None:
-        # A child process of multiprocessing gets here with the exception that ends it still in flight.
+        # A child process of multiprocessing arrives here with the exception that ends it still active.
         error = sys.exc_info()[1]
         if isinstance(error, SystemExit):
             error = error.__context__ if error.code else None
@@ -678,7 +678,7 @@ class _ExitNotice:
 
     def _leave(self, error: BaseException | None) -> None:
         if os.getpid() != self._pid:
-            return  # a fork of it, which is not a rank
+            return  # in a fork, which is not a rank
         if error is None:
             reason = "finished and left"
         else:
@@ -692,10 +692,10 @@ _exit_notice: _ExitNotice | None = None
 
 
 def send_exit_notice_through(watchdog: Watchdog, then: Callable[[], None]) -> None:
-    """From now on the end of this process is published through `watchdog`, as long as that exists.
+    """Publishes the end of this process through `watchdog`, as long as that object exists.
 
     Args:
-        then: called after that; the first one counts.
+        then: called afterwards; only the first call's function is used.
     """
     global _exit_notice
     if _exit_notice is None:
@@ -703,9 +703,9 @@ def send_exit_notice_through(watchdog: Watchdog, then: Callable[[], None]) -> No
     _exit_notice.watchdogs.add(watchdog)
 
 
-# --- the line of user code that the main thread is at
+# --- the line of user code that the main thread executes
 
-# Code that is not the user's: this package's, torch's, the interpreter's and every installed library's.
+# Library code: this package, torch, the standard library and every installed package.
 _LIBRARY_FOLDERS = tuple(
     os.path.join(folder, "")
     for folder in (
@@ -717,9 +717,9 @@ _LIBRARY_FOLDERS = tuple(
 
 
 def user_frame() -> str:
-    """The innermost line of the user's own code, and the function it has called, if that is a library's.
+    """Returns the innermost line of the user's own code, and the library function that it has called, if any.
 
-    As "file:line in function". Looks at the main thread's frames from another thread, and runs none of their code.
+    The format is "file:line in function". Reads the main thread's frames from another thread without running code.
     """
     innermost = sys._current_frames().get(threading.main_thread().ident or 0)
     if innermost is None:
