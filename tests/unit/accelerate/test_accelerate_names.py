@@ -470,7 +470,7 @@ def test_every_member_and_argument_of_accelerates_accelerator_is_there(notes: li
         pass
     assert accelerator.deepspeed_ulysses_dl_adapter([1], None) == [1]
     assert not accelerator.verify_device_map(nn.Linear(1, 1))
-    with pytest.raises(UsageError, match="use an optimizer without states"):
+    with pytest.raises(UsageError, match="use a stateless optimizer"):
         accelerator.lomo_backward(torch.ones(1), 0.1)
     _trained(accelerator)
     accelerator.save_state(tmp_path / "state", tag="ignored")
