@@ -699,7 +699,7 @@ class Accelerator(ControlFlow, TrainingLoop, ModelSaving):
                 fix="remove it, or call engine.save_checkpoint(folder, exclude_frozen_parameters=True)",
             )
         for name in save_model_func_kwargs:
-            note(f"save_state({name}=...)", "a state is always saved as one complete folder")
+            note(f"save_state({name}=...)", "no effect: a state is always saved as one complete folder")
         return self._run.save(output_dir, self.step)
 
     def load_state(
@@ -737,7 +737,7 @@ class Accelerator(ControlFlow, TrainingLoop, ModelSaving):
             ...         pass
         """
         for name in (*(load_kwargs or {}), *load_model_func_kwargs):
-            note(f"load_state({name}=...)", "weights are read directly into their shards, all other state by name")
+            note(f"load_state({name}=...)", "no effect: weights are read into their shards, other state by its name")
         folder, self.step = self._run.load(input_dir)
         return folder
 

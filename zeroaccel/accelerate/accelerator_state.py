@@ -213,7 +213,7 @@ class PartialState(ControlFlow):
         self.backend: str = _backend(self._topology.backend, self.device)
         self.debug = debug
         if backend not in (None, "nccl", self.backend, self._topology.backend):
-            note(f"backend={backend!r}", f"the backend for tensors on {self.device.type} devices is {self.backend}")
+            note(f"backend={backend!r}", f"no effect: tensors on {self.device.type} devices use {self.backend}")
 
     @property
     def local_num_processes(self) -> int:

@@ -216,7 +216,7 @@ def test_calls_on_data_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_states_without_arguments_are_the_newest() -> None:
     AcceleratorState._newest = None
     assert not zeroaccel.state.is_initialized()
-    with pytest.raises(EngineStateError, match="make Accelerator"):
+    with pytest.raises(EngineStateError, match="create Accelerator"):
         AcceleratorState()
     accelerator = Accelerator(zero_plugin=ZeroPlugin(zero_stage=2), gradient_accumulation_steps=3)
     assert zeroaccel.state.is_initialized()
@@ -292,7 +292,7 @@ def test_handlers_of_either_library(home: Any, notes: list[str]) -> None:
             home.ProfileKwargs(activities=["cpu"]),
         ],
     )
-    assert [note.split(" changes")[0] for note in notes] == [
+    assert [note.removeprefix("note on ").split(": ")[0] for note in notes] == [
         "DistributedDataParallelKwargs(find_unused_parameters=True)",
         "DistributedDataParallelKwargs(bucket_cap_mb=10)",
     ]
@@ -428,13 +428,13 @@ def test_accelerates_plugin_for_fsdp(strategy: str, stage: int, notes: list[str]
     accelerator = Accelerator(fsdp_plugin=theirs.FullyShardedDataParallelPlugin(sharding_strategy=strategy))
     assert accelerator.deepspeed_plugin is not None
     assert accelerator.deepspeed_plugin.zero_stage == stage
-    assert "FullyShardedDataParallelPlugin changes nothing here" not in notes
+    assert not any("FullyShardedDataParallelPlugin: no effect" in line for line in notes)
     assert any(f"zero_stage={stage}" in line for line in notes)
 
 
 def test_strategies_of_fsdp_with_replicas_and_other_parallelism() -> None:
     plugin = theirs.FullyShardedDataParallelPlugin(sharding_strategy="HYBRID_SHARD")
-    with pytest.raises(ConfigError, match=r"got 'HYBRID_SHARD'; for shards in groups .*mics_shard_size"):
+    with pytest.raises(ConfigError, match=r"got 'HYBRID_SHARD'; to shard within groups .*mics_shard_size"):
         Accelerator(fsdp_plugin=plugin)
     offloaded = theirs.FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=True, cpu_offload=True)
     converted = Accelerator(fsdp_plugin=offloaded).deepspeed_plugin
@@ -475,7 +475,7 @@ def test_every_member_and_argument_of_accelerates_accelerator_is_there(notes: li
     _trained(accelerator)
     accelerator.save_state(tmp_path / "state", tag="ignored")
     accelerator.load_state(tmp_path / "state", load_kwargs={"weights_only": True}, load_module_strict=True)
-    assert [note.split(" changes")[0] for note in notes] == [
+    assert [note.removeprefix("note on ").split(": ")[0] for note in notes] == [
         "save_state(tag=...)",
         "load_state(weights_only=...)",
         "load_state(load_module_strict=...)",
