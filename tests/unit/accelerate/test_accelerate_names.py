@@ -179,7 +179,7 @@ def test_find_executable_batch_size_as_accelerate() -> None:
     def never(batch_size: int) -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-    with pytest.raises(RuntimeError, match="out of memory even with a batch of one"):
+    with pytest.raises(RuntimeError, match="out of memory even with a batch size of 1"):
         never()
 
 
