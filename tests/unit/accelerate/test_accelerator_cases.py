@@ -338,9 +338,9 @@ def test_two_meanings_are_reported_with_both_places(
             {},
             None,
             3,
-            "ProjectConfiguration.memory_interval: expected auto, as checkpoint.peer of the config says, got 3",
+            "ProjectConfiguration.memory_interval: expected auto, the value of checkpoint.peer in the config, got 3",
         ),
-        (None, False, 3, "memory_interval: expected None, as checkpoint.peer of the config says, got 3"),
+        (None, False, 3, "memory_interval: expected None, the value of checkpoint.peer in the config, got 3"),
         (
             None,
             0,
