@@ -145,7 +145,7 @@ def test_a_lost_rank_of_two_machines_starts_both_again_together(tmp_path: Path, 
     words = [PROGRAM, lost, 12, 2, 3, fault]
     first, second = run_machines([[*command, rank, *words] for rank in (0, 1)], tmp_path, 90)
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
-    found = f"resuming from the memory of 2 machines, step {steps}; no other state"
+    found = f"resuming from the memory of 2 machines, step {steps}; there is no other"
     assert len(re.findall(found, first.stderr)) == 1, first.stderr
     assert (whole / "digest").read_text() == (lost / "digest").read_text()
 
@@ -157,7 +157,7 @@ def test_a_lost_machine_leaves_copies_and_the_other_one_goes_on(tmp_path: Path) 
     words = [PROGRAM, tmp_path, 12, 2, 3, "machine:5:1"]
     first, second = run_machines([[*command, rank, *words] for rank in (0, 1)], tmp_path, 90)
     assert (first.returncode, second.returncode) == (0, -signal.SIGKILL), first.stderr
-    assert len(re.findall("resuming from the memory of the machine, step [24]; no other state", first.stderr)) == 1
+    assert len(re.findall("resuming from the memory of the machine, step [24]; there is no other", first.stderr)) == 1
     assert (tmp_path / "resumed.1").read_text().split()[1] in "24"
     assert (tmp_path / "digest").exists()
 
@@ -190,7 +190,7 @@ def test_a_spare_machine_takes_the_place_of_a_lost_one(tmp_path: Path) -> None:
     codes = [end.returncode for end in ends]
     assert codes == [0, -signal.SIGKILL, 0, 0], "\n".join(end.stderr for end in ends)
     said = "".join(end.stderr for end in ends)
-    assert len(re.findall("resuming from the memory of 2 machines, step [24]; no other state", said)) == 1, said
+    assert len(re.findall("resuming from the memory of 2 machines, step [24]; there is no other", said)) == 1, said
     assert sum("this spare machine was not needed" in end.stderr for end in ends[2:]) == 1
     assert refused.returncode == 2
     assert "the machines differ in" in refused.stderr

@@ -265,7 +265,7 @@ class MemoryStates:
             return False
         steps = step_of(self._found[0])
         name, steps_of_other = from_rank_0(self._collectives, other, "states in memory: another state")
-        rest, is_older = "no other state", False
+        rest, is_older = "there is no other state", False
         if steps_of_other is not None:
             is_older = steps_of_other > steps
             rest = f"{name} is {abs(steps - steps_of_other)} steps {'newer, so it is taken' if is_older else 'older'}"
