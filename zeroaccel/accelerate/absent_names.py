@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 _BIG_MODELS = (
-    "accelerate's own function works beside zeroaccel; to run or train a model that does not fit, build it inside "
+    "import it from accelerate, or, to run or train a model that does not fit, build the model inside "
     "zeroaccel.zero.Init() and prepare it at stage 3"
 )
 _TRACKERS = 'pass the tracker\'s name, such as Accelerator(log_with="mlflow"), or an instance of GeneralTracker'

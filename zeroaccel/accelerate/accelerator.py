@@ -390,7 +390,7 @@ class Accelerator(ControlFlow, TrainingLoop, ModelSaving):
         if device_placement is not None and not isinstance(device_placement, bool):
             raise UsageError(
                 "prepare(device_placement)",
-                expected="no list: the engine places models and optimizers",
+                expected="None or a bool, because the engine places models",
                 got=device_placement,
                 fix="remove it, or set Accelerator(device_placement=False) for the loaders",
             )

@@ -62,7 +62,7 @@ class StatePart(Protocol):
 
 
 class StateSave:
-    """A state whose files a thread writes while training goes on. (made by all ranks)
+    """A state whose files a thread writes while training continues. (created by all ranks)
 
     Life cycle: 1. `write` in a thread of each rank; 2. `complete` (all ranks) after all have written, or `abandon`.
 

@@ -212,9 +212,9 @@ class PeerCopies:
             to_read: returns the files of single ranks that this rank reads.
         """
         names: Collection[str] = ()
-        with agreed(self._collectives, "states in memory: what to read"):
+        with agreed(self._collectives, "states in memory: files to read"):
             names = to_read() if self.num_machines > 1 else ()
-        found = self._collectives.gather_objects(sorted(names), "states in memory: what to read")
+        found = self._collectives.gather_objects(sorted(names), "states in memory: files to read")
         self._complete(folder, machines, [{name for rank in ranks for name in found[rank]} for ranks in self._nodes])
 
     def _complete(self, folder: Path, machines: Sequence[Sizes], needed: Sequence[Collection[str]]) -> None:

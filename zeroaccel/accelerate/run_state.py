@@ -356,7 +356,7 @@ def save_run(folder: str | os.PathLike[str], run: RunParts, collectives: Collect
 
 
 class _RunPart:
-    """The `StatePart` of a run: this rank's file without the engines. (made by all ranks; raises as `save_run`)
+    """The `StatePart` of a run: this rank's file without the engines. (created by all ranks; raises as `save_run`)
 
     The constructor encodes all parts before it writes, so that an object that cannot be saved leaves the old state.
     """
@@ -368,7 +368,7 @@ class _RunPart:
         self.name = _rank_name(collectives.rank)
         self._collectives = collectives
         self._content = b""
-        with agreed(collectives, f"save_state {root.name}: what to save"):
+        with agreed(collectives, f"save_state {root.name}: parts to save"):
             _check_keep_last(run)
             self._content = _encoded(run, device)
         self._facts = {

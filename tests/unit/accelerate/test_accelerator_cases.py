@@ -447,7 +447,7 @@ def test_a_schedule_needs_its_optimizer() -> None:
 
 def test_models_are_placed_by_the_engine() -> None:
     model = _model()
-    with pytest.raises(UsageError, match=r"device_placement\): expected no list: the engine places"):
+    with pytest.raises(UsageError, match=r"device_placement\): expected None or a bool, because the engine places"):
         Accelerator().prepare(model, device_placement=[True])
     model.hf_device_map = {"0": 0, "2": 1}  # type: ignore[assignment]
     with pytest.raises(UsageError, match="hf_device_map: expected a model on one device"):
