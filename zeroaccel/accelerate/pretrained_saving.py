@@ -93,7 +93,7 @@ def _gathering(original: Callable[..., Any]) -> Callable[..., Any]:
                 raise EngineStateError(
                     f"{type(model).__name__}.save_pretrained(): the weights are sharded, and all ranks must take part "
                     "in gathering them",
-                    fix="call accelerator.get_state_dict(model) on all ranks and pass it as state_dict, or call "
+                    fix="pass state_dict=accelerator.get_state_dict(model), called on all ranks, or call "
                     "save_pretrained on all ranks with is_main_process=accelerator.is_main_process",
                 )
             return save(dict(gathered))

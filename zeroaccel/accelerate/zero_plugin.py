@@ -439,7 +439,7 @@ def gather_facts(*several: Facts) -> Facts:
                 raise ConfigError(
                     f"{_KEYS.get(name, name)}: {shown(first.value)} from {first.source}, but {shown(fact.value)} "
                     f"from {fact.source}",
-                    fix=f"set {shown(first.value)} in both places, or remove one of the two",
+                    fix=f"write {shown(first.value)} in both places, or remove one of the two",
                 )
     return Facts(**merged)
 

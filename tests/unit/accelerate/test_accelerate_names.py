@@ -189,7 +189,7 @@ def test_a_basic_config_is_a_launch_file(tmp_path: Path, capsys: pytest.CaptureF
     settings = read_launch_file(path).values
     assert (settings["mixed_precision"], settings["num_processes"]) == ("bf16", max(1, torch.cuda.device_count()))
     assert utils.write_basic_config(save_location=path) is False
-    assert "it stays" in capsys.readouterr().out
+    assert "exists and was kept" in capsys.readouterr().out
 
 
 def test_calls_on_data_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
