@@ -83,7 +83,8 @@ class Accelerator(ControlFlow, TrainingLoop, ModelSaving):
         deepspeed_plugin: a `ZeroPlugin`, or a dict of several by name, of which the first is selected. Without it, the
             accelerator creates one if the launch requests ZeRO; otherwise it trains with plain data parallelism
             (stage 0).
-        fsdp_plugin: accelerate's `FullyShardedDataParallelPlugin`; its sharding strategy selects the ZeRO stage.
+        fsdp_plugin: accelerate's `FullyShardedDataParallelPlugin`; its sharding strategy and CPU offload are converted
+            to a `ZeroPlugin`.
         torch_tp_plugin, megatron_lm_plugin: rejected unless all their parallel sizes are 1.
         parallelism_config: the mesh of the processes, a `ParallelConfig` or accelerate's `ParallelismConfig`. Defaults
             to the mesh of the launch.
@@ -100,7 +101,7 @@ class Accelerator(ControlFlow, TrainingLoop, ModelSaving):
         dynamo_backend: `torch.compile` backend with which models are compiled. Defaults to the launcher's.
         dynamo_plugin: a `TorchDynamoPlugin` with the backend and further arguments of `torch.compile`.
         deepspeed_plugins: a dict of several plugins by name.
-        zero_plugin: alias of `deepspeed_plugin`.
+        zero_plugin: alias for `deepspeed_plugin`.
         pipeline: how models are divided into stages if `parallelism_config` has `pp`. `prepare` then returns a
             `PipelineEngine`; its `train_batch(iter(loader))` runs a whole step.
         scheduler_counts_processes: set it for scripts that count the batches of all processes. Schedulers made in code

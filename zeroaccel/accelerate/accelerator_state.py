@@ -187,7 +187,7 @@ class PartialState(ControlFlow):
     Attributes:
         device: device on which this rank computes.
         backend: torch's name of the process group backend for tensors on `device`.
-        debug: the launcher's debug flag. It has no effect: arguments of collectives are always compared between ranks.
+        debug: the launcher's debug flag. Arguments of collectives are compared between ranks with or without it.
 
     Example:
         >>> from zeroaccel import PartialState
@@ -392,7 +392,7 @@ class AcceleratorState:
 
     @property
     def deepspeed_plugins(self) -> dict[str, ZeroPlugin]:
-        """All plugins by name."""
+        """All plugins, by name."""
         return dict(self.plugins)
 
     @property

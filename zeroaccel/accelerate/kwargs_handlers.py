@@ -358,7 +358,7 @@ def _communication(handler: DistributedDataParallelKwargs) -> str | None:
 
 
 def note(where: str, reason: str) -> None:
-    """Logs once, on rank 0, that a setting has no effect or another one than in accelerate."""
+    """Logs once, on rank 0, that a setting has no effect, or a different effect than in accelerate."""
     log_once(logging.WARNING, f"note on {where}: {reason}")
 
 

@@ -328,7 +328,7 @@ class MemoryStates:
     def _is_written(self, writing: _Writing) -> bool:
         """Returns True if all ranks have written and copied their files. (all ranks)"""
         standing = torch.tensor([not writing.is_over, writing.error is not None]).int()
-        self._collectives.all_reduce(standing, "max", "states in memory: standing")
+        self._collectives.all_reduce(standing, "max", "states in memory: progress")
         is_written = not standing[0].item()
         if is_written and standing[1].item():
             agree_or_raise(self._collectives, writing.error, "states in memory: files")
@@ -360,7 +360,7 @@ class MemoryStates:
     def _give_up(self) -> None:
         """Removes the files of an incomplete state and the files that the next save would overwrite. (all ranks)"""
         self.close()
-        self._collectives.barrier("states in memory: given up")
+        self._collectives.barrier("states in memory: removed")
         if self._peers.is_first:
             for path in (*self._folder.glob(f"{_WRITTEN}*"), self._overwritten):
                 shutil.rmtree(path, ignore_errors=True)

@@ -401,7 +401,7 @@ def _check_cases(group: PrepareGroup, tree: Mapping[str, Any], sources: Mapping[
             fix="remove the section, or pass DummyOptim(params) instead of the optimizer",
         )
     if len(group.schedulers) > 1 and any(isinstance(value, DummyScheduler) for _, value in group.schedulers):
-        raise UsageError("prepare", expected="one scheduler if it is a DummyScheduler", got=len(group.schedulers))
+        raise UsageError("prepare", expected="a DummyScheduler as only scheduler", got=len(group.schedulers))
     for _, scheduler in group.schedulers:
         _check_scheduler(scheduler, isinstance(optimizer, DummyOptim), scheduled, tree, section, plugin)
 

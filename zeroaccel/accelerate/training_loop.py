@@ -137,7 +137,7 @@ class TrainingLoop:
         """
         retain_graph = bool(kwargs.pop("retain_graph", False))
         if kwargs:
-            raise UsageError(f"accelerator.backward({next(iter(kwargs))}=...)", expected="retain_graph as only keyword")
+            raise UsageError(f"accelerator.backward({next(iter(kwargs))}=...)", expected="no keyword but retain_graph")
         engines = self._trained()
         if not engines:
             count = len(self.state.prepared)
@@ -241,7 +241,7 @@ class TrainingLoop:
         )
 
     def _engines_with(self, parameters: Iterable[Tensor] | Tensor, call: str) -> list[EngineBase]:
-        """Returns the engines that train `parameters`; a part of an engine's raises, as its norm is one number."""
+        """Returns the engines that train `parameters`; raises if some parameters of an engine are missing."""
         ids = {id(parameters)} if isinstance(parameters, Tensor) else {id(param) for param in parameters}
         engines = []
         for engine in self._trained():

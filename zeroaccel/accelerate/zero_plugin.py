@@ -212,7 +212,7 @@ class ZeroPlugin:
 
     @contextmanager
     def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
-        """Shards models while they are built inside, with `enable` and at stage 3; otherwise does nothing. (all ranks)
+        """Shards models that are built inside, with `enable` and at stage 3; otherwise does nothing. (all ranks)
 
         Example:
             >>> from torch import nn
