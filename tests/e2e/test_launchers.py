@@ -85,7 +85,7 @@ def test_launching_from_a_python_process(tmp_path: Path) -> None:
         "num_processes: expected at least 1, got 0",
         "mixed_precision): expected no, fp16, bf16, got 'fp8'",
         "use_port): expected the same port on all nodes, got None",
-        "this process has joined a job already; restart the notebook",
+        "this process has already joined a job; restart the notebook",
     ):
         assert line in result.stdout, result.stdout + result.stderr
 
@@ -144,9 +144,9 @@ def test_a_notebook_does_not_ask_the_driver_of_its_devices(tmp_path: Path) -> No
         "first: rank 1 sees all, fails: False",
         "more: rank 2 sees , fails: False",
         "asked here: False",
-        "refused: launching train: this process has asked for CUDA devices, as torch.cuda.is_available() does,",
+        "refused: launching train: this process has called the CUDA driver, for example with torch.cuda.is_available()",
         "on the CPU: rank 2 sees ,",
-        "refused: launching train: CUDA is in use in this process",
+        "refused: launching train: this process uses CUDA",
     ):
         assert line in result.stdout, result.stdout + result.stderr
     assert "second:" not in result.stdout

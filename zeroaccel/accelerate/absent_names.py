@@ -1,6 +1,6 @@
-"""Names of accelerate that are not here, each with what does the same. Pure data, of which packages make errors.
+"""Names of accelerate that zeroaccel lacks, each with its replacement. Pure data, from which packages build errors.
 
-`from zeroaccel import X`, with only the package's name changed, then says what to import or to write instead.
+If a script changes only the package's name, the error of `from zeroaccel import X` names what to write instead.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from types import ModuleType
 from typing import Any
 
 _BIG_MODELS = (
-    "accelerate's own works beside zeroaccel; to run or train a model that does not fit, prepare it at stage 3, built "
-    "inside zeroaccel.zero.Init()"
+    "import it from accelerate, or, to run or train a model that does not fit, build the model inside "
+    "zeroaccel.zero.Init() and prepare it at stage 3"
 )
-_TRACKERS = 'Accelerator(log_with="mlflow") and the like, or an instance of GeneralTracker'
-_OTHER_DEVICES = "an Accelerator computes on CUDA devices and CPUs"
+_TRACKERS = 'pass the tracker\'s name, such as Accelerator(log_with="mlflow"), or an instance of GeneralTracker'
+_OTHER_DEVICES = "an Accelerator supports CUDA devices and CPUs"
 _ZERO = "ZeroPlugin(zero_stage=3) shards parameters, gradients and optimizer states"
-_MEGATRON = "models are split by ZeRO; `zeroaccel estimate` tells which stage fits"
+_MEGATRON = "use ZeroPlugin(zero_stage=N) to shard models; `zeroaccel estimate` shows which stage fits"
 _NO_FP8 = '8-bit training is not available; use mixed_precision="bf16"'
 _PREPARED = "Accelerator.prepare returns the prepared object"
-_MESH = "pass parallelism_config=ParallelConfig(tp=N, sp=N, dp_replicate=N) to Accelerator; zeroaccel has the class"
+_MESH = "pass zeroaccel.ParallelConfig(tp=N, sp=N, dp_replicate=N) to Accelerator as parallelism_config"
 _STAGES = "Accelerator(parallelism_config=ParallelConfig(pp=N)) prepares the stages of a pipeline, with eval_batch()"
-_LAUNCH = "`zeroaccel launch` starts processes, zeroaccel.notebook_launcher from a notebook"
-_QUANTIZED = "transformers' quantization_config loads a quantised base, and PEFT's adapters train over it"
-_CONVERT = "`zeroaccel zero-to-fp32` and `zeroaccel checkpoint` make weights of a checkpoint"
+_LAUNCH = "use `zeroaccel launch` to start processes, or zeroaccel.notebook_launcher in a notebook"
+_QUANTIZED = "load a quantized base model with transformers' quantization_config, and train PEFT adapters on it"
+_CONVERT = "use `zeroaccel zero-to-fp32` or `zeroaccel checkpoint` to extract weights from a checkpoint"
 
 
 def _rows(reason: str, names: str) -> dict[str, str]:
@@ -61,18 +61,18 @@ ABSENT: Mapping[str, str] = {
     **_rows(_PREPARED, "AcceleratedOptimizer AcceleratedScheduler DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper"),
     **_rows(_PREPARED, "DeepSpeedSchedulerWrapper DataLoaderShard DataLoaderDispatcher"),
     **_rows("ZeroPlugin(config) reads the config", "HfDeepSpeedConfig"),
-    **_rows("an optimizer is never replaced by another class", "map_pytorch_optim_to_deepspeed"),
+    **_rows("the engine keeps the class of an optimizer", "map_pytorch_optim_to_deepspeed"),
     **_rows(_LAUNCH, "PrepareForLaunch prepare_deepspeed_cmd_env prepare_multi_gpu_env prepare_tpu"),
     **_rows(_LAUNCH, "prepare_simple_launcher_cmd_env prepare_sagemager_args_inputs"),
     **_rows(_QUANTIZED, "BnbQuantizationConfig load_and_quantize_model has_4bit_bnb_layers"),
     **_rows(_OTHER_DEVICES, "SageMakerDistributedType ComputeEnvironment install_xla"),
-    **_rows("the loss scale is the engine's: engine.loss_scale", "get_grad_scaler"),
-    **_rows("accelerator.autocast() is one", "get_mixed_precision_context_manager"),
+    **_rows("read the loss scale from engine.loss_scale", "get_grad_scaler"),
+    **_rows("call accelerator.autocast() instead", "get_mixed_precision_context_manager"),
     **_rows(_TRACKERS, "AimTracker CometMLTracker MLflowTracker ClearMLTracker DVCLiveTracker SwanLabTracker"),
     **_rows(_TRACKERS, "TrackioTracker"),
-    **_rows("accelerate's own scripts have data of their own; write a DataLoader", "mocked_dataloaders"),
+    **_rows("it is for accelerate's own scripts; create a DataLoader", "mocked_dataloaders"),
 }
-"""Name of accelerate -> what does the same here."""
+"""Name of accelerate -> its replacement here."""
 
 ABSENT_MODULES: Mapping[str, str] = {
     "big_modeling": _BIG_MODELS,
@@ -84,23 +84,23 @@ ABSENT_MODULES: Mapping[str, str] = {
     "scheduler": _PREPARED,
     "test_utils": "it is for accelerate's own tests",
 }
-"""Module of accelerate -> what does the same here."""
+"""Module of accelerate -> its replacement here."""
 
 
 def absence(name: str, module: str, names: Iterable[str]) -> str | None:
-    """Why `module` has no `name`; None where accelerate has none either.
+    """Returns why `module` has no `name`; None if accelerate has no such name and `names` has none like it.
 
     Args:
-        names: that it has.
+        names: names that the module has.
     """
     if name in ABSENT:
-        return f"{module} has no {name}, which is accelerate's: {ABSENT[name]}"
+        return f"{module} does not have accelerate's {name}: {ABSENT[name]}"
     similar = get_close_matches(name, list(names), n=1, cutoff=0.8)
-    return f"{module} has no {name}; the nearest that it has is {similar[0]}" if similar else None
+    return f"{module} has no {name}; the most similar name is {similar[0]}" if similar else None
 
 
 class AbsentModule(ModuleType):
-    """A module of accelerate that is not here: each of its names that `zeroaccel` lacks says what to use instead."""
+    """A module of accelerate that zeroaccel lacks: importing a name returns zeroaccel's, or raises with a remedy."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(name, reason)
@@ -113,7 +113,7 @@ class AbsentModule(ModuleType):
         if name in root.__all__:
             return getattr(root, name)
         frame = sys._getframe(1)
-        # torch's inductor asks every loaded module for names; what is no import has to see an AttributeError.
+        # torch's inductor looks names up in every loaded module, and expects AttributeError outside imports.
         is_import = frame.f_code.co_code[frame.f_lasti] == opmap["IMPORT_FROM"]
-        said = f"{self.__name__} is not here, nor is its {name}: {ABSENT.get(name, self._reason)}"
+        said = f"zeroaccel does not have {self.__name__}.{name}: {ABSENT.get(name, self._reason)}"
         raise (ImportError if is_import else AttributeError)(said)

@@ -1,9 +1,9 @@
 """`Accelerator`: the interface of Hugging Face's accelerate, over the same engine as `zeroaccel.initialize`.
 
-Bases have the calls of one job each: `ControlFlow` (ranks), `TrainingLoop` (accumulation, backward, clipping),
-`ModelSaving` (weights for other programs). The other public methods are here with their documentation, and parts do the
-work: `AcceleratorState` (process, plugins, configs), `Preparation` (objects to engines), `RunSaving` (states to resume
-from), `Trackers` and `operations`.
+Three base classes hold the calls of one area each: `ControlFlow` (ranks), `TrainingLoop` (accumulation, backward,
+clipping), `ModelSaving` (weights for other programs). This module documents the other public methods and delegates
+them: to `AcceleratorState` (process, plugins, configs), `Preparation` (objects to engines), `RunSaving` (states to
+resume from), `Trackers` and `operations`.
 """
 
 from __future__ import annotations
@@ -68,51 +68,55 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Accelerator(ControlFlow, TrainingLoop, ModelSaving):
-    """Prepares models, optimizers, schedulers and loaders for ZeRO training, and serves the training loop.
+    """Prepares models, optimizers, schedulers and loaders for ZeRO training, and runs backward, clipping and saving.
 
-    Accepts plugins and handlers of accelerate's own classes; a note names each field that has no effect.
+    Plugins and handlers may be instances of accelerate's own classes; a warning names each field that has no effect.
 
     Args:
-        device_placement: loaders put batches on the device.
-        split_batches: the older place of `dataloader_config.split_batches`.
-        mixed_precision: "no", "fp16" or "bf16"; by default that of the launcher or the config.
-        gradient_accumulation_steps: micro-steps per optimizer step; by default that of the launcher or the config,
-            else 1.
-        cpu: compute on the CPU also where there are accelerators.
+        device_placement: move batches of prepared loaders to the device.
+        split_batches: older spelling of `dataloader_config.split_batches`.
+        mixed_precision: "no", "fp16" or "bf16". Defaults to the setting of the launcher or the config.
+        gradient_accumulation_steps: micro-steps per optimizer step. Defaults to the setting of the launcher or the
+            config, or 1 without either.
+        cpu: compute on the CPU even if the machine has accelerators.
         dataloader_config: how loaders are sharded over the ranks.
-        deepspeed_plugin: a `ZeroPlugin`, or several by name; the first is selected. By default there is one if the
-            launcher asks for ZeRO; else training is plain data parallelism, which is stage 0.
-        fsdp_plugin: accelerate's; its strategy becomes the stage that shards the same.
-        torch_tp_plugin, megatron_lm_plugin: refused, unless they split nothing.
-        parallelism_config: the mesh of the processes, a `ParallelConfig` or accelerate's `ParallelismConfig`; by
-            default the launcher's.
-        rng_types: generators that are made rank 0's at the start of each epoch: "torch", "cuda", "numpy", "python". The
-            order of samples is common to the ranks in any case.
+        deepspeed_plugin: a `ZeroPlugin`, or a dict of several by name, of which the first is selected. Without it, the
+            accelerator creates one if the launch requests ZeRO; otherwise it trains with plain data parallelism
+            (stage 0).
+        fsdp_plugin: accelerate's `FullyShardedDataParallelPlugin`; its sharding strategy and CPU offload are converted
+            to a `ZeroPlugin`.
+        torch_tp_plugin, megatron_lm_plugin: rejected unless all their parallel sizes are 1.
+        parallelism_config: the mesh of the processes, a `ParallelConfig` or accelerate's `ParallelismConfig`. Defaults
+            to the mesh of the launch.
+        rng_types: random generators that are synchronized with rank 0 at the start of each epoch: "torch", "cuda",
+            "numpy", "python". The sample order is always the same on all ranks.
         log_with: trackers: "tensorboard", "wandb", "all", instances of `GeneralTracker`, or a list of these.
-        project_dir: folder for states and for files of trackers.
-        project_config: the same, with more settings.
-        gradient_accumulation_plugin: instead of the number.
-        step_scheduler_with_optimizer: False makes every call of a scheduler's `step` count.
+        project_dir: folder for states and tracker files.
+        project_config: project folder and further settings for saving states.
+        gradient_accumulation_plugin: settings of gradient accumulation, instead of `gradient_accumulation_steps`.
+        step_scheduler_with_optimizer: False steps schedulers at every call of their `step`, also within an
+            accumulation.
         kwargs_handlers: `AutocastKwargs`, `DistributedDataParallelKwargs`, `GradScalerKwargs`, `InitProcessGroupKwargs`
             and `ProfileKwargs`.
-        dynamo_backend: compile models with this backend of `torch.compile`; by default the launcher's.
-        dynamo_plugin: the same, with more settings.
-        deepspeed_plugins: several by name.
-        zero_plugin: another name for `deepspeed_plugin`.
-        pipeline: how models are cut into stages where `parallelism_config` has `pp`. `prepare` then returns a
-            `PipelineEngine`, whose `train_batch(iter(loader))` is the whole step.
-        scheduler_counts_processes: schedulers made in code step once per process at each update, and the steps of a
-            `DummyScheduler` are divided by the processes: for scripts that count the batches of all processes.
+        dynamo_backend: `torch.compile` backend with which models are compiled. Defaults to the launcher's.
+        dynamo_plugin: a `TorchDynamoPlugin` with the backend and further arguments of `torch.compile`.
+        deepspeed_plugins: a dict of several plugins by name.
+        zero_plugin: alias for `deepspeed_plugin`.
+        pipeline: how models are divided into stages if `parallelism_config` has `pp`. `prepare` then returns a
+            `PipelineEngine`; its `train_batch(iter(loader))` runs a whole step.
+        scheduler_counts_processes: set it for scripts that count the batches of all processes. Schedulers made in code
+            then step once per process at each update, and the steps of a `DummyScheduler` are divided by the number of
+            processes.
 
     Attributes:
-        state: the process, the plugins, the resolved configs; printing it shows every value with its source.
-        rng_types: generators that are made rank 0's at the start of each epoch.
+        state: the process, the plugins and the resolved configs; printing it shows every value with its source.
+        rng_types: random generators that are synchronized with rank 0 at the start of each epoch.
         gradient_state: position within an accumulation.
         prepared: every prepared model, in order.
         dataloaders: every prepared loader, in order.
 
     Raises:
-        ConfigError: arguments, launcher and config contradict each other, or one of them is wrong; on every rank.
+        ConfigError: arguments, launcher and config contradict each other, or one of them is invalid; on every rank.
 
     Example:
         >>> import torch
@@ -169,7 +173,7 @@ class Accelerator(ControlFlow, TrainingLoop, ModelSaving):
         )
         self.collectives = collectives_of_process()
         self._topology = self.collectives.topology
-        # Variables of the launcher may differ between nodes: whatever is wrong on one rank raises on all of them.
+        # The launcher's variables may differ between nodes: an error on one rank raises on all ranks.
         with agreed(self.collectives, "Accelerator: settings"):
             handlers = handlers_of(kwargs_handlers or ())
             refuse_other_parallelism(torch_tp_plugin=torch_tp_plugin, megatron_lm_plugin=megatron_lm_plugin)
@@ -183,7 +187,7 @@ class Accelerator(ControlFlow, TrainingLoop, ModelSaving):
             )
             plugins = plugins_of([deepspeed_plugin, deepspeed_plugins, fsdp_plugin, zero_plugin], settings)
             mesh = parallel_of(parallelism_config, settings)
-            # Stage 0 is made only where nothing asks for ZeRO, as it would contradict a launch that does.
+            # A stage 0 plugin is created only if nothing requests ZeRO: it would contradict a launch that does.
             fallback = next(iter(plugins.values())) if plugins else ZeroPlugin(zero_stage=0)
             mesh = with_config_axes(fallback.document(), mesh) or mesh
             mesh = mesh.resolve(self.collectives.world_size)
@@ -234,20 +238,20 @@ class Accelerator(ControlFlow, TrainingLoop, ModelSaving):
 
     @property
     def device(self) -> torch.device:
-        """The device that this process computes on."""
+        """Device on which this process computes."""
         return self.state.partial.device
 
     @property
     def multi_device(self) -> bool:
-        """Whether there is more than one process."""
+        """True if the job has more than one process."""
         return self.use_distributed
 
     @property
     def distributed_type(self) -> DistributedType:
-        """DEEPSPEED with a plugin; else NO, MULTI_CPU or MULTI_GPU."""
+        """DEEPSPEED with a plugin; otherwise NO, MULTI_CPU or MULTI_GPU."""
         return self.state.distributed_type
 
-    # -- what scripts ask for that there is none of
+    # -- attributes that scripts read, for features that are not available
 
     fp8_backend = None
     torch_device_mesh = None
@@ -263,7 +267,7 @@ class Accelerator(ControlFlow, TrainingLoop, ModelSaving):
 
     @property
     def mixed_precision(self) -> str:
-        """The precision of training: "no", "fp16" or "bf16"."""
+        """Training precision: "no", "fp16" or "bf16"."""
         return self.state.mixed_precision
 
     @property
@@ -275,9 +279,10 @@ class Accelerator(ControlFlow, TrainingLoop, ModelSaving):
 
     @property
     def zero_config(self) -> dict[str, Any]:
-        """The resolved config of the first trained model, else of the first model.
+        """Resolved config of the first trained model, or of the first model if no model is trained.
 
-        Before `prepare`, the selected plugin's config: values that depend on a model or a loader are still "auto".
+        Before `prepare`, it is the selected plugin's config; values that depend on a model or a loader are then still
+        "auto".
         """
         return self.state.zero_config
 
@@ -285,72 +290,72 @@ class Accelerator(ControlFlow, TrainingLoop, ModelSaving):
 
     @property
     def split_batches(self) -> bool:
-        """Whether a batch of a loader is divided among the processes."""
+        """True if each batch of a loader is divided among the processes."""
         return self.dataloader_config.split_batches
 
     @property
     def even_batches(self) -> bool:
-        """Whether all processes get equally many batches."""
+        """True if all processes get the same number of batches."""
         return self.dataloader_config.even_batches
 
     @property
     def dispatch_batches(self) -> bool | None:
-        """Whether rank 0 reads all batches and sends them; None: where a dataset is only iterable."""
+        """True if rank 0 reads all batches and sends them; None does so for iterable datasets only."""
         return self.dataloader_config.dispatch_batches
 
     @property
     def use_seedable_sampler(self) -> bool:
-        """Whether the order of an epoch depends on the seed and the epoch's number alone."""
+        """True if the sample order of an epoch depends only on the seed and the epoch's number."""
         return self.dataloader_config.use_seedable_sampler
 
     @property
     def use_stateful_dataloader(self) -> bool:
-        """As the loaders' settings say; every prepared loader has `state_dict` and `load_state_dict`."""
+        """Value from `dataloader_config`; every prepared loader has `state_dict` and `load_state_dict`."""
         return self.dataloader_config.use_stateful_dataloader
 
     @property
     def non_blocking(self) -> bool:
-        """Whether batches are copied to the device without waiting."""
+        """True if loaders copy batches to the device asynchronously."""
         return self.dataloader_config.non_blocking
 
     @property
     def should_save_model(self) -> bool:
-        """Whether this process writes the files of a model: rank 0 does."""
+        """True on rank 0, which writes the model files."""
         return self.is_main_process
 
     @property
     def native_amp(self) -> bool:
-        """Whether models are trained in mixed precision."""
+        """True if models are trained in mixed precision."""
         return self.mixed_precision != "no"
 
     @property
     def parallelism_config(self) -> Any:
-        """The mesh from the argument or the launch; None where every process trains on different samples."""
+        """Mesh from the argument or the launch; None if every process trains on different samples."""
         return self.state.parallelism_config
 
     @property
     def data_parallel_rank(self) -> int:
-        """This process's place among those that compute on different data."""
+        """Index of this process among the processes that train on different samples."""
         return self._mesh.data_parallel_rank(self.process_index)
 
     @property
     def data_parallel_shard_rank(self) -> int:
-        """The same, within its replica."""
+        """Index of this process along the `dp_shard` axis, within its replica."""
         return self._mesh.coordinates(self.process_index)["dp_shard"]
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """Which part of the layers this process has."""
+        """Index of this process along the `tp` axis: the part of each layer that it computes."""
         return self._mesh.coordinates(self.process_index)["tp"]
 
     @property
     def pipeline_parallel_rank(self) -> int:
-        """Which stage of the layers this process has."""
+        """Index of this process along the `pp` axis: its pipeline stage."""
         return self._mesh.coordinates(self.process_index)["pp"]
 
     @property
     def context_parallel_rank(self) -> int:
-        """Which part of its sequences this process has."""
+        """Index of this process along the `sp` axis: the part of each sequence that it processes."""
         return self._mesh.coordinates(self.process_index)["sp"]
 
     # -- prepare
@@ -358,20 +363,20 @@ class Accelerator(ControlFlow, TrainingLoop, ModelSaving):
     def prepare(self, *objects: Any, device_placement: Any = None, optimizer_kind: str | None = None) -> Any:
         """Prepares models, optimizers, schedulers and loaders, in any number and order. (all ranks)
 
-        A model with its optimizer is trained, one without is for inference. Each model gets an engine of its own, under
-        the plugin that is selected now. Objects of other kinds come back as they are.
+        A model with an optimizer is trained; a model without one is used for inference. Each model gets its own engine,
+        configured by the currently selected plugin. Objects of other kinds are returned unchanged.
 
         Args:
-            device_placement: refused as a list: the engine places parameters.
-            optimizer_kind: "elementwise", "per_tensor" or "coupled", for optimizers whose kind the engine should not
-                find out by trial steps.
+            device_placement: a list raises an error, because the engine places parameters.
+            optimizer_kind: "elementwise", "per_tensor" or "coupled". Set it if the engine should not determine the kind
+                of the optimizer by trial steps.
 
         Returns:
-            The prepared objects, in order; a single one bare.
+            The prepared objects in the order of the arguments, as a tuple; a single object without a tuple.
 
         Raises:
-            ConfigError: config, plugin, launcher and code contradict each other, or say too little; on every rank.
-            UsageError: the objects do not fit together, such as an optimizer without its model; on every rank.
+            ConfigError: config, plugin, launcher and code contradict each other or are incomplete; on every rank.
+            UsageError: the objects do not match, such as an optimizer without its model; on every rank.
 
         Example:
             >>> import torch
@@ -386,7 +391,7 @@ class Accelerator(ControlFlow, TrainingLoop, ModelSaving):
         if device_placement is not None and not isinstance(device_placement, bool):
             raise UsageError(
                 "prepare(device_placement)",
-                expected="nothing: the engine places what it prepares",
+                expected="None or a bool, because the engine places models",
                 got=device_placement,
                 fix="remove it, or set Accelerator(device_placement=False) for the loaders",
             )
@@ -401,31 +406,31 @@ class Accelerator(ControlFlow, TrainingLoop, ModelSaving):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """Prepares one model for inference; a trained one is prepared together with its optimizer. (all ranks)
+        """Prepares one model for inference; to train a model, pass it to `prepare` with its optimizer. (all ranks)
 
         Args:
-            device_placement: of no effect: the engine places parameters.
-            evaluation_mode: of no effect: a model without an optimizer is for inference.
+            device_placement: no effect; the engine places parameters.
+            evaluation_mode: no effect; a model without an optimizer is for inference.
         """
         return self.prepare(model)
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """Returns an optimizer that is prepared already.
+        """Returns an optimizer that `prepare` has already prepared.
 
         Raises:
-            UsageError: `prepare` has not prepared it together with its model.
+            UsageError: the optimizer was not prepared together with its model.
         """
         return self.prepare(optimizer)
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
-        """Prepares a scheduler of an optimizer that is prepared already."""
+        """Prepares a scheduler whose optimizer is already prepared."""
         prepared: PreparedScheduler = self.prepare(scheduler)
         return prepared
 
     def prepare_data_loader(
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: None = None
     ) -> PreparedLoader:
-        """This rank's shard of a loader, on its device. (all ranks)
+        """Shards a loader over the ranks and moves its batches to this rank's device. (all ranks)
 
         Example:
             >>> import torch
@@ -437,7 +442,7 @@ class Accelerator(ControlFlow, TrainingLoop, ModelSaving):
         """
         if slice_fn_for_dispatch is not None:
             raise UsageError(
-                "prepare_data_loader(slice_fn_for_dispatch)", expected="None: rank 0 distributes single samples"
+                "prepare_data_loader(slice_fn_for_dispatch)", expected="None, because rank 0 distributes single samples"
             )
         places = self.device_placement if device_placement is None else device_placement
         loader = prepare_data_loader(
@@ -455,79 +460,79 @@ class Accelerator(ControlFlow, TrainingLoop, ModelSaving):
         return loader
 
     def verify_device_map(self, model: nn.Module) -> bool:
-        """Whether the model was dispatched over several devices by a `device_map`, as big-model inference does."""
+        """Returns True if a `device_map` placed the model on several devices, as in big-model inference."""
         places = getattr(model, "hf_device_map", None) or {}
         return len(set(places.values())) > 1
 
     def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
-        """Refused.
+        """Raises an error: LOMO updates weights inside backward, before the engine has reduced their gradients.
 
         Raises:
-            UsageError: always: LOMO updates inside backward what the engine reduces and shards first.
+            UsageError: always.
         """
         raise UsageError(
             "accelerator.lomo_backward",
             expected="accelerator.backward(loss) and optimizer.step()",
-            fix="use an optimizer without states, such as SGD, at stage 3, which needs no more memory",
+            fix="use a stateless optimizer, such as SGD, at stage 3, which needs no more memory",
         )
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
-        """Returns the loader unchanged: prepared loaders already split sequences where the mesh has `sp`."""
+        """Returns the loader unchanged: prepared loaders already split sequences if the mesh has `sp`."""
         return dl
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Does nothing: the engine unscales as it updates, and its norms are of unscaled gradients."""
+        """Does nothing: the engine unscales gradients in its step and computes norms of unscaled gradients."""
 
     @property
     def scaler(self) -> None:
-        """None: the loss scale is the engine's (`engine.loss_scale`)."""
+        """None: the engine holds the loss scale (`engine.loss_scale`)."""
         return None
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether an optimizer's last step was skipped because gradients were not finite."""
+        """True if the last step of any optimizer was skipped because gradients were not finite."""
         return any(item.optimizer.step_was_skipped for item in self.prepared if item.optimizer is not None)
 
     def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[None]:
-        """Mixed precision for computations outside the model; the model itself runs in its precision anyway.
+        """Returns a context of mixed precision for code outside the model; the engine sets the model's precision.
 
         Args:
-            autocast_handler: an `AutocastKwargs`; by default that of `kwargs_handlers`.
+            autocast_handler: an `AutocastKwargs`. Defaults to that of `kwargs_handlers`.
         """
         handler = autocast_handler or self._handlers.autocast
         dtype = _AUTOCAST_DTYPES.get(self.mixed_precision)
         if dtype is None:
             return contextlib.nullcontext()
-        # Not enabled, it leaves another autocast around it.
+        # If it is not enabled, it still switches off an outer autocast.
         enabled, cached = bool(getattr(handler, "enabled", True)), getattr(handler, "cache_enabled", None)
         return torch.autocast(self.device.type, dtype=dtype, enabled=enabled, cache_enabled=cached)
 
     def maybe_context_parallel(
         self, buffers: Any = None, buffer_seq_dims: Any = None, no_restore_buffers: Any = None
     ) -> AbstractContextManager[None]:
-        """Changes nothing: where the mesh has `sp`, prepared loaders split the sequences."""
+        """Has no effect: prepared loaders split the sequences if the mesh has `sp`."""
         return contextlib.nullcontext()
 
     @contextlib.contextmanager
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
-        """Changes nothing: all ranks must do the same number of steps, which prepared loaders ensure.
+        """Has no effect: prepared loaders give all ranks the same number of steps, which the engine requires.
 
         Raises:
-            UsageError: `even_batches` is False: processes with fewer batches would leave the others waiting.
+            UsageError: `even_batches` is False: processes with more batches would wait for the others.
         """
         if even_batches is False:
             raise UsageError(
                 "join_uneven_inputs(even_batches)",
-                expected="True: all processes gather and reduce the parts of a model together, in every step",
+                expected="True, because all processes must take part in the collectives of every step",
                 got=False,
-                fix="leave it out; loaders repeat samples at the end, which gather_for_metrics leaves out",
+                fix="remove it; loaders repeat samples in the last batches, and gather_for_metrics drops these",
             )
         yield
 
     # -- collectives: see `operations`
 
     def gather(self, tensor: Any) -> Any:
-        """Every tensor of all ranks, concatenated along dim 0. (all ranks)
+        """Gathers every tensor from all ranks, concatenated along dim 0. (all ranks)
 
         Example:
             >>> import torch
@@ -539,13 +544,13 @@ class Accelerator(ControlFlow, TrainingLoop, ModelSaving):
         return operations.gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As `gather`, without the samples that were repeated to fill the last batches of an epoch. (all ranks)
+        """Gathers like `gather` and drops the samples that were repeated to fill the last batches. (all ranks)
 
-        Call it in a loop over a prepared loader. It gathers data with other values than tensors as objects.
+        Call it in a loop over a prepared loader. Data with values other than tensors is gathered as objects.
 
         Args:
-            input_data: tensors of shape (batch, ...) in any nested container; or a list of anything, one per sample.
-            use_gather_object: gather tensors as objects too, which may differ in shape.
+            input_data: tensors of shape (batch, ...) in any nested container, or a list of objects, one per sample.
+            use_gather_object: gather tensors as objects too; they may then differ in shape.
 
         Example:
             >>> import torch
@@ -558,16 +563,16 @@ class Accelerator(ControlFlow, TrainingLoop, ModelSaving):
         if self._mesh.splits_samples:
             raise UsageError(
                 "accelerator.gather_for_metrics",
-                expected="processes that have samples of their own",
+                expected="a mesh in which every process has different samples",
                 got=f"a mesh of {self._mesh}",
-                fix="call gather(), and count samples that several processes share once",
+                fix="call gather(), and count samples that several processes share only once",
             )
         last = self.gradient_state.end_of_dataloader
         num_samples = self.gradient_state.remainder if last else -1
         return operations.gather_for_metrics(input_data, num_samples, use_gather_object=use_gather_object)
 
     def reduce(self, tensor: Any, reduction: Literal["mean", "sum", "none"] = "sum", scale: float = 1.0) -> Any:
-        """Every tensor's sum or mean over the ranks. (all ranks)
+        """Reduces every tensor to its sum or mean over the ranks. (all ranks)
 
         Example:
             >>> import torch
@@ -579,7 +584,7 @@ class Accelerator(ControlFlow, TrainingLoop, ModelSaving):
         return operations.reduce(tensor, reduction, scale)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-        """Every tensor padded along `dim` to the largest size of all ranks. (all ranks)"""
+        """Pads every tensor along `dim` to the largest size of all ranks. (all ranks)"""
         return operations.pad_across_processes(tensor, dim, pad_index, pad_first)
 
     def set_trigger(self) -> None:
@@ -588,14 +593,14 @@ class Accelerator(ControlFlow, TrainingLoop, ModelSaving):
         Example:
             >>> from zeroaccel import Accelerator
             >>> accelerator = Accelerator()
-            >>> accelerator.set_trigger()  # on one rank, such as one with a loss that is NaN
+            >>> accelerator.set_trigger()  # on one rank, for example if its loss is NaN
             >>> accelerator.check_trigger()  # on every rank
             True
         """
         self._triggered = True
 
     def check_trigger(self) -> bool:
-        """Whether any rank has called `set_trigger` since the last check. (all ranks)"""
+        """Returns True if any rank has called `set_trigger` since the last check. (all ranks)"""
         flag = torch.tensor([float(self._triggered)])
         self.collectives.all_reduce(flag, "max", "check_trigger")
         self._triggered = False
@@ -605,32 +610,33 @@ class Accelerator(ControlFlow, TrainingLoop, ModelSaving):
 
     @property
     def project_configuration(self) -> ProjectConfiguration:
-        """Folders and limits."""
+        """Settings of the project: its folders and the number of states to keep."""
         return self._run.project
 
     @property
     def project_dir(self) -> str | None:
-        """Folder of states."""
+        """Folder for states."""
         return self._run.project.project_dir
 
     @property
     def logging_dir(self) -> str | None:
-        """Folder of trackers."""
+        """Folder for tracker files."""
         return self._run.project.logging_dir
 
     @property
     def save_iteration(self) -> int:
-        """Number of the next state, where they are numbered."""
+        """Number of the next state, with automatic naming."""
         return self._run.project.iteration
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Makes objects part of every state, in the order of the calls.
+        """Adds objects to every state, in the order of the calls.
 
         Args:
-            objects: with `state_dict()`, of plain data and tensors, and `load_state_dict()`. Each rank has its own.
+            objects: objects with `load_state_dict()` and a `state_dict()` of plain data and tensors. Every rank saves
+                the state of its own objects.
 
         Raises:
-            UsageError: one lacks the methods, or is registered already.
+            UsageError: an object lacks one of the methods, or is already registered.
 
         Example:
             >>> import torch
@@ -643,36 +649,36 @@ class Accelerator(ControlFlow, TrainingLoop, ModelSaving):
             self._run.register(obj)
 
     def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
-        """`hook(models, weights, folder)` is called on every rank before a state is saved; `weights` is empty.
+        """Registers `hook(models, weights, folder)`, which is called on every rank before a state is saved.
 
-        Weights are sharded then: `accelerator.get_state_dict(model)` gathers them.
+        `weights` is empty because the weights are sharded; call `accelerator.get_state_dict(model)` to gather them.
         """
         return self._run.add_save_hook(hook)
 
     def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
-        """`hook(models, folder)` is called on every rank before a state is loaded."""
+        """Registers `hook(models, folder)`, which is called on every rank before a state is loaded."""
         return self._run.add_load_hook(hook)
 
     def save_state(
         self, output_dir: PathLike | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
     ) -> str:
-        """Saves everything a resumed run needs: models, optimizers, schedulers, positions of loaders, random generators
-        and registered objects. (all ranks)
+        """Saves everything that a resumed run needs: models, optimizers, schedulers, loader positions, random
+        generators and registered objects. (all ranks)
 
         Args:
-            output_dir: a folder that all ranks share; a state in it is replaced. By default the next numbered one of
-                the project, of which the oldest above `total_limit` are removed.
-            safe_serialization: True; nothing is pickled.
-            save_model_func_kwargs: of DeepSpeed's `save_checkpoint`; `exclude_frozen_parameters=True` raises an error,
-                and the others have no effect, with a note.
+            output_dir: a folder that all ranks share; an existing state in it is replaced. Defaults to the next
+                numbered folder of the project; the oldest states above `total_limit` are then removed.
+            safe_serialization: must be True; nothing is pickled.
+            save_model_func_kwargs: arguments of DeepSpeed's `save_checkpoint`. `exclude_frozen_parameters=True` raises
+                an error; the others have no effect, and a warning names them.
 
         Returns:
             The folder.
 
         Raises:
-            CheckpointError: it cannot be written; on every rank.
-            UsageError: an object is not plain data and tensors, which is named; or there is no folder.
-            EngineStateError: in the middle of an accumulation, whose gradients would be lost.
+            CheckpointError: the state cannot be written; on every rank.
+            UsageError: an object has a state that is not plain data and tensors, or no folder is configured.
+            EngineStateError: an accumulation is unfinished; saving would lose its gradients.
 
         Example:
             >>> import torch
@@ -684,17 +690,17 @@ class Accelerator(ControlFlow, TrainingLoop, ModelSaving):
         """
         if not safe_serialization:
             raise UsageError(
-                "save_state(safe_serialization)", expected="True, as a state is never pickled", got=safe_serialization
+                "save_state(safe_serialization)", expected="True: states are never pickled", got=safe_serialization
             )
         if save_model_func_kwargs.pop("exclude_frozen_parameters", False):
             raise UsageError(
                 "save_state(exclude_frozen_parameters)",
-                expected="False, as a state resumes with all weights",
+                expected="False, because resuming needs all weights",
                 got=True,
-                fix="leave it out; engine.save_checkpoint(folder, exclude_frozen_parameters=True) leaves them out",
+                fix="remove it, or call engine.save_checkpoint(folder, exclude_frozen_parameters=True)",
             )
         for name in save_model_func_kwargs:
-            note(f"save_state({name}=...)", "a state is one folder with everything in it")
+            note(f"save_state({name}=...)", "no effect: a state is always saved as one complete folder")
         return self._run.save(output_dir, self.step)
 
     def load_state(
@@ -705,17 +711,18 @@ class Accelerator(ControlFlow, TrainingLoop, ModelSaving):
     ) -> str:
         """Resumes from a state. Prepare and register the same objects first. (all ranks)
 
-        Loaders go on after the last batch they yielded. A loop over epochs starts at `dataloader.epoch`.
+        Loaders continue after the last batch that they yielded. Start the loop over epochs at `dataloader.epoch`.
 
         Args:
-            input_dir: the folder; by default the newest complete state, of the project or in memory.
-            load_kwargs, load_model_func_kwargs: arguments of torch's and DeepSpeed's loaders; no effect, with a note.
+            input_dir: folder of the state. Defaults to the newest complete state of the project or in memory.
+            load_kwargs, load_model_func_kwargs: arguments of torch's and DeepSpeed's loading functions. They have no
+                effect, and a warning names them.
 
         Returns:
             The folder.
 
         Raises:
-            CheckpointError: there is no state, it is damaged, or does not fit; on every rank.
+            CheckpointError: the state is missing or damaged, or does not match this run; on every rank.
 
         Example:
             >>> import torch
@@ -731,18 +738,18 @@ class Accelerator(ControlFlow, TrainingLoop, ModelSaving):
             ...         pass
         """
         for name in (*(load_kwargs or {}), *load_model_func_kwargs):
-            note(f"load_state({name}=...)", "weights are read into their shards, everything else by its name")
+            note(f"load_state({name}=...)", "no effect: weights are read into their shards, other state by its name")
         folder, self.step = self._run.load(input_dir)
         return folder
 
     def resume(self) -> str | None:
-        """`load_state()` where there is a state of the project, or one in memory; else None. (all ranks)"""
+        """Calls `load_state()` if the project or the memory holds a state; otherwise returns None. (all ranks)"""
         return self.load_state() if self._run.has_state() else None
 
     def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
-        """`dataloader` with each of its epochs starting at batch `num_batches`.
+        """Returns `dataloader` with each of its epochs starting at batch `num_batches`.
 
-        Not needed after `load_state`, which sets positions; no batch is skipped twice with both.
+        Not needed after `load_state`, which restores loader positions; using both skips no batch twice.
         """
         return skip_first_batches(dataloader, num_batches)
 
@@ -750,7 +757,7 @@ class Accelerator(ControlFlow, TrainingLoop, ModelSaving):
 
     @property
     def trackers(self) -> list[GeneralTracker]:
-        """Those that run on this process."""
+        """Trackers that run on this process."""
         return list(self._trackers)
 
     def init_trackers(
@@ -759,23 +766,23 @@ class Accelerator(ControlFlow, TrainingLoop, ModelSaving):
         config: Mapping[str, Any] | None = None,
         init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Starts the trackers of `log_with`, on the main process unless they run on all. (all ranks)
+        """Starts the trackers of `log_with` on the main process, or on every process if they support it. (all ranks)
 
         Args:
-            project_name: of the run or project.
-            config: hyperparameters, which the trackers store.
-            init_kwargs: by tracker's name, more arguments of its constructor, e.g. `{"wandb": {"entity": "us"}}`.
+            project_name: name of the run or project.
+            config: hyperparameters that the trackers store.
+            init_kwargs: tracker name -> further arguments of its constructor, e.g. `{"wandb": {"entity": "us"}}`.
 
         Raises:
-            UsageError: `init_kwargs` names another tracker.
+            UsageError: `init_kwargs` names a tracker that is not in `log_with`.
         """
         with agreed(self.collectives, "init_trackers"):
             self._trackers.init(project_name, config, init_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """The tracker of that name, or the tracking library's object.
+        """Returns the tracker of that name; with `unwrap`, the object of its library.
 
-        On a process that does not log it is one that does nothing.
+        On a process that does not log, it returns a tracker that does nothing.
         """
         return self._trackers.get(name, unwrap)
 
@@ -802,20 +809,20 @@ class Accelerator(ControlFlow, TrainingLoop, ModelSaving):
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Logs the images of one step to the trackers that take them."""
+        """Logs the images of one step to the trackers that support images."""
         self._trackers.log_images(values, step, log_kwargs)
 
     # -- profiling and the end
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
-        """torch's profiler around a block; with `output_trace_dir`, each rank writes `profile_<rank>.json` there."""
+        """Runs torch's profiler over a block; each rank writes `profile_<rank>.json` to `output_trace_dir`, if set."""
         return profile(profile_handler or self._handlers.profile, self.process_index, self.device)
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """Destroys every engine and drops everything that was prepared. (all ranks)
+        """Destroys every engine and drops all prepared objects. (all ranks)
 
         Returns:
-            None for each argument, to drop the caller's references too.
+            None for each argument; assign them to drop the caller's references too.
 
         Example:
             >>> import torch
@@ -836,13 +843,13 @@ class Accelerator(ControlFlow, TrainingLoop, ModelSaving):
         return [None] * len(objects)
 
     def clear(self, *objects: Any) -> list[None]:
-        """The same as `free_memory`."""
+        """Same as `free_memory`."""
         return self.free_memory(*objects)
 
     def end_training(self) -> None:
         """Ends the trackers, waits for all ranks, and leaves the job. (all ranks)
 
-        The process group is closed if zeroaccel made it.
+        Destroys the process group if zeroaccel created it.
         """
         self._end_tracking()
         self._run.close()

@@ -1,7 +1,7 @@
-"""What the arguments of `Accelerator` mean beside the launcher's settings, each checked and with its source.
+"""Arguments of `Accelerator`: checks them, combines them with the launcher's settings, and records their sources.
 
-Accumulation, precision, plugins, loaders and `torch.compile`: the functions that read them before there is a model.
-Plugins of accelerate's own classes count as ours do; what has no meaning here is named in a note, or refused.
+The functions read accumulation, precision, plugins, loaders and `torch.compile` before there is a model. They accept
+plugins of accelerate's own classes; a field that has no effect is logged in a note or raises an error.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _PRECISIONS: dict[str, Literal["fp32", "fp16", "bf16"]] = {"no": "fp32", "fp16":
 
 @dataclass
 class GradientAccumulationPlugin(KwargsHandler):
-    """How gradients are accumulated.
+    """Settings of gradient accumulation.
 
     Attributes:
-        num_steps: micro-steps per optimizer step; None leaves it to the config or the launcher.
-        adjust_scheduler: for scripts that read it; schedulers count optimizer steps.
-        sync_with_dataloader: the last batch of a loader ends the accumulation, full or not.
-        sync_each_batch: reduce gradients in every micro-step also at stages 0 and 1: less memory, more traffic.
+        num_steps: micro-steps per optimizer step; None takes it from the config or the launcher.
+        adjust_scheduler: no effect, kept for scripts that read it; schedulers count optimizer steps.
+        sync_with_dataloader: end the accumulation at the last batch of a loader, even if it is incomplete.
+        sync_each_batch: reduce gradients in every micro-step, also at stages 0 and 1: less memory, more traffic.
 
     Example:
         >>> from zeroaccel import Accelerator, GradientAccumulationPlugin
@@ -54,11 +54,11 @@ class GradientAccumulationPlugin(KwargsHandler):
 
 
 def accumulation_of(steps: int | None, plugin: GradientAccumulationPlugin | None) -> Fact[int] | None:
-    """Micro-steps per optimizer step, from the number or the plugin.
+    """Returns the micro-steps per optimizer step from the number or the plugin.
 
     Raises:
-        UsageError: both are there.
-        ConfigError: not an integer of at least 1.
+        UsageError: both set it.
+        ConfigError: the value is not an integer of at least 1.
     """
     argument = "Accelerator(gradient_accumulation_steps"
     if plugin is not None and plugin.num_steps is not None:
@@ -66,7 +66,7 @@ def accumulation_of(steps: int | None, plugin: GradientAccumulationPlugin | None
             raise UsageError(
                 "Accelerator(gradient_accumulation_steps, gradient_accumulation_plugin)",
                 expected="one of the two",
-                fix="leave the number out",
+                fix="remove gradient_accumulation_steps, or num_steps of the plugin",
             )
         steps, argument = plugin.num_steps, "GradientAccumulationPlugin(num_steps"
     if steps is None:
@@ -79,17 +79,17 @@ def accumulation_of(steps: int | None, plugin: GradientAccumulationPlugin | None
 def precision_of(
     argument: str | None, settings: LaunchedSettings, sources: Mapping[str, str]
 ) -> Fact[Literal["fp32", "fp16", "bf16"]] | None:
-    """The precision that argument and launcher agree on; None where neither says one.
+    """Returns the precision that the argument or the launcher sets; None if neither sets one.
 
     Raises:
-        ConfigError: there is no such precision, or the two differ.
+        ConfigError: the precision is unknown, or the two differ.
     """
     facts = []
     if argument is not None:
         facts.append(_precision_fact(argument, f"Accelerator(mixed_precision={argument!r})", explicit=True))
     if settings.mixed_precision is not None:
         source = sources["mixed_precision"]
-        # Launchers export "no" also where the user has set nothing, so a "no" from there is no decision.
+        # Launchers export "no" even if the user has set nothing, so a "no" from the environment is not explicit.
         explicit = settings.mixed_precision != "no" or not source.startswith(("env", "default"))
         facts.append(_precision_fact(settings.mixed_precision, source, explicit=explicit))
     return gather_facts(*facts).precision
@@ -104,13 +104,13 @@ def _precision_fact(name: str, source: str, *, explicit: bool) -> Facts:
 
 
 def plugins_of(arguments: Sequence[Any], settings: LaunchedSettings) -> dict[str, ZeroPlugin]:
-    """The plugins by name: those of the one argument that is there, or one if the launcher asks for ZeRO.
+    """Returns the plugins by name: those of the only argument, or a default plugin if the launcher requests ZeRO.
 
     Args:
-        arguments: plugins of ours, of accelerate for DeepSpeed or for FSDP, and mappings of them; None for none.
+        arguments: a `ZeroPlugin`, a DeepSpeed or FSDP plugin of accelerate, or a mapping of them, each; None if unset.
 
     Raises:
-        ConfigError: several arguments, none in a mapping, or something else than a plugin.
+        ConfigError: several arguments are set, a mapping is empty, or an object is not a plugin.
     """
     present = [value for value in arguments if value is not None]
     if len(present) > 1:
@@ -129,10 +129,10 @@ def plugins_of(arguments: Sequence[Any], settings: LaunchedSettings) -> dict[str
 
 
 def _plugin(name: str, plugin: Any) -> ZeroPlugin:
-    """A plugin as ours.
+    """Returns a plugin as a `ZeroPlugin`, converted from accelerate's classes.
 
     Raises:
-        ConfigError: it is none, or asks for what ZeRO does not do.
+        ConfigError: the object is not a plugin, or its sharding strategy has no equivalent.
     """
     if isinstance(plugin, ZeroPlugin):
         return plugin
@@ -143,9 +143,9 @@ def _plugin(name: str, plugin: Any) -> ZeroPlugin:
 
 
 def _of_deepspeed(plugin: Any) -> ZeroPlugin:
-    """accelerate's plugin for DeepSpeed, whose config has what its arguments and the launcher said."""
+    """Converts accelerate's DeepSpeed plugin, whose config already includes its arguments and launcher settings."""
     config = copy.deepcopy(dict(plugin.deepspeed_config))
-    if config.get("steps_per_print") == math.inf:  # as accelerate writes "never"
+    if config.get("steps_per_print") == math.inf:  # accelerate's value for "never"
         del config["steps_per_print"]
     for section in ("offload_optimizer", "offload_param"):
         place = config.get("zero_optimization", {}).get(section)
@@ -163,13 +163,13 @@ def _of_deepspeed(plugin: Any) -> ZeroPlugin:
 _STAGE_OF_STRATEGY = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0}
 _FSDP = "FullyShardedDataParallelPlugin"
 _REST_OF_FSDP = (
-    "units, prefetching, state dicts and the dtypes of a module are the engine's: see the config's zero_optimization "
-    "section, and Accelerator(mixed_precision)"
+    "its settings of units, prefetching, state dicts and dtypes have no effect; use the config's zero_optimization "
+    "section and Accelerator(mixed_precision)"
 )
 
 
 def _of_fsdp(plugin: Any) -> ZeroPlugin:
-    """The stage that shards what FSDP's strategy shards, with its offload."""
+    """Converts accelerate's FSDP plugin to the stage that shards the same tensors, with its CPU offload."""
     reshards = getattr(plugin, "reshard_after_forward", None)
     strategy = getattr(plugin, "sharding_strategy", None)
     if strategy is None:
@@ -181,14 +181,14 @@ def _of_fsdp(plugin: Any) -> ZeroPlugin:
             f"{_FSDP}(sharding_strategy)",
             expected=", ".join(_STAGE_OF_STRATEGY),
             got=name,
-            fix='for shards in groups with replicas, use ZeroPlugin({"zero_optimization": {"stage": 3, '
+            fix='to shard within groups and replicate between them, use ZeroPlugin({"zero_optimization": {"stage": 3, '
             '"mics_shard_size": RANKS}})',
         )
     if getattr(plugin, "activation_checkpointing", None):
-        note(f"{_FSDP}(activation_checkpointing=True)", "call zeroaccel.activations' or the model's own checkpointing")
+        note(f"{_FSDP}(activation_checkpointing=True)", "no effect; use zeroaccel.activations or that of the model")
     offload = getattr(plugin, "cpu_offload", None)
     offloads = bool(getattr(offload, "offload_params", offload))  # FSDP2's policy has no such field
-    note(_FSDP, f"{_REST_OF_FSDP}; it becomes ZeroPlugin(zero_stage={_STAGE_OF_STRATEGY[name]})")
+    note(_FSDP, f"it is converted to ZeroPlugin(zero_stage={_STAGE_OF_STRATEGY[name]}); {_REST_OF_FSDP}")
     device = "cpu" if offloads else None
     return ZeroPlugin(
         zero_stage=_STAGE_OF_STRATEGY[name],
@@ -198,24 +198,24 @@ def _of_fsdp(plugin: Any) -> ZeroPlugin:
 
 
 def parallel_of(parallelism_config: Any, settings: LaunchedSettings) -> ParallelConfig:
-    """The mesh of the argument, ours or accelerate's, else of the launcher.
+    """Returns the mesh of the argument (ours or accelerate's class), or the launcher's mesh if it is None.
 
     Raises:
-        UsageError: it is neither, or has an axis that is not available here.
+        UsageError: the argument is of another class, or has an axis that is not available.
     """
     where = "Accelerator(parallelism_config)"
     if parallelism_config is None:
         return settings.parallel or ParallelConfig()
     if settings.parallel is not None:
-        note(where, "takes precedence over the sizes of the launch")
+        note(where, "it overrides the parallel sizes of the launch")
     return ParallelConfig.of(parallelism_config, where)
 
 
 def refuse_other_parallelism(**arguments: Any) -> None:
-    """Plugins that split a model otherwise than ZeRO; those that say "do not" pass.
+    """Refuses plugins that split a model differently from ZeRO; plugins whose parallel sizes are all 1 pass.
 
     Raises:
-        UsageError: one that splits.
+        UsageError: a plugin splits the model.
     """
     for name, plugin in arguments.items():
         sizes = {
@@ -226,33 +226,33 @@ def refuse_other_parallelism(**arguments: Any) -> None:
         if plugin is not None and (not sizes or any(size > 1 for size in sizes.values())):
             raise UsageError(
                 f"Accelerator({name})",
-                expected="nothing: models are split by ZeRO and parallelism_config",
+                expected="no plugin: ZeRO and parallelism_config split models",
                 got=type(plugin).__name__,
                 fix=_INSTEAD_OF[name],
             )
 
 
 _INSTEAD_OF = {
-    "megatron_lm_plugin": "leave it out, and choose a stage that fits: `zeroaccel estimate` tells",
-    "torch_tp_plugin": "leave it out, and pass parallelism_config=ParallelConfig(tp=N)",
+    "megatron_lm_plugin": "remove it, and choose a ZeRO stage that fits; `zeroaccel estimate` shows which",
+    "torch_tp_plugin": "remove it, and pass parallelism_config=ParallelConfig(tp=N)",
 }
 
 
 def apply_handlers(handlers: HandlerSettings, plugins: Mapping[str, ZeroPlugin], fallback: ZeroPlugin) -> None:
-    """Writes what handlers say of precision and communication into the config of plain data parallelism.
+    """Writes the handlers' loss scale and communication dtype into the config of plain data parallelism.
 
-    A plugin's config says these itself, as with accelerate, where a note tells that the handler changes nothing.
+    With plugins, their configs set both, as in accelerate, and a note says that the handler has no effect.
     """
     if handlers.scaler is not None:
         if plugins:
-            note("GradScalerKwargs", "the fp16 section of the config sets the loss scale")
+            note("GradScalerKwargs", "no effect: the fp16 section of the config sets the loss scale")
         else:
             for key, value in handlers.scaler.settings().items():
                 fallback.prescribe(f"fp16.{key}", value, f"GradScalerKwargs({handlers.scaler.to_kwargs()})")
             fallback.prescribe("fp16.enabled", "auto", "default")
     if handlers.communication is not None:
         if plugins:
-            note("DistributedDataParallelKwargs(comm_hook)", "communication_data_type of the config sets the dtype")
+            note("DistributedDataParallelKwargs(comm_hook)", "no effect: the config's communication_data_type applies")
         else:
             source = f"DistributedDataParallelKwargs(comm_hook={handlers.communication!r})"
             fallback.prescribe("communication_data_type", handlers.communication, source)
@@ -264,7 +264,7 @@ def apply_handlers(handlers: HandlerSettings, plugins: Mapping[str, ZeroPlugin],
 def loader_settings_of(
     configuration: DataLoaderConfiguration | Any, split_batches: bool | None
 ) -> DataLoaderConfiguration:
-    """How loaders are sharded, ours or accelerate's, with the older argument.
+    """Returns how loaders are sharded, from the configuration (ours or accelerate's class) or `split_batches`.
 
     Raises:
         UsageError: the two differ.
@@ -277,23 +277,23 @@ def loader_settings_of(
         return settings
     if configuration is not None:
         raise UsageError(
-            "Accelerator(split_batches, dataloader_config)", expected="one of them", fix="leave split_batches out"
+            "Accelerator(split_batches, dataloader_config)", expected="one of them", fix="set it in dataloader_config"
         )
     return replace(settings, split_batches=bool(split_batches))
 
 
 def rng_types_of(types: Sequence[Any] | None) -> tuple[str, ...]:
-    """Random generators, by name, that are made rank 0's at the start of each epoch.
+    """Returns the names of the random generators that are synchronized with rank 0 at the start of each epoch.
 
     Raises:
-        UsageError: a generator that there is none of.
+        UsageError: a name is unknown.
     """
     names = [str(value_of(each)) for each in types or ()]
     for name in names:
         if name not in (*_SHARED_GENERATORS, "generator"):
             expected = f"types among generator, {', '.join(_SHARED_GENERATORS)}"
             raise UsageError("Accelerator(rng_types)", expected=expected, got=name)
-    return tuple(name for name in names if name != "generator")  # the order of samples is common in any case
+    return tuple(name for name in names if name != "generator")  # all ranks share the sample order anyway
 
 
 # -- torch.compile
@@ -304,8 +304,8 @@ class TorchDynamoPlugin(KwargsHandler):
     """Arguments of `torch.compile` for the models of an accelerator.
 
     Attributes:
-        backend: of `torch.compile`; "no" compiles nothing, None takes the launcher's.
-        mode, fullgraph, dynamic, options, disable: as of torch.
+        backend: `torch.compile` backend; "no" disables compilation, None takes the launcher's backend.
+        mode, fullgraph, dynamic, options, disable: arguments of `torch.compile`.
         use_regional_compilation: compile each repeated block by itself.
     """
 
@@ -324,15 +324,15 @@ def compilation_of(
     sources: dict[str, str],
     plugin: TorchDynamoPlugin | Any = None,
 ) -> Compilation | None:
-    """How models are compiled; None for not at all.
+    """Returns how models are compiled; None if they are not.
 
     Args:
-        backend: the `Accelerator`'s own argument, which precedes the launcher's.
-        plugin: its plugin, ours or accelerate's; what it leaves open the launcher says.
+        backend: argument of `Accelerator`, which takes precedence over the launcher's.
+        plugin: argument of `Accelerator`, ours or accelerate's class; fields that are None take the launcher's value.
 
     Raises:
-        UsageError: a backend and a plugin, or something else than a plugin.
-        ConfigError: there is no such backend, or there are options of compilation without a backend.
+        UsageError: both a backend and a plugin were passed, or the plugin is of another class.
+        ConfigError: the backend is unknown, or options of compilation are set without a backend.
     """
     argument = "Accelerator(dynamo_backend)"
     code = TorchDynamoPlugin(value_of(backend))
@@ -346,7 +346,7 @@ def compilation_of(
         if options := [option for option in _COMPILE_OPTIONS if getattr(settings, option)]:
             where = ", ".join(sources.get(option, option) for option in options)
             fix = "add --dynamo_backend inductor"
-            raise ConfigError(f"{where}: says how to compile", expected="a backend", fix=fix)
+            raise ConfigError(f"{where}: options of torch.compile", expected="a backend", fix=fix)
         return None
     if name.lower() == "no" or code.disable:
         return None
@@ -354,7 +354,7 @@ def compilation_of(
     regional = code.use_regional_compilation
     return Compilation(
         backend_named(name, source),
-        # "default" is torch's word for none, beside which options may be given.
+        # "default" is torch's name for no mode, with which options may be combined.
         settings.dynamo_mode if code.mode is None else None if code.mode == "default" else code.mode,
         bool(settings.dynamo_use_fullgraph if code.fullgraph is None else code.fullgraph),
         settings.dynamo_use_dynamic if code.dynamic is None else code.dynamic,

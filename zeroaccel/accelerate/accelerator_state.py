@@ -1,8 +1,8 @@
 """State of an `Accelerator`: the process's place in the job, and plugins and configs, each value with its source.
 
-`PartialState` knows the process, `AcceleratorState` adds the plugins and every prepared model; printing the latter
-shows the resolved configs. Unlike accelerate's these are ordinary objects: two accelerators share the process group
-only, and `AcceleratorState()` is that of the newest.
+`PartialState` describes the process; `AcceleratorState` adds the plugins and every prepared model, and printing it
+shows the resolved configs. Unlike in accelerate, these are ordinary objects: two accelerators share only the process
+group, and `AcceleratorState()` returns the state of the newest accelerator.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from zeroaccel.operations import collectives_of_process
 from zeroaccel.zero.engine_base import EngineBase
 
 PRECISION_NAMES = {"fp32": "no", "fp16": "fp16", "bf16": "bf16"}
-"""Precision of a config -> `mixed_precision` as accelerate spells it."""
+"""Precision in a config -> value of accelerate's `mixed_precision`."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 class ControlFlow:
-    """A process's place in the job, and control flow by rank."""
+    """The process's rank in the job, and control flow by rank."""
 
     _topology: Topology
 
@@ -44,55 +44,55 @@ class ControlFlow:
 
     @property
     def num_processes(self) -> int:
-        """World size of the job."""
+        """Number of processes of the job (world size)."""
         return self._topology.world_size
 
     @property
     def process_index(self) -> int:
-        """This process's rank."""
+        """Rank of this process."""
         return self._topology.rank
 
     @property
     def local_process_index(self) -> int:
-        """This process's rank on its node."""
+        """Rank of this process on its node."""
         return self._topology.local_rank
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this is rank 0 of the job."""
+        """True on rank 0 of the job."""
         return self.process_index == 0
 
     @property
     def is_local_main_process(self) -> bool:
-        """Whether this is the first rank of its node."""
+        """True on the first rank of each node."""
         return self.local_process_index == 0
 
     @property
     def is_last_process(self) -> bool:
-        """Whether this is the last rank of the job."""
+        """True on the last rank of the job."""
         return self.process_index == self.num_processes - 1
 
     @property
     def use_distributed(self) -> bool:
-        """Whether there is more than one process."""
+        """True if the job has more than one process."""
         return self.num_processes > 1
 
     # -- functions that run on some ranks only
 
     def on_main_process(self, function: F) -> F:
-        """Decorator: the function runs on rank 0 and returns None elsewhere."""
+        """Decorates a function so that it runs on rank 0 only; on other ranks it returns None."""
         return _only(function, lambda: self.is_main_process)
 
     def on_local_main_process(self, function: F) -> F:
-        """Decorator: the function runs on the first rank of each node."""
+        """Decorates a function so that it runs on the first rank of each node only."""
         return _only(function, lambda: self.is_local_main_process)
 
     def on_last_process(self, function: F) -> F:
-        """Decorator: the function runs on the last rank."""
+        """Decorates a function so that it runs on the last rank only."""
         return _only(function, lambda: self.is_last_process)
 
     def on_process(self, function: F | None = None, process_index: int | None = None) -> F | Callable[[F], F]:
-        """Decorator: the function runs on one rank; `@on_process(process_index=1)`."""
+        """Decorates a function so that it runs on one rank only: `@on_process(process_index=1)`."""
         if function is None:
             return functools.partial(self.on_process, process_index=process_index)  # type: ignore[return-value]
         return _only(function, lambda: self.process_index == self._checked(process_index))
@@ -100,13 +100,13 @@ class ControlFlow:
     def on_local_process(
         self, function: F | None = None, local_process_index: int | None = None
     ) -> F | Callable[[F], F]:
-        """Decorator: the function runs on one rank of each node."""
+        """Decorates a function so that it runs on one rank of each node only."""
         if function is None:
             return functools.partial(self.on_local_process, local_process_index=local_process_index)  # type: ignore[return-value]
         return _only(function, lambda: self.local_process_index == local_process_index)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """`print`, on the first rank of each node."""
+        """Prints on the first rank of each node only."""
         if self.is_local_main_process:
             builtins.print(*args, **kwargs)
 
@@ -118,30 +118,30 @@ class ControlFlow:
     # -- barriers
 
     def wait_for_everyone(self) -> None:
-        """A barrier. (all ranks)"""
+        """Waits until all ranks have called it. (all ranks)"""
         collectives_of_process().barrier("wait_for_everyone")
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """Rank 0 runs the block before the other ranks. (all ranks)"""
+        """Runs the block on rank 0 before the other ranks. (all ranks)"""
         return _first(self.is_main_process, "main_process_first")
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """The first rank of each node runs the block before the others. (all ranks)"""
+        """Runs the block on the first rank of each node before the other ranks. (all ranks)"""
         return _first(self.is_local_main_process, "local_main_process_first")
 
     # -- parts of a list
 
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
-        """This rank's part of `inputs`: a list, tuple, tensor, dataset, or a mapping of these of equal lengths.
+        """Yields this rank's part of `inputs`: a list, tuple, tensor, dataset, or a mapping of these of equal lengths.
 
-        The first ranks get one item more where the length is not a multiple of the number of processes.
+        If the length is not a multiple of the number of processes, the first ranks get one more item.
 
         Args:
-            apply_padding: shorter parts repeat their last item (of all inputs, if they have none), so that all parts
-                are equally long.
+            apply_padding: pad shorter parts to equal length by repeating their last item, or the last item of all
+                inputs if the part is empty.
 
         Raises:
-            UsageError: it has no length, or a mapping's values have different ones.
+            UsageError: `inputs` has no length, or the values of a mapping have different lengths.
         """
         return nullcontext(self._part(inputs, apply_padding))
 
@@ -171,23 +171,23 @@ class ControlFlow:
         positions = list(range(start, end))
         if pads:
             positions.append(end - 1 if end > start else len(inputs) - 1)
-        # `datasets.Dataset.select` gives a dataset, where a list comprehension would give rows as dicts.
+        # `datasets.Dataset.select` returns a dataset; a list comprehension would return rows as dicts.
         select = getattr(inputs, "select", None)
         return select(positions) if callable(select) else [inputs[position] for position in positions]
 
 
 class PartialState(ControlFlow):
-    """This process's place in the job, which it joins when this is made, and control flow by rank. (all ranks)
+    """The process's rank and device, and control flow by rank; the constructor joins the job. (all ranks)
 
     Args:
-        cpu: compute on the CPU, with gloo, also where there are accelerators.
-        backend, init_method, timeout: as of `InitProcessGroupKwargs`, where the process has not joined its job yet; a
-            timeout changes the limit of a job that it has joined, too.
+        cpu: compute on the CPU with gloo, even if the machine has accelerators.
+        backend, init_method, timeout: as in `InitProcessGroupKwargs`, for a process that has not joined its job yet;
+            `timeout` also applies to a job that it has already joined.
 
     Attributes:
-        device: on which this rank computes.
-        backend: of the process group for tensors of that device, as torch names it.
-        debug: the launcher's debug flag; arguments of collectives are always compared between the ranks.
+        device: device on which this rank computes.
+        backend: torch's name of the process group backend for tensors on `device`.
+        debug: the launcher's debug flag. Arguments of collectives are compared between ranks with or without it.
 
     Example:
         >>> from zeroaccel import PartialState
@@ -213,37 +213,37 @@ class PartialState(ControlFlow):
         self.backend: str = _backend(self._topology.backend, self.device)
         self.debug = debug
         if backend not in (None, "nccl", self.backend, self._topology.backend):
-            note(f"backend={backend!r}", f"tensors of {self.device.type} devices travel on {self.backend}")
+            note(f"backend={backend!r}", f"no effect: tensors on {self.device.type} devices use {self.backend}")
 
     @property
     def local_num_processes(self) -> int:
-        """Processes on this node."""
+        """Number of processes on this node."""
         return self._topology.local_world_size
 
     @property
     def distributed_type(self) -> DistributedType:
-        """Without a plugin: NO for one process, else by device."""
+        """Type of a job without a plugin: NO for one process, otherwise MULTI_CPU or MULTI_GPU."""
         if self.num_processes == 1:
             return DistributedType.NO
         return DistributedType.MULTI_CPU if self.device.type == "cpu" else DistributedType.MULTI_GPU
 
     @property
     def initialized(self) -> bool:
-        """True: a state that exists has joined the job."""
+        """Always True: the constructor has joined the job."""
         return True
 
     @property
     def default_device(self) -> torch.device:
-        """The kind of device that jobs compute on by default: "cuda" where there is one, else "cpu"."""
+        """Device type that jobs use by default: "cuda" if it is available, otherwise "cpu"."""
         return torch.device(ACCELERATOR.type if ACCELERATOR.module.is_available() else "cpu")
 
     def set_device(self) -> None:
-        """Makes `device` the current one of this process."""
+        """Makes `device` the current device of this process."""
         if self.device.type != "cpu":
             torch.get_device_module(self.device).set_device(self.device)
 
     def destroy_process_group(self) -> None:
-        """Leaves the job; the process group is closed if zeroaccel made it. (all ranks)"""
+        """Leaves the job, and destroys the process group if zeroaccel created it. (all ranks)"""
         destroy()
 
     def __repr__(self) -> str:
@@ -271,12 +271,12 @@ def _first(is_first: bool, label: str) -> Iterator[None]:
     try:
         yield
     finally:
-        if is_first:  # also after an exception, or the other ranks would wait for this one
+        if is_first:  # also after an exception: the other ranks wait at their barrier
             collectives_of_process().barrier(label)
 
 
 def _backend(config: str, device: torch.device) -> str:
-    """The one of "cpu:gloo,cuda:nccl" that tensors of this device travel on."""
+    """Returns the backend for tensors on this device from a string such as "cpu:gloo,cuda:nccl"."""
     by_device = dict(part.split(":", 1) for part in config.split(",") if ":" in part)
     return by_device.get(device.type, config)
 
@@ -284,12 +284,12 @@ def _backend(config: str, device: torch.device) -> str:
 def _shown_config(
     title: str, tree: Mapping[str, Any], sources: Mapping[str, str], like: Mapping[str, Any] | None = None
 ) -> str:
-    """A config for printing: a line per value, with its path and source.
+    """Formats a config for printing: one line per value, with its path and source.
 
     Args:
-        title: whose config: "GPT (trained)", or a plugin's name.
-        sources: dotted path -> where the value came from.
-        like: a dict whose order of keys is followed.
+        title: name of the model or plugin, such as "GPT (trained)".
+        sources: dotted path -> source of the value.
+        like: dict whose order of keys the lines follow.
     """
     rows = [(path, shown(value), sources.get(path, "default")) for path, value in _leaves(tree, "", like)]
     key = max((len(path) for path, _, _ in rows), default=0)
@@ -312,11 +312,11 @@ class Prepared:
     """One prepared model.
 
     Attributes:
-        engine: of the model.
-        plugin: with which it was prepared.
-        config: resolved, with the source of every value.
-        optimizer: None for inference.
-        schedulers: of its optimizer.
+        engine: engine of the model.
+        plugin: plugin with which the model was prepared.
+        config: the resolved config, with the source of every value.
+        optimizer: the prepared optimizer; None for inference.
+        schedulers: the schedulers of the optimizer.
     """
 
     engine: EngineBase
@@ -326,29 +326,29 @@ class Prepared:
     schedulers: list[PreparedScheduler] = field(default_factory=list)
 
     def __str__(self) -> str:
-        """The resolved config."""
+        """Returns the resolved config, one line per value."""
         role = "trained" if self.optimizer is not None else "inference"
         name = f"{type(self.engine.module).__name__} ({role})"
         return _shown_config(name, self.config.resolved, self.config.resolved_sources, self.config.raw)
 
 
 class AcceleratorState:
-    """Process, plugins, prepared models and their configs; `print` shows all of it.
+    """Process, plugins, prepared models and their configs; printing it shows them all.
 
-    Without arguments it is the state of the newest accelerator: EngineStateError where there is none.
+    Without arguments it is the state of the newest accelerator; without an accelerator it raises EngineStateError.
 
     Args:
-        fallback: the plugin of plain data parallelism, in use where there are no plugins.
+        fallback: the plugin of plain data parallelism, used if there are no plugins.
         facts: the accelerator's own arguments.
 
     Attributes:
-        partial: the process's place in the job, whose attributes are this object's too.
-        fsdp_plugin, megatron_lm_plugin, torch_tp_plugin, device_mesh: None: an engine has a plugin of ZeRO, which those
-            of FSDP become.
-        parallelism_config: the mesh; None where all processes see different samples of one group.
-        is_fsdp2, use_ipex: False.
+        partial: the process's state; its attributes can also be read from this object.
+        fsdp_plugin, megatron_lm_plugin, torch_tp_plugin, device_mesh: always None. An FSDP plugin is converted to a
+            `ZeroPlugin`.
+        parallelism_config: the mesh; None if every process trains on different samples, without replicas.
+        is_fsdp2, use_ipex: always False.
         plugins: name -> plugin; empty for plain data parallelism.
-        prepared: every model that went through `prepare`, in order.
+        prepared: every model that `prepare` has prepared, in order.
     """
 
     _newest: ClassVar[dict[str, Any] | None] = None
@@ -363,7 +363,7 @@ class AcceleratorState:
         if partial is None or plugins is None or fallback is None or facts is None:
             if AcceleratorState._newest is None:
                 raise EngineStateError(
-                    "AcceleratorState()", expected="an Accelerator, whose state this is", fix="make Accelerator() first"
+                    "AcceleratorState()", expected="an existing Accelerator", fix="create Accelerator() first"
                 )
             self.__dict__ = AcceleratorState._newest
             return
@@ -378,39 +378,39 @@ class AcceleratorState:
 
     @classmethod
     def is_there(cls) -> bool:
-        """Whether an accelerator has made a state, which `AcceleratorState()` is."""
+        """Returns True if an accelerator has created a state, which `AcceleratorState()` then returns."""
         return cls._newest is not None
 
     # -- plugins
 
     @property
     def deepspeed_plugin(self) -> ZeroPlugin | None:
-        """The selected plugin; None for plain data parallelism."""
+        """Selected plugin; None for plain data parallelism."""
         return self.plugins[self._selected] if self._selected is not None else None
 
     zero_plugin = deepspeed_plugin
 
     @property
     def deepspeed_plugins(self) -> dict[str, ZeroPlugin]:
-        """All plugins by name."""
+        """All plugins, by name."""
         return dict(self.plugins)
 
     @property
     def active_plugin(self) -> ZeroPlugin:
-        """The plugin that the next `prepare` uses: the selected one, or that of plain data parallelism."""
+        """Plugin that the next `prepare` uses: the selected plugin, or that of plain data parallelism."""
         return self.deepspeed_plugin or self._fallback
 
     def get_deepspeed_plugin(self, name: str) -> ZeroPlugin:
-        """The plugin of that name."""
+        """Returns the plugin of that name."""
         if name not in self.plugins:
-            names = ", ".join(map(repr, self.plugins)) or "none, as the accelerator has no plugins"
+            names = ", ".join(map(repr, self.plugins)) or "(none: the accelerator has no plugins)"
             raise UsageError("zero plugin", expected=f"one of the names {names}", got=name)
         return self.plugins[name]
 
     get_zero_plugin = get_deepspeed_plugin
 
     def select_deepspeed_plugin(self, name: str) -> None:
-        """Makes `prepare` use this plugin from now on; models that are prepared keep theirs."""
+        """Makes later calls of `prepare` use this plugin; prepared models keep theirs."""
         self.get_deepspeed_plugin(name)
         self._selected = name
         self._mark_selected()
@@ -421,7 +421,7 @@ class AcceleratorState:
         for name, plugin in self.plugins.items():
             plugin._select(name == self._selected)
 
-    # -- what scripts ask for that there is none of
+    # -- attributes that scripts read, for features that are not available
 
     fsdp_plugin = None
     megatron_lm_plugin = None
@@ -435,14 +435,14 @@ class AcceleratorState:
 
     @property
     def zero_config(self) -> dict[str, Any]:
-        """The resolved config of the first trained model, else of the first model, else of the selected plugin."""
+        """Resolved config of the first trained model, or else of the first model, or else of the selected plugin."""
         for item in (*(each for each in self.prepared if each.optimizer is not None), *self.prepared):
             return item.engine.zero_config
         return self.active_plugin.known(self._facts)[0]
 
     @property
     def mixed_precision(self) -> str:
-        """ "no", "fp16" or "bf16": of the first prepared model, else as the selected plugin says."""
+        """Precision of the first prepared model, or else of the selected plugin: "no", "fp16" or "bf16"."""
         for item in self.prepared:
             return PRECISION_NAMES[item.config.precision]
         for name in ("fp16", "bf16"):
@@ -453,7 +453,7 @@ class AcceleratorState:
 
     @property
     def accumulation(self) -> int:
-        """Micro-steps per optimizer step as far as the selected plugin and the arguments say."""
+        """Micro-steps per optimizer step from the selected plugin or the arguments; 1 if neither sets them."""
         fact = gather_facts(self._facts, self.active_plugin.facts()).accumulation
         configured = self.active_plugin.get_value("gradient_accumulation_steps")
         if isinstance(configured, int):
@@ -462,7 +462,7 @@ class AcceleratorState:
 
     @property
     def distributed_type(self) -> DistributedType:
-        """DEEPSPEED with a plugin, for any number of processes, as scripts test for it."""
+        """DEEPSPEED with a plugin, for any number of processes, because scripts test for it."""
         return DistributedType.DEEPSPEED if self.plugins else self.partial.distributed_type
 
     def __getattr__(self, name: str) -> Any:

@@ -1,8 +1,8 @@
-"""Calls of an accelerate that is imported beside: they work with an `Accelerator` of ours in the same process.
+"""Makes accelerate's own functions work in a process that uses zeroaccel's `Accelerator`.
 
-`accelerate.logging` and everything else there that asks which process this is needs accelerate's own `PartialState`;
-`extract_model_from_parallel` knows the wrappers that it takes off by their classes, to which an engine does not belong.
-Nothing of accelerate is imported here: what is not loaded when an `Accelerator` is made stays as it is.
+`accelerate.logging` and other functions that need the rank read accelerate's `PartialState`, so this module creates it.
+`extract_model_from_parallel` removes only wrappers of known classes, so this module extends it to engines. It does not
+import accelerate, and leaves modules unchanged that are loaded after the creation of an `Accelerator`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _replaced: list[tuple[ModuleType, Any]] = []
 
 
 def join_accelerate(*, cpu: bool) -> None:
-    """Tells accelerate, where it is loaded, which process this is, and makes its unwrapping take off engines.
+    """Creates accelerate's `PartialState` and makes its unwrapping remove engines, if accelerate is loaded.
 
     Args:
-        cpu: this process computes on the CPU.
+        cpu: True if this process computes on the CPU.
     """
     state = sys.modules.get("accelerate.state")
     if state is not None and not state.PartialState._shared_state:
@@ -33,7 +33,7 @@ def join_accelerate(*, cpu: bool) -> None:
     if original is None or _replaced:
         return
     taking_engines_off = _unwrapping(original)
-    # Scripts and libraries have imported the function by name.
+    # Scripts and libraries may have imported the function by name.
     for module in list(sys.modules.values()):
         if isinstance(module, ModuleType) and vars(module).get(_CALL) is original:
             setattr(module, _CALL, taking_engines_off)
@@ -41,7 +41,7 @@ def join_accelerate(*, cpu: bool) -> None:
 
 
 def leave_accelerate() -> None:
-    """Restores the function."""
+    """Restores accelerate's `extract_model_from_parallel`."""
     while _replaced:
         module, original = _replaced.pop()
         setattr(module, _CALL, original)

@@ -1,7 +1,7 @@
 """`DummyOptim` and `DummyScheduler`: placeholders for the optimizer and the scheduler that a config describes.
 
-A script passes them to `prepare`, which builds the real ones from the config's sections, fills "auto" in these from
-the placeholders' arguments, and returns the real ones.
+A script passes them to `prepare`, which builds and returns the real objects. It takes them from the config's sections
+and fills "auto" there with the placeholders' arguments.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class DummyOptim:
 
     Args:
         params: parameters or param groups, as for a torch optimizer.
-        lr: fills `optimizer.params.lr` where that is "auto"; 0.001 by default.
-        weight_decay: fills the same key of `params`; 0 by default.
-        kwargs: `betas` and `eps`, for the keys of these names.
+        lr: fills `optimizer.params.lr` if it is "auto". Defaults to 0.001.
+        weight_decay: fills `optimizer.params.weight_decay` if it is "auto". Defaults to 0.
+        kwargs: `betas` and `eps`, which fill the keys of the same names.
 
     Raises:
-        UsageError: another keyword.
+        UsageError: another keyword was passed.
 
     Example:
         >>> import torch
@@ -58,16 +58,16 @@ class DummyOptim:
             raise UsageError(
                 f"DummyOptim({unknown[0]}=...)",
                 expected="lr, weight_decay, betas or eps",
-                fix="write other settings into the config's optimizer.params",
+                fix="set other values in optimizer.params of the config",
             )
         self._explicit = {"lr": lr is not None, "weight_decay": weight_decay is not None}
 
     def parameters(self) -> list[nn.Parameter]:
-        """Every parameter of every group."""
+        """Returns all parameters of all groups."""
         return [param for item in self.params for param in (item["params"] if isinstance(item, dict) else [item])]
 
     def facts(self) -> Facts:
-        """Facts that fill "auto"; a value that the script has passed is explicit."""
+        """Returns the facts that fill "auto"; values that the script has passed are explicit."""
         betas, eps = self.kwargs.get("betas"), self.kwargs.get("eps")
         return Facts(
             lr=Fact(self.lr, self._source("lr"), self._explicit["lr"]),
@@ -81,14 +81,16 @@ class DummyOptim:
 
 
 class DummyScheduler:
-    """Placeholder for the scheduler of the config's `scheduler` section, or of a callable.
+    """Placeholder for the scheduler of the config's `scheduler` section, or for one that a callable creates.
 
     Args:
         optimizer: the optimizer, or its placeholder.
-        total_num_steps: optimizer steps of the entire schedule; fills `scheduler.params.total_num_steps`.
-        warmup_num_steps: optimizer steps of the warm-up, 0 by default; fills `scheduler.params.warmup_num_steps`.
-        lr_scheduler_callable: makes the scheduler from the optimizer; then the config has no `scheduler` section.
-        kwargs: for scripts that read them back.
+        total_num_steps: number of optimizer steps of the schedule; fills `scheduler.params.total_num_steps`.
+        warmup_num_steps: number of optimizer steps of the warm-up; fills `scheduler.params.warmup_num_steps`. Defaults
+            to 0.
+        lr_scheduler_callable: function that creates the scheduler from the optimizer; the config must not have a
+            `scheduler` section.
+        kwargs: no effect, kept for scripts that read them.
 
     Example:
         >>> import torch
@@ -118,10 +120,10 @@ class DummyScheduler:
         self._warmup_is_explicit = warmup_num_steps is not None
 
     def facts(self, updates_per_step: int = 1) -> Facts:
-        """Facts that fill "auto"; a value that the script has passed is explicit.
+        """Returns the facts that fill "auto"; values that the script has passed are explicit.
 
         Args:
-            updates_per_step: the numbers count scheduler steps, of which there are so many per optimizer step.
+            updates_per_step: scheduler steps per optimizer step; the script's numbers count scheduler steps.
         """
         total, warmup = self.total_num_steps, self.warmup_num_steps
         per = f" / {updates_per_step} processes" if updates_per_step > 1 else ""

@@ -1,7 +1,7 @@
-"""Keyword handlers and enumerations of accelerate: classes of these names, and what an `Accelerator` does with each.
+"""Keyword handlers and enumerations with the names of accelerate's, and how an `Accelerator` applies the handlers.
 
-Objects of accelerate's own classes count as well, by the name of their class and the fields that they have. A handler
-does what it says, or is named in a note with the reason why it changes nothing, or is refused with what to do.
+Objects of accelerate's own classes are accepted by the name of their class and read by their fields. The accelerator
+applies a handler's settings, logs a note that says why a setting has no effect, or raises an error with a remedy.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ T = TypeVar("T")
 
 
 class _TakesValues(enum.EnumMeta):
-    """Enumerations that are asked with a value: `"MULTI_GPU" in DistributedType`."""
+    """Lets `in` accept a value as well as a member: `"MULTI_GPU" in DistributedType`."""
 
     def __contains__(cls, value: object) -> bool:
         return value in {member for one in cls for member in (one, one.value)}  # type: ignore[var-annotated]
 
 
 class DistributedType(str, enum.Enum, metaclass=_TakesValues):
-    """Kind of a job; compares equal to its name, as scripts write it.
+    """Kind of a job; a member compares equal to its name, which scripts use.
 
-    An `Accelerator` is one of NO, MULTI_CPU, MULTI_GPU and DEEPSPEED. The others are those of accelerate, for scripts
-    that compare with them.
+    An `Accelerator` has one of NO, MULTI_CPU, MULTI_GPU and DEEPSPEED. The other members exist for scripts that compare
+    with them.
     """
 
     NO = "NO"
@@ -67,19 +67,19 @@ class DistributedType(str, enum.Enum, metaclass=_TakesValues):
 
 
 class _Named(str, enum.Enum, metaclass=_TakesValues):
-    """Members that read as their values."""
+    """Enumeration whose members print as their values."""
 
     def __str__(self) -> str:
         return str(self.value)
 
     @classmethod
     def list(cls) -> list[str]:
-        """All values."""
+        """Returns all values."""
         return [str(member) for member in cls]
 
 
 class PrecisionType(_Named):
-    """Precisions of `Accelerator(mixed_precision)`; FP8 is refused there."""
+    """Precisions of `Accelerator(mixed_precision)`, which rejects FP8."""
 
     NO = "no"
     FP8 = "fp8"
@@ -103,7 +103,7 @@ class LoggerType(_Named):
 
 
 class DDPCommunicationHookType(_Named):
-    """Compressions of gradients in `DistributedDataParallelKwargs`."""
+    """Gradient compressions of `DistributedDataParallelKwargs`."""
 
     NO = "no"
     FP16 = "fp16"
@@ -113,7 +113,7 @@ class DDPCommunicationHookType(_Named):
 
 
 def value_of(member: Any) -> Any:
-    """The value of an enumeration's member, ours or accelerate's; anything else as it is."""
+    """Returns the value of an enumeration member (ours or accelerate's); returns other objects unchanged."""
     return member.value if isinstance(member, enum.Enum) else member
 
 
@@ -121,25 +121,25 @@ def value_of(member: Any) -> Any:
 
 
 class KwargsHandler:
-    """Base of the handlers; `to_kwargs` is what differs from the defaults."""
+    """Base class of the handlers; `to_kwargs` returns the fields that differ from the defaults."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field."""
+        """Returns all fields."""
         return dict(vars(self))
 
     def to_kwargs(self) -> dict[str, Any]:
-        """The fields whose values are not the defaults."""
+        """Returns the fields that differ from their defaults."""
         defaults = vars(type(self)())
         return {name: value for name, value in vars(self).items() if value != defaults[name]}
 
 
 @dataclass
 class AutocastKwargs(KwargsHandler):
-    """Settings of `accelerator.autocast()`; of a model, its precision is the engine's.
+    """Settings of `accelerator.autocast()`; they do not affect models, whose precision the engine sets.
 
     Attributes:
-        enabled: False computes in the precision of the tensors.
-        cache_enabled: whether weights that were cast are cached; None leaves it to torch.
+        enabled: False computes in the dtypes of the tensors.
+        cache_enabled: cache weights that were cast; None keeps torch's default.
     """
 
     enabled: bool = True
@@ -148,14 +148,14 @@ class AutocastKwargs(KwargsHandler):
 
 @dataclass
 class DistributedDataParallelKwargs(KwargsHandler):
-    """Settings of torch's DistributedDataParallel, of which the engine takes `comm_hook`.
+    """Settings of torch's DistributedDataParallel; the engine applies only `comm_hook`.
 
     Attributes:
-        dim, broadcast_buffers, bucket_cap_mb, check_reduction, gradient_as_bucket_view, static_graph: no effect, with
-            a note: gradients are views of flat buffers, in buckets of `reduce_bucket_size`.
-        find_unused_parameters: without effect: parameters that a step does not use are noticed in either case.
+        dim, broadcast_buffers, bucket_cap_mb, check_reduction, gradient_as_bucket_view, static_graph: no effect; a note
+            gives the reason. Gradients are views of flat buffers, in buckets of `reduce_bucket_size`.
+        find_unused_parameters: no effect; the engine detects unused parameters without it.
         comm_hook: "fp16" or "bf16" reduces gradients in that dtype (`communication_data_type`). PowerSGD is refused.
-        comm_wrapper, comm_state_option: of PowerSGD.
+        comm_wrapper, comm_state_option: settings of PowerSGD.
     """
 
     dim: int = 0
@@ -172,13 +172,13 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
 @dataclass
 class GradScalerKwargs(KwargsHandler):
-    """The loss scale under fp16, where no config sets it.
+    """Loss scale under fp16, for an `Accelerator` without a plugin.
 
     Attributes:
-        init_scale: the first scale, a power of two.
-        growth_factor, backoff_factor: 2 and 0.5; others are refused.
-        growth_interval: updates without overflow until the scale doubles.
-        enabled: False leaves the scale at 1.
+        init_scale: initial scale, a power of two.
+        growth_factor, backoff_factor: must be 2 and 0.5.
+        growth_interval: number of updates without overflow after which the scale doubles.
+        enabled: False keeps the scale at 1.
     """
 
     init_scale: float = 65536.0
@@ -188,15 +188,15 @@ class GradScalerKwargs(KwargsHandler):
     enabled: bool = True
 
     def settings(self) -> dict[str, int | float]:
-        """The keys of the config's fp16 section that say the same.
+        """Returns the equivalent keys of the config's fp16 section.
 
         Raises:
-            ConfigError: they cannot.
+            ConfigError: the section has no equivalent.
         """
         if (self.growth_factor, self.backoff_factor) != (2.0, 0.5):
             raise ConfigError(
                 "GradScalerKwargs(growth_factor, backoff_factor)",
-                expected="2 and 0.5, by which the engine changes the scale",
+                expected="2 and 0.5, the engine's fixed factors",
                 got=(self.growth_factor, self.backoff_factor),
             )
         if not self.enabled:
@@ -209,12 +209,12 @@ class GradScalerKwargs(KwargsHandler):
 
 @dataclass
 class InitProcessGroupKwargs(KwargsHandler):
-    """How the process joins its job.
+    """Settings with which the process joins its job.
 
     Attributes:
-        backend: of the process group; "nccl" and None leave it to the device.
-        init_method: "env://", "tcp://HOST:PORT" or "file://PATH"; by default the launcher's variables.
-        timeout: how long a collective may wait; by default what the launcher says, or 600 s.
+        backend: process group backend; "nccl" and None select the device's backend.
+        init_method: "env://", "tcp://HOST:PORT" or "file://PATH". Defaults to the launcher's variables.
+        timeout: time limit of a collective. Defaults to the launcher's setting, or 600 s.
     """
 
     backend: str | None = "nccl"
@@ -224,14 +224,14 @@ class InitProcessGroupKwargs(KwargsHandler):
 
 @dataclass
 class ProfileKwargs(KwargsHandler):
-    """Settings of torch.profiler.profile.
+    """Settings of `torch.profiler.profile`.
 
     Attributes:
-        activities: "cpu", "cuda"; by default those of the device.
-        schedule_option: arguments of torch.profiler.schedule: wait, warmup, active, repeat, skip_first.
-        on_trace_ready: called with the profiler when a trace is complete.
-        record_shapes, profile_memory, with_stack, with_flops, with_modules: as of torch.
-        output_trace_dir: folder for `profile_<rank>.json`, which Chrome and Perfetto read.
+        activities: a list of "cpu" and "cuda". Defaults to "cpu" and the type of the accelerator's device.
+        schedule_option: arguments of `torch.profiler.schedule`: wait, warmup, active, repeat, skip_first.
+        on_trace_ready: function that receives the profiler when a trace is complete.
+        record_shapes, profile_memory, with_stack, with_flops, with_modules: arguments of `torch.profiler.profile`.
+        output_trace_dir: folder for `profile_<rank>.json`, which Chrome and Perfetto can open.
 
     Example:
         >>> import torch
@@ -256,13 +256,13 @@ class ProfileKwargs(KwargsHandler):
 
 @dataclass(frozen=True)
 class HandlerSettings:
-    """The handlers of an accelerator, one of each kind at most.
+    """The handlers of an accelerator, at most one of each kind.
 
     Attributes:
-        profile: of `accelerator.profile()`.
-        autocast: of `accelerator.autocast()`.
-        scaler: the loss scale of plain data parallelism.
-        communication: dtype in which gradients are reduced; None leaves it to the config.
+        profile: settings of `accelerator.profile()`.
+        autocast: settings of `accelerator.autocast()`.
+        scaler: loss scale of plain data parallelism.
+        communication: dtype in which gradients are reduced; None takes it from the config.
     """
 
     profile: ProfileKwargs
@@ -278,20 +278,20 @@ _KINDS: tuple[type[KwargsHandler], ...] = (
     InitProcessGroupKwargs,
     ProfileKwargs,
 )
-# Settings of DistributedDataParallel -> why they change nothing here
+# Settings of DistributedDataParallel -> why they have no effect
 _WITHOUT_EFFECT = {
-    "find_unused_parameters": "parameters that a step does not use are noticed without it",
-    "static_graph": "every backward is followed anew, at no cost that a static graph would save",
-    "gradient_as_bucket_view": "gradients are views of flat buffers in any case",
-    "bucket_cap_mb": "gradients are reduced in buckets of zero_optimization.reduce_bucket_size",
-    "broadcast_buffers": "buffers are each rank's own",
-    "check_reduction": "the order of reductions is compared between the ranks in every step",
-    "dim": "each rank computes on one device",
+    "find_unused_parameters": "no effect: the engine detects unused parameters without it",
+    "static_graph": "no effect: the engine follows every backward anew, without the cost that a static graph saves",
+    "gradient_as_bucket_view": "no effect: gradients are always views of flat buffers",
+    "bucket_cap_mb": "no effect: zero_optimization.reduce_bucket_size sets the size of buckets",
+    "broadcast_buffers": "no effect: each rank keeps its own buffers",
+    "check_reduction": "no effect: the engine compares the order of reductions between the ranks in every step",
+    "dim": "no effect: each rank computes on one device",
 }
 
 
 def own(kind: type[T], item: Any, where: str) -> T:
-    """`item` as an instance of `kind`: as it is, or from the fields of another library's class of that name.
+    """Returns `item` if it is an instance of `kind`, or builds one from another library's class of the same name.
 
     Raises:
         UsageError: its class has another name.
@@ -305,7 +305,7 @@ def own(kind: type[T], item: Any, where: str) -> T:
 
 
 def process_group_of(handlers: Sequence[Any]) -> InitProcessGroupKwargs:
-    """How to join the job, which comes before all that the ranks agree on: so this raises nothing."""
+    """Returns how to join the job. Before joining, ranks cannot agree on errors, so this function raises none."""
     for handler in handlers:
         if type(handler).__name__ == InitProcessGroupKwargs.__name__:
             return own(InitProcessGroupKwargs, handler, _ARGUMENT)
@@ -313,17 +313,17 @@ def process_group_of(handlers: Sequence[Any]) -> InitProcessGroupKwargs:
 
 
 def handlers_of(handlers: Sequence[Any]) -> HandlerSettings:
-    """What the handlers ask for; a note names what has no effect.
+    """Returns the settings of the handlers; a note names each setting that has no effect.
 
     Raises:
-        UsageError: one that has no work here, or two of a kind.
+        UsageError: a handler has no equivalent here, or there are two of a kind.
     """
     by_kind: dict[str, Any] = {}
     kinds = {kind.__name__: kind for kind in _KINDS}
     for handler in handlers:
         name = next((each.__name__ for each in type(handler).__mro__ if each.__name__ in kinds), type(handler).__name__)
         if name not in kinds:
-            fix = _REFUSED.get(name, "set what it says in the config")
+            fix = _REFUSED.get(name, "write its settings into the config")
             raise UsageError(_ARGUMENT, expected=f"handlers among {', '.join(kinds)}", got=name, fix=fix)
         if name in by_kind:
             raise UsageError(_ARGUMENT, expected="one handler of a kind", got=f"two {name}")
@@ -337,7 +337,7 @@ def handlers_of(handlers: Sequence[Any]) -> HandlerSettings:
 
 
 def _communication(handler: DistributedDataParallelKwargs) -> str | None:
-    """The dtype in which `comm_hook` reduces gradients; all else of the handler changes nothing."""
+    """Returns the dtype in which `comm_hook` reduces gradients; the handler's other settings have no effect."""
     changed = handler.to_kwargs()
     for name, reason in _WITHOUT_EFFECT.items():
         if name in changed:
@@ -345,21 +345,21 @@ def _communication(handler: DistributedDataParallelKwargs) -> str | None:
     hook, wrapper = value_of(handler.comm_hook), value_of(handler.comm_wrapper)
     if hook == "no":
         if "comm_wrapper" in changed or "comm_state_option" in changed:
-            note("DistributedDataParallelKwargs(comm_wrapper, comm_state_option)", "there is no comm_hook to change")
+            note("DistributedDataParallelKwargs(comm_wrapper, comm_state_option)", "no effect without a comm_hook")
         return None
     if hook not in ("fp16", "bf16") or wrapper not in ("no", hook):
         raise UsageError(
             "DistributedDataParallelKwargs(comm_hook, comm_wrapper)",
             expected='"no", "fp16" or "bf16"',
             got=(hook, wrapper),
-            fix="leave them out; zero_quantized_gradients in the config reduces gradients in 4 bits",
+            fix="remove them, or set zero_quantized_gradients in the config, which reduces gradients in 4 bits",
         )
     return str(hook)
 
 
 def note(where: str, reason: str) -> None:
-    """Says once, on rank 0, that a setting changes nothing, and why."""
-    log_once(logging.WARNING, f"{where} changes nothing here: {reason}")
+    """Logs once, on rank 0, that a setting has no effect, or a different effect than in accelerate."""
+    log_once(logging.WARNING, f"note on {where}: {reason}")
 
 
 # -- the profiler
@@ -367,10 +367,10 @@ def note(where: str, reason: str) -> None:
 
 @contextmanager
 def profile(settings: Any, rank: int, device: torch.device) -> Iterator[Any]:
-    """torch's profiler, running.
+    """Runs torch's profiler over a block.
 
     Raises:
-        UsageError: an unknown activity, or a folder that cannot be made; before anything runs.
+        UsageError: an activity is unknown, or the folder cannot be created; before the block runs.
     """
     settings = own(ProfileKwargs, settings, "accelerator.profile(profile_handler)")
     folder = None if settings.output_trace_dir is None else Path(settings.output_trace_dir)
@@ -400,4 +400,4 @@ def _make(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         where = "ProfileKwargs(output_trace_dir)"
-        raise UsageError(where, expected="a folder that can be made", got=f"{folder} ({error.strerror})") from error
+        raise UsageError(where, expected="a folder that can be created", got=f"{folder} ({error.strerror})") from error

@@ -1,10 +1,10 @@
-"""Starts a function on several processes of this machine: from a notebook, or to try something out.
+"""Starts a function on several processes of this machine, from a notebook or for tests.
 
-The processes are forked, so that functions defined in a notebook work in them. The first that fails ends the others,
-and its traceback is raised here. For scripts there is `zeroaccel launch`.
+The launcher forks the processes, so they can run functions of a notebook. The first process that fails ends the others,
+and the caller gets its traceback. Use `zeroaccel launch` for scripts.
 
-[Note: CUDA and forks] A process that has asked the CUDA driver for anything, the number of devices included, has
-children that cannot use CUDA. So it is asked in a forked process, which ends at once.
+[Note: CUDA and forks] After a process has called the CUDA driver, even for the number of devices, processes forked from
+it cannot use CUDA. So the launcher counts the devices in a forked process that ends at once.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _PRECISIONS = ("no", "fp16", "bf16")
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
-    """Runs `function(*args)` as that many ranks on the CPU, over gloo, and waits for all of them.
+    """Runs `function(*args)` on `num_processes` ranks on the CPU with gloo, and waits for all of them.
 
     Raises:
-        ProcessRaisedException: a rank failed; with its traceback.
-        EngineStateError: this process is a rank itself.
+        ProcessRaisedException: a rank failed; the message has its traceback.
+        EngineStateError: this process has already joined a job.
         ConfigError: `num_processes` is below 1, or the system cannot fork.
     """
     _launch(function, args, num_processes, {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""})
@@ -52,14 +52,15 @@ def notebook_launcher(
     """Runs `function(*args)` on all GPUs of this machine, or on `num_processes` processes, and waits for them.
 
     Args:
-        num_processes: on this machine; by default one per GPU, and without a GPU one, which is this process itself.
-        mixed_precision: "no", "fp16" or "bf16", for accelerators that do not say it themselves.
-        use_port: of the rendezvous; by default a free one. With several nodes it must be the same on all.
-        master_addr, node_rank, num_nodes: where the job has several machines.
+        num_processes: number of processes on this machine. Defaults to one per GPU; without a GPU, the function runs in
+            this process.
+        mixed_precision: "no", "fp16" or "bf16", for an `Accelerator` that does not set it.
+        use_port: port of the rendezvous. Defaults to a free port; several nodes need the same one.
+        master_addr, node_rank, num_nodes: address of the first node, rank of this node and number of nodes.
 
     Raises:
-        ProcessRaisedException: a rank failed; with its traceback.
-        EngineStateError: CUDA or a process group is in use here already, which forked processes cannot share.
+        ProcessRaisedException: a rank failed; the message has its traceback.
+        EngineStateError: this process already uses CUDA or a process group, which forked processes cannot share.
         ConfigError: an argument is out of range.
 
     Example:
@@ -85,10 +86,10 @@ def notebook_launcher(
         return
     if on_devices and not devices.work_in_forks and not torch.cuda.is_initialized():  # `_launch` refuses that one
         raise EngineStateError(
-            f"launching {getattr(function, '__name__', function)}: this process has asked for CUDA devices, as"
-            " torch.cuda.is_available() does, and forked processes cannot use them then",
-            fix="restart the notebook and ask inside the function that is launched, or set"
-            " PYTORCH_NVML_BASED_CUDA_CHECK=1 before torch is imported",
+            f"launching {getattr(function, '__name__', function)}: this process has called the CUDA driver, for example"
+            " with torch.cuda.is_available(), so forked processes cannot use CUDA",
+            fix="restart the notebook and call CUDA only inside the launched function, or set"
+            " PYTORCH_NVML_BASED_CUDA_CHECK=1 before importing torch",
         )
     place = {
         "MASTER_ADDR": master_addr,
@@ -118,16 +119,16 @@ def _launch(
     if num_processes < 1:
         raise ConfigError(f"{where}: num_processes", expected="at least 1", got=num_processes)
     if "fork" not in multiprocessing.get_all_start_methods():
-        raise ConfigError(where, expected="a system that can fork", fix="put it into a script for `zeroaccel launch`")
+        raise ConfigError(where, expected="a system that can fork", fix="start a script with `zeroaccel launch`")
     if dist.is_initialized():
         raise EngineStateError(
-            f"{where}: this process has joined a job already",
-            fix="restart the notebook, and make Accelerator() only inside the function that is launched",
+            f"{where}: this process has already joined a job",
+            fix="restart the notebook, and create Accelerator() only inside the launched function",
         )
     if torch.cuda.is_initialized():
         raise EngineStateError(
-            f"{where}: CUDA is in use in this process, so forked processes cannot use it",
-            fix="restart the notebook, and touch CUDA only inside the function that is launched",
+            f"{where}: this process uses CUDA, so forked processes cannot use it",
+            fix="restart the notebook, and use CUDA only inside the launched function",
         )
     shared = {
         "MASTER_ADDR": "127.0.0.1",
@@ -141,14 +142,14 @@ def _launch(
 
 @dataclass(frozen=True)
 class _VisibleDevices:
-    """The CUDA devices that this process sees, and whether processes forked from it can use them."""
+    """Number of CUDA devices that this process sees; `work_in_forks` is True if forked processes can use them."""
 
     count: int
     work_in_forks: bool
 
 
 def _visible_devices() -> _VisibleDevices:
-    """See [Note: CUDA and forks]."""
+    """Counts the devices in a forked process; see [Note: CUDA and forks]."""
     if "fork" not in multiprocessing.get_all_start_methods():
         return _VisibleDevices(torch.cuda.device_count(), work_in_forks=False)
     context = multiprocessing.get_context("fork")
@@ -161,13 +162,13 @@ def _visible_devices() -> _VisibleDevices:
     except EOFError:  # the driver ended the process
         count = 0
     process.join()
-    if count is None:  # the driver is in use here already, so asking once more changes nothing
+    if count is None:  # this process already uses the driver, so it can call it for the count
         return _VisibleDevices(torch.cuda.device_count(), work_in_forks=False)
     return _VisibleDevices(count, work_in_forks=True)
 
 
 def _send_device_count(sender: Connection) -> None:
-    """In a forked process: sends the number of devices; None where CUDA cannot be used in it."""
+    """Sends the number of devices from a forked process; None if it cannot use CUDA."""
     sender.send(None if torch.cuda._is_in_bad_fork() else torch.cuda.device_count())
     sender.close()
 
@@ -175,7 +176,7 @@ def _send_device_count(sender: Connection) -> None:
 def _rank_main(index: int, function: Callable[..., Any], args: tuple[Any, ...], shared: Mapping[str, str]) -> None:
     first = int(shared["GROUP_RANK"]) * int(shared["LOCAL_WORLD_SIZE"])
     os.environ.update(shared, RANK=str(first + index), LOCAL_RANK=str(index))
-    # A forked process has none of its parent's threads; torch's pools of several would wait for them.
+    # A fork does not copy the parent's threads; a thread pool of torch with several threads would wait for them.
     torch.set_num_threads(1)
     function(*args)
     destroy()

@@ -1,9 +1,10 @@
-"""States in the memory of the machines: saved every few steps, and there when the launcher starts lost ranks again.
+"""States in the memory of the machines: saved every few steps, and available after the launcher has restarted ranks.
 
-The launcher owns the memory, a folder of a file system in it, and removes it when the job ends; so states outlive the
-ranks and not the job. A state has the format and the commit of every other (`run_state.py`): a rank that dies while one
-is written leaves the one before. On several machines each has the files of its own ranks and copies of another
-machine's (`peer_copies.py`). `RunSaving` decides when it is between two batches and which state a run resumes from.
+The launcher owns the memory, a folder in an in-memory file system, and removes it when the job ends: states outlive the
+ranks, but not the job. States have the same format and commit as on disk (`run_state.py`): if a rank dies while writing
+a state, the previous state remains. Each of several machines has the files of its own ranks and copies of the files of
+another machine (`peer_copies.py`). `RunSaving` calls this module between two batches, and selects the state from which
+a run resumes.
 """
 
 from __future__ import annotations
@@ -37,39 +38,39 @@ from zeroaccel.ops.device_threads import start_thread
 from zeroaccel.zero.engine_base import EngineBase
 
 MOST_COST = 0.02
-"""Of the time of training, what all states in memory together take where their interval is measured."""
+"""Maximum share of the training time that states in memory take, if their interval is measured."""
 
 _FIRST_INTERVAL = 2
 _STEPS_COUNTED, _STATES_COUNTED = 64, 5
-_WRITTEN = "written_"  # a folder that is no state yet: its name with the step
+_WRITTEN = "written_"  # prefix of a folder that is not a complete state yet; the step follows
 
 
 class StatePart(Protocol):
-    """What this rank saves of a run besides its engines; what does not take long it has written when it is made.
+    """The parts of a run that this rank saves besides its engines. The constructor prepares or writes small parts.
 
     Attributes:
-        name: of this rank's file in the folder of the state.
+        name: name of this rank's file in the folder of the state.
     """
 
     name: str
 
     def write(self) -> None:
-        """Writes this rank's file. In a thread."""
+        """Writes this rank's file, in a thread."""
 
     def complete(self) -> None:
-        """Makes the folder a complete state, as every rank has written all its files. (all ranks)"""
+        """Makes the folder a complete state after every rank has written all its files. (all ranks)"""
 
 
 class StateSave:
-    """A state whose files a thread writes while training goes on. (made by all ranks)
+    """A state whose files a thread writes while training continues. (created by all ranks)
 
-    Life: 1. `write` in a thread of each rank, 2. `complete` (all ranks) once all have written, or `abandon`.
+    Life cycle: 1. `write` in a thread of each rank; 2. `complete` (all ranks) after all have written, or `abandon`.
 
     Args:
         engines: tag in `folder` -> engine.
 
     Attributes:
-        device: for the thread.
+        device: device that the thread uses.
         names: relative paths of this rank's files.
     """
 
@@ -94,7 +95,7 @@ class StateSave:
         self.names: Sequence[str] = [*own, part.name]
 
     def write(self) -> None:
-        """Writes this rank's files; what they are copied from may change as soon as it is copied."""
+        """Writes this rank's files. Training may change tensors as soon as their values are copied."""
         try:
             self._written = [save.write() for save in self._saves]
             self._part.write()
@@ -109,14 +110,14 @@ class StateSave:
         self._part.complete()
 
     def abandon(self) -> None:
-        """Removes this rank's files and lets the tensors change; `write`, if it was called, has ended."""
+        """Removes this rank's files and lets training change the tensors; a call of `write` must have ended."""
         for save in self._saves:
             save.abandon()
 
 
 @dataclass(frozen=True)
 class _Moment:
-    """Between two batches: steps so far, and the time in seconds."""
+    """A moment between two batches: the number of steps so far, and the time in seconds."""
 
     num_steps: int
     time: float
@@ -126,7 +127,7 @@ class _Writing:
     """A thread that writes this rank's files of a state and exchanges copies with other machines.
 
     Attributes:
-        error: why it failed; None while it runs.
+        error: the error that ended it; None without an error, and while it runs.
     """
 
     def __init__(self, save: StateSave, folder: Path, peers: PeerCopies, begin: _Moment) -> None:
@@ -154,11 +155,11 @@ class _Writing:
 
 
 class MeasuredInterval:
-    """Steps between two states with which they take `MOST_COST` of the time of steps without one.
+    """Measures the number of steps between two states at which they take `MOST_COST` of the training time.
 
-    A state costs what the steps beside it take longer than as many without a state: waiting for it, and what its
-    threads take from the ranks' processors. Medians count, of the last steps and states: a pause for an evaluation is
-    no step, and the first state takes fresh memory.
+    The cost of a state is the extra time of the steps during its saving, compared with steps without a state: waiting,
+    and processor time of its threads. The measurement uses medians of the last steps and states, because a pause for
+    an evaluation is not a step, and because the first state allocates its memory.
     """
 
     def __init__(self) -> None:
@@ -166,33 +167,33 @@ class MeasuredInterval:
         self._states: deque[tuple[int, float, float]] = deque(maxlen=_STATES_COUNTED)
 
     def note_step(self, seconds: float) -> None:
-        """A step without a state."""
+        """Records the time of a step without a state."""
         self._steps.append(seconds)
 
     def note_state(self, steps: int, seconds: float, blocked_seconds: float) -> None:
-        """A state that began before `steps` steps and is complete.
+        """Records a complete state whose saving began `steps` steps ago.
 
         Args:
-            seconds: from its begin until now.
-            blocked_seconds: of these, what training waited here.
+            seconds: time since saving began.
+            blocked_seconds: part of it during which training waited.
         """
         self._states.append((steps, seconds, blocked_seconds))
 
     @property
     def step_seconds(self) -> float:
-        """Of a step without a state."""
+        """Median time in seconds of a step without a state."""
         return max(statistics.median(self._steps), 1e-9)
 
     @property
     def state_seconds(self) -> float:
-        """What a state costs; at least what training waited for it."""
+        """Median cost of a state in seconds, at least the time that training waited for it."""
         step = self.step_seconds
         costs = [max(blocked, seconds - steps * step) for steps, seconds, blocked in self._states]
         return statistics.median_high(costs)
 
     @property
     def interval(self) -> int:
-        """Steps from the end of a state to the next; at least as many as are compared with."""
+        """Number of steps from the end of a state to the next one; at least the steps during the last state."""
         beside = self._states[-1][0]
         return max(1, beside, math.ceil(self.state_seconds / (MOST_COST * self.step_seconds)))
 
@@ -200,17 +201,18 @@ class MeasuredInterval:
 class MemoryStates:
     """The states that one process group keeps in folders of the launchers, one per machine. (calls of all ranks)
 
-    The newest one stays, and the one before until the next save overwrites its files. Where the memory does not
-    suffice, a warning says so and no more states are saved.
+    The newest state is kept, and the previous one until the next save overwrites its files. If the memory does not
+    suffice, the object logs a warning and saves no more states.
 
     Args:
-        folder: of this machine's launcher, in memory.
-        settings: interval and memory; an interval is measured so that states take at most `MOST_COST` of the time.
-        save: `save(folder, step)` begins a state. (all ranks)
+        folder: folder in memory of this machine's launcher.
+        settings: interval and memory limit. With "auto", the interval is measured so that states take at most
+            `MOST_COST` of the time.
+        save: function `save(folder, step)` that begins a state. (all ranks)
 
     Attributes:
-        interval: steps until the next state.
-        place: whose memory it is, for messages.
+        interval: number of steps until the next state.
+        place: name of the machines with the memory, for messages.
     """
 
     def __init__(
@@ -227,19 +229,19 @@ class MemoryStates:
         self._peers = PeerCopies(collectives, folder)
         machines = self._peers.num_machines
         self.place = "the machine" if machines == 1 else f"{machines} machines"
-        self._at: _Moment | None = None  # from which the interval counts
+        self._at: _Moment | None = None  # start of the current interval
         self._writing: _Writing | None = None
         self._last: _Moment | None = None  # when the last step began
         self._costs = MeasuredInterval()
-        self._blocked = 0.0  # seconds for the state that is written
+        self._blocked = 0.0  # seconds that training waited for the current state
         self._is_on = True
         self._found: tuple[str, list[Sizes]] | None = None
 
     def reserve(self, engines: Collection[EngineBase]) -> None:
-        """Sees to it that the machines have room; where one has not, a warning says so, and none saves.
+        """Checks that every machine has enough memory; otherwise logs a warning and disables states on all machines.
 
         Args:
-            engines: that states are of.
+            engines: engines that the states contain.
         """
         nbytes = 0
         with agreed(self._collectives, "states in memory: size"):
@@ -250,20 +252,20 @@ class MemoryStates:
         short = self._peers.short_of_room(nbytes, free, self._limit, reads_all=reads_all)
         self._is_on = not short
         if short:
-            logger.warning("no states in memory: %s; training goes on without", short)
+            logger.warning("no states in memory: %s; training continues without them", short)
 
     def has_newest(self, other: Callable[[], tuple[object, int | None]], *, log: bool = True) -> bool:
-        """Whether there is a complete state, and none that is newer elsewhere, with which a message compares it.
+        """Returns True if memory holds a complete state and the state in `other` is not newer; logs the comparison.
 
         Args:
-            other: what there is elsewhere, and its step; None for nothing. Called on rank 0.
+            other: returns the newest state outside the memory and its step, or None for both. Called on rank 0.
         """
         self._found = self._peers.newest(saved_states(self._project))
         if self._found is None:
             return False
         steps = step_of(self._found[0])
         name, steps_of_other = from_rank_0(self._collectives, other, "states in memory: another state")
-        rest, is_older = "there is no other", False
+        rest, is_older = "there is no other state", False
         if steps_of_other is not None:
             is_older = steps_of_other > steps
             rest = f"{name} is {abs(steps - steps_of_other)} steps {'newer, so it is taken' if is_older else 'older'}"
@@ -272,7 +274,7 @@ class MemoryStates:
         return not is_older
 
     def open(self) -> Path:
-        """The folder on this machine of the state that `has_newest` has found, with the files that all ranks read."""
+        """Copies the files that all ranks read and returns this machine's folder of the state from `has_newest`."""
         assert self._found is not None, "there is no state in memory"
         name, machines = self._found
         self._peers.fetch_common(self._folder / name, machines)
@@ -282,18 +284,18 @@ class MemoryStates:
         """Completes the folder that `open` has returned.
 
         Args:
-            to_read: which files of single ranks in it this rank reads.
+            to_read: returns the files of single ranks that this rank reads.
         """
         assert self._found is not None, "there is no state in memory"
         name, machines = self._found
         self._peers.fetch_own(self._folder / name, machines, to_read)
 
     def at_batch(self, num_steps: int, micro_step: int) -> None:
-        """Between two batches: begins a state if `interval` steps have gone by, or completes the one that is written.
+        """Begins a state after `interval` steps, or completes a written state. Called between two batches.
 
         Args:
-            num_steps: of all engines so far.
-            micro_step: as for `save`.
+            num_steps: number of steps of all engines so far.
+            micro_step: the accelerator's `step`, which is passed to `save`.
         """
         now = time.monotonic()
         at = self._at
@@ -324,9 +326,9 @@ class MemoryStates:
         self._writing = _Writing(self._save(folder, micro_step), folder, self._peers, at)
 
     def _is_written(self, writing: _Writing) -> bool:
-        """Whether all ranks have written and copied their files. (all ranks)"""
+        """Returns True if all ranks have written and copied their files. (all ranks)"""
         standing = torch.tensor([not writing.is_over, writing.error is not None]).int()
-        self._collectives.all_reduce(standing, "max", "states in memory: standing")
+        self._collectives.all_reduce(standing, "max", "states in memory: progress")
         is_written = not standing[0].item()
         if is_written and standing[1].item():
             agree_or_raise(self._collectives, writing.error, "states in memory: files")
@@ -347,7 +349,7 @@ class MemoryStates:
         self._at = _Moment(num_steps, now)
 
     def _give_to_next_save(self, states: Sequence[Path]) -> None:
-        """Has the next save overwrite a state, and no longer the one that the last save has overwritten."""
+        """Makes the next save overwrite the last state in `states` instead of allocating memory."""
         for state in states:
             shutil.rmtree(self._overwritten, ignore_errors=True)
             state.rename(self._overwritten)
@@ -356,22 +358,22 @@ class MemoryStates:
                 path.unlink()
 
     def _give_up(self) -> None:
-        """Removes what is there of a state that will not be complete. (all ranks)"""
+        """Removes the files of an incomplete state and the files that the next save would overwrite. (all ranks)"""
         self.close()
-        self._collectives.barrier("states in memory: given up")
+        self._collectives.barrier("states in memory: removed")
         if self._peers.is_first:
             for path in (*self._folder.glob(f"{_WRITTEN}*"), self._overwritten):
                 shutil.rmtree(path, ignore_errors=True)
 
     def close(self) -> None:
-        """Waits for this rank's thread; what it has written is no state."""
+        """Waits for this rank's thread and abandons its files, which are not a complete state."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.wait()
             writing.save.abandon()
 
     def _begin_counting(self, num_steps: int) -> _Moment:
-        """Counts from here. Removes states of later steps: a run that started anew would take them for its own."""
+        """Starts counting here and removes states of later steps, which belong to an earlier run."""
         self._at = at = _Moment(num_steps, time.monotonic())
         self._last = None
         self._give_up()
@@ -383,10 +385,10 @@ class MemoryStates:
 
 
 def folder_for_states(collectives: Collectives, asked: str) -> Path | None:
-    """The folder of this machine's launcher, in memory; None, with a warning, where one has none. (all ranks)
+    """Returns the launcher's folder in memory; None, with a warning, if a machine has no such folder. (all ranks)
 
     Args:
-        asked: what asks for states, for the warning.
+        asked: the setting that enables states in memory, for the warning.
     """
     folder = launcher_memory()
     have = collectives.gather_objects(folder is not None, "states in memory")

@@ -1,7 +1,7 @@
-"""Weights of prepared models for other programs: state dicts, safetensors files, `save_pretrained`.
+"""Saves weights of prepared models for other programs: state dicts, safetensors files, `save_pretrained`.
 
-Works at every stage without a setting before training: weights are gathered and written unit by unit. Checkpoints to
-resume from are `run_state.py`'s.
+It works at every stage and needs no setting before training: it gathers and writes the weights unit by unit. The module
+`run_state.py` saves checkpoints to resume from.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _MAX_SHARD_SIZE = "10GB"
 
 
 def unwrap_model(model: Any, *, keep_torch_compile: bool) -> Any:
-    """The model as it was before `prepare`, and before `torch.compile(model)` without `keep_torch_compile`."""
+    """Returns the model inside an engine, and without `keep_torch_compile` also inside `torch.compile`'s wrapper."""
     inner = model.module if isinstance(model, EngineBase) else model
     compiled = getattr(inner, "_orig_mod", None)
     return compiled if compiled is not None and not keep_torch_compile else inner
 
 
 def write_object(obj: Any, file: str | os.PathLike[str], *, safe_serialization: bool) -> None:
-    """Writes by `torch.save`, or a dict of tensors as safetensors; CheckpointError where it cannot."""
-    from safetensors import SafetensorError  # the format's library, only where a file is written
+    """Writes with `torch.save`, or a dict of tensors as safetensors; raises CheckpointError if writing fails."""
+    from safetensors import SafetensorError  # imported only when a file is written
     from safetensors.torch import save_file
 
     try:
@@ -47,21 +47,21 @@ def write_object(obj: Any, file: str | os.PathLike[str], *, safe_serialization: 
 
 
 class ModelSaving:
-    """Weights of the models of `state.prepared`; a base of `Accelerator`.
+    """Saves the weights of the models in `state.prepared`; a base class of `Accelerator`.
 
     Attributes:
-        state: has every prepared model.
-        collectives: over all ranks.
+        state: holds every prepared model.
+        collectives: collectives over all ranks.
     """
 
     state: AcceleratorState
     collectives: Collectives
 
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
-        """The model that was given to `prepare`; its parameters still are the engine's.
+        """Returns the model that was passed to `prepare`; the engine still manages its parameters.
 
         Args:
-            keep_fp32_wrapper: has no effect: the engine adds no such wrapper.
+            keep_fp32_wrapper: no effect; the engine adds no such wrapper.
             keep_torch_compile: False also removes the wrapper of `torch.compile(model)`.
 
         Example:
@@ -75,13 +75,13 @@ class ModelSaving:
         return unwrap_model(model, keep_torch_compile=keep_torch_compile)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
-        """The model's full state dict in host memory on rank 0, an empty one on the others. (all ranks)
+        """Returns the model's full state dict in host memory on rank 0, and an empty dict on other ranks. (all ranks)
 
-        At every stage; one unit at a time is gathered. Weights have the dtypes they are computed in; the exact fp32
-        ones are in checkpoints. Tied parameters are one tensor under each of their names.
+        It works at every stage and gathers one unit at a time. Weights have the dtype of the computation; checkpoints
+        hold the fp32 master weights. Tied parameters are one tensor under each of their names.
 
         Args:
-            unwrap: accepted; names are those of the model itself in either case.
+            unwrap: no effect; names are always those of the unwrapped model.
 
         Example:
             >>> import torch
@@ -93,18 +93,18 @@ class ModelSaving:
         """
         engine = self._saved_engine(model)
         if engine is not None:
-            return engine.consolidated_state_dict() or {}  # None would make save_pretrained read the sharded weights
+            return engine.consolidated_state_dict() or {}  # with None, save_pretrained would read sharded weights
         if self.collectives.rank != 0:
             return {}
         return {name: value.detach().to("cpu", copy=True) for name, value in model.state_dict().items()}
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
-        """Writes an object on rank 0: by `torch.save`, or a dict of tensors as safetensors.
+        """Writes an object on rank 0, with `torch.save` or, for a dict of tensors, as safetensors.
 
-        The other ranks return at once; for the weights of a prepared model, call `get_state_dict` first.
+        The other ranks return at once. For the weights of a prepared model, call `get_state_dict` first.
 
         Raises:
-            CheckpointError: it cannot be written.
+            CheckpointError: the file cannot be written.
         """
         if self.collectives.rank == 0:
             write_object(obj, f, safe_serialization=safe_serialization)
@@ -121,14 +121,15 @@ class ModelSaving:
         Weights are streamed from the shards: no rank has more than one unsharded unit of the model at a time.
 
         Args:
-            max_shard_size: of a file: bytes, "10GB", "512MiB". A larger tensor has a file of its own.
-            safe_serialization: False writes `pytorch_model.bin`, each file of which is built in memory.
+            max_shard_size: maximum size of a file: a number of bytes, "10GB", "512MiB". A larger tensor gets its own
+                file.
+            safe_serialization: False writes `pytorch_model.bin` files, each of which is built in memory.
 
         Returns:
             The names of the files.
 
         Raises:
-            UsageError: a model that is not prepared, or a size that is none.
+            UsageError: the model is not prepared, or the size is invalid.
             CheckpointError: the folder cannot be written; on every rank.
 
         Example:
@@ -158,9 +159,9 @@ class ModelSaving:
         max_shard_size: int | str = _MAX_SHARD_SIZE,
         safe_serialization: bool = True,
     ) -> list[str]:
-        """As `save_model`, with the files beside the weights that `from_pretrained` looks for. (all ranks)
+        """Writes the weights like `save_model`, and the config files that `from_pretrained` reads. (all ranks)
 
-        Those are `config.json`, and `generation_config.json` where the model has one.
+        These are `config.json` and, if the model can generate, `generation_config.json`.
 
         Raises:
             UsageError: the model has no config that can be saved.
@@ -173,8 +174,8 @@ class ModelSaving:
             if not callable(getattr(configs["config"], "to_dict", None)):
                 raise UsageError(
                     f"accelerator.save_pretrained({type(inner).__name__})",
-                    expected="a model of transformers, with a config",
-                    fix="use save_model, which writes the weights only",
+                    expected="a transformers model with a config",
+                    fix="use save_model, which writes only the weights",
                 )
             if self.collectives.rank == 0:
                 for name, config in configs.items():

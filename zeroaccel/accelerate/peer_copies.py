@@ -1,13 +1,13 @@
-"""Copies of states in memory on other machines, from which a state is put together after a machine was lost.
+"""Copies states in memory to other machines, and restores a state from these copies after a machine is lost.
 
-A thread writes the files of each rank and sends them to a rank of the next machine (`PeerCopies.send`), while training
-goes on. `PeerCopies.spread` then sends what rank 0 alone writes to all of them. Only when all machines have all copies
-does the folder get the name of a state. `PeerCopies.newest` finds the newest state whose files are all on some machine.
-`fetch_common` and `fetch_own` complete it on each, as far as its ranks read it: nearly all where every rank has all
-masters (stage 0), else about what they have saved.
+While training continues, a thread writes the files of each rank and sends them to a rank of the next machine
+(`PeerCopies.send`). `PeerCopies.spread` then sends the files that only rank 0 writes to all machines. The folder gets
+the name of a state only after all machines have all copies. `PeerCopies.newest` finds the newest state of which every
+file is on some machine. `fetch_common` and `fetch_own` copy to each machine the files that its ranks read: nearly all
+files if every rank has all master weights (stage 0), otherwise about as much as the ranks have saved.
 
-Every rank sends and receives: the k-th rank of one machine to that of the next, counted around; where several machines
-lack files, the k-th file goes from the k-th rank of one that has it.
+Every rank sends and receives: the k-th rank of one machine sends to the k-th rank of the next one, modulo its number of
+ranks. If machines lack files, the k-th file is sent by the k-th rank of a machine that has it.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from zeroaccel.errors import CheckpointError
 from zeroaccel.ops.device_threads import CPU, start_thread
 
 Sizes = Mapping[str, int]
-"""Relative path of each file of a folder -> bytes."""
+"""Relative path of each file of a folder -> size in bytes."""
 
 _LIST_NAME = "files.json"
-"""The sizes of all files of a state; on every machine."""
+"""File with the sizes of all files of a state; every machine has it."""
 
 _CHUNK_NBYTES = 16 << 20
-_SENT_NBYTES = 1 << 20  # by threads: what the processor's caches have, in place of fresh memory at each state
-_DIVIDED = ".safetensors"  # files of one rank; all others are rank 0's, and small
-_OF_ONE_RANK = re.compile(r"(.*/)?(rank(?P<rank>\d{5,})-[^/]*|run_state_rank\d{5})\.safetensors")  # read by some only
+_SENT_NBYTES = 1 << 20  # chunk size of the threads: it fits the processor's caches and avoids allocating memory
+_DIVIDED = ".safetensors"  # files of one rank each; rank 0 writes all other files, which are small
+_OF_ONE_RANK = re.compile(r"(.*/)?(rank(?P<rank>\d{5,})-[^/]*|run_state_rank\d{5})\.safetensors")  # read by some ranks
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """A part of a file on its way between two ranks."""
+    """A part of a file that one rank sends to another."""
 
     name: str
     offset: int
@@ -58,11 +58,11 @@ class PeerCopies:
     """The states that a job keeps in folders of several machines. (calls of all ranks)
 
     Args:
-        folder: of this machine's launcher, in memory. Ranks with another one count as on another machine.
+        folder: folder in memory of this machine's launcher. Ranks with different folders count as different machines.
 
     Attributes:
-        num_machines: how many there are.
-        is_first: on the first rank of each machine.
+        num_machines: number of machines.
+        is_first: True on the first rank of each machine.
     """
 
     def __init__(self, collectives: Collectives, folder: Path) -> None:
@@ -91,16 +91,16 @@ class PeerCopies:
         self._links: dict[int, PairLink] = {}
 
     def short_of_room(self, own_nbytes: int, free: int, limit: int | None, *, reads_all: bool) -> str:
-        """Which machine has too little room for states, in words; "" if each has enough.
+        """Returns a message that names a machine with too little memory for states; "" if all have enough.
 
-        A machine holds files of its ranks and of another machine's, twice while it saves, and after a loss what its
-        ranks read.
+        A machine holds the files of its ranks and copies of another machine's files, twice while it saves. After a loss
+        it holds the files that its ranks read.
 
         Args:
-            own_nbytes: of a state, what this rank saves.
-            reads_all: each rank reads the whole state.
-            free: bytes of this machine's memory.
-            limit: how many of them states may take, where the config says so.
+            own_nbytes: size in bytes of the part of a state that this rank saves.
+            reads_all: True if each rank reads the whole state.
+            free: free memory of this machine in bytes.
+            limit: maximum number of bytes for states, if the config sets one.
         """
         room = free if limit is None else min(free, limit)
         found = self._collectives.gather_objects((own_nbytes, room, room < free), "states in memory: room")
@@ -122,20 +122,20 @@ class PeerCopies:
         return ""
 
     def connect(self) -> None:
-        """Connects this rank with those of `send`; the first call does it."""
+        """Connects this rank to the ranks with which `send` exchanges files; later calls do nothing."""
         if self.num_machines > 1 and not self._links:
             own, topology = self._collectives.rank, self._collectives.topology
             pairs = pair_backends(topology, [self._target, *self._sources])
             self._links = {rank: PairLink(pairs[rank], is_first=own < rank) for rank in (self._target, *self._sources)}
 
     def send(self, folder: Path, names: Sequence[str] | None) -> None:
-        """Sends files to a rank of the next machine, and receives those of the one before. In a thread of each rank.
+        """Sends files to a rank of the next machine and receives those of the previous one, in a thread of each rank.
 
         Args:
-            names: relative paths of this rank's files; None where it could not write them.
+            names: relative paths of this rank's files; None if it could not write them.
 
         Raises:
-            OSError: a file cannot be read or written. RuntimeError: another rank is gone.
+            OSError: a file cannot be read or written. RuntimeError: another rank has died.
         """
         if self.num_machines == 1:
             return
@@ -151,10 +151,10 @@ class PeerCopies:
             raise failures[0]
 
     def spread(self, written: Path, state: Path) -> None:
-        """Copies to each machine what it lacks of what is written, and makes a state of it.
+        """Copies the missing files of the folder `written` to each machine, and renames the folder to `state`.
 
         Raises:
-            CheckpointError: a machine has no memory for it; on every rank.
+            CheckpointError: a machine's memory does not suffice; on every rank.
         """
         own = _sizes(written) if self.is_first else {}
         found = self._collectives.gather_objects(own, "states in memory: files")
@@ -176,10 +176,10 @@ class PeerCopies:
                 written.rename(state)
 
     def newest(self, states: Iterable[Path]) -> tuple[str, list[Sizes]] | None:
-        """Name and files on each machine of the newest state that the machines have together.
+        """Returns the name of the newest state that the machines have together, and its files on each machine.
 
         Args:
-            states: those of which this machine has files.
+            states: folders of states on this machine, complete or not.
         """
         own = {path.name: _sizes(path) for path in states} if self.is_first else {}
         lists = _lists(states) if self.is_first else {}
@@ -188,7 +188,7 @@ class PeerCopies:
         for name in sorted(with_list, key=step_of, reverse=True):
             machines = [found[ranks[0]][0].get(name, {}) for ranks in self._nodes]
             there = {file for one in machines for file in one.items()}
-            # All have the same list, which is long on many ranks: one sends it.
+            # All have the same list. It is long with many ranks, so only one rank sends it.
             whole = from_rank(
                 self._collectives, with_list[name], partial(lists.__getitem__, name), "states in memory: list"
             )
@@ -200,21 +200,21 @@ class PeerCopies:
         """Copies the files of a state that all ranks read into the folder of each machine.
 
         Args:
-            machines: as of `newest`.
+            machines: result of `newest`.
         """
         whole = {name: nbytes for own in machines for name, nbytes in own.items()}
         self._complete(folder, machines, [{name for name in whole if not _OF_ONE_RANK.fullmatch(name)}] * len(machines))
 
     def fetch_own(self, folder: Path, machines: Sequence[Sizes], to_read: Callable[[], Collection[str]]) -> None:
-        """Copies those files of single ranks that the ranks of each machine read, after `fetch_common`.
+        """Copies to each machine the files of single ranks that its ranks read, after `fetch_common`.
 
         Args:
-            to_read: which this rank reads.
+            to_read: returns the files of single ranks that this rank reads.
         """
         names: Collection[str] = ()
-        with agreed(self._collectives, "states in memory: what to read"):
+        with agreed(self._collectives, "states in memory: files to read"):
             names = to_read() if self.num_machines > 1 else ()
-        found = self._collectives.gather_objects(sorted(names), "states in memory: what to read")
+        found = self._collectives.gather_objects(sorted(names), "states in memory: files to read")
         self._complete(folder, machines, [{name for rank in ranks for name in found[rank]} for ranks in self._nodes])
 
     def _complete(self, folder: Path, machines: Sequence[Sizes], needed: Sequence[Collection[str]]) -> None:
@@ -229,9 +229,9 @@ class PeerCopies:
         self._send(folder, moves, whole)
 
     def _send(self, folder: Path, moves: Sequence[tuple[int, int, str]], sizes: Sizes) -> None:
-        """Copies files between the folders of machines: (from, to, name), the same on all ranks; and `sizes` to all."""
+        """Copies files by `moves` (from, to, name), the same on all ranks, and writes `sizes` to every machine."""
         counts: dict[tuple[int, int], int] = {}
-        pieces: dict[tuple[int, int], list[_Piece]] = {}  # this rank's
+        pieces: dict[tuple[int, int], list[_Piece]] = {}  # those that this rank sends or receives
         for number, (source, target, name) in enumerate(moves):
             pair = (self._rank_at(source, number), self._rank_at(target, number))
             counts[pair] = counts.get(pair, 0) - (-sizes[name] // _CHUNK_NBYTES)
@@ -255,7 +255,7 @@ class PeerCopies:
         return ranks[number % len(ranks)]
 
     def _exchange(self, folder: Path, pieces: Mapping[tuple[int, int], _Piece]) -> None:
-        """One exchange of at most a piece per pair of ranks; of this rank's. Raises OSError only after it."""
+        """Exchanges at most one piece per pair of ranks; raises OSError only after the exchange."""
         ranks, own = range(self._collectives.world_size), self._collectives.rank
         sent = [pieces[own, rank].nbytes if (own, rank) in pieces else 0 for rank in ranks]
         received = [pieces[rank, own].nbytes if (rank, own) in pieces else 0 for rank in ranks]
@@ -279,10 +279,10 @@ class PeerCopies:
 
 
 def next_machines(racks: Sequence[str]) -> list[int]:
-    """For each machine the one that has its copies: in another rack, if no rack has more than half of the machines.
+    """Returns for each machine the one with its copies: in another rack, if no rack has more than half the machines.
 
     Args:
-        racks: of each machine.
+        racks: rack of each machine.
 
     Example:
         >>> next_machines(["", "", ""]), next_machines(["a", "a", "b", "b"])
@@ -303,7 +303,7 @@ def _noted(failures: list[Exception], call: Callable[[], object]) -> None:
 
 
 def _send_files(link: PairLink, folder: Path, names: Sequence[str]) -> None:
-    """Two chunks at a time: one is read while the other one travels."""
+    """Sends files in chunks: it reads one chunk while it sends the other."""
     sizes = {name: (folder / name).stat().st_size for name in names}
     link.send_bytes(json.dumps(sizes).encode())
     chunks = torch.empty(2, _SENT_NBYTES, dtype=torch.uint8)
@@ -323,9 +323,9 @@ def _send_files(link: PairLink, folder: Path, names: Sequence[str]) -> None:
 
 
 def _receive_files(link: PairLink, folder: Path) -> None:
-    """Receives everything also where it cannot be written: the other rank is sending it.
+    """Receives files into those that a save may overwrite (`OVERWRITTEN`), if there are any.
 
-    Into files that the next save overwrites, where there are any (`OVERWRITTEN`).
+    After a write error it still receives all chunks, because the other rank sends them, and raises at the end.
     """
     sizes: dict[str, int] = json.loads(link.receive_bytes())
     chunk = torch.empty(_SENT_NBYTES, dtype=torch.uint8)
@@ -351,7 +351,7 @@ def _take_file_to_overwrite(folder: Path, name: str) -> None:
         return
     over = file_of_rank((folder.with_name(OVERWRITTEN) / name).parent, int(match["rank"]))
     if over is not None:
-        with suppress(OSError):  # then it is written anew
+        with suppress(OSError):  # if the rename fails, `_write` creates a new file
             path.parent.mkdir(parents=True, exist_ok=True)
             over.rename(path)
 
@@ -382,7 +382,7 @@ def _positive(sizes: Iterable[int]) -> list[int]:
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """Those of the files of a state; not of its list."""
+    """Returns the sizes of a state's files, without its list."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != _LIST_NAME)
     return {str(path.relative_to(folder)): path.stat().st_size for path in files}
 
@@ -396,5 +396,5 @@ def _lists(states: Iterable[Path]) -> dict[str, Sizes]:
 
 
 def step_of(name: str) -> int:
-    """That of a state's folder."""
+    """Returns the step in the name of a state's folder."""
     return int(name.rpartition("_")[2])

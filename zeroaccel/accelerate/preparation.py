@@ -1,11 +1,11 @@
-"""`Accelerator.prepare`: objects are sorted, matched to their models, checked, and handed to `zeroaccel.initialize`.
+"""`Accelerator.prepare`: sorts the objects, matches them to their models, checks them, and creates the engines.
 
-1. `sort_objects`: models, optimizers, schedulers and loaders, in any number and order.
-2. `match`: an optimizer belongs to the model whose parameters it has, a scheduler to its optimizer; by identity.
-3. `_check_cases`: optimizer and scheduler come from the config or from code, never from both; each refusal names both
-   places and both ways out.
-4. `_facts`: what model, loaders, plugin and launcher say, from which `config.resolve` fills every "auto".
-5. `initialize` makes the engine; optimizer, schedulers and loaders are wrapped.
+1. `sort_objects` sorts models, optimizers, schedulers and loaders, in any number and order.
+2. `match` assigns each optimizer to the model with its parameters, and each scheduler to its optimizer, by identity.
+3. `_check_cases` checks that optimizer and scheduler come from the config or from code, not from both; its errors name
+   both places and both remedies.
+4. `_facts` collects the facts of model, loaders, plugin and launcher, from which `config.resolve` fills every "auto".
+5. `zeroaccel.initialization.start` creates the engine; `Preparation` wraps optimizer and schedulers.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from zeroaccel.zero.engine_base import EngineBase
 from zeroaccel.zero.from_config import LoopRules
 
 _OPTIMIZER, _SCHEDULER = "optimizer", "scheduler"
-# `accelerator.backward` divides the loss by the accumulation steps; a bare `loss.backward()` is not divided, as in a
-# plain PyTorch loop. The training loop knows the boundary.
+# `accelerator.backward` divides the loss by the accumulation steps; a plain `loss.backward()` does not, as in a plain
+# PyTorch loop. The training loop decides which micro-step is the boundary.
 _LOOP = LoopRules(casts_inputs=True, divides_direct=False, counts_micro_steps=False, resumes=True)
 
 
 @dataclass
 class ObjectsByKind:
-    """Objects that are not prepared yet, each with its position among the arguments."""
+    """Unprepared objects, each with its position among the arguments."""
 
     models: list[tuple[int, nn.Module]] = field(default_factory=list)
     optimizers: list[tuple[int, Optimizer | DummyOptim]] = field(default_factory=list)
@@ -57,11 +57,11 @@ class ObjectsByKind:
 
 @dataclass
 class PrepareGroup:
-    """One model with its optimizer and schedulers; without an optimizer it is for inference.
+    """One model with its optimizer and schedulers; a model without an optimizer is for inference.
 
     Attributes:
-        schedulers: each with its position among the arguments.
-        model_at, optimizer_at: positions of the two.
+        schedulers: the schedulers, each with its position among the arguments.
+        model_at, optimizer_at: position of the model or optimizer among the arguments.
     """
 
     model: nn.Module
@@ -79,16 +79,16 @@ class PrepareGroup:
 
 @dataclass(frozen=True)
 class PrepareRules:
-    """Settings of an accelerator that hold for all its models.
+    """Settings of an accelerator that apply to all its models.
 
     Attributes:
-        facts: its own arguments.
-        split_batches: a loader's batch is divided among the ranks.
-        step_with_optimizer: schedulers count optimizer steps; False: every call of `step`.
+        facts: facts from the accelerator's arguments.
+        split_batches: each batch of a loader is divided among the ranks.
+        step_with_optimizer: schedulers count optimizer steps; False counts every call of `step`.
         steps_per_update: scheduler steps per optimizer step.
-        compilation: None to compile nothing.
-        mesh: of the processes, resolved; None is one axis of all of them.
-        pipeline: how models are cut into stages, where the mesh has `pp`.
+        compilation: arguments of `torch.compile`; None compiles no model.
+        mesh: the resolved mesh of the processes; None is a mesh with one axis.
+        pipeline: how models are divided into stages, if the mesh has `pp`.
     """
 
     facts: Facts = field(default_factory=Facts)
@@ -101,7 +101,7 @@ class PrepareRules:
 
 
 class Preparation:
-    """Makes engines and wrappers from what `prepare` is called with, and adds them to `state.prepared`."""
+    """Creates engines and wrappers for the arguments of `prepare`, and adds them to `state.prepared`."""
 
     def __init__(
         self, state: AcceleratorState, gradient_state: GradientState, rules: PrepareRules, collectives: Collectives
@@ -112,10 +112,10 @@ class Preparation:
         self._collectives = collectives
 
     def prepare(self, objects: ObjectsByKind, optimizer_kind: str | None) -> dict[int, Any]:
-        """Everything but the loaders, each by its position among the arguments. (all ranks)
+        """Returns the prepared objects except loaders, by their positions among the arguments. (all ranks)
 
         Raises:
-            ConfigError, UsageError: as `Accelerator.prepare`.
+            ConfigError, UsageError: as in `Accelerator.prepare`.
         """
         with agreed(self._collectives, "prepare: objects"):
             groups, late = match(objects, [item.engine for item in self._state.prepared])
@@ -139,7 +139,7 @@ class Preparation:
 
     def _prepare_group(self, group: PrepareGroup, loaders: Sequence[Any], optimizer_kind: str | None) -> Prepared:
         rules, plugin = self._rules, self._state.active_plugin
-        # What only one rank may see wrong raises on all of them before the first collective of the engine.
+        # An error that only one rank detects raises on all ranks, before the first collective of the engine.
         with agreed(self._collectives, "prepare: config"):
             _check_model(group.model)
             tree, sources = plugin.document(), plugin.sources()
@@ -174,14 +174,14 @@ class Preparation:
 
     @property
     def _samplers(self) -> Fact[int]:
-        """Processes that see different samples."""
+        """Number of processes that see different samples, and its source."""
         mesh = self._rules.mesh
         if mesh is None or not mesh.splits_samples:
             return Fact(self._collectives.world_size, "the process group")
         return Fact(mesh.data_parallel_size, "the parallelism_config")
 
     def _late_scheduler(self, scheduler: Any) -> PreparedScheduler:
-        """A scheduler whose optimizer was prepared in an earlier call."""
+        """Wraps a scheduler whose optimizer an earlier call has prepared."""
         assert not isinstance(scheduler, DummyScheduler), "match refuses it"
         inner = _unwrapped(scheduler.optimizer)
         for item in self._state.prepared:
@@ -211,7 +211,7 @@ class Preparation:
             raise ConfigError(
                 f"gradient_accumulation_steps: {steps} from {_accumulation_source(item)}, but "
                 f"{self._gradient_state.num_steps} from {_accumulation_source(first)}",
-                fix="give all models of one accelerator the same, or use an accelerator for each",
+                fix="use the same value for all models of an accelerator, or one accelerator per model",
             )
         self._gradient_state.num_steps = steps
 
@@ -224,7 +224,7 @@ def _accumulation_source(item: Prepared) -> str:
 
 
 def sort_objects(objects: Sequence[Any]) -> ObjectsByKind:
-    """The objects by kind; those that are prepared already, and anything else, are in none of the lists."""
+    """Returns the objects by kind, without prepared objects and objects of other kinds."""
     kinds = ObjectsByKind()
     for index, value in enumerate(objects):
         if isinstance(value, (EngineBase, PreparedOptimizer, PreparedScheduler)):
@@ -245,20 +245,20 @@ def _is_scheduler(value: Any) -> bool:
 
 
 def match(objects: ObjectsByKind, engines: Iterable[EngineBase]) -> tuple[list[PrepareGroup], list[tuple[int, Any]]]:
-    """The groups, and the schedulers of optimizers that were prepared before.
+    """Returns the groups, and the schedulers whose optimizers an earlier call has prepared.
 
     Args:
-        engines: of the models prepared before.
+        engines: engines of the models that earlier calls have prepared.
 
     Raises:
-        UsageError: an optimizer without its model, two for one model, or one for several; a scheduler without its
-            optimizer; a model that is prepared already.
+        UsageError: an optimizer lacks its model, has several models or is the second one of a model; a scheduler lacks
+            its optimizer; or a model is already prepared.
     """
     earlier = {id(engine.module): engine for engine in engines}
     for index, model in objects.models:
         if id(model) in earlier:
             raise UsageError(
-                f"prepare: argument {index}, {type(model).__name__}, is prepared already",
+                f"prepare: argument {index}, {type(model).__name__}, is already prepared",
                 fix="use the object that the first prepare() returned",
             )
     groups = [PrepareGroup(model, model_at=index) for index, model in objects.models]
@@ -268,8 +268,8 @@ def match(objects: ObjectsByKind, engines: Iterable[EngineBase]) -> tuple[list[P
             raise UsageError(
                 f"prepare: argument {index}, {type(optimizer).__name__}",
                 expected=f"one optimizer for {type(group.model).__name__}",
-                got=f"a second one beside {type(group.optimizer).__name__}, argument {group.optimizer_at}",
-                fix="make one optimizer with a param group for each part of the model",
+                got=f"a second one besides {type(group.optimizer).__name__}, argument {group.optimizer_at}",
+                fix="create one optimizer with a param group for each part of the model",
             )
         group.optimizer, group.optimizer_at = optimizer, index
     late: list[tuple[int, Any]] = []
@@ -295,16 +295,16 @@ def _group_of_optimizer(
             where,
             expected="an optimizer of one model",
             got=f"parameters of {', '.join(type(group.model).__name__ for group in owners)}",
-            fix="make one optimizer for each model",
+            fix="create one optimizer per model",
         )
     if any(id(param) in params for engine in engines for param in engine.module.parameters()):
-        fix = "prepare the two in one call: prepare() shards what this optimizer updates"
-        raise UsageError(where, expected="its model in the same prepare()", got="a model prepared before", fix=fix)
+        fix = "pass both to one prepare(), which shards the parameters of this optimizer"
+        raise UsageError(where, expected="its model in the same prepare()", got="a model prepared earlier", fix=fix)
     raise UsageError(
         where,
         expected="its model in the same prepare()",
         got=", ".join(type(group.model).__name__ for group in groups) or "no model",
-        fix="pass the model whose parameters it was made from",
+        fix="pass the model whose parameters the optimizer has",
     )
 
 
@@ -315,7 +315,7 @@ def _unwrapped(optimizer: Any) -> Any:
 def _group_of_scheduler(
     index: int, scheduler: Any, groups: list[PrepareGroup], engines: Iterable[EngineBase]
 ) -> PrepareGroup | None:
-    """The group whose optimizer it schedules; None if that was prepared before."""
+    """Returns the group with the scheduler's optimizer; None if an earlier call has prepared that optimizer."""
     inner = _unwrapped(getattr(scheduler, "optimizer", None))
     trained = [group for group in groups if group.optimizer is not None]
     for group in trained:
@@ -324,15 +324,15 @@ def _group_of_scheduler(
     if any(engine.optimizer is inner for engine in engines if engine.optimizer is not None):
         if not isinstance(scheduler, DummyScheduler):
             return None
-        fix = "prepare the two in one call: the config's schedule is made with its optimizer"
-        raise UsageError(f"prepare: argument {index}, DummyScheduler of an optimizer prepared before", fix=fix)
+        fix = "pass both to one prepare(), which creates the config's scheduler with its optimizer"
+        raise UsageError(f"prepare: argument {index}, DummyScheduler of an optimizer prepared earlier", fix=fix)
     if inner is None and len(trained) == 1:
         return trained[0]
     raise UsageError(
         f"prepare: argument {index}, {type(scheduler).__name__}",
-        expected="its optimizer in the same prepare(), or one prepared before",
+        expected="its optimizer in the same prepare() or in an earlier one",
         got=", ".join(type(group.optimizer).__name__ for group in trained) or "no optimizer",
-        fix="pass the optimizer it was made from",
+        fix="pass the optimizer with which it was created",
     )
 
 
@@ -342,11 +342,11 @@ def _group_of_scheduler(
 def _check_same_objects(
     groups: Iterable[PrepareGroup], others: Sequence[Any], schedules: Mapping[str, str], collectives: Collectives
 ) -> None:
-    """All ranks prepare the same objects: a rank with a model more would wait for the others. (all ranks)
+    """Checks that all ranks prepare the same objects; with one more, a rank would wait for the others. (all ranks)
 
     Args:
-        others: late schedulers, and loaders.
-        schedules: by `_schedule_facts`.
+        others: schedulers of optimizers prepared earlier, and loaders.
+        schedules: result of `_schedule_facts`.
     """
     names = [*map(str, groups), *(type(other).__name__ for other in others)]
     by_rank: list[tuple[list[str], Mapping[str, str]]] = collectives.gather_objects(
@@ -361,7 +361,7 @@ def _check_same_objects(
 
 
 def _schedule_facts(schedulers: Sequence[Any], late: Iterable[tuple[int, Any]]) -> dict[str, str]:
-    """The settings of all schedulers, for ranks to compare."""
+    """Returns the settings of all schedulers, which the ranks compare."""
     everything = [*schedulers, *(scheduler for _, scheduler in late)]
     facts: dict[str, str] = {}
     for number, scheduler in enumerate(everything):
@@ -375,7 +375,7 @@ def _check_model(model: nn.Module) -> None:
     if isinstance(devices, Mapping) and len(set(devices.values())) > 1:
         raise UsageError(
             f"prepare: {type(model).__name__}.hf_device_map",
-            expected="a model on one device, which the engine shards itself",
+            expected="a model on one device, because the engine shards it",
             got=dict(devices),
             fix="load it without device_map",
         )
@@ -386,13 +386,13 @@ def _check_cases(group: PrepareGroup, tree: Mapping[str, Any], sources: Mapping[
         return f"{sources.get(name, plugin.title)}: {name}"
 
     named = tree.get(_OPTIMIZER)
-    # A section with `kind` only says how to treat an optimizer that comes from code.
+    # A section with only `kind` describes an optimizer that comes from code.
     configured = named is not None and not (isinstance(named, Mapping) and set(named) == {"kind"})
     scheduled = tree.get(_SCHEDULER) is not None
     optimizer = group.optimizer
     if isinstance(optimizer, DummyOptim) and not configured:
         raise ConfigError(
-            "prepare: a DummyOptim stands for the config's optimizer, and the config has none",
+            "prepare: a DummyOptim needs an optimizer in the config, and the config has none",
             fix=f'add an "optimizer" section to {plugin.title}, or pass a torch optimizer instead of the DummyOptim',
         )
     if optimizer is not None and not isinstance(optimizer, DummyOptim) and configured:
@@ -401,7 +401,7 @@ def _check_cases(group: PrepareGroup, tree: Mapping[str, Any], sources: Mapping[
             fix="remove the section, or pass DummyOptim(params) instead of the optimizer",
         )
     if len(group.schedulers) > 1 and any(isinstance(value, DummyScheduler) for _, value in group.schedulers):
-        raise UsageError("prepare", expected="one schedule where there is a DummyScheduler", got=len(group.schedulers))
+        raise UsageError("prepare", expected="a DummyScheduler as only scheduler", got=len(group.schedulers))
     for _, scheduler in group.schedulers:
         _check_scheduler(scheduler, isinstance(optimizer, DummyOptim), scheduled, tree, section, plugin)
 
@@ -413,23 +413,23 @@ def _check_scheduler(
         if scheduled:
             raise ConfigError(
                 f"{section(_SCHEDULER)} {_type_of(tree[_SCHEDULER])}, and {type(scheduler).__name__} in code",
-                fix="remove the section, or pass DummyScheduler(optimizer) instead of the schedule",
+                fix="remove the section, or pass DummyScheduler(optimizer) instead of the scheduler",
             )
         if dummy_optimizer:
             raise ConfigError(
-                f"prepare: {type(scheduler).__name__} in code, but {section(_OPTIMIZER)} "
-                f"{_type_of(tree[_OPTIMIZER])} is made by prepare(), so the schedule cannot hold it",
+                f"prepare: {type(scheduler).__name__} in code, but prepare() creates {section(_OPTIMIZER)} "
+                f"{_type_of(tree[_OPTIMIZER])}, so the scheduler cannot refer to it",
                 fix="pass DummyScheduler(optimizer, lr_scheduler_callable=function_of_the_optimizer), "
                 'or add a "scheduler" section',
             )
     elif scheduler.lr_scheduler_callable is not None and scheduled:
         raise ConfigError(
             f"{section(_SCHEDULER)} {_type_of(tree[_SCHEDULER])}, and lr_scheduler_callable in code",
-            fix="remove the section, or the argument",
+            fix="remove the section or the argument",
         )
     elif scheduler.lr_scheduler_callable is None and not scheduled:
         raise ConfigError(
-            "prepare: a DummyScheduler stands for the config's scheduler, and the config has none",
+            "prepare: a DummyScheduler needs a scheduler in the config, and the config has none",
             fix=f'add a "scheduler" section to {plugin.title}, or pass lr_scheduler_callable to the DummyScheduler',
         )
 
@@ -442,7 +442,7 @@ def _type_of(section: Any) -> str:
 
 
 def _arguments(group: PrepareGroup) -> tuple[Any, Any, Any]:
-    """Optimizer, params and scheduler as arguments of `initialize`."""
+    """Returns optimizer, params and scheduler as arguments of `initialize`."""
     dummy = next((value for _, value in group.schedulers if isinstance(value, DummyScheduler)), None)
     scheduler = dummy.lr_scheduler_callable if dummy is not None else None
     if isinstance(group.optimizer, DummyOptim):
@@ -469,7 +469,7 @@ def _facts(
     facts = gather_facts(*several)
     if facts.micro_batch_size is None and group.optimizer is not None:
         share = samplers.value if rules.split_batches else 1
-        # Reading a first batch may be slow, so a loader is probed only where the config cannot do without its size.
+        # Reading a first batch may be slow, so a loader is probed only if the config needs its batch size.
         probe = tree.get("train_micro_batch_size_per_gpu") == "auto" and tree.get("train_batch_size") == "auto"
         size = batch_size_fact(loaders, smallest=plugin.is_train_batch_min, share=share, probe=probe)
         facts = replace(facts, micro_batch_size=size)
@@ -477,15 +477,16 @@ def _facts(
 
 
 def batch_size_fact(loaders: Iterable[Any], *, smallest: bool = True, share: int = 1, probe: bool = True) -> Fact[int]:
-    """Samples per rank and micro-step, from the loaders as the user made them.
+    """Returns the samples per rank and micro-step, from the unprepared loaders.
 
     Args:
-        smallest: of several sizes; else the largest.
-        share: ranks among which a loader's batch is divided.
-        probe: read a batch of a loader that does not say how large its batches are.
+        smallest: return the smallest of several sizes; otherwise the largest.
+        share: number of ranks among which a loader's batch is divided.
+        probe: read a batch of a loader without a known batch size.
 
     Returns:
-        Explicit where all loaders agree; without any size 1, which only fills an "auto", as only reports use it.
+        An explicit fact if all loaders agree. If no loader has a size, the fact is 1 and fills only "auto"; only
+        reports use it.
     """
     sizes_and_sources: list[tuple[int, str]] = []
     for loader in loaders:
@@ -494,7 +495,7 @@ def batch_size_fact(loaders: Iterable[Any], *, smallest: bool = True, share: int
             per_rank = size // share or 1
             sizes_and_sources.append((per_rank, source if share == 1 else f"{source} / {share} processes"))
     if not sizes_and_sources:
-        return Fact(1, "no loader that tells a batch size was prepared with the model", explicit=False)
+        return Fact(1, "no loader with a known batch size was prepared with the model", explicit=False)
     sizes = {size for size, _ in sizes_and_sources}
     size, source = min(sizes_and_sources) if smallest else max(sizes_and_sources)
     if len(sizes) > 1:
@@ -509,7 +510,7 @@ def _batch_size(loader: Any, *, probe: bool) -> tuple[int | None, str]:
         return size, f"DataLoader(batch_size={size})"
     size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
     if isinstance(size, int):
-        return size, f"the loader's {type(loader.batch_sampler).__name__} of batch_size {size}"
+        return size, f"the loader's {type(loader.batch_sampler).__name__} with batch_size {size}"
     return (_size_of_first_batch(loader), "the first batch of the loader") if probe else (None, "")
 
 
@@ -524,7 +525,7 @@ def _size_of_first_batch(loader: Any) -> int | None:
     single = loader
     if isinstance(loader, DataLoader) and loader.num_workers:
         single = copy.copy(loader)
-        single.__dict__["num_workers"] = 0  # one batch is not worth starting processes for
+        single.__dict__["num_workers"] = 0  # starting worker processes for one batch would be slower
         single.__dict__["prefetch_factor"] = None
         single.__dict__["persistent_workers"] = False
     with torch.random.fork_rng(devices=[]):

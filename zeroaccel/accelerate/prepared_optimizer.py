@@ -1,8 +1,8 @@
-"""Optimizer and scheduler as a script goes on calling them, and the accumulation state that decides when they act.
+"""Prepared optimizer and scheduler, which a script calls as before, and the accumulation state that they follow.
 
-`PreparedOptimizer.step` runs the engine's step, and `PreparedScheduler.step` the scheduler's, only in the micro-step
-that ends an accumulation (`GradientState.sync_gradients`), as accelerate's AcceleratedOptimizer and
-AcceleratedScheduler do.
+Like accelerate's AcceleratedOptimizer and AcceleratedScheduler, `PreparedOptimizer.step` runs the engine's step and
+`PreparedScheduler.step` the scheduler's step only in the micro-step that ends an accumulation
+(`GradientState.sync_gradients`).
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from zeroaccel.zero.engine_base import EngineBase
 class GradientState:
     """Position within an accumulation. The accelerator and its loaders write it; optimizer and scheduler read it.
 
-    Without arguments it is that of the newest accelerator.
+    Without arguments it is the state of the newest accelerator.
 
     Attributes:
-        sync_gradients: the current micro-step ends with an optimizer step.
+        sync_gradients: True if the current micro-step ends with an optimizer step.
         num_steps: micro-steps per optimizer step.
-        adjust_scheduler: for scripts that read it; schedulers here count optimizer steps.
-        sync_with_dataloader: the last batch of a loader ends the accumulation, full or not.
+        adjust_scheduler: no effect, kept for scripts that read it; schedulers count optimizer steps.
+        sync_with_dataloader: end the accumulation at the last batch of a loader, even if it is incomplete.
         sync_each_batch: reduce gradients in every micro-step.
-        shared_generators: random generators that become rank 0's whenever an iteration over a loader begins.
-        at_next_batch: called before a loader reads its next batch; may raise.
+        shared_generators: random generators that are synchronized with rank 0 when an iteration over a loader begins.
+        at_next_batch: function that is called before a loader reads its next batch; it may raise.
     """
 
     _newest: ClassVar[dict[str, Any] | None] = None
@@ -58,48 +58,48 @@ class GradientState:
 
     @property
     def dataloader_references(self) -> list[Any]:
-        """The loaders that are being iterated, the innermost last."""
+        """Loaders whose iteration is in progress, the innermost last."""
         return list(self._loaders)
 
     @property
     def plugin_kwargs(self) -> dict[str, Any]:
-        """How gradients are accumulated, as a `GradientAccumulationPlugin` says it."""
+        """Settings of gradient accumulation, with the names of `GradientAccumulationPlugin`."""
         names = ("num_steps", "adjust_scheduler", "sync_with_dataloader", "sync_each_batch")
         return {name: getattr(self, name) for name in names}
 
     @property
     def active_dataloader(self) -> Any:
-        """The innermost loader that is being iterated, or None."""
+        """Innermost loader whose iteration is in progress, or None."""
         return self._loaders[-1] if self._loaders else None
 
     @property
     def in_dataloader(self) -> bool:
-        """Whether a prepared loader is being iterated."""
+        """True during an iteration over a prepared loader."""
         return bool(self._loaders)
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether the current batch is the last of the loader that is being iterated."""
+        """True if the current batch is the last one of the active loader."""
         return bool(getattr(self.active_dataloader, "end_of_dataloader", False))
 
     @property
     def remainder(self) -> int:
-        """Samples of the last global batch that are not repetitions; -1 where none is, or without a loader."""
+        """Samples of the last global batch that are not repetitions; -1 without repetitions or without a loader."""
         return int(getattr(self.active_dataloader, "remainder", -1))
 
     def add_dataloader(self, loader: Any) -> None:
-        """Called by a loader, which has `end_of_dataloader` and `remainder`, when its iteration starts."""
+        """Adds a loader with `end_of_dataloader` and `remainder`; the loader calls it when its iteration starts."""
         if self.shared_generators:
             synchronize_rng_states(self.shared_generators)
         self._loaders.append(loader)
 
     def next_batch(self) -> None:
-        """Called by a loader before it reads a batch; not between the last batch and the end of an iteration."""
+        """Runs `at_next_batch`; a loader calls it before it reads a batch, and not after the last batch."""
         if self.at_next_batch is not None:
             self.at_next_batch()
 
     def remove_dataloader(self, loader: Any) -> None:
-        """Called by a loader when its iteration ends, or is abandoned."""
+        """Removes a loader; the loader calls it when its iteration ends or is abandoned."""
         self._loaders = [other for other in self._loaders if other is not loader]
 
     def __repr__(self) -> str:
@@ -112,19 +112,19 @@ class GradientState:
 
 
 class PreparedOptimizer(Optimizer):
-    """The optimizer of one prepared model, whose step is the engine's.
+    """The optimizer of one prepared model; its step runs the engine's step.
 
-    A subclass of torch's class because LR schedulers insist on one; param groups, state and defaults are those of the
-    wrapped optimizer.
+    It is a subclass of torch's class because LR schedulers require one. Param groups, state and defaults are those of
+    the wrapped optimizer.
 
     Attributes:
-        optimizer: the script's, or built from the config; its groups have this rank's shards.
-        engine: of the model it trains.
-        gradient_state: of the accelerator.
+        optimizer: the script's optimizer, or the one built from the config; its groups have this rank's shards.
+        engine: engine of the model that it trains.
+        gradient_state: gradient state of the accelerator.
     """
 
     def __init__(self, engine: EngineBase, gradient_state: GradientState) -> None:
-        # No super().__init__: it would make param groups of its own.
+        # No super().__init__: it would create its own param groups.
         self.engine = engine
         self.optimizer: Optimizer = engine.optimizer
         self.gradient_state = gradient_state
@@ -132,30 +132,30 @@ class PreparedOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The wrapped optimizer's groups; `lr` may be read and written in them."""
+        """Param groups of the wrapped optimizer; scripts may read and write their `lr`."""
         return self.optimizer.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The wrapped optimizer's state, of this rank's shards."""
+        """State of the wrapped optimizer for this rank's shards."""
         return self.optimizer.state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The wrapped optimizer's default hyperparameters."""
+        """Default hyperparameters of the wrapped optimizer."""
         return self.optimizer.defaults
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was skipped because gradients were not finite."""
+        """True if the last step was skipped because gradients were not finite."""
         return self._skipped
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Steps the engine at the end of an accumulation; elsewhere does nothing.
+        """Steps the engine at the end of an accumulation; otherwise does nothing.
 
         Raises:
-            UsageError: there is a closure: the engine does not evaluate the model again.
-            EngineStateError: there was no backward since the last step.
+            UsageError: a closure was passed; the engine does not evaluate the model again.
+            EngineStateError: no backward has run since the last step.
         """
         if closure is not None:
             raise UsageError("optimizer.step(closure)", expected="no closure", got=closure)
@@ -164,19 +164,19 @@ class PreparedOptimizer(Optimizer):
             self._skipped = not self.engine.was_step_applied()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops unused gradients at the end of an accumulation; elsewhere does nothing."""
+        """Drops unused gradients at the end of an accumulation; otherwise does nothing."""
         if self.gradient_state.sync_gradients:
             self.engine.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's, of this rank's shards only; checkpoints have the full state."""
+        """Returns the wrapped optimizer's state dict for this rank's shards; checkpoints have the full state."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Refused.
+        """Raises an error: the optimizer states are sharded.
 
         Raises:
-            EngineStateError: always: states are sharded.
+            EngineStateError: always.
         """
         raise EngineStateError(
             "optimizer.load_state_dict(): the states are sharded over the ranks",
@@ -184,22 +184,22 @@ class PreparedOptimizer(Optimizer):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused.
+        """Raises an error: the flat buffers of trained parameters already exist.
 
         Raises:
-            EngineStateError: always: the flat buffers of trained parameters exist already.
+            EngineStateError: always.
         """
         raise EngineStateError(
-            "optimizer.add_param_group(): prepare() has sharded the parameters already",
-            fix="add the group before prepare(); with lr 0 it stays unchanged until you raise its rate",
+            "optimizer.add_param_group(): prepare() has already sharded the parameters",
+            fix="add the group before prepare(), with lr 0 if it should not train until you raise its rate",
         )
 
     def train(self) -> None:
-        """Calls the wrapped optimizer's, as schedule-free optimizers have one; else does nothing."""
+        """Calls `train` of the wrapped optimizer if it has one, like schedule-free optimizers."""
         self._switch("train")
 
     def eval(self) -> None:
-        """Calls the wrapped optimizer's, as schedule-free optimizers have one; else does nothing."""
+        """Calls `eval` of the wrapped optimizer if it has one, like schedule-free optimizers."""
         self._switch("eval")
 
     def _switch(self, mode: str) -> None:
@@ -215,16 +215,17 @@ class PreparedOptimizer(Optimizer):
 
 
 class PreparedScheduler:
-    """The LR scheduler of one prepared optimizer; other attributes are the wrapped scheduler's.
+    """The LR scheduler of one prepared optimizer; other attributes are those of the wrapped scheduler.
 
     It counts optimizer steps: calls within an accumulation and after a skipped step do nothing.
 
     Attributes:
-        scheduler: the script's, or built from the config or by a callable.
-        optimizer: whose learning rates it writes.
-        engine_driven: the engine steps it, so that `step` does nothing.
-        with_optimizer: False makes every call of `step` count.
-        steps_per_update: scheduler steps per optimizer step; W for scripts that count the batches of all ranks.
+        scheduler: the script's scheduler, or the one built from the config or by a callable.
+        optimizer: optimizer whose learning rates it sets.
+        engine_driven: True if the engine steps the scheduler; `step` then does nothing.
+        with_optimizer: False steps the scheduler at every call of `step`.
+        steps_per_update: scheduler steps per optimizer step; the number of ranks for scripts that count the batches of
+            all ranks.
     """
 
     def __init__(
@@ -245,7 +246,7 @@ class PreparedScheduler:
         self.steps_per_update = steps_per_update
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Steps the schedule if this micro-step updated the weights; arguments are the wrapped scheduler's."""
+        """Steps the scheduler if this micro-step has updated the weights; passes its arguments on."""
         if self.engine_driven:
             return
         if not self.with_optimizer:
@@ -255,15 +256,15 @@ class PreparedScheduler:
                 self.scheduler.step(*args, **kwargs)
 
     def get_last_lr(self) -> Any:
-        """The learning rates last written, one per group."""
+        """Returns the last learning rates, one per group."""
         return self.scheduler.get_last_lr()
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped scheduler's."""
+        """Returns the state of the wrapped scheduler."""
         return dict(self.scheduler.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The wrapped scheduler's."""
+        """Restores the state of the wrapped scheduler."""
         self.scheduler.load_state_dict(state_dict)
 
     def __getattr__(self, name: str) -> Any:

@@ -1,11 +1,12 @@
-"""A patch of transformers' `PreTrainedModel.save_pretrained`, which without a state dict reads the model's own.
+"""Patches transformers' `PreTrainedModel.save_pretrained`, which reads the model's state dict if it gets none.
 
-At stage 3 that is sharded: the patch gathers the weights, one unit at a time, as the files are written. It is made when
-an engine is, if transformers is imported, and `detach()` takes it back. Models without an engine are saved as before.
+At stage 3 that state dict is sharded: the patch gathers the weights, one unit at a time, while the files are written.
+`attach` installs it for a new engine if transformers is imported, and `detach` removes it. It does not change how
+models without an engine are saved.
 
-`state_dict_on_demand` is a full state dict whose values are gathered when they are asked for: rank 0 asks, by name, and
-the other ranks take part in the all-gather of the unit until rank 0 is done. The state dict itself takes addresses and
-no memory, so that the host holds what the program has made of it, and one unit.
+`state_dict_on_demand` is a full state dict that gathers a value when a program reads it: rank 0 requests it by name,
+and the other ranks take part in the all-gather of its unit until rank 0 is done. The state dict itself uses addresses
+and no memory, so the host holds only one unit and the program's own copies.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _ORIGINALS: dict[type, Callable[..., Any]] = {}
 
 
 def attach(engine: EngineBase) -> None:
-    """Makes `save_pretrained` of the engine's model, or of a part of it, gather its weights, until it is destroyed."""
+    """Makes `save_pretrained` of the engine's model or its submodules gather weights, until the engine is destroyed."""
     _ENGINES.add(engine)
     engine.at_destroy(functools.partial(_ENGINES.discard, engine))
     owner = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
@@ -46,7 +47,7 @@ def attach(engine: EngineBase) -> None:
 
 
 def detach() -> None:
-    """Restores the original."""
+    """Restores the original `save_pretrained`."""
     _ENGINES.clear()
     while _ORIGINALS:
         owner, original = _ORIGINALS.popitem()
@@ -54,7 +55,7 @@ def detach() -> None:
 
 
 def _gathering(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`save_pretrained` that gathers the weights of a sharded model where no state dict is passed."""
+    """Returns a `save_pretrained` that gathers the weights of a sharded model if no state dict is passed."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -66,20 +67,20 @@ def _gathering(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, **kwargs)
         engine, prefix = engine_and_prefix
         collectives = engine.collectives.job
-        # Who says which is the main process calls on all ranks; without that a Trainer may have called on one.
+        # A caller that passes `is_main_process` calls on all ranks; without it, a Trainer may call on one rank only.
         on_all_ranks = "is_main_process" in bound.arguments or collectives.world_size == 1
         own = [name for name, _ in chain(model.named_parameters(remove_duplicate=False), model.named_buffers())]
         if collectives.rank != 0:
-            bound.arguments["is_main_process"] = False  # it has no values; rank 0 writes
+            bound.arguments["is_main_process"] = False  # this rank has no values; rank 0 writes
 
         def save(state: dict[str, Any]) -> Any:
             inside = {name.removeprefix(prefix): state.pop(name) for name in list(state) if name.startswith(prefix)}
             if collectives.rank != 0:  # transformers looks tensors without values up in the model, which lacks scales
                 inside = {name: inside[name] for name in own if name in inside and not is_wrapper(inside[name])}
-            if any(map(is_wrapper, inside.values())):  # torchao's writer takes its own classes, of plain tensors, alone
+            if any(map(is_wrapper, inside.values())):  # torchao's writer accepts its classes with plain tensors only
                 inside = {name: _in_full(value) for name, value in inside.items()}
             bound.arguments["state_dict"] = inside
-            # Of a quantised base transformers ignores the argument, and asks the model.
+            # For a quantized base model, transformers ignores the argument and calls the model's `state_dict`.
             vars(model)["state_dict"] = lambda *args, **kwargs: inside
             try:
                 return original(*bound.args, **bound.kwargs)
@@ -90,10 +91,10 @@ def _gathering(original: Callable[..., Any]) -> Callable[..., Any]:
             gathered = getattr(engine, "gathered_state", None)
             if gathered is None:
                 raise EngineStateError(
-                    f"{type(model).__name__}.save_pretrained(): the weights are sharded, and other ranks may not be "
-                    "here",
-                    fix="pass state_dict=accelerator.get_state_dict(model), which all ranks call, or have all ranks "
-                    "call save_pretrained with is_main_process=accelerator.is_main_process",
+                    f"{type(model).__name__}.save_pretrained(): the weights are sharded, and all ranks must take part "
+                    "in gathering them",
+                    fix="pass state_dict=accelerator.get_state_dict(model), called on all ranks, or call "
+                    "save_pretrained on all ranks with is_main_process=accelerator.is_main_process",
                 )
             return save(dict(gathered))
         engine.checkpointer.prepare_to_save("save_pretrained")
@@ -110,7 +111,7 @@ def _gathering(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _engine_of(model: nn.Module) -> tuple[Any, str] | None:
-    """The engine that shards the model, or a model that it is part of; and the prefix of its names there."""
+    """Returns the engine that shards the model or a parent module of it, and the prefix of its names in that engine."""
     for engine in _ENGINES:
         ranks = engine.collectives
         if engine.settings.plan.params or ranks.parts is not None or ranks.part_holders is not None:
@@ -121,7 +122,7 @@ def _engine_of(model: nn.Module) -> tuple[Any, str] | None:
 
 
 _LABEL = "weights on demand"
-# Questions that need no values, and calls whose results are the same memory.
+# Calls that need no values (_FACTS), and calls whose results share the memory (_ALIASES).
 _FACTS = frozenset(
     (
         *(Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage, Tensor.storage_offset, Tensor.size, Tensor.stride),
@@ -134,11 +135,11 @@ _ALIASES = frozenset((Tensor.view, Tensor.__getitem__, Tensor.detach, Tensor.nar
 
 @contextmanager
 def state_dict_on_demand(engine_state: EngineState) -> Iterator[dict[str, Tensor]]:
-    """The model's state dict in host memory on rank 0; elsewhere meta tensors, and at the end of the block this rank
-    gathers what rank 0 asks for. (all ranks)
+    """Yields the model's state dict in host memory on rank 0, and meta tensors on other ranks. (all ranks)
 
-    Names and order are the model's own; tied parameters are one tensor under each of their names. Every operation that
-    needs a value gathers it. The block must contain no collective of its own.
+    At the end of the block, the other ranks take part in the all-gathers that rank 0 has requested in its block. Names
+    and order are those of the model; tied parameters are one tensor under each of their names. Every operation that
+    needs a value gathers it. The block must not call collectives.
     """
     requests = _Requests(engine_state)
     if engine_state.job.rank != 0:
@@ -157,7 +158,7 @@ def state_dict_on_demand(engine_state: EngineState) -> Iterator[dict[str, Tensor
 
 
 class _Requests:
-    """Gathers full values by name, on all ranks in the order in which rank 0 asks."""
+    """Gathers full values by name, on all ranks in the order of rank 0's requests."""
 
     def __init__(self, engine_state: EngineState) -> None:
         self._ranks = engine_state.job
@@ -165,30 +166,30 @@ class _Requests:
         self._is_over = False
 
     def ask(self, name: str) -> Tensor:
-        """A copy of a full value in host memory. (rank 0)"""
+        """Gathers a full value and returns a copy in host memory. (rank 0)"""
         if self._is_over:
             raise EngineStateError(f"{name}: save_pretrained has ended without reading its value")
         from_rank_0(self._ranks, lambda: name, _LABEL)
         return self._values.value(name).to("cpu", copy=True)
 
     def end(self) -> None:
-        """Lets the other ranks go on. (rank 0)"""
+        """Ends `serve` on the other ranks. (rank 0)"""
         self._is_over = True
-        from_rank_0(self._ranks, str, _LABEL)  # no name
+        from_rank_0(self._ranks, str, _LABEL)  # an empty name
         self._values.reshard()
 
     def serve(self) -> None:
-        """Takes part in what rank 0 asks for, until it is done. (the other ranks)"""
+        """Takes part in rank 0's requests until `end`. (the other ranks)"""
         while name := from_rank_0(self._ranks, str, _LABEL):
             self._values.value(name)
         self._values.reshard()
 
 
 class _OnDemand(Tensor):
-    """A tensor of addresses without memory, in whose place operations get the value that `ask` gathers.
+    """A tensor with addresses but no memory; operations receive the value that `ask` gathers instead.
 
-    Shape, dtype, storage and addresses are those of a tensor in host memory, by which programs find tied tensors. Every
-    operation that needs values gathers them anew, so that nothing is held here.
+    Shape, dtype, storage and addresses are those of a tensor in host memory; programs compare the addresses to find
+    tied tensors. Every operation that needs values gathers them again, so that this tensor holds none.
     """
 
     ask: Callable[[], Tensor]
@@ -206,7 +207,7 @@ class _OnDemand(Tensor):
 
 
 def _in_full(value: Tensor) -> Tensor:
-    """A value that may be on demand, or a wrapper of such, as a plain one."""
+    """Returns a value with its memory: gathers it if it is on demand, also inside a wrapper."""
     if is_wrapper(value):
         return rewrapped(value, {name: _in_full(getattr(owner, key)) for name, owner, key in inner_tensors(value)})
     return _valued(value)
@@ -219,7 +220,7 @@ def _on_demand(tensor: Tensor, ask: Callable[[], Tensor]) -> Tensor:
 
 
 def _is_basic(arguments: tuple[Any, ...]) -> bool:
-    """Whether an index or shape has no tensor in it: by one, memory is copied."""
+    """Returns True if an index or shape contains no tensor; indexing by a tensor copies memory."""
     return all(isinstance(item, (int, slice, type(None))) for item in _flat(arguments))
 
 
@@ -232,7 +233,7 @@ def _flat(items: Any) -> Iterator[Any]:
 
 
 def _valued(tensor: Tensor) -> Tensor:
-    """A copy of the value, or of the part of it that the tensor is a view of."""
+    """Returns a copy of the value, or of the part that the tensor is a view of; returns other tensors unchanged."""
     if not isinstance(tensor, _OnDemand):
         return tensor
     value = tensor.ask()
@@ -240,7 +241,7 @@ def _valued(tensor: Tensor) -> Tensor:
 
 
 def _addresses(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """A tensor whose memory the kernel neither sets aside nor commits, as nothing writes or reads it."""
+    """Returns a tensor whose memory the kernel neither reserves nor commits, because nothing writes or reads it."""
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     if nbytes == 0:
         return torch.empty(shape, dtype=dtype)

@@ -1,6 +1,6 @@
-"""Folders of a project: where states and logs are written, and how many states are kept.
+"""`ProjectConfiguration`: the folders of states and logs, and the number of states to keep.
 
-Names, finds and removes folders of states; their contents are `run_state.py`'s.
+The functions name, find and remove folders of states; `run_state.py` writes and reads their contents.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from zeroaccel.errors import CheckpointError, ConfigError, UsageError
 from zeroaccel.logs import logger
 
 STATE_NAME = "run_state.json"
-"""The file of a state that is written last; a folder without it is no state."""
+"""File that `save_state` writes last; a folder without it is not a complete state."""
 
 _FOLDER = re.compile(r"checkpoint_(\d+)")
 
 
 @dataclass
 class ProjectConfiguration:
-    """Folders of a project.
+    """Folders of a project, and when and where the accelerator saves states.
 
     Attributes:
-        project_dir: for states.
-        logging_dir: for trackers; `project_dir` by default.
-        automatic_checkpoint_naming: states are `project_dir/checkpoints/checkpoint_0`, `_1` and so on.
-        total_limit: how many of these are kept; None for all.
-        iteration: number of the next one; set by `load_state` to follow the state that was loaded.
-        save_on_preemption: when a rank receives SIGTERM or SIGUSR1, save a numbered state between two batches and end
-            with exit code 85. Needs `automatic_checkpoint_naming`.
-        memory_interval: also save a state every so many steps in the memory of the machines, from which a run resumes
-            that `zeroaccel launch --max_restarts N` starts again; "auto" measures an interval at which this takes at
-            most 2 % of the time. The same as `checkpoint.peer.interval` of a config.
-        save_on_each_node: refused if set: all ranks write into one folder, which they must share.
+        project_dir: folder for states.
+        logging_dir: folder for tracker files. Defaults to `project_dir`.
+        automatic_checkpoint_naming: name states `project_dir/checkpoints/checkpoint_0`, `checkpoint_1` and so on.
+        total_limit: maximum number of these states to keep; None keeps all.
+        iteration: number of the next state; `load_state` sets it to the number after the loaded state.
+        save_on_preemption: when a rank receives SIGTERM or SIGUSR1, save a numbered state between two batches and exit
+            with code 85. Requires `automatic_checkpoint_naming`.
+        memory_interval: number of steps between two states in the memory of the machines, from which a run resumes that
+            `zeroaccel launch --max_restarts N` has restarted. "auto" measures an interval at which these states take at
+            most 2 % of the time. Same as `checkpoint.peer.interval` of a config.
+        save_on_each_node: must be False: all ranks write into one folder, which they must share.
 
     Example:
         >>> from zeroaccel import Accelerator, ProjectConfiguration
@@ -60,9 +60,9 @@ class ProjectConfiguration:
         if self.save_on_each_node:
             raise ConfigError(
                 f"{where}.save_on_each_node",
-                expected="False: a state is one folder that all ranks share, each with its own part",
+                expected="False, because all ranks write their parts of a state into one shared folder",
                 got=True,
-                fix="remove it, and save to a file system that all machines see",
+                fix="remove it, and save to a file system that all machines share",
             )
         if self.total_limit is not None and self.total_limit < 1:
             raise ConfigError(f"{where}.total_limit", expected="at least 1, or None to keep all", got=self.total_limit)
@@ -71,7 +71,7 @@ class ProjectConfiguration:
         if self.save_on_preemption and not self.automatic_checkpoint_naming:
             raise ConfigError(
                 f"{where}.save_on_preemption",
-                expected="automatic_checkpoint_naming=True, which names the states that it saves",
+                expected="automatic_checkpoint_naming=True, which names the saved states",
                 got=False,
             )
         interval = self.memory_interval
@@ -82,7 +82,7 @@ class ProjectConfiguration:
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
-        """Sets `project_dir`, and `logging_dir` where there is none yet."""
+        """Sets `project_dir`, and `logging_dir` if it is None."""
         self.project_dir = None if project_dir is None else os.fspath(project_dir)
         if self.logging_dir is None:
             self.logging_dir = self.project_dir
@@ -91,7 +91,7 @@ class ProjectConfiguration:
 def project_of(
     project_dir: str | os.PathLike[str] | None, configuration: ProjectConfiguration | None
 ) -> ProjectConfiguration:
-    """The project that two arguments of `Accelerator` describe.
+    """Returns the project from the two arguments of `Accelerator`.
 
     Raises:
         UsageError: they name different folders.
@@ -103,34 +103,34 @@ def project_of(
                 "Accelerator(project_dir, project_config)",
                 expected="one project folder",
                 got=f"{os.fspath(project_dir)} and {project.project_dir}",
-                fix="leave one of them out",
+                fix="remove one of the two",
             )
         project.set_directories(project_dir)
     return project
 
 
 def next_state_folder(project: ProjectConfiguration) -> Path:
-    """The folder that `iteration` names.
+    """Returns the folder of the next state, numbered by `iteration`.
 
     Raises:
-        ConfigError: there is no project folder.
-        CheckpointError: a state of that number is there already.
+        ConfigError: the project has no folder.
+        CheckpointError: a state with this number already exists.
     """
     folder = _states_folder(project) / f"checkpoint_{project.iteration}"
     if (folder / STATE_NAME).exists():
         raise CheckpointError(
             f"{folder}: a state with this number exists",
-            fix="resume with load_state(), which continues the numbers, or set "
+            fix="resume with load_state(), which continues the numbering, or set "
             "ProjectConfiguration(iteration=...) or another project_dir",
         )
     return folder
 
 
 def saved_states(project: ProjectConfiguration) -> list[Path]:
-    """The project's complete states, by number; an incomplete one is logged.
+    """Returns the folders of the project's complete states by number, and logs incomplete ones.
 
     Raises:
-        ConfigError: there is no project folder.
+        ConfigError: the project has no folder.
     """
     root = _states_folder(project)
     states: list[tuple[int, Path]] = []
@@ -141,7 +141,7 @@ def saved_states(project: ProjectConfiguration) -> list[Path]:
         if (path / STATE_NAME).exists():
             states.append((int(number[1]), path))
         else:
-            logger.warning("%s: saving was not finished; it is left out", path)
+            logger.warning("%s: skipped, because saving was not finished", path)
     return [path for _, path in sorted(states)]
 
 
@@ -149,7 +149,7 @@ def prune_states(project: ProjectConfiguration, *, in_flight: int = 0) -> None:
     """Removes the oldest states above the limit. (one rank)
 
     Args:
-        in_flight: how many of the newest may still turn out incomplete, and do not count.
+        in_flight: number of newest states that are not counted, because their saving may still fail.
     """
     if project.total_limit is None:
         return
@@ -157,7 +157,7 @@ def prune_states(project: ProjectConfiguration, *, in_flight: int = 0) -> None:
     for folder in states[: max(0, len(states) - project.total_limit - in_flight)]:
         logger.info("total_limit = %d: removing %s", project.total_limit, folder)
         try:
-            (folder / STATE_NAME).unlink()  # first, so that what is left is never taken for a state
+            (folder / STATE_NAME).unlink()  # first, so that a partly removed folder is never a complete state
             shutil.rmtree(folder)
         except OSError as error:
             logger.warning("%s could not be removed: %s", folder, error)
@@ -169,6 +169,6 @@ def _states_folder(project: ProjectConfiguration) -> Path:
             "save_state / load_state without a folder",
             expected="a project folder",
             got=None,
-            fix='pass a folder, or make Accelerator(project_dir="...")',
+            fix='pass a folder, or create Accelerator(project_dir="...")',
         )
     return Path(os.path.abspath(project.project_dir), "checkpoints")

@@ -1,12 +1,13 @@
-"""`save_state` and `load_state`: a training run in a folder.
+"""`save_state` and `load_state`: save a training run to a folder, and restore it.
 
-A run is its engines, schedulers, positions of loaders, random generators and registered objects. The engines write
+A run consists of engines, schedulers, loader positions, random generators and registered objects. The engines write
 their own checkpoints (`checkpoint/`) into the folder; `save_run` adds one safetensors file per rank for the rest, and
-last `run_state.json`, without which the folder is no state. Plain data and tensors only: nothing is pickled. A state
-loads on any number of ranks; generators, which are per rank, are restored on the same number only.
+finally `run_state.json`, without which the folder is not a complete state. States contain only plain data and tensors
+and are never pickled. They load on any number of ranks; random generators exist per rank, and are restored only on the
+same number of ranks.
 
-`RunSaving` is the part of an `Accelerator` that collects the parts of the run and chooses folders (`project.py`).
-Weights for other programs are `model_saving.py`'s.
+`RunSaving` is the part of an `Accelerator` that collects the parts of the run and chooses folders (`project.py`). The
+module `model_saving.py` saves weights for other programs.
 """
 
 from __future__ import annotations
@@ -66,14 +67,14 @@ _WHAT = {
 
 @dataclass
 class RunParts:
-    """Everything that is saved of a run.
+    """The parts of a run that a state contains.
 
     Attributes:
-        engines: each saves its model, optimizer, scheduler, loss scale and counters.
-        schedulers: those that no engine steps.
-        loaders: prepared ones.
-        objects: registered ones, with `state_dict` and `load_state_dict`.
-        counters: the accelerator's; replaced by `load_run`.
+        engines: engines, which save their models, optimizers, schedulers, loss scales and counters.
+        schedulers: schedulers that no engine steps.
+        loaders: prepared loaders.
+        objects: registered objects with `state_dict` and `load_state_dict`.
+        counters: counters of the accelerator; `load_run` replaces them.
         iteration: number of this state.
     """
 
@@ -85,7 +86,7 @@ class RunParts:
     iteration: int = 0
 
     def counts(self) -> dict[str, int]:
-        """Number of parts of each kind, to compare with a saved state."""
+        """Returns the number of parts of each kind, to compare with a saved state."""
         return {
             "models": len(self.engines),
             "schedulers": len(self.schedulers),
@@ -94,18 +95,18 @@ class RunParts:
         }
 
     def with_states(self) -> dict[str, Sequence[Any]]:
-        """The parts whose `state_dict()` is in each rank's file, by kind."""
+        """Returns the parts whose `state_dict()` is in each rank's file, by kind."""
         return {"schedulers": self.schedulers, "loaders": self.loaders, "objects": self.objects}
 
 
 class RunSaving:
-    """Saves and loads the run of an accelerator; the methods are documented there.
+    """Saves and loads the run of an accelerator; `Accelerator` documents the methods.
 
     Args:
-        loaders: every prepared loader; the accelerator's own list.
+        loaders: the accelerator's list of prepared loaders.
 
     Attributes:
-        project: folders and limits.
+        project: settings of the project: its folders and the number of states to keep.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class RunSaving:
         self._seen_steps: int | None = None
 
     def _reserve_memory(self) -> None:
-        """Begins with states in memory where config or project ask for them, and sees to it that there is room."""
+        """Starts saving states in memory if the config or project enables it, and checks that the memory suffices."""
         settings = self._peer_states()
         if settings is None or not settings.enabled:
             return
@@ -138,7 +139,7 @@ class RunSaving:
             self._memory.reserve(self._watched)
 
     def _peer_states(self) -> PeerStates | None:
-        """What says how states are saved in memory: `checkpoint.peer` of the configs, or the project."""
+        """Returns the settings of states in memory: `checkpoint.peer` of the configs, or those of the project."""
         found: PeerStates | None = None
         for item in self._state.prepared:
             section = item.config.checkpoint.peer if item.optimizer is not None else None
@@ -146,7 +147,7 @@ class RunSaving:
             if section is not None and section != found:
                 raise ConfigError(
                     item.config.where("checkpoint.peer"),
-                    expected=f"{found}, as of the model prepared before: a state has all models",
+                    expected=f"{found}, as in the config of the model prepared earlier, because a state has all models",
                     got=section,
                 )
         interval = self.project.memory_interval
@@ -155,7 +156,7 @@ class RunSaving:
         if not found.enabled or found.interval != interval:
             raise ConfigError(
                 "ProjectConfiguration.memory_interval",
-                expected=f"{found.interval if found.enabled else None}, as checkpoint.peer of the config says",
+                expected=f"{found.interval if found.enabled else None}, the value of checkpoint.peer in the config",
                 got=interval,
                 fix="keep one of the two",
             )
@@ -176,18 +177,18 @@ class RunSaving:
             )
         where = f"register_for_checkpointing({type(obj).__name__})"
         if any(obj is other for other in (*self._objects, *self._loaders)):
-            raise UsageError(where, expected="each object once", got="one that is registered already")
+            raise UsageError(where, expected="each object once", got="an object that is already registered")
         prepared = (part for item in self._state.prepared for part in (item.engine, item.optimizer, *item.schedulers))
         if any(obj is part for part in prepared):
             raise UsageError(
                 where,
-                expected="an object that prepare() does not know",
-                got="one that it returned, which every state contains already",
+                expected="an object that prepare() did not return",
+                got="a prepared object, which every state already contains",
             )
         self._objects.append(obj)
 
     def close(self) -> None:
-        """Ends what runs in the background."""
+        """Waits for the background thread that writes states in memory, and ends it."""
         if self._memory is not None:
             self._memory.close()
 
@@ -204,13 +205,13 @@ class RunSaving:
         if folder is None:
             self.project.iteration += 1
             if self._collectives.rank == 0:
-                # A state that is written in the background may still fail, so the one before it must survive.
+                # Saving in the background may still fail, so the previous state must be kept.
                 background = any(item.config.checkpoint.async_save for item in self._state.prepared)
                 prune_states(self.project, in_flight=1 if background else 0)
         return str(saved)
 
     def save_between_batches(self, loop: TrainingLoop) -> None:
-        """Has loaders save the run at their next batch where it is time: after a preemption, and in memory."""
+        """Makes loaders save the run before a batch: after a preemption, and at the interval of states in memory."""
         for item in self._state.prepared:
             if item.optimizer is not None and item.engine not in self._watched:
                 self._watched.add(item.engine)
@@ -224,10 +225,10 @@ class RunSaving:
         self._is_preempted = True
 
     def _save_between_batches(self, step: int) -> None:
-        """Saves a state and raises Preempted, once a step has found the ranks preempted; or saves one in memory.
+        """Saves a state and raises Preempted after a preemption; otherwise saves a state in memory if it is due.
 
-        Not within an accumulation, whose gradients would be lost, and not during an evaluation. All ranks come here
-        alike: they have found the preemption in the same step, and count the same steps.
+        It does nothing within an accumulation, whose gradients would be lost, and during an evaluation. All ranks take
+        the same branch: they learn of a preemption in the same step, and count the same steps.
         """
         if not all(engine.training and not engine.has_gradients for engine in self._watched):
             return
@@ -237,7 +238,7 @@ class RunSaving:
                 item.engine.wait_for_checkpoint()
             raise Preempted(f"saved state {saved}")
         steps = sum(engine.global_steps for engine in self._watched)
-        # Once per step: a pipeline reads all micro-batches of a step before it has any gradient.
+        # Only once per step: a pipeline reads all micro-batches of a step before it has gradients.
         if self._memory is not None and steps != self._seen_steps:
             self._seen_steps = steps
             self._memory.at_batch(steps, step)
@@ -257,7 +258,7 @@ class RunSaving:
         return self._load(source)
 
     def has_state(self) -> bool:
-        """Whether there is a state to resume from."""
+        """Returns True if there is a state to resume from."""
         source = self._newest_folder()
         return source is not None or self._is_newest_in_memory(source, log=False)
 
@@ -274,13 +275,13 @@ class RunSaving:
             hook(models, [], str(folder))
 
     def _is_newest_in_memory(self, source: Path | None, *, log: bool) -> bool:
-        """Whether there is a state in memory, unless the newest state in the project is of a later step."""
+        """Returns True if memory holds a state and the newest state of the project is not of a later step."""
         if self._memory is None:
             return False
         return self._memory.has_newest(lambda: (source, None if source is None else _num_steps(source)), log=log)
 
     def _files_to_read(self, folder: Path) -> list[str]:
-        """Of single ranks, by their paths in a state's folder."""
+        """Returns the files of single ranks that this rank reads, by their paths in a state's folder."""
         own = self._collectives.rank
         names = [_rank_name(own if own < _manifest(folder)["world_size"] else 0)]
         for index, item in enumerate(self._state.prepared):
@@ -315,7 +316,7 @@ class RunSaving:
                 "save_state()",
                 expected="a folder",
                 got=None,
-                fix="pass one, or make Accelerator(project_config=ProjectConfiguration(project_dir=..., "
+                fix="pass a folder, or set Accelerator(project_config=ProjectConfiguration(project_dir=..., "
                 "automatic_checkpoint_naming=True))",
             )
         return from_rank_0(self._collectives, lambda: next_state_folder(self.project), "save_state: next folder")
@@ -335,15 +336,15 @@ def _added(hooks: OrderedDict[int, Any], hook: Any) -> RemovableHandle:
 
 
 def save_run(folder: str | os.PathLike[str], run: RunParts, collectives: Collectives, device: torch.device) -> Path:
-    """Saves the run into `folder`, which all ranks share; a state in it is replaced. (all ranks)
+    """Saves the run into `folder`, which all ranks share; an existing state in it is replaced. (all ranks)
 
     Returns:
         The folder's absolute path.
 
     Raises:
-        CheckpointError: it cannot be written.
-        UsageError: a state is not plain data and tensors; it names the key.
-        EngineStateError: gradients of unfinished accumulation would be lost.
+        CheckpointError: the state cannot be written.
+        UsageError: a `state_dict()` has a value that is not plain data or a tensor; the message names its key.
+        EngineStateError: an accumulation is unfinished; saving would lose its gradients.
     """
     part = _RunPart(folder, run, collectives, device)
     for index, engine in enumerate(run.engines):
@@ -355,9 +356,9 @@ def save_run(folder: str | os.PathLike[str], run: RunParts, collectives: Collect
 
 
 class _RunPart:
-    """What this rank saves of a run besides its engines: a `StatePart`. (made by all ranks; raises as `save_run`)
+    """The `StatePart` of a run: this rank's file without the engines. (created by all ranks; raises as `save_run`)
 
-    Everything is encoded before anything is written, so that an object that cannot be saved leaves the old state.
+    The constructor encodes all parts before it writes, so that an object that cannot be saved leaves the old state.
     """
 
     def __init__(
@@ -367,7 +368,7 @@ class _RunPart:
         self.name = _rank_name(collectives.rank)
         self._collectives = collectives
         self._content = b""
-        with agreed(collectives, f"save_state {root.name}: what to save"):
+        with agreed(collectives, f"save_state {root.name}: parts to save"):
             _check_keep_last(run)
             self._content = _encoded(run, device)
         self._facts = {
@@ -381,7 +382,7 @@ class _RunPart:
             if collectives.rank == 0:
                 with writing_to(root):
                     root.mkdir(parents=True, exist_ok=True)
-                    (root / STATE_NAME).unlink(missing_ok=True)  # until it is written again there is no state here
+                    (root / STATE_NAME).unlink(missing_ok=True)  # the folder is not a state until it is written again
 
     def write(self) -> None:
         """Writes this rank's file."""
@@ -390,9 +391,9 @@ class _RunPart:
         remove_abandoned(self.root / self.name)
 
     def complete(self) -> None:
-        """Makes the folder a complete state, as every rank has written all its files. (all ranks)"""
+        """Makes the folder a complete state after every rank has written all its files. (all ranks)"""
         root, ranks = self.root, self._collectives
-        # The manifest goes last and has the digest of every rank's file: it is what makes the folder a complete state.
+        # The manifest has the digest of every rank's file. Writing it last makes the folder a complete state.
         digests = ranks.gather_objects(hashlib.sha256(self._content).hexdigest(), f"save_state {root.name}: parts")
         with agreed(ranks, f"save_state {root.name}: finish"):
             if ranks.rank == 0:
@@ -410,13 +411,13 @@ def load_run(folder: str | os.PathLike[str], run: RunParts, collectives: Collect
         The state's `iteration`.
 
     Raises:
-        CheckpointError: there is no complete state, it is damaged, or it is of a run with other parts; on every rank.
+        CheckpointError: the state is missing, incomplete or damaged, or of a run with other parts; on every rank.
     """
     root = Path(os.path.abspath(folder))
     manifest: Mapping[str, Any] = from_rank_0(collectives, lambda: _manifest(root), f"load_state {root.name}: manifest")
     state: dict[str, Any] = {}
     with agreed(collectives, f"load_state {root.name}: read"):
-        # Before the first engine loads: a run with other parts must not end up half restored.
+        # Checked before the first engine loads: a run with other parts must not be partly restored.
         _check_counts(root, manifest["counts"], run.counts())
         state = _read(root, manifest, collectives.rank)
     for index, engine in enumerate(run.engines):
@@ -437,7 +438,7 @@ def load_run(folder: str | os.PathLike[str], run: RunParts, collectives: Collect
 
 
 def _encoded(run: RunParts, device: torch.device) -> bytes:
-    """This rank's file."""
+    """Returns the content of this rank's file."""
     tensors: dict[str, Tensor] = {}
 
     def add(tensor: Tensor) -> str:
@@ -465,14 +466,14 @@ def _read(root: Path, manifest: Mapping[str, Any], rank: int) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
     if hashlib.sha256(content).hexdigest() != manifest["sha256"][own]:
-        raise CheckpointError(f"{path}: damaged: not what was written", fix="load another state")
+        raise CheckpointError(f"{path}: damaged: its digest differs from the manifest's", fix="load another state")
     try:
         header = parse_header(content[8 : 8 + int.from_bytes(content[:8], "little")])
         tensors = load_tensors(content)
         state = parse_plain_json(header["__metadata__"][_KEY])
         return {kind: decode(value, tensors.__getitem__) for kind, value in state.items()}
     except (SafetensorError, KeyError, ValueError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: not a part of a state ({error})") from error
+        raise CheckpointError(f"{path}: not a rank's file of a state ({error})") from error
 
 
 def _manifest(root: Path) -> dict[str, Any]:
@@ -483,7 +484,7 @@ def _manifest(root: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{root}: no complete state",
             expected=f"a folder with {STATE_NAME}, which save_state writes last",
-            fix="check the path; if saving was interrupted, load the state before it",
+            fix="check the path; if saving was interrupted, load an earlier state",
         ) from None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
@@ -497,7 +498,7 @@ def _manifest(root: Path) -> dict[str, Any]:
 
 
 def _num_steps(root: Path) -> int:
-    """The steps of all engines at a state; 0 for one that an earlier version saved."""
+    """Returns the number of steps of all engines at a state; 0 for a state that an earlier version saved."""
     number = _manifest(root).get("num_steps", 0)
     return number if type(number) is int else 0
 
@@ -512,7 +513,7 @@ def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
         or not isinstance(counts, dict)
         or not RunParts().counts().keys() <= counts.keys()
     ):
-        raise CheckpointError(f"{path}: damaged: not what save_state writes", fix="load another state")
+        raise CheckpointError(f"{path}: damaged: not a manifest of save_state", fix="load another state")
 
 
 def _check_counts(root: Path, saved: Mapping[str, int], now: Mapping[str, int]) -> None:
@@ -520,9 +521,9 @@ def _check_counts(root: Path, saved: Mapping[str, int], now: Mapping[str, int]) 
         if saved[what] != count:
             raise CheckpointError(
                 f"{root}: number of {what}",
-                expected=f"{count}, as this run has prepared or registered",
+                expected=f"{count}, the number that this run has prepared or registered",
                 got=saved[what],
-                fix="prepare and register the same things, in the same order, before load_state",
+                fix="prepare and register the same objects, in the same order, before load_state",
             )
 
 
@@ -532,9 +533,9 @@ def _check_keep_last(run: RunParts) -> None:
         if keep is not None and keep < len(run.engines):
             raise UsageError(
                 "save_state: checkpoint.keep_last of the config",
-                expected=f"at least {len(run.engines)}, as the state holds a checkpoint of each of its models",
+                expected=f"at least {len(run.engines)}, because the state holds a checkpoint of each of its models",
                 got=keep,
-                fix="limit whole states instead, with ProjectConfiguration(total_limit=...)",
+                fix="limit the number of states with ProjectConfiguration(total_limit=...) instead",
             )
 
 

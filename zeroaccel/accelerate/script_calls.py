@@ -1,6 +1,6 @@
-"""Functions that scripts import from `accelerate.utils` and that need no accelerator; `zeroaccel.utils` offers them.
+"""Functions that scripts import from `accelerate.utils` and that need no accelerator; `zeroaccel.utils` exports them.
 
-Out-of-memory searches, unwrapping, the environment, what is installed, and a launch file to begin with.
+Batch-size search, unwrapping, saving, progress bars, and a default launch file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _OUT_OF_MEMORY = (" out of memory.", "CUDNN_STATUS_NOT_SUPPORTED", "DefaultCPUAl
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Frees the device memory that torch caches; with `garbage_collection` also that of unreachable objects."""
+    """Frees the device memory that torch caches; with `garbage_collection` also the memory of unreachable objects."""
     if garbage_collection:
         gc.collect()
     if torch.cuda.is_available():
@@ -40,7 +40,7 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 
 
 def should_reduce_batch_size(exception: Exception) -> bool:
-    """Whether an error says that memory was short."""
+    """Returns True if an error reports that memory ran out."""
     text = str(exception.args[0]) if len(exception.args) == 1 else ""
     return isinstance(exception, RuntimeError) and any(words in text for words in _OUT_OF_MEMORY)
 
@@ -50,18 +50,18 @@ def find_executable_batch_size(
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[[], int] | None = None,
 ) -> Callable[..., Any]:
-    """Decorator: calls a function with a batch size as first argument, and smaller ones if memory runs out.
+    """Decorates a function to call it with a batch size as first argument, and with smaller ones if memory runs out.
 
-    Make the accelerator, or call its `free_memory`, inside the function, so that nothing of the last try is left. With
-    several ranks, all must run out of memory at the same size.
+    Create the accelerator inside the function, or call its `free_memory` there, to free the memory of the last attempt.
+    With several ranks, all must run out of memory at the same size.
 
     Args:
-        starting_batch_size: of the first call.
-        reduce_batch_size_fn: gives the next one; by default nine tenths of the last.
+        starting_batch_size: batch size of the first call.
+        reduce_batch_size_fn: returns the next batch size. Defaults to nine tenths of the last.
 
     Raises:
-        TypeError: the caller passes a batch size, too.
-        RuntimeError: out of memory even with a batch of one.
+        TypeError: the caller also passes a batch size.
+        RuntimeError: memory runs out even with a batch size of 1.
 
     Example:
         >>> from zeroaccel.utils import find_executable_batch_size
@@ -88,7 +88,7 @@ def find_executable_batch_size(
         parameters = list(inspect.signature(run).parameters)
         if len(parameters) < len(args) + 1:
             raise TypeError(
-                f"{run.__name__}: its first parameter, {parameters[0]}, is what find_executable_batch_size finds; "
+                f"{run.__name__}: find_executable_batch_size passes the first parameter, {parameters[0]}; "
                 f"call it with the other {len(parameters) - 1} only"
             )
         clear_device_cache(garbage_collection=True)
@@ -98,10 +98,10 @@ def find_executable_batch_size(
             except Exception as error:
                 if not should_reduce_batch_size(error):
                     raise
-            # Out of the handler, where the traceback no longer refers to the tensors of the call.
+            # Outside the handler, because its traceback refers to the tensors of the call.
             clear_device_cache(garbage_collection=True)
             size = reduce_batch_size_fn() if reduce_batch_size_fn is not None else int(size * 0.9)
-        raise RuntimeError(f"{run.__name__}: out of memory even with a batch of one")
+        raise RuntimeError(f"{run.__name__}: out of memory even with a batch size of 1")
 
     return search
 
@@ -112,12 +112,12 @@ def find_executable_batch_size(
 def extract_model_from_parallel(
     model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> Any:
-    """The model inside an engine, or inside torch's data-parallel wrappers.
+    """Returns the model inside an engine or inside torch's data-parallel wrappers.
 
     Args:
-        keep_fp32_wrapper: has no effect: the engine adds no such wrapper.
+        keep_fp32_wrapper: no effect; the engine adds no such wrapper.
         keep_torch_compile: False also removes the wrapper of `torch.compile(model)`.
-        recursive: also take off what wraps a part of the model.
+        recursive: also remove the wrappers of submodules.
     """
     wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel, EngineBase)
     inner: Any = model
@@ -130,7 +130,7 @@ def extract_model_from_parallel(
 
 
 def is_peft_model(model: nn.Module) -> bool:
-    """Whether the model, inside an engine or not, is one of PEFT."""
+    """Returns True if the model, with or without an engine, is a PEFT model."""
     inner = extract_model_from_parallel(model, keep_torch_compile=False)
     return any(kind.__module__.split(".")[0] == "peft" and kind.__name__ == "PeftModel" for kind in type(inner).__mro__)
 
@@ -138,13 +138,13 @@ def is_peft_model(model: nn.Module) -> bool:
 def save(
     obj: Any, f: str | os.PathLike[str], save_on_each_node: bool = False, safe_serialization: bool = False
 ) -> None:
-    """Writes an object on rank 0: by `torch.save`, or a dict of tensors as safetensors.
+    """Writes an object on rank 0, with `torch.save` or, for a dict of tensors, as safetensors.
 
     Args:
-        save_on_each_node: also on the first rank of every other node.
+        save_on_each_node: also write it on the first rank of every other node.
 
     Raises:
-        CheckpointError: it cannot be written.
+        CheckpointError: the file cannot be written.
     """
     topology = collectives_of_process().topology
     if topology.rank == 0 or (save_on_each_node and topology.local_rank == 0):
@@ -152,15 +152,15 @@ def save(
 
 
 def wait_for_everyone() -> None:
-    """A barrier. (all ranks)"""
+    """Waits until all ranks have called it. (all ranks)"""
     collectives_of_process().barrier("wait_for_everyone")
 
 
 def get_active_deepspeed_plugin(state: Any) -> Any:
-    """The selected plugin of an accelerator's state.
+    """Returns the selected plugin of an accelerator's state.
 
     Raises:
-        ValueError: it has none.
+        ValueError: the accelerator has no plugin.
     """
     if state.deepspeed_plugin is None:
         raise UsageError("get_active_deepspeed_plugin", expected="an accelerator with a plugin", got=None)
@@ -168,12 +168,12 @@ def get_active_deepspeed_plugin(state: Any) -> Any:
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
-    """`tqdm.auto.tqdm`, which shows nothing off the first rank of each node.
+    """Returns a `tqdm.auto.tqdm` that shows its bar only on the first rank of each node.
 
     Args:
         main_process_only: False shows a bar on every rank.
     """
-    bar: Any = importlib.import_module("tqdm.auto").tqdm  # only where a script shows one
+    bar: Any = importlib.import_module("tqdm.auto").tqdm  # imported only if a script shows a bar
 
     if args and isinstance(args[0], bool):
         raise UsageError("tqdm", expected="an iterable first", got=args[0], fix="pass main_process_only=...")
@@ -189,19 +189,19 @@ def write_basic_config(mixed_precision: str = "no", save_location: str | os.Path
     """Writes a launch file for this machine: one process per GPU, or one on the CPU.
 
     Args:
-        save_location: by default the user's own file, which `zeroaccel launch` reads.
+        save_location: path of the file. Defaults to the user's launch file, which `zeroaccel launch` reads.
 
     Returns:
-        The file; False where there is one already, which stays.
+        The path of the file; False if it already exists, and it is then left unchanged.
 
     Raises:
-        UsageError: another precision than "no", "fp16" or "bf16", or the file cannot be written.
+        UsageError: the precision is not "no", "fp16" or "bf16", or the file cannot be written.
     """
     if mixed_precision not in ("no", "fp16", "bf16"):
         raise UsageError("write_basic_config(mixed_precision)", expected='"no", "fp16" or "bf16"', got=mixed_precision)
     path = Path(save_location) if save_location is not None else user_config_folder(os.environ) / FILE_NAME
     if path.exists():
-        print(f"{path}: there is a launch file; it stays. Pass another save_location, or run `zeroaccel config`")
+        print(f"{path}: the launch file exists and was kept. Pass another save_location, or run `zeroaccel config`")
         return False
     devices = torch.cuda.device_count()
     settings = {"mixed_precision": mixed_precision, "num_processes": max(1, devices), "use_cpu": devices == 0}
@@ -213,6 +213,6 @@ def write_basic_config(mixed_precision: str = "no", save_location: str | os.Path
             "write_basic_config(save_location)",
             expected="a file that can be written",
             got=f"{path} ({error.strerror})",
-            fix="choose another place",
+            fix="choose another path",
         ) from error
     return path

@@ -1,7 +1,7 @@
-"""What a training loop calls between two batches: accumulation, backward over several engines, clipping.
+"""The calls of a training loop for one batch: accumulation, backward over several engines, clipping.
 
-Part of an `Accelerator`. The loop is plain PyTorch: `backward` leaves gradients, `optimizer.step()` updates where an
-accumulation ends, and everything between the two sees the reduced gradients of that update.
+Part of an `Accelerator`. The loop is plain PyTorch: `backward` accumulates gradients, `optimizer.step()` updates the
+weights at the end of an accumulation, and code between the two sees the reduced gradients of that update.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from zeroaccel.zero.grad_norm import clip_factor
 
 
 class TrainingLoop:
-    """The calls of a training loop, which drive the engines of `state.prepared`; a base of `Accelerator`.
+    """The calls of a training loop, which run the engines of `state.prepared`; a base class of `Accelerator`.
 
     Attributes:
-        state: has every prepared model.
+        state: holds every prepared model.
         gradient_state: position within an accumulation.
-        step: micro-steps that `accumulate` has counted since the last end of a loader.
+        step: number of micro-steps that `accumulate` has counted since a loader last ended.
     """
 
     state: AcceleratorState
@@ -40,7 +40,7 @@ class TrainingLoop:
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the current micro-step ends with an optimizer step."""
+        """True if the current micro-step ends with an optimizer step."""
         return self.gradient_state.sync_gradients
 
     @sync_gradients.setter
@@ -49,7 +49,7 @@ class TrainingLoop:
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-steps per optimizer step."""
+        """Number of micro-steps per optimizer step."""
         return self.gradient_state.num_steps
 
     @gradient_accumulation_steps.setter
@@ -60,13 +60,13 @@ class TrainingLoop:
 
     @contextlib.contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
-        """One micro-step. The last of `gradient_accumulation_steps`, and the last of a loader, end with an update.
+        """Runs one micro-step. Every `gradient_accumulation_steps`-th one and the last of a loader end with an update.
 
         In the other micro-steps, `optimizer.step`, `zero_grad` and `scheduler.step` do nothing, so the loop is the
         same as without accumulation.
 
         Args:
-            models: prepared models that the block trains.
+            models: prepared models that are trained in the block.
 
         Example:
             >>> import torch
@@ -92,7 +92,7 @@ class TrainingLoop:
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Backwards inside accumulate without communication at stages 0 and 1.
+        """Accumulates gradients without communication in the backward passes inside, at stages 0 and 1.
 
         At stages 2 and 3 every backward reduces gradients, because a rank has no room for unreduced ones. The result
         is the same.
@@ -104,7 +104,7 @@ class TrainingLoop:
 
     @contextlib.contextmanager
     def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:
-        """The backward inside reduces gradients as the last of its step, although an accumulation goes on."""
+        """Reduces gradients in the backward inside, as in the last micro-step, within a continuing accumulation."""
         self._engine_of(model, "trigger_sync_in_backward")
         before, self.gradient_state.sync_gradients = self.gradient_state.sync_gradients, True
         try:
@@ -115,16 +115,16 @@ class TrainingLoop:
     # -- backward and gradients
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Computes gradients of `loss / gradient_accumulation_steps`, for every prepared model it depends on.
+        """Computes gradients of `loss / gradient_accumulation_steps` for every prepared model that the loss depends on.
 
         Args:
-            loss: a scalar; the mean over this rank's micro-batch.
-            kwargs: `retain_graph`.
+            loss: scalar tensor, the mean over this rank's micro-batch.
+            kwargs: only `retain_graph`.
 
         Raises:
             EngineStateError: no model was prepared for training.
-            UsageError: the loss is not a scalar with a gradient, depends on no prepared model, or under fp16 on
-                several; or there is another keyword.
+            UsageError: the loss is not a scalar with a gradient, depends on no prepared model, or depends on several
+                under fp16; or another keyword was passed.
 
         Example:
             >>> import torch
@@ -137,23 +137,23 @@ class TrainingLoop:
         """
         retain_graph = bool(kwargs.pop("retain_graph", False))
         if kwargs:
-            raise UsageError(f"accelerator.backward({next(iter(kwargs))}=...)", expected="retain_graph or nothing")
+            raise UsageError(f"accelerator.backward({next(iter(kwargs))}=...)", expected="no keyword but retain_graph")
         engines = self._trained()
         if not engines:
             count = len(self.state.prepared)
             raise EngineStateError(
                 "accelerator.backward(loss)",
                 expected="a model prepared with its optimizer",
-                got=f"{count} models prepared, none with one" if count else "nothing prepared",
+                got=f"{count} models without an optimizer" if count else "nothing prepared",
                 fix="call model, optimizer = accelerator.prepare(model, optimizer) first",
             )
         gradients = self.gradient_state
         for engine in engines:
             engine.decide_boundary(gradients.sync_gradients or gradients.sync_each_batch)
-        # Walking the graph costs time, so it is done only where the loss may depend on some of several models.
+        # Walking the graph costs time; it is needed only if there are several models.
         reached = engines if len(engines) == 1 else _reached(loss, engines)
         divided = loss / gradients.num_steps if gradients.num_steps > 1 else loss
-        # One backward through the whole graph: the hooks of the other engines see their gradients arrive.
+        # One backward runs through the whole graph: the other engines receive their gradients by their hooks.
         reached[0].backward(divided, retain_graph=retain_graph, scale_wrt_gas=False)
         if not gradients.sync_gradients:
             for engine in reached:
@@ -164,17 +164,18 @@ class TrainingLoop:
     ) -> Tensor | None:
         """Clips the gradients of the coming update to a global L2 norm of `max_norm`.
 
-        The norm is taken over all given models together. Within an accumulation gradients are incomplete, so nothing
-        happens. Where the config clips too, the smaller of the two norms counts.
+        The norm is computed over all given models together. Within an accumulation the gradients are incomplete, and
+        the call does nothing. If the config clips too, the smaller limit applies.
 
         Args:
-            parameters: those of one or more prepared models; all that are trained of each.
+            parameters: all trained parameters of one or more prepared models.
 
         Returns:
-            The norm before clipping, over all ranks, a 0-dim fp32 tensor; None within an accumulation.
+            The norm before clipping, over all ranks, as a 0-dim fp32 tensor; None within an accumulation.
 
         Raises:
-            UsageError: only a part of a model's parameters, parameters of no prepared model, or another norm.
+            UsageError: `parameters` has only a part of a model's parameters or no parameter of a prepared model, or
+                `norm_type` is not 2.
 
         Example:
             >>> import torch
@@ -203,9 +204,9 @@ class TrainingLoop:
                 log_once(
                     logging.WARNING,
                     f"gradients are clipped to {min(configured, max_norm)}: gradient_clipping is {configured} in the "
-                    f"config, and clip_grad_norm_ asks for {max_norm}; give one of the two",
+                    f"config, and clip_grad_norm_ was called with {max_norm}; set only one of the two",
                 )
-            # A norm that is not finite makes the engine skip the step, so there is nothing to scale.
+            # The engine skips a step whose norm is not finite, so its gradients need no scaling.
             if math.isfinite(norm):
                 engine.scale_gradients(clip_factor(norm, max_norm) if max_norm > 0 else 0.0)
         return torch.tensor(norm, dtype=torch.float32, device=self.state.partial.device)
@@ -214,7 +215,7 @@ class TrainingLoop:
         """Clamps every element of the coming update's gradients to [-clip_value, clip_value].
 
         Raises:
-            UsageError: only a part of a model's parameters, or parameters of no prepared model.
+            UsageError: `parameters` has only a part of a model's parameters, or no parameter of a prepared model.
         """
         if not clip_value >= 0:
             raise UsageError("clip_grad_value_: clip_value", expected="a number of at least 0", got=clip_value)
@@ -236,11 +237,11 @@ class TrainingLoop:
             f"accelerator.{call}({type(model).__name__})",
             expected="a model that this accelerator prepared",
             got=", ".join(type(item.engine.module).__name__ for item in self.state.prepared) or "none",
-            fix="pass what prepare() returned",
+            fix="pass the model that prepare() returned",
         )
 
     def _engines_with(self, parameters: Iterable[Tensor] | Tensor, call: str) -> list[EngineBase]:
-        """The engines whose trained parameters these are: all of each, as the norm over a part is never computed."""
+        """Returns the engines that train `parameters`; raises if some parameters of an engine are missing."""
         ids = {id(parameters)} if isinstance(parameters, Tensor) else {id(param) for param in parameters}
         engines = []
         for engine in self._trained():
@@ -251,7 +252,7 @@ class TrainingLoop:
             if missing:
                 raise UsageError(
                     f"accelerator.{call}(parameters)",
-                    expected=f"all trained parameters of {type(engine.module).__name__}, whose norm is one number",
+                    expected=f"all trained parameters of {type(engine.module).__name__}, which have one common norm",
                     got=f"{len(trained) - len(missing)} of {len(trained)}, without {missing[0]}",
                     fix="pass model.parameters()",
                 )
@@ -261,7 +262,7 @@ class TrainingLoop:
                 f"accelerator.{call}(parameters)",
                 expected="parameters of a model prepared with its optimizer",
                 got=f"{len(ids)} others",
-                fix="pass model.parameters() of what prepare() returned",
+                fix="pass model.parameters() of the model that prepare() returned",
             )
         return engines
 
@@ -277,7 +278,7 @@ def _trained_params(engine: EngineBase) -> dict[str, Tensor]:
 
 
 def _reached(loss: Tensor, engines: list[EngineBase]) -> list[EngineBase]:
-    """The engines with parameters that the loss depends on, found by walking the autograd graph back from it."""
+    """Returns the engines whose parameters the loss depends on, by walking its autograd graph."""
     engine_of_param = {
         id(param): index for index, engine in enumerate(engines) for param in _trained_params(engine).values()
     }
@@ -289,7 +290,7 @@ def _reached(loss: Tensor, engines: list[EngineBase]) -> list[EngineBase]:
         if node is None or node in visited:
             continue
         visited.add(node)
-        variable = getattr(node, "variable", None)  # of AccumulateGrad nodes: the parameter
+        variable = getattr(node, "variable", None)  # the parameter of an AccumulateGrad node
         if variable is not None and id(variable) in engine_of_param:
             indices.add(engine_of_param[id(variable)])
         stack.extend([parent for parent, _ in node.next_functions])
@@ -297,14 +298,14 @@ def _reached(loss: Tensor, engines: list[EngineBase]) -> list[EngineBase]:
         raise UsageError(
             "accelerator.backward(loss)",
             expected="a loss that depends on a trained model",
-            got=f"one that depends on none of {', '.join(type(engine.module).__name__ for engine in engines)}",
-            fix="compute it with what prepare() returned, and without torch.no_grad()",
+            got=f"a loss without a path to {', '.join(type(engine.module).__name__ for engine in engines)}",
+            fix="compute it with the model that prepare() returned, and without torch.no_grad()",
         )
     reached = [engines[index] for index in sorted(indices)]
     if len(reached) > 1 and any(engine.settings.loss_scaled for engine in reached):
         raise UsageError(
             "accelerator.backward(loss) under fp16",
-            expected="a loss that depends on one trained model, as each has a loss scale of its own",
+            expected="a loss that depends on one trained model, because each model has its own loss scale",
             got=", ".join(type(engine.module).__name__ for engine in reached),
             fix='freeze the others for this loss with requires_grad_(False), or use mixed_precision="bf16"',
         )

@@ -1,11 +1,11 @@
 """`ZeroPlugin`: ZeRO settings from arguments, a config and the launcher, each value with its source.
 
 The plugin collects settings and does not resolve them: `prepare` adds the facts of model and loaders and then fills
-every "auto" (`config.resolve`). One plugin may serve several models. Needs no process group.
+every "auto" (`config.resolve`). One plugin may serve several models. It needs no process group.
 
-With `zero3_init_flag` models are sharded while they are built, each parameter as soon as it exists: in scripts inside
-`zero3_init_context_manager`, and in `from_pretrained` and `from_config` of transformers, which enter `zero.Init` of the
-`deepspeed` they import once a config of stage 3 is registered with them (`HfDeepSpeedConfig`).
+With `zero3_init_flag`, each parameter of a model is sharded as soon as it is created: in scripts inside
+`zero3_init_context_manager`, and in transformers' `from_pretrained` and `from_config`. Once a stage 3 config is
+registered with transformers (`HfDeepSpeedConfig`), these enter `zero.Init` of the `deepspeed` module that they import.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from zeroaccel.zero.access.deferred_init import Init
 _DEVICES = ("none", "cpu", "nvme")
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
 
-# What an "auto" becomes where neither argument, config nor launcher sets it.
+# Values that replace "auto" if neither argument, config nor launcher sets one.
 _DEFAULTS = {
     "zero_stage": DEFAULT_STAGE,
     "offload_optimizer_device": "none",
@@ -39,7 +39,7 @@ _DEFAULTS = {
     "zero3_save_16bit_model": False,
 }
 _OF_LAUNCHES = {name: one for name, one in SETTINGS.items() if one.fact and one.json_path}
-# argument -> the fact it is, and its default
+# argument -> name of its fact, and its default
 _FACTS: Mapping[str, tuple[str, Any]] = {
     **{name: (setting.fact, _DEFAULTS.get(name)) for name, setting in _OF_LAUNCHES.items()},
     "train_micro_batch_size_per_gpu": ("micro_batch_size", None),
@@ -47,7 +47,7 @@ _FACTS: Mapping[str, tuple[str, Any]] = {
 # fact -> its name in messages
 _KEYS = {fact: name for name, (fact, _) in _FACTS.items()} | {"precision": "mixed_precision"}
 _PRECISION_PLACES = {"fp16": "fp16.enabled", "bf16": "bf16.enabled"}
-# argument -> its place in a config; the key for saving as accelerate and its users spell it
+# argument -> its place in a config, with accelerate's spelling of the key for saving weights
 _PLACES = {
     name: setting.json_path.replace("gather_16bit_weights", "stage3_gather_16bit_weights")
     for name, setting in _OF_LAUNCHES.items()
@@ -57,34 +57,39 @@ _PLACES = {
 class ZeroPlugin:
     """Settings of ZeRO for an `Accelerator`. Every argument may also come from the launcher, or from the config.
 
-    Two sources with different values are an error that names both. Without any source the default in brackets applies.
+    Two sources with different values raise an error that names both. If no source sets an argument, the default in
+    brackets applies.
 
     Args:
         hf_ds_config: the config: a dict, the path of a JSON file, JSON text, base64 text, or an HfDeepSpeedConfig.
         gradient_accumulation_steps: micro-steps per optimizer step. [1]
-        gradient_clipping: largest global L2 norm of the gradients; 0 is off. [off]
-        zero_stage: 0 to 3. [2 without a config, else what the config means]
-        is_train_batch_min: with loaders of several batch sizes, "auto" takes the smallest; False the largest.
+        gradient_clipping: maximum global L2 norm of the gradients; 0 disables clipping. [0]
+        zero_stage: 0 to 3. [the config's stage, or 2 without a config]
+        is_train_batch_min: if loaders have different batch sizes, True fills "auto" with the smallest, False with the
+            largest.
         offload_optimizer_device, offload_param_device: "none", "cpu" or "nvme". ["none"]
         offload_optimizer_nvme_path, offload_param_nvme_path: folder for "nvme".
-        zero3_init_flag: from when the accelerator is made, transformers builds models sharded at stage 3, in processes
-            of `zeroaccel launch`. Other models are built inside `zero3_init_context_manager(enable=True)`. [False]
+        zero3_init_flag: at stage 3, make transformers shard models while it builds them, once the accelerator exists.
+            It works in processes of `zeroaccel launch`; build other models inside
+            `zero3_init_context_manager(enable=True)`. [False]
         zero3_save_16bit_model: gather the weights when a checkpoint is saved. `save_model` and `get_state_dict` work
             with either value. [False]
-        transformer_moe_cls_names: classes of modules whose parameters are gathered together (leaf modules), separated
-            by commas; mixtures of experts are found without being named.
-        enable_msamp, msamp_opt_level: refused; 8-bit training is not available.
-        train_micro_batch_size_per_gpu: samples per rank and micro-step, where no loader is prepared. [the loader's]
-        frozen_weights: "int8", "nf4" or "mxfp4" stores frozen matrices, as of a base under adapters, as codes. [off]
-        peer_checkpoints: `checkpoint.peer.interval`, steps between two states in the memory of the machines, from which
-            a run resumes that has lost a rank; "auto" measures an interval. False is off. [off]
+        transformer_moe_cls_names: comma-separated class names of leaf modules, whose parameters are gathered together.
+            The engine finds mixtures of experts without them.
+        enable_msamp, msamp_opt_level: rejected; 8-bit training is not available.
+        train_micro_batch_size_per_gpu: samples per rank and micro-step, if no loader is prepared. [the loader's]
+        frozen_weights: quantize frozen weight matrices, such as the base model under LoRA adapters: "int8", "nf4" or
+            "mxfp4". [off]
+        peer_checkpoints: number of steps between two states in the memory of the machines
+            (`checkpoint.peer.interval`), from which a run resumes after it has lost a rank. "auto" measures an
+            interval; False disables these states. [off]
 
     Attributes:
-        deepspeed_config: the config as a plain dict, which may be changed until `prepare`; "auto" stays in it.
-        selected: whether this is the one that `prepare` uses.
+        deepspeed_config: the config as a plain dict; it may be changed until `prepare`, and keeps its "auto" values.
+        selected: True if `prepare` uses this plugin.
 
     Raises:
-        ConfigError: an argument, the config or a variable of the launcher is wrong, or two of them disagree.
+        ConfigError: an argument, the config or a launcher variable is invalid, or two of them disagree.
 
     Example:
         >>> from zeroaccel import Accelerator, ZeroPlugin
@@ -119,7 +124,7 @@ class ZeroPlugin:
         if enable_msamp or msamp_opt_level is not None:
             raise ConfigError(
                 "ZeroPlugin(enable_msamp, msamp_opt_level): 8-bit training is not available",
-                fix='leave them out, and use mixed_precision="bf16"',
+                fix='remove them, and use mixed_precision="bf16"',
             )
         settings, sources = launched()
         hf_ds_config = getattr(hf_ds_config, "config", hf_ds_config)  # of an HfDeepSpeedConfig
@@ -137,7 +142,7 @@ class ZeroPlugin:
         self._original = {dotted(path): at(self.deepspeed_config, path) for path in key_paths(self.deepspeed_config)}
         self._leaf_classes(transformer_moe_cls_names, settings, sources)
         self._peer_states(peer_checkpoints)
-        # Validated now, so that a mistake raises where the plugin is made; resolved only by `prepare`.
+        # Validated now, so that errors raise where the plugin is created; resolved only by `prepare`.
         load_config(self.deepspeed_config, sources=self.sources())
         self._zero3_init = bool(zero3_init_flag if zero3_init_flag is not None else settings.zero3_init_flag)
         self._transformers_config: object | None = None
@@ -149,26 +154,26 @@ class ZeroPlugin:
 
     @property
     def hf_ds_config(self) -> ZeroPlugin:
-        """This object, which has `get_value`, `is_auto` and `config` as accelerate's HfDeepSpeedConfig."""
+        """This object, which has `get_value`, `is_auto` and `config` like accelerate's HfDeepSpeedConfig."""
         return self
 
     @property
     def config(self) -> dict[str, Any]:
-        """The same as `deepspeed_config`."""
+        """Same as `deepspeed_config`."""
         return self.deepspeed_config
 
     def get_value(self, path: str, default: Any = None) -> Any:
-        """The config's value at a dotted path; `default` where there is none."""
+        """Returns the config's value at a dotted path, or `default` if there is none."""
         value = at(self.deepspeed_config, path)
         return default if value is None else value
 
     def is_auto(self, path: str) -> bool:
-        """Whether the config says "auto" there."""
+        """Returns True if the config's value at a dotted path is "auto"."""
         return bool(self.get_value(path) == "auto")
 
     @property
     def zero_stage(self) -> int:
-        """The stage; 0 where only `prepare` can resolve it."""
+        """ZeRO stage; 0 if only `prepare` can resolve it."""
         return int(self._known("zero_stage", 0))
 
     @property
@@ -178,36 +183,36 @@ class ZeroPlugin:
 
     @property
     def gradient_clipping(self) -> float | str:
-        """Largest norm of the gradients, or "auto"; 0 is off."""
+        """Maximum norm of the gradients, or "auto"; 0 disables clipping."""
         return self._known("gradient_clipping", "auto")  # type: ignore[no-any-return]
 
     @property
     def offload_optimizer_device(self) -> str:
-        """Device of master weights and optimizer states between steps."""
+        """Device that holds master weights and optimizer states between steps."""
         return str(self._known("offload_optimizer_device", "none"))
 
     @property
     def offload_param_device(self) -> str:
-        """Device of parameter shards between uses."""
+        """Device that holds parameter shards between uses."""
         return str(self._known("offload_param_device", "none"))
 
     @property
     def zero3_save_16bit_model(self) -> bool:
-        """Whether saving a checkpoint also gathers the weights."""
+        """True if saving a checkpoint also gathers the weights."""
         return bool(self._known("zero3_save_16bit_model", False))
 
     @property
     def zero3_init_flag(self) -> bool:
-        """Whether transformers builds models sharded."""
+        """True if transformers shards models while it builds them."""
         return self._zero3_init and self.zero_stage == 3
 
     def is_zero3_init_enabled(self) -> bool:
-        """The same as `zero3_init_flag`."""
+        """Returns `zero3_init_flag`."""
         return self.zero3_init_flag
 
     @contextmanager
     def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
-        """With `enable` and stage 3, models built inside are sharded as they are built; else not. (all ranks)
+        """Shards models that are built inside, with `enable` and at stage 3; otherwise does nothing. (all ranks)
 
         Example:
             >>> from torch import nn
@@ -229,29 +234,29 @@ class ZeroPlugin:
             self._select(self.selected)
 
     def select(self, _from_accelerator_state: bool = False) -> None:
-        """Refused: the accelerator selects.
+        """Raises an error: `accelerator.state.select_zero_plugin(name)` selects a plugin.
 
         Raises:
             UsageError: always.
         """
         raise UsageError(
             "ZeroPlugin.select()",
-            expected="the accelerator to select a plugin by its name",
+            expected="a selection by name through the accelerator",
             fix="call accelerator.state.select_zero_plugin(name)",
         )
 
     def facts(self) -> Facts:
-        """Settings from arguments and the launcher, beside the config."""
+        """Returns the settings from arguments and the launcher, without those of the config."""
         return self._facts
 
     def sources(self) -> dict[str, str]:
-        """Dotted path as written -> source, of every explicit key of `deepspeed_config`."""
+        """Returns dotted path as written -> source, for every explicit key of `deepspeed_config`."""
         sources: dict[str, str] = {}
         for path in key_paths(self.deepspeed_config):
             name = dotted(path)
             value = at(self.deepspeed_config, path)
             if self._is_own and value == "auto":
-                continue  # from the plugin's own skeleton, so no user has written it
+                continue  # from the plugin's own default config: no user has written it
             unchanged = name in self._original and self._original[name] == value
             sources[name] = self._places.get(name, self._name) if unchanged else "plugin.deepspeed_config in code"
         return sources
@@ -260,22 +265,22 @@ class ZeroPlugin:
         """Writes a key into the config before any model is prepared with it.
 
         Args:
-            place: dotted path.
-            source: who says so, for messages.
+            place: dotted path of the key.
+            source: source of the value, for messages.
         """
         put(self.deepspeed_config, place.split("."), value)
         self._places[place] = source
         self._original[place] = value
 
     def document(self) -> dict[str, Any]:
-        """A copy of the config in which absent batch sizes, accumulation and clipping are "auto"."""
+        """Returns a copy of the config in which absent batch sizes, accumulation and clipping are "auto"."""
         tree = read_document(self.deepspeed_config).tree
         for key in _BATCH_KEYS:
             tree.setdefault(key, "auto")
         return tree
 
     def known(self, also: Facts) -> tuple[dict[str, Any], dict[str, str]]:
-        """The config and its sources, with every "auto" filled that does not depend on a model.
+        """Returns the config and its sources, with every "auto" filled that does not depend on a model.
 
         Args:
             also: the accelerator's own facts.
@@ -296,7 +301,7 @@ class ZeroPlugin:
 
     @property
     def title(self) -> str:
-        """Name of the config in messages: a file's path, or the argument it came from."""
+        """Name of the config in messages: the path of its file, or the argument with the config."""
         return self._name
 
     def __repr__(self) -> str:
@@ -313,8 +318,8 @@ class ZeroPlugin:
         if self._transformers_config is None:
             log_once(
                 30,
-                "zero3_init_flag: transformers is not there to be told, or the process was not started by `zeroaccel "
-                "launch`; build the model inside `with plugin.zero3_init_context_manager(enable=True):`",
+                "zero3_init_flag: no effect, because transformers is not installed or `zeroaccel launch` did not start "
+                "the process; build the model inside `with plugin.zero3_init_context_manager(enable=True):`",
             )
 
     def _read(
@@ -325,7 +330,7 @@ class ZeroPlugin:
     ) -> None:
         source = argument if argument is not None else settings.deepspeed_config_file
         if source is None:
-            # No config: a skeleton in which facts are values and everything else is "auto".
+            # Without a config: a default config in which facts are values and all other keys are "auto".
             self._name, self._is_own = "ZeroPlugin", True
             auto = dict.fromkeys(("stage", "stage3_gather_16bit_weights_on_model_save"), "auto")
             self.deepspeed_config = {
@@ -391,7 +396,7 @@ class ZeroPlugin:
             )
 
     def _known(self, name: str, default: Any) -> Any:
-        """The value of an argument as far as config, arguments and launcher say."""
+        """Returns the value of an argument from config, arguments or launcher; `default` if none sets it."""
         for key in (_PLACES[name], _PLACES[name].replace("stage3_", "")):
             value = at(self.deepspeed_config, key)
             if value is not None and value != "auto":
@@ -404,23 +409,23 @@ class ZeroPlugin:
 
 
 DeepSpeedPlugin = ZeroPlugin
-"""accelerate's name of it."""
+"""accelerate's name of `ZeroPlugin`."""
 
 
 def launched() -> tuple[LaunchedSettings, dict[str, str]]:
-    """The launcher's settings of training, from the environment, and field -> source.
+    """Returns the launcher's training settings from the environment, and field -> source.
 
     Raises:
-        ConfigError: a variable has a value that means nothing.
+        ConfigError: a variable has an invalid value.
     """
     return from_environment(os.environ)
 
 
 def gather_facts(*several: Facts) -> Facts:
-    """Merges facts: an explicit one precedes one that only fills an "auto", else the earlier precedes the later.
+    """Merges facts: an explicit one takes precedence over one that only fills "auto", then an earlier one over a later.
 
     Raises:
-        ConfigError: two explicit ones differ; both places are named.
+        ConfigError: two explicit facts differ; the message names both sources.
     """
     merged: dict[str, Any] = dict(vars(Facts()))
     for facts in several:
@@ -434,7 +439,7 @@ def gather_facts(*several: Facts) -> Facts:
                 raise ConfigError(
                     f"{_KEYS.get(name, name)}: {shown(first.value)} from {first.source}, but {shown(fact.value)} "
                     f"from {fact.source}",
-                    fix=f"write {shown(first.value)} in both places, or leave one of them out",
+                    fix=f"write {shown(first.value)} in both places, or remove one of the two",
                 )
     return Facts(**merged)
 
@@ -470,20 +475,21 @@ def _check_arguments(arguments: Mapping[str, Any]) -> None:
         raise ConfigError("ZeroPlugin(gradient_clipping)", expected="a number of at least 0", got=clipping)
 
 
-# -- models that are sharded while they are built
+# -- models that are sharded while they are created
 
 
 def _init_of(offload: Mapping[str, Any]) -> Init:
-    """`zero.Init` with shards where `offload_param` of the config puts them until `prepare`."""
+    """Returns a `zero.Init` that keeps shards on the `offload_param` device of the config until `prepare`."""
     device = offload.get("device", "none")
     return Init(remote_device=None if device in ("none", "auto") else device, nvme_path=offload.get("nvme_path"))
 
 
 def _register_with_transformers(offload: Mapping[str, Any]) -> object | None:
-    """Makes transformers build models sharded for as long as the caller keeps the result, which it refers to weakly.
+    """Makes transformers shard models while it builds them, as long as the caller keeps the result alive.
 
     Returns:
-        None if that is impossible: transformers is absent, or `import deepspeed` is not zeroaccel in this process.
+        The registered config, to which transformers holds a weak reference. None if transformers or accelerate is not
+        installed, or if `import deepspeed` does not import zeroaccel in this process.
     """
     if not _is_deepspeed_zeroaccel() or find_spec("transformers") is None or find_spec("accelerate") is None:
         return None
@@ -498,6 +504,6 @@ def _register_with_transformers(offload: Mapping[str, Any]) -> object | None:
 def _is_deepspeed_zeroaccel() -> bool:
     try:
         spec = find_spec("deepspeed")
-    except ValueError:  # a module without a spec, put into sys.modules by hand
+    except ValueError:  # a module without a spec that a program has added to sys.modules
         return False
     return spec is not None and spec.origin == "zeroaccel"

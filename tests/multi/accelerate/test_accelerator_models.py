@@ -162,7 +162,7 @@ def test_two_models_train_against_each_other(ranks: Ranks, stage: int, freeze: b
 def test_under_fp16_the_other_model_has_to_be_frozen(ranks: Ranks) -> None:
     ranks(2).run(_run_adversarial, 3, True, "fp16")
     for said in ranks(2).run(partial(message, UsageError, _run_adversarial), 3, False, "fp16"):
-        assert "depends on one trained model, as each has a loss scale" in said
+        assert "depends on one trained model, because each model has its own loss scale" in said
         assert "freeze the others for this loss" in said
 
 
@@ -270,7 +270,7 @@ def test_mistakes_are_reported_on_every_rank(ranks: Ranks) -> None:
         "accelerator.backward(loss): expected a model prepared with its optimizer, got 'nothing prepared'; call model",
         "zero plugin: expected one of the names 'first', 'second', got 'fourth'",
         "call accelerator.state.select_zero_plugin(name)",
-        "all trained parameters of Sequential, whose norm is one number, got '2 of 8, without 1.0.weight'; pass",
+        "all trained parameters of Sequential, which have one common norm, got '2 of 8, without 1.0.weight'; pass",
         "expected parameters of a model prepared with its optimizer, got '1 others'; pass model.parameters()",
         "norm_type: expected 2, the L2 norm, got 1.0",
         "gradient_norm(): expected a backward before it; call it between backward and step()",
@@ -278,7 +278,7 @@ def test_mistakes_are_reported_on_every_rank(ranks: Ranks) -> None:
         "use accelerator.load_state(folder)",
         "add the group before prepare()",
         "expected a scalar, got 'shape (2,)'",
-        "one that depends on none of Sequential, Sequential",
+        "a loss without a path to Sequential, Sequential",
         "gradient_accumulation_steps: 5 from plugin.deepspeed_config in code, but 1 from",
     ]
     for told in ranks(2).run(_mistakes):

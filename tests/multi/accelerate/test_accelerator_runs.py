@@ -115,7 +115,7 @@ def test_states_of_a_project(ranks: Ranks, tmp_path: Path) -> None:
         assert "no gradients that wait for the end of their accumulation" in said["in between"]
         assert said["number"] == "3"
         assert "each object once" in said["twice"]
-        assert "an object that prepare() does not know" in said["engine"]
+        assert "an object that prepare() did not return" in said["engine"]
         assert "object without state_dict and load_state_dict" in said["stateless"]
         assert "never pickled" in said["pickled"]
         assert "number of objects registered for checkpointing: expected 2" in said["another"]

@@ -85,7 +85,7 @@ def _alone(folder: Path) -> list[str]:
     inner = accelerator.unwrap_model(model)
     accelerator.save({"a": torch.ones(2)}, folder / "extra.safetensors", safe_serialization=True)
     accelerator.save([1, 2], folder / "extra.pt")
-    with pytest.raises(UsageError, match="expected a model of transformers"):
+    with pytest.raises(UsageError, match="expected a transformers model"):
         accelerator.save_pretrained(model, folder)
     with pytest.raises(UsageError, match="max_shard_size: expected a size such as 5GB or 500MiB, got 'big'"):
         accelerator.save_model(model, folder, max_shard_size="big")

@@ -249,7 +249,7 @@ def test_a_machine_without_room_is_named(ranks: Ranks, tmp_path: Path) -> None:
     assert re.fullmatch(
         r"no states in memory: the machine of ranks 2-3(?: \(\w+ 1\))? needs [.\d]+ MB for two states of "
         r"[.\d]+ MB of its ranks and [.\d]+ MB of another machine's, "
-        r"and may take [.\d]+ MB by checkpoint\.peer\.memory; training goes on without",
+        r"and may take [.\d]+ MB by checkpoint\.peer\.memory; training continues without them",
         message,
     )
     assert not list(tmp_path.glob("memory*/checkpoints/*"))

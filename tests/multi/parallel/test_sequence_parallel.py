@@ -149,7 +149,7 @@ def _accelerated(variables: dict[str, str], dispatch: bool) -> tuple[list[float]
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    with pytest.raises(UsageError, match=r"gather_for_metrics: expected processes that have samples of their own"):
+    with pytest.raises(UsageError, match=r"gather_for_metrics: expected a mesh in which every process"):
         accelerator.gather_for_metrics(loss)
     places = (accelerator.data_parallel_rank, accelerator.context_parallel_rank, model.train_batch_size())
     model.destroy()

@@ -81,7 +81,7 @@ IMPORTED = """
 NOT_HERE = {
     "AORecipeKwargs": "mixed_precision",
     "FullyShardedDataParallelPlugin": "ZeroPlugin",
-    "MegatronLMDummyScheduler": "ZeRO",
+    "MegatronLMDummyScheduler": "ZeroPlugin",
     "ParallelismConfig": "ParallelConfig",
     "PrepareForLaunch": "notebook_launcher",
     "get_balanced_memory": "stage 3",
@@ -107,7 +107,7 @@ def test_what_scripts_import_is_there() -> None:
 
 @pytest.mark.parametrize("name", NOT_HERE)
 def test_what_is_not_there_says_what_is(name: str) -> None:
-    with pytest.raises(ImportError, match=f"no {name}.*{NOT_HERE[name]}"):
+    with pytest.raises(ImportError, match=f"accelerate's {name}: .*{NOT_HERE[name]}"):
         exec(f"from zeroaccel.utils import {name}")
 
 
@@ -116,11 +116,11 @@ def test_names_of_the_root_and_of_modules_that_are_not_there() -> None:
     missing = {name for name in theirs_here if not name.startswith("_")} - set(zeroaccel.__all__)
     assert "init_empty_weights" in missing
     for name in sorted(missing):
-        with pytest.raises(ImportError, match=f"no {name}, which is accelerate's: "):
+        with pytest.raises(ImportError, match=f"does not have accelerate's {name}: "):
             exec(f"from zeroaccel import {name}")
-    with pytest.raises(ImportError, match=r"big_modeling is not here, nor is its init_empty_weights: .*zero\.Init"):
+    with pytest.raises(ImportError, match=r"does not have zeroaccel\.big_modeling\.init_empty_weights: .*zero\.Init"):
         exec("from zeroaccel.big_modeling import init_empty_weights")
-    with pytest.raises(ImportError, match="nearest that it has is gather_object"):
+    with pytest.raises(ImportError, match="most similar name is gather_object"):
         exec("from zeroaccel.utils import gather_objects")
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = utils.nonsense  # type: ignore[attr-defined]
@@ -179,7 +179,7 @@ def test_find_executable_batch_size_as_accelerate() -> None:
     def never(batch_size: int) -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-    with pytest.raises(RuntimeError, match="out of memory even with a batch of one"):
+    with pytest.raises(RuntimeError, match="out of memory even with a batch size of 1"):
         never()
 
 
@@ -189,7 +189,7 @@ def test_a_basic_config_is_a_launch_file(tmp_path: Path, capsys: pytest.CaptureF
     settings = read_launch_file(path).values
     assert (settings["mixed_precision"], settings["num_processes"]) == ("bf16", max(1, torch.cuda.device_count()))
     assert utils.write_basic_config(save_location=path) is False
-    assert "it stays" in capsys.readouterr().out
+    assert "exists and was kept" in capsys.readouterr().out
 
 
 def test_calls_on_data_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +216,7 @@ def test_calls_on_data_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_states_without_arguments_are_the_newest() -> None:
     AcceleratorState._newest = None
     assert not zeroaccel.state.is_initialized()
-    with pytest.raises(EngineStateError, match="make Accelerator"):
+    with pytest.raises(EngineStateError, match="create Accelerator"):
         AcceleratorState()
     accelerator = Accelerator(zero_plugin=ZeroPlugin(zero_stage=2), gradient_accumulation_steps=3)
     assert zeroaccel.state.is_initialized()
@@ -292,7 +292,7 @@ def test_handlers_of_either_library(home: Any, notes: list[str]) -> None:
             home.ProfileKwargs(activities=["cpu"]),
         ],
     )
-    assert [note.split(" changes")[0] for note in notes] == [
+    assert [note.removeprefix("note on ").split(": ")[0] for note in notes] == [
         "DistributedDataParallelKwargs(find_unused_parameters=True)",
         "DistributedDataParallelKwargs(bucket_cap_mb=10)",
     ]
@@ -428,13 +428,13 @@ def test_accelerates_plugin_for_fsdp(strategy: str, stage: int, notes: list[str]
     accelerator = Accelerator(fsdp_plugin=theirs.FullyShardedDataParallelPlugin(sharding_strategy=strategy))
     assert accelerator.deepspeed_plugin is not None
     assert accelerator.deepspeed_plugin.zero_stage == stage
-    assert "FullyShardedDataParallelPlugin changes nothing here" not in notes
+    assert not any("FullyShardedDataParallelPlugin: no effect" in line for line in notes)
     assert any(f"zero_stage={stage}" in line for line in notes)
 
 
 def test_strategies_of_fsdp_with_replicas_and_other_parallelism() -> None:
     plugin = theirs.FullyShardedDataParallelPlugin(sharding_strategy="HYBRID_SHARD")
-    with pytest.raises(ConfigError, match=r"got 'HYBRID_SHARD'; for shards in groups .*mics_shard_size"):
+    with pytest.raises(ConfigError, match=r"got 'HYBRID_SHARD'; to shard within groups .*mics_shard_size"):
         Accelerator(fsdp_plugin=plugin)
     offloaded = theirs.FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=True, cpu_offload=True)
     converted = Accelerator(fsdp_plugin=offloaded).deepspeed_plugin
@@ -470,12 +470,12 @@ def test_every_member_and_argument_of_accelerates_accelerator_is_there(notes: li
         pass
     assert accelerator.deepspeed_ulysses_dl_adapter([1], None) == [1]
     assert not accelerator.verify_device_map(nn.Linear(1, 1))
-    with pytest.raises(UsageError, match="use an optimizer without states"):
+    with pytest.raises(UsageError, match="use a stateless optimizer"):
         accelerator.lomo_backward(torch.ones(1), 0.1)
     _trained(accelerator)
     accelerator.save_state(tmp_path / "state", tag="ignored")
     accelerator.load_state(tmp_path / "state", load_kwargs={"weights_only": True}, load_module_strict=True)
-    assert [note.split(" changes")[0] for note in notes] == [
+    assert [note.removeprefix("note on ").split(": ")[0] for note in notes] == [
         "save_state(tag=...)",
         "load_state(weights_only=...)",
         "load_state(load_module_strict=...)",

@@ -107,7 +107,7 @@ def test_cases_that_work(
 ADD_SCHEDULER = 'add a "scheduler" section'
 REFUSED = [
     # optimizer, schedule, optimizer in the config, schedule in the config; what the message holds
-    ("dummy", "none", None, None, 'DummyOptim stands for the config\'s optimizer|add an "optimizer" section|or pass a'),
+    ("dummy", "none", None, None, 'DummyOptim needs an optimizer in the config|add an "optimizer" section|or pass a'),
     ("code", "none", ADAMW, None, "optimizer AdamW, and SGD in code|remove the section|or pass DummyOptim"),
     (
         "code",
@@ -117,9 +117,9 @@ REFUSED = [
         "scheduler WarmupDecayLR, and LambdaLR in code|remove the section|or pass DummySched",
     ),
     ("code", "callable", None, DECAY, "scheduler WarmupDecayLR, and lr_scheduler_callable|remove|or the argument"),
-    ("code", "dummy", None, None, f"DummyScheduler stands for the config's|{ADD_SCHEDULER}|lr_scheduler_callable"),
+    ("code", "dummy", None, None, f"DummyScheduler needs a scheduler|{ADD_SCHEDULER}|lr_scheduler_callable"),
     ("dummy", "code", ADAMW, None, f"LambdaLR in code, but|optimizer AdamW|lr_scheduler_callable|{ADD_SCHEDULER}"),
-    ("dummy", "dummy", ADAMW, None, "DummyScheduler stands for the config's scheduler"),
+    ("dummy", "dummy", ADAMW, None, "DummyScheduler needs a scheduler in the config"),
     ("dummy", "code", ADAMW, DECAY, "scheduler WarmupDecayLR, and LambdaLR in code"),
 ]
 
@@ -338,9 +338,9 @@ def test_two_meanings_are_reported_with_both_places(
             {},
             None,
             3,
-            "ProjectConfiguration.memory_interval: expected auto, as checkpoint.peer of the config says, got 3",
+            "ProjectConfiguration.memory_interval: expected auto, the value of checkpoint.peer in the config, got 3",
         ),
-        (None, False, 3, "memory_interval: expected None, as checkpoint.peer of the config says, got 3"),
+        (None, False, 3, "memory_interval: expected None, the value of checkpoint.peer in the config, got 3"),
         (
             None,
             0,
@@ -418,16 +418,16 @@ def test_an_optimizer_needs_its_model() -> None:
         UsageError, match=r"argument 1, SGD: expected its model in the same prepare\(\), got 'Sequential'"
     ):
         accelerator.prepare(other, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(UsageError, match="an optimizer of one model, got 'parameters of Sequential, Sequential'; make"):
+    with pytest.raises(UsageError, match="of one model, got 'parameters of Sequential, Sequential'; create"):
         accelerator.prepare(model, other, torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1))
-    with pytest.raises(UsageError, match="expected one optimizer for Sequential, got 'a second one beside SGD"):
+    with pytest.raises(UsageError, match="expected one optimizer for Sequential, got 'a second one besides SGD"):
         accelerator.prepare(
             model, torch.optim.SGD(model[0].parameters(), lr=0.1), torch.optim.SGD(model[2].parameters(), lr=0.1)
         )
     prepared = accelerator.prepare(other)
-    with pytest.raises(UsageError, match="got 'a model prepared before'; prepare the two in one call"):
+    with pytest.raises(UsageError, match="got 'a model prepared earlier'; pass both to one prepare"):
         accelerator.prepare(torch.optim.SGD(other.parameters(), lr=0.1))
-    with pytest.raises(UsageError, match="argument 0, Sequential, is prepared already; use the object that the first"):
+    with pytest.raises(UsageError, match="argument 0, Sequential, is already prepared; use the object that the first"):
         accelerator.prepare(other)
     assert accelerator.prepare(prepared) is prepared
 
@@ -441,13 +441,13 @@ def test_a_schedule_needs_its_optimizer() -> None:
     model, optimizer = accelerator.prepare(model, optimizer)
     late = accelerator.prepare(_halving(optimizer))  # of the wrapper, after the fact
     assert late.optimizer is optimizer
-    with pytest.raises(UsageError, match="prepare the two in one call: the config's schedule is made with its"):
+    with pytest.raises(UsageError, match="which creates the config's scheduler with its optimizer"):
         accelerator.prepare(DummyScheduler(optimizer))
 
 
 def test_models_are_placed_by_the_engine() -> None:
     model = _model()
-    with pytest.raises(UsageError, match=r"device_placement\): expected nothing: the engine places"):
+    with pytest.raises(UsageError, match=r"device_placement\): expected None or a bool, because the engine places"):
         Accelerator().prepare(model, device_placement=[True])
     model.hf_device_map = {"0": 0, "2": 1}  # type: ignore[assignment]
     with pytest.raises(UsageError, match="hf_device_map: expected a model on one device"):
@@ -465,7 +465,7 @@ def test_other_calls_of_accelerates_that_have_nothing_to_do_or_are_refused() -> 
     with accelerator.join_uneven_inputs([model]):
         pass
     with (
-        pytest.raises(UsageError, match=r"join_uneven_inputs\(even_batches\): expected True: all processes gather"),
+        pytest.raises(UsageError, match=r"join_uneven_inputs\(even_batches\): expected True, because all processes"),
         accelerator.join_uneven_inputs([model], even_batches=False),
     ):
         pass

@@ -38,7 +38,7 @@ def test_states_are_ordered_by_number_and_only_complete_ones_count(
     make(tmp_path, 11, complete=False)
     (tmp_path / "checkpoints" / "best").mkdir()
     assert names(project) == ["checkpoint_2", "checkpoint_9", "checkpoint_10"]
-    assert "checkpoint_11: saving was not finished" in caplog.text
+    assert "checkpoint_11: skipped, because saving was not finished" in caplog.text
 
 
 def test_the_oldest_go_first_and_other_folders_stay(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_directories_and_what_is_refused() -> None:
     for arguments, message in (
         ({"total_limit": 0}, "total_limit: expected at least 1"),
         ({"iteration": -1}, "iteration: expected 0 or more"),
-        ({"save_on_each_node": True}, "one folder that all ranks share"),
+        ({"save_on_each_node": True}, "into one shared folder"),
     ):
         with pytest.raises(ConfigError, match=message):
             ProjectConfiguration("p", **arguments)  # type: ignore[arg-type]
