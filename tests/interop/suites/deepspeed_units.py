@@ -503,7 +503,7 @@ RULES: tuple[tuple[str, str], ...] = (
     (r"without_scale_fp16.*misses the loss scale", "refused as there, by the backward itself, not by what follows it"),
     (r"accumulated_grads_in_cpu|zero3_linear_wrap|is_external_param|count_used_parameters", _PRIVATE),
     (r"stayed gathered", "parameters are gathered and released by units, which may outlast the parameter's own use"),
-    (r"the last backward broke off", "engine.reset() is asked for after a backward that broke off (docs/training.md)"),
+    (r"the last backward failed", "engine.reset() is asked for after a backward that failed (docs/training.md)"),
     (r"torch_autocast.enabled: autocast by the engine", "autocast by the engine is refused by name"),
     (r"TestZero0DirectBackward", "refused there, and works here"),
     (r"test_stage2_flatten_on_gpu", "not ours: log lines, flat buffers"),

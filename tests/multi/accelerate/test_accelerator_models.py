@@ -273,7 +273,7 @@ def test_mistakes_are_reported_on_every_rank(ranks: Ranks) -> None:
         "all trained parameters of Sequential, whose norm is one number, got '2 of 8, without 1.0.weight'; pass",
         "expected parameters of a model prepared with its optimizer, got '1 others'; pass model.parameters()",
         "norm_type: expected 2, the L2 norm, got 1.0",
-        "gradient_norm(): expected a backward before it; call it between backward and step()",
+        "gradient_norm(): expected a backward before this call; call it between backward and step()",
         "accelerator.accumulate(Sequential): expected a model that this accelerator prepared, got 'Sequential'",
         "use accelerator.load_state(folder)",
         "add the group before prepare()",
