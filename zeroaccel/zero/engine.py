@@ -63,8 +63,8 @@ class Engine(EngineBase):
         """Unscales, clips, updates, gathers and steps the scheduler at the boundary; elsewhere only counts.
 
         Raises:
-                EngineStateError: there was no backward before this call.
-                CollectiveError: the ranks issued different collectives since the last step.
+            EngineStateError: there was no backward before this call.
+            CollectiveError: the ranks issued different collectives since the last step.
             UsageError: the ranks' param groups differ; no weight has changed, and the engine drops the gradients.
             CheckpointError: a save in the background failed; on every rank.
         """

@@ -342,8 +342,8 @@ class EngineBase(nn.Module):
             torch.Size([8, 2])
 
         Raises:
-                UsageError: the engine refuses compiled models, because ranks share the layers of the model.
-                ConfigError: there is no such backend, or the compiler that it calls is missing.
+            UsageError: the engine refuses compiled models, because ranks share the layers of the model.
+            ConfigError: there is no such backend, or the compiler that it calls is missing.
         """
         if self._refuses_compiled:
             raise UsageError(f"engine.compile(): {self._refuses_compiled}", fix="leave the model as it is")
@@ -476,7 +476,7 @@ class EngineBase(nn.Module):
         """Clamps every element of the reduced gradients to [-clip_value, clip_value]. (all ranks)
 
         Raises:
-                EngineStateError: there are no gradients yet, or the engine has already computed their norm.
+            EngineStateError: there are no gradients yet, or the engine has already computed their norm.
         """
         if self._require_gradients("clip_grad_value_", own=True).check is not None:
             raise EngineStateError("engine.clip_grad_value_()", expected="a call before the norm of the gradients")
@@ -810,7 +810,7 @@ class EngineBase(nn.Module):
             The recording; after the block its `waits` are the three largest, on every rank.
 
         Raises:
-                EngineStateError: another recording is active, or no step was complete.
+            EngineStateError: another recording is active, or no step was complete.
             UsageError: the file cannot be written; on every rank.
 
         Example:
@@ -822,7 +822,7 @@ class EngineBase(nn.Module):
             ...     for _ in range(2):
             ...         _ = engine.backward(engine(torch.ones(8, 4)).square().mean())
             ...         engine.step()
-                >>> recorded.result.num_steps, recorded.waits  # a single rank never waits
+            >>> recorded.result.num_steps, recorded.waits  # a single rank never waits
             (2, [])
             >>> engine.destroy()
         """
