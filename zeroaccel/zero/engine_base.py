@@ -244,7 +244,7 @@ class EngineBase(nn.Module):
         self.weight_update = None if optimizer is None else self._build_weight_update(optimizer)
         self._boundary = None if self.weight_update is None else self._build_boundary(self.weight_update)
 
-        # Unshard and reshard. Persistent units stay unsharded, so nothing has to be hooked or prefetched for them.
+        # Unshard and reshard. Persistent units stay unsharded, so they need no hooks and no prefetching.
         sharded_units = [unit for unit in units if not unit.persistent]
         self._peers_are_job = collectives.peers is collectives.job
         self.trace = PrefetchTrace({unit.name: unit.numel for unit in units}, settings.limits)
@@ -346,7 +346,7 @@ class EngineBase(nn.Module):
             ConfigError: there is no such backend, or the compiler that it calls is missing.
         """
         if self._refuses_compiled:
-            raise UsageError(f"engine.compile(): {self._refuses_compiled}", fix="leave the model as it is")
+            raise UsageError(f"engine.compile(): {self._refuses_compiled}", fix="do not compile the model")
         backend, where = kwargs.get("backend", "inductor"), "engine.compile(backend)"
         with agreed(self.collectives.job, "engine.compile"):
             if isinstance(backend, str):
@@ -864,7 +864,7 @@ class EngineBase(nn.Module):
             self.weight_update.finish()
 
     def change_masters(self, call: Callable[[], object]) -> None:
-        """Runs a method of the optimizer, other than `step`, that changes weights: `eval` of a schedule-free one.
+        """Runs an optimizer method other than `step` that changes weights, e.g. `eval` of a schedule-free optimizer.
 
         (all ranks, between a step and the next forward)
 

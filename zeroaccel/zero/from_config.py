@@ -78,7 +78,7 @@ class EngineSettings:
         clipping: maximal global gradient norm; 0 disables clipping.
         compute_norm: compute the norm even if clipping does not need it.
         skip_overflow: skip steps whose gradients are not finite.
-        loss_scaled: gradients in fp16, where a plain `loss.backward()` would miss the scale.
+        loss_scaled: losses are scaled for fp16, so a plain `loss.backward()` would miss the scale.
         input_dtype: dtype to which forward casts floating inputs; None leaves them unchanged.
         gather_numel: elements of all-gathers in flight after a step (`allgather_bucket_size`).
         sub_group_numel: elements per update of optimizers that need their gradients in fp32.

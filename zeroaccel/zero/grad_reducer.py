@@ -304,7 +304,7 @@ class GradReducer:
             if gradients.is_stepping:
                 raise EngineStateError(
                     f"a gradient of {gradients.name} arrived a second time, after its update had begun",
-                    fix='set zero_optimization.offload_optimizer.update_during to "step" for a model that changes',
+                    fix='set zero_optimization.offload_optimizer.update_during to "step" if the model changes',
                 )
             self._late.append((param, grad))
             return

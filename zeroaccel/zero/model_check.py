@@ -45,7 +45,7 @@ def check_model(model: object, device: torch.device) -> None:
         if isinstance(module, torch.jit.ScriptModule):
             raise UsageError(
                 f"initialize(model): module {fqn or 'itself'}",
-                expected="modules of Python, whose forwards can have hooks",
+                expected="Python modules, whose forwards can have hooks",
                 got=f"a TorchScript module ({module.original_name})",
                 fix="train the module that was scripted or traced, and script or trace the result",
             )
@@ -64,11 +64,11 @@ def _fault(param: nn.Parameter) -> tuple[str, str, str] | None:
     if isinstance(param, nn.UninitializedParameter):
         return "a shape", "a lazy module's parameter, which has none yet", "call the model once with an example first"
     if param.is_inference():
-        expected = "a tensor that gradients can go through"
-        return expected, "one made under torch.inference_mode()", "build the model outside that mode"
+        expected = "a tensor that supports gradients"
+        return expected, "a tensor made under torch.inference_mode()", "build the model outside that mode"
     handle = handle_of(param)
     if handle is not None and handle.registry.training is not None:
-        return "a model of its own", "one that another engine holds", "call destroy() of that engine first"
+        return "a parameter without an engine", "a parameter of another engine", "call destroy() of that engine first"
     # A copy of a sharded parameter has the NaN that replaces its values: the values themselves are lost.
     if (handle is None or handle.replaced) and not is_wrapper(param) and _is_all_nan(param):
         fix = "copy or cast it inside zero.GatheredParameters; zero.Init(dtype=...) casts while it builds"
@@ -89,8 +89,8 @@ def _refuse_divided(model: nn.Module) -> None:
         if (size := getattr(divided, key, None) or 1) > 1:
             raise UsageError(
                 "initialize(model)",
-                expected="a model with all experts, parameters and layers, which initialize divides",
-                got=f"one that from_pretrained(distributed_config=DistributedConfig({key}={size})) has divided",
+                expected="a model with all experts, parameters and layers, because initialize itself divides them",
+                got=f"a model that from_pretrained(distributed_config=DistributedConfig({key}={size})) has divided",
                 fix="load it without a DistributedConfig, and pass that as initialize(parallel=)",
             )
 
@@ -112,7 +112,7 @@ def _refuse_shared_memory(model: nn.Module) -> None:
                 if _share_elements(param, other):
                     raise UsageError(
                         f"parameters {fqn} and {other_fqn}",
-                        expected="memory of their own, or one nn.Parameter under both names",
+                        expected="separate memory, or one nn.Parameter under both names",
                         got="two parameters that share elements of one storage",
                         fix="assign the parameter itself, as in head.weight = embed.weight, or clone() one",
                     )

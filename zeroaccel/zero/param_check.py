@@ -126,7 +126,7 @@ def _host_weights(count: int) -> Tensor:
     return _weights(count, torch.device("cpu"))
 
 
-_OTHERWISE = "set which ones are trained before initialize() or prepare(), or destroy() the engine and make another"
+_OTHERWISE = "set requires_grad before initialize() or prepare(), or destroy() the engine and make another"
 _OTHER_SHAPE = "change it before initialize() or prepare(), or destroy() the engine and make another"
 
 
@@ -205,7 +205,7 @@ class ParamIntegrityCheck:
             if param.requires_grad and id(param) not in self._param_ids:
                 raise EngineStateError(
                     f"parameter {fqn}",
-                    expected="one that was there when the engine was made",
+                    expected="a parameter that existed when the engine was made",
                     got="a new parameter, which the engine would not train",
                     fix="change the model before initialize() or prepare(); values are written inside"
                     " zero.GatheredParameters",

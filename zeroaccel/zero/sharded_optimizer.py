@@ -251,7 +251,7 @@ class ShardedOptimizer:
                 self._take_weights(piece, out)
 
     def _kernels_for_many(self) -> DeviceKernels | None:
-        """Returns the kernels that step tensors of all buffers in few launches; None if masters or device have none."""
+        """Returns kernels that step the tensors of all buffers in few launches; None if they cannot be used."""
         if self._copies is not None or not isinstance(self.optimizer, ManyStep):
             return None
         masters = [buffer.masters.as_weights(torch.float32) for buffer in self.buffers]
@@ -266,7 +266,7 @@ class ShardedOptimizer:
         kernels: DeviceKernels,
     ) -> None:
         """Calls an optimizer of whole tensors once per param group, with the tensors of all buffers."""
-        assert isinstance(self.optimizer, ManyStep), "asked for by `_kernels_for_many`"
+        assert isinstance(self.optimizer, ManyStep), "`_kernels_for_many` checks the class"
         steps: list[list[TensorStep]] = [[] for _ in self.optimizer.param_groups]
         with ExitStack() as written:
             for gradient in gradients:
@@ -472,7 +472,7 @@ class ShardedOptimizer:
         finally:
             self.update_seconds += time.perf_counter() - begun
 
-    # -- what it has
+    # -- states and bytes
 
     def state_of(self, piece: MasterPiece) -> tuple[list[str], dict[str, Any]]:
         """Returns (names of states with one value per element, the other states); both empty before a step.

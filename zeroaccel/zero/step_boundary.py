@@ -87,7 +87,7 @@ class StepBoundary:
         self._hyperparameters.compare(step)
 
     def join_facts(self, largest: Tensor) -> Tensor:
-        """Returns the facts of all ranks for gradients that go to the host, without a wait for the gradients.
+        """Returns the facts of all ranks for gradients that go to the host, so that the host waits once for both.
 
         Args:
             largest: as in `grad_norm.join_facts_on_device`.
@@ -140,7 +140,7 @@ class StepBoundary:
         return next(filter(None, reports), report)
 
     def verify_earlier_steps(self, *, wait: bool = False) -> None:
-        """Raises if the ranks differed in an earlier step, without a wait then: the device skipped its update.
+        """Raises if the ranks differed in an earlier step that went on unverified; the device skipped its update.
 
         Args:
             wait: also check steps that the device has not reached yet.

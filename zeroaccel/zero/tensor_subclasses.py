@@ -197,7 +197,7 @@ def check_split(named: Sequence[tuple[str, nn.Parameter]], dtype_of: Any) -> Non
         if param.dtype is not dtype:
             raise UsageError(
                 f"parameter {fqn}, a DTensor",
-                expected=f"{dtype}, as the config's precision says",
+                expected=f"{dtype}, from the config's precision",
                 got=str(param.dtype),
                 fix=f"call model.to({dtype}) before parallelize_module",
             )
@@ -292,7 +292,7 @@ class _Checked(Tensor):
 
 
 class ShardedParameter(_Checked, nn.Parameter):
-    """A parameter while it is sharded. Only `as_sharded`, and a copy of one, make it.
+    """A parameter while it is sharded. Made only by `as_sharded`, or by a copy of another one.
 
     Raises:
         EngineStateError: a program writes the parameter, a view or a cast, or reads it outside a pass of its model.

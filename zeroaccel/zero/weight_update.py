@@ -53,8 +53,8 @@ class AsyncStep:
     """Updates masters on a separate thread, during forward and backward.
 
     Forward and backward read the old weights, so the thread writes the new ones to separate memory until `install`. A
-    single thread runs the updates in the order in which they were added. It copies hyperparameters when a batch of
-    updates begins, because a scheduler may change them meanwhile.
+    single thread runs the updates in the order in which they were added. `begin` copies the hyperparameters, because a
+    scheduler may change them during the updates.
 
     For each step: 1. `begin`, 2. `add` per buffer, in the announced order, 3. `install` of each.
     Every buffer whose masters are in memory must have them apart from its parameters.

@@ -311,5 +311,5 @@ def _check_rules(model: nn.Module, rules: LeafRules) -> None:
                 "zero_optimization.leaf_module.names",
                 expected="names of modules of this model",
                 got=name,
-                fix=f"the model's children are {', '.join(n for n, _ in model.named_children())}",
+                fix=f"name a module of the model; its children are {', '.join(n for n, _ in model.named_children())}",
             )

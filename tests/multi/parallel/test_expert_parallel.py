@@ -395,7 +395,7 @@ _REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "divided by transformers": (
         _divided_by_transformers,
         {},
-        "got 'one that from_pretrained(distributed_config=DistributedConfig(ep_size=2)) has divided'; load it without",
+        "got 'a model that from_pretrained(distributed_config=DistributedConfig(ep_size=2)) has divided'; load it",
     ),
     "dense": (lambda: nn.Linear(4, 4), {}, "got 'no experts in Linear'; leave ep at 1"),
     "lists": (

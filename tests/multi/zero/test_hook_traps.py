@@ -494,6 +494,6 @@ def _torchs_own() -> list[str]:
 
 def test_what_torch_offers_and_an_engine_cannot_do_is_named(ranks: Ranks) -> None:
     for scripted, clipped in ranks(2).run(_torchs_own):
-        assert "initialize(model): module 1: expected modules of Python" in scripted
+        assert "initialize(model): module 1: expected Python modules" in scripted
         assert "a TorchScript module (Linear)" in scripted
         assert "call engine.clip_grad_value_(value) between backward and step" in clipped
