@@ -426,7 +426,7 @@ _REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "whole tensors": (
         lambda: small_mixture("Mixtral"),
         {"optimizer": {"type": "Muon", "params": {"lr": 0.1}}},
-        "one that tensor or expert parallelism splits",
+        "a parameter that tensor or expert parallelism splits",
     ),
 }
 

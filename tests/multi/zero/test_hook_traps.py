@@ -396,7 +396,7 @@ def _kept(stage: int, way: str) -> str:
     ("way", "says"),
     [
         ("attribute", "engine.forward: expected views of a module's parameters to be used within the module"),
-        ("object", "forward of Block: expected lists, tuples or mappings around a view of a parameter, which is"),
+        ("object", "forward of Block: expected lists, tuples or mappings around a view of a parameter, because"),
     ],
 )
 def test_views_of_parameters_that_outlive_their_module_are_named(ranks: Ranks, way: str, says: str) -> None:
