@@ -371,7 +371,7 @@ class ParamUnit:
                 one, and leave one. Use it only for uses that all ranks make in the same way.
             outcome: outcome of the pass, at whose end the ranks agree on their reads; None agrees here.
 
-            Raises:
+        Raises:
             OffloadError: a rank cannot read its shard back; on every rank. With `outcome`, `agree` raises it instead.
         """
         if not exact and not self._shows_some:

@@ -70,7 +70,7 @@ class ShardedOptimizer:
         sub_group_numel: elements of fp32 gradients at a time for optimizers without their own kernel.
         copies: moves weights to the device from masters in host memory; None if both are in the same memory.
 
-        Attributes:
+    Attributes:
         buffers: every trainable buffer, as passed in.
         update_seconds, hidden_seconds: duration of all updates so far, in total and during other work.
         group_of: fqn -> index of its param group, for every trainable parameter.

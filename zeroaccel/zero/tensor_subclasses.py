@@ -8,11 +8,11 @@ own local tensor. DTensors are recognised by their attributes, so that only prog
 [Note: sharded parameters] Between uses a parameter shows one NaN in its shape (`param_unit.py`). torch would compute
 with it, and accept writes, such as `fill_`, which would be lost. So while it is sharded the object's class is
 `ShardedParameter`, which checks every use. Accesses to metadata such as the shape are allowed, and so are views and
-casts, such as `param.data`, which are checked like the parameter. Within a pass of the model, a function that reads
-values gathers them, such as a module that reads another one's parameter; outside a pass it raises an error, as does
-every write. The object stays the same, and is an ordinary `nn.Parameter` while it is unsharded, so that computing with
-it costs nothing. A deep copy has no values; it becomes an ordinary parameter once it is overwritten. A sharded DTensor
-gets a subclass of `DTensor` instead, with the same checks; its deep copy is an error.
+casts, such as `param.data`, which are checked like the parameter. Within a pass of the model, a read of the values
+gathers them, for example when a module reads another one's parameter; outside a pass it is an error, as is every write.
+The object stays the same, and is an ordinary `nn.Parameter` while it is unsharded, so that computing with it costs
+nothing. A deep copy has no values; it becomes an ordinary parameter once it is overwritten. A sharded DTensor gets a
+subclass of `DTensor` instead, with the same checks; its deep copy is an error.
 
 To decide if a function of torch reads values, it is tried on tensors of the meta device, which have none: a list of
 function names would depend on torch's version.
