@@ -576,7 +576,7 @@ def _in_own_memory(output: Any, module: nn.Module, units: Iterable[ParamUnit]) -
             f"forward of {type(module).__name__}",
             expected="lists, tuples or mappings around a view of a parameter, because the parameter is sharded next",
             got=f"a view of {' or '.join(slot.fqn for slot in buffer.layout.slots[:3])} inside {type(output).__name__}",
-            fix="return a clone() of the view, or run the module at stage 2",
+            fix="return a clone() of it, or run the module at stage 2",
         )
     return copied
 
