@@ -1,6 +1,6 @@
 """The engine: parameters in units, gradients reduced to shards, an optimizer over flat masters.
 
-What people import from here by name is listed below, and imported when it is used.
+`__all__` lists the public names; the package imports each one at its first use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From a model and its param groups to units: cuts, lays out, broadcasts from rank 0, casts and shards.
+"""Builds units from a model and its param groups: groups, lays out, broadcasts from rank 0, casts and shards.
 
 Runs once, at the start. Afterwards every parameter is a view into a unit's buffer (or NaN while that is sharded).
 """
@@ -29,16 +29,16 @@ class Placement:
     """How parameters are stored.
 
     Attributes:
-        dtype: what floating parameters become.
-        fp32_names: parameters that stay fp32 whatever `dtype` says.
-        device: where they live.
-        plan: what is sharded.
+        dtype: dtype that floating-point parameters get.
+        fp32_names: names of parameters that stay fp32 under any `dtype`.
+        device: device of the parameters.
+        plan: which of optimizer states, gradients and parameters are sharded.
         groups: id(parameter) -> index of its param group; parameters not in it are not optimized.
-        offloads_params: shards of parameters are not on the device, so that even one rank alone has shards.
-        code_format: of the frozen parameters that are stored as codes.
+        offloads_params: True if shards of parameters are not on the device; then even a single rank has shards.
+        code_format: quantized format of the frozen parameters that are stored as codes.
         full_tensor_groups: indices of the param groups whose optimizer steps on full tensors.
-        coupled: its rule sums over several parameters.
-        splits: id(parameter) -> how an axis of the mesh cuts it.
+        coupled: True if the rule of the optimizer sums over several parameters.
+        splits: id(parameter) -> its split along an axis of the mesh.
     """
 
     dtype: torch.dtype
@@ -53,23 +53,23 @@ class Placement:
     splits: Mapping[int, Split]
 
     def param_dtype(self, fqn: str, param: nn.Parameter) -> torch.dtype:
-        """The dtype this parameter is stored and computed in."""
+        """Returns the dtype in which this parameter is stored and computed."""
         if not param.is_floating_point() or scales_of(param) is not None:
             return param.dtype
         return torch.float32 if fqn in self.fp32_names else self.dtype
 
     def trainable(self, param: nn.Parameter) -> bool:
-        """Whether an optimizer updates it."""
+        """Returns True if an optimizer updates the parameter."""
         return param.requires_grad and id(param) in self.groups
 
     def needs_owner(self, param: nn.Parameter) -> bool:
-        """Whether its optimizer needs the full tensor on one rank; see [Note: owner layout] of `layout.py`."""
+        """Returns True if its optimizer needs the full tensor on one rank; see [Note: owner layout] of `layout.py`."""
         return self.trainable(param) and self.groups[id(param)] in self.full_tensor_groups
 
 
 def plan_units(specs: Sequence[UnitSpec], placement: Placement, collectives: Collectives) -> list[list[BufferPlan]]:
-    """The buffers of each unit; owners are balanced within a unit, and over the units where that leaves a choice."""
-    # One for all units: what is uneven in one unit is evened out by the next.
+    """Plans the buffers of each unit; balances owners within a unit, and over all units where that leaves a choice."""
+    # One for all units: later units even out the imbalance of earlier ones.
     loads = OwnerLoads(collectives.shard_world_size)
     return [_plan_buffers(spec, placement, loads, collectives) for spec in specs]
 
@@ -79,8 +79,8 @@ def _plan_buffers(
 ) -> list[BufferPlan]:
     check_split(spec.params, placement.param_dtype)
     # One flat buffer per dtype and trainability: a collective moves one dtype, and a frozen buffer needs no gradients,
-    # masters or second gather after a step. Split ones apart, as norms count their parts on every rank of their axis,
-    # and those that are split in the data group have other shards.
+    # masters or second gather after a step. Split parameters are separate, because norms count their parts on every
+    # rank of their axis; those that are split in the data group also have other shards.
     kinds: dict[tuple[torch.dtype, bool, bool, bool, bool, bool], list[tuple[str, nn.Parameter]]] = {}
     for fqn, param in spec.params:
         kind = placement.param_dtype(fqn, param), placement.trainable(param), placement.needs_owner(param)
@@ -91,7 +91,7 @@ def _plan_buffers(
     for index, ((dtype, trainable, has_owners, split, *_), named) in enumerate(kinds.items()):
         if has_owners and split:
             refuse_split(named[0][0])
-        if trainable:  # parameters of one param group side by side: fewer ranges to step
+        if trainable:  # parameters of one param group are adjacent, so there are fewer ranges to step
             named = sorted(named, key=lambda item: placement.groups[id(item[1])])
         if has_owners:
             # Sorted by owner, so that the tensors of a rank are one range of the buffer: its shard.
@@ -130,12 +130,12 @@ def _plan_buffers(
 
 
 def refuse_split(fqn: str) -> None:
-    """Raises UsageError: the optimizer of a split parameter needs it whole."""
+    """Raises UsageError, because the optimizer of a split parameter needs the whole tensor."""
     raise UsageError(
         f"parameter {fqn}",
-        expected="to be whole, since its optimizer looks at whole tensors",
-        got="one that tensor or expert parallelism splits",
-        fix="use an elementwise optimizer, such as AdamW, for the parameters that are split",
+        expected="a whole parameter, since its optimizer needs whole tensors",
+        got="a parameter that tensor or expert parallelism splits",
+        fix="use an elementwise optimizer, such as AdamW, for the split parameters",
     )
 
 
@@ -146,14 +146,14 @@ def build_units(
     collectives: Collectives,
     tiers: TierSet,
 ) -> list[ParamUnit]:
-    """One ParamUnit per spec, with the weights of rank 0.
+    """Builds one ParamUnit per spec, with the weights of rank 0.
 
-    Every unit is sharded (where the plan says so), and its masters are in their tier, before the next is built, so
-    the peak above the model itself is one unit.
+    Each unit is sharded (if the plan shards parameters), and its masters are in their tier, before the next is built,
+    so the peak above the model itself is one unit.
 
     Args:
-        plans: of each spec, by `plan_buffers`.
-        tiers: where shards and masters go; stores to them may still be running afterwards.
+        plans: the buffers of each spec, from `plan_units`.
+        tiers: tiers that receive shards and masters; their writes may still be running when this returns.
     """
     return [
         _build_unit(spec, buffers, placement, collectives, tiers) for spec, buffers in zip(specs, plans, strict=True)
@@ -165,7 +165,7 @@ def _build_unit(
 ) -> ParamUnit:
     buffers = []
     for plan in plans:
-        # In the widest dtype of the parameters and not that of the buffer: fp32 masters take the bits that bf16 drops.
+        # In the widest dtype of the parameters, not the buffer's: fp32 masters keep the bits that bf16 would drop.
         source = initial_values(plan.layout, plan.params, placement.device, collectives, spec.name)
         buffer = FlatBuffer(plan, placement.device, watches_uses=True)
         buffer.adopt(source, *tiers.storages(plan, buffer.place()))
@@ -179,18 +179,18 @@ def _build_unit(
 def initial_values(
     layout: FlatLayout, params: Sequence[nn.Parameter], device: torch.device, collectives: Collectives, name: str
 ) -> Tensor:
-    """(N,) the parameters end to end in the widest of their dtypes: no bit is lost before the master is made.
+    """Returns (N,) the parameters end to end in the widest of their dtypes, so the master gets all bits. (all ranks)
 
-    Those of rank 0, on every rank. What `zero.Init` sharded is gathered, and is released from its registry. (all ranks)
+    Every rank gets the values of rank 0. Parameters that `zero.Init` sharded are gathered and leave its registry.
 
     Args:
-        name: of their unit, for the label of the broadcast.
+        name: name of their unit, for the label of the broadcast.
     """
     dtype = params[0].dtype
     for param in params[1:]:
         dtype = torch.promote_types(dtype, param.dtype)
     source = torch.zeros(layout.numel, dtype=dtype, device=device)
-    # Parameters of one unit of `zero.Init` are next to each other: each unit is gathered once, one at a time.
+    # Parameters of one unit of `zero.Init` are adjacent: this gathers each unit once, one at a time.
     previous: ParamHandle | None = None
     for slot, param in zip(layout.slots, params, strict=True):
         handle = _initialized(param)
@@ -202,14 +202,14 @@ def initial_values(
             previous = handle
         value = local(param)
         if slot.split is not None:
-            if handle is None:  # the parts of one rank's values: each rank may have drawn others
+            if handle is None:  # parts of one rank's values: other ranks may have drawn different ones
                 value = value.to(device, copy=True).contiguous()
                 collectives.everyone.broadcast(value.view(-1), 0, f"initial weights of {name}")
             value = slot.split.part(value)
         source[slot.start : slot.end].view(slot.shape).copy_(value)
     if previous is not None:
         previous.registry.release([previous.unit])
-    # Gathered values are the same on all ranks already, and parts were cut from such.
+    # Gathered values are already the same on all ranks, and so are parts of them.
     if layout.slots[0].split is None and any(_initialized(param) is None for param in params):
         collectives.everyone.broadcast(source, 0, f"initial weights of {name}")
     _take_over(params)
@@ -217,15 +217,15 @@ def initial_values(
 
 
 def _initialized(param: nn.Parameter) -> ParamHandle | None:
-    """The handle of a parameter that `zero.Init` sharded; None for an ordinary one."""
+    """Returns the handle of a parameter that `zero.Init` sharded; None for an ordinary one."""
     handle = handle_of(param)
     return handle if handle is not None and handle.registry.training is None and not handle.replaced else None
 
 
 def _take_over(params: Sequence[nn.Parameter]) -> None:
-    """Removes parameters whose values have been copied from their registry; units without any are freed."""
+    """Removes copied parameters from their `zero.Init` registry, which frees units that become empty."""
     for param in params:
-        # From here on the parameter is the engine's: its dtype is that of its buffer.
+        # From here on the engine owns the parameter: its dtype is that of its buffer.
         forget_cast(param)
         handle = handle_of(param)
         if handle is not None and handle.registry.training is None:

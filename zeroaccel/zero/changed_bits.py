@@ -1,8 +1,8 @@
-"""Which 16-bit weights have changed: one bit per element of this rank's shard of a flat buffer.
+"""Marks changed 16-bit weights: one bit per element of this rank's shard of a flat buffer.
 
-Off, until `engine.mark_changes()` gives each `FlatBuffer` its `ChangedBits`. A step compares the weights that it rounds
-with those before it; a write from outside marks all that it writes. The bits add up over steps until `clear`.
-Weights of other sizes have no bits: all of them count as changed. `rollout/` sends what is marked.
+Marking is off until `engine.mark_changes()` gives each `FlatBuffer` its `ChangedBits`. A step compares the weights
+before and after it; a write from outside marks all elements that it writes. Marks accumulate over steps until `clear`.
+Weights of other sizes have no bits: they always count as changed. `rollout/` sends the marked weights.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from torch import Tensor
 from zeroaccel.ops.changed import mark_changed
 from zeroaccel.zero.layout import FlatRange
 
-_TILE_NBYTES = 1 << 20  # of bits that are examined together
+_TILE_NBYTES = 1 << 20  # bytes of bits to examine at a time
 
 
 class ChangedBits:
-    """The bits of one rank's shard, made when the first element changes.
+    """The bits of one rank's shard, allocated when the first element changes.
 
     Args:
-        own: the shard's elements, S of them.
-        has_bits: False for elements without bits, of which all are changed at all times.
+        own: range of the shard in the buffer, S elements.
+        has_bits: False for elements without bits, which always count as changed.
 
     Attributes:
-        own: as given.
-        bits: (S / 8 rounded up,) uint8; bit i % 8 of byte i // 8 is that of element i. None where none has changed.
+        own: range of the shard, as passed in.
+        bits: (S / 8 rounded up,) uint8; bit i % 8 of byte i // 8 marks element i. None if no element has changed.
     """
 
     def __init__(self, own: FlatRange, device: torch.device, *, has_bits: bool) -> None:
@@ -35,10 +35,10 @@ class ChangedBits:
         self._has_bits = has_bits
 
     def compare(self, before: Tensor, after: Tensor) -> None:
-        """Marks elements whose bits differ.
+        """Marks elements that differ.
 
         Args:
-            before, after: (S,) of 16 bits, on one device.
+            before, after: (S,) with 16-bit elements, on one device.
         """
         if self._has_bits:
             mark_changed(before, after, self._made())
@@ -52,11 +52,11 @@ class ChangedBits:
             self._made().bitwise_or_(_packed(marks))
 
     def clear(self) -> None:
-        """Marks none."""
+        """Removes all marks."""
         self.bits = None
 
     def positions(self) -> Tensor | None:
-        """(n,) int64: the marked elements, ascending from 0 at the first of the shard; None where all are."""
+        """Returns (n,) int64, the marked elements in ascending order from 0 at the shard's start; None if all are."""
         if not self._has_bits:
             return None
         if self.bits is None:

@@ -1,9 +1,9 @@
-"""`torch.compile` and the engine: what is compiled within a model, hooks around compiled calls, backends, errors.
+"""`torch.compile` and the engine: compiled modules of a model, hooks around compiled calls, backends, errors.
 
-[Note: hooks and graphs] Hooks gather and count; within a graph the compiler would trace them. A module that is compiled
-itself (`module.compile()`) gets its hooks around the compiled call, outside of its graph. A module inside another one's
-graph keeps ordinary hooks, which the compiler may not trace: each one ends the graph there. So graphs end at the units
-of the engine and nowhere else.
+[Note: hooks and graphs] Hooks gather and count, and the compiler would trace them within a graph. So a module with its
+own compiled call (`module.compile()`) gets its hooks around that call, outside the graph. A module inside the graph of
+another one keeps ordinary hooks, which the compiler must not trace: each hook breaks the graph there. So graphs break
+at the units of the engine and nowhere else.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ _COMPILER = ("torch._dynamo", "torch._inductor", "torch._functorch")
 
 
 def compiled_within(root: nn.Module) -> set[int]:
-    """Ids of the compiled modules and of all that lie inside them."""
+    """Returns the ids of the compiled modules and of all modules inside them."""
     return {id(module) for outer in root.modules() if _is_compiled(outer) for module in outer.modules()}
 
 
 def compiled_calls(root: nn.Module) -> dict[int, Any]:
-    """The modules that are compiled themselves, by id, with their compiled calls; none without a compiler."""
+    """Returns id(module) -> compiled call for modules with a compiled call of their own; {} without a compiler."""
     if "torch._dynamo" not in sys.modules:
         return {}
     return {id(module): _compiled_call(module) for module in root.modules() if _is_compiled(module)}
 
 
 def is_compiled_within(root: nn.Module) -> bool:
-    """Whether the model, or a module of it, is compiled."""
+    """Returns True if the model or one of its modules is compiled."""
     return bool(compiled_calls(root))
 
 
@@ -51,7 +51,7 @@ def _compiled_call(module: nn.Module) -> Any:
 
 
 def check_not_compiled(root: nn.Module, refusal: str) -> None:
-    """Refuses a compiled model for a reason; "" refuses none."""
+    """Raises UsageError with `refusal` as the reason if the model is compiled; an empty reason allows it."""
     if refusal and is_compiled_within(root):
         raise UsageError(
             "torch.compile",
@@ -66,7 +66,7 @@ class AroundCompiled:
 
     Args:
         before: (module, args) -> None.
-        after: (module, args, output) -> another output, or None; also called, with None, where the forward raises.
+        after: (module, args, output) -> a new output, or None; if the forward raises, it gets None as the output.
     """
 
     def __init__(self, module: nn.Module, before: Callable[..., None], after: Callable[..., Any]) -> None:
@@ -90,17 +90,17 @@ class AroundCompiled:
         module._compiled_call_impl = self._call
 
     def remove(self) -> None:
-        """Gives the module its compiled call back, unless it was compiled again."""
+        """Restores the module's compiled call, unless the module was compiled again."""
         if _compiled_call(self._module) is self._call:
             self._module._compiled_call_impl = self._compiled
 
 
 @_disable_dynamo
 def refuse_compiled_engine() -> None:
-    """Raises EngineStateError; called from a graph that contains the engine, which ends there."""
+    """Raises EngineStateError; the compiler calls it from a graph that contains the engine, and breaks the graph."""
     raise EngineStateError(
         "torch.compile(engine)",
-        expected="the model to be compiled, and not the engine around it, whose gathers a graph cannot contain",
+        expected="the model to be compiled without the engine around it, since a graph cannot contain gathers",
         fix="call engine.compile(...) with the same arguments",
     )
 
@@ -109,13 +109,13 @@ def refuse_compiled_engine() -> None:
 
 
 def backend_named(name: str, where: str) -> Backend:
-    """The backend of `torch.compile` with this name in any case of its letters, or the function that a path names.
+    """Returns the name of the `torch.compile` backend, whose case does not matter, or the function at a dotted path.
 
     Args:
         where: address of the name, for the error.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such backend.
 
     Example:
         >>> backend_named("Eager", "compile.backend")
@@ -135,10 +135,10 @@ def backend_named(name: str, where: str) -> Backend:
 
 
 def check_toolchain(backend: Backend, device: torch.device, where: str) -> None:
-    """Refuses inductor on a machine without the compiler that it calls, before anything is gathered.
+    """Raises ConfigError if inductor is requested on a machine without the compiler that it calls.
 
     Raises:
-        ConfigError: on a CPU there is no C++ compiler; on a GPU there is no Triton.
+        ConfigError: there is no C++ compiler for a CPU, or no Triton for a GPU.
     """
     if backend != "inductor":
         return
@@ -153,50 +153,50 @@ def check_toolchain(backend: Backend, device: torch.device, where: str) -> None:
                 f'{where}: "inductor"',
                 expected="a C++ compiler on each machine, since inductor writes C++ for CPUs",
                 got=str(error).splitlines()[0],
-                fix='install g++, name the compiler in CXX, or take the backend "aot_eager"',
+                fix='install g++, set CXX to the path of a compiler, or use the backend "aot_eager"',
             ) from error
     elif importlib.util.find_spec("triton") is None:
         raise ConfigError(
             f'{where}: "inductor"',
             expected="Triton, since inductor writes Triton kernels for GPUs",
             got="no package triton",
-            fix='install triton, or take the backend "aot_eager"',
+            fix='install triton, or use the backend "aot_eager"',
         )
 
 
 def check_backends_within(root: nn.Module, device: torch.device) -> None:
-    """`check_toolchain` of what the program has compiled itself.
+    """Calls `check_toolchain` for the modules that the program itself has compiled.
 
     Raises:
         ConfigError: as `check_toolchain`.
     """
     for name, module in root.named_modules():
-        if compiler_config(module) is not None:  # inductor's alone
+        if compiler_config(module) is not None:  # only inductor has one
             check_toolchain("inductor", device, f"torch.compile of {name or type(module).__name__}")
 
 
 def compiler_config(module: nn.Module) -> Any:
-    """Inductor's settings for a module that is compiled by it; None for another backend or none."""
+    """Returns inductor's settings for a module that it compiles; None for another backend or an eager module."""
     made = _compiled_call(module)
     settings = made.get_compiler_config() if hasattr(made, "get_compiler_config") else None
     return settings or getattr(getattr(module, "dynamo_ctx", None), "compiler_config", None)
 
 
 def check_no_recorded_graphs(model: nn.Module) -> None:
-    """Refuses a model that the program compiled with CUDA graphs, where sharded parameters move.
+    """Raises UsageError if the program compiled a module with CUDA graphs while parameters are sharded.
 
     Raises:
-        UsageError: such a mode of `torch.compile`; the message names the module.
+        UsageError: the mode of `torch.compile` uses CUDA graphs; the message names the module.
     """
     for name, module in model.named_modules():
         settings = compiler_config(module)
         if settings is not None and settings.get("triton.cudagraphs"):
             raise UsageError(
                 f"torch.compile of {name or type(module).__name__}",
-                expected="a mode without CUDA graphs, which are bound to the addresses of parameters: sharded ones are "
-                "gathered to other addresses in each pass",
-                got='triton.cudagraphs, as by mode "reduce-overhead" or "max-autotune"',
-                fix='compile it with mode "default" or "max-autotune-no-cudagraphs", or shard no parameters (stage 2)',
+                expected="a mode without CUDA graphs, because they fix the addresses of parameters, and each pass "
+                "gathers sharded parameters to other addresses",
+                got='triton.cudagraphs, which mode "reduce-overhead" or "max-autotune" enables',
+                fix='compile it with mode "default" or "max-autotune-no-cudagraphs", or use a stage below 3',
             )
 
 
@@ -204,7 +204,7 @@ def check_no_recorded_graphs(model: nn.Module) -> None:
 
 
 def compiler_failure(error: BaseException, module: nn.Module) -> UsageError | None:
-    """The compiler's own error in words of the user; None for an error of another kind."""
+    """Returns a UsageError for an error of the compiler; None for other errors."""
     kinds = [kind for kind in type(error).__mro__ if kind.__module__.startswith(_COMPILER)]
     if not kinds:
         return None
@@ -212,9 +212,9 @@ def compiler_failure(error: BaseException, module: nn.Module) -> UsageError | No
     breaks = type(error).__name__ == "Unsupported"
     return UsageError(
         f"torch.compile of {type(module).__name__}",
-        expected="one graph, because fullgraph is set" if breaks else "a forward that the compiler takes",
+        expected="one graph, because fullgraph is set" if breaks else "a forward that the compiler supports",
         got=f"{type(error).__name__}: {first}",
-        fix="leave fullgraph out, or compile the blocks one by one: hooks that gather end a graph at each sharded unit"
+        fix="leave fullgraph out, or compile the blocks one by one: gather hooks break a graph at each sharded unit"
         if breaks
         else 'try the backend "eager" or "aot_eager", or leave torch.compile out; torch\'s own error is above',
     )

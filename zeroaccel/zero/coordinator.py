@@ -1,27 +1,27 @@
 """Unshards units before they are used and reshards them afterwards, in forward, backward and recomputation.
 
-`hooks.py` reports the events of modules and autograd, `prefetch.py` says what to gather ahead and what to keep; this
-file moves `ParamUnit`s accordingly. It knows nothing of modules, autograd nodes or gradients. The counterpart of
+`hooks.py` reports the events of modules and autograd, `prefetch.py` decides what to gather ahead and what to keep; this
+file moves `ParamUnit`s accordingly. It has no dependency on modules, autograd nodes or gradients. The counterpart of
 FSDP2's `FSDPState` and of DeepSpeed's `PartitionedParameterCoordinator`.
 
 [Note: forward uses] One run of a unit's forward is a `ForwardUse`. Its backward begins when the gradient of one of its
-outputs arrives. It is over when the backward of anything begins that ran before it: autograd executes nodes in the
-reverse order of their creation (among the ready nodes it takes that with the highest sequence number, and a node waits
-only for nodes created later). A nested backward, as re-entrant checkpointing runs it, is over when the outer one goes
-on. So the graph need not be touched, and an input that many units share delays no reshard. Several uses of one unit may
-be pending at a time (two forwards before one backward, a layer applied twice); the unit is resharded after the last.
+outputs arrives. It ends when the backward of an earlier use begins: autograd executes nodes in the reverse order of
+their creation (among the ready nodes it takes the one with the highest sequence number, and a node waits only for nodes
+created later). A nested backward, such as re-entrant checkpointing runs, ends when the outer one continues. So the
+engine does not touch the graph, and an input that many units share delays no reshard. Several uses of one unit may be
+pending at a time (two forwards before one backward, a layer applied twice); the unit is resharded after the last.
 
-[Note: uses that a backward passes by] A gather needs all ranks, and a gradient may reach a block on some of them only:
-elsewhere the block was an identity, or its output was dropped. So where a backward passes such a use by, its rank goes
-through its turn: the unit is unsharded and resharded in its place in the order, and its gradient counts as zero. Also
-the prefetching of all ranks stays one. That no gradient comes may also be the same on all ranks, for a part that is
-detached; it is not gathered for that. So a use has a turn where the same backward has reached another block of its
-list, and it could have had a gradient.
+[Note: uses that a backward passes by] A gather needs all ranks, but a gradient may reach a block on some of them only:
+on the others the block was an identity, or its output was dropped. So when a backward skips such a use, its rank still
+takes the turn of that use: it unshards and reshards the unit in the same place of the order, and the gradient counts as
+zero. This also keeps prefetching the same on all ranks. A detached part of the model gets no gradient on any rank, and
+needs no gather. So a use has such a turn if the same backward has reached another block of its list, and if the use
+could have had a gradient.
 
-[Note: units in turn] Several units may be parameters of one module, which reads one after the other: projections of
-experts. A forward then gathers each as it is read, and frees the one before. The order is that of the units on every
-rank: a read begins those before it, too, and the end of the module those that it has not read. Backward has no such
-reads, so there all of the module's units are gathered; also where it recomputes, as their backward follows at once.
+[Note: units in turn] Several units may be parameters of one module that reads them one after the other, such as the
+projections of experts. Then a forward gathers each unit when it is read, and frees the previous one. The order is that
+of the units on every rank: a read also begins the units before it, and the end of the module begins the unread ones.
+Backward has no such reads, so it gathers all units of the module. So does recomputation, because backward follows it.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class ForwardUse:
 
     Attributes:
         started, ended: time of its forward, on the coordinator's clock.
-        siblings: what the blocks of one list, and units within, have in common in one forward of the root; None for
-            what is in no list.
+        siblings: key that the blocks of one module list, and the units inside them, share in one forward of the root;
+            None if the unit is in no list.
         backward: number of the backward that has reached it; 0 before.
-        task: number of the autograd graph task that reached it; a nested one has a higher number.
-        may_get_grad: a gradient may come, on this rank or on another.
-        turn: of a unit in turn: "awaited", "begun" or "over"; "" for others, which are unsharded from start to end.
+        task: number of the autograd graph task that reached it; a nested task has a higher number.
+        may_get_grad: True if a gradient may come, on this rank or on another.
+        turn: "awaited", "begun" or "over" for a unit in turn; "" for others, which are unsharded from start to end.
     """
 
     __slots__ = ("backward", "ended", "may_get_grad", "siblings", "started", "task", "turn", "unit")
@@ -65,7 +65,7 @@ class ForwardUse:
 
 
 class ParamCoordinator:
-    """Decides when each unit is unsharded and resharded.
+    """Decides when to unshard and reshard each unit.
 
     Life of a training pass::
 
@@ -79,14 +79,15 @@ class ParamCoordinator:
         end_backward                    reshard everything
 
     Args:
-        collectives: of the ranks that gather; for an agreement per pass on what they read from files.
-        on_over: called with a unit's name when the last of its uses is over in a backward; not where modules of other
+        collectives: collectives of the ranks that gather; they agree once per pass on reads from files.
+        on_over: called with a unit's name when its last use in a backward is over; not called if modules of other
             units read its parameters, whose gradients may come later.
 
     Attributes:
-        in_backward: between `begin_backward` and `end_backward`.
+        in_backward: True between `begin_backward` and `end_backward`.
         on_demand: unshards units while ranks run different numbers of forwards; None while they run the same.
-        agrees_at_end: on what was read from files in a backward; False where its gradients are stepped with before.
+        agrees_at_end: whether the ranks agree on reads from files at the end of a backward; False if an update uses its
+            gradients earlier.
     """
 
     def __init__(
@@ -101,66 +102,66 @@ class ParamCoordinator:
         self._in_root = False
         self.agrees_at_end = True
         self._on_over = on_over
-        self._ahead: dict[str, set[ForwardUse]] = {unit.name: set() for unit in units}  # a backward has not reached
-        self._turns: list[ForwardUse] = []  # those of them that a backward may pass by, in the order of their ends
+        self._ahead: dict[str, set[ForwardUse]] = {unit.name: set() for unit in units}  # not reached by a backward yet
+        self._turns: list[ForwardUse] = []  # those in `_ahead` that a backward may skip, in the order of their ends
         self._units = {unit.name: unit for unit in units}
         self._trace = trace
         self._running: list[ForwardUse] = []
         self._clock = 0
         self._last_ended: ForwardUse | None = None
         self._num_forwards = self._num_backwards = 0
-        self._reached: set[tuple[int, str] | None] = set()  # the lists of which this backward has reached a block
-        self._pending: dict[str, list[ForwardUse]] = {unit.name: [] for unit in units}  # in their backward
+        self._reached: set[tuple[int, str] | None] = set()  # lists with a block that this backward has reached
+        self._pending: dict[str, list[ForwardUse]] = {unit.name: [] for unit in units}  # uses in their backward
         self._live: dict[str, int] = {}  # unsharded or gathering -> elements
-        self._swapping_in: list[str] = []  # shards being read from a tier; gathered when the next unit is needed
+        self._swapping_in: list[str] = []  # units with shards being read from a tier; the next need gathers them
         self._external: dict[str, list[ParamUnit]] = {}  # unit -> other units whose parameters its modules read
         self._pinned: set[str] = set()
-        self._read_outside: set[str] = set()  # in this pass, by a module of no unit, which may have views
-        self._second_order = 0  # number of the backward that will be differentiated; 0 for none
-        self._recent: list[ParamUnit] = []  # unpinned, and not freed yet; and `_loop_next`
-        self._loop_at: ParamUnit | None = None  # a loop over named parameters is in it
-        self._loop_next: ParamUnit | None = None  # gathered ahead of that loop
+        self._read_outside: set[str] = set()  # read in this pass by a module of no unit, which may hold views
+        self._second_order = 0  # number of the backward that will be differentiated; 0 if there is none
+        self._recent: list[ParamUnit] = []  # unpinned units that still hold values, and `_loop_next`
+        self._loop_at: ParamUnit | None = None  # the unit that a loop over named parameters has reached
+        self._loop_next: ParamUnit | None = None  # the unit gathered ahead for that loop
         self.in_backward = False
         self.on_demand: OnDemandUnshard | None = None
 
     @property
     def live_numel(self) -> int:
-        """Elements of all units that are unsharded or gathering."""
+        """Number of elements of all units that are unsharded or gathering."""
         return sum(self._live.values())
 
     @property
     def idle(self) -> bool:
-        """No unit's module is in its forward, and no backward runs."""
+        """True if no module of a unit is in its forward, and no backward runs."""
         return not (self._running or self.in_backward)
 
     def needed_by(self, unit: ParamUnit) -> tuple[ParamUnit, ...]:
-        """A unit, and those of which its modules read parameters."""
+        """Returns a unit and the other units whose parameters its modules read."""
         return (unit, *self._external.get(unit.name, ()))
 
     def is_running(self, unit: ParamUnit) -> bool:
-        """Whether a module of `unit` is in its forward."""
+        """Returns True if a module of `unit` is in its forward."""
         return any(use.unit is unit for use in self._running)
 
     # -- forward
 
     def root_pre_forward(self, *, training: bool) -> None:
-        """The root's forward begins."""
-        if not (self._running or self.in_backward):  # else the root calls itself, or is recomputed
+        """Handles the start of the root's forward."""
+        if not (self._running or self.in_backward):  # else the root calls itself, or checkpointing recomputes it
             self._num_forwards += 1
             self._in_root = True
             self._trace.begin("train" if training else "eval")
 
     def pre_forward(self, unit: ParamUnit, task: int = -1, *, in_turn: bool = False) -> ForwardUse:
-        """Before a module of `unit` runs: unshards it, and the units whose parameters it reads.
+        """Unshards a unit, and the units whose parameters it reads, before one of its modules runs.
 
         Args:
             task: the autograd graph task that recomputes it; -1 outside any backward.
-            in_turn: not before its parameters are read; see [Note: units in turn].
+            in_turn: unshard it only when its parameters are read; see [Note: units in turn].
         """
         if self.in_backward:
             self._end_nested_backwards(task)
         use = ForwardUse(unit, self._tick(), self._num_forwards)
-        use.task = task + 1  # of a nested backward behind its recomputation, at least
+        use.task = task + 1  # at least the number of a nested backward that follows its recomputation
         self._running.append(use)
         if in_turn:
             use.turn = "awaited"
@@ -168,7 +169,7 @@ class ParamCoordinator:
         try:
             for needed in self.needed_by(unit):
                 self._ensure_unsharded(needed)
-        except BaseException:  # e.g. a collective that timed out; the module will not run, so it gets no post_forward
+        except BaseException:  # e.g. a collective timed out; the module will not run, so it gets no post_forward
             self._running.pop()
             raise
         return use
@@ -176,18 +177,18 @@ class ParamCoordinator:
     def post_forward(
         self, use: ForwardUse, *, opaque: bool = False, has_grad: bool = True, has_raised: bool = False
     ) -> None:
-        """After the module has run, or raised: reshards what is not needed again soon.
+        """Reshards the units that are not needed again soon, after a module has run or raised.
 
         Args:
-            opaque: its output shows no tensors, so that no hook will report its backward; it stays unsharded.
-            has_grad: its output has a history. Without, another rank's may have one if the unit is trainable.
-            has_raised: so that nothing is gathered any more.
+            opaque: its output has no visible tensors, so no hook will report its backward; it stays unsharded.
+            has_grad: its output has a history. If not, another rank's output may have one if the unit is trainable.
+            has_raised: the module raised, so nothing more is gathered.
         """
         assert self._running and self._running[-1] is use, f"{use.unit.name} left forward out of order"
         if use.turn == "awaited" and not has_raised:
             self._begin_turn(use)
         self._running.pop()
-        # Units of one module end together: backward reaches the later of them first.
+        # Units of one module end together: backward reaches the last of them first.
         last, self._last_ended = self._last_ended, use
         is_with_last = last is not None and last.ended == self._clock and last.unit.modules == use.unit.modules
         use.ended = self._clock if is_with_last else self._tick()
@@ -204,7 +205,7 @@ class ParamCoordinator:
             self._reshard_used(use)
 
     def _reshard_used(self, use: ForwardUse) -> None:
-        # What a module around this one reads may be a view that it uses once more.
+        # A module around this one may hold a view of a parameter that it read, and use it again.
         others = (other for other in self._running if other is not use)
         needed = {id(unit) for running in others for unit in self.needed_by(running.unit)}
         for candidate in self.needed_by(use.unit):
@@ -212,7 +213,7 @@ class ParamCoordinator:
                 self._reshard(candidate)
 
     def _begin_turn(self, use: ForwardUse) -> None:
-        """A parameter of a unit in turn is read: it is unsharded, and those of its module before it are over."""
+        """Unshards a unit in turn whose parameter is read, and ends the turns of its module's units before it."""
         for other in [other for other in self._running if other.turn and other.unit.modules == use.unit.modules]:
             if other.turn == "awaited" or other is use:
                 other.turn = "begun"
@@ -225,7 +226,7 @@ class ParamCoordinator:
                 self._reshard_used(other)
 
     def root_post_forward(self, *, training: bool) -> None:
-        """After the root's forward; when no backward is to come, everything is resharded.
+        """Ends the root's forward; reshards everything if no backward will follow.
 
         Raises:
             OffloadError: a rank could not read a shard; on every rank.
@@ -238,9 +239,9 @@ class ParamCoordinator:
             self._outcome.agree(self._ranks, "forward")
 
     def unshard_external(self, unit: ParamUnit) -> None:
-        """A parameter of `unit` is read outside its own modules, e.g. by a tied head that reads the embedding.
+        """Unshards a unit whose parameter is read outside its own modules, e.g. when a tied head reads the embedding.
 
-        The running unit has it as an external unit from now on: both are unsharded in its forward and backward.
+        From now on it is an external unit of the running unit, whose forward and backward unshard both.
         """
         if unit.state is ShardState.UNSHARDED or self.idle:
             return
@@ -257,13 +258,13 @@ class ParamCoordinator:
     # -- backward
 
     def begin_backward(self) -> None:
-        """A backward begins; several may go through one graph."""
+        """Handles the start of a backward; several may go through one graph."""
         self.in_backward = self.agrees_at_end = True
         self._num_backwards += 1
         self._reached.clear()
 
     def pre_backward(self, use: ForwardUse, task: int) -> None:
-        """The gradient of an output of this use has arrived: unshards what its forward computed with.
+        """Unshards the units that this use's forward computed with, when the gradient of one of its outputs arrives.
 
         Args:
             task: the autograd graph task that is running.
@@ -276,12 +277,12 @@ class ParamCoordinator:
             self._reach(each, task)
 
     def pass_rest(self) -> None:
-        """Autograd is through: what it has not reached on this rank has its turn, before gradients are waited for."""
+        """Takes the turns of uses that autograd has not reached on this rank, before the rank waits for gradients."""
         for use in self._passed_by(0):
             self._reach(use, None)
 
     def _passed_by(self, after: int) -> list[ForwardUse]:
-        """The uses that ran after a time and have a turn without a gradient, the latest first."""
+        """Returns the uses after a time that have a turn without a gradient, the latest first."""
         if self.on_demand is not None:
             return []
         passed = []
@@ -290,13 +291,13 @@ class ParamCoordinator:
                 break
             if use.started > after and use.siblings in self._reached:
                 passed.append(use)
-        # As autograd reaches outputs: a unit before those inside it.
+        # In the order in which autograd reaches outputs: a unit before the units inside it.
         return sorted(passed, key=lambda use: (-use.ended, -use.started)) if len(passed) > 1 else passed
 
     def _reach(self, use: ForwardUse, task: int | None) -> None:
-        """The turn of a use in the backward; without a task, when no other is running."""
-        # See [Note: forward uses]: everything that ran after this use is over now, so its memory can be freed before
-        # this unit is gathered. Uses of an outer task are only interrupted by this one.
+        """Takes the turn of a use in the backward; `task` is None if autograd has finished."""
+        # See [Note: forward uses]: all later uses are over now, so their memory can be freed before the gather of this
+        # unit. A use of an outer task is only interrupted by this one, and not over.
         for other in {id(u): u for uses in self._pending.values() for u in uses if u.started > use.ended}.values():
             if task is None or other.task == task or not other.backward:
                 self.post_backward(other)
@@ -317,7 +318,7 @@ class ParamCoordinator:
                 self._pending[unit.name].append(use)
 
     def post_backward(self, use: ForwardUse) -> None:
-        """The backward of this use is over: reshards each of its units that has no other use pending."""
+        """Ends the backward of this use: reshards each of its units that has no other pending use."""
         for unit in self.needed_by(use.unit):
             uses = self._pending[unit.name]
             if use in uses:
@@ -329,14 +330,15 @@ class ParamCoordinator:
             self._on_over(use.unit.name)
 
     def keep_for_second_order(self) -> None:
-        """The running backward builds a graph of itself (create_graph=True), whose reads of weights no hook reports.
+        """Keeps units unsharded while a backward builds a graph of itself (create_graph=True).
 
-        So nothing is resharded until the next backward is over, which goes through that graph, or the step comes.
+        No hook reports the reads of weights in that graph, so units stay unsharded until the next backward, which goes
+        through it, or the step.
         """
         self._second_order = self._num_backwards
 
     def end_backward(self) -> None:
-        """The backward is over: everything is resharded, unless it is to be differentiated.
+        """Ends the backward: reshards everything, unless this backward will be differentiated.
 
         Raises:
             OffloadError: a rank could not read a shard; on every rank.
@@ -354,7 +356,7 @@ class ParamCoordinator:
         self._trace.end()
 
     def end_step(self) -> None:
-        """Before the weights change: units that a forward without a backward left unsharded would be stale."""
+        """Reshards, before the weights change, units that a forward without a backward left unsharded."""
         self._forget_ahead()
         self._second_order = 0
         self._reshard_all()
@@ -362,7 +364,7 @@ class ParamCoordinator:
         self._trace.end()
 
     def reset(self) -> None:
-        """After an exception anywhere: everything is resharded, and the trace dropped."""
+        """Reshards everything and drops the trace after an exception anywhere."""
         self._running.clear()
         self._forget_ahead()
         self._second_order = 0
@@ -375,10 +377,10 @@ class ParamCoordinator:
     # -- outside forward and backward
 
     def pin(self, unit: ParamUnit, wanted: Sequence[tuple[FlatBuffer, int]] | None = None) -> None:
-        """Unshards a unit until `unpin`, whatever passes run meanwhile.
+        """Unshards a unit until `unpin`, through any passes that run meanwhile.
 
         Args:
-            wanted: the parameters of it that are enough, (buffer, index of the slot); None for all.
+            wanted: the parameters of the unit to unshard, (buffer, index of the slot); None for all.
         """
         if unit.name in self._units:
             self._pinned.add(unit.name)
@@ -387,7 +389,7 @@ class ParamCoordinator:
                 unit.wait()
                 return
             self._drop_recent_but(unit)
-            # The root is met before, between and behind all others, so what comes next is unknown there.
+            # Parameters of the root come before, between and after all others, so the next unit is unknown there.
             if unit.unshard_some(wanted) and unit.name != ROOT and unit is not self._loop_at:
                 self._follow_loop(unit)
             if unit.state is ShardState.UNSHARDED:
@@ -397,11 +399,11 @@ class ParamCoordinator:
         """Reshards a pinned unit, unless a pass is using it.
 
         Args:
-            keep_values: if it is the next to be pinned, nothing is gathered.
+            keep_values: keep the values, so that pinning this unit again, as the next one, needs no gather.
         """
         if unit.name in self._units:
             self._pinned.discard(unit.name)
-            # Ranks that go different ways would disagree on who has them.
+            # Ranks on different paths would disagree on who has the values.
             keep_values = keep_values and self.on_demand is None
             unit.hide_some(keep_values=keep_values)
             if not (self.is_running(unit) or self._pending[unit.name]):
@@ -413,14 +415,14 @@ class ParamCoordinator:
                 self._live.pop(unit.name, None)
 
     def drop_recent(self) -> None:
-        """Frees the values that `unpin` has kept."""
+        """Frees the values that `unpin` kept."""
         for unit in self._recent:
             unit.drop_values()
         self._recent.clear()
         self._loop_at = self._loop_next = None
 
     def _follow_loop(self, unit: ParamUnit) -> None:
-        """A loop over named parameters is in `unit`: where it came from the unit before, it will come to the next."""
+        """Follows a loop over named parameters; if it came to `unit` from the previous unit, gathers the next one."""
         units = [other for other in self._units.values() if not other.persistent and other.name != ROOT]
         place = units.index(unit)
         came_from_before = place > 0 and self._loop_at is units[place - 1]
@@ -430,7 +432,7 @@ class ParamCoordinator:
             self._recent.append(self._loop_next)
 
     def _drop_recent_but(self, unit: ParamUnit) -> None:
-        # A loop over named parameters meets those of the root before, between and behind all others.
+        # A loop over named parameters meets those of the root before, between and after all others.
         goes_on = unit is self._loop_at or unit.name == ROOT
         wanted = [unit, self._loop_next] if goes_on else [unit]
         for other in [other for other in self._recent if other not in wanted and other.name != ROOT]:
@@ -438,7 +440,7 @@ class ParamCoordinator:
             self._recent.remove(other)
 
     def unshard_for_submodule(self, unit: ParamUnit) -> None:
-        """A module inside `unit` is called without it: the unit stays unsharded until the pass or the step is over."""
+        """Unshards a unit until the end of the pass or step, for a call of a module inside it that bypasses it."""
         if self.on_demand is not None:
             self.on_demand.unshard(unit)
         self._unshard(unit)
@@ -457,7 +459,7 @@ class ParamCoordinator:
             uses.clear()
 
     def _end_nested_backwards(self, task: int) -> None:
-        """Ends the uses of nested backwards, which are over when an outer one goes on."""
+        """Ends the uses of nested backwards, which are over when an outer one continues."""
         for use in {id(u): u for uses in self._pending.values() for u in uses if u.task > task}.values():
             self.post_backward(use)
 
@@ -468,12 +470,12 @@ class ParamCoordinator:
             self._live[unit.name] = unit.numel
             return
         if self.in_backward and self._pending[unit.name]:
-            unit.wait()  # recomputed within its own backward: unsharded already, and not another step of the trace
+            unit.wait()  # recomputed within its own backward: already unsharded, and not another step of the trace
             return
         self._unshard(unit)
         ahead = self._trace.need(unit.name, self._live)
-        # The shards that the previous call began to read are gathered now. Which unit is read when follows from the
-        # trace alone and never from the speed of a disk, so that all ranks issue their gathers in one order.
+        # Gather the shards that the previous call began to read. The trace alone, not the speed of a disk, decides when
+        # a unit is read, so all ranks issue their gathers in one order.
         swapped_in, self._swapping_in = self._swapping_in, []
         for name in swapped_in:
             if name in self._live:
@@ -493,7 +495,7 @@ class ParamCoordinator:
             self._drop_recent_but(unit)
         else:  # a pass begins
             self.drop_recent()
-        # Until the end of a pass nothing of it leaves the engine, so one agreement there is enough.
+        # The results of a pass leave the engine only at its end, so one agreement there is enough.
         defers = not exact and (self.agrees_at_end if self.in_backward else self._in_root)
         unit.unshard(exact=exact, outcome=self._outcome if defers else None)
         self._live[unit.name] = unit.numel
@@ -516,15 +518,15 @@ class ParamCoordinator:
         self._swapping_in.clear()
 
 
-_DONE = -1  # in place of a unit's number
+_DONE = -1  # announced in place of a unit's number
 
 
 class OnDemandUnshard:
     """Gathers for ranks that run different forwards: generated texts differ in length, or batches in number.
 
-    A gather needs all ranks, so they agree on each: every rank announces the unit that it needs now, or that it is
+    A gather needs all ranks, so they agree on each one: every rank announces the unit that it needs now, or that it is
     done, and all ranks participate in the gathers of all announced units. This costs a small all-reduce per gather and
-    does without prefetching. `full_params.py` opens a period of it; `finish` ends it, on every rank.
+    disables prefetching. `full_params.py` starts it; `finish` ends it, on every rank.
     """
 
     def __init__(self, units: Sequence[ParamUnit], collectives: Collectives) -> None:
@@ -538,17 +540,17 @@ class OnDemandUnshard:
             self._round(self._numbers[id(unit)])
 
     def finish(self) -> None:
-        """This rank needs nothing more: participates in the gathers of other ranks until all are done."""
+        """Participates in the gathers of other ranks until all are done, when this rank needs nothing more."""
         while self._round(_DONE):
             pass
 
     def _round(self, needed: int) -> bool:
-        """One exchange of the needed units and the gathers that follow; False when all ranks are done."""
+        """Exchanges the needed units and joins the gathers that follow; returns False when all ranks are done."""
         announced = torch.full((self._collectives.world_size,), _DONE)
         announced[self._collectives.rank] = needed
         self._collectives.all_reduce(announced, "max", "who needs which unit")
         numbers = sorted({int(number) for number in announced.tolist()} - {_DONE})
-        for number in numbers:  # sorted: the gathers are collectives, and need one order on all ranks
+        for number in numbers:  # sorted: the gathers are collectives, and need the same order on all ranks
             unit = self._units[number]
             if number == needed:
                 unit.unshard()

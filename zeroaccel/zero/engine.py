@@ -10,10 +10,10 @@ from zeroaccel.zero.engine_base import EngineBase
 
 
 class Engine(EngineBase):
-    """Trains (or runs) one model; made by `zeroaccel.initialize`.
+    """Trains (or runs) one model; `zeroaccel.initialize` builds it.
 
-    A step is: `loss = engine(batch)`, `engine.backward(loss)`, `engine.step()`, once per micro-batch. `EngineBase` has
-    the attributes and the calls outside of the loop.
+    Call `loss = engine(batch)`, `engine.backward(loss)` and `engine.step()` once per micro-batch. `EngineBase` has the
+    attributes and the calls outside the loop.
 
     Example:
         >>> import torch, zeroaccel
@@ -29,11 +29,11 @@ class Engine(EngineBase):
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward; sharded parameters are gathered as their modules run."""
+        """Runs the model's forward; the engine gathers sharded parameters as their modules run."""
         return self.run_forward(*args, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Computes gradients of this micro-batch and, where gradients are sharded or at the boundary, reduces them.
+        """Computes the gradients of this micro-batch; reduces them at the boundary, or always if they are sharded.
 
         Args:
             loss: a scalar that depends on this engine's forward; the mean over the rank's micro-batch.
@@ -48,7 +48,7 @@ class Engine(EngineBase):
         """
         self._check_loss(loss)
         self._require_optimizer("backward")
-        # Loss scale and mean over micro-batches in one factor: one multiplication of a scalar, none of gradients.
+        # Loss scale and mean over micro-batches in one factor: it multiplies one scalar instead of all gradients.
         factor = self.loss_scale.value / (self.settings.accumulation if scale_wrt_gas else 1)
         self._report.begin("backward")
         self._begin_backward(direct=False)
@@ -60,11 +60,11 @@ class Engine(EngineBase):
         return loss
 
     def step(self) -> None:
-        """At the boundary: unscale, clip, update, gather, step the scheduler. Elsewhere only counts.
+        """Unscales, clips, updates, gathers and steps the scheduler at the boundary; elsewhere only counts.
 
         Raises:
-            EngineStateError: no backward came before.
-            CollectiveError: the ranks went through different collectives since the last step.
+            EngineStateError: there was no backward before this call.
+            CollectiveError: the ranks issued different collectives since the last step.
             UsageError: the ranks' param groups differ; no weight has changed, and the engine drops the gradients.
             CheckpointError: a save in the background failed; on every rank.
         """

@@ -2,7 +2,7 @@
 
 `hooks` and `coordinator` unshard and reshard units, `grad_reducer` reduces gradients to shards, `step_boundary` takes
 the norm (`grad_norm`) and compares the ranks, `weight_update` and `sharded_optimizer` update the masters and gather
-the weights. Nothing here asks for a stage number.
+the weights. No code here branches on a stage number.
 """
 
 from __future__ import annotations
@@ -59,16 +59,16 @@ PathLike = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class EngineParts:
-    """What an engine trains with, besides the model, its units and the settings.
+    """The parts that an engine needs besides the model, its units and the settings.
 
     Attributes:
         optimizer: None for inference.
-        lr_scheduler: stepped after each update; None for none.
-        loss_scale: of fp16.
+        lr_scheduler: stepped after each update; None if there is no scheduler.
+        loss_scale: loss scale for fp16.
         report: logs steps, phases and monitor events.
-        tiers: of offloaded shards and states.
-        unoptimized: trainable parameters that no optimizer updates; their gradients are dropped.
-        refuses_compiled: why a compiled model cannot be used; "" where it can.
+        tiers: tiers that hold offloaded shards and states.
+        unoptimized: trainable parameters that no optimizer updates; the engine drops their gradients.
+        refuses_compiled: reason why a compiled model is refused; "" if it is allowed.
     """
 
     optimizer: ShardedOptimizer | None
@@ -82,17 +82,17 @@ class EngineParts:
 
 @dataclass
 class StepState:
-    """Where an engine is within an optimizer step, and the outcome of the last one.
+    """The position of an engine within an optimizer step, and the outcome of the last step.
 
     Attributes:
-        in_backward: from the first gradient that reaches the model until autograd is done.
-        is_direct: that backward is a plain `loss.backward()`, not `engine.backward(loss)`.
-        collects_gradients: it leaves gradients to reduce; False through a frozen model, where they only pass.
-        is_last_backward: its gradients complete the step.
-        num_backwards: backwards since the last `step()`, whose gradients wait for it.
+        in_backward: True from the first gradient that reaches the model until autograd is done.
+        is_direct: True if the current backward is a plain `loss.backward()`, not `engine.backward(loss)`.
+        collects_gradients: True if the backward produces gradients to reduce; False through a frozen model.
+        is_last_backward: True if the gradients of this backward complete the step.
+        num_backwards: number of backwards since the last `step()`.
         syncs: False inside `no_sync()`.
-        boundary: set by the program instead of counted; None where it is counted.
-        applied: the last `step()` changed the weights.
+        boundary: whether `step()` updates, as set by the program; None if the engine counts micro-batches.
+        applied: True if the last `step()` changed the weights.
     """
 
     in_backward: bool = False
@@ -106,12 +106,12 @@ class StepState:
 
 
 class Checkpoints(Protocol):
-    """The checkpointer of an engine; see `checkpoint/checkpointer.py`. The calls are documented at `Engine`."""
+    """The checkpointer of an engine; see `checkpoint/checkpointer.py`. `EngineBase` documents the calls."""
 
     loaded: Any
 
     def state(self) -> Any:
-        """The model, units and optimizer, as the writers of `checkpoint/` take them (an `EngineState`)."""
+        """Returns the model, units and optimizer as an `EngineState` for the writers of `checkpoint/`."""
 
     def prepare_to_save(self, call: str) -> None: ...
 
@@ -126,7 +126,7 @@ class Checkpoints(Protocol):
     ) -> None: ...
 
     def begin_save(self, folder: PathLike, tag: str) -> Any:
-        """A save that a thread of the caller writes (a `Save` of `checkpoint/`). (all ranks)"""
+        """Returns a `Save` of `checkpoint/`, which a thread of the caller writes. (all ranks)"""
 
     def load_checkpoint(
         self, load_dir: PathLike, tag: object, *, strict: bool, optimizer: bool, scheduler: bool, progress: bool
@@ -146,12 +146,12 @@ class Checkpoints(Protocol):
         """Raises EngineStateError after a load that failed half way."""
 
     def before_update(self) -> None:
-        """Before weights change: a save in the background must have copied them. (all ranks)"""
+        """Waits until a save in the background has copied the weights, before they change. (all ranks)"""
 
 
 class WeightStreams(Protocol):
-    """Sends an engine's weights to other programs; see `rollout/weight_stream.py`. The calls are documented at
-    `Engine`, the packets in `rollout/receiver.py`.
+    """Sends an engine's weights to other programs; see `rollout/weight_stream.py`. `EngineBase` documents the calls,
+    `rollout/receiver.py` the packets.
     """
 
     version: int
@@ -173,34 +173,34 @@ class WeightStreams(Protocol):
 
 
 class EngineBase(nn.Module):
-    """What engines have in common: one model, its optimizer and scheduler, and the parts of a training step.
+    """Base class of engines: one model, its optimizer and scheduler, and the parts of a training step.
 
-    Attributes that the engine does not have are the model's.
+    The engine looks up attributes that it lacks in the model.
 
-    Before a unit's forward its parameters are all-gathered, and the next units are prefetched; after it they are
-    resharded. Before its backward they are gathered again, and as soon as all of its gradients are accumulated they
-    are reduce-scattered to fp32 shards. At the accumulation boundary the norm is taken, the gradients are clipped, and
-    each rank updates its shard of the masters.
+    Before a unit's forward the engine all-gathers its parameters and prefetches the next units; afterwards it reshards
+    them. Before the unit's backward the engine gathers them again, and once all gradients of the unit are accumulated,
+    it reduce-scatters them to fp32 shards. At the accumulation boundary the engine computes the norm and clips the
+    gradients, and each rank updates its shard of the masters.
 
     Attributes:
         module: the model, the same object that was passed in.
         optimizer, lr_scheduler: passed in or built from the config, or None.
         sharded_optimizer: steps `optimizer` on shards; None for inference.
-        weight_update: when masters are updated and weights gathered; None for inference.
+        weight_update: schedules the update of the masters and the gather of the weights; None for inference.
         grad_reducer: reduces gradients to shards.
-        tier_set: tiers of offloaded shards and states.
-        checkpointer: saves and loads it.
-        weight_sender: streams its weights.
-        registry: finds the model's parameters for `GatheredParameters` and the like.
+        tier_set: tiers that hold offloaded shards and states.
+        checkpointer: saves and loads the engine.
+        weight_sender: streams the weights.
+        registry: finds the model's parameters, for example for `GatheredParameters`.
         trace: the recorded order of units, for prefetching.
-        global_steps: steps taken, skipped ones included.
-        skipped_steps: steps skipped because gradients were not finite.
-        micro_steps: `step()` calls.
-        global_samples: samples seen by all ranks.
-        zero_config: the resolved config it was made from, as a plain dict.
+        global_steps: number of steps, skipped ones included.
+        skipped_steps: number of steps skipped because gradients were not finite.
+        micro_steps: number of `step()` calls.
+        global_samples: number of samples over all ranks.
+        zero_config: the resolved config of the engine, as a plain dict.
     """
 
-    # Of layers above this one: `setup.build` sets them once the engine is made.
+    # They belong to layers above this one: `setup.build` sets them after it has built the engine.
     checkpointer: Checkpoints
     weight_sender: WeightStreams
 
@@ -216,7 +216,7 @@ class EngineBase(nn.Module):
         super().__init__()
         optimizer, tiers = parts.optimizer, parts.tiers
         self.module = model
-        # Python names a callable by this where a call is wrong, as `engine(**a_list)` is; else by its repr.
+        # Python names a callable by this in errors about a wrong call, such as `engine(**a_list)`; else by its repr.
         self.__qualname__ = type(self).__name__
         self.settings = settings
         self.zero_config = dict(config)
@@ -244,7 +244,7 @@ class EngineBase(nn.Module):
         self.weight_update = None if optimizer is None else self._build_weight_update(optimizer)
         self._boundary = None if self.weight_update is None else self._build_boundary(self.weight_update)
 
-        # Unshard and reshard. Persistent units stay unsharded, so nothing has to be hooked or prefetched for them.
+        # Unshard and reshard. Persistent units stay unsharded, so they need no hooks and no prefetching.
         sharded_units = [unit for unit in units if not unit.persistent]
         self._peers_are_job = collectives.peers is collectives.job
         self.trace = PrefetchTrace({unit.name: unit.numel for unit in units}, settings.limits)
@@ -277,7 +277,7 @@ class EngineBase(nn.Module):
         return StepBoundary(self.grad_reducer, weights, settings, self.collectives, self._refuse_step)
 
     def _watch_routers(self, collectives: Collectives) -> None:
-        """Has the report count the tokens of a mixture's experts."""
+        """Registers the experts and routers of a mixture with the report, which counts tokens per expert."""
         experts: Iterable[Any] = filter(has_expert_interface, self.module.modules())
         routers: Iterable[Any] = filter(None, map(scored_experts, self.module.modules()))
         self._report.watch_routers(
@@ -301,12 +301,12 @@ class EngineBase(nn.Module):
     # -- one micro-batch, and one step
 
     def run_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward; sharded parameters are gathered as their modules run."""
+        """Runs the model's forward; the engine gathers sharded parameters as their modules run."""
         if torch.compiler.is_compiling():
             refuse_compiled_engine()
         self.checkpointer.require_intact("forward")
         self._check_usable()
-        # Before anything is computed with them: a write that the next gather would overwrite must not train first.
+        # Before the forward computes with them: the next gather would overwrite such a write, so it must not train.
         self._integrity.check()
         self._hooks.attach_outside_graphs(self._refuses_compiled)
         self._report.begin("forward")
@@ -314,7 +314,7 @@ class EngineBase(nn.Module):
         dtype = self.settings.input_dtype
         if dtype is not None:
             args, kwargs = cast_floats(args, dtype), cast_floats(kwargs, dtype)
-        # `finally`, as an exception in a forward may be caught and the next batch tried.
+        # `finally`: the program may catch an exception of a forward and try the next batch.
         try:
             return self.module(*args, **kwargs)
         except RuntimeError as error:
@@ -327,11 +327,11 @@ class EngineBase(nn.Module):
             self._report.end("forward")
 
     def run_trial(self, batch: Mapping[str, Any]) -> Any:
-        """A forward at the start, to see what the model computes: it is no step of a training."""
+        """Runs a forward at the start, to observe the model; it is not part of a training step."""
         return self.module(**batch)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compiles the model's forward by `torch.compile`, with its arguments. The hooks stay out of the graphs.
+        """Compiles the model's forward with `torch.compile` and its arguments. The hooks stay out of the graphs.
 
         Example:
             >>> import torch
@@ -342,11 +342,11 @@ class EngineBase(nn.Module):
             torch.Size([8, 2])
 
         Raises:
-            UsageError: ranks share the layers of the model.
-            ConfigError: there is no such backend, or its own compiler is missing.
+            UsageError: the engine refuses compiled models, because ranks share the layers of the model.
+            ConfigError: there is no such backend, or the compiler that it calls is missing.
         """
         if self._refuses_compiled:
-            raise UsageError(f"engine.compile(): {self._refuses_compiled}", fix="leave the model as it is")
+            raise UsageError(f"engine.compile(): {self._refuses_compiled}", fix="do not compile the model")
         backend, where = kwargs.get("backend", "inductor"), "engine.compile(backend)"
         with agreed(self.collectives.job, "engine.compile"):
             if isinstance(backend, str):
@@ -356,7 +356,7 @@ class EngineBase(nn.Module):
         self._hooks.attach_anew()
 
     def run_step(self) -> None:
-        """At the boundary: unscale, clip, update, gather, step the scheduler. Elsewhere only counts.
+        """Unscales, clips, updates, gathers and steps the scheduler at the boundary; elsewhere only counts.
 
         Raises:
             EngineStateError, CollectiveError, UsageError, CheckpointError: as `Engine.step`.
@@ -367,18 +367,18 @@ class EngineBase(nn.Module):
             self.checkpointer.before_update()
         weights = self._require_weight_update("step")
         self._check_usable()
-        # Parameters that `GatheredParameters` has unsharded would be stale after the update.
+        # Parameters that `GatheredParameters` keeps unsharded would be stale after the update.
         self.registry.require_free("engine.step()")
         self._integrity.check_writes()
         if self._step.num_backwards == 0:
             raise EngineStateError(
-                "engine.step()", expected="a backward before it", fix="call engine.backward(loss) first"
+                "engine.step()", expected="a backward before this call", fix="call engine.backward(loss) first"
             )
         if not self._step.syncs:
-            raise EngineStateError("engine.step()", expected="to be outside engine.no_sync()")
+            raise EngineStateError("engine.step()", expected="a call outside engine.no_sync()")
         boundary = self.is_gradient_accumulation_boundary()
         if not boundary:
-            weights.require_own_step("engine.step() that is no boundary")
+            weights.require_own_step("engine.step() between boundaries")
         self.count_micro_step()
         self._step.applied = False
         self._step.num_backwards = 0
@@ -390,10 +390,10 @@ class EngineBase(nn.Module):
             self._stop_if_asked()
 
     def when_preempted(self, call: Callable[[], object]) -> None:
-        """Calls `call` once on all ranks, after the same step, when one was asked to stop. (all ranks, before step 1)
+        """Registers a call that all ranks run once, after the same step, on preemption. (all ranks, before step 1)
 
-        SIGTERM and SIGUSR1 ask a process. The ranks learn of it by the exchange that each step has anyway; on a GPU one
-        step later. `call` may save, and raise `zeroaccel.Preempted`.
+        SIGTERM or SIGUSR1 to one process triggers it. The existing exchange of each step informs the other ranks; on a
+        GPU they act one step later. `call` may save, and raise `zeroaccel.Preempted`.
 
         Example:
             >>> import torch, zeroaccel
@@ -420,27 +420,27 @@ class EngineBase(nn.Module):
             call()
 
     def count_micro_step(self) -> None:
-        """Counts a micro-batch as `step()` does where nothing is updated, for loops that call it at boundaries only."""
+        """Counts a micro-batch without an update, for loops that call `step()` at boundaries only."""
         self.micro_steps += 1
         is_counted = self.settings.managed_accumulation or self._step.boundary is not None
         batches = 1 if is_counted else self._step.num_backwards
         self.global_samples += batches * self.settings.micro_batch_size * self.settings.data_parallel_size
 
     def _update(self) -> None:
-        """Norm, overflow check, clipping and update."""
+        """Computes the norm, checks for overflow, clips, and updates the weights."""
         step, boundary = self._step, self._require_boundary("step")
         boundary.verify_earlier_steps()
         late = boundary.settings_may_be_late()
         check = self._check_gradients(norm=self.settings.compute_norm or self.settings.clipping > 0)
         for unit in self.units:
             unit.drop_copies()
-        # The scale that unscales is the one of this step's backwards; it moves only after the update.
+        # Unscale by the loss scale of this step's backwards: the scale changes only after the update.
         rule = FactorRule(self.loss_scale.value, self.settings.clipping, boundary.factor, self.settings.skip_overflow)
         try:
             step.applied = boundary.update(check, rule, self.global_steps, late=late)
         except (CollectiveError, UsageError):  # the step is refused
             raise
-        except BaseException:  # a failed tier, on all ranks alike: counters and digests must not diverge
+        except BaseException:  # a tier failed, on all ranks: counters and digests must not diverge
             self._close_step()
             raise
         self._close_step()
@@ -453,33 +453,33 @@ class EngineBase(nn.Module):
         self._drop_gradients()
         self.global_steps += 1
 
-    # -- gradients of the coming update
+    # -- gradients of the next update
 
     def gradient_norm(self) -> float:
-        """The global L2 norm of the gradients that the coming `step()` will use, unscaled and unclipped. (all ranks)
+        """Returns the global L2 norm of the gradients for the next `step()`, unscaled and unclipped. (all ranks)
 
-        Between the last backward and the `step()` of a boundary; inf where they are not finite.
+        Call it between the last backward and the `step()` of a boundary. It is inf if a gradient is not finite.
 
         Raises:
             EngineStateError: there are no gradients yet.
-            CollectiveError, UsageError: as `step()`, which compares the ranks by the same collective.
+            CollectiveError, UsageError: as `step()`, which compares the ranks with the same collective.
         """
         boundary = self._require_gradients("gradient_norm")
         stats = boundary.read(self._check_gradients(norm=True), self.global_steps)
         return stats.norm / self.loss_scale.value if stats.finite else math.inf
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiplies the gradients of the coming `step()` by this; `gradient_clipping` may still clip more."""
+        """Multiplies the gradients for the next `step()` by `factor`; `gradient_clipping` may still clip them."""
         self._require_gradients("scale_gradients", own=factor != 1.0).factor = float(factor)
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamps every element of the reduced gradients to [-clip_value, clip_value]. (all ranks)
 
         Raises:
-            EngineStateError: there are no gradients yet, or their norm was taken before.
+            EngineStateError: there are no gradients yet, or the engine has already computed their norm.
         """
         if self._require_gradients("clip_grad_value_", own=True).check is not None:
-            raise EngineStateError("engine.clip_grad_value_()", expected="to come before the norm is taken")
+            raise EngineStateError("engine.clip_grad_value_()", expected="a call before the norm of the gradients")
         self._finish_reductions()
         self.grad_reducer.changed()
         limit = float(clip_value) * self.loss_scale.value
@@ -496,7 +496,7 @@ class EngineBase(nn.Module):
         self._step.num_backwards = 0
 
     def _check_gradients(self, *, norm: bool) -> GradCheck:
-        """Completes the reductions of this step, takes the norm, and compares the ranks; once a step. (all ranks)"""
+        """Completes the reductions, computes the norm, and compares the ranks; once per step. (all ranks)"""
         boundary = self._require_boundary("step")
         if boundary.check is not None:
             return boundary.check
@@ -514,38 +514,38 @@ class EngineBase(nn.Module):
             self._boundary.clear()
 
     def _refuse_step(self) -> None:
-        self._drop_gradients()  # a program that catches the error goes on with the next forward
+        self._drop_gradients()  # a program that catches the error may continue with the next forward
         self._step.num_backwards = 0
 
     def _compare_settings(self) -> None:
-        """Before updates that begin earlier than `step()`. (all ranks)"""
+        """Compares the ranks' settings, for updates that begin before `step()`. (all ranks)"""
         self._require_boundary("backward").compare(self.global_steps)
 
     # -- events of backward, from the hooks
 
     @property
     def weights_version(self) -> int:
-        """Updates of the weights so far."""
+        """Number of weight updates so far."""
         return self.global_steps - self.skipped_steps
 
     def on_backward(self, version: int | None = None) -> None:
-        """A backward reached the model, whose forward was with this version of the weights."""
-        # Sharded weights are gathered again for backward, so an update in between would silently give the gradient of
-        # another function.
+        """Handles the start of a backward; `version` is `weights_version` at its forward."""
+        # The engine gathers sharded weights again for backward, so an update in between would silently give the
+        # gradient of another function.
         if version is not None and version != self.weights_version:
             raise EngineStateError(
                 "engine: a backward through a forward from before the last update",
-                expected="the weights that it computed with",
+                expected="the weights of that forward",
                 got="newer ones",
                 fix="compute the loss again after engine.step()",
             )
         if not self._step.in_backward:
-            # A plain loss.backward(): autograd itself reports the end, since nothing of ours surrounds the call.
+            # A plain loss.backward(): no code of the engine surrounds the call, so autograd itself reports the end.
             self._begin_backward(direct=True)
             Variable._execution_engine.queue_callback(self._end_backward)
 
     def on_grad_ready(self, param: nn.Parameter) -> None:
-        """Autograd has accumulated this parameter's gradient."""
+        """Handles a gradient that autograd has accumulated for this parameter."""
         if not self._step.in_backward:  # a loss may reach parameters without passing an output of the root
             self.on_backward()
         loop = self.settings.loop
@@ -556,8 +556,8 @@ class EngineBase(nn.Module):
     def _begin_backward(self, *, direct: bool) -> None:
         self._check_usable()
         if self._coordinator.on_demand is not None:
-            raise EngineStateError("backward inside engine.gathered()", fix="train outside of it; it is for inference")
-        # Through a frozen model gradients only pass: its parameters are unsharded, and there is nothing to reduce.
+            raise EngineStateError("backward inside engine.gathered()", fix="train outside it; it is for inference")
+            # Gradients only pass through a frozen model: its parameters are unsharded, and there is nothing to reduce.
         collects = self._integrity.collects_gradients()
         if collects and direct and self.settings.loss_scaled:
             raise EngineStateError(
@@ -586,14 +586,14 @@ class EngineBase(nn.Module):
         self._coordinator.pass_rest()
         if self._step.collects_gradients:
             self._report.begin("reduce")
-            # The stages of a pipeline end their last backwards one after the other: all ranks join only in `step`.
+            # Pipeline stages end their last backwards one after another, so all ranks exchange facts only in `step`.
             joins = self._boundary if self._step.is_last_backward and self._peers_are_job else None
             self.grad_reducer.end(None if joins is None else joins.join_facts)
             self._report.end("reduce")
             self._step.num_backwards += 1
         try:
             self._coordinator.end_backward()
-        except OffloadError:  # the gradients, those of earlier micro-steps too, have NaN for what was not read
+        except OffloadError:  # unread shards left NaN in the gradients, which include those of earlier micro-steps
             self.reset()
             raise
         self._step.in_backward = self._step.is_direct = False
@@ -601,7 +601,7 @@ class EngineBase(nn.Module):
     # -- gradient accumulation
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the `step()` after this micro-batch updates the weights."""
+        """Returns True if the `step()` after this micro-batch updates the weights."""
         if self._step.boundary is not None:
             return self._step.boundary
         if not self.settings.managed_accumulation:
@@ -609,32 +609,32 @@ class EngineBase(nn.Module):
         return (self.micro_steps + 1) % self.settings.accumulation == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Sets whether `step()` updates the weights, from now on and instead of counting micro-batches.
+        """Sets whether `step()` updates the weights, from now on; the engine stops counting micro-batches for that.
 
         Raises:
-            EngineStateError: with `managed_gradient_accumulation` false, where every `step()` updates them.
+            EngineStateError: `managed_gradient_accumulation` is false, so every `step()` updates the weights.
         """
         if not self.settings.managed_accumulation:
             raise EngineStateError(
                 "engine.set_gradient_accumulation_boundary()",
                 expected="managed_gradient_accumulation true",
-                got="false, with which every engine.step() is a boundary",
-                fix="call engine.step() where the weights are to be updated, and only there",
+                got="false, so every engine.step() is a boundary",
+                fix="call engine.step() only after the last micro-batch of each update",
             )
         self.decide_boundary(is_boundary)
 
     def decide_boundary(self, is_boundary: bool) -> None:
-        """As `set_gradient_accumulation_boundary`, for loops of this library, which count whatever the config says."""
+        """Sets the boundary, for loops of this library, which count micro-batches themselves under any config."""
         self._step.boundary = bool(is_boundary)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside add up locally where gradients are not sharded; sharded ones are reduced as always.
+        """Accumulates gradients locally inside the block unless they are sharded; sharded ones are still reduced.
 
-        Both give the right result; only the traffic differs.
+        Both give the correct result; only the traffic differs.
         """
         if not self._step.syncs:
-            raise EngineStateError("engine.no_sync()", expected="not to be nested")
+            raise EngineStateError("engine.no_sync()", expected="a call outside another engine.no_sync()")
         self._step.syncs = False
         try:
             yield
@@ -645,7 +645,7 @@ class EngineBase(nn.Module):
 
     @property
     def has_gradients(self) -> bool:
-        """Whether gradients wait for the end of their accumulation."""
+        """True if there are gradients of an unfinished accumulation."""
         gradients = self.grad_reducer.gradients
         return bool(self._step.num_backwards) or any(g.flat is not None or g.shard is not None for g in gradients)
 
@@ -654,27 +654,27 @@ class EngineBase(nn.Module):
         self._state_offload.require_loaded()
 
     def _note_phase(self, phase: str) -> None:
-        """For the message of a rank that waits for this one."""
+        """Records phase and step for the messages of ranks that wait for this one."""
         self.collectives.flight_recorder.phase, self.collectives.flight_recorder.step = phase, self.global_steps
 
     def _check_usable(self) -> None:
         if self._destroyed:
             raise EngineStateError(
                 "engine",
-                expected="an engine in use",
-                got="one after destroy()",
-                fix="end threads and loaders that use it before, or make another one by initialize()",
+                expected="a live engine",
+                got="an engine after destroy()",
+                fix="end the threads and loaders that use it first, or build another engine with initialize()",
             )
         self.require_states_loaded()
         if self.weight_update is not None and self.weight_update.broken is not None:
             raise EngineStateError(
                 f"engine: {self.weight_update.broken}", fix="resume from the last checkpoint, which is intact"
             )
-        # Outside of any graph task a backward cannot be running, so it must have raised.
+        # No backward can run outside an autograd graph task, so the last one must have raised.
         if self._step.in_backward and torch._C._current_graph_task_id() == -1:
             raise EngineStateError(
-                "engine: the last backward broke off and left part of its gradients",
-                fix="call engine.reset() on every rank to drop them and go on",
+                "engine: the last backward failed and left incomplete gradients",
+                fix="call engine.reset() on every rank to drop them, then continue",
             )
 
     def _check_loss(self, loss: Any, where: str = "engine.backward(loss)") -> None:
@@ -688,8 +688,8 @@ class EngineBase(nn.Module):
             raise UsageError(
                 where,
                 expected="a loss that requires a gradient",
-                got="one that does not",
-                fix="compute it with gradients on",
+                got="a loss that does not",
+                fix="compute it with gradients enabled",
             )
 
     def _require_optimizer(self, call: str) -> ShardedOptimizer:
@@ -697,8 +697,8 @@ class EngineBase(nn.Module):
             raise EngineStateError(
                 f"engine.{call}()",
                 expected="an engine with an optimizer",
-                got="one made for inference",
-                fix="give initialize() an optimizer or the config an optimizer section",
+                got="an engine for inference",
+                fix="pass an optimizer to initialize(), or add an optimizer section to the config",
             )
         return self.sharded_optimizer
 
@@ -713,19 +713,19 @@ class EngineBase(nn.Module):
         return self._boundary
 
     def _require_gradients(self, call: str, *, own: bool = False) -> StepBoundary:
-        """Raises EngineStateError where there are none; `own`: or where an update with them has begun."""
+        """Raises EngineStateError if there are no gradients, or, with `own`, if an update with them has begun."""
         weights, boundary = self._require_weight_update(call), self._require_boundary(call)
         self._check_usable()
         if self._step.num_backwards == 0:
             raise EngineStateError(
-                f"engine.{call}()", expected="a backward before it", fix="call it between backward and step()"
+                f"engine.{call}()", expected="a backward before this call", fix="call it between backward and step()"
             )
         if own:
             weights.require_own_step(f"engine.{call}()")
         return boundary
 
     def extra_repr(self) -> str:
-        """Stage, ranks, precision, batch and tiers, in the first line of `repr(engine)`."""
+        """Returns stage, ranks, dtypes, batch size and tiers for the first line of `repr(engine)`."""
         settings = self.settings
         dtypes = sorted({str(b.dtype).removeprefix("torch.") for unit in self.units for b in unit.buffers})
         batch = f"batch {settings.micro_batch_size} x {settings.accumulation} x {settings.data_parallel_size}"
@@ -745,34 +745,34 @@ class EngineBase(nn.Module):
         return self.sharded_optimizer.optimizer if self.sharded_optimizer is not None else None
 
     def was_step_applied(self) -> bool:
-        """Whether the last `step()` changed the weights: false between boundaries and after an overflow."""
+        """Returns True if the last `step()` changed the weights; False between boundaries and after an overflow."""
         return self._step.applied
 
     def get_global_grad_norm(self) -> float | None:
-        """The global L2 norm of the last boundary's gradients, unscaled, before clipping; inf after an overflow.
+        """Returns the last boundary's global L2 gradient norm, unscaled, before clipping; inf after an overflow.
 
-        None before the first boundary, and with `compute_grad_norm` off.
+        None before the first boundary, or if `compute_grad_norm` is off.
         """
         return None if self._boundary is None else self._boundary.grad_norm
 
     def get_lr(self) -> list[float]:
-        """Learning rate of each param group; 0 of one that has none, as of an Adafactor with relative steps."""
+        """Returns the learning rate of each param group; 0 if it has none, as in Adafactor with relative steps."""
         return [float(group.get("lr") or 0.0) for group in self._require_optimizer("get_lr").optimizer.param_groups]
 
     def train_batch_size(self) -> int:
-        """Samples per step over all ranks."""
+        """Returns the number of samples per step over all ranks."""
         return self.train_micro_batch_size_per_gpu() * self.settings.accumulation * self.settings.data_parallel_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples per rank and forward."""
+        """Returns the number of samples per rank and forward."""
         return self.settings.micro_batch_size
 
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches per step."""
+        """Returns the number of micro-batches per step."""
         return self.settings.accumulation
 
     def model_state_nbytes(self) -> dict[str, int]:
-        """Bytes this rank holds now: "params", "gradients" and "optimizer" (masters and states).
+        """Returns the bytes this rank holds now: "params", "gradients" and "optimizer" (masters and states).
 
         Counts allocated storage: a sharded unit counts its shard, an unsharded one its full buffer as well.
         """
@@ -787,9 +787,9 @@ class EngineBase(nn.Module):
         }
 
     def tier_nbytes(self) -> dict[str, int]:
-        """Bytes of this rank in tiers other than its device: "params, host", "params, nvme", "optimizer, nvme".
+        """Returns this rank's bytes in other tiers than its device: "params, host", "params, nvme", "optimizer, nvme".
 
-        States in the host memory of a CPU run are where they always are, and counted by `model_state_nbytes`.
+        In a CPU run host memory is the device, so states in it count in `model_state_nbytes` only.
         """
         return {name: tier.nbytes for name, tier in self.tier_set.tiers.items()}
 
@@ -799,18 +799,18 @@ class EngineBase(nn.Module):
     def record_trace(self, path: PathLike) -> Iterator[StepTrace]:
         """Records the steps inside the block: units, collectives, updates and copies over time. (all ranks)
 
-        Rank 0 writes one file for all ranks, which Perfetto and Chrome open, and of which `zeroaccel trace` makes a
-        page. Nothing that is computed or sent changes; before the first step and after the last there are a few small
-        collectives. The first steps of a run are no typical ones: record later ones.
+        Rank 0 writes one file for all ranks. Perfetto and Chrome open it, and `zeroaccel trace` turns it into a page.
+        Recording changes neither computation nor traffic, except for a few small collectives before the first step and
+        after the last. The first steps of a run are not typical: record later ones.
 
         Args:
-            path: of the file; an existing one is replaced. On rank 0's machine.
+            path: file on rank 0's machine; an existing file is replaced.
 
         Yields:
             The recording; after the block its `waits` are the three largest, on every rank.
 
         Raises:
-            EngineStateError: another recording is on, or no step was complete.
+            EngineStateError: another recording is active, or no step was complete.
             UsageError: the file cannot be written; on every rank.
 
         Example:
@@ -822,7 +822,7 @@ class EngineBase(nn.Module):
             ...     for _ in range(2):
             ...         _ = engine.backward(engine(torch.ones(8, 4)).square().mean())
             ...         engine.step()
-            >>> recorded.result.num_steps, recorded.waits  # one rank waits for no other
+            >>> recorded.result.num_steps, recorded.waits  # a single rank never waits
             (2, [])
             >>> engine.destroy()
         """
@@ -836,7 +836,7 @@ class EngineBase(nn.Module):
         trace.finish()
 
     def traced_parts(self) -> TracedParts:
-        """What a recording listens to."""
+        """Returns the parts of the engine that a recording observes."""
         return TracedParts(
             model=self.module,
             units=self.units,
@@ -853,8 +853,8 @@ class EngineBase(nn.Module):
     def finish_update(self) -> None:
         """Installs an update that runs one step late (`update_during`: "next_step") now. (all ranks)
 
-        Calls that save or read the full model do it too. Without such an update it does nothing but compare the ranks
-        in the steps that did not wait for that; see [Note: boundary] of `grad_norm.py`.
+        Calls that save or read the full model call this too. Without such an update it only compares the ranks for the
+        steps that have not compared them yet; see [Note: boundary] of `grad_norm.py`.
         """
         self._check_usable()
         self._coordinator.drop_recent()
@@ -864,12 +864,12 @@ class EngineBase(nn.Module):
             self.weight_update.finish()
 
     def change_masters(self, call: Callable[[], object]) -> None:
-        """Lets a method of the optimizer that is no step, such as `eval` of a schedule-free one, change the weights.
+        """Runs an optimizer method other than `step` that changes weights, e.g. `eval` of a schedule-free optimizer.
 
         (all ranks, between a step and the next forward)
 
         Args:
-            call: sees a part of this rank's masters at a time in the param groups, as `step` does.
+            call: sees part of this rank's masters at a time in the param groups, as `step` does.
         """
         weights = self._require_weight_update("change_masters")
         self._check_usable()
@@ -883,23 +883,23 @@ class EngineBase(nn.Module):
     def gathered(self, budget: int | None = None) -> AbstractContextManager[None]:
         """Keeps parameters unsharded for generation or evaluation. (all ranks)
 
-        Inside, ranks may do different numbers of forwards: one that leaves the block participates in the gathers of
-        the others until all have left it. No training inside.
+        Inside, ranks may run different numbers of forwards: a rank that leaves the block participates in the gathers of
+        the others until all have left it. Training inside the block is an error.
 
         Args:
-            budget: bytes of unsharded parameters to keep, in the order of the model; what does not fit is gathered for
+            budget: bytes of unsharded parameters to keep, in the order of the model; the engine gathers the rest for
                 each forward. None keeps all.
 
         Raises:
-            UsageError: `budget` is not a number of bytes, or not the same on all ranks; or there is one already.
+            UsageError: `budget` is not a number of bytes, or differs between ranks; or the block is nested.
         """
         self.finish_update()
         return gathered(self.registry, self._coordinator, budget)
 
     def iter_named_full_params(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, full values in the dtype of the engine), with one unit at a time unsharded. (all ranks, to the end)
+        """Yields (name, full values in the engine's dtype), one unsharded unit at a time. (all ranks, to the end)
 
-        A tensor is valid until the next one only: copy it to keep it. Tied parameters come once.
+        A tensor is valid only until the next one: copy it to keep it. Tied parameters come once.
         """
         self.finish_update()
         return iter_named_full_params(self.registry)
@@ -914,21 +914,21 @@ class EngineBase(nn.Module):
         only_rank: int | None = None,
         as_saved: bool = True,
     ) -> Iterator[Any]:
-        """Packets of all weights, gathered unit by unit, each byte once. (all ranks, to the end)
+        """Yields packets of all weights, gathered unit by unit, each byte once. (all ranks, to the end)
 
-        A packet has a `manifest`, plain data, and a `payload`, a tensor of bytes that is valid until the next one. The
-        stream holds one unit and one bucket of `bucket_bytes` at a time. Tied parameters come once; persistent buffers
-        come too.
+        A packet has a `manifest` of plain data and a `payload`, a tensor of bytes that is valid until the next packet.
+        The stream holds one unit and one bucket of `bucket_bytes` at a time. Tied parameters come once; persistent
+        buffers are included.
 
         Args:
-            dtype: of floating-point values, float32, bfloat16 or float16; None for their own.
-            names: of parameters and buffers to send, or whether to send a name. Only these are gathered.
+            dtype: float32, bfloat16 or float16, for floating-point values; None keeps their own.
+            names: names of parameters and buffers to send, or a predicate on names. The engine gathers only these.
             bucket_bytes: a multiple of 16; a larger tensor comes in pieces.
-            merge_adapters: send the weights that PEFT's adapters are on with these merged in, by the adapter's own
-                rule, under the names that they have without adapters. The engine's weights stay as they are.
-            only_rank: of the job; packets of other ranks have no payload. None gives all ranks the bytes.
-            as_saved: with the names and layouts of `save_pretrained`; False for those of the model's parameters, which
-                deltas have.
+            merge_adapters: merge PEFT's adapters into the weights that they adapt, by the adapter's own rule, and send
+                these under the names that they have without adapters. The engine's weights do not change.
+            only_rank: rank in the job that gets payloads; packets of other ranks have none. None means all ranks.
+            as_saved: use the names and layouts of `save_pretrained`; False uses those of the model's parameters, as
+                deltas do.
 
         Raises:
             UsageError: an argument is wrong or differs between ranks; on every rank.
@@ -945,21 +945,21 @@ class EngineBase(nn.Module):
         )
 
     def mark_changes(self, enabled: bool = True) -> None:
-        """Has each step mark the 16-bit weights that it changes, one bit for each, for `stream_deltas`.
+        """Makes each step mark the 16-bit weights that it changes, one bit per weight, for `stream_deltas`.
 
-        Off at the start, and then nothing is stored. Weights of other dtypes count as changed at all times.
+        It is off by default, and then uses no memory. Weights of other dtypes always count as changed.
         """
         self.weight_sender.mark_changes(enabled=enabled)
 
     def stream_deltas(self, since: int | None = None) -> Iterator[Any]:
-        """Packets of the weights that have changed, each rank's of its own shard; gathers nothing. (all, to the end)
+        """Yields packets of changed weights, each rank from its own shard, without a gather. (all ranks, to the end)
 
-        All ranks send their packets; a receiver has the version when those of all have come. Where all values of a
-        parameter are fewer bytes than the changed values with positions, they come without positions.
+        All ranks send their packets; a receiver has the version once the packets of all ranks have arrived. If all
+        values of a parameter take fewer bytes than the changed values with positions, the packet has all values.
 
         Args:
-            since: the version, `engine.streamed_version` of then, that the receivers have. If it is not that of the
-                last complete stream of all weights or of deltas, the packets have all weights.
+            since: the version that the receivers have (`engine.streamed_version` at that time). If it is not that of
+                the last complete stream of weights or deltas, the packets contain all weights.
 
         Raises:
             EngineStateError: `mark_changes` was not called, or another stream is open.
@@ -968,7 +968,7 @@ class EngineBase(nn.Module):
 
     @property
     def streamed_version(self) -> int:
-        """The number of the last stream of weights that began; 0 before the first."""
+        """Number of the last stream of weights that began; 0 before the first."""
         return self.weight_sender.version
 
     def offload_states(
@@ -978,17 +978,17 @@ class EngineBase(nn.Module):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Moves states from the device to host memory until `reload_states`; the engine cannot be used meanwhile.
+        """Moves states from the device to host memory until `reload_states`; meanwhile the engine cannot be used.
 
         Args:
-            include: of "optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer", as texts or
-                as members of an enumeration with these values; None is all.
+            include: a selection of "optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer", as
+                strings or as members of an enum with these values; None means all.
             device: "cpu".
-            non_blocking: accepted; the memory is free when the call returns, so it always waits for the copies.
+            non_blocking: accepted without effect: the call frees the memory, so it always waits for the copies.
 
         Raises:
-            UsageError: an unknown kind or device.
-            EngineStateError: they are offloaded already.
+            UsageError: a kind or the device is unknown.
+            EngineStateError: the states are already offloaded.
         """
         self.finish_update()
         self.registry.before_write()  # a save may be copying them
@@ -997,14 +997,14 @@ class EngineBase(nn.Module):
         self._state_offload.offload(kinds, pinned=pin_memory)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Moves the states back. Without `offload_states` before it does nothing."""
+        """Moves the states back to the device. Without an earlier `offload_states` it does nothing."""
         self._state_offload.reload()
 
     # -- checkpoints
 
     @property
     def loaded(self) -> Any:
-        """The bytes that the last `load_checkpoint` read, as a `LoadReport`; None before."""
+        """`LoadReport` with the bytes that the last `load_checkpoint` read; None before the first load."""
         return self.checkpointer.loaded
 
     def save_checkpoint(
@@ -1017,26 +1017,26 @@ class EngineBase(nn.Module):
     ) -> bool:
         """Saves everything a resumed run needs into `save_dir/<tag>`. (all ranks)
 
-        With `checkpoint.async_save` it returns at once and the writing overlaps with training; an error in it is
-        raised by the next `step()`, save or load.
+        With `checkpoint.async_save` it returns at once, and writing overlaps with training; if writing fails, the next
+        `step()`, save or load raises the error.
 
         Args:
             save_dir: a folder that all ranks see.
-            tag: a name, the same on all ranks; `global_step<N>` by default. One that exists is replaced.
-            client_state: plain data and tensors of the caller's, given back by `load_checkpoint`; rank 0's counts.
-            save_latest: whether a load without a tag finds this one.
+            tag: name of the checkpoint, the same on all ranks; `global_step<N>` by default. Replaces an existing one.
+            client_state: plain data and tensors of the caller, which `load_checkpoint` returns; rank 0's are saved.
+            save_latest: write `latest`, so that a load without a tag finds this checkpoint.
             exclude_frozen_parameters: leave out the values of parameters that need no gradient, or save all. By default
-                as the config's `checkpoint.exclude_frozen_parameters`; absent, a base of PEFT's is left out if it has a
-                name.
+                the config's `checkpoint.exclude_frozen_parameters`; without that, the save leaves out the base model
+                under PEFT adapters if it has a name.
 
         Returns:
-            True: it is saved, or on its way.
+            True: the save is complete, or continues in the background.
 
         Raises:
-            CheckpointError: it cannot be written; earlier checkpoints are as they were. Or an earlier save in the
-                background failed.
-            UsageError: the ranks' tags differ, or something in `client_state` is neither plain data nor a tensor.
-            EngineStateError: gradients of unfinished accumulation would be lost.
+            CheckpointError: writing failed (earlier checkpoints are unchanged), or an earlier save in the background
+                failed.
+            UsageError: the ranks' tags differ, or `client_state` contains something other than plain data and tensors.
+            EngineStateError: gradients of an unfinished accumulation would be lost.
         """
         self.checkpointer.save_checkpoint(
             save_dir, tag, client_state, save_latest, exclude_frozen=exclude_frozen_parameters
@@ -1054,24 +1054,22 @@ class EngineBase(nn.Module):
     ) -> tuple[str | None, dict[str, Any]]:
         """Resumes from a checkpoint that any number of ranks saved, at any stage and precision. (all ranks)
 
-        A folder that DeepSpeed wrote, or torch.distributed.checkpoint with the state dicts of FSDP2, can be resumed
-        from as well.
+        It also reads folders that DeepSpeed wrote, and FSDP2 state dicts that torch.distributed.checkpoint wrote.
 
         Args:
-            tag: which; by default the one that `latest` names. "auto" takes the newest that is valid, of any
-                writer, and logs which it skipped and why.
-            load_module_strict: all names must agree; False loads those that do. Shapes must agree anyway.
-            load_optimizer_states: moments and the like, and the param groups' hyperparameters.
-            load_lr_scheduler_states: the scheduler's.
-            load_module_only: nothing but weights and buffers; training starts at step 0 with them.
+            tag: name of the checkpoint; by default the one that `latest` names. "auto" takes the newest valid one, of
+                any writer, and logs the skipped ones with the reasons.
+            load_module_strict: all names must match; False loads the names that match. Shapes must always match.
+            load_optimizer_states: load optimizer states, such as moments, and the hyperparameters of the param groups.
+            load_lr_scheduler_states: load the state of the scheduler.
+            load_module_only: load only weights and buffers; training starts at step 0 with them.
 
         Returns:
-            (the checkpoint's folder, the `client_state` it was saved with); (None, {}) for "auto" where there is no
-            checkpoint at all.
+            (the checkpoint's folder, the saved `client_state`); (None, {}) for "auto" if there is no checkpoint.
 
         Raises:
-            CheckpointError: there is none, it is damaged or incomplete, or it does not fit; on every rank. If damage
-                showed only while reading, the engine refuses to run until a load succeeds.
+            CheckpointError: the checkpoint is missing, damaged, incomplete, or does not fit; on every rank. If only
+                reading it showed the damage, the engine refuses to run until a load succeeds.
         """
         return self.checkpointer.load_checkpoint(
             load_dir,
@@ -1088,16 +1086,16 @@ class EngineBase(nn.Module):
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Writes the parameters in the dtypes they have in the engine, and the buffers, to one file. (all ranks)
+        """Writes the parameters, in the dtypes they have in the engine, and the buffers to one file. (all ranks)
 
-        Rank 0 writes, at every stage; one unit at a time is unsharded. A name ending in .safetensors is streamed; .bin,
-        .pt and .pth are made by `torch.save`, with all weights in rank 0's memory.
+        Rank 0 writes, at every stage, with one unit unsharded at a time. It streams a file that ends in .safetensors;
+        for .bin, .pt and .pth it calls `torch.save`, with all weights in its memory.
 
         Returns:
-            True: it is saved.
+            True: the file is written.
 
         Raises:
-            CheckpointError: it cannot be written.
+            CheckpointError: the file cannot be written.
         """
         self.checkpointer.save_16bit_model(
             os.path.join(save_dir, save_filename), exclude_frozen=exclude_frozen_parameters
@@ -1107,7 +1105,7 @@ class EngineBase(nn.Module):
     def save_model(
         self, save_dir: PathLike, *, max_nbytes: int, pickled: bool = False, exclude_frozen_parameters: bool = False
     ) -> list[str]:
-        """Writes the model as files of at most `max_nbytes` with an index, as libraries of models read it. (all ranks)
+        """Writes the model as files of at most `max_nbytes` with an index, in the Hugging Face layout. (all ranks)
 
         Returns:
             The names of the files.
@@ -1120,25 +1118,25 @@ class EngineBase(nn.Module):
         )
 
     def consolidated_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
-        """The full state dict of the model in host memory, on rank 0; None on the others. (all ranks)
+        """Returns the model's full state dict in host memory on rank 0, and None on the others. (all ranks)
 
-        At every stage; one unit at a time is unsharded, and rank 0 holds a copy of all weights, in the engine's dtypes.
-        Tied parameters are one tensor under each of their names.
+        Works at every stage, with one unit unsharded at a time; rank 0 holds a copy of all weights, in the engine's
+        dtypes. Tied parameters are one tensor under each of their names.
         """
         return self.checkpointer.consolidated_state_dict(exclude_frozen=exclude_frozen_parameters)
 
     def wait_for_checkpoint(self) -> None:
-        """Returns when no save is running in the background. (all ranks)
+        """Waits until no save runs in the background. (all ranks)
 
         Raises:
-            CheckpointError: it failed; on every rank.
+            CheckpointError: the save failed; on every rank.
         """
         self.checkpointer.wait()
 
     # -- life cycle
 
     def reset(self) -> None:
-        """After an exception in the middle of a step: all units sharded, no gradients, ready for the next forward."""
+        """Reshards all units and drops all gradients after an exception within a step, ready for the next forward."""
         if self.weight_update is not None:
             self.weight_update.forget()
         self._hooks.forget()
@@ -1149,13 +1147,13 @@ class EngineBase(nn.Module):
         self._step.num_backwards = 0
 
     def at_destroy(self, undo: Callable[[], None]) -> None:
-        """Registers `undo` for `destroy`: patches that are made for an engine end with it."""
+        """Registers `undo`, which `destroy` calls, to remove a patch that was made for this engine."""
         self._undo.callback(undo)
 
     def destroy(self) -> None:
-        """Detaches the engine from the model: hooks removed, weights unsharded, in storage of their own. (all ranks)
+        """Detaches the engine: removes its hooks and unshards the model's weights into separate storage. (all ranks)
 
-        It frees its memory at once: shards, masters, and the optimizer's states, which `optimizer.state` no longer has.
+        It frees shards, masters and optimizer states at once; `optimizer.state` is empty afterwards.
 
         Raises:
             CheckpointError: a save in the background failed.
@@ -1172,7 +1170,7 @@ class EngineBase(nn.Module):
         if self.weight_update is not None:
             self.weight_update.close()
         self.reset()
-        # Unit by unit in registration order on all ranks: these gathers are collectives like any other.
+        # Unit by unit, in registration order on all ranks: the gathers are collectives.
         for unit in self.units:
             if unit.state is not ShardState.UNSHARDED:
                 unit.unshard()
@@ -1186,7 +1184,7 @@ class EngineBase(nn.Module):
         self._report.close()
         self.tier_set.close()
         # The engine, its hooks and its optimizer refer to each other: without this their memory would wait for Python's
-        # collector of cycles, which knows nothing of the device's memory.
+        # cycle collector, which does not see device memory.
         if self.sharded_optimizer is not None:
             self.sharded_optimizer.optimizer.state.clear()
         for unit in self.units:
@@ -1204,7 +1202,7 @@ class EngineBase(nn.Module):
             try:
                 return getattr(module, name)
             except AttributeError:
-                if hasattr(type(module), name):  # its property raised it
+                if hasattr(type(module), name):  # a property of the model raised it
                     raise
                 kinds = f"{type(self).__name__} nor its model {type(module).__name__}"
                 raise AttributeError(f"neither {kinds} has an attribute {name!r}", name=name, obj=self) from None
@@ -1212,15 +1210,15 @@ class EngineBase(nn.Module):
     def __reduce__(self) -> Any:
         raise EngineStateError(
             "an engine cannot be copied or pickled: it belongs to a job of several processes",
-            fix="save a checkpoint; or copy engine.module, inside engine.gathered() where it is sharded",
+            fix="save a checkpoint; or copy engine.module, inside engine.gathered() if it is sharded",
         )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's state dict; while parameters are sharded this raises instead of returning NaNs."""
+        """Returns the model's state dict; raises while parameters are sharded, instead of returning NaNs."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own: every rank passes the same values, and they reach shards and masters too. (all ranks)"""
+        """Calls the model's method; pass the same values on every rank. They reach shards and masters. (all ranks)"""
         return self.module.load_state_dict(*args, **kwargs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> EngineBase:

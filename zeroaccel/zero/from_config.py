@@ -1,9 +1,9 @@
-"""Between a config and what is built from it: settings of the engine, units, placement, "auto" facts, checks.
+"""Derives settings of the engine, units, placement, "auto" facts and checks from a config.
 
-Pure functions of a model and its `Config`; nothing is allocated. `initialization` builds with them, and the estimate
-does so without values, so that the two cannot differ. `facts_from_model` is the other direction: the hidden size, from
-which bucket sizes that are "auto" follow. `check_training` serves `zeroaccel config validate`: it builds what the
-sections name over a few numbers, by the calls that `initialize` makes.
+Pure functions of a model and its `Config`; they allocate nothing. Both set-up and the memory estimate call them, so
+the two cannot differ. `facts_from_model` goes in the other direction: it finds the hidden size, from which bucket sizes
+that are "auto" follow. `check_training` serves `zeroaccel config validate`: it builds the optimizer and the schedule
+that the config names over a few numbers, with the calls of `initialize`.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ class LoopRules:
     """How the caller's loop drives the engine; the defaults are those of `zeroaccel.initialize`.
 
     Attributes:
-        casts_inputs: forward casts floating inputs to the precision; without it that happens under fp16 with
-            `auto_cast` only.
+        casts_inputs: forward casts floating inputs to the precision; otherwise only fp16 with `auto_cast` does so.
         divides_direct: the engine divides a plain `loss.backward()` by the accumulation steps, as `engine.backward`.
         counts_micro_steps: the engine counts micro-steps to find the boundary; otherwise the loop calls
             `decide_boundary`, and every step is a boundary until it does.
@@ -55,7 +54,7 @@ class LoopRules:
         saves_within_accumulation: `save_checkpoint` inside an accumulation omits the gradients so far, with a warning;
             otherwise it raises EngineStateError.
         resumes: the loop saves states in the memory of the machines and resumes from them; otherwise `checkpoint.peer`
-            of the config is an error.
+            in the config is an error.
     """
 
     casts_inputs: bool = False
@@ -71,21 +70,21 @@ class EngineSettings:
     """The settings of an engine, all resolved.
 
     Attributes:
-        plan: what is sharded.
+        plan: which of optimizer states, gradients and parameters are sharded.
         micro_batch_size: samples per rank and forward.
-        data_parallel_size: ranks that see different samples.
+        data_parallel_size: number of ranks that see different samples.
         accumulation: backwards per step.
         managed_accumulation: False makes every `step()` a boundary.
-        clipping: maximal global gradient norm; 0 is off.
-        compute_norm: whether a norm is computed where clipping does not need it.
+        clipping: maximal global gradient norm; 0 disables clipping.
+        compute_norm: compute the norm even if clipping does not need it.
         skip_overflow: skip steps whose gradients are not finite.
-        loss_scaled: gradients in fp16, where a plain `loss.backward()` would miss the scale.
-        input_dtype: cast floating inputs of forward to this; None leaves them.
+        loss_scaled: losses are scaled for fp16, so a plain `loss.backward()` would miss the scale.
+        input_dtype: dtype to which forward casts floating inputs; None leaves them unchanged.
         gather_numel: elements of all-gathers in flight after a step (`allgather_bucket_size`).
-        sub_group_numel: elements that are stepped at a time by optimizers that need their gradients in fp32.
-        update_during: when masters on the host are updated.
+        sub_group_numel: elements per update of optimizers that need their gradients in fp32.
+        update_during: time at which masters on the host are updated.
         limits: bounds on unsharded and prefetched parameters.
-        rules: how gradients are summed.
+        rules: rules for summing gradients.
         loop: how the caller's loop drives the engine.
     """
 
@@ -112,17 +111,17 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:
-    """The dtype that a config names."""
+    """Returns the dtype that a config names."""
     return None if name is None else DTYPES[name]
 
 
 def autocast_of(settings: Config) -> torch.dtype | None:
-    """The dtype of `torch_autocast`; None where it is not enabled."""
+    """Returns the dtype of `torch_autocast`; None if it is not enabled."""
     return DTYPES[settings.torch_autocast.dtype] if settings.torch_autocast.enabled else None
 
 
 def unit_specs_of(model: nn.Module, settings: Config, plan: ShardPlan) -> list[UnitSpec]:
-    """Which parameters form a unit, and so share their collectives."""
+    """Groups the parameters into units, which share their collectives."""
     zero = settings.zero_optimization
     leaf = zero.leaf_module
     rules = LeafRules(
@@ -131,7 +130,7 @@ def unit_specs_of(model: nn.Module, settings: Config, plan: ShardPlan) -> list[U
     return group_parameters(
         model,
         rules=rules,
-        # Without sharded parameters every unit is persistent; a unit of small ones would only be one collective more.
+        # Without sharded parameters every unit is persistent; a unit of small ones would only add a collective.
         persistence_threshold=zero.param_persistence_threshold if plan.params else 0,
         model_persistence_threshold=zero.model_persistence_threshold,
         coded=_coded(model, settings, plan),
@@ -139,19 +138,19 @@ def unit_specs_of(model: nn.Module, settings: Config, plan: ShardPlan) -> list[U
 
 
 def code_format_of(settings: Config, plan: ShardPlan) -> str:
-    """The format of frozen weights that are stored as codes; "" where they are stored as they are."""
+    """Returns the quantized format of frozen weights; "" if they keep their dtype."""
     zero = settings.zero_optimization
     as_int8 = plan.params and zero.zero_quantized_nontrainable_weights
     return zero.frozen_weights or ("int8" if as_int8 else "")
 
 
 def _coded(model: nn.Module, settings: Config, plan: ShardPlan) -> frozenset[int]:
-    """id() of the parameters that are stored as codes: frozen, with two dimensions or more.
+    """Returns id() of the parameters that are stored as codes: frozen, with two dimensions or more.
 
-    Not those of embeddings, unless DeepSpeed's key asks for them, those that stay in fp32, and codes of a library.
+    Excludes embeddings (unless DeepSpeed's key asks for codes), parameters that stay in fp32, and a library's codes.
 
     Raises:
-        UsageError: the config asks for codes, and every matrix is to be trained.
+        UsageError: the config asks for codes, but the model has no frozen matrix that can be quantized.
     """
     if not code_format_of(settings, plan):
         return frozenset()
@@ -170,12 +169,12 @@ def _coded(model: nn.Module, settings: Config, plan: ShardPlan) -> frozenset[int
             raise UsageError(
                 where,
                 expected="frozen matrices that no library has quantised",
-                got="codes of a library, and trained matrices",
+                got="matrices that are either trained or already quantised by a library",
                 fix="remove the key, or load the base unquantised",
             )
         raise UsageError(
             where,
-            expected="frozen matrices, as codes cannot be trained",
+            expected="frozen matrices, because quantized codes cannot be trained",
             got="a model whose matrices all have requires_grad=True",
             fix="call requires_grad_(False) on the base and train adapters (peft.get_peft_model), or remove the key",
         )
@@ -192,12 +191,12 @@ def placement_of(
     kinds: Sequence[OptimizerKind],
     splits: Mapping[int, Split],
 ) -> Placement:
-    """In which dtype, on which device and how sharded parameters are stored.
+    """Decides the dtype, device and sharding in which parameters are stored.
 
     Args:
         groups: id of a trained parameter -> index of its param group.
-        kinds: of each param group; none without an optimizer.
-        splits: id of a parameter -> how tensor parallelism cuts it.
+        kinds: kind of optimizer per param group; empty without an optimizer.
+        splits: id of a parameter -> its split by tensor parallelism.
     """
     dtype, autocast = DTYPES[settings.precision], autocast_of(settings)
     fp32 = kept_in_fp32(model, settings.data_types.keep_in_fp32_modules, autocast or dtype)
@@ -221,7 +220,7 @@ def placement_of(
 
 
 def buffer_dtypes_of(model: nn.Module, settings: Config) -> dict[str, torch.dtype]:
-    """Name -> dtype of the model's floating-point buffers; call it before parameters are cast."""
+    """Returns name -> dtype of the model's floating-point buffers; call it before parameters are cast."""
     precision = DTYPES[settings.precision]
     fp32 = frozenset(kept_in_fp32(model, settings.data_types.keep_in_fp32_modules, precision))
     return BufferDtypes(precision, dtype_of(settings.data_types.buffer_dtype), fp32).of(model)
@@ -237,11 +236,11 @@ def engine_settings_of(
     *,
     has_streams: bool,
 ) -> EngineSettings:
-    """The engine's part of the config.
+    """Returns the engine's part of the config.
 
     Args:
-        world_size: ranks whose gradients are averaged.
-        data_parallel_size: those of them that see different samples.
+        world_size: number of ranks whose gradients are averaged.
+        data_parallel_size: number of these ranks that see different samples.
         has_streams: the device has streams.
     """
     zero = settings.zero_optimization
@@ -260,7 +259,7 @@ def engine_settings_of(
         managed_accumulation=settings.managed_gradient_accumulation,
         clipping=settings.gradient_clipping,
         compute_norm=zero.compute_grad_norm,
-        # bf16 and fp32 do not overflow by scaling, so an infinity there is an error of the training, to be seen.
+        # Scaling cannot overflow bf16 and fp32, so an infinity there is an error of the training and must show.
         skip_overflow=settings.scales_loss or (settings.bf16.enabled and settings.bf16.check_grad_overflow),
         loss_scaled=settings.scales_loss,
         input_dtype=DTYPES[settings.precision] if casts else None,
@@ -287,18 +286,18 @@ def engine_settings_of(
 
 def _sub_group_numel(settings: Config, *, has_streams: bool) -> int:
     zero = settings.zero_optimization
-    # The format's default, 10^9, is 4 GB of fp32 gradients, for which a GPU seldom has room; a config's value counts.
+    # The format's default of 10^9 needs 4 GB of fp32 gradients, too much for most GPUs; an explicit value takes effect.
     if has_streams and "sub_group_size" not in zero.model_fields_set:
         return min(zero.sub_group_size, _DEVICE_SUB_GROUP_NUMEL)
     return zero.sub_group_size
 
 
 def loss_scale_of(settings: Config) -> LossScale:
-    """The loss scale: fp16 needs one, as its smallest normal number is 6e-5; bf16 has the exponents of fp32."""
+    """Returns the loss scale: fp16 needs one, since its smallest normal number is 6e-5; bf16 has fp32's exponents."""
     fp16 = settings.fp16
     if not settings.scales_loss:
         return LossScale()
-    if not fp16.enabled:  # autocast, as with torch.amp.GradScaler, whose numbers these are
+    if not fp16.enabled:  # autocast, with the defaults of torch.amp.GradScaler
         return DynamicLossScale(value=65536.0, window=2000, hysteresis=1)
     if fp16.loss_scale:
         return StaticLossScale(fp16.loss_scale)
@@ -312,14 +311,14 @@ def loss_scale_of(settings: Config) -> LossScale:
 
 
 def facts_from_model(model: nn.Module) -> Facts:
-    """The hidden size of a model, and its source.
+    """Returns the hidden size of a model, and its source.
 
-    In this order: `config.hidden_size`, the largest of `config.hidden_sizes`, the same two of the text model's config
-    (`text_config`, `get_text_config()`), the most common last dimension of the model's 2-D weights. A model without
-    any of these has none.
+    The sources, in order: `config.hidden_size`, the largest of `config.hidden_sizes`, the same two of the text model's
+    config (`text_config`, `get_text_config()`), the most common last dimension of the model's 2-D weights. Without any
+    of these the result has no hidden size.
     """
-    # The model's own statement first. The most common width of its weights is a guess, whose source says so in the
-    # provenance of every value that follows from it.
+    # The model's config comes first. The most common width of its weights is a guess, and its source says so in the
+    # provenance of every value derived from it.
     for name, config in _configs(model):
         size, sizes = _read(config, "hidden_size"), _read(config, "hidden_sizes")
         if _is_size(size):
@@ -335,7 +334,7 @@ def facts_from_model(model: nn.Module) -> Facts:
 
 
 def _configs(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The model's config and that of the text model within, with the expression that leads to each."""
+    """Yields the model's config and that of its text model, each with the expression that leads to it."""
     config = getattr(model, "config", None)
     if config is None:
         return
@@ -347,7 +346,7 @@ def _configs(model: nn.Module) -> Iterator[tuple[str, Any]]:
     if callable(find):
         try:
             yield "model.config.get_text_config()", find()
-        except ValueError:  # there are several, and the config cannot say which is meant
+        except ValueError:  # there are several text models, and the config does not say which one to use
             return
 
 
@@ -359,16 +358,16 @@ def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-# Values for arguments that are "auto", that `auto_rules` fills, and that the classes require.
+# Values for required arguments that are "auto" and that `auto_rules` fills later.
 _STAND_INS: Mapping[str, Any] = {"total_num_steps": 1000, "warmup_num_steps": 10, "lr": 1e-3}
 
 
 @contextmanager
 def addressed(config: Config) -> Iterator[None]:
-    """Adds to errors about a key of `config`, which begin with its path, the file and line where it was written.
+    """Adds the file and line of a key of `config` to errors that begin with the path of the key.
 
     Raises:
-        ConfigError: raised inside, from "optimizer.params.lr: ..." made "ds_config.json:7:9: optimizer.params.lr: ...".
+        ConfigError: from inside, with "optimizer.params.lr: ..." as "ds_config.json:7:9: optimizer.params.lr: ...".
     """
     try:
         yield
@@ -382,12 +381,12 @@ def addressed(config: Config) -> Iterator[None]:
 
 
 def check_training(config: Config) -> None:
-    """Checks the optimizer and the schedule that a config names; an "auto" among their arguments passes.
+    """Checks the optimizer and the schedule that a config names; accepts "auto" among their arguments.
 
     Raises:
-        ConfigError: what `initialize` would say, of all that is wrong.
+        ConfigError: all errors that `initialize` would raise for them.
     """
-    # All errors at once: a config is validated before a job is queued for hours.
+    # All errors at once: users validate a config before they queue a job for hours.
     lines: list[str] = []
     optimizer: Optimizer | None = None
     try:
@@ -439,7 +438,7 @@ def _with_stand_ins(config: Config, section: str, params: Mapping[str, Any]) -> 
 
 
 def _batch_sizes(config: Config) -> list[str]:
-    """What is wrong with the batch sizes on any number of ranks."""
+    """Returns the errors in the batch sizes that hold on any number of ranks."""
     train, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
     steps = config.gradient_accumulation_steps
     per_rank = (micro or 1) * (steps or 1)
@@ -450,7 +449,7 @@ def _batch_sizes(config: Config) -> list[str]:
         for name, value in (("train_micro_batch_size_per_gpu", micro), ("gradient_accumulation_steps", steps))
         if value is not None
     ]
-    fix = f"set it to a multiple of {per_rank}, which times the ranks is what a step takes"
+    fix = f"set it to a multiple of {per_rank}, the number of samples that each rank takes per step"
     return [
         str(
             ConfigError(f"{config.where('train_batch_size')}: {train} is no multiple of {' * '.join(factors)}", fix=fix)

@@ -1,13 +1,13 @@
-"""Norm, overflow check and comparison of the ranks, at the boundary of a step, and the factor that follows from them.
+"""Norm, overflow check, comparison of the ranks and the resulting gradient factor, at the boundary of a step.
 
-A floating-point sum depends on its order, so squares are summed as integers (`ops/reductions.py`): the norm has the
-same bits for every layout, world size, stage and device, and so has the clipping.
+A floating-point sum depends on its order, so squares are summed as integers (`ops/reductions.py`): the norm, and with
+it the clipping, has the same bits for every layout, world size, stage and device.
 
-[Note: boundary] Where the optimizer steps in host memory, the host takes the norm and knows the factor before it
-updates (`stats_on_host`). On an accelerator the host would have to wait twice for all that the device still has to do.
-There everything stays on the device (`check_on_device`): the norm, the agreement of the ranks, the factor, and whether
-the step is skipped, which the update's kernels read from memory. The host launches all of it, then the update, and
-reads the outcome once, later, while the update runs; or never, where nothing on the host depends on it.
+[Note: boundary] If the optimizer steps in host memory, the host computes the norm and knows the factor before the
+update (`stats_on_host`). On an accelerator the host would have to wait twice for all pending work of the device.
+There everything stays on the device (`check_on_device`): the norm, the agreement of the ranks, the factor, and the
+decision to skip the step, which the update's kernels read from memory. The host launches all of it, then the update,
+and reads the outcome once, later, while the update runs; or never, if nothing on the host depends on it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zeroaccel.ops.device_values import read_values
 from zeroaccel.ops.reductions import max_abs, max_abs_into, norm_exponent, norm_from, square_sums, square_sums_into
 from zeroaccel.ops.step_control import finalize, largest_of_facts, write_facts
 
-FACTS_LABEL, NORM_LABEL = "gradient overflow check", "gradient norm"  # of the collectives, in messages about hangs
+FACTS_LABEL, NORM_LABEL = "gradient overflow check", "gradient norm"  # names of the collectives in hang messages
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class GradStats:
     """Norm and checks of one step's gradients, equal on all ranks.
 
     Attributes:
-        finite: no infinity and no NaN on any rank.
-        norm: the global L2 norm, still multiplied by the loss scale; NaN when not computed or not finite.
-        same_history: every rank issued the same collectives since the start.
-        same_settings: every rank's optimizer has the same hyperparameters.
-        stop: a rank was asked to stop before it joined this step.
+        finite: True if no rank has an infinity or NaN.
+        norm: the global L2 norm, still multiplied by the loss scale; NaN if not computed or not finite.
+        same_history: True if every rank issued the same collectives since the start.
+        same_settings: True if every rank's optimizer has the same hyperparameters.
+        stop: True if a rank was asked to stop before it joined this step.
     """
 
     finite: bool
@@ -47,11 +47,11 @@ class GradStats:
     stop: bool = False
 
     def read(self) -> GradStats:
-        """See `GradCheck`: they are known."""
+        """Returns itself, to satisfy `GradCheck`."""
         return self
 
     def unscaled_norm(self, loss_scale: float) -> float | None:
-        """The norm of the gradients themselves; inf where one is not finite, None where it was not computed."""
+        """Returns the norm of the unscaled gradients; inf if one is not finite, None if the norm was not computed."""
         if not self.finite:
             return math.inf
         return None if math.isnan(self.norm) else self.norm / loss_scale
@@ -59,13 +59,13 @@ class GradStats:
 
 @dataclass(frozen=True)
 class FactorRule:
-    """What the gradients of one step are multiplied by: unscaling and clipping in one factor.
+    """The rule for the factor that multiplies a step's gradients: unscaling and clipping in one.
 
     Attributes:
-        loss_scale: of the step's backwards.
-        clipping: the largest norm of the unscaled gradients; 0 for any.
+        loss_scale: loss scale of the step's backwards.
+        clipping: the largest norm of the unscaled gradients; 0 disables clipping.
         most: an upper bound of the clipping factor, set by the program.
-        skips_overflow: a step with gradients that are not finite is skipped.
+        skips_overflow: skip a step with gradients that are not finite.
     """
 
     loss_scale: float
@@ -74,7 +74,7 @@ class FactorRule:
     skips_overflow: bool = True
 
     def factor(self, stats: GradStats) -> float | None:
-        """The factor of gradients with these statistics; None where the step is skipped.
+        """Returns the factor for gradients with these statistics; None if the step is skipped.
 
         Example:
             >>> FactorRule(loss_scale=2.0, clipping=1.0).factor(GradStats(True, 8.0, True, True))
@@ -88,18 +88,18 @@ class FactorRule:
 
 
 class GradCheck(Protocol):
-    """The statistics of one step's gradients: known, or still on the device."""
+    """The statistics of one step's gradients, known or still on the device."""
 
     def read(self) -> GradStats:
-        """The statistics; the host waits for the device if it has not read them yet."""
+        """Returns the statistics; the host waits for the device if it has not read them yet."""
 
 
 class DeviceStats:
     """A `GradCheck` on the device, where the update reads its outcome. See [Note: boundary].
 
     Args:
-        facts: (6,) float64 of all ranks: the largest magnitude, the two digests as (largest, -smallest), and `stop`.
-        sums: (2,) int64 of all ranks, as `square_sums`; None where no norm was asked for.
+        facts: (6,) float64 over all ranks: the largest magnitude, the two digests as (largest, -smallest), and `stop`.
+        sums: (2,) int64 over all ranks, from `square_sums`; None if no norm is needed.
     """
 
     def __init__(self, facts: Tensor, sums: Tensor | None) -> None:
@@ -110,9 +110,9 @@ class DeviceStats:
         self._stats: GradStats | None = None
 
     def control(self, rule: FactorRule) -> Tensor:
-        """(2,) float32 on the device: the factor of `rule`, and 1 where the update applies, else 0.
+        """Returns (2,) float32 on the device: the factor of `rule`, and 1 if the update applies, else 0.
 
-        Where the ranks differ no update applies either. Also starts to copy the statistics to the host.
+        The update does not apply either if the ranks differ. This also starts the copy of the statistics to the host.
         """
         control = torch.empty(2, dtype=torch.float32, device=self._facts.device)
         summary = torch.empty(5, dtype=torch.float64, device=self._facts.device)
@@ -131,7 +131,7 @@ class DeviceStats:
         return control
 
     def _copy(self, summary: Tensor) -> None:
-        # Before the update in the order of the stream, so that the host waits for the norm only, not for the update.
+        # Queued before the update on the stream, so that the host waits for the norm only, not for the update.
         if summary.device.type == "cpu":
             self._host = summary
             return
@@ -153,11 +153,11 @@ class DeviceStats:
 
     @property
     def was_read(self) -> bool:
-        """Whether the host has the statistics."""
+        """True if the host has the statistics."""
         return self._stats is not None
 
     def is_ready(self) -> bool:
-        """Whether `read` would not wait."""
+        """Returns True if `read` would not wait."""
         if self._stats is not None:
             return True
         return self._host is not None and (self._event is None or self._event.query())
@@ -165,12 +165,12 @@ class DeviceStats:
 
 @dataclass(frozen=True)
 class RankDigests:
-    """What a rank tells the others at a step: digests below 2^52, which a float64 has exactly, and whether to stop.
+    """The facts that a rank sends to the others at a step; digests are below 2^52, which float64 holds exactly.
 
     Attributes:
-        history: of the collectives that this rank has issued.
-        settings: of its optimizer's hyperparameters.
-        stop: it was asked to stop.
+        history: digest of the collectives that this rank has issued.
+        settings: digest of its optimizer's hyperparameters.
+        stop: True if this rank was asked to stop.
     """
 
     history: int
@@ -181,16 +181,17 @@ class RankDigests:
 def join_facts_on_host(
     shards: Sequence[Tensor], digests: RankDigests, collectives: Collectives, device: torch.device
 ) -> Tensor:
-    """(6,) float64 in host memory, of all ranks: as `step_control.write_facts`. One small all-reduce.
+    """Returns the facts of all ranks, (6,) float64 in host memory, as `step_control.write_facts`.
 
-    In a pipeline two: histories are compared within its stages, which issue collectives of their own.
+    Needs one small all-reduce, or two in a pipeline: histories are compared within a stage, since each stage issues its
+    own collectives.
 
     Args:
         shards: the mean gradients of this rank's own elements, in host memory, any float dtype, any number.
-        device: that the ranks compute on, and by which the facts travel.
+        device: compute device of the ranks, over which the facts travel.
     """
-    # One collective carries four answers: an overflow anywhere, two digests as (value, -value), so that one maximum
-    # shows the largest and the smallest of each, and a stop anywhere.
+    # One collective answers four questions: an overflow anywhere, two digests as (value, -value), so that one maximum
+    # gives the largest and the smallest of each, and a stop request anywhere.
     largest = max((max_abs(shard) for shard in shards), default=0.0)
     values = [largest, digests.history, -digests.history, digests.settings, -digests.settings, digests.stop]
     facts = torch.tensor(values, dtype=torch.float64)
@@ -202,16 +203,16 @@ def join_facts_on_host(
 
 
 def _outcome_of_histories(facts: Tensor) -> None:
-    """Replaces two digests, as (largest, -smallest), by whether they differ: what ranks elsewhere can compare."""
+    """Replaces a digest, as (largest, -smallest), by whether it differs, which ranks of other stages can compare."""
     facts[1] = facts[1] != -facts[2]
-    facts[2].zero_()  # an assignment of a number would be a copy that the host waits for
+    facts[2].zero_()  # the assignment of a number would be a copy, for which the host waits
 
 
 def join_facts_on_device(largest: Tensor, digests: RankDigests, collectives: Collectives) -> Tensor:
-    """The same on the device, without waiting for it.
+    """Does the same as `join_facts_on_host` on the device, without waiting for it.
 
     Args:
-        largest: (1,) int32, of `max_abs_into` over this rank's gradients.
+        largest: (1,) int32, from `max_abs_into` over this rank's gradients.
     """
     facts = torch.empty(6, dtype=torch.float64, device=largest.device)
     write_facts(largest, digests.history, digests.settings, digests.stop, facts)
@@ -225,13 +226,13 @@ def join_facts_on_device(largest: Tensor, digests: RankDigests, collectives: Col
 def stats_on_host(
     facts: Tensor, counted: Sequence[Tensor], collectives: Collectives, device: torch.device, *, norm: bool
 ) -> GradStats:
-    """The statistics of gradients in host memory; with a norm, one more small all-reduce.
+    """Returns the statistics of gradients in host memory; a norm needs one more small all-reduce.
 
     Args:
-        facts: of all ranks, in host memory.
-        counted: the shards that enter the norm: replicated gradients are counted on one of their ranks only.
-        device: that the ranks compute on, and by which the sums travel.
-        norm: whether to compute the norm too.
+        facts: the facts of all ranks, in host memory.
+        counted: the shards that enter the norm: replicated gradients count on one of their ranks only.
+        device: compute device of the ranks, over which the sums travel.
+        norm: compute the norm too.
     """
     largest, latest, earliest, highest, lowest, stop = facts.tolist()
     same_history, same_settings, stop = latest == -earliest, highest == -lowest, bool(stop)
@@ -240,7 +241,7 @@ def stats_on_host(
         return GradStats(finite, math.nan, same_history, same_settings, stop)
     if largest == 0.0:
         return GradStats(True, 0.0, same_history, same_settings, stop)
-    # Every rank scales by the power of two above the global maximum, so no square overflows its 50 bits.
+    # Every rank scales by the power of two above the global maximum, so no square exceeds its 50 bits.
     exponent = norm_exponent(largest)
     sums = torch.zeros(2, dtype=torch.int64)
     for shard in counted:
@@ -252,11 +253,11 @@ def stats_on_host(
 def _all_reduce(
     values: Tensor, op: Literal["sum", "max"], label: str, collectives: Collectives, device: torch.device
 ) -> None:
-    """An all-reduce of a few values in host memory, of which no sum depends on the order."""
+    """All-reduces a few values in host memory, whose sums do not depend on the order."""
     if device.type == "cpu" or collectives.world_size == 1:
         collectives.all_reduce(values, op, label)
         return
-    # By the device's own links: the host waits for it once, instead of for messages between all pairs of ranks.
+    # Over the device's links: the host waits once, instead of for messages between all pairs of ranks.
     pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values)
     joined = pinned.to(device, non_blocking=True)
     collectives.all_reduce_on_device(joined, op, label)
@@ -272,10 +273,10 @@ def check_on_device(
     digests: RankDigests,
     norm: bool,
 ) -> DeviceStats:
-    """The statistics of gradients on `device`, without waiting for it: the bits of those in host memory.
+    """Computes the statistics of gradients on `device`, without waiting, with the same bits as in host memory.
 
-    Two small all-reduces on the device; the second adds nothing that matters where the first found a difference.
-    Arguments as for `join_facts_on_host` and `stats_on_host`.
+    It issues two small all-reduces on the device; the second has no effect if the first found a difference. The
+    arguments are those of `join_facts_on_host` and `stats_on_host`.
     """
     largest = torch.zeros(1, dtype=torch.int32, device=device)
     for shard in shards:
@@ -292,7 +293,7 @@ def check_on_device(
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
-    """The factor that reduces gradients of this norm to `max_norm`, at most 1; 1 when `max_norm` is 0 (off).
+    """Returns the factor that reduces gradients of this norm to `max_norm`, at most 1; 1 if `max_norm` is 0 (off).
 
     Example:
         >>> round(clip_factor(norm=4.0, max_norm=1.0), 3)
@@ -302,4 +303,4 @@ def clip_factor(norm: float, max_norm: float) -> float:
     """
     if max_norm <= 0.0:
         return 1.0
-    return min(1.0, max_norm / (norm + 1e-6))  # the 1e-6 of torch.nn.utils.clip_grad_norm_
+    return min(1.0, max_norm / (norm + 1e-6))  # 1e-6 as in torch.nn.utils.clip_grad_norm_

@@ -1,23 +1,25 @@
 """Gradients of a step: reduce-scatter during backward, and accumulation over micro-steps.
 
-[Note: gradient path] A gradient is copied once, into its slot of its buffer's flat gradient: in one call with those
-that arrived before it, when `_PENDING_NUMEL` elements wait or the buffer has all. So small ones cost a unit one call,
-and large ones no memory. That of a buffer's only parameter is the flat gradient itself, unless it needs padding. When
-the last one of a buffer arrives its reduce-scatter starts; parameters without a gradient count as zero when the
-backward ends. Where gradients are sharded (`ShardPlan.grads`, ZeRO-2 and 3) every backward reduces and the shards are
-summed over the micro-steps; otherwise the flat gradients are summed and reduced once, at the accumulation boundary.
+[Note: gradient path] The reducer copies a gradient once, into its slot of its buffer's flat gradient: in one call with
+earlier gradients, when `_PENDING_NUMEL` elements are pending or the buffer is complete. So small gradients of a unit
+need one call, and large ones no extra memory. If a buffer has a single parameter, its gradient becomes the flat
+gradient itself, unless it needs padding. The last gradient of a buffer starts its reduce-scatter; parameters without a
+gradient count as zero when the backward ends. If gradients are sharded (`ShardPlan.grads`, ZeRO-2 and 3), every
+backward reduces, and the shards are summed over the micro-steps; otherwise the flat gradients are summed and reduced
+once, at the accumulation boundary.
 
-[Note: order of reductions] Collectives must start in one order on all ranks, yet a parameter may be unused on one
-rank only. So buffers are launched in a fixed order, each waiting for its predecessors, as DDP's buckets are. A rank
-that waits for room in the bucket does not gather the next unit, which another rank may wait for before it launches. So
-where units are sharded a buffer is launched when its unit's backward is over, with zeros for what was not used.
+[Note: order of reductions] Collectives must start in one order on all ranks, yet a parameter may be unused on one rank
+only. So the reducer launches buffers in a fixed order, like DDP's buckets: each waits for its predecessors. A rank that
+waits for room in the bucket does not gather the next unit, while another rank may wait for that gather before it
+launches. So if units are sharded, a buffer is launched when its unit's backward is over, with zeros for unused
+parameters.
 
-[Note: gradients in host memory] For a step on the host a reduced gradient is copied as soon as its reduction has been
-launched: the stream of the copies waits for the reduction, the host and the computation do not. `end` waits for all
-copies of a backward at once. Meanwhile at most `_D2H_LIMIT` reduced gradients stay on the device; for one more, the
+[Note: gradients in host memory] For a step on the host the reducer queues the copy of a reduced gradient right after it
+launches the reduction: the copy stream waits for the reduction, the host and the computation do not. `end` waits for
+all copies of a backward at once. Meanwhile at most `_D2H_LIMIT` reduced gradients stay on the device; for one more, the
 computation waits for the oldest copy.
 
-The reduced gradient has the communication dtype; it becomes the accumulation dtype when a second one is added.
+The reduced gradient has the communication dtype until a second one is added, then the accumulation dtype.
 """
 
 from __future__ import annotations
@@ -38,21 +40,21 @@ from zeroaccel.zero.param_unit import FlatBuffer
 from zeroaccel.zero.storage.copy_stream import CopyHandle, CopyStream
 from zeroaccel.zero.tensor_subclasses import local_grad
 
-_PENDING_NUMEL = 1 << 18  # gradients of a buffer that wait to be copied together, in elements
-_D2H_LIMIT = 2  # reduced gradients that stay on the device while they are copied to the host, besides the newest
+_PENDING_NUMEL = 1 << 18  # elements of a buffer's pending gradients that trigger their common copy
+_D2H_LIMIT = 2  # reduced gradients that stay on the device during their copy to the host, besides the newest
 
 
 @dataclass(frozen=True)
 class ReduceRules:
-    """How gradients are summed.
+    """Rules for summing gradients.
 
     Attributes:
-        dtype: of the communication; None for each buffer's own dtype.
-        accumulation_dtype: of the sum over micro-steps; None for the buffer's own.
-        predivide: gradients are divided by this before the collective.
-        postscale: and the sum is multiplied by this after it; together 1/W for the mean.
-        bucket_numel: bound on the gradients being reduced at a time, in elements (`reduce_bucket_size`).
-        overlap: False waits for each reduction before backward goes on.
+        dtype: dtype of the communication; None uses each buffer's own dtype.
+        accumulation_dtype: dtype of the sum over micro-steps; None uses the buffer's own.
+        predivide: divisor of the gradients before the collective.
+        postscale: factor of the sum after the collective; `postscale / predivide` is 1/W for the mean.
+        bucket_numel: bound on the elements of gradients in reduction at a time (`reduce_bucket_size`).
+        overlap: False makes backward wait for each reduction.
     """
 
     dtype: torch.dtype | None = None
@@ -70,18 +72,18 @@ class GradientBuffer:
     Attributes:
         flat: (N,) this rank's unreduced gradients, communication or accumulation dtype; None before the first arrives
             and after they are reduced.
-        shard: (S,) the mean over ranks of this rank's shard, summed over micro-steps; None when there is none.
-        full: (N,) the same for all elements, only where the optimizer is replicated.
+        shard: (S,) the mean over ranks of this rank's shard, summed over micro-steps; None if there is none.
+        full: (N,) the same for all elements, only if the optimizer is replicated.
         ready: indices of the parameters whose gradient arrived in this backward.
-        written: and in any backward since the flat gradient was allocated.
-        over: no more arrive in this backward.
+        written: indices of those whose gradient arrived in any backward since the flat gradient was allocated.
+        over: True if no more gradients arrive in this backward.
         pending: gradients of this backward that are not in `flat` yet, by the index of their parameter.
-        pending_numel: their elements.
-        paddings: the elements of `flat` that are no parameter's.
-        launched: the reduction of this backward has started.
-        comes_twice: one of its gradients has arrived again after its reduction had started, in any backward.
-        is_stepping: its update has begun within this backward.
-        comm_dtype: of its reduction.
+        pending_numel: number of elements of the pending gradients.
+        paddings: the ranges of `flat` that belong to no parameter.
+        launched: True if the reduction of this backward has started.
+        comes_twice: True if a gradient has arrived again after its reduction had started, in any backward.
+        is_stepping: True if the update of this buffer has begun within this backward.
+        comm_dtype: dtype of the reduction.
     """
 
     buffer: FlatBuffer
@@ -105,11 +107,11 @@ class GradientBuffer:
 
     @property
     def complete(self) -> bool:
-        """The gradient of every parameter has arrived in this backward."""
+        """True if the gradient of every parameter has arrived in this backward."""
         return len(self.ready) == len(self.buffer.params)
 
     def copy_pending(self, dtype: torch.dtype, predivide: float) -> None:
-        """Copies the pending gradients into their slots, or adds them to those of earlier micro-steps."""
+        """Copies the pending gradients into their slots, or adds them to the gradients of earlier micro-steps."""
         if not self.pending:
             return
         if predivide == 1.0 and self._takes_only_one(dtype):
@@ -134,17 +136,17 @@ class GradientBuffer:
         self.forget_pending()
 
     def _takes_only_one(self, dtype: torch.dtype) -> bool:
-        """Makes the buffer's only gradient the flat one, uncopied, where nothing else is in its memory."""
+        """Makes the buffer's only gradient the flat one without a copy, if it alone occupies its memory."""
         grad = self.pending.get(0)
         if self.flat is not None or grad is None or len(self.buffer.params) > 1:
             return False
-        # Autograd leaves a parameter a gradient that is a view of what other gradients are views of, too.
+        # Autograd may leave a parameter a gradient that shares its base with views that are other gradients.
         count = getattr(torch._C, "_storage_Use_Count", None)
         is_whole = grad.numel() == self.buffer.layout.numel and grad.dtype is dtype and not grad.is_sparse
         if count is None or not is_whole or not grad.is_contiguous():
             return False
         storage = grad.untyped_storage()
-        # Of the gradient, and the Python object that is asked.
+        # One use is the gradient, the other the Python object of this storage.
         if storage.nbytes() != grad.nbytes or count(storage._cdata) > 2:
             return False
         self.flat, self.written = grad.view(-1), {0}
@@ -156,7 +158,7 @@ class GradientBuffer:
         self.pending_numel = 0
 
     def zero_fill_unused(self, dtype: torch.dtype) -> Tensor:
-        """The flat gradient, with zeros for every parameter without a gradient."""
+        """Returns the flat gradient, with zeros for every parameter without a gradient."""
         flat = self._flat_of(dtype)
         if len(self.written) < len(self.buffer.layout.slots):
             for index, slot in enumerate(self.buffer.layout.slots):
@@ -173,7 +175,7 @@ class GradientBuffer:
         self.launched = False
 
     def _flat_of(self, dtype: torch.dtype) -> Tensor:
-        """The flat gradient, allocated with zeroed padding: padding is reduced and enters the norm like any element."""
+        """Returns the flat gradient with zeros in new padding, which enters the norm like all other elements."""
         if self.flat is None:
             layout = self.buffer.layout
             self.flat = torch.empty(layout.numel, dtype=dtype, device=self.buffer.full.device)
@@ -185,7 +187,7 @@ class GradientBuffer:
 
 @dataclass
 class _InflightReduce:
-    """`copy`: of `reduced`, which `work` makes, to host memory; None where it stays, or has not started."""
+    """A reduction in flight; `copy` copies `reduced` to host memory, None if it stays or has not started."""
 
     gradients: GradientBuffer
     flat: Tensor
@@ -197,14 +199,14 @@ class _InflightReduce:
 class GradReducer:
     """Takes gradients from autograd, launches reductions in a fixed order and holds the reduced shards.
 
-    Life of a backward (all ranks): 1. `begin(reduce)`, 2. `on_grad_ready(param)` per gradient, 3. `end()`; and once a
-    step `finish()`, after which every `GradientBuffer.shard` is complete, then `clear()`.
+    One backward (all ranks): 1. `begin(reduce)`, 2. `on_grad_ready(param)` per gradient, 3. `end()`. Once per step:
+    `finish()`, after which every `GradientBuffer.shard` is complete, then `clear()`.
 
     Args:
         copies: copies reduced gradients to host memory as they complete, for a step on the host.
 
     Attributes:
-        facts: what `end` was asked to join, in host memory; None where it was not, or gradients have changed since.
+        facts: result of the `join` that `end` called, in host memory; None without it, or if gradients have changed.
     """
 
     def __init__(
@@ -215,7 +217,7 @@ class GradReducer:
         rules: ReduceRules,
         copies: CopyStream | None = None,
     ) -> None:
-        # Backward meets the modules last to first; the root comes first in registration and so is launched last.
+        # Backward meets the modules last to first; the root comes first in registration, and so is launched last.
         self.gradients = [
             GradientBuffer(buffer, name, rules.dtype or buffer.dtype) for name, buffer in reversed(buffers)
         ]
@@ -227,7 +229,7 @@ class GradReducer:
             for gradients in self.gradients
             for index, param in enumerate(gradients.buffer.params)
         }
-        self._late: list[tuple[nn.Parameter, Tensor]] = []  # arrived after the reduction of their buffer had started
+        self._late: list[tuple[nn.Parameter, Tensor]] = []  # gradients that arrived after the reduction of their buffer
         self._inflight: deque[_InflightReduce] = deque()
         self._inflight_numel = 0
         self._copies = copies
@@ -237,24 +239,24 @@ class GradReducer:
         self._expected: frozenset[int] | None = None
         self._on_shard_ready: Callable[[GradientBuffer], None] | None = None
         self.facts: Tensor | None = None
-        self._largest: Tensor | None = None  # (1,) int32, of what goes to the host as it is
+        self._largest: Tensor | None = None  # (1,) int32, over gradients that go to the host unchanged
 
     @property
     def device(self) -> torch.device:
-        """That gradients are computed and reduced on."""
+        """Device on which gradients are computed and reduced."""
         return self.gradients[0].buffer.full.device if self.gradients else torch.device("cpu")
 
     @property
     def leaves_device(self) -> bool:
-        """Whether reduced gradients go to host memory, for a step there."""
+        """True if reduced gradients go to host memory, for a step there."""
         return self._copies is not None
 
     # -- one backward
 
     def expect(self, params: frozenset[int] | None) -> None:
-        """Backwards from now on reach these parameters only, by their ids, and no buffer without any is reduced.
+        """Limits the next backwards to these parameters, by their ids; buffers with no such parameter are not reduced.
 
-        Of a model that is run part by part, as a rank with several stages of a pipeline does. None: they reach all.
+        For a model that runs part by part, such as several pipeline stages on one rank. None means all parameters.
         """
         self._expected = params
 
@@ -262,9 +264,9 @@ class GradReducer:
         """Starts a backward.
 
         Args:
-            reduce: whether this backward reduces, or only adds to the flat gradients.
-            on_shard_ready: called with each buffer, in the order of `gradients`, as soon as its shard is complete; not
-                where it `comes_twice`. Must not change the shards.
+            reduce: reduce in this backward; False only adds to the flat gradients.
+            on_shard_ready: called with each buffer, in the order of `gradients`, as soon as its shard is complete,
+                unless it `comes_twice`. It must not change the shards.
         """
         self._reducing = reduce
         self._on_shard_ready = on_shard_ready
@@ -278,7 +280,7 @@ class GradReducer:
             gradients.launched = gradients.over = gradients.is_stepping = False
 
     def on_unit_over(self, name: str) -> None:
-        """No more gradients of this unit come in this backward: what it did not use counts as zero."""
+        """Handles the end of a unit's gradients in this backward: its unused parameters count as zero."""
         if not self._reducing:
             return
         for gradients in self.gradients:
@@ -286,7 +288,7 @@ class GradReducer:
         self._launch_ready()
 
     def on_grad_ready(self, param: nn.Parameter) -> None:
-        """Copies the gradient that autograd has just accumulated in `param.grad`, and frees it there."""
+        """Takes the gradient that autograd has just accumulated in `param.grad` and removes it there."""
         grad, param.grad = param.grad, None
         if grad is None:
             return
@@ -296,13 +298,13 @@ class GradReducer:
             grad = local_grad(param, grad)
         gradients, index = self._slot_of[id(param)]
         if gradients.launched:
-            # Autograd accumulated it a second time: two re-entrant checkpoints that recompute one block each run an
-            # AccumulateGrad of their own. The reduction cannot be stopped; `end` reduces the rest once more.
+            # Autograd accumulated it a second time: two re-entrant checkpoints that recompute the same block each run
+            # their own AccumulateGrad. The reduction cannot be stopped; `end` starts a second one for the late rest.
             gradients.comes_twice = True
             if gradients.is_stepping:
                 raise EngineStateError(
                     f"a gradient of {gradients.name} arrived a second time, after its update had begun",
-                    fix='set zero_optimization.offload_optimizer.update_during to "step" for a model that changes',
+                    fix='set zero_optimization.offload_optimizer.update_during to "step" if the model changes',
                 )
             self._late.append((param, grad))
             return
@@ -315,12 +317,12 @@ class GradReducer:
         if complete or gradients.pending_numel >= _PENDING_NUMEL:
             self._copy_pending(gradients)
         if complete and self._reducing:
-            del grad  # which is in the flat gradient: a reduction takes memory of its own
+            del grad  # the flat gradient has it now, and a reduction needs memory
             self._launch_ready()
 
     def _copy_pending(self, gradients: GradientBuffer) -> None:
-        # Without a reduction in this backward the sum over micro-steps is formed right here, so it needs the
-        # accumulation dtype; with one, the communication dtype saves a cast of the whole buffer.
+        # Without a reduction in this backward, this forms the sum over micro-steps, which needs the accumulation
+        # dtype; with one, the communication dtype saves a cast of the whole buffer.
         dtype = gradients.comm_dtype if self._reducing else self._accum_dtype(gradients)
         gradients.copy_pending(dtype, self._rules.predivide)
 
@@ -328,8 +330,8 @@ class GradReducer:
         """Ends a backward: launches the remaining buffers, with zeros for missing gradients, and waits for all.
 
         Args:
-            join: makes `facts` of the largest magnitude on the device, as `max_abs_into`, of gradients that go to the
-                host as they are; called before the host waits for them, so that it waits once for both.
+            join: computes `facts` from the largest magnitude on the device (`max_abs_into`), for gradients that go to
+                the host unchanged; called before the host waits for them, so that it waits once for both.
         """
         for gradients in self.gradients:
             self._copy_pending(gradients)
@@ -346,13 +348,13 @@ class GradReducer:
             self.facts = joined.landed()
 
     def changed(self) -> None:
-        """A program has changed reduced gradients: what is known of them holds no longer."""
+        """Discards `facts` after a program has changed reduced gradients."""
         self.facts = None
 
     # -- one step
 
     def finish(self) -> None:
-        """Makes every shard complete, at the boundary; needed where the last backward was not known to be the last."""
+        """Makes every shard complete, at the boundary; needed if the last backward was not known to be the last."""
         if any(gradients.flat is not None for gradients in self.gradients):
             self.begin(reduce=True)
             self.end()
@@ -360,9 +362,9 @@ class GradReducer:
             self._gather_full()
 
     def mean_so_far(self, gradients: GradientBuffer) -> Tensor | None:
-        """(S,) fp32: what the shard would be if this were the boundary; the accumulation goes on. (all ranks)
+        """Returns (S,) fp32, the shard if this were the boundary, without ending the accumulation. (all ranks)
 
-        None where no rank has a gradient of this buffer, and where none waits for its reduction.
+        None if no rank has a gradient of this buffer, or if no unreduced gradient is pending.
         """
         if self._plan.grads or gradients.launched:
             return None
@@ -387,7 +389,7 @@ class GradReducer:
             gradients.clear()
 
     def reset(self) -> None:
-        """Drops every gradient, those that an interrupted backward left in `param.grad` included."""
+        """Drops every gradient, including those that an interrupted backward left in `param.grad`."""
         self.clear()
         self._expected = None
         for gradients in self.gradients:
@@ -395,13 +397,13 @@ class GradReducer:
                 param.grad = None
 
     def nbytes(self) -> int:
-        """Bytes of all gradients, those in flight excepted."""
+        """Returns the bytes of all gradients, except those in flight."""
         tensors = [t for g in self.gradients for t in (g.flat, g.full if g.full is not None else g.shard)]
         return sum(t.numel() * t.itemsize for t in tensors if t is not None)
 
     def nbytes_now(self) -> tuple[int, int]:
-        """Bytes of all gradients with those in flight and what they are reduced into, and of these, of the shards; with
-        a step on the host the shards are there. An estimate asks after every operation."""
+        """Returns the bytes of all gradients, including those in flight and their results, and the bytes of the shards
+        alone. With a step on the host the shards are in host memory. The estimate calls it after every operation."""
         others = shards = 0
         for gradients in self.gradients:
             others += sum([grad.nbytes for grad in gradients.pending.values()])
@@ -437,13 +439,13 @@ class GradReducer:
         self._reduce_scatter(gradients, flat)
 
     def _reduce_scatter(self, gradients: GradientBuffer, flat: Tensor) -> None:
-        """Reduce-scatter over the shard group: (N,) -> (S,), each rank sends N (W-1)/W elements."""
+        """Starts a reduce-scatter over the shard group: (N,) -> (S,), each rank sends N (W-1)/W elements."""
         # Both the unreduced and the reduced buffer stay allocated until `wait`, so `reduce_bucket_size` bounds the
         # memory of reductions, not only their number.
         room = self._rules.bucket_numel - flat.numel()
         if self._on_shard_ready is not None and self._inflight:
-            # With an update during backward the optimizer waits for shards: harvest all but the newest reduction now
-            # instead of when the bucket is full.
+            # With an update during backward the optimizer waits for shards: harvest all but the newest reduction now,
+            # not only when the bucket is full.
             room = min(room, self._inflight[-1].flat.numel())
         self._drain(max(room, 0))
         reduced, work = self._start_reduction(gradients, flat, f"reduce {gradients.name}")
@@ -462,10 +464,10 @@ class GradReducer:
 
     def _start_reduction(self, gradients: GradientBuffer, flat: Tensor, label: str) -> tuple[Tensor, Work]:
         if self._collectives.world_size == 1 and self._rules.postscale == 1.0:
-            return flat, DONE  # the mean over one rank; nothing else refers to `flat` any more
+            return flat, DONE  # the mean over one rank; nothing else refers to `flat`
         layout = gradients.buffer.layout
         reduced = torch.empty(layout.shard_numel(gradients.buffer.rank), dtype=flat.dtype, device=flat.device)
-        # Experts met the samples of all data ranks, wherever those are: over fewer ranks the sum has all its terms.
+        # Experts got the samples of all data ranks: a sum over fewer ranks still has all its terms.
         ranks = gradients.buffer.holders(self._collectives)
         return reduced, ranks.reduce_scatter(reduced, flat, label, self._rules.postscale, layout.uneven_sizes)
 
@@ -477,16 +479,16 @@ class GradReducer:
                 reduce.work.wait()
                 self._accumulate(reduce.gradients, reduce.reduced)
             else:
-                # Memory that is not page-locked: the copy blocks, so it begins as late as it can.
+                # Pageable memory: the copy blocks, so it begins as late as possible.
                 copy = reduce.copy or self._copies.to_host(reduce.reduced, reduce.work)
-                copy.wait_for_source()  # and not for the copy, so that `flat` goes back to the allocator now
+                copy.wait_for_source()  # but not for the copy, so that `flat` returns to the allocator now
                 self._pending_d2h.append((reduce.gradients, copy))
                 self._bound_copies()
 
     def _drain_finished(self) -> None:
-        """Gives up what the oldest reductions read, of those that go to the host, once they are through."""
+        """Frees the inputs of the oldest finished reductions whose results go to the host."""
         while self._inflight and (copy := self._inflight[0].copy) is not None:
-            # The current stream itself has done what needed no message, so there is nothing to wait for.
+            # DONE means that the current stream itself has reduced, so there is nothing to wait for.
             if not (self._inflight[0].work is DONE or copy.is_source_ready):
                 return
             self._pending_d2h.append((self._next_inflight().gradients, copy))
@@ -498,7 +500,7 @@ class GradReducer:
         return reduce
 
     def _bound_copies(self) -> None:
-        """Gives device memory back that has been copied to the host, and bounds what has not."""
+        """Frees device memory of finished copies to the host, and bounds the unfinished ones."""
         on_device = [copy for _, copy in self._pending_d2h if copy.on_device]
         for copy in on_device[:-_D2H_LIMIT]:
             copy.drop_source()
@@ -507,7 +509,7 @@ class GradReducer:
                 break
             copy.drop_source()
         if self._on_shard_ready is not None:
-            # An update during backward waits for gradients: those whose memory had to be given back are landed now.
+            # An update during backward waits for gradients: take those whose device memory is already freed now.
             while len(self._pending_d2h) > _D2H_LIMIT:
                 gradients, copy = self._pending_d2h.popleft()
                 self._accumulate(gradients, copy.wait())
@@ -522,11 +524,11 @@ class GradReducer:
             self._accumulate(gradients, copy.landed())
 
     def _accumulate(self, gradients: GradientBuffer, reduced: Tensor) -> None:
-        """Adds a reduced shard to that of earlier micro-steps."""
+        """Adds a reduced shard to the shard of earlier micro-steps."""
         if gradients.shard is None:
             gradients.shard = reduced
         else:
-            # Only a second summand needs the accumulation dtype, so one micro-step per step never pays for it.
+            # Only a second summand needs the accumulation dtype, so a single micro-step per step never pays for it.
             dtype = self._accum_dtype(gradients)
             if gradients.shard.dtype is not dtype:
                 gradients.shard = gradients.shard.to(dtype)
@@ -536,10 +538,10 @@ class GradReducer:
             self._on_shard_ready(gradients)
 
     def _reduce_late(self) -> None:
-        """A second reduction of the buffers with late gradients. Ranks agree on it: they run the same graph."""
+        """Reduces the buffers with late gradients again. Ranks agree on it, because they run the same graph."""
         late, self._late = self._late, []
         if late:
-            self._largest = None  # they are added to what was reduced before
+            self._largest = None  # stale: late gradients change the reduced values
         again: dict[int, GradientBuffer] = {}
         for param, grad in late:
             gradients, index = self._slot_of[id(param)]
@@ -552,10 +554,10 @@ class GradReducer:
                 self._launch(gradients)
 
     def _gather_full(self) -> None:
-        """All-gather of the reduced gradients, (S,) -> (N,): with the reduce-scatter before it, an all-reduce.
+        """All-gathers the reduced gradients, (S,) -> (N,): with the reduce-scatter before it, an all-reduce.
 
-        Stage 0 reduces by the same reduce-scatter as the others, since only one order of summation gives the bits of
-        all stages (docs/design.md, "Collectives"); an all-reduce of the backend would sum in an order of its own.
+        Stage 0 uses the same reduce-scatter as the others, since only one order of summation gives the same bits at all
+        stages (docs/design.md, "Collectives"); the backend's all-reduce would sum in a different order.
         """
         works = []
         for gradients in self.gradients:

@@ -1,13 +1,13 @@
 """All hooks of the engine on modules, parameters and autograd nodes.
 
-Translates the events of PyTorch into calls of `ParamCoordinator` and of the engine; decides nothing. `detach()` removes
-every hook.
+Translates PyTorch's events into calls of `ParamCoordinator` and the engine, without making decisions.
+`detach()` removes every hook.
 
 [Note: backward events] A prehook on the node that produced an output reports that the use's backward begins. A view
-output that is later changed in place gets a new node, so the node of its base gets a prehook too. When the backward of
-a use is over follows from the order of autograd ([Note: forward uses] in `coordinator.py`). FSDP2 and others put a
-node of their own around a module's inputs for that; here the graph stays as it is, as such nodes changed the order in
-which autograd adds the gradients of an input with several readers, and so the last bits (docs/design.md, section 4).
+output that is later changed in place gets a new node, so the node of its base gets a prehook too. The end of a use's
+backward follows from the order of autograd ([Note: forward uses] in `coordinator.py`). FSDP2 and others insert a node
+around a module's inputs for that; here the graph stays unchanged, because such nodes changed the order in which
+autograd adds the gradients of an input with several readers, and so the last bits (docs/design.md, section 4).
 """
 
 from __future__ import annotations
@@ -51,26 +51,26 @@ from zeroaccel.zero.wrap_policy import computes_in_turn
 
 _CALL = nn.Module._call_impl.__code__
 _EMPTY = (
-    "state_dict() of a model whose parameters are sharded: they are tensors without elements, and a file of them has "
-    "no weights; engine.save_16bit_model() writes weights, zero.GatheredParameters gathers them"
+    "state_dict() of a model whose parameters are sharded returns tensors without elements, and a file of them has no "
+    "weights; engine.save_16bit_model() writes weights, zero.GatheredParameters gathers them"
 )
 
 
 class BackwardListener(Protocol):
-    """The engine, as the hooks call it.
+    """The calls of the hooks to the engine.
 
     Attributes:
-        weights_version: another number after each update of the weights.
+        weights_version: number that changes with each update of the weights.
     """
 
     @property
     def weights_version(self) -> int: ...
 
     def on_backward(self, version: int | None = None) -> None:
-        """A backward reached the model; called many times. `version`: of the weights in its forward."""
+        """Handles a backward that reached the model; called often. `version` is `weights_version` at its forward."""
 
     def on_grad_ready(self, param: nn.Parameter) -> None:
-        """Autograd has finished accumulating `param.grad`."""
+        """Handles a gradient that autograd has finished accumulating in `param.grad`."""
 
 
 class Hooks:
@@ -80,7 +80,7 @@ class Hooks:
         root: the model.
         units: the sharded units; persistent ones need no hooks.
         optimized: parameters whose gradients are reduced.
-        unoptimized: trainable parameters that no optimizer updates; their gradients are dropped.
+        unoptimized: trainable parameters that no optimizer updates; the hooks drop their gradients.
     """
 
     def __init__(
@@ -101,21 +101,21 @@ class Hooks:
         self._version = 0
         self._compiled: dict[int, Any] = {}
         self._all_modules: tuple[nn.Module, ...] = ()
-        self._calls: list[Any] | None = None  # of these modules, as the last forward found them
+        self._calls: list[Any] | None = None  # compiled calls of these modules at the last forward
         self._guard: RemovableHandle | None = None
         self._root, self._units, self._optimized, self._unoptimized = root, units, optimized, unoptimized
         self._attach()
 
     def attach_outside_graphs(self, refusal: str) -> None:
-        """Before a forward: attaches the hooks anew to a model that was compiled since.
+        """Attaches the hooks again, before a forward, to a model that has been compiled since.
 
         Args:
-            refusal: why a compiled model cannot be used; "" where it can.
+            refusal: reason why a compiled model is refused; "" if it is allowed.
 
         Raises:
-            UsageError: the model was compiled, and there is a reason not to.
+            UsageError: the model was compiled, and `refusal` has a reason.
         """
-        # Every forward comes here: one list, and no call per module.
+        # Every forward runs this: one list comparison, and no call per module.
         if [module._compiled_call_impl for module in self._all_modules] == self._calls:
             return
         if compiled_calls(self._root) != self._compiled:
@@ -125,7 +125,7 @@ class Hooks:
         self._calls = [module._compiled_call_impl for module in self._all_modules]
 
     def attach_anew(self) -> None:
-        """Between passes: takes the hooks off the model and attaches them for what is compiled in it now."""
+        """Detaches the hooks, between passes, and attaches them again to the modules that are compiled now."""
         self._detach_from_model()
         self._attach()
 
@@ -133,7 +133,7 @@ class Hooks:
         root, units = self._root, self._units
         calls = compiled_calls(root)
         # Order matters: hooks of one module run in the order of registration, and always_call ones also after an
-        # exception. The root's pre-hook has to come before, and its post-hook after, those of the root's own unit.
+        # exception. The root's pre-hook must run before, and its post-hook after, the hooks of the root's own unit.
         is_around = calls.get(id(root)) is not None
         # [Note: hooks and graphs]; this imports the compiler.
         attach: Callable[..., Any] = torch.compiler.disable if calls else lambda hook: hook
@@ -164,7 +164,7 @@ class Hooks:
         self._compiled = compiled_calls(root)
 
     def guard_step(self, optimizer: Optimizer, permitted: Callable[[], bool]) -> None:
-        """Makes `optimizer.step()` an error while not `permitted()`: it has no gradients and would do nothing."""
+        """Makes `optimizer.step()` an error unless `permitted()`: it has no gradients and would do nothing."""
 
         def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if not permitted():
@@ -172,17 +172,17 @@ class Hooks:
                     "optimizer.step(): the engine steps it, with gradients that it keeps", fix="call engine.step()"
                 )
 
-        # Gradients are taken off the parameters as they arrive, so a step of the program's would update nothing.
+        # The engine takes gradients off the parameters as they arrive, so a program's step would update nothing.
         self._guard = optimizer.register_step_pre_hook(_Attached(before))
 
     def detach(self) -> None:
-        """Removes every hook and gives the modules their plain parameter dictionaries back."""
+        """Removes every hook and restores the modules' plain parameter dictionaries."""
         if self._guard is not None:
             self._guard.remove()
         self._detach_from_model()
 
     def _detach_from_model(self) -> None:
-        self._handles.close()  # what is around a compiled call comes off before what it is around
+        self._handles.close()  # hooks around a compiled call come off before inner ones
         for module in self._watched:
             module.__dict__["_parameters"] = dict(module._parameters)
         self._watched.clear()
@@ -202,17 +202,17 @@ class Hooks:
         training = torch.is_grad_enabled()
         self._coordinator.root_post_forward(training=training)
         if training and not self._coordinator.in_backward:
-            # Also where all units are persistent and have no hooks of their own: the engine must learn of a plain
-            # `loss.backward()`, and with which weights its forward ran.
+            # Needed even if all units are persistent and have no hooks: the engine must notice a plain
+            # `loss.backward()`, and know the version of the weights in its forward.
             version = self._version
             for node in _producers(output):
                 node.register_prehook(lambda _: self._listener.on_backward(version))
 
     def _around(self, unit: ParamUnit, *, inner: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """The pre- and post-forward hook of a module of `unit`.
+        """Returns the pre- and post-forward hook of a module of `unit`.
 
         Args:
-            inner: it lies below the root, whose unit this is; a use of its own only when called without the root.
+            inner: the module lies below the root, whose unit this is; a use only when called outside the root.
         """
         coordinator = self._coordinator
 
@@ -225,7 +225,7 @@ class Hooks:
 
         def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             if not self._uses or self._uses[-1][0] is not module:
-                return None  # an inner module, or a foreign pre-hook raised before ours ran
+                return None  # an inner module, or another program's pre-hook raised before ours ran
             _, use = self._uses.pop()
             try:
                 own = _in_own_memory(output, module, coordinator.needed_by(unit))
@@ -243,10 +243,10 @@ class Hooks:
         return before, after
 
     def _is_in_turn(self, unit: ParamUnit, module: nn.Module) -> bool:
-        """Whether the module reads its units one after the other, and each read is seen here."""
+        """Returns True if the module reads its units one after the other, and the hooks see each read."""
         if unit.modules != (module,) or not isinstance(module._parameters, WatchedParameters):
             return False
-        own = {id(param) for param in module._parameters.values()}  # an adapter may have taken some away meanwhile
+        own = {id(param) for param in module._parameters.values()}  # an adapter may have removed some since
         all_own = all(id(param) in own for buffer in unit.buffers for param in buffer.params)
         return all_own and computes_in_turn(module)
 
@@ -259,9 +259,9 @@ class Hooks:
     # -- parameters read outside their module
 
     def _watch(self, root: nn.Module, units: Sequence[ParamUnit]) -> None:
-        # torch has no hook for reading a parameter; a module's parameter dictionary is what `module.weight` reads.
+        # torch has no hook for reads of a parameter; `module.weight` reads the module's parameter dictionary.
         unit_of = {id(param): unit for unit in units for buffer in unit.buffers for param in buffer.params}
-        # Those that are read by another way, such as `root.parameters()`, report it themselves.
+        # `ShardedParameter`s that are read in another way, such as `root.parameters()`, report it themselves.
         for unit in units:
             for buffer in unit.buffers:
                 buffer.on_read = partial(self._read, unit)
@@ -280,13 +280,13 @@ class Hooks:
 
     def _read(self, unit: ParamUnit) -> None:
         if self._coordinator.idle:
-            if self._within_forward():  # a submodule is called by itself; outside calls a read may only want the shape
+            if self._within_forward():  # a submodule is called directly; outside calls a read may only need the shape
                 self._coordinator.unshard_for_submodule(unit)
         else:
             self._coordinator.unshard_external(unit)
 
     def _within_forward(self) -> bool:
-        """Whether a module of the model is being called; read from the stack, as counting needs hooks everywhere."""
+        """Returns True if a module of the model is being called; reads the stack, since counting needs more hooks."""
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:
             if frame.f_code is _CALL and id(frame.f_locals.get("self")) in self._modules:
@@ -298,12 +298,12 @@ class Hooks:
 class TimelineHooks:
     """Records when each unit computes; attached on construction, while steps are traced.
 
-    Only what `Hooks` uses: hooks of modules, and prehooks of the nodes that made an output. So the graph stays as it
-    is. A compiled model gets none, since hooks within it would be compiled into it.
+    It uses the same means as `Hooks`: module hooks, and prehooks of the nodes that made an output, so the graph stays
+    unchanged. A compiled model gets none, since the compiler would trace hooks within it.
 
     Args:
-        units: all of them, persistent ones included.
-        in_backward: whether a backward runs, so that a forward recomputes.
+        units: all units, persistent ones included.
+        in_backward: returns True during a backward, when a forward is a recomputation.
 
     Attributes:
         is_attached: False for a compiled model.
@@ -316,12 +316,12 @@ class TimelineHooks:
         self._running: list[tuple[nn.Module, Mark]] = []
         self._handles = ExitStack()
         self.is_attached = not is_compiled_within(root)
-        seen: set[int] = set()  # parts of one module's parameters may be units, which compute together
+        seen: set[int] = set()  # several units may belong to one module, and compute together
         for unit in units if self.is_attached else ():
             for module in (module for module in unit.modules if id(module) not in seen):
                 seen.add(id(module))
                 before, after = self._around(unit.name)
-                # Behind those of `Hooks`, and after them, so that a unit's gather is not a part of its forward.
+                # Registered after those of `Hooks`, so that a unit's gather does not count as its forward.
                 self._handles.callback(module.register_forward_pre_hook(_Attached(before)).remove)
                 self._handles.callback(module.register_forward_hook(_Attached(after), always_call=True).remove)
 
@@ -348,13 +348,13 @@ class TimelineHooks:
 
 
 class StateDictHooks:
-    """Lets `load_state_dict` of the model, or of a part of it, write shards and masters. Attached on construction.
+    """Makes `load_state_dict` of the model, or of a part of it, write shards and masters. Attached on construction.
 
-    Each module's units are unsharded while it loads; the loaded values go into their shards and masters, with the bits
-    that 16-bit parameters drop. All ranks load the same. `state_dict` is refused where it would be of NaNs.
+    The hooks unshard each module's units while it loads, and write the loaded values to shards and masters, which keep
+    the bits that 16-bit parameters drop. All ranks load the same values. `state_dict` raises rather than return NaN.
 
     Args:
-        empty_when_sharded: sharded parameters are tensors of shape (0,) in state dicts, with a warning; else refused.
+        empty_when_sharded: return tensors of shape (0,) for sharded parameters, with a warning, instead of raising.
     """
 
     def __init__(self, root: nn.Module, registry: ParamRegistry, *, empty_when_sharded: bool = False) -> None:
@@ -382,10 +382,10 @@ class StateDictHooks:
         gathered: list[ParamUnit] = []
 
         def before(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *rest: Any) -> None:
-            # assign=True would put new objects in place of the parameters that units, hooks and optimizer refer to.
+            # assign=True would replace the parameters that units, hooks and optimizer refer to with new objects.
             if metadata.get("assign_to_params_buffers"):
                 raise EngineStateError(
-                    "load_state_dict(assign=True) would replace parameters that the engine keeps",
+                    "load_state_dict(assign=True) would replace parameters that the engine manages",
                     fix="leave assign out: values are copied",
                 )
             loaded.clear()
@@ -397,12 +397,12 @@ class StateDictHooks:
                 for inner, owner, attribute in inner_tensors(value)
             }
             for name, handle in owned.items():
-                # Kept until after torch's own copy, which rounds to the parameter's dtype: the master gets all bits.
+                # Kept until torch has copied, which rounds to the parameter's dtype: the master gets all bits.
                 value = saved.get(name, state.get(prefix + name))
                 if isinstance(value, Tensor) and tuple(value.shape) == handle.slot.whole_shape:
                     split = handle.slot.split
                     loaded[name] = value if split is None else split.part(value)
-                    if split is not None:  # the dict is torch's own copy: it gets the part that the parameter has
+                    if split is not None:  # the dict is torch's own copy: put in the part that the parameter has
                         state[prefix + name] = loaded[name]
             for unit in units:
                 # torch copies into the parameter after this hook, and `after` writes shard and master from there.
@@ -427,14 +427,14 @@ class StateDictHooks:
         empties = self._empty_when_sharded
 
         def refuse(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-            # A state dict must not have NaN, or parts of parameters, without saying so.
+            # A state dict must not silently contain NaN, or parts of parameters.
             for handle in () if empties else owned.values():
                 if handle.is_absent:
                     raise _reads_nan("state_dict()", handle.slot.fqn)
             for handle in owned.values():
                 if handle.slot.split is not None:
                     raise EngineStateError(
-                        f"state_dict(): {handle.slot.fqn} is split over ranks, and this one has a part of it",
+                        f"state_dict(): {handle.slot.fqn} is split over ranks, and this rank has only a part of it",
                         fix="use engine.consolidated_state_dict(), or save with the checkpoint calls",
                     )
 
@@ -455,11 +455,11 @@ def watch_construction(
     on_parameter: Callable[[nn.Module, str, nn.Parameter | None], None],
     on_child: Callable[[nn.Module, str, nn.Module | None], None],
 ) -> list[RemovableHandle]:
-    """Calls back for every registration in any module of the process, until the handles are removed.
+    """Registers callbacks for every registration in any module of the process, until the handles are removed.
 
     Args:
-        on_parameter: (module, name, parameter), before it is registered.
-        on_child: (parent, name, module), when a module, made and initialised, becomes part of another.
+        on_parameter: (module, name, parameter), before the parameter is registered.
+        on_child: (parent, name, module), when an initialised module becomes part of another.
     """
     return [
         register_module_parameter_registration_hook(on_parameter),
@@ -468,17 +468,17 @@ def watch_construction(
 
 
 def refuse_calls(unit: ParamUnit, is_building: Callable[[], bool], fix: str) -> list[RemovableHandle]:
-    """Refuses calls of the unit's modules while it is sharded, when no engine unshards it: they would compute NaN.
+    """Makes calls of the unit's modules an error while it is sharded and has no engine: they would compute NaN.
 
     Args:
-        is_building: whether constructors run, whose calls unshard what they use.
+        is_building: returns True while constructors run, whose calls unshard the parameters that they use.
         fix: what to do, for the error.
     """
 
     def refuse(module: nn.Module, *args: Any) -> None:
         if unit.state is not ShardState.SHARDED or is_building():
             return
-        # A program may have replaced the parameters by others, which the unit does not follow.
+        # A program may have replaced the parameters with others, which the unit does not track.
         own = [param for param in module._parameters.values() if param is not None]
         handles = [handle_of(each) for param in own for each in carriers(param)]
         if any(handle is not None and handle.unit is unit for handle in handles):
@@ -510,7 +510,7 @@ class WatchedParameters(dict[str, "nn.Parameter | None"]):
             self._on_read(unit)
         return super().__getitem__(name)
 
-    # A copied or pickled model has an ordinary dictionary.
+    # A copied or pickled model gets an ordinary dictionary.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, nn.Parameter | None]:
         return copy.deepcopy(dict(self), memo)
@@ -523,7 +523,7 @@ class WatchedParameters(dict[str, "nn.Parameter | None"]):
 
 
 def tensors_in(value: Any, *, within_object: bool = False) -> Iterator[Tensor]:
-    """All tensors in nested containers and dataclasses, and in the attributes of one other object."""
+    """Yields all tensors in nested containers and dataclasses, and in the attributes of one other object."""
     for _, leaf in leaves_of(value):
         if isinstance(leaf, Tensor):
             yield leaf
@@ -531,16 +531,16 @@ def tensors_in(value: Any, *, within_object: bool = False) -> Iterator[Tensor]:
             for field in fields(leaf):
                 yield from tensors_in(getattr(leaf, field.name), within_object=within_object)
         elif hasattr(leaf, "__dict__") and not within_object and not isinstance(leaf, (type, nn.Module)):
-            for item in vars(leaf).values():  # objects in objects are not followed: they may refer to anything
+            for item in vars(leaf).values():  # objects in objects are skipped: they may refer to anything
                 yield from tensors_in(item, within_object=True)
 
 
 class _OwnMemory(torch.autograd.Function):
-    """A view of parameters as a tensor of its own, with the strides of the view: that of an expand stays small."""
+    """Copies a view of parameters to separate memory with the strides of the view: an expanded view stays small."""
 
     @staticmethod
     def forward(ctx: Any, view: Tensor) -> Tensor:
-        """Copies the elements from the first to the last that the view shows."""
+        """Copies the elements from the first to the last that the view covers."""
         copy = torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device=view.device)
         if view.numel():
             numel = 1 + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
@@ -549,20 +549,20 @@ class _OwnMemory(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        """The view's gradient is that of the copy."""
+        """Returns the copy's gradient as that of the view."""
         return grads[0]
 
 
 def _in_own_memory(output: Any, module: nn.Module, units: Iterable[ParamUnit]) -> Any:
-    """A module's output, with copies of views of parameters whose memory is freed behind the module.
+    """Returns a module's output, with copies of views of parameters whose memory is freed after the module.
 
     Raises:
-        EngineStateError: one is inside an object that cannot be made anew.
+        EngineStateError: such a view is inside an object that cannot be rebuilt.
     """
     storages = {b.full.untyped_storage()._cdata: b for unit in units for b in unit.buffers if not b.persistent}
 
     def is_view(tensor: Tensor) -> bool:
-        # A parameter itself reports when it is read; a tensor of another class has no storage that could be asked for.
+        # A parameter itself reports reads; a tensor of another class may have no storage to ask for.
         plain = type(tensor) is Tensor and tensor.layout is torch.strided
         return plain and tensor.untyped_storage()._cdata in storages
 
@@ -574,7 +574,7 @@ def _in_own_memory(output: Any, module: nn.Module, units: Iterable[ParamUnit]) -
         buffer = storages[view.untyped_storage()._cdata]
         raise EngineStateError(
             f"forward of {type(module).__name__}",
-            expected="lists, tuples or mappings around a view of a parameter, which is sharded next",
+            expected="lists, tuples or mappings around a view of a parameter, because the parameter is sharded next",
             got=f"a view of {' or '.join(slot.fqn for slot in buffer.layout.slots[:3])} inside {type(output).__name__}",
             fix="return a clone() of it, or run the module at stage 2",
         )
@@ -582,21 +582,21 @@ def _in_own_memory(output: Any, module: nn.Module, units: Iterable[ParamUnit]) -
 
 
 def freed_view(error: RuntimeError) -> EngineStateError | None:
-    """What to raise where an operation found a tensor without memory; None for another error."""
+    """Returns the error for an operation that found a tensor without memory; None for another error."""
     if not any(words in str(error) for words in ("data is not allocated yet", "Cannot access data pointer")):
         return None
     return EngineStateError(
         "engine.forward",
-        expected="views of a module's parameters to be used within the module: its parameters are sharded behind it",
+        expected="views of a module's parameters to be used within the module: its parameters are sharded afterwards",
         got=f"a view that a module has kept; torch says: {str(error).splitlines()[0]}",
-        fix="keep a clone() of it; or name the modules that share it in zero_optimization.leaf_module; or train at "
+        fix="keep a clone() of it, name the modules that share it in zero_optimization.leaf_module, or train at "
         "stage 2",
     )
 
 
 def _producers(output: Any) -> list[Any]:
-    """The autograd nodes that made an output, each once, with those of the bases of views."""
-    nodes: dict[Any, None] = {}  # ordered, and each node once: outputs often share one, such as the views of a split
+    """Returns the autograd nodes that made an output, each once, with the nodes of the bases of views."""
+    nodes: dict[Any, None] = {}  # ordered, without duplicates: outputs often share a node, such as views of a split
     for tensor in tensors_in(output):
         if tensor.grad_fn is not None:
             nodes[tensor.grad_fn] = None
@@ -609,29 +609,29 @@ def _producers(output: Any) -> list[Any]:
 def _reads_nan(call: str, fqn: str) -> EngineStateError:
     return EngineStateError(
         f"{call}: {fqn} is sharded, and reads as NaN",
-        fix="do it inside engine.gathered(), or save with the checkpoint calls",
+        fix="read it inside engine.gathered(), or save with the checkpoint calls",
     )
 
 
 def _refuse_tracing() -> None:
     if torch._C._get_tracing_state() is not None:
         raise EngineStateError(
-            "torch.jit.trace of a sharded model", fix="destroy() the engine, or trace a model that was loaded elsewhere"
+            "torch.jit.trace of a sharded model", fix="destroy() the engine, or trace a model without an engine"
         )
 
 
 def _refuse_transforms(module: nn.Module, *, is_sharded: bool) -> None:
-    """Before anything is gathered: a collective that failed inside a transform would take the process group along."""
+    """Raises before anything is gathered: a collective that fails inside a transform would abort the process group."""
     transform: Any = torch._C._functorch.peek_interpreter_stack()
     if transform is None:
         return
     kind = transform.key().name.lower()
-    # Without a gradient, vmap of a model that is not sharded is a forward like any other.
+    # Without gradients, vmap of a model that is not sharded is an ordinary forward.
     if kind == "vmap" and not is_sharded and not torch.is_grad_enabled():
         return
     raise EngineStateError(
         f"torch.func.{kind} of {type(module).__name__}",
-        expected="a call outside of torch.func's transforms: the engine gathers and reduces what they would trace",
+        expected="a call outside torch.func's transforms, which would trace the engine's gathers and reductions",
         fix="transform a copy of the model: copy.deepcopy(engine.module) inside engine.gathered()",
     )
 
@@ -641,7 +641,7 @@ def _discard(param: nn.Parameter) -> None:
 
 
 def _owners_below(root: nn.Module, unit: ParamUnit) -> list[nn.Module]:
-    """The modules below the root that hold parameters of its unit; code may call them without it."""
+    """Returns the modules below the root that hold parameters of its unit; code may call them without the root."""
     own = {id(param) for buffer in unit.buffers for param in buffer.params}
     compiled = compiled_within(root)
     owners = [
@@ -655,10 +655,10 @@ def _owners_below(root: nn.Module, unit: ParamUnit) -> list[nn.Module]:
 
 
 class _Attached:
-    """A module hook that is dropped when the module is copied or pickled.
+    """A module hook that copies and pickles of the module leave out.
 
     Args:
-        unit: of a hook before forward: a copy that is made while it is sharded refuses calls.
+        unit: unit of a hook before forward: a copy made while it is sharded refuses calls.
     """
 
     def __init__(self, function: Callable[..., Any], unit: ParamUnit | None = None) -> None:
@@ -675,14 +675,14 @@ class _Attached:
 
 
 class _UnfilledCopy:
-    """A hook of a copy that was made of sharded parameters: it refuses forwards until they have values."""
+    """A hook of a copy of sharded parameters: it refuses forwards until they have values."""
 
     def __init__(self, fqn: str) -> None:
         self._fqn = fqn
         self._has_values = False
 
     def __call__(self, module: nn.Module, *args: Any) -> None:
-        """Raises EngineStateError while a parameter of the module is NaN throughout, as what is sharded reads."""
+        """Raises EngineStateError if all values of a parameter of the module are NaN, as in a sharded parameter."""
         if self._has_values:
             return
         with torch._C.DisableTorchFunctionSubclass():  # a `ShardedParameter` would refuse to be read
@@ -699,7 +699,7 @@ class _UnfilledCopy:
 
 
 class _Detached:
-    """Its replacement in the copy."""
+    """The replacement of a hook in the copy."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Does nothing."""

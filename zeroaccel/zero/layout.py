@@ -1,15 +1,15 @@
-"""Ranges of a flat buffer: where each parameter lies, which part is whose shard, and where ranges meet.
+"""Ranges of a flat buffer: the place of each parameter, the shard of each rank, and their intersections.
 
-Index arithmetic, no process groups. Everything that is cut (shards, param groups, sub-groups, what a checkpoint saves
-and loads, what `safe_get_full_*` reads) is a `FlatRange` of one buffer, and is cut by intersecting ranges.
+Index arithmetic, without process groups. Everything that is cut (shards, param groups, sub-groups, ranges that a
+checkpoint saves and loads, ranges that `safe_get_full_*` reads) is a `FlatRange` of one buffer, cut by intersection.
 
-Letters: `W` ranks, `N` elements of the padded flat buffer, `S` elements of one rank's shard: `N / W` of an even layout.
+Letters: `W` ranks, `N` elements of the padded flat buffer, `S` elements of one rank's shard: `N / W` in an even layout.
 
-[Note: owner layout] An optimizer whose rule looks at a full tensor (its norm, its rows, its singular values) needs
-tensors that are not cut. In an owner layout every parameter lies in one rank's shard, the shards follow each other in
-the flat buffer and differ in size, and all else is as before: the reduce-scatter brings a full gradient to its owner,
-master and state live there, the all-gather distributes the weights. The bytes that all ranks together send stay those
-of an even layout, (W-1) N per collective; one rank's part follows what it owns. (Longest processing time first, Graham
+[Note: owner layout] An optimizer whose rule needs a full tensor (its norm, its rows, its singular values) needs tensors
+that are not cut. In an owner layout every parameter lies in one rank's shard, and the shards follow each other in the
+flat buffer and differ in size. The rest stays the same: the reduce-scatter brings a full gradient to its owner, master
+and state live there, the all-gather distributes the weights. All ranks together send the bytes of an even layout,
+(W-1) N per collective; one rank's part depends on the parameters that it owns. (Longest processing time first, Graham
 1969: a unit's largest rank has at most 4/3 of the best possible load, and never less than the largest parameter.)
 """
 
@@ -33,19 +33,19 @@ ALIGN_NUMEL = 32
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is at least `value`."""
+    """Returns the smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple
 
 
 @dataclass(frozen=True, slots=True)
 class FlatRange:
-    """Elements [start, end) of a flat buffer; false where it is empty.
+    """Elements [start, end) of a flat buffer; false if it is empty.
 
     Example:
         >>> shard, parameter = FlatRange(64, 128), FlatRange(96, 200)
         >>> shard & parameter
         FlatRange(start=96, end=128)
-        >>> (shard & parameter).at(shard.start)  # the same elements, counted from the shard's first
+        >>> (shard & parameter).at(shard.start)  # the same elements, relative to the shard's first
         slice(32, 64, None)
     """
 
@@ -54,7 +54,7 @@ class FlatRange:
 
     @property
     def numel(self) -> int:
-        """Elements in it."""
+        """Number of elements in the range."""
         return self.end - self.start
 
     def __bool__(self) -> bool:
@@ -64,18 +64,18 @@ class FlatRange:
         return self.start <= element < self.end
 
     def __and__(self, other: FlatRange) -> FlatRange:
-        """The elements of both; empty, and not before the start of either, where they do not meet."""
+        """Returns the elements in both; an empty range, not before the start of either, if there are none."""
         start = max(self.start, other.start)
         return FlatRange(start, max(start, min(self.end, other.end)))
 
     def at(self, origin: int) -> slice:
-        """These elements in a tensor whose first one is element `origin` of the buffer."""
+        """Returns the slice of these elements in a tensor whose first element is element `origin` of the buffer."""
         return slice(self.start - origin, self.end - origin)
 
 
 @dataclass(frozen=True, slots=True)
 class FlatTensor:
-    """The values of a range, (range.numel,); indexed by ranges of the same buffer within it."""
+    """The values of a range, (range.numel,); index it by ranges of the same buffer inside that range."""
 
     range: FlatRange
     values: Tensor
@@ -86,15 +86,15 @@ class FlatTensor:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How an axis of the mesh cuts a parameter: along one dim into equal parts, one per rank of the axis.
+    """A cut of a parameter by an axis of the mesh: along one dim into equal parts, one per rank of the axis.
 
     Attributes:
-        parts: how many.
-        index: of this rank's part.
-        blocks: equal blocks along the dim that are cut each by itself, such as the queries, keys and values of one
-            layer: a part has its part of every block.
-        in_data_group: the ranks with the other parts see samples of their own (`ep`), so that the part is sharded over
-            a subset of the data group; else (`tp`) over all of it.
+        parts: number of parts.
+        index: index of this rank's part.
+        blocks: number of equal blocks along the dim that are cut separately, such as the queries, keys and values of
+            one layer: each part has its share of every block.
+        in_data_group: the ranks with the other parts see different samples (`ep`), so that the part is sharded over a
+            subset of the data group; otherwise (`tp`) over all of it.
 
     Example:
         >>> split = Split(dim=1, parts=2, index=1)
@@ -113,32 +113,32 @@ class Split:
     in_data_group: bool = False
 
     def whole_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the parameter, from that of a part."""
+        """Returns the shape of the parameter, from that of a part."""
         return tuple(size * self.parts if dim == self.dim else size for dim, size in enumerate(shape))
 
     def part_shape(self, whole: Sequence[int]) -> tuple[int, ...]:
-        """The shape of a part, from that of the parameter."""
+        """Returns the shape of a part, from that of the parameter."""
         return tuple(size // self.parts if dim == self.dim else size for dim, size in enumerate(whole))
 
     def part(self, whole: Tensor) -> Tensor:
-        """This rank's part: a view, of several blocks a copy."""
+        """Returns this rank's part: a view, or a copy if there are several blocks."""
         blocks: Tensor = whole.unflatten(self.dim, (self.blocks, self.parts, -1)).select(self.dim + 1, self.index)
         return blocks.flatten(self.dim, self.dim + 1)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """The parameter from the parts of all ranks, in their order."""
+        """Returns the parameter from the parts of all ranks, in rank order."""
         blocks: list[Tensor] = [part.unflatten(self.dim, (self.blocks, -1)) for part in parts]
         return torch.stack(blocks, self.dim + 1).flatten(self.dim, self.dim + 2)
 
     def runs(self, shape: Sequence[int], part: FlatRange) -> Iterator[tuple[int, FlatRange]]:
-        """Where elements of a part lie in the parameter, flattened in row-major order: runs that lie there together.
+        """Maps elements of a part to the parameter, both flattened in row-major order, by contiguous runs.
 
         Args:
-            shape: of the part.
-            part: of its elements, flattened.
+            shape: shape of the part.
+            part: range of elements of the flattened part.
 
         Yields:
-            The first element of a run in the parameter, and its range in the part.
+            The first element of a run in the parameter, and the run's range in the part.
 
         Example:
             >>> list(Split(dim=1, parts=2, index=1).runs((2, 2), FlatRange(1, 4)))
@@ -157,8 +157,8 @@ class Slot:
     """The range of one parameter in the flat buffer.
 
     Attributes:
-        shape: of this rank's part, where the parameter is split.
-        split: by an axis of the mesh; None where every rank has all of it.
+        shape: shape of this rank's part, if the parameter is split.
+        split: its split by an axis of the mesh; None if every rank has all of it.
     """
 
     fqn: str
@@ -169,22 +169,22 @@ class Slot:
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
-        """The shape of the parameter as the model has it."""
+        """Shape of the whole parameter in the model."""
         return self.shape if self.split is None else self.split.whole_shape(self.shape)
 
     @property
     def whole_numel(self) -> int:
-        """Elements of the parameter as the model has it."""
+        """Number of elements of the whole parameter in the model."""
         return math.prod(self.whole_shape)
 
     def runs(self, part: FlatRange) -> Iterator[tuple[int, FlatRange]]:
-        """Where elements of the slot lie in the whole parameter, flattened.
+        """Maps elements of the slot to the whole, flattened parameter, by contiguous runs.
 
         Args:
-            part: of the flat buffer, within the slot.
+            part: range of the flat buffer, within the slot.
 
         Yields:
-            The first element of a run in the parameter, and its range in the flat buffer.
+            The first element of a run in the parameter, and the run's range in the flat buffer.
         """
         if self.split is None:
             yield part.start - self.start, part
@@ -194,33 +194,33 @@ class Slot:
 
     @property
     def end(self) -> int:
-        """One past the last element."""
+        """Index one past the last element."""
         return self.start + self.numel
 
     @property
     def range(self) -> FlatRange:
-        """Its elements, without the padding behind them."""
+        """Range of its elements, without the padding after them."""
         return FlatRange(self.start, self.end)
 
 
 class OwnerLoads:
     """Assigns parameters to owner ranks so that the ranks own about the same number of elements.
 
-    Balanced within each call, which is for one unit, since its collectives end when the rank with the largest shard is
-    through; then over all calls so far. Deterministic: the same calls give the same owners on every rank.
+    Balances within each call, which is for one unit, because a unit's collectives end when the rank with the largest
+    shard finishes; then over all calls so far. Deterministic: the same calls give the same owners on every rank.
 
     Attributes:
-        numels: elements that each rank owns so far.
+        numels: number of elements that each rank owns so far.
     """
 
     def __init__(self, world_size: int) -> None:
         self.numels = [0] * world_size
 
     def assign(self, numels: Sequence[int]) -> list[int]:
-        """The owner of each parameter of a unit, by its elements: the largest first, to the least loaded rank."""
+        """Returns the owner of each parameter of a unit: assigns the largest first, to the least loaded rank."""
         owners = [0] * len(numels)
-        # Ordered by (load within this unit, load over all units, rank): the second decides among ranks that are equal
-        # within the unit, so that units of a single parameter go round the ranks instead of all to rank 0.
+        # Ordered by (load within this unit, load over all units, rank): the second decides between ranks with equal
+        # loads in the unit, so that units of a single parameter rotate over the ranks instead of all going to rank 0.
         loads = [(0, total, rank) for rank, total in enumerate(self.numels)]
         heapq.heapify(loads)
         for index in sorted(range(len(numels)), key=lambda i: (-numels[i], i)):
@@ -235,13 +235,13 @@ class OwnerLoads:
 class FlatLayout:
     """Slots in order, padded, and cut into one shard per rank.
 
-    Even: the shards are equal, a parameter may straddle them, and one may be all padding. With owners: no parameter
-    straddles shards, which differ in size and may be empty; see [Note: owner layout].
+    In an even layout the shards are equal, a parameter may straddle them, and a shard may be all padding. With owners
+    no parameter straddles shards, which differ in size and may be empty; see [Note: owner layout].
 
     Attributes:
         numel: N.
         split_sizes: S of each rank, in elements; multiples of `ALIGN_NUMEL` that add up to N.
-        owners: the rank whose shard each slot lies in, where no parameter may straddle shards; empty where it may.
+        owners: the rank whose shard has each slot, if no parameter may straddle shards; empty in an even layout.
     """
 
     slots: tuple[Slot, ...]
@@ -264,8 +264,8 @@ class FlatLayout:
         """Lays out (fqn, shape) entries one after the other, in equal shards.
 
         Args:
-            splits: by fqn, of the entries that are parts of parameters.
-            align_numel: parameters and shards start at multiples of it, which is one of `ALIGN_NUMEL`.
+            splits: splits of the entries that are parts of parameters, by fqn.
+            align_numel: alignment of parameters and shards, a multiple of `ALIGN_NUMEL`.
         """
         slots, cursor = _slots(entries, splits, align_numel)
         numel = round_up(cursor, align_numel * world_size)
@@ -278,8 +278,8 @@ class FlatLayout:
         """Lays out (fqn, shape) entries so that each lies in the shard of its owner.
 
         Args:
-            entries: in the order of their owners.
-            owners: rank of each, ascending.
+            entries: entries in the order of their owners.
+            owners: owner rank of each entry, ascending.
         """
         assert list(owners) == sorted(owners), f"entries out of the order of their owners: {owners}"
         slots, cursor = _slots(entries)
@@ -287,27 +287,27 @@ class FlatLayout:
         for slot, owner in zip(slots, owners, strict=True):
             sizes[owner] += round_up(slot.numel, ALIGN_NUMEL)
         # N is a multiple of W here too, so that the secondary copy (hpZ), cut into equal parts over fewer ranks, needs
-        # no padding of its own.
+        # no extra padding.
         sizes[-1] += round_up(cursor, ALIGN_NUMEL * world_size) - cursor
         return cls(slots, sum(sizes), tuple(sizes), tuple(owners))
 
     @property
     def world_size(self) -> int:
-        """`W`."""
+        """Number of ranks, `W`."""
         return len(self.split_sizes)
 
     @property
     def has_owners(self) -> bool:
-        """Whether every parameter lies in one shard by intent, so that shards may differ in size."""
+        """True if every parameter lies in one shard by design, so that shards may differ in size."""
         return bool(self.owners)
 
     @property
     def uneven_sizes(self) -> tuple[int, ...]:
-        """`split_sizes` as collectives take them: empty where the shards are equal."""
+        """`split_sizes` for collectives: empty if the shards are equal."""
         return self.split_sizes if self.has_owners else ()
 
     def shard_numel(self, rank: int) -> int:
-        """`S` of a rank."""
+        """Returns `S` of a rank."""
         return self.split_sizes[rank]
 
     @property
@@ -317,23 +317,23 @@ class FlatLayout:
 
     @property
     def range(self) -> FlatRange:
-        """All N elements."""
+        """Range of all N elements."""
         return FlatRange(0, self.numel)
 
     def shard(self, rank: int) -> FlatRange:
-        """The S elements of a rank."""
+        """Returns the range of a rank's S elements."""
         return FlatRange(self._starts[rank], self._starts[rank + 1])
 
     def padded(self, index: int) -> FlatRange:
-        """A slot with the padding behind it, up to the next slot or the end of the buffer."""
+        """Returns the range of a slot and the padding after it, up to the next slot or the end of the buffer."""
         following = self.slots[index + 1].start if index + 1 < len(self.slots) else self.numel
         return FlatRange(self.slots[index].start, following)
 
     def slots_in(self, within: FlatRange, *, padded: bool = False) -> Iterator[tuple[Slot, FlatRange]]:
-        """Every slot that has elements in a range, with those elements, in order.
+        """Yields every slot that has elements in a range, with the range of those elements, in order.
 
         Args:
-            padded: a slot's padding counts as its own, so that the ranges leave no gaps.
+            padded: count a slot's padding as its own, so that the ranges leave no gaps.
         """
         for index, slot in enumerate(self.slots):
             part = (self.padded(index) if padded else slot.range) & within
@@ -341,12 +341,12 @@ class FlatLayout:
                 yield slot, part
 
     def group_runs(self, param_groups: Sequence[int], rank: int) -> list[tuple[FlatRange, int]]:
-        """(range, param group) of each run of one group in a rank's shard, in order and without gaps.
+        """Returns (range, param group) of each run of one group in a rank's shard, in order and without gaps.
 
-        A slot counts with the padding behind it, so that runs start and end at aligned places.
+        A slot includes the padding after it, so that runs start and end at aligned places.
 
         Args:
-            param_groups: of each slot.
+            param_groups: param group of each slot.
         """
         shard = self.shard(rank)
         runs: list[tuple[FlatRange, int]] = []
@@ -354,8 +354,8 @@ class FlatLayout:
             part = self.padded(index) & shard
             if not part:
                 continue
-            # Neighbours of one group become one run, over the padding between them: one kernel call and one tensor per
-            # state instead of one per parameter. What an update makes of the padding is never read.
+            # Neighbours of one group become one run, including the padding between them: one kernel call and one tensor
+            # per state instead of one per parameter. Nothing reads the padding after an update.
             if runs and runs[-1][1] == group:
                 runs[-1] = FlatRange(runs[-1][0].start, part.end), group
             else:
@@ -363,7 +363,7 @@ class FlatLayout:
         return runs
 
     def padding(self) -> Iterator[FlatRange]:
-        """The elements between and after the slots, which belong to no parameter."""
+        """Yields the ranges between and after the slots, which belong to no parameter."""
         cursor = 0
         for slot in self.slots:
             if cursor < slot.start:
@@ -378,7 +378,7 @@ def _slots(
     splits: Mapping[str, Split] | None = None,
     align_numel: int = ALIGN_NUMEL,
 ) -> tuple[tuple[Slot, ...], int]:
-    """(fqn, shape) entries one after the other at aligned places, and where the last one's padding ends."""
+    """Places (fqn, shape) entries one after the other at aligned starts; returns the slots and their padded end."""
     slots, cursor = [], 0
     for fqn, shape in entries:
         numel = math.prod(shape)
@@ -388,23 +388,23 @@ def _slots(
 
 
 def holders(split: Split | None, collectives: Collectives) -> Collectives:
-    """The collectives over the data ranks that hold the same part: those that it is sharded over and averaged by."""
+    """Returns the collectives over the data ranks with the same part, which shard it and average its gradients."""
     if split is None or not split.in_data_group:
         return collectives
-    assert collectives.part_holders is not None, "ranks of a data group have other parts, and nobody knows which"
+    assert collectives.part_holders is not None, "ranks of a data group have different parts, but no group for them"
     return collectives.part_holders
 
 
 def whole_of(slot: Slot, part: Tensor, collectives: Collectives) -> Tensor:
-    """The full parameter from this rank's part of it; the part itself where it is not split. (all ranks with a part)
+    """Returns the full parameter from this rank's part; the part itself if it is not split. (all ranks with a part)
 
     Args:
-        part: of the slot's shape.
+        part: values with the slot's shape.
     """
     if slot.split is None:
         return part
     parts = holders(slot.split, collectives).parts
-    assert parts is not None, f"{slot.fqn} is split, and no ranks are known to have the other parts"
+    assert parts is not None, f"{slot.fqn} is split, but no group with the other parts is known"
     rows = part.new_empty(parts.world_size * part.numel())
     parts.all_gather(rows, part.contiguous().view(-1), f"join {slot.fqn}").wait()
     return slot.split.join([row.view(slot.shape) for row in rows.view(parts.world_size, -1)])

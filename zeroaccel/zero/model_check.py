@@ -1,7 +1,7 @@
-"""What a program passes: a model to `initialize`, inputs to a forward. What does not fit is named.
+"""Checks the model that a program passes to `initialize`, and the inputs of a forward.
 
-Weights in host memory go wherever the engine computes. Nothing else moves by itself: a model on another GPU than this
-process's is one that the program put there, with its inputs.
+The engine moves weights from host memory to its device, and nothing else. If a model lies on another GPU than this
+process's, the program has put it there, and its inputs too.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from zeroaccel.zero.access.param_registry import handle_of
 from zeroaccel.zero.quantized_weights import check_quantized
 from zeroaccel.zero.tensor_subclasses import is_wrapper
 
-# How torch says that tensors of one operation are in different memories; some operations compare the types only.
+# Words in torch's errors about tensors of one operation in different memories; some operations compare types only.
 _MIXED = re.compile(r"\bdevices?\b|\btorch\.(cuda\.)?\w*Tensor\b|weight type", re.IGNORECASE)
 _MOST_NAMES = 3
 
 
 def check_model(model: object, device: torch.device) -> None:
-    """Refuses what is no module, a model on another accelerator, and parameters that cannot be sharded.
+    """Refuses objects other than modules, a model on another accelerator, and parameters that cannot be sharded.
 
     Args:
-        device: where the engine computes.
+        device: device on which the engine computes.
 
     Raises:
-        UsageError: the model is no module, has TorchScript modules, or is not on `device`; a parameter is on the meta
-            device, or complex, or in another engine, or a copy of a sharded one, or shares memory with another, or has
-            no shape yet, or was made in inference mode.
+        UsageError: the model is not a module, has TorchScript modules, or is not on `device`; or a parameter is on the
+            meta device, complex, in another engine, a copy of a sharded one, has no shape yet, was made in inference
+            mode, or shares memory with another.
     """
     if not isinstance(model, nn.Module):
         raise UsageError("initialize(model)", expected="a torch.nn.Module", got=type(model).__name__)
@@ -45,7 +45,7 @@ def check_model(model: object, device: torch.device) -> None:
         if isinstance(module, torch.jit.ScriptModule):
             raise UsageError(
                 f"initialize(model): module {fqn or 'itself'}",
-                expected="modules of Python, whose forwards can have hooks",
+                expected="Python modules, whose forwards can have hooks",
                 got=f"a TorchScript module ({module.original_name})",
                 fix="train the module that was scripted or traced, and script or trace the result",
             )
@@ -60,16 +60,16 @@ def check_model(model: object, device: torch.device) -> None:
 
 
 def _fault(param: nn.Parameter) -> tuple[str, str, str] | None:
-    """What is expected, what there is, and what to do, of a parameter that cannot be sharded; None for others."""
+    """Returns (expected, got, fix) for a parameter that cannot be sharded; None for others."""
     if isinstance(param, nn.UninitializedParameter):
-        return "a shape", "that of a lazy module, which has none yet", "call the model once with an example before"
+        return "a shape", "a lazy module's parameter, which has none yet", "call the model once with an example first"
     if param.is_inference():
-        expected = "a tensor that gradients can go through"
-        return expected, "one made under torch.inference_mode()", "build the model outside of it"
+        expected = "a tensor that supports gradients"
+        return expected, "a tensor made under torch.inference_mode()", "build the model outside that mode"
     handle = handle_of(param)
     if handle is not None and handle.registry.training is not None:
-        return "a model of its own", "one that another engine holds", "call destroy() of that engine first"
-    # A copy of a sharded parameter has the NaN that stands for its values: the values themselves are lost.
+        return "a parameter without an engine", "a parameter of another engine", "call destroy() of that engine first"
+    # A copy of a sharded parameter has the NaN that replaces its values: the values themselves are lost.
     if (handle is None or handle.replaced) and not is_wrapper(param) and _is_all_nan(param):
         fix = "copy or cast it inside zero.GatheredParameters; zero.Init(dtype=...) casts while it builds"
         return "values", "only NaN, as a copy or a cast of a sharded parameter has", fix
@@ -78,25 +78,25 @@ def _fault(param: nn.Parameter) -> tuple[str, str, str] | None:
         return "real values", "the meta device", fix
     if param.is_complex() and param.requires_grad:
         fix = "keep it as torch.view_as_real(...), or freeze it"
-        return "a real dtype, as master weights are fp32", str(param.dtype), fix
+        return "a real dtype, because master weights are fp32", str(param.dtype), fix
     return None
 
 
 def _refuse_divided(model: nn.Module) -> None:
-    """Refuses a model of which transformers has left each rank a part: initialize would take it for the whole."""
+    """Refuses a model that transformers has divided over the ranks: initialize would treat a part as the whole."""
     divided = getattr(getattr(model, "config", None), "distributed_config", None)
     for key in ("ep_size", "fsdp_size", "pp_size"):
         if (size := getattr(divided, key, None) or 1) > 1:
             raise UsageError(
                 "initialize(model)",
-                expected="a model with all experts, parameters and layers, which initialize divides",
-                got=f"one that from_pretrained(distributed_config=DistributedConfig({key}={size})) has divided",
-                fix="load it without, and pass the DistributedConfig as initialize(parallel=)",
+                expected="a model with all experts, parameters and layers, because initialize itself divides them",
+                got=f"a model that from_pretrained(distributed_config=DistributedConfig({key}={size})) has divided",
+                fix="load it without a DistributedConfig, and pass that as initialize(parallel=)",
             )
 
 
 def _refuse_shared_memory(model: nn.Module) -> None:
-    """Raises UsageError where two parameters share elements, which shards of their own would silently separate."""
+    """Raises UsageError if two parameters share elements, which separate shards would silently decouple."""
     spans: dict[int, list[tuple[int, int, str, nn.Parameter]]] = {}
     for fqn, param in model.named_parameters():
         if type(param) is nn.Parameter and handle_of(param) is None and param.layout is torch.strided and param.numel():
@@ -112,14 +112,14 @@ def _refuse_shared_memory(model: nn.Module) -> None:
                 if _share_elements(param, other):
                     raise UsageError(
                         f"parameters {fqn} and {other_fqn}",
-                        expected="memory of their own, or one nn.Parameter under both names",
+                        expected="separate memory, or one nn.Parameter under both names",
                         got="two parameters that share elements of one storage",
                         fix="assign the parameter itself, as in head.weight = embed.weight, or clone() one",
                     )
 
 
 def _share_elements(one: Tensor, other: Tensor) -> bool:
-    """Of two tensors of one storage; columns of one matrix lie between each other and share nothing."""
+    """Returns True if two tensors of one storage share elements; columns of one matrix interleave, but share none."""
     if one.dtype is not other.dtype:
         return True
     numel = one.untyped_storage().nbytes() // one.itemsize
@@ -129,7 +129,7 @@ def _share_elements(one: Tensor, other: Tensor) -> bool:
 
 
 def _is_all_nan(param: nn.Parameter) -> bool:
-    """Whether all values are NaN; reads more than the first only if that is."""
+    """Returns True if all values are NaN; reads more than the first value only if that one is NaN."""
     if param.is_meta or not param.is_floating_point() or not param.numel():
         return False
     with torch._C.DisableTorchFunctionSubclass():  # a `ShardedParameter` would refuse to be read
@@ -138,10 +138,10 @@ def _is_all_nan(param: nn.Parameter) -> bool:
 
 
 def check_dtypes(model: nn.Module, dtype: torch.dtype) -> None:
-    """Refuses a loss of precision that no 16-bit precision of the config asks for.
+    """Refuses a loss of precision that the config does not ask for.
 
     Args:
-        dtype: of the precision.
+        dtype: dtype of the config's precision.
 
     Raises:
         UsageError: a parameter has 64 bits, and the precision is fp32.
@@ -154,12 +154,12 @@ def check_dtypes(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def float64_error(fqn: str) -> UsageError:
-    """The error for a parameter in float64, whose fp32 master would round it."""
+    """Returns the error for a parameter in float64, whose fp32 master would round it."""
     return UsageError(
         f"parameter {fqn}",
         expected="at most 32 bits: master weights, sums of gradients and optimizer states are fp32",
         got="torch.float64",
-        fix='call model.float() before, or choose "bf16" or "fp16" in the config; constants in float64 can be buffers',
+        fix='call model.float() first, or choose "bf16" or "fp16" in the config; constants in float64 can be buffers',
     )
 
 
@@ -167,10 +167,10 @@ def check_model_device(model: nn.Module, device: torch.device) -> None:
     """Refuses a model that lies on another accelerator than the engine, or on several.
 
     Args:
-        device: where the engine computes.
+        device: device on which the engine computes.
 
     Raises:
-        UsageError: parameters or buffers are neither there nor in host memory; with the device and names of each.
+        UsageError: parameters or buffers are neither there nor in host memory; the message lists devices and names.
     """
     names: dict[torch.device, list[str]] = defaultdict(list)
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
@@ -185,12 +185,12 @@ def check_model_device(model: nn.Module, device: torch.device) -> None:
         fix = f"call model.cpu() first; {NOT_TRAINED_ON}"
     elif device.type == "cpu":
         fix = (
-            "this process trains on the CPU: call model.cpu(), or let it train on the GPU, which takes a process group"
+            "this process trains on the CPU: call model.cpu(), or let it train on the GPU, which needs a process group"
             ' with NCCL ("cpu:gloo,cuda:nccl") and no cpu=True'
         )
     else:
         (other,) = names
-        fix = f'call model.to("{device}"), or torch.{other.type}.set_device({other.index}) before anything of zeroaccel'
+        fix = f'call model.to("{device}"), or torch.{other.type}.set_device({other.index}) before any call of zeroaccel'
     raise UsageError(
         "initialize(model): devices", expected=f"all of it on {device} or in host memory", got=found, fix=fix
     )
@@ -199,12 +199,12 @@ def check_model_device(model: nn.Module, device: torch.device) -> None:
 def misplaced_inputs(
     error: RuntimeError, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
 ) -> UsageError | None:
-    """What to raise for an error of a forward that inputs on another device caused; None where it has another cause.
+    """Returns the error for a forward that failed because of inputs on another device; None for another cause.
 
-    Inputs may be in host memory, lengths for instance, so they are looked at once an operation has failed.
+    Inputs may be in host memory, such as lengths, so this examines them only after an operation has failed.
 
     Args:
-        device: of the parameters.
+        device: device of the parameters.
     """
     if not _MIXED.search(str(error)):
         return None

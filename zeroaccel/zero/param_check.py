@@ -1,10 +1,11 @@
-"""Integrity of parameters: the same objects, dtypes, values and trainability as when the engine was made.
+"""Checks that parameters keep the objects, dtypes, values and trainability that they had when the engine was made.
 
-Programs may change all of it without the engine (`model.half()`, `param.requires_grad_(False)`, a new head). The engine
-checks before it computes, so that such a change is an error with the parameter's name instead of another training.
+Programs may change these without the engine (`model.half()`, `param.requires_grad_(False)`, a new head). The engine
+checks before it computes, so that such a change is an error with the parameter's name instead of a different training.
 
-Two detectors of writes: `ParamIntegrityCheck` compares torch's version counters at every step, which costs a comparison
-per parameter and misses writes through `param.data`; `WriteDetector` hashes the bytes, for `GatheredParameters` only.
+There are two detectors of writes: `ParamIntegrityCheck` compares torch's version counters at every step, which costs a
+comparison per parameter and misses writes through `param.data`; `WriteDetector`, for `GatheredParameters` only, hashes
+the bytes.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from zeroaccel.zero.layout import ALIGN_NUMEL, round_up
 from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit
 from zeroaccel.zero.tensor_subclasses import local
 
-_WORDS = 1 << 15  # int64 hashed at a time, beside as many weights: what a core's cache holds
-_DEVICE_WORDS = 1 << 23  # the same on an accelerator, where every kernel has to be launched
+_WORDS = 1 << 15  # int64 words hashed at a time, besides as many weights: they fit a core's cache
+_DEVICE_WORDS = 1 << 23  # the same on an accelerator, where every kernel needs a launch
 
 
 @dataclass
 class _Observed:
-    """A parameter in use; the fingerprint is (1,) int64 on its device, None where a writer was first."""
+    """A parameter in use; the fingerprint is (1,) int64 on its device, None if a writer entered first."""
 
     readers: int = 0
     writers: int = 0
@@ -36,16 +37,16 @@ class _Observed:
 
 
 class WriteDetector:
-    """Fingerprints of unsharded parameters, from the first reader that enters to the last that leaves.
+    """Fingerprints unsharded parameters, from the first reader that enters to the last that leaves.
 
-    Taking one does not wait for the device that the parameter is on; comparing them does, once for all parameters.
+    Taking a fingerprint does not wait for the parameter's device; comparing does, once for all parameters.
     """
 
     def __init__(self) -> None:
         self._observed: dict[tuple[int, int], _Observed] = {}
 
     def enter(self, buffer: FlatBuffer, index: int, *, writes: bool) -> None:
-        """A reader enters, or with `writes` one that may change the parameter."""
+        """Registers a reader or, with `writes`, a writer that may change the parameter."""
         key = id(buffer), index
         observed = self._observed.get(key)
         if observed is None:
@@ -56,7 +57,7 @@ class WriteDetector:
         observed.writers += writes
 
     def changed(self, params: Sequence[tuple[FlatBuffer, int]]) -> list[bool]:
-        """Which of the parameters were written since their first reader entered, and no writer has entered."""
+        """Returns True for each parameter written since its first reader entered, unless a writer is registered."""
         before, after, places = [], [], []
         for place, (buffer, index) in enumerate(params):
             observed = self._observed[id(buffer), index]
@@ -71,7 +72,7 @@ class WriteDetector:
         return answers
 
     def refresh(self, buffer: FlatBuffer, index: int) -> None:
-        """Takes the fingerprint anew, after a permitted change."""
+        """Takes a new fingerprint, after a permitted change."""
         observed = self._observed[id(buffer), index]
         if observed.readers:
             observed.fingerprint = _fingerprint(buffer, index)
@@ -91,12 +92,12 @@ def _fingerprint(buffer: FlatBuffer, index: int) -> Tensor:
 
 
 def fingerprint(data: Tensor) -> Tensor:
-    """(1,) int64, a hash of the bits and their order. A change within any single 8 bytes always changes it.
+    """Returns (1,) int64, a hash of the bits and their order. A change within any single 8 bytes always changes it.
 
-    Computed where the data is, without a wait for it.
+    It computes on the data's device, without waiting.
 
     Args:
-        data: (n,) contiguous, of a multiple of 8 bytes.
+        data: (n,) contiguous, with a multiple of 8 bytes.
 
     Example:
         >>> fingerprint(torch.tensor([1, 2])), fingerprint(torch.tensor([2, 1]))
@@ -104,14 +105,14 @@ def fingerprint(data: Tensor) -> Tensor:
     """
     words = data.detach().view(torch.uint8).view(torch.int64)
     total = torch.zeros(1, dtype=torch.int64, device=data.device)
-    # Odd weights are invertible modulo 2^64, so no difference in one word is multiplied to zero. Sums of int64 wrap.
+    # Odd weights are invertible modulo 2^64, so no difference in one word becomes zero. Sums of int64 wrap.
     on_host = data.device.type == "cpu"
     length = _WORDS if on_host else _DEVICE_WORDS
     weights = _host_weights(length) if on_host else _weights(min(words.numel(), length), data.device)
     for number, start in enumerate(range(0, words.numel(), length)):
         part = words[start : start + length]
         own = weights[: part.numel()]
-        # dot of integers makes no products in memory; devices have none.
+        # dot of integers stores no products in memory; devices do not have it.
         total += (2 * number + 1) * (torch.dot(part, own) if on_host else (part * own).sum())
     return total
 
@@ -125,26 +126,26 @@ def _host_weights(count: int) -> Tensor:
     return _weights(count, torch.device("cpu"))
 
 
-_OTHERWISE = "say which are trained before initialize() or prepare(), or destroy() the engine and make another"
+_OTHERWISE = "set requires_grad before initialize() or prepare(), or destroy() the engine and make another"
 _OTHER_SHAPE = "change it before initialize() or prepare(), or destroy() the engine and make another"
 
 
 class ParamIntegrityCheck:
-    """Compares the parameters with what they were when the engine was made.
+    """Compares the parameters with their state when the engine was made.
 
     Args:
-        model: of the engine.
-        units: all of the engine's.
-        trained: whether there is an optimizer; without one no gradients are collected.
+        model: model of the engine.
+        units: all units of the engine.
+        trained: there is an optimizer; without one no gradients are collected.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[ParamUnit], *, trained: bool) -> None:
         self._buffers = [buffer for unit in units for buffer in unit.buffers if buffer.params]
         named = [(s.fqn, p, b) for b in self._buffers for s, p in zip(b.layout.slots, b.params, strict=True)]
         self._model = model
-        # An Embedding with max_norm writes to its weight whenever it looks something up, as it would again next time.
+        # An Embedding with max_norm writes to its weight at every lookup, and would do so again after a gather.
         writing = [module for module in model.modules() if getattr(module, "max_norm", None) is not None]
-        # PEFT's target_parameters parametrize a weight in each forward, and torch then sets it to itself.
+        # PEFT's target_parameters parametrize a weight in each forward, and torch then assigns it to itself.
         wrappers = [module for module in model.modules() if hasattr(module, "parameter_name")]
         writing += [inner for module in wrappers for inner in module.modules() if "base_layer" in module._modules]
         self._written = {id(param) for module in writing for param in module.parameters(recurse=False)}
@@ -154,33 +155,33 @@ class ParamIntegrityCheck:
         self._frozen = [(fqn, p) for fqn, p, _ in named if trained and not p.requires_grad]
 
     def check(self) -> None:
-        """Before a forward.
+        """Checks the parameters before a forward.
 
         Raises:
-            EngineStateError: the model has a trainable parameter that the engine does not know, or a parameter has
-                another dtype or is on another device than the engine put it, or as `check_writes`.
+            EngineStateError: the model has a trainable parameter that the engine does not know, a parameter has another
+                dtype or device than the engine gave it, or as `check_writes`.
         """
-        # Reads of `ShardedParameter`s are of metadata only here, so their `__torch_function__` has nothing to check.
+        # Only metadata of `ShardedParameter`s is read here, so their `__torch_function__` has nothing to check.
         with torch._C.DisableTorchFunctionSubclass():
             self.check_writes()
-            # The module tree is compared first: walking all parameters by name is needed only after it has changed.
+            # Compare the module tree first: it is only necessary to walk all parameters by name after it has changed.
             if any(module._modules != children or _ids(module) != own for module, children, own in self._structure):
                 self._check_parameters()
-            # One parameter per buffer: `model.half()` and the like change all of them.
+            # One parameter per buffer: calls such as `model.half()` change all of them.
             for buffer in self._buffers:
                 _check_kind(buffer, 0)
 
     def check_writes(self) -> None:
-        """Before a forward and an update; copies in tensors that were assigned to parameters as `.data`.
+        """Checks for writes, before a forward and an update; copies in tensors that were assigned as `.data`.
 
         Raises:
-            EngineStateError: a parameter was written outside `GatheredParameters` where that does not last: the next
-                gather, or the next update from its master, overwrites it. Or it was given data of another kind.
+            EngineStateError: a parameter was written outside `GatheredParameters`, and the next gather or update would
+                overwrite it; or it was assigned data with another dtype, device or shape.
         """
         with torch._C.DisableTorchFunctionSubclass():
             for buffer in self._buffers:
-                # A write lasts where the parameter is the only copy of its value: no shard it is gathered from, and
-                # no separate master that it is rounded from.
+                # A write lasts if the parameter is the only copy of its value: there is no shard to gather it from, and
+                # no separate master to round it from.
                 lasts = buffer.persistent and buffer.masters.aliases_weights
                 if not lasts and [param._version for param in buffer.params] != buffer.versions:
                     for index, param in enumerate(buffer.params):
@@ -193,36 +194,36 @@ class ParamIntegrityCheck:
                         _check_kind(buffer, index)
                         if not lasts:
                             raise _lost(buffer, index, "another tensor as .data")
-                        # It lasts, so the assigned values are taken over into the buffer that collectives use.
+                        # It lasts, so copy the assigned values into the buffer that collectives use.
                         view = buffer.view(index)
                         view.copy_(param.data)
                         param.data = view
 
     def _check_parameters(self) -> None:
-        """After the modules changed: wrappers may be added and removed, new trainable parameters may not be added."""
+        """Checks changed modules: programs may add and remove wrappers, but no new trainable parameters."""
         for fqn, param in self._model.named_parameters():
             if param.requires_grad and id(param) not in self._param_ids:
                 raise EngineStateError(
                     f"parameter {fqn}",
-                    expected="one that was there when the engine was made",
-                    got="a new one, which nobody would train",
+                    expected="a parameter that existed when the engine was made",
+                    got="a new parameter, which the engine would not train",
                     fix="change the model before initialize() or prepare(); values are written inside"
                     " zero.GatheredParameters",
                 )
         self._structure = _structure(self._model)
 
     def collects_gradients(self) -> bool:
-        """Before a backward: whether it leaves gradients at this engine's parameters. False where all are frozen.
+        """Returns True if a backward leaves gradients at this engine's parameters; False if all are frozen.
 
         Raises:
-            EngineStateError: some of them have been frozen, or others unfrozen, since the engine was made.
+            EngineStateError: some parameters were frozen, or others unfrozen, since the engine was made.
         """
         with torch._C.DisableTorchFunctionSubclass():
             return self._collects_gradients()
 
     def _collects_gradients(self) -> bool:
-        # A model may be frozen for a while, as a GAN's discriminator is in the generator's step: then gradients only
-        # pass through. A part of it cannot be: the ranks would reduce buffers with and without it.
+        # A model may be frozen for a while, such as a GAN's discriminator in the generator's step: then gradients only
+        # pass through it. A part of it may not be: ranks would disagree on which buffers to reduce.
         fixed = next((fqn for fqn, param in self._trained if not param.requires_grad), None)
         if fixed is not None:
             moving = next((fqn for fqn, param in self._trained if param.requires_grad), None)
@@ -230,7 +231,7 @@ class ParamIntegrityCheck:
                 return False
             raise EngineStateError(
                 f"parameter {fixed}",
-                expected="to be trained, as when the engine was made",
+                expected="requires_grad=True, as when the engine was made",
                 got=f"requires_grad=False, while {moving} is trained",
                 fix=f"freeze the whole model, or a param group with lr 0; {_OTHERWISE}",
             )
@@ -238,27 +239,27 @@ class ParamIntegrityCheck:
         if thawed is not None:
             raise EngineStateError(
                 f"parameter {thawed}",
-                expected="to be frozen, as when the engine was made",
+                expected="requires_grad=False, as when the engine was made",
                 got="requires_grad=True",
                 fix=_OTHERWISE,
             )
         return bool(self._trained)
 
     def check_conversion(self, convert: Callable[[Tensor], Tensor], module: nn.Module) -> None:
-        """Before `module.to(...)` and its like.
+        """Checks a conversion, such as `module.to(...)`, before it happens.
 
         Raises:
             EngineStateError: it would change a dtype or a device.
         """
-        # Tried on an empty tensor of each kind: `fn` is a closure of nn.Module.to() that cannot be asked otherwise.
+        # Try it on an empty tensor of each kind: `fn` is a closure of nn.Module.to() that allows no other inspection.
         kinds = {(buffer.dtype, buffer.full.device) for buffer in self._buffers}
         kinds |= {(buffer.dtype, buffer.device) for buffer in module.buffers()}
         for dtype, device in kinds:
             after = convert(torch.empty(0, dtype=dtype, device=device))
             if after.dtype is not dtype or after.device != device:
                 raise EngineStateError(
-                    "engine.to(), .half(), .float() and the like",
-                    expected=f"to leave {dtype} on {device} as it is",
+                    "engine.to(), .half(), .float() and similar calls",
+                    expected=f"no change of {dtype} on {device}",
                     got=f"a change to {after.dtype} on {after.device}",
                     fix="convert the model before initialize() or prepare(), or choose the precision in the config",
                 )
@@ -293,7 +294,7 @@ def _lost(buffer: FlatBuffer, index: int, write: str) -> EngineStateError:
     when = "update from its master" if buffer.persistent else "gather"
     return EngineStateError(
         f"parameter {buffer.layout.slots[index].fqn}",
-        expected="to be changed by engine.step() only",
+        expected="changes by engine.step() only",
         got=f"{write}, which is lost at the next {when}",
         fix="write inside zero.GatheredParameters(param, modifier_rank=0)",
     )

@@ -1,4 +1,4 @@
-"""`ParamUnit`: the parameters that travel in one collective, and the lifecycle of their storage.
+"""`ParamUnit`: the parameters that one collective moves, and the lifecycle of their storage.
 
 [Note: sharded values] The `nn.Parameter` objects, their shapes and dtypes never change. While a unit is unsharded, each
 parameter's data is a view into the unit's flat buffer; while it is sharded, the buffer's storage has size 0 and the
@@ -6,7 +6,7 @@ data is a stride-0 expand of one NaN: a stale read is visibly NaN, never a crash
 storage *object* stays, so views that autograd saved in forward become valid again when the unit is gathered for
 backward.
 
-Does not decide when to move (`coordinator.py`, `prefetch.py`) and does not talk to torch.distributed (`comm`).
+`coordinator.py` and `prefetch.py` decide when to move units, and `comm` talks to torch.distributed.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from zeroaccel.zero.tensor_subclasses import as_ordinary, is_split, local, scale
 
 
 class ShardState(enum.Enum):
-    """Where a unit's parameters are."""
+    """Location of a unit's parameters."""
 
     SHARDED = "sharded"
-    """Only this rank's shard is up to date; the full buffer is freed, or stale where the unit is persistent."""
+    """Only this rank's shard is up to date; the full buffer is freed, or stale in a persistent unit."""
     GATHERING = "gathering"
     """An all-gather into the full buffer is in flight."""
     UNSHARDED = "unsharded"
@@ -46,29 +46,29 @@ class FlatBuffer:
     """Parameters of one dtype, all trainable or all frozen, end to end in one buffer.
 
     Args:
-        device: that computes with it.
+        device: device that computes with the parameters.
 
     Attributes:
-        full: (N,) param dtype, on the compute device. Persistent: always allocated. Otherwise its storage is allocated
-            by `unshard` and freed by `reshard`.
-        shard: this rank's (S,) of it, wherever they live.
-        masters: the fp32 weights the optimizer updates, with its states; for frozen parameters a way to the shard.
-        persistent: unsharded on every rank all the time.
-        watches_uses: reads of and writes to sharded parameters are errors; see [Note: sharded parameters]. Not while
-            models are built, when constructors may come back to them.
+        full: (N,) param dtype, on the compute device. If persistent, always allocated; otherwise `unshard` allocates
+            its storage and `reshard` frees it.
+        shard: (S,) this rank's part, in any storage.
+        masters: the fp32 weights that the optimizer updates, with its states; for frozen parameters a way to the shard.
+        persistent: True if it is unsharded on every rank all the time.
+        watches_uses: True if reads of and writes to sharded parameters are errors; see [Note: sharded parameters].
+            False while models are built, because constructors may use parameters again.
         on_read: called when the values of a sharded parameter are read; unshards them during a pass.
-        versions: torch's counters of in-place writes to the parameters, for those writes that have been accepted.
-        all_slots: the indices of its slots.
-        valid: while sharded: slots whose present values are in `full`.
-        shown: of those, the ones whose parameters are views of it all the same.
-        changed: marks elements of the shard that change; None while the engine does not mark.
+        versions: torch's counters of in-place writes to the parameters, up to the accepted writes.
+        all_slots: indices of all slots.
+        valid: while sharded: indices of slots whose current values are in `full`.
+        shown: indices of the valid slots whose parameters are still views of `full`.
+        changed: marks changed elements of the shard; None while the engine does not mark.
     """
 
     def __init__(self, plan: BufferPlan, device: torch.device, *, watches_uses: bool = False) -> None:
         self.key, self.rank, self.dtype = plan.key, plan.rank, plan.dtype
         self.layout = layout = plan.layout
         self.params = plan.params
-        self._is_code = any(scales_of(param) is not None for param in self.params)  # which rounding would destroy
+        self._is_code = any(scales_of(param) is not None for param in self.params)  # rounding would destroy them
         self.trainable, self.persistent = plan.trainable, plan.persistent
         self.full = torch.empty(layout.numel, dtype=self.dtype, device=device)
         self.watches_uses = watches_uses
@@ -78,7 +78,7 @@ class FlatBuffer:
         self.valid: set[int] = set()
         self.shown: set[int] = set()
         self.changed: ChangedBits | None = None
-        # One element, expanded to every shape: shape and dtype of a sharded parameter are right, at no memory.
+        # One element, expanded to every shape: a sharded parameter has the correct shape and dtype, without memory.
         absent = torch.full((), absent_value(self.dtype), dtype=self.dtype)
         self._absent = [absent.to(device).expand(slot.shape) for slot in layout.slots]
         self._views = self._cut()
@@ -88,50 +88,50 @@ class FlatBuffer:
         self.store_in(MemoryShard.persistent(self.place()))
 
     def place(self, tier: Tier | None = None, copies: CopyStream | None = None) -> ShardPlace:
-        """What a storage of its shard is made for."""
+        """Returns the place for which a storage of its shard is made."""
         return ShardPlace(self.key, self.layout, self.rank, self.full, tier, copies)
 
     def store_in(self, shard: ShardStorage, masters: MasterStorage | None = None) -> None:
-        """Replaces the storages, whatever is in them; without masters no optimizer updates it."""
+        """Replaces the storages without copying their contents; without masters no optimizer updates the buffer."""
         place = MasterPlace(self.key, self.layout, self.rank, shard, (), self.full.device)
         self.shard, self.masters = shard, masters or NoMasters(place)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the full buffer, N elements."""
+        """Number of bytes of the full buffer, N elements."""
         return self.layout.numel * self.dtype.itemsize
 
     @property
     def own(self) -> FlatRange:
-        """The elements of this rank's shard, S of them."""
+        """Range of this rank's shard, S elements."""
         return self.layout.shard(self.rank)
 
     def shard_tensors(self) -> Iterator[Tensor]:
-        """The memory of its weights besides `full`."""
+        """Yields the memory of its weights besides `full`."""
         full = self.full.untyped_storage()._cdata
         tensors = (*self.shard.tensors(), *self.shard.secondary.tensors())
         return (tensor for tensor in tensors if tensor.untyped_storage()._cdata != full)
 
     @property
     def is_split(self) -> bool:
-        """Whether an axis of the mesh splits its parameters: other ranks have other parts of them."""
+        """True if an axis of the mesh splits its parameters, so that other ranks have other parts of them."""
         return self.layout.slots[0].split is not None or is_split(self.params[0])
 
     def holders(self, collectives: Collectives) -> Collectives:
-        """Those over the data ranks that hold its elements; see `layout.holders`."""
+        """Returns the collectives over the data ranks that hold its elements; see `layout.holders`."""
         return holders(self.layout.slots[0].split, collectives)
 
     def adopt(self, source: Tensor, shard: ShardStorage, masters: MasterStorage | None = None) -> None:
-        """Takes over the weights and becomes what the parameters are views of.
+        """Takes over the weights, and points the parameters at this buffer.
 
         Args:
             source: (N,) the initial weights in their original dtype, laid out, equal on all ranks.
-            shard: where this rank's part is to live.
-            masters: where the optimizer's copy is to live; None where none updates them.
+            shard: storage for this rank's part.
+            masters: storage for the optimizer's copy; None if no optimizer updates the parameters.
         """
         if source.dtype is torch.float64 and self.dtype.itemsize < 4:
-            source = source.float()  # rounded by way of the master, as at every step
-        # Weights before masters: masters may be the memory of the weights, and are never read from what was rounded.
+            source = source.float()  # rounds through the fp32 master, as every step does
+            # Weights before masters: masters may share the memory of the weights, but must not get rounded values.
         self.full.copy_(source)
         self.store_in(shard, masters)
         if not self.persistent:
@@ -140,7 +140,7 @@ class FlatBuffer:
         self.point(unsharded=True)
 
     def point(self, *, unsharded: bool) -> None:
-        """Points every parameter at its view of the full buffer, or at NaN, except those that are shown."""
+        """Points every parameter at its view of the full buffer, or at NaN, except the shown ones."""
         if unsharded:
             show(self.params, self._views, None)
             return
@@ -154,14 +154,14 @@ class FlatBuffer:
             self.on_read()
 
     def all_gather(self, collectives: Collectives, label: str, *, exact: bool) -> Work:
-        """Starts to gather `full`; the shard is swapped in. From the secondary copy where that may be rounded, too."""
+        """Starts to gather `full` from the swapped-in shard, or from the secondary copy if values may be rounded."""
         collectives = self.holders(collectives)
         if self.shard.secondary.is_valid and not exact:
             return self.shard.gather_secondary(self.full, collectives, label)
         return self.shard.all_gather(self.full, collectives, label, exact=exact or self._is_code)
 
     def missing(self, wanted: Iterable[int]) -> list[FlatRange]:
-        """The elements of slots whose values are not in `full`; neighbours in one range, with the padding between."""
+        """Returns the ranges of slots whose values are not in `full`; joins adjacent ones, including their padding."""
         runs: list[FlatRange] = []
         last = -2
         for index in sorted(set(wanted) - self.valid):
@@ -174,7 +174,7 @@ class FlatBuffer:
         return runs
 
     def all_gather_part(self, part: FlatRange, collectives: Collectives, label: str) -> Work:
-        """Starts to gather the elements of `part` into `full`; this rank's are there."""
+        """Starts to gather the elements of `part` into `full`, which already has this rank's elements."""
         numels = [(part & self.layout.shard(rank)).numel for rank in range(self.layout.world_size)]
         return self.shard.all_gather_part(part, self.full, self.holders(collectives), label, numels)
 
@@ -189,7 +189,7 @@ class FlatBuffer:
 
     def free(self) -> None:
         """Frees the full buffer's storage; the storage object and all views of it stay."""
-        # Resized, not replaced: autograd's saved views share this storage object, and see the values gathered next.
+        # Resized, not replaced: autograd's saved views share this storage object, and see the next gather's values.
         storage = self.full.untyped_storage()
         if storage.resizable():
             storage.resize_(0)
@@ -197,45 +197,45 @@ class FlatBuffer:
             self.replace_storage()  # a numpy array shares it
 
     def replace_storage(self) -> None:
-        """Lets existing views keep the storage, with its present values; the next `allocate` makes another one."""
-        # torch gives a tensor N elements only with their memory: until then one element stands for all of them.
+        """Leaves the storage, with its current values, to existing views; the next `allocate` makes another one."""
+        # torch gives a tensor N elements only with their memory: until then one element is expanded to all of them.
         self.full = self.full.new_empty(1).expand(self.layout.numel)
         self.full.untyped_storage().resize_(0)
         self._views = []
 
     def let_go_of_views(self) -> None:
-        """Leaves the present memory to the views that the program has of it: `full` goes on with a copy."""
+        """Leaves the current memory to the program's views, if there are any: `full` continues as a copy."""
         count = getattr(torch._C, "_storage_Use_Count", None)
-        # Of `full`, its views, and the Python object that is asked; more are the views of the program.
+        # Counts `full`, its views, and the Python object of this storage; any more are views of the program.
         if count is None or count(self.full.untyped_storage()._cdata) > 2 + len(self._views):
             self.full = self.full.clone()
             self._views = self._cut()
 
     def detach_parameters(self, collectives: Collectives) -> None:
-        """Gives each parameter, unsharded now, storage of its own and all its elements. (all ranks, if it is split)"""
+        """Gives each unsharded parameter separate storage with all its elements. (all ranks, if it is split)"""
         for param, slot in zip(self.params, self.layout.slots, strict=True):
             set_local(param, whole_of(slot, local(param).clone(), collectives))
         if not self.persistent:
             self.free()
 
     def release(self) -> None:
-        """Lets go of all memory but the parameters', which are detached: weights, masters, the secondary copy."""
+        """Frees all memory except that of the detached parameters: weights, masters, the secondary copy."""
         for piece in self.masters.pieces:
             piece.param.data = stand_in(piece.shape)
         self.full, self._views = self.full.new_empty(0), []
         self.store_in(MemoryShard.persistent(self.place()))
 
     def note_written(self, part: FlatRange) -> None:
-        """Weights in a range of it are about to be others, or are already, by something else than a step."""
+        """Marks weights in a range that something other than a step changes, before or after the change."""
         if self.changed is not None:
             self.changed.add(part)
 
     def accept_write(self, index: int) -> None:
-        """What has been written to a parameter so far is in the shard and the master, or was undone."""
+        """Accepts the writes to a parameter so far: shard and master have them, or they were undone."""
         self.versions[index] = self.params[index]._version
 
     def drop_parameter(self, index: int) -> None:
-        """Stops following a parameter that another buffer has taken over; a frozen NaN is in its place."""
+        """Stops tracking a parameter that another buffer has taken over; a frozen NaN replaces it."""
         as_ordinary(self.params[index])
         placeholder = nn.Parameter(self._absent[index], requires_grad=False)
         self.params = (*self.params[:index], placeholder, *self.params[index + 1 :])
@@ -244,20 +244,20 @@ class FlatBuffer:
         return [self.full[slot.range.at(0)].view(slot.shape) for slot in self.layout.slots]
 
     def owns(self, data: Tensor) -> bool:
-        """Whether `data`, of one of its parameters, is a view of this buffer or the NaN of a sharded one."""
+        """Returns True if `data`, of one of its parameters, is a view of this buffer or its NaN."""
         storages = {self.full.untyped_storage()._cdata, *(nan.untyped_storage()._cdata for nan in self._absent[:1])}
         return data.untyped_storage()._cdata in storages
 
     def view(self, index: int) -> Tensor:
-        """The view of the full buffer that parameter `index` uses while unsharded."""
+        """Returns the view of the full buffer that parameter `index` uses while unsharded."""
         return self._views[index]
 
 
 class FetchOutcome:
-    """Whether all shards of a pass could be read from their tier, which the ranks agree on once, at its end.
+    """The result of reading a pass's shards from their tier, on which the ranks agree once, at the end of the pass.
 
-    A disk fails on one rank. That rank goes on with NaN in place of what it could not read, so that no other waits for
-    it in a gather; nothing leaves the pass before `agree`.
+    A disk fails on one rank. That rank continues with NaN in place of the unread values, so that no other rank waits
+    for it in a gather; no results leave the engine before `agree`.
     """
 
     def __init__(self) -> None:
@@ -265,12 +265,12 @@ class FetchOutcome:
         self._has_fetched = False
 
     def note(self, error: OffloadError | None) -> None:
-        """A unit was read, or was not. (all ranks)"""
+        """Records that a unit was read, or the error. (all ranks)"""
         self._has_fetched = True
         self._error = self._error or error
 
     def agree(self, collectives: Collectives, label: str) -> None:
-        """Raises OffloadError where a rank has failed since the last call, on every rank; one small all-reduce."""
+        """Raises OffloadError on every rank if one has failed since the last call; needs one small all-reduce."""
         error, has_fetched = self._error, self._has_fetched
         self._error, self._has_fetched = None, False
         if not has_fetched:
@@ -281,23 +281,23 @@ class FetchOutcome:
             agree_or_raise(collectives, error, f"{label}: fetch")
 
     def forget(self) -> None:
-        """The pass was broken off, on all ranks."""
+        """Discards the results of a pass that failed, on all ranks."""
         self._error, self._has_fetched = None, False
 
 
 class ParamUnit:
     """One or a few flat buffers that are unsharded and resharded together.
 
-    Its buffers are all persistent or none, except those whose elements no other rank holds: such experts stay as they
-    are while the rest of the unit is gathered and freed.
+    Either all of its buffers are persistent or none, except buffers whose elements no other rank holds: such experts
+    stay unsharded while the rest of the unit is gathered and freed.
 
     Lifecycle (all ranks, in the same order): 1. `unshard()` starts the all-gather, 2. `wait()` before the first use,
-    3. `reshard()` after the last. Each is a no-op where it has nothing to do; anything illegal raises ShardStateError.
-    Of a sharded unit, `unshard_some()` gathers some parameters and shows them until `hide_some()`, through any of the
-    others' gathers.
+    3. `reshard()` after the last. Each does nothing if it is not needed; an illegal call raises ShardStateError.
+    In a sharded unit, `unshard_some()` gathers some parameters and shows them until `hide_some()`, even while others
+    are gathered.
 
     Args:
-        sharded: whether the full buffers have no values, so that it starts sharded.
+        sharded: the full buffers have no values, so the unit starts sharded.
     """
 
     def __init__(
@@ -327,13 +327,13 @@ class ParamUnit:
 
     @property
     def state(self) -> ShardState:
-        """Where the parameters are now."""
+        """Current location of the parameters."""
         return self._state
 
     @property
     def is_swapped(self) -> bool:
-        """Whether each gather swaps a shard in first; see `ShardStorage`."""
-        for buffer in self.buffers:  # noqa: SIM110  # a generator takes calls, and each step asks several times
+        """True if each gather swaps a shard in first; see `ShardStorage`."""
+        for buffer in self.buffers:  # noqa: SIM110  # a generator costs calls, and each step asks several times
             if buffer.shard.is_swapped:
                 return True
         return False
@@ -346,7 +346,7 @@ class ParamUnit:
         return False
 
     def watch_uses(self) -> None:
-        """From now on reads and writes of its parameters while it is sharded are errors."""
+        """Makes reads and writes of its parameters errors while it is sharded, from now on."""
         for buffer in self._gathered:
             if not buffer.watches_uses:
                 buffer.watches_uses = True
@@ -354,7 +354,7 @@ class ParamUnit:
                     buffer.point(unsharded=False)
 
     def fqns(self) -> Iterator[str]:
-        """Names of all its parameters."""
+        """Yields the names of all its parameters."""
         return (slot.fqn for buffer in self.buffers for slot in buffer.layout.slots)
 
     def prefetch(self) -> None:
@@ -367,16 +367,16 @@ class ParamUnit:
         """Starts gathering the full parameters: all-gather over the shard group, (S,) -> (N,) per buffer.
 
         Args:
-            exact: False for weights to compute with: they may be rounded, and come from the secondary copy where there
-                is one, and leave one. It is for uses that all ranks make alike.
-            outcome: of the pass, at whose end the ranks agree on what they could read; None agrees here.
+            exact: False for weights to compute with: these may be rounded, come from the secondary copy if there is
+                one, and leave one. Use it only for uses that all ranks make in the same way.
+            outcome: outcome of the pass, at whose end the ranks agree on their reads; None agrees here.
 
         Raises:
-            OffloadError: a rank cannot read its shard back; on every rank. Not with `outcome`.
+            OffloadError: a rank cannot read its shard back; on every rank. With `outcome`, `agree` raises it instead.
         """
         if not exact and not self._shows_some:
             self.drop_values()
-        else:  # beside parameters that are shown, which a program may have written, come exact ones
+        else:  # a program may have written the parameters that are shown, so gather the others exactly
             exact = True
         if exact and not self._exact:
             self.reshard()
@@ -388,7 +388,7 @@ class ParamUnit:
             self._move(ShardState.SHARDED, ShardState.GATHERING)
             self._works += works
             return
-        # A persistent unit is read by everything until the next step, so only exact values may ever be in it.
+        # Every use until the next step reads a persistent unit, so it must only contain exact values.
         self._exact = exact or self.persistent
         label = f"unshard {self.name}"
         if self.is_swapped:
@@ -398,22 +398,22 @@ class ParamUnit:
         for buffer in self.buffers:
             if buffer.persistent and not buffer.trainable:
                 continue  # frozen and unsharded everywhere: it never changes
-            # The storage is resized in place, so that the views that parameters and autograd have of it stay valid.
+                # Resized in place, so that the views that parameters and autograd have of the storage stay valid.
             buffer.allocate()
             self._works.append(buffer.all_gather(self._collectives, label, exact=self._exact))
 
     def unshard_some(self, wanted: Sequence[tuple[FlatBuffer, int]]) -> bool:
         """Gathers some parameters, (buffer, index of the slot), and shows them until `hide_some`. (all ranks)
 
-        Where `hide_some` has kept values of others, a loop goes through the unit: then all that is missing is gathered.
+        If `hide_some` has kept values of others, a loop goes through the unit: then this gathers all missing values.
 
         Returns:
-            Whether a loop goes through the unit.
+            True if a loop goes through the unit.
 
         Raises:
             OffloadError: as `unshard`.
         """
-        # A buffer that no other rank has is brought up to date by `unshard` only.
+        # Only `unshard` updates a buffer that no other rank has.
         refreshes = any(buffer.persistent and buffer.trainable for buffer in self.buffers)
         slots = sum(len(buffer.layout.slots) for buffer in self._gathered)
         if self._state is not ShardState.SHARDED or refreshes or len(wanted) == slots:
@@ -440,10 +440,10 @@ class ParamUnit:
         return in_loop
 
     def unshard_ahead(self) -> bool:
-        """Starts to gather what `unshard_some` will show, for a loop that comes to this unit next. (all ranks)
+        """Starts to gather the values that `unshard_some` will show, for a loop that comes here next. (all ranks)
 
         Returns:
-            False, and does nothing, where a tier has the shards or some values are here. `drop_values` frees them.
+            False, without a gather, if a tier has the shards or some values are here. `drop_values` frees them.
         """
         is_here = self._state is not ShardState.SHARDED or any(buffer.valid for buffer in self._gathered)
         if is_here or self.is_swapped:
@@ -460,7 +460,7 @@ class ParamUnit:
         self._works.clear()
 
     def _gather_missing(self, label: str, *, every: bool) -> list[Work]:
-        """Starts to gather values that `full` lacks: of all parameters, or of those that are shown. (all ranks)"""
+        """Starts to gather values that `full` lacks, of all parameters or of the shown ones. (all ranks)"""
         runs: list[tuple[FlatBuffer, FlatRange]] = []
         for buffer in self._gathered:
             own = buffer.missing(buffer.all_slots if every else buffer.shown)
@@ -481,7 +481,7 @@ class ParamUnit:
         return [buffer.all_gather_part(run, self._collectives, label) for buffer, run in runs]
 
     def hide_some(self, *, keep_values: bool = False) -> None:
-        """Undoes `unshard_some`; views that the program has of the values live on.
+        """Undoes `unshard_some`; the program's views of the values stay valid.
 
         Args:
             keep_values: as for `reshard`.
@@ -493,13 +493,13 @@ class ParamUnit:
                 self._cover(keep_views=True, keep_values=keep_values)
 
     def _swap_in(self, label: str, outcome: FetchOutcome | None) -> None:
-        """Brings shards into memory, all of them on every rank or with an error for `outcome`. (all ranks)"""
+        """Brings all shards into memory, or notes the error in `outcome`. (all ranks)"""
 
         def read() -> None:
             for buffer in self.buffers:
                 buffer.shard.swap_in()
 
-        self.prefetch()  # of all buffers, before the first is waited for
+        self.prefetch()  # of all buffers, before waiting for the first
         if outcome is None:
             self._read_agreed(read, label)
             return
@@ -507,13 +507,13 @@ class ParamUnit:
         for buffer in self.buffers:
             try:
                 buffer.shard.swap_in()
-            except OffloadError as raised:  # the gather takes place all the same, since the other ranks take part
+            except OffloadError as raised:  # gather anyway, because the other ranks participate
                 error = error or raised
                 buffer.shard.stage_absent()
         outcome.note(error)
 
     def _read_agreed(self, read: Callable[[], None], label: str) -> None:
-        """Reads from tiers; the ranks agree that all could, before any starts the gather. (all ranks)"""
+        """Reads from tiers; the ranks agree on success before any starts the gather. (all ranks)"""
         outcome = FetchOutcome()
         try:
             read()
@@ -528,7 +528,7 @@ class ParamUnit:
             raise
 
     def _release(self) -> None:
-        """Gives what was swapped in, or is on its way, back to its tier."""
+        """Gives shards in memory, and those on their way there, back to their tier."""
         for buffer in self.buffers:
             buffer.shard.release()
 
@@ -547,32 +547,32 @@ class ParamUnit:
         self._move(ShardState.GATHERING, ShardState.UNSHARDED)
 
     def reshard(self, *, keep_views: bool = False, keep_values: bool = False) -> None:
-        """Frees the full parameters; of a persistent unit it only says that they are stale.
+        """Frees the full parameters; only marks a persistent unit as stale.
 
         Args:
-            keep_views: the program may hold views of the full parameters: let their storage live as long as they do.
-            keep_values: for the next `unshard`, which then gathers nothing, until `drop_values`. (on all ranks alike)
+            keep_views: the program may hold views of the full parameters: keep their storage as long as the views live.
+            keep_values: keep the values until `drop_values`, so that the next `unshard` gathers nothing. (all ranks)
         """
-        # What `unshard_some` shows stays.
+        # Values that `unshard_some` shows stay.
         if self._state is ShardState.SHARDED:
-            self._release()  # of a prefetch that no gather followed
+            self._release()  # after a prefetch without a gather
             return
         self.wait()
         self._move(ShardState.UNSHARDED, ShardState.SHARDED)
         for buffer in self._gathered:
             if not self._exact:
-                # Only of values to compute with: backward then reads the very values that forward read.
+                # Only for values to compute with: backward then reads the same values that forward read.
                 buffer.shard.keep_secondary(buffer.full, self._collectives)
             buffer.valid = buffer.all_slots.copy()
         self._cover(keep_views=keep_views, keep_values=keep_values)
         self._exact = True
 
     def _cover(self, *, keep_views: bool, keep_values: bool) -> None:
-        """Has parameters read as NaN, except those that are shown, and frees values that are not kept."""
+        """Points parameters at NaN, except the shown ones, and frees values that are not kept."""
         for buffer in self._gathered:
             buffer.point(unsharded=False)
             if keep_values:
-                if buffer.valid:  # else it has no memory that views could be of
+                if buffer.valid:  # otherwise it has no memory, and no views
                     buffer.let_go_of_views()
                 continue
             buffer.valid = set(buffer.shown)
@@ -583,7 +583,7 @@ class ParamUnit:
                     buffer.free()
 
     def drop_values(self) -> None:
-        """Frees what `reshard(keep_values=True)` has kept, or `unshard_ahead` gathered; without them nothing."""
+        """Frees values that `reshard(keep_values=True)` kept or `unshard_ahead` gathered, if there are any."""
         if self._state is not ShardState.SHARDED:
             return
         self._finish_gathers()
@@ -594,12 +594,12 @@ class ParamUnit:
                     buffer.free()
 
     def drop_copies(self) -> None:
-        """The weights are new, or about to be: drops the copies of the old ones."""
+        """Drops the copies of the old weights, when the weights change."""
         self.drop_values()
         self.drop_secondary()
 
     def drop_secondary(self) -> None:
-        """As `drop_copies`, where the full buffers have the new weights."""
+        """Does the same as `drop_copies` when the full buffers already have the new weights."""
         for buffer in self.buffers:
             buffer.shard.secondary.drop()
 
@@ -607,7 +607,7 @@ class ParamUnit:
         """Participates in an all-gather that other ranks need; restores this rank's state."""
         was_unsharded = self._state is ShardState.UNSHARDED
         self.drop_values()
-        self.reshard()  # also where it is unsharded: the other ranks need this rank's shard, and a gather needs all
+        self.reshard()  # even if unsharded: the other ranks need this rank's shard, and a gather needs all ranks
         self.unshard()
         self.wait()
         if not was_unsharded:

@@ -1,12 +1,12 @@
 """Dtypes of a run: fp32 exceptions, the cast of inputs, the dtypes of module buffers, and the fp16 loss scale.
 
-The scale that unscales a step's gradients is the one of their backward; it changes only afterwards.
+The engine unscales a step's gradients by the loss scale of their backward; the scale changes only afterwards.
 
 [Note: buffers] A module computes with its buffers and parameters together, so they need one dtype: statistics of a
 BatchNorm, vectors of a power iteration, codebooks. A floating-point buffer follows the parameters of its module, or of
-the nearest module around it that has any, as after `model.bfloat16()`: it is cast where all of these are cast. Where
-one of them had the dtype already, the program made a mixture that it can compute with, and the buffer stays as it is.
-Frequencies and angles of rotary embeddings stay too: positions are multiplied with them, and in bf16 position 257 is
+the nearest enclosing module with parameters, as after `model.bfloat16()`: it is cast if all of these are cast. If one
+of them had the dtype already, the program made a mixture that it can compute with, and the buffer is unchanged.
+Frequencies and angles of rotary embeddings are unchanged too: they multiply positions, and in bf16 position 257 becomes
 256.
 """
 
@@ -31,11 +31,11 @@ from zeroaccel.logs import logger
 
 
 class LossScale:
-    """The factor of the loss before backward; this class is for bf16 and fp32, where it is 1 and never changes.
+    """The factor of the loss before backward; this base class, for bf16 and fp32, keeps it at 1.
 
     Attributes:
         value: the factor.
-        scales: whether losses are scaled at all.
+        scales: True if losses are scaled at all.
     """
 
     value: float = 1.0
@@ -45,11 +45,11 @@ class LossScale:
         """Adjusts the scale after a step."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers to resume from."""
+        """Returns plain numbers to resume from."""
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resumes."""
+        """Restores a saved state."""
         for name, value in state.items():
             setattr(self, name, value)
 
@@ -70,14 +70,14 @@ class StaticLossScale(LossScale):
 
 @dataclass
 class DynamicLossScale(LossScale):
-    """Halves after overflows, doubles after `window` steps without one.
+    """A scale that halves after overflows and doubles after `window` steps without one.
 
     Attributes:
         value: the current scale.
-        window: good steps before it doubles.
+        window: number of good steps before it doubles.
         hysteresis: overflows tolerated before it halves.
         consecutive_hysteresis: refill that tolerance after every good step, not only when the scale grows.
-        minimum: it never goes below; an overflow there ends the run.
+        minimum: lower bound of the scale; an overflow there ends the run.
     """
 
     value: float = 65536.0
@@ -98,16 +98,16 @@ class DynamicLossScale(LossScale):
         """Counts the step and adjusts the scale.
 
         Raises:
-            EngineStateError: an overflow at the minimum scale.
+            EngineStateError: the gradients overflowed at the minimum scale.
         """
-        # DeepSpeed's algorithm, so that a run that migrates skips and scales in the same steps.
+        # DeepSpeed's algorithm, so that a migrated run skips and scales in the same steps.
         if overflow:
             self._lower()
             self.last_overflow = self.steps
         else:
             if self.consecutive_hysteresis:
                 self.tolerance = self.hysteresis
-            good = self.steps - self.last_overflow - 1  # an overflow starts the window anew
+            good = self.steps - self.last_overflow - 1  # an overflow restarts the window
             if good > 0 and good % self.window == 0:
                 self.tolerance = self.hysteresis
                 self.value *= 2.0
@@ -127,7 +127,7 @@ class DynamicLossScale(LossScale):
         logger.log(logging.INFO, "gradients overflowed; step skipped, loss scale lowered to %g", self.value)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers to resume from; window and limits come from the config of the resuming run."""
+        """Returns plain numbers to resume from; the resuming run's config has window and limits."""
         return {
             "value": self.value,
             "tolerance": self.tolerance,
@@ -137,16 +137,16 @@ class DynamicLossScale(LossScale):
 
 
 def kept_in_fp32(model: nn.Module, setting: str | Iterable[str] | None, dtype: torch.dtype) -> set[str]:
-    """Names of parameters and buffers that stay fp32 whatever the training dtype.
+    """Returns the names of parameters and buffers that stay fp32 in any training dtype.
 
     Args:
         setting: parts of module names; "auto" takes the model's own `_keep_in_fp32_modules` and
             `_keep_in_fp32_modules_strict`.
-        dtype: that the others are trained in.
+        dtype: training dtype of the others.
     """
     if setting == "auto":
-        # transformers lists them per model class. What overflows in fp16, as T5's `wo`, is in the first list, which
-        # does not count in bf16: modules of it compute in the dtype of their inputs.
+        # transformers lists them per model class. Modules that overflow in fp16, such as T5's `wo`, are in the first
+        # list, which does not apply to bf16: there they compute in the dtype of their inputs.
         lists = ["_keep_in_fp32_modules_strict"] + (["_keep_in_fp32_modules"] if dtype is torch.float16 else [])
         parts = {name for attribute in lists for name in (getattr(model, attribute, None) or ())}
     else:
@@ -161,29 +161,29 @@ _AUTOCAST_MODULES = ("torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "t
 
 
 def not_autocast(model: nn.Module, setting: Iterable[str] | None, where: str) -> set[str]:
-    """Names of parameters that stay fp32 under autocast: those of a module that is of none of the given classes.
+    """Returns the names of parameters that stay fp32 under autocast: those of modules of other classes than given.
 
-    The others are stored in the dtype of autocast, which has the bits of casting their fp32 masters at each use, and
-    saves autocast the copies of sharded weights that it would hold on to until backward.
+    The others are stored in autocast's dtype, which has the bits of a cast of their fp32 masters at each use, and saves
+    the copies of sharded weights that autocast would keep until backward.
 
     Args:
-        setting: full names of module classes; None for those that DeepSpeed takes.
+        setting: full names of module classes; None for DeepSpeed's default.
         where: the setting's address, for errors.
 
     Raises:
-        ConfigError: what is named is not the class of a module.
+        ConfigError: a name is not that of a module class.
     """
     classes = tuple(_module_class(name, where) for name in (_AUTOCAST_MODULES if setting is None else setting))
-    # By identity: a weight that modules share is cast only where all of them compute with it in that dtype.
+    # By identity: a weight that modules share is cast only if all of them compute with it in that dtype.
     others = (module for module in model.modules() if type(module) not in classes)
     fp32 = {id(param) for module in others for param in module.parameters(recurse=False)}
     return {name for name, param in model.named_parameters() if id(param) in fp32}
 
 
 def _module_class(name: str, where: str) -> type[nn.Module] | None:
-    """The class of a name such as "torch.nn.Linear"; None of a module that is not loaded, so that no model has it.
+    """Returns the class of a name such as "torch.nn.Linear"; None if its module is not loaded, so no model has it.
 
-    Nothing is imported: that would run the code of any module that a config names.
+    It imports nothing, because an import would run the code of any module that a config names.
     """
     package, _, attribute = name.rpartition(".")
     found = getattr(sys.modules.get(package), attribute, None)
@@ -192,13 +192,13 @@ def _module_class(name: str, where: str) -> type[nn.Module] | None:
         return None
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
         raise ConfigError(
-            where, expected='the full name of a module class, as "torch.nn.Linear"', got=name, fix="correct it"
+            where, expected='the full name of a module class, such as "torch.nn.Linear"', got=name, fix="correct it"
         )
     return found
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """Casts the floating-point tensors in nested tuples, lists and dicts; every other object is passed as it is."""
+    """Casts the floating-point tensors in nested tuples, lists and dicts; leaves every other object unchanged."""
 
     def cast(leaf: Any) -> Any:
         return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
@@ -208,7 +208,7 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # 8 bits are codes with a separate scale
 _ROTARY = re.compile(r"Rotary|RoPE|ROPE|Rope(?![a-z])")
-_BUILT_AS = "_built_as"  # an attribute: a weak table would keep torch from swapping the tensor
+_BUILT_AS = "_built_as"  # an attribute, because a weak table would prevent torch from swapping the tensor
 
 
 @dataclass(frozen=True)
@@ -216,9 +216,9 @@ class BufferDtypes:
     """Decides the dtype of every floating-point buffer; see [Note: buffers].
 
     Attributes:
-        precision: what parameters become.
-        forced: dtype of all buffers by the config (`data_types.buffer_dtype`); None decides for each.
-        fp32_names: parameters and buffers that are fp32 in any case.
+        precision: dtype that parameters get.
+        forced: dtype of all buffers by the config (`data_types.buffer_dtype`); None decides per buffer.
+        fp32_names: names of parameters and buffers that are always fp32.
     """
 
     precision: torch.dtype
@@ -226,7 +226,7 @@ class BufferDtypes:
     fp32_names: frozenset[str]
 
     def of(self, model: nn.Module) -> dict[str, torch.dtype]:
-        """fqn -> dtype of every floating-point buffer; call it before the engine casts the parameters."""
+        """Returns fqn -> dtype of every floating-point buffer; call it before the engine casts the parameters."""
         follows = self._following(model)
         dtypes: dict[str, torch.dtype] = {}
         for prefix, module in model.named_modules():
@@ -247,14 +247,14 @@ class BufferDtypes:
         return dtypes
 
     def _following(self, model: nn.Module) -> dict[str, bool]:
-        """Prefix -> whether all floating parameters of a module are cast: its own, if it has any, else those below."""
+        """Returns prefix -> True if all floating-point parameters of a module are cast: its own, or those below it."""
         own: dict[str, bool] = {}
         for name, param in model.named_parameters(remove_duplicate=False):
             if param.is_floating_point() and name not in self.fp32_names:
                 prefix = name.rpartition(".")[0]
                 own[prefix] = own.get(prefix, True) and dtype_before(param) is not self.precision
         follows = dict(own)
-        # A module without parameters, such as one that only holds a table, takes the answer of what lies below it.
+        # A module without parameters, such as one that only holds a table, takes the result of the modules below it.
         for prefix, is_cast in own.items():
             for outer in _outwards(prefix):
                 if outer not in own:
@@ -263,7 +263,7 @@ class BufferDtypes:
 
 
 def cast_buffers(model: nn.Module, device: torch.device, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Moves buffers to the device, and gives those named in `dtypes` their dtype."""
+    """Moves buffers to the device, and casts those named in `dtypes`."""
     moved: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # a buffer that modules share stays one tensor
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
@@ -277,40 +277,40 @@ def cast_buffers(model: nn.Module, device: torch.device, dtypes: Mapping[str, to
 
 
 def broadcast_buffers(model: nn.Module, collectives: Collectives) -> None:
-    """Makes the module buffers of all ranks those of rank 0. (all ranks)"""
+    """Broadcasts the module buffers of rank 0 to all ranks. (all ranks)"""
     for name, buffer in model.named_buffers():
         if buffer.numel() and not buffer.is_meta:
-            # A collective needs contiguous memory, and an expanded buffer has less memory than elements.
+            # A collective needs contiguous memory, but an expanded buffer has less memory than elements.
             flat = buffer.detach().contiguous()
             collectives.broadcast(flat, 0, f"buffer {name}")
             buffer.detach().copy_(flat)
 
 
 def note_cast(param: nn.Parameter, dtype: torch.dtype) -> None:
-    """Records that the program made this parameter in `dtype`, before it is cast ahead of the engine."""
+    """Records the dtype in which the program made this parameter, before it is cast ahead of the engine."""
     vars(param).setdefault(_BUILT_AS, dtype)
 
 
 def forget_cast(param: nn.Parameter) -> None:
-    """Drops that record: an engine has cast the parameter and the buffers of its module."""
+    """Removes that record, after an engine has cast the parameter and the buffers of its module."""
     vars(param).pop(_BUILT_AS, None)
 
 
 def dtype_before(param: nn.Parameter) -> torch.dtype:
-    """The dtype that the program made a parameter in, whatever it was cast to while it was built or loaded."""
+    """Returns the dtype in which the program made a parameter, before any cast while it was built or loaded."""
     dtype: torch.dtype = vars(param).get(_BUILT_AS, param.dtype)
     return dtype
 
 
 def _holds_angles(module: nn.Module, name: str) -> bool:
-    """Whether a buffer holds frequencies or angles, rather than the cosines and sines of these."""
+    """Returns True if a buffer holds frequencies or angles, rather than their cosines and sines."""
     if name.endswith("inv_freq"):
         return True
     return bool(_ROTARY.search(type(module).__name__)) and "cos" not in name and "sin" not in name
 
 
 def _outwards(prefix: str) -> Iterator[str]:
-    """The prefix of a module, then those of the modules around it, that of the model, "", last."""
+    """Yields the prefix of a module, then the prefixes of enclosing modules, ending with the model's, ""."""
     while prefix:
         yield prefix
         prefix = prefix.rpartition(".")[0]
@@ -320,7 +320,7 @@ def _outwards(prefix: str) -> Iterator[str]:
 class Autocast:
     """Runs a model's forward under `torch.autocast`, from construction until `undo`.
 
-    Also where the model is called without its engine, as `generate` does: parameters in 16 bits take no fp32 inputs.
+    It also applies if the model is called without its engine, as in `generate`: 16-bit parameters need 16-bit inputs.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
@@ -333,11 +333,11 @@ class Autocast:
             with torch.autocast(device.type, dtype=dtype):
                 return forward(module, *args, **kwargs) if self._before is None else forward(*args, **kwargs)
 
-        # A method of the instance, so that a copy of the model calls its own.
+        # A method of the instance, so that a copy of the model calls its own copy.
         vars(model)["forward"] = types.MethodType(under_autocast, model)
 
     def undo(self) -> None:
-        """The model computes as before."""
+        """Restores the model's own forward."""
         if self._before is None:
             del vars(self._model)["forward"]
         else:

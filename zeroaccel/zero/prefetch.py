@@ -1,10 +1,10 @@
 """The prefetch trace: the order in which one pass uses the units, recorded once and then replayed.
 
-A pass is one forward and the backward after it (or one forward without gradients). The first pass is recorded:
-nothing is prefetched and every unit is resharded after use. From then on the next units are gathered ahead, and a unit
-that is needed again soon stays unsharded. (DeepSpeed traces modules in the same way, for its `stage3_*` limits.)
+A pass is one forward and the backward after it (or one forward without gradients). The first pass only records: the
+coordinator prefetches nothing and reshards every unit after use. From then on it gathers the next units ahead, and
+keeps a unit unsharded that is needed again soon. (DeepSpeed traces modules in the same way, for its `stage3_*` limits.)
 
-Pure Python: units are names with a size, and decisions are printable actions, so that a trace can be read, compared
+Pure Python: units are names with sizes, and decisions are printable actions, so that a trace can be read, compared
 between ranks and tested without a process group. `coordinator.py` carries the actions out.
 """
 
@@ -21,11 +21,10 @@ class PrefetchLimits:
     """Bounds on unsharded and prefetched parameters, in elements (the `stage3_*` keys of the same names).
 
     Attributes:
-        prefetch_bucket_size: units are gathered ahead until this many elements are; the last of them may pass it. 0
-            gathers nothing ahead.
-        max_live_parameters: of all unsharded units; nothing is gathered ahead that would pass it.
-        max_reuse_distance: a unit that is needed again within so many elements stays unsharded.
-        next_always: one unit, the next that is needed, is gathered ahead though it passes that.
+        prefetch_bucket_size: number of elements to gather ahead; the last unit may exceed it. 0 gathers nothing ahead.
+        max_live_parameters: bound on all unsharded units; a unit that would exceed it is not gathered ahead.
+        max_reuse_distance: a unit that is needed again within this many elements stays unsharded.
+        next_always: gather the next needed unit ahead even if it exceeds `max_live_parameters`.
     """
 
     prefetch_bucket_size: int = 50_000_000
@@ -41,7 +40,7 @@ class _Recording:
     order: list[str] = field(default_factory=list)
     complete: bool = False
     next_use: list[int | None] = field(default_factory=list)
-    """Elements needed from position i on until the unit of position i is needed again, that unit included."""
+    """Number of elements needed from position i until the unit of position i is needed again, that unit included."""
 
     def seal(self, numels: Mapping[str, int]) -> None:
         """Computes the reuse distances, back to front: `ahead` is the number of elements used after position i."""
@@ -58,10 +57,10 @@ class _Recording:
 
 
 class PrefetchTrace:
-    """Decides what to prefetch and what to keep unsharded, by the recorded order and the limits.
+    """Decides which units to prefetch and which to keep unsharded, from the recorded order and the limits.
 
-    1. `begin(kind)` at the start of a pass, 2. `need(unit)` each time a unit must be unsharded; it returns the units to
-    prefetch, 3. `keep(unit)` after each use: whether to leave it unsharded, 4. `end()`.
+    1. `begin(kind)` at the start of a pass, 2. `need(unit)` each time a unit must be unsharded; returns the units to
+    prefetch, 3. `keep(unit)` after each use; returns True to leave the unit unsharded, 4. `end()`.
 
     Example:
         >>> trace = PrefetchTrace({"a": 10, "b": 10}, PrefetchLimits(max_reuse_distance=0))
@@ -85,7 +84,7 @@ class PrefetchTrace:
         self._last_use: dict[str, int] = {}
         self._warned = False
         self._warned_of_room = False
-        self._prefetched: set[str] = set()  # and not needed yet
+        self._prefetched: set[str] = set()  # units gathered ahead and not needed yet
         self._prefetched_numel = 0
         self.actions: list[str] = []
         """The actions of the pass so far, e.g. ``"UNSHARD layers.3"``."""
@@ -111,14 +110,14 @@ class PrefetchTrace:
         """Records that `name` must be unsharded now; returns the units to prefetch, in order.
 
         Args:
-            live: the units that are unsharded or gathering, `name` among them, with their sizes.
+            live: the units that are unsharded or gathering, including `name`, with their sizes.
         """
         self.actions.append(f"UNSHARD {name}")
         if name in self._prefetched:
             self._prefetched.remove(name)
             self._prefetched_numel -= self._numels[name]
         if not self.in_pass:
-            return []  # a module called by itself, outside the model's forward
+            return []  # a module called directly, outside the model's forward
         if not self._trace.complete:
             self._trace.order.append(name)
             return []
@@ -129,7 +128,7 @@ class PrefetchTrace:
         return ahead
 
     def keep(self, name: str, live_numel: int) -> bool:
-        """Whether a unit that was just used stays unsharded because it is needed again soon enough."""
+        """Returns True if a unit that was just used should stay unsharded because it is needed again soon enough."""
         position = self._last_use.get(name)
         if not self.in_pass or not self._trace.complete or position is None:
             return False
@@ -138,19 +137,19 @@ class PrefetchTrace:
         return keeps
 
     def end(self) -> None:
-        """Ends the pass; a first recording is replayed from now on."""
+        """Ends the pass; later passes replay a first recording."""
         if self._kind and not self._trace.complete and self._trace.order:
             self._trace.seal(self._numels)
         self._kind = ""
 
     def forget(self) -> None:
-        """Invalidates all recordings, e.g. after an exception in the middle of a pass."""
+        """Discards all recordings, e.g. after an exception in the middle of a pass."""
         self._traces.clear()
         self._trace = _Recording()
         self._kind = ""
 
     def _advance_to(self, name: str) -> bool:
-        """Moves to the next recorded use; False, after starting a new recording, when the order is another one."""
+        """Moves to the next recorded use; starts a new recording and returns False if the order differs."""
         order = self._trace.order
         if self._position + 1 < len(order) and order[self._position + 1] == name:
             self._position += 1
@@ -160,14 +159,14 @@ class PrefetchTrace:
             self._position = 0
             self._last_use = {name: 0}
             return True
-        # Another order: what is in flight stays valid, only prefetching stops until the new order has been recorded.
-        # One warning per engine: a model with random depth would log one per step.
+        # The order differs: gathers in flight stay valid, only prefetching stops until the new order has been recorded.
+        # Warn once per engine: a model with random depth would log a warning per step.
         expected = order[self._position + 1] if self._position + 1 < len(order) else "the end of the pass"
         if not self._warned:
             self._warned = True
             logger.warning(
-                "the order of modules changed: %s came where %s was expected, so units are fetched without "
-                "prefetching until an order repeats; the result is the same, only slower",
+                "the order of modules changed: %s came where %s was expected, so the engine stops prefetching until an "
+                "order repeats; results stay the same, but steps are slower",
                 name,
                 expected,
             )
@@ -179,15 +178,15 @@ class PrefetchTrace:
         return distance is not None and distance <= self._limits.max_reuse_distance
 
     def _ahead(self, live: Mapping[str, int]) -> list[str]:
-        """The next units in recorded order, as far as both limits allow."""
-        # Prefetched units that were not used yet count against the bucket: it bounds the memory that is gathered ahead
-        # at any time, not what one call may add to it.
+        """Returns the next units in recorded order, up to both limits."""
+        # Prefetched units that are still unused count against the bucket: it bounds the memory gathered ahead at any
+        # time, not the amount that one call adds.
         room = self._limits.max_live_parameters - sum(live.values())
         budget = self._limits.prefetch_bucket_size - self._prefetched_numel
         ahead: list[str] = []
         for name in self._trace.order[self._position + 1 :]:
-            # Until the bucket is passed, not as far as units fit: a unit is a layer, which is larger than the buckets
-            # that programs of DeepSpeed set, and without the next one ahead no gather is hidden behind computation.
+            # Continue until the bucket is exceeded, not only while units fit: a unit is a layer, larger than buckets
+            # that DeepSpeed programs set, and without the next one ahead no gather overlaps with computation.
             if budget <= 0:
                 break
             if name in self._prefetched:
@@ -196,16 +195,16 @@ class PrefetchTrace:
                 used = self._last_use.get(name)
                 if used is None or self._is_needed_soon(used):
                     continue
-                break  # it is resharded before; gathering what comes after it first would only hold memory longer
+                break  # it is resharded first; gathering later units before that would only hold memory longer
             numel = self._numels[name]
-            # No look past a unit that has no room: a smaller one further on would take its memory.
+            # Do not skip a unit that has no room: a smaller one further on would take its memory.
             if numel > room and (not self._limits.next_always or self._prefetched):
                 if not self._prefetched and not self._warned_of_room:
                     self._warned_of_room = True
                     logger.warning(
-                        "%s is not gathered ahead, so its gather is not hidden behind computation: its %d elements "
-                        "and those in use, %d, pass zero_optimization.stage3_max_live_parameters, %d; remove it or "
-                        "raise it where memory allows",
+                        "%s is not gathered ahead, so its gather does not overlap with computation: its %d elements "
+                        "plus the %d in use exceed zero_optimization.stage3_max_live_parameters, %d; remove the key, "
+                        "or raise it if memory allows",
                         name,
                         numel,
                         sum(live.values()),

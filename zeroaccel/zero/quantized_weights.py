@@ -1,20 +1,20 @@
-"""Frozen weights of quantised classes: the tensors that they consist of, which are sharded and gathered as they are.
+"""Frozen weights of quantised classes: shards and gathers the tensors that they consist of, unchanged.
 
-A library of quantised weights has a parameter of its own class for the codes, and keeps the scales beside it in plain
-attributes. `attach_codes` makes parameters of the scales that are large enough to be sharded, and notes them on the
-weight; `group_parameters` puts both into one unit. Codes and scales keep dtype and bits whatever the precision is, and
-no gather rounds them. Smaller state is on every rank; `broadcast_state` gives it the values of rank 0.
+A library for quantised weights has a parameter class for the codes, and keeps the scales in plain attributes.
+`attach_codes` turns scales that are large enough to shard into parameters, and notes them on the weight;
+`group_parameters` puts both into one unit. Codes and scales keep dtype and bits under any precision, and no gather
+rounds them. Smaller state is on every rank; `broadcast_state` gives it the values of rank 0.
 
-bitsandbytes' classes are known by name, so that nothing imports the library: `Params4bit` (NF4, FP4) with `absmax`, as
-parameters outside of layers have within a parametrization (`replace_parameter_4bit`), and `Int8Params`, whose layer has
-a second reference to the codes, which follows the parameter. Its CPU kernel for evaluation packs 4-bit codes anew in
+bitsandbytes' classes are recognised by name, so that nothing imports the library: `Params4bit` (NF4, FP4) with
+`absmax`, which also parameters within a parametrization have (`replace_parameter_4bit`), and `Int8Params`, whose layer
+has a second reference to the codes, which follows the parameter. Its CPU kernel for evaluation repacks 4-bit codes in
 the first forward and rounds the scales: `forbid_packing` turns that kernel off.
 
-A frozen wrapper, as of torchao and quanto, has codes and scales in other tensors, which torch's `__tensor_flatten__`
-names. They become parameters that the wrapper refers to, and that units have in its place: a gather fills them, and
-nothing is done to the wrapper. HQQ's layers have scales and zeros in a dictionary. Those of GPTQ and AWQ have all in
-buffers, which become parameters. Parameters of other classes are carried as they are; attributes of theirs belong to
-the program.
+A frozen wrapper, as in torchao and quanto, has codes and scales in other tensors, which torch's `__tensor_flatten__`
+names. They become parameters that the wrapper refers to, and units contain them in its place: a gather fills them, and
+the wrapper itself does not change. HQQ's layers have scales and zeros in a dictionary. GPTQ's and AWQ's have everything
+in buffers, which become parameters. Parameters of other classes are sharded as they are; their attributes belong to the
+program.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from zeroaccel.zero.tensor_subclasses import (
     unmark_codes,
 )
 
-_SMALL = 64  # scales of at most this part of their codes' bytes are on every rank
+_SMALL = 64  # scales of at most this fraction of their codes' bytes are on every rank
 _LIBRARY = "bitsandbytes"
-_WITH_BUFFERS = ("awq", "auto_gptq", "gptqmodel")  # libraries whose layers have codes and scales in buffers
+_WITH_BUFFERS = ("awq", "auto_gptq", "gptqmodel")  # libraries whose layers keep codes and scales in buffers
 PACKED = ".quant_state."
-"""In the name of a tensor that is JSON, whose length may differ."""
+"""Part of the name of a tensor that is JSON, whose length may differ."""
 LAYOUT = "_format"
-"""Behind the name of int8 codes, that of a constant in the library's own state dicts."""
+"""Name, after that of int8 codes, of a constant in the library's own state dicts."""
 _OFFSET = "nested_offset"
 
 
 def _kind(param: Tensor | None) -> str:
-    """The class of a quantised weight of bitsandbytes, or "wrapper"; "" for any other parameter."""
+    """Returns the bitsandbytes class of a quantised weight, or "wrapper"; "" for any other parameter."""
     if is_wrapper(param):
         return "wrapper"
     for kind in type(param).__mro__:
@@ -60,7 +60,7 @@ def _kind(param: Tensor | None) -> str:
 
 
 def _quantized(model: nn.Module, *, recurse: bool = True) -> Iterator[tuple[str, Any, Any, str]]:
-    """(fqn, module, weight, class) of every registration of a quantised weight."""
+    """Yields (fqn, module, weight, class) of every registration of a quantised weight."""
     for prefix, module in model.named_modules() if recurse else (("", model),):
         for name, param in module._parameters.items():
             if kind := _kind(param) or _kind_of_parametrized(module, param) or _kind_of_layer(module, name, param):
@@ -68,17 +68,17 @@ def _quantized(model: nn.Module, *, recurse: bool = True) -> Iterator[tuple[str,
 
 
 def _kind_of_parametrized(module: nn.Module, param: Any) -> str:
-    """That of codes from `replace_parameter_4bit`, as of fused experts: a plain parameter within a parametrization."""
+    """Returns the class of codes from `replace_parameter_4bit`, such as fused experts, in a parametrization."""
     first = next(iter(module._modules.values()), None)
     is_library = type(first).__module__.partition(".")[0] == _LIBRARY
     if param is None or not is_library or type(first).__name__ != "Bnb4bitParametrization":
         return ""
-    param.quant_state = first.quant_state  # type: ignore[union-attr] # where `Params4bit` has it
+    param.quant_state = first.quant_state  # type: ignore[union-attr] # the attribute of `Params4bit`
     return "Params4bit"
 
 
 def _kind_of_layer(module: nn.Module, name: str, param: Any) -> str:
-    """That of the codes in a layer of HQQ, which has scales and zeros in a dictionary."""
+    """Returns the class of the codes in a layer of HQQ, which has scales and zeros in a dictionary."""
     is_layer = type(module).__name__ == "HQQLinear" and type(module).__module__.partition(".")[0] == "hqq"
     return "HQQLinear" if is_layer and name == "W_q" and param is not None else ""
 
@@ -95,29 +95,29 @@ def _set(owner: Any, name: str, value: Tensor) -> None:
 
 
 def check_quantized(model: nn.Module, device: torch.device) -> None:
-    """Refuses quantised weights that cannot be carried.
+    """Refuses quantised weights that the engine cannot shard.
 
     Args:
-        device: where the engine computes.
+        device: device on which the engine computes.
 
     Raises:
-        UsageError: one is to be trained, has no codes yet, or was packed for the library's kernel of evaluation; or is
-            a wrapper that is elsewhere, or of other tensors than plain ones.
+        UsageError: a weight requires a gradient, has no codes yet, or was packed for the library's evaluation kernel;
+            or a wrapper is on another device, or consists of tensors that are not plain.
     """
     for fqn, module in model.named_modules():
         status = getattr(module, "quantization_status", None)
         if getattr(status, "value", status) == "compressed":
             raise UsageError(
                 f"module {fqn}",
-                expected="weights that stay what they are when the model runs",
-                got="codes of compressed_tensors, which the first forward replaces by whole weights on every rank",
+                expected="weights that do not change when the model runs",
+                got="codes of compressed_tensors, which the first forward replaces with whole weights on every rank",
                 fix='load the model unquantised with "zero_optimization": {"frozen_weights": "nf4"} (or "int8")',
             )
     for fqn, _, param, kind in _quantized(model):
         if param.requires_grad:
             raise UsageError(
                 f"parameter {fqn}",
-                expected="to be frozen, as its codes cannot be trained",
+                expected="a frozen weight, because its codes cannot be trained",
                 got=f"a quantised weight ({type(param).__name__}) with requires_grad=True",
                 fix="call requires_grad_(False) and train adapters (peft.get_peft_model), or load it unquantised",
             )
@@ -127,14 +127,14 @@ def check_quantized(model: nn.Module, device: torch.device) -> None:
             raise UsageError(
                 f"parameter {fqn}",
                 expected=f"the codes of a quantised weight ({kind})",
-                got=f"{param.dtype} values, which {_LIBRARY} quantises when they are moved to a device",
+                got=f"{param.dtype} values, which {_LIBRARY} quantises on the way to a device",
                 fix='call model.to("cpu") or model.to("cuda") before initialize() or prepare()',
             )
         if getattr(getattr(param, "quant_state", None), "packing_format_for_cpu", False):
             raise UsageError(
                 f"parameter {fqn}",
                 expected="the codes and scales of its quantisation",
-                got=f"those that {_LIBRARY} packed for its CPU kernel in an evaluation, with scales in bf16",
+                got=f"codes that {_LIBRARY} packed for its CPU kernel in an evaluation, with scales in bf16",
                 fix="call initialize() or prepare() before the first forward, or load the model again",
             )
 
@@ -144,7 +144,7 @@ def _check_wrapper(fqn: str, param: nn.Parameter, device: torch.device) -> None:
     if not param.is_meta and param.device != device:
         raise UsageError(
             f"parameter {fqn}",
-            expected=f"a quantised weight on {device}, as its class notes the device",
+            expected=f"a quantised weight on {device}, because its class records the device",
             got=f"{kind} on {param.device}",
             fix=f'call model.to("{device}") before initialize() or prepare()',
         )
@@ -161,10 +161,10 @@ def _check_wrapper(fqn: str, param: nn.Parameter, device: torch.device) -> None:
 
 
 def attach_codes(model: nn.Module, *, recurse: bool = True) -> None:
-    """Notes on every quantised weight that has codes which tensors belong to it; changes no value.
+    """Notes on every quantised weight with codes which tensors belong to it; changes no value.
 
     Args:
-        recurse: in the modules within it too.
+        recurse: include the modules inside.
     """
     for module in model.modules() if recurse else (model,):
         _adopt_buffers(module)
@@ -187,7 +187,7 @@ def attach_codes(model: nn.Module, *, recurse: bool = True) -> None:
 
 
 def _adopt_buffers(module: nn.Module) -> None:
-    """Makes parameters of a layer's codes, scales and zeros, so that units have them; names and values stay."""
+    """Turns a layer's codes, scales and zeros into parameters, so that units contain them; keeps names and values."""
     for name, buffer in list(module._buffers.items()) if _has_code_buffers(module) else ():
         if buffer is not None and buffer.dim() > 1 and not buffer.is_meta:
             del module._buffers[name]
@@ -201,7 +201,7 @@ def _has_code_buffers(module: nn.Module) -> bool:
 
 
 def release_codes(model: nn.Module) -> None:
-    """Undoes `attach_codes`: the library has plain tensors again."""
+    """Undoes `attach_codes`, so that the library has plain tensors again."""
     for module in filter(_has_code_buffers, model.modules()):
         for name, param in list(module._parameters.items()):
             if param is not None and scales_of(param) is not None:
@@ -215,7 +215,7 @@ def release_codes(model: nn.Module) -> None:
 
 
 def _tensors(module: Any, param: Any, kind: str) -> list[tuple[str, Any, str]]:
-    """(name, owner, attribute) of the tensors that may be sharded besides the parameter itself."""
+    """Returns (name, owner, attribute) of the tensors that may be sharded besides the parameter itself."""
     if kind == "wrapper":
         return list(inner_tensors(param))
     if kind == "HQQLinear":
@@ -224,7 +224,7 @@ def _tensors(module: Any, param: Any, kind: str) -> list[tuple[str, Any, str]]:
 
 
 def _has_codes(param: Any, kind: str) -> bool:
-    """Of a weight on the meta device, which a library makes for its shape, none are there."""
+    """Returns True if a weight has codes; on the meta device, where a library makes one for its shape, it has none."""
     if param.is_meta or kind == "wrapper":
         return not param.is_meta
     if kind == "Params4bit":
@@ -234,7 +234,7 @@ def _has_codes(param: Any, kind: str) -> bool:
 
 def _attach_int8(module: Any, param: Any) -> None:
     if param.CB is not None:
-        module.init_8bit_state()  # as the layer's first forward does: the layer has codes and scales from here on
+        module.init_8bit_state()  # as the layer's first forward does: from here on the layer has codes and scales
     mark_codes(param, {})  # a scale per row is small
     module.state.CB = param.data
     follow(param, module.state, "CB")
@@ -248,12 +248,12 @@ def _as_parameter(owner: Any, name: str) -> nn.Parameter:
 
 
 def state_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The small state of quantised weights, by its name in a state dict of the library; each once."""
+    """Yields the small state of quantised weights, by its name in the library's state dicts; each once."""
     return ((name, value) for _, _, name, value in _states(model))
 
 
 def state_owners(model: nn.Module) -> dict[str, str]:
-    """Name in `state_tensors` -> that of the weight."""
+    """Returns name in `state_tensors` -> name of the weight."""
     return {name: fqn for fqn, _, name, _ in _states(model)}
 
 
@@ -261,7 +261,7 @@ def load_state(model: nn.Module, values: Mapping[str, Tensor]) -> None:
     """Overwrites the small state of quantised weights.
 
     Args:
-        values: of the same names as in `state_tensors`; what is missing stays as it is.
+        values: values by the names of `state_tensors`; missing ones stay unchanged.
 
     Raises:
         UsageError: the values belong to codes of another format.
@@ -272,7 +272,7 @@ def load_state(model: nn.Module, values: Mapping[str, Tensor]) -> None:
         if PACKED not in name:
             value.detach().copy_(values[name].view(value.shape))
             continue
-        # The library packs numbers into a tensor, as JSON, when a state dict is made; among them a scale.
+        # For a state dict the library packs numbers, including a scale, as JSON into a tensor.
         saved, own = _unpacked(values[name]), _unpacked(value)
         offset = saved.pop(_OFFSET, None)
         if saved != {key: number for key, number in own.items() if key != _OFFSET}:
@@ -287,14 +287,14 @@ def _unpacked(packed: Tensor) -> dict[str, Any]:
 
 
 def _states(model: nn.Module) -> Iterator[tuple[str, Any, str, Tensor]]:
-    """(fqn of a weight, weight, name, value) of each tensor of its small state."""
+    """Yields (fqn of a weight, weight, name, value) for each tensor of its small state."""
     seen: set[int] = set()
     for fqn, module, param, kind in _quantized(model):
         if id(param) in seen:
             continue
         seen.add(id(param))
         values = _small(module, param, kind)
-        if kind == "Params4bit":  # as the library's own state dicts have it
+        if kind == "Params4bit":  # the form of the library's own state dicts
             values = param.quant_state.as_dict(packed=True)
         prefix = fqn.removesuffix("weight") if kind == "Int8Params" else f"{fqn}."
         for name, value in values.items():
@@ -303,7 +303,7 @@ def _states(model: nn.Module) -> Iterator[tuple[str, Any, str, Tensor]]:
 
 
 def _small(module: Any, param: Any, kind: str) -> dict[str, Tensor]:
-    """The tensors of a weight's small state, which every rank has."""
+    """Returns the tensors of a weight's small state, which every rank has."""
     if kind == "Int8Params":
         return {} if module.state.SCB is None else {"SCB": module.state.SCB}
     named = {name: _get(owner, attribute) for name, owner, attribute in _tensors(module, param, kind)}
@@ -317,7 +317,7 @@ def _small(module: Any, param: Any, kind: str) -> dict[str, Tensor]:
 
 
 def broadcast_state(model: nn.Module, collectives: Collectives) -> None:
-    """Gives every rank the small state of rank 0's quantised weights. (all ranks)"""
+    """Broadcasts the small state of rank 0's quantised weights to every rank. (all ranks)"""
     for fqn, module, param, kind in _quantized(model):
         for name, value in _small(module, param, kind).items():
             flat = value.detach().contiguous().view(-1)
@@ -326,9 +326,9 @@ def broadcast_state(model: nn.Module, collectives: Collectives) -> None:
 
 
 def join_wrappers(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict with wrappers, as the model's own has, in place of the tensors that they consist of.
+    """Returns a state dict with wrappers, as in the model's own, in place of the tensors that they consist of.
 
-    Not those of layers that write their weights by a method of their own: quanto's has the names of the tensors.
+    Excludes layers that write their weights by their own method: quanto's dict has the names of the tensors.
     """
     joined = dict(state)
     for fqn, module, param, kind in _quantized(model):
@@ -340,7 +340,7 @@ def join_wrappers(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Te
 
 
 def forbid_packing(model: nn.Module) -> Callable[[], None]:
-    """Has 4-bit layers compute from their codes in evaluations too; returns what undoes it."""
+    """Makes 4-bit layers compute from their codes in evaluations too; returns a function that undoes it."""
     flag = "support_avx512bf16_for_cpu"
     layers = [
         module for _, module, _, kind in _quantized(model) if kind == "Params4bit" and getattr(module, flag, False)

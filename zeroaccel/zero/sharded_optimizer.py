@@ -1,13 +1,13 @@
-"""The optimizer over fp32 masters: any `torch.optim` class steps on what this rank has of them.
+"""The optimizer over fp32 masters: any `torch.optim` class updates this rank's part of them.
 
 A buffer's masters are cut into pieces (`storage/masters.py`): one per run of parameters of one param group for an
-elementwise rule, one per parameter, in its shape, for a rule that looks at full tensors (`OptimizerKind`). The
-optimizer's `param_groups` keep their dictionaries (schedulers and loggers that refer to them go on working); only their
-`params` become the pieces. Where masters, states and weights live is the storages' business.
+elementwise rule, one per parameter, in its shape, for a rule that needs full tensors (`OptimizerKind`). The
+optimizer's `param_groups` keep their dictionaries (so schedulers and loggers that refer to them still work); only
+their `params` become the pieces. The storages decide where masters, states and weights live.
 
-[Note: equal pieces] A replicated optimizer (nothing sharded) steps W pieces of S elements where a sharded one steps
-one of them, so that every kernel sees vectors of the same length with the same contents, and even an implementation
-whose vector tail rounds differently gives the same bits.
+[Note: equal pieces] A replicated optimizer (nothing sharded) steps W pieces of S elements, a sharded one steps one of
+them. So every kernel sees vectors of the same length with the same contents, and even an implementation whose vector
+tail rounds differently gives the same bits.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from zeroaccel.zero.storage.masters import MasterPiece, MasterStorage
 
 
 class EarlierUpdates(Protocol):
-    """Updates that began before the step they are for; see `AsyncStep`."""
+    """Updates that began before the step to which they belong; see `AsyncStep`."""
 
     def has(self, buffer: FlatBuffer) -> bool:
-        """Whether this buffer is among them, and not installed yet."""
+        """Returns True if this buffer has such an update that is not installed yet."""
 
     def install(self, buffer: FlatBuffer) -> None:
-        """Waits for it, and puts the new weights in force. Raises OffloadError if a tier failed."""
+        """Waits for the update, and installs the new weights. Raises OffloadError if a tier failed."""
 
     def wait(self) -> None:
-        """Returns when all are done."""
+        """Waits until all updates are done."""
 
 
 def followers(buffers: Sequence[FlatBuffer]) -> dict[int, MasterStorage]:
-    """id(buffer) -> the masters that are stepped after its own, so that they can be swapped in meanwhile."""
+    """Returns id(buffer) -> the masters that are stepped next, so that a tier can swap them in meanwhile."""
     next_of: dict[int, MasterStorage] = {}
     following: MasterStorage | None = None
     for buffer in reversed(buffers):
         if following is not None:
             next_of[id(buffer)] = following
-        if buffer.masters.pieces:  # an owner layout leaves some ranks without any
+        if buffer.masters.pieces:  # an owner layout leaves some ranks without pieces
             following = buffer.masters
     return next_of
 
@@ -63,18 +63,18 @@ class ShardedOptimizer:
     """Steps the optimizer on this rank's masters and writes the new weights to the parameters' shards.
 
     Args:
-        optimizer: over the model's parameters; its `param_groups` are pointed at the pieces.
-        kinds: what its rules look at; buffers of per-tensor groups have owner layouts.
+        optimizer: over the model's parameters; this class replaces those in `param_groups` with the pieces.
+        kinds: tensors that its rules need; buffers of per-tensor groups have owner layouts.
         groups: id(parameter) -> index of its param group, taken before the parameters were sharded.
         buffers: every trainable buffer, in a fixed order.
-        sub_group_numel: fp32 gradients made at a time for optimizers without a kernel of their own, in elements.
-        copies: moves weights to the device from masters in host memory, where the two are not one.
+        sub_group_numel: elements of fp32 gradients at a time for optimizers without their own kernel.
+        copies: moves weights to the device from masters in host memory; None if both are in the same memory.
 
     Attributes:
-        buffers: as given.
-        update_seconds, hidden_seconds: of all steps so far: in all, and of it during other work.
-        group_of: fqn -> index of its param group, of every trainable parameter.
-        is_stepping: within a call of the optimizer's own `step`.
+        buffers: every trainable buffer, as passed in.
+        update_seconds, hidden_seconds: duration of all updates so far, in total and during other work.
+        group_of: fqn -> index of its param group, for every trainable parameter.
+        is_stepping: True within a call of the optimizer's own `step`.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class ShardedOptimizer:
         self._counters: StepCounters | None = None
         self._settled_seconds = 0.0
         self._copies = copies
-        self._writes_host = False  # copies of new weights to host memory are under way
+        self._writes_host = False  # copies of new weights to host memory are in progress
         self._sub_group_numel = sub_group_numel
         self.group_of = {
             slot.fqn: groups[id(param)]
@@ -104,23 +104,23 @@ class ShardedOptimizer:
             for slot, param in zip(buffer.layout.slots, buffer.params, strict=True)
         }
         self._point_groups()
-        # Adagrad's constructor makes states, for the model's parameters; they are made anew for the pieces.
+        # Adagrad's constructor makes states for the model's parameters; the pieces need new ones.
         makes_states = bool(optimizer.state)
         optimizer.state.clear()
         for buffer in buffers:
             buffer.masters.bind(optimizer, makes_states=makes_states)
 
     def _point_groups(self) -> None:
-        """Replaces the model's parameters in the param groups by the pieces, in the order of those parameters.
+        """Replaces the model's parameters in the param groups with the pieces, in the order of those parameters.
 
-        A rule that sums over several parameters gives the bits of that order.
+        The order decides the bits of a rule that sums over several parameters.
         """
         order = {
             id(param): place for group in self.optimizer.param_groups for place, param in enumerate(group["params"])
         }
         pieces: list[list[tuple[int, MasterPiece]]] = [[] for _ in self.optimizer.param_groups]
-        # Schedulers, loggers and the program itself refer to the group dictionaries: these stay, their lists change.
-        # Pieces are in the order of the program's parameters, while buffers are sorted by unit, dtype and group.
+        # Schedulers, loggers and the program itself refer to the group dictionaries: keep them, and change their lists.
+        # Pieces follow the order of the program's parameters, while buffers are sorted by unit, dtype and group.
         for buffer in self.buffers:
             params = {slot.fqn: param for slot, param in zip(buffer.layout.slots, buffer.params, strict=True)}
             for piece in buffer.masters.pieces:
@@ -131,19 +131,19 @@ class ShardedOptimizer:
 
     @property
     def takes_control(self) -> bool:
-        """Whether the device may decide about an update while it is under way: not by an optimizer with a code of its
-        own, and not in host memory.
+        """True if the device may decide about an update while it runs; False for an optimizer with its own code, and in
+        host memory.
         """
         return isinstance(self.optimizer, ShardOptimizer) and not self._calls_together and self._copies is None
 
     def take_back_step(self) -> None:
-        """After an update that the device did not apply: the optimizer has not counted it."""
+        """Undoes the optimizer's count of an update that the device did not apply."""
         assert isinstance(self.optimizer, ShardOptimizer), "only a native optimizer is updated unseen"
         self.optimizer.undo_count([piece.param for buffer in self.buffers for piece in buffer.masters.pieces])
 
     @property
     def times(self) -> tuple[float, float, float]:
-        """Seconds of all updates so far: in all, and of these for a tier, and during other work."""
+        """Seconds of all updates so far: in total, waiting for a tier, and during other work."""
         waited = self._settled_seconds + sum(buffer.masters.waited_seconds for buffer in self.buffers)
         return self.update_seconds, waited, self.hidden_seconds
 
@@ -154,18 +154,18 @@ class ShardedOptimizer:
         done: Callable[[FlatBuffer], None] = lambda buffer: None,
         earlier: EarlierUpdates | None = None,
     ) -> None:
-        """One update of all masters and of the parameters' own copies.
+        """Updates all masters, and the weights of the parameters.
 
         Args:
             gradients: the reduced gradients of every buffer.
-            grad_scale: unscaling and clipping, multiplied into the gradients; or a control tensor on the device, as
-                `ShardStep.step_shard` takes it, where `takes_control`.
-            done: called after each buffer, so that its gather can start while the next is stepped.
-            earlier: has updated some buffers already, or is about to; their gradients are not looked at.
+            grad_scale: factor of the gradients, for unscaling and clipping; or, if `takes_control`, a control tensor on
+                the device, as in `ShardStep.step_shard`.
+            done: called after each buffer, so that its gather can start while the next one is updated.
+            earlier: updates of some buffers that are done or in progress; this method ignores the gradients of these.
 
         Raises:
-            OffloadError: a tier failed. `done` has been called for every buffer all the same, since the other ranks
-                are on their way to its gathers; masters and parameters are a mixture of old and new.
+            OffloadError: a tier failed. `done` has still been called for every buffer, since the other ranks join its
+                gathers; masters and parameters are a mixture of old and new.
         """
         self._counters = None
         self._await_copies()
@@ -190,13 +190,13 @@ class ShardedOptimizer:
                     earlier.install(buffer)
                 elif failure is None:
                     if earlier is not None:
-                        earlier.wait()  # one update at a time at the tiers
-                    # Rounded copies are written by the kernel that updates the masters, while those are in cache.
+                        earlier.wait()  # one update at a time on the tiers
+                        # The kernel that updates masters also writes the rounded copies, with the masters in cache.
                     with self._timed(), self._new_weights(buffer) as out:
                         groups, next_masters = self.optimizer.param_groups, following.get(id(buffer))
                         self.update(buffer, _reduced(gradient), grad_scale, next_masters, out, groups)
             except OffloadError as error:
-                # The other ranks go on to the gathers of this step: so does this one, and raises after the last.
+                # The other ranks continue with the gathers of this step: so does this one, and raises after the last.
                 failure = failure or error
                 _break_off(buffer, own)
             self._finish(buffer, done)
@@ -220,15 +220,15 @@ class ShardedOptimizer:
         """Updates the masters of one buffer.
 
         Args:
-            grad: of the range of the masters.
+            grad: gradient for the range of the masters.
             following: the masters that are updated next; see `followers`.
-            out: gets the new weights in its dtype; None where the masters are enough.
-            groups: the hyperparameters, by param group.
+            out: receives the new weights in its dtype; None if the masters suffice.
+            groups: hyperparameters by param group.
         """
         with span("update", buffer.key):
             for pieces in buffer.masters.chunks(following):
                 if isinstance(self.optimizer, ShardStep):
-                    # One pass over memory per piece: unscale, update and round, by the optimizer's own kernel.
+                    # One pass over memory per piece: the optimizer's own kernel unscales, updates and rounds.
                     for piece in pieces:
                         own, part = groups[piece.group], grad[piece.range]
                         with self._rounded(piece, out) as rounded:
@@ -240,8 +240,8 @@ class ShardedOptimizer:
     def _step_generic(
         self, pieces: Sequence[MasterPiece], grad: FlatTensor, grad_scale: float, out: FlatTensor | None
     ) -> None:
-        """The optimizer's own `step`, with the pieces of a batch as all it sees: fp32 gradients of one at a time."""
-        # A foreign class steps all of `param_groups`: `restricted` hides the others, `_call_again` restores counters.
+        """Calls the optimizer's own `step` on batches of pieces; only one batch at a time has fp32 gradients."""
+        # It would step all of `param_groups`: `restricted` hides the other pieces, `_call_again` restores counters.
         for batch in batches(pieces, self._sub_group_numel, lambda piece: piece.range.numel):
             for piece in batch:
                 _set_grad(piece, grad, grad_scale)
@@ -251,7 +251,7 @@ class ShardedOptimizer:
                 self._take_weights(piece, out)
 
     def _kernels_for_many(self) -> DeviceKernels | None:
-        """Where tensors of all buffers are stepped in few launches: with masters on a device that has kernels."""
+        """Returns kernels that step the tensors of all buffers in few launches; None if they cannot be used."""
         if self._copies is not None or not isinstance(self.optimizer, ManyStep):
             return None
         masters = [buffer.masters.as_weights(torch.float32) for buffer in self.buffers]
@@ -265,8 +265,8 @@ class ShardedOptimizer:
         done: Callable[[FlatBuffer], None],
         kernels: DeviceKernels,
     ) -> None:
-        """One call of an optimizer of whole tensors for each param group, with the tensors of all buffers."""
-        assert isinstance(self.optimizer, ManyStep), "asked for by `_kernels_for_many`"
+        """Calls an optimizer of whole tensors once per param group, with the tensors of all buffers."""
+        assert isinstance(self.optimizer, ManyStep), "`_kernels_for_many` checks the class"
         steps: list[list[TensorStep]] = [[] for _ in self.optimizer.param_groups]
         with ExitStack() as written:
             for gradient in gradients:
@@ -282,9 +282,9 @@ class ShardedOptimizer:
     def _step_together(
         self, gradients: Sequence[GradientBuffer], grad_scale: float, done: Callable[[FlatBuffer], None]
     ) -> None:
-        """One call of a coupled optimizer with all pieces: all gradients are in fp32 at once."""
-        # Its rule sums over parameters, so no piece may be stepped before all have gradients; masters are in memory,
-        # since such an optimizer is refused with states in files.
+        """Calls a coupled optimizer once with all pieces, which all have fp32 gradients at the same time."""
+        # Its rule sums over parameters, so all pieces need gradients before the step. Masters are in memory, because
+        # such an optimizer is refused with states in files.
         for gradient in gradients:
             for piece in gradient.buffer.masters.pieces:
                 _set_grad(piece, _reduced(gradient), grad_scale)
@@ -298,15 +298,15 @@ class ShardedOptimizer:
         self._finish_host_writes()
 
     def change_masters(self, call: Callable[[], object], done: Callable[[FlatBuffer], None]) -> None:
-        """Lets a method of the optimizer that is no step, such as its `eval`, change masters and states.
+        """Runs a method of the optimizer other than `step`, such as `eval`, that changes masters and states.
 
         Args:
-            call: the method; called for a part of the masters at a time, as `step` is.
-            done: called after each buffer, whose shard has the new weights.
+            call: the method; called for part of the masters at a time, as `step` is.
+            done: called after each buffer, whose shard then has the new weights.
 
         Raises:
-            OffloadError: a tier failed. `done` has been called for every buffer all the same; masters and parameters
-                are a mixture of old and new.
+            OffloadError: a tier failed. `done` has still been called for every buffer; masters and parameters are a
+                mixture of old and new.
         """
         self._counters = None
         self._await_copies()
@@ -339,7 +339,7 @@ class ShardedOptimizer:
                     self._take_weights(piece, out)
 
     def count_step(self) -> None:
-        """Lets the optimizer, its schedulers and its hooks take note of a step in which its `step` was not called."""
+        """Makes the optimizer, its schedulers and its hooks count a step that did not call the optimizer's `step`."""
         if isinstance(self.optimizer, ShardStep):
             self._call_step()  # no parameter has a gradient
         elif not self._calls_together and self._counters is None:  # this rank owns nothing
@@ -354,7 +354,7 @@ class ShardedOptimizer:
             self.is_stepping = False
 
     def _call_again(self, call: Callable[[], object]) -> None:
-        """One of the calls of one step; see [Note: several calls per step] of `optimizer_kinds.py`."""
+        """Calls one of the several calls of a step; see [Note: several calls per step] of `optimizer_kinds.py`."""
         if self._counters is None:
             self._counters = StepCounters(self.optimizer)
         else:
@@ -364,14 +364,14 @@ class ShardedOptimizer:
     # -- new weights
 
     def stage_aside(self, buffer: FlatBuffer) -> FlatTensor | None:
-        """Host memory for new weights while the old ones are computed with; None where the masters do as well."""
+        """Returns host memory for new weights while the old ones are in use; None if the masters themselves serve."""
         if buffer.masters.as_weights(buffer.dtype) is not None:
             return None
         pinned = self._copies is not None and self._copies.pinned
         return FlatTensor(buffer.own, torch.empty(buffer.own.numel, dtype=buffer.dtype, pin_memory=pinned))
 
     def install(self, buffer: FlatBuffer, weights: FlatTensor | None) -> None:
-        """Puts weights that `update` wrote to `stage_aside` into the shard."""
+        """Copies weights that `update` wrote to `stage_aside` into the shard."""
         new = buffer.masters.as_weights(buffer.dtype) if weights is None else weights.values
         with self._new_weights(buffer) as staged:
             assert new is not None and staged is not None, "masters that are the weights that forward computes with"
@@ -383,9 +383,9 @@ class ShardedOptimizer:
 
     @contextmanager
     def _new_weights(self, buffer: FlatBuffer) -> Iterator[FlatTensor | None]:
-        """Memory for what the masters round to, which the block fills; None where the masters are the weights.
+        """Yields memory for the rounded masters, which the block fills; None if the masters are the weights.
 
-        Behind the block they are the weights, or on their way there, and marked where the engine marks changes.
+        After the block they are the weights, or on their way there, and marked if the engine marks changes.
         """
         out = buffer.masters.stage_weights()
         if out is None:
@@ -393,20 +393,20 @@ class ShardedOptimizer:
             return
         own, before = buffer.own & buffer.masters.range, None
         if buffer.changed is not None and buffer.dtype.itemsize == 2:
-            before = buffer.shard.read(own).clone()  # of a staged tier it is what the tier has
+            before = buffer.shard.read(own).clone()  # for a staged tier, its current content
         yield out
         if buffer.changed is not None and before is not None:
             self._finish_host_writes()
             if self._copies is not None:
                 self._copies.wait()
             buffer.changed.compare(before.to(out[own].device), out[own])
-        if buffer.shard.is_swapped:  # they go on to a file
+        if buffer.shard.is_swapped:  # they go to a file next
             self._finish_host_writes()
         buffer.shard.commit()
 
     @contextmanager
     def _rounded(self, piece: MasterPiece, out: FlatTensor | None) -> Iterator[Tensor | None]:
-        """A piece's part of `out`, in the memory of its masters; its values are in `out` afterwards."""
+        """Yields memory on the masters' device for a piece's part of `out`; copies its values to `out` afterwards."""
         if out is None:
             yield None
             return
@@ -419,29 +419,29 @@ class ShardedOptimizer:
             self._copy_stream().write_host(target, staged)
             self._writes_host = True
         else:
-            # The copy runs on its own stream while the next piece is updated: each piece needs a buffer of its own, and
-            # the allocator of pinned memory keeps it until the copy is through.
+            # The copy runs on its own stream beside the update of the next piece: each piece needs a separate buffer,
+            # and the allocator of pinned memory keeps it until the copy is done.
             staged = torch.empty(target.shape, dtype=target.dtype, pin_memory=self._copy_stream().pinned)
             yield staged
             self._copy_stream().to_device(target, staged)
 
     def _take_weights(self, piece: MasterPiece, out: FlatTensor | None) -> None:
-        """After the optimizer's own `step`: drops the gradient and rounds the masters into `out`."""
+        """Drops the gradient after the optimizer's own `step`, and rounds the masters into `out`."""
         piece.param.grad = None
         with self._rounded(piece, out) as rounded:
             if rounded is not None:
                 rounded.copy_(piece.param.detach().flatten())
 
     def _await_copies(self) -> None:
-        """Before masters change: those in host memory may be the weights that the device still copies.
+        """Waits, before masters change, for copies to the device: masters in host memory may be the copied weights.
 
-        For a forward between backward and step, say, which the host has issued and the device has not reached.
+        For example, the host may have issued a forward between backward and step that the device has not reached.
         """
         if self._copies is not None:
             self._copies.finish_reads()
 
     def _copy_stream(self) -> CopyStream:
-        assert self._copies is not None, "masters in another memory than the parameters, and no stream to copy them"
+        assert self._copies is not None, "masters in another memory than the parameters, but no stream to copy them"
         return self._copies
 
     def _finish_host_writes(self) -> None:
@@ -451,13 +451,13 @@ class ShardedOptimizer:
 
     def _finish(self, buffer: FlatBuffer, done: Callable[[FlatBuffer], None]) -> None:
         if self._copies is not None:
-            self._copies.wait()  # its gather, which `done` may start, reads the new weights
+            self._copies.wait()  # the gather that `done` may start reads the new weights
         done(buffer)
 
     def _settle(self, buffers: Sequence[FlatBuffer]) -> None:
         begun = time.perf_counter()
         try:
-            self._writes_host = False  # what is in host memory to stay arrives later; see `CopyStream.finish_writes`
+            self._writes_host = False  # shards in host memory arrive later; see `CopyStream.finish_writes`
             for buffer in buffers:
                 buffer.shard.settle()
                 buffer.masters.settle()
@@ -472,12 +472,12 @@ class ShardedOptimizer:
         finally:
             self.update_seconds += time.perf_counter() - begun
 
-    # -- what it has
+    # -- states and bytes
 
     def state_of(self, piece: MasterPiece) -> tuple[list[str], dict[str, Any]]:
-        """(names of its states with one value per element, what else there is); both empty before a step.
+        """Returns (names of states with one value per element, the other states); both empty before a step.
 
-        Values are read through the masters, in one form whatever the optimizer keeps them in.
+        Read the values through the masters, in one form however the optimizer stores them.
         """
         state: Mapping[str, Any] = self.optimizer.state.get(piece.param, {})
         inner = self.optimizer
@@ -486,11 +486,11 @@ class ShardedOptimizer:
             name
             for name, value in state.items()
             if isinstance(value, Tensor) and value.shape == piece.param.shape and (value.dim() > 0 or name != "step")
-        ]  # of a parameter without dimensions, a count of steps looks like a value per element
+        ]  # for a parameter without dimensions, a step count looks like a value per element
         return names, {name: value for name, value in state.items() if name not in hidden and name not in names}
 
     def nbytes(self) -> int:
-        """Bytes in memory of masters that are not the parameters themselves, and of the optimizer's state tensors."""
+        """Returns the bytes in memory of masters that are not the parameters themselves, and of optimizer states."""
         masters = sum(tensor.nbytes for buffer in self.buffers for tensor in buffer.masters.tensors())
         states = sum(
             value.numel() * value.itemsize
@@ -502,7 +502,7 @@ class ShardedOptimizer:
 
 
 def _reduced(gradient: GradientBuffer) -> FlatTensor:
-    """The reduced gradient to step with: of all elements where the optimizer is replicated, else of the shard."""
+    """Returns the reduced gradient for the step: of all elements if the optimizer is replicated, else of the shard."""
     if gradient.full is not None:
         return FlatTensor(gradient.buffer.layout.range, gradient.full)
     assert gradient.shard is not None, f"{gradient.name} is stepped without a gradient"
@@ -515,7 +515,7 @@ def _set_grad(piece: MasterPiece, grad: FlatTensor, grad_scale: float) -> None:
 
 
 def _break_off(buffer: FlatBuffer, others: Sequence[FlatBuffer]) -> None:
-    """After a tier has failed: nothing is staged or prefetched any more."""
+    """Discards everything staged or prefetched, after a tier has failed."""
     buffer.shard.discard()
     for other in others:
         other.masters.release()

@@ -1,7 +1,7 @@
-"""The boundary of a step: gradients are examined, the ranks compared, and the update runs or is skipped.
+"""The boundary of a step: examines the gradients, compares the ranks, and runs or skips the update.
 
-`grad_norm.py` has the arithmetic and says what stays on the device, `weight_update.py` the update itself. Knows nothing
-of the loss scale's life, of schedulers and of counters, which are the engine's.
+`grad_norm.py` has the arithmetic and decides what stays on the device, `weight_update.py` has the update itself. The
+engine handles the loss scale, schedulers and counters.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from zeroaccel.zero.weight_update import WeightUpdate
 
 
 class StepBoundary:
-    """Takes one engine's gradients to an update, or to a skipped step.
+    """Turns one engine's gradients into an update, or a skipped step.
 
-    Life of a step: 1. `take_stats`, once its reductions are complete, 2. `update`, 3. `clear`. A program may read the
+    Order in a step: 1. `take_stats`, once its reductions are complete, 2. `update`, 3. `clear`. A program may read the
     statistics in between.
 
     Args:
-        hyperparameters: of the optimizer, compared over the ranks.
-        drop: drops the gradients of a step that is refused, so that a program that catches the error can go on.
+        hyperparameters: compares the optimizer's hyperparameters over the ranks.
+        drop: drops the gradients of a refused step, so that a program that catches the error can continue.
 
     Attributes:
-        check: of the gradients of the coming update; None before they are complete.
-        factor: an upper bound of the clipping factor of the coming update, set by the program.
-        sends_stop: the ranks tell each other whether one of them was asked to stop.
+        check: statistics of the gradients for the next update; None before they are complete.
+        factor: an upper bound of the clipping factor of the next update, set by the program.
+        sends_stop: True if the ranks tell each other that one of them was asked to stop.
     """
 
     def __init__(
@@ -66,39 +66,39 @@ class StepBoundary:
         self._weights = weights
         self._hyperparameters = hyperparameters
         self._collectives = collectives
-        # Where masters are on an accelerator, so are the gradients that step them.
+        # If masters are on an accelerator, so are the gradients that update them.
         self._checks_on_device = reducer.device.type != "cpu" and not reducer.leaves_device
         self._drop = drop
-        kernels_for(reducer.device)  # compiled now, and not in the first step
-        self._last: tuple[GradCheck, float] | None = None  # with the loss scale of then
-        self._unverified: deque[tuple[int, DeviceStats]] = deque()  # steps that went on before the ranks were compared
-        self._before: GradCheck | None = None  # of the step before the last that `stops` was called at
+        kernels_for(reducer.device)  # compile now, not in the first step
+        self._last: tuple[GradCheck, float] | None = None  # with its loss scale
+        self._unverified: deque[tuple[int, DeviceStats]] = deque()  # steps that continued without a comparison of ranks
+        self._before: GradCheck | None = None  # of the step before the last call of `stops`
 
     @property
     def grad_norm(self) -> float | None:
-        """Of the last update, unscaled and unclipped; None before the first, or where it was not asked for."""
+        """Gradient norm at the last update, unscaled and unclipped; None before the first, or if not computed."""
         if self._last is None:
             return None
         check, scale = self._last
         return check.read().unscaled_norm(scale)
 
     def compare(self, step: int) -> None:
-        """Compares the ranks' hyperparameters, before updates that begin earlier than `step()`. (all ranks)"""
+        """Compares the ranks' hyperparameters, for updates that begin before `step()`. (all ranks)"""
         self._hyperparameters.compare(step)
 
     def join_facts(self, largest: Tensor) -> Tensor:
-        """The facts of all ranks for gradients that go to the host, which need not wait for them by themselves.
+        """Returns the facts of all ranks for gradients that go to the host, so that the host waits once for both.
 
         Args:
-            largest: as for `grad_norm.join_facts_on_device`.
+            largest: as in `grad_norm.join_facts_on_device`.
         """
         return join_facts_on_device(largest, self._digests(), self._collectives)
 
     def take_stats(self, *, norm: bool) -> GradCheck:
-        """Examines complete gradients and compares the ranks; once a step. (all ranks)"""
+        """Examines complete gradients and compares the ranks; once per step. (all ranks)"""
         ranks = self._collectives
         shards = [(g.shard, g.buffer) for g in self._reducer.gradients if g.shard is not None]
-        # Gradients that several ranks hold, on replicas or along another axis of the mesh, enter the norm once.
+        # Gradients that several ranks hold, on replicas or along another mesh axis, count once in the norm.
         counted = [
             shard for shard, buffer in shards if ranks.replica == 0 and (ranks.is_first_data_group or buffer.is_split)
         ]
@@ -112,13 +112,13 @@ class StepBoundary:
         return self.check
 
     def read(self, check: GradCheck, step: int) -> GradStats:
-        """The statistics of ranks that agree; the host may wait for them.
+        """Returns the statistics of ranks that agree; the host may wait for them.
 
         Args:
             step: the number of the step, from 0.
 
         Raises:
-            CollectiveError: the ranks have been through different collectives.
+            CollectiveError: the ranks issued different collectives.
             UsageError: the ranks' optimizers have different settings. The gradients are dropped.
         """
         stats = check.read()
@@ -130,7 +130,7 @@ class StepBoundary:
         return stats
 
     def _disagreement(self) -> str:
-        """How the ranks desynced; where stages have histories of their own, of the first stage that did."""
+        """Reports how the ranks desynced; if stages have separate histories, for the first stage that did."""
         ranks = self._collectives
         report = disagreement_report(ranks.peers)
         if ranks.peers is ranks.job:
@@ -140,22 +140,22 @@ class StepBoundary:
         return next(filter(None, reports), report)
 
     def verify_earlier_steps(self, *, wait: bool = False) -> None:
-        """Raises if the ranks differed in an earlier step that was not waited for; the device skipped its update.
+        """Raises if the ranks differed in an earlier step that went on unverified; the device skipped its update.
 
         Args:
-            wait: also for steps that the device has not come to.
+            wait: also check steps that the device has not reached yet.
         """
         while self._unverified and (wait or self._unverified[0][1].is_ready()):
             step, check = self._unverified.popleft()
             self.read(check, step)
 
     def stops(self, step: int) -> bool:
-        """Whether a rank was asked to stop, the same on all ranks; once after each step.
+        """Returns True if a rank was asked to stop, the same on all ranks; once after each step.
 
-        On a device that of the step before, as the host would wait for this one's: a step more is done.
+        On a device this is the result of the previous step, since the host would have to wait for this one's.
 
         Raises:
-            CollectiveError, UsageError: as `read`, of the step before.
+            CollectiveError, UsageError: as `read`, for that step.
         """
         check = self._last[0] if self._last is not None else None
         if self._checks_on_device:
@@ -164,15 +164,15 @@ class StepBoundary:
         return check is not None and self.read(check, step).stop
 
     def settings_may_be_late(self) -> bool:
-        """Whether the ranks were compared already, so that a loop may have changed settings since."""
+        """Returns True if the ranks were already compared, so that a loop may have changed settings since."""
         return self.check is not None or self._reducer.facts is not None
 
     def update(self, check: GradCheck, rule: FactorRule, step: int, *, late: bool) -> bool:
-        """Updates, or skips the step; whether the weights have changed. (all ranks)
+        """Updates the weights or skips the step; returns True if they have changed. (all ranks)
 
         Args:
             step: the number of the step, from 0.
-            late: `settings_may_be_late`, of before these statistics.
+            late: result of `settings_may_be_late` before these statistics.
 
         Raises:
             CollectiveError, UsageError: as `read`; nothing was updated.
@@ -190,16 +190,16 @@ class StepBoundary:
             return False
         if late and not self._weights.is_early:
             self._hyperparameters.note_update()
-        # One factor for unscaling and clipping, applied by the update kernel itself: no pass of its own.
+        # One factor for unscaling and clipping, which the update kernel applies: it needs no extra pass.
         self._weights.apply(factor)
         return True
 
     def clear(self) -> None:
-        """The gradients are gone."""
+        """Forgets the statistics, after the gradients were dropped."""
         self.check, self.factor = None, 1.0
 
     def _update_unseen(self, check: DeviceStats, rule: FactorRule, step: int) -> bool:
-        """Launches an update that the device skips where it has to; see [Note: boundary] of `grad_norm.py`."""
+        """Launches an update that the device skips if necessary; see [Note: boundary] of `grad_norm.py`."""
         self._weights.apply(check.control(rule))
         applied = True
         if rule.skips_overflow:
@@ -213,8 +213,8 @@ class StepBoundary:
         return applied
 
     def _name_nans(self, step: int) -> None:
-        """Warns of parameters whose gradients are NaN throughout where those of others are not. (all ranks)"""
-        # What reads a sharded parameter without torch's functions, or through a DTensor, is not seen when it does.
+        """Warns about parameters whose gradients are all NaN while those of others are not. (all ranks)"""
+        # Some reads of sharded parameters are not detected: those without torch's functions, or through a DTensor.
         slots = [(g, slot) for g in self._reducer.gradients for slot in g.buffer.layout.slots if slot.numel]
         flags = torch.zeros(len(slots), 2)
         for index, (gradients, slot) in enumerate(slots):
@@ -227,15 +227,15 @@ class StepBoundary:
         if names and len(names) < len(slots):
             logger.log(
                 logging.WARNING,
-                "engine.step() %d: the gradients of %s are NaN throughout, and those of others are not. A parameter "
-                "that is read while it is sharded reads as NaN: read it in the model's forward or inside "
+                "engine.step() %d: the gradients of %s are NaN throughout, and those of others are not. A sharded "
+                "parameter reads as NaN: read it in the model's forward or inside "
                 "zero.GatheredParameters(param)",
                 step,
                 listed(names, most=5),
             )
 
     def _digests(self) -> RankDigests:
-        # Settings of an update during backward were compared before it began, and `apply` checks that they still hold.
+        # For an update during backward, the ranks compared settings before it; `apply` checks that they still hold.
         settings = 0 if self._weights.is_early else self._hyperparameters.digest()
         stop = self.sends_stop and stop_notice.received
         return RankDigests(self._collectives.flight_recorder.digest(), settings, stop)

@@ -1,8 +1,9 @@
-"""Recording steps of an engine: what listens where, and what becomes of it.
+"""Records steps of an engine: attaches the recorder to its parts, and collects the spans of all ranks.
 
-`StepTrace` attaches `telemetry/timeline.py` to the engine's parts and takes it off again; ranks align their clocks
-before the first step and bring their spans together after the last. In between no collective is added, and nothing
-that computes knows of it. `TraceOrder` is the request of `zeroaccel trace`, which reaches a script by the environment.
+`StepTrace` attaches `telemetry/timeline.py` to the engine's parts and detaches it again. Ranks align their clocks
+before the first step and collect their spans after the last; in between, a recording adds no collective, and the
+computing code does not depend on it. `TraceOrder` is the request of `zeroaccel trace`, which a script gets through the
+environment.
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ from zeroaccel.zero.param_unit import ParamUnit
 from zeroaccel.zero.storage.placement import TierSet
 
 VARIABLE = "ZEROACCEL_TRACE"
-"""JSON: where to write, the steps before and of the recording, and where to note how far it is."""
+"""JSON: the path to write, the numbers of steps before and in the recording, and the file for progress."""
 
 _CALL = "engine.record_trace"
 
 
 @dataclass(frozen=True)
 class TracedParts:
-    """What of an engine a recording listens to.
+    """The parts of an engine that a recording observes.
 
     Attributes:
-        collectives: whose job has all ranks.
-        in_backward: whether a backward runs now.
-        title: what the engine is: "stage 3, 2 ranks, bfloat16, ...".
-        global_steps: steps so far.
+        collectives: collectives of the engine; their job has all ranks.
+        in_backward: returns True if a backward is running.
+        title: returns a description of the engine: "stage 3, 2 ranks, bfloat16, ...".
+        global_steps: returns the number of steps so far.
     """
 
     model: nn.Module
@@ -58,13 +59,13 @@ class TracedParts:
 
 
 class StepTrace:
-    """One recording. Life: 1. `start`, 2. any number of steps, 3. `finish`, or `abandon` after an exception.
+    """One recording: 1. `start`, 2. any number of steps, 3. `finish`, or `abandon` after an exception.
 
     Args:
-        path: of the file, which rank 0 writes.
+        path: path of the file, which rank 0 writes.
 
     Attributes:
-        result: after `finish`, what was recorded, on every rank; None before.
+        result: the recording, on every rank, after `finish`; None before.
     """
 
     def __init__(self, path: Path, parts: TracedParts) -> None:
@@ -79,7 +80,7 @@ class StepTrace:
 
     @property
     def num_steps(self) -> int:
-        """Steps recorded so far."""
+        """Number of steps recorded so far."""
         return 0 if self._timeline is None else self._timeline.num_steps
 
     @property
@@ -91,7 +92,7 @@ class StepTrace:
         """Aligns the clocks and begins to record. (all ranks)
 
         Raises:
-            EngineStateError: something is being recorded already.
+            EngineStateError: a recording is already active.
             UsageError: the folder cannot be written; on every rank.
         """
         error: Exception | None = None
@@ -120,11 +121,11 @@ class StepTrace:
         recorded.begin_step()
 
     def abandon(self) -> None:
-        """Takes everything off, and writes nothing."""
+        """Detaches everything, without writing."""
         self._undo.close()
 
     def finish(self) -> None:
-        """Stops, brings the ranks' spans together and writes the file. (all ranks)
+        """Detaches everything, collects the ranks' spans and writes the file. (all ranks)
 
         Raises:
             EngineStateError: no step was complete; on every rank.
@@ -165,7 +166,7 @@ class StepTrace:
             units=tuple(unit.name for unit in self._parts.units),
             first_step=self._first_step,
             clock_errors=tuple(error for _, error in self._clocks),
-            # Else the fourth reduction of one group is not that of another, and no rank came last to both.
+            # Otherwise reductions of different groups with the same number differ, and no rank is the last for both.
             one_group=len(sizes) == 1 and not (ranks.parts or ranks.part_holders or ranks.topology.recorders),
             separates_units=hooks.is_attached,
             on_device=ranks.topology.device.type != "cpu",
@@ -173,7 +174,7 @@ class StepTrace:
 
 
 def _with_unit_names(own: RankSpans) -> RankSpans:
-    """Buffers are updated and swapped one by one, by keys such as "layers.0/1": the unit and a number."""
+    """Replaces buffer keys such as "layers.0/1", unit and number, with the unit's name, in updates and copies."""
     spans = (
         span._replace(name=span.name.rpartition("/")[0] or span.name) if span.kind in ("update", "copy") else span
         for span in own.spans
@@ -182,7 +183,7 @@ def _with_unit_names(own: RankSpans) -> RankSpans:
 
 
 def unwritable(path: Path) -> UsageError | None:
-    """The error of a file that cannot be written, tried beside it; None where it can."""
+    """Tries to write beside a file; returns the error for the file, or None."""
     probe = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -203,24 +204,24 @@ def _refused(path: Path, error: OSError) -> UsageError:
 
 
 class TraceableEngine(Protocol):
-    """An engine, as an order uses it."""
+    """The members of an engine that an order uses."""
 
     @property
     def optimizer(self) -> object:
-        """None where it does not train."""
+        """The optimizer; None if the engine does not train."""
 
     def traced_parts(self) -> TracedParts:
-        """What a recording listens to."""
+        """Returns the parts of the engine that a recording observes."""
 
 
 @dataclass(frozen=True)
 class TraceOrder:
-    """What `zeroaccel trace` asks of the first engine that a script makes to train.
+    """The request of `zeroaccel trace` to the first engine that a script makes for training.
 
     Attributes:
-        path: of the trace.
-        warmup, steps: before, and of the recording.
-        progress: a file in which rank 0 notes how many steps there were.
+        path: path of the trace.
+        warmup, steps: number of steps before the recording and in it.
+        progress: file to which rank 0 writes the number of steps so far.
     """
 
     path: Path
@@ -229,10 +230,10 @@ class TraceOrder:
     progress: Path
 
     def follow(self, engine: TraceableEngine) -> None:
-        """Records this engine's steps, then ends the program with success, at the end of `engine.step()`."""
+        """Records this engine's steps, then exits the program with success, at the end of `engine.step()`."""
         global _followed
         if _followed:
-            logger.info("zeroaccel trace: a second engine trains in this program; the first is recorded")
+            logger.info("zeroaccel trace: a second engine trains in this program; only the first one is recorded")
             return
         _followed = True
         parts = engine.traced_parts()
@@ -260,20 +261,20 @@ _followed = False
 
 
 def record_if_asked(engine: TraceableEngine) -> None:
-    """`zeroaccel trace` records the first engine of a program that trains. (all ranks)
+    """Starts the recording that `zeroaccel trace` requested, for the first engine that trains. (all ranks)
 
     Raises:
-        ConfigError: the order in the environment is not one that `zeroaccel trace` writes.
+        ConfigError: the order in the environment does not have the format of `zeroaccel trace`.
     """
     if engine.optimizer is not None and (order := trace_order()) is not None:
         order.follow(engine)
 
 
 def trace_order() -> TraceOrder | None:
-    """The order in the environment, or None.
+    """Returns the order in the environment, or None.
 
     Raises:
-        ConfigError: it is not one that `zeroaccel trace` writes.
+        ConfigError: the order does not have the format of `zeroaccel trace`.
     """
 
     def read(order: Any) -> TraceOrder:

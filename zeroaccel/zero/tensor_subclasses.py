@@ -2,20 +2,20 @@
 
 **DTensors.** Tensor parallelism (`torch.distributed.tensor.parallel`) makes a parameter a DTensor over its axis of the
 mesh; ZeRO shards, gathers and updates the local tensor, among the ranks of the other axis. An ordinary parameter is its
-own local tensor. DTensors are recognised by their attributes, so that `torch.distributed.tensor` is imported only by
-programs that use it.
+own local tensor. DTensors are recognised by their attributes, so that only programs that use them import
+`torch.distributed.tensor`.
 
 [Note: sharded parameters] Between uses a parameter shows one NaN in its shape (`param_unit.py`). torch would compute
 with it, and accept writes, such as `fill_`, which would be lost. So while it is sharded the object's class is
-`ShardedParameter`, which checks what is done with it. Shape, dtype and the like go through, and so do views and casts,
-such as `param.data`, which are checked as the parameter is. Within a pass of the model what reads values gathers them,
-as a module does that reads a parameter of another; outside it is an error, as is every write. The object stays the
-same, and is an ordinary `nn.Parameter` while it is unsharded, so that computing with it costs nothing. A deep copy has
-no values; it becomes an ordinary parameter when it is overwritten. A DTensor is one of a subclass of `DTensor` instead,
-with the same checks; its deep copy is an error.
+`ShardedParameter`, which checks every use. Accesses to metadata such as the shape are allowed, and so are views and
+casts, such as `param.data`, which are checked like the parameter. Within a pass of the model, a read of the values
+gathers them, for example when a module reads another one's parameter; outside a pass it is an error, as is every write.
+The object stays the same, and is an ordinary `nn.Parameter` while it is unsharded, so that computing with it costs
+nothing. A deep copy has no values; it becomes an ordinary parameter once it is overwritten. A sharded DTensor gets a
+subclass of `DTensor` instead, with the same checks; its deep copy is an error.
 
-Whether a function of torch reads values is tried on tensors of the meta device, which have none: names of functions
-would be a list of torch's versions.
+To decide if a function of torch reads values, it is tried on tensors of the meta device, which have none: a list of
+function names would depend on torch's version.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from zeroaccel.errors import EngineStateError, UsageError
 
 
 def _split(tensor: Tensor) -> Any:
-    """The tensor as a DTensor; None for an ordinary one."""
+    """Returns the tensor as a DTensor; None for an ordinary one."""
     return tensor if hasattr(tensor, "_local_tensor") else None
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's local tensor."""
+    """Returns this rank's local tensor."""
     split = _split(tensor)
     return tensor.detach() if split is None else split._local_tensor
 
@@ -63,9 +63,9 @@ def show(params: Sequence[nn.Parameter], tensors: Sequence[Tensor], uses: Sequen
     """Makes each of `tensors` the local tensor of its parameter.
 
     Args:
-        uses: of each, from `sharded_use`: the parameters become sharded ones; None makes them ordinary ones.
+        uses: one per parameter, from `sharded_use`, makes the parameters sharded ones; None makes them ordinary.
     """
-    # Each unit comes here several times in a step: no calls for a plain parameter but to find out that it is one.
+    # Each unit comes here several times per step: a plain parameter needs no calls except the check that it is plain.
     for index, (param, tensor) in enumerate(zip(params, tensors, strict=True)):
         kind, own = type(param), param.__dict__
         if (kind is not nn.Parameter and kind is not ShardedParameter) or _SCALES in own or _FOLLOWERS in own:
@@ -84,7 +84,7 @@ def show(params: Sequence[nn.Parameter], tensors: Sequence[Tensor], uses: Sequen
 
 
 def sharded_use(fqn: str, gather: Callable[[], None]) -> _ShardedUse:
-    """What a parameter knows while it is sharded: its name, and what unshards it while a pass runs."""
+    """Returns the record of a sharded parameter: its name, and the function that unshards it during a pass."""
     return _ShardedUse(fqn, gather)
 
 
@@ -92,7 +92,7 @@ _SCALES, _FOLLOWERS = "_zero_scales", "_zero_followers"
 
 
 def mark_codes(param: nn.Parameter, scales: Mapping[str, nn.Parameter]) -> None:
-    """Notes that a frozen parameter's values are codes, whose dtype and bits stay, and which scales belong to it."""
+    """Notes that a frozen parameter's values are codes, with fixed dtype and bits, and which scales belong to it."""
     vars(param)[_SCALES] = dict(scales)
 
 
@@ -103,25 +103,25 @@ def unmark_codes(param: nn.Parameter) -> None:
 
 
 def scales_of(param: Tensor) -> Mapping[str, nn.Parameter] | None:
-    """Name -> the scales that are sharded with codes; None of a parameter that is no code."""
+    """Returns name -> scales that are sharded with a parameter's codes; None if the parameter is not a code."""
     scales: Mapping[str, nn.Parameter] | None = vars(param).get(_SCALES)
     return scales
 
 
 def follow(param: nn.Parameter, owner: object, name: str) -> None:
-    """Has an attribute be each tensor that becomes the parameter's data."""
+    """Makes an attribute follow the parameter's data, whenever that is replaced."""
     followers = vars(param).setdefault(_FOLLOWERS, [])
     if not any(known is owner for known, _ in followers):
         followers.append((owner, name))
 
 
 def is_wrapper(tensor: object) -> bool:
-    """Whether a tensor's values are in others, as in the classes of torchao and quanto; not a DTensor."""
+    """Returns True if a tensor keeps its values in other tensors, as in torchao and quanto; False for DTensors."""
     return hasattr(type(tensor), "__tensor_flatten__") and not hasattr(tensor, "_local_tensor")
 
 
 def inner_tensors(wrapper: Any, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
-    """(name, owner, attribute of the owner) of each tensor that a wrapper consists of; nested names have dots."""
+    """Yields (name, owner, attribute of the owner) of each tensor in a wrapper; nested names have dots."""
     for name in wrapper.__tensor_flatten__()[0]:
         inner = getattr(wrapper, name)
         if is_wrapper(inner):
@@ -131,7 +131,7 @@ def inner_tensors(wrapper: Any, prefix: str = "") -> Iterator[tuple[str, Any, st
 
 
 def rewrapped(wrapper: Any, tensors: Mapping[str, Tensor], prefix: str = "") -> Tensor:
-    """Another one of the same class and facts, of other tensors by their names in `inner_tensors`."""
+    """Returns another wrapper with the same class and metadata, over tensors by their names in `inner_tensors`."""
     names, facts = wrapper.__tensor_flatten__()
     inner = {
         name: rewrapped(own, tensors, f"{prefix}{name}.") if is_wrapper(own) else tensors[f"{prefix}{name}"]
@@ -142,18 +142,18 @@ def rewrapped(wrapper: Any, tensors: Mapping[str, Tensor], prefix: str = "") -> 
 
 
 def carriers(param: nn.Parameter) -> tuple[nn.Parameter, ...]:
-    """What has memory for a parameter's values in a unit: itself, or the tensors of a wrapper that are sharded."""
+    """Returns the parameters that hold the values in a unit: the parameter, or the sharded tensors of a wrapper."""
     return tuple((scales_of(param) or {}).values()) if is_wrapper(param) else (param,)
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The model's parameters, each once, and behind codes their scales; for wrappers their tensors."""
+    """Yields the model's parameters, each once, and after codes their scales; for wrappers their tensors."""
     for fqn, param in model.named_parameters():
         yield from tensors_of(fqn, param)
 
 
 def tensors_of(fqn: str, param: nn.Parameter) -> Iterator[tuple[str, nn.Parameter]]:
-    """What a unit has of a parameter, by name."""
+    """Yields the parameters that a unit contains for a parameter, by name."""
     scales = scales_of(param)
     if scales is None or not is_wrapper(param):
         yield fqn, param
@@ -162,13 +162,13 @@ def tensors_of(fqn: str, param: nn.Parameter) -> Iterator[tuple[str, nn.Paramete
 
 
 def is_split(param: Tensor) -> bool:
-    """Whether ranks of another axis have other parts of it; a replicated DTensor is not split."""
+    """Returns True if ranks of another axis have other parts of the parameter; False for a replicated DTensor."""
     split = _split(param)
     return split is not None and any(placement.is_shard() for placement in split.placements)
 
 
 def local_grad(param: nn.Parameter, grad: Tensor) -> Tensor:
-    """The local gradient, redistributed to the parameter's placements if it has others (collective on its axis)."""
+    """Returns the local gradient, redistributed to the parameter's placements if needed (collective on its axis)."""
     split, target = _split(grad), _split(param)
     if split is None:
         return grad
@@ -183,21 +183,21 @@ def check_split(named: Sequence[tuple[str, nn.Parameter]], dtype_of: Any) -> Non
     """Refuses DTensors that would have to change dtype, or whose local tensors differ in size.
 
     Args:
-        dtype_of: (name, parameter) -> the dtype it is to have.
+        dtype_of: (name, parameter) -> the dtype that the parameter should have.
 
     Raises:
-        UsageError: its dtype would have to change, or its parts are of different sizes.
+        UsageError: a dtype would have to change, or the parts have different sizes.
     """
     for fqn, param in named:
         split = _split(param)
         if split is None:
             continue
-        # A DTensor's spec records the dtype, and stays as `parallelize_module` made it.
+        # A DTensor's spec records the dtype, and stays as `parallelize_module` set it.
         dtype: torch.dtype = dtype_of(fqn, param)
         if param.dtype is not dtype:
             raise UsageError(
                 f"parameter {fqn}, a DTensor",
-                expected=f"{dtype}, as the config's precision says",
+                expected=f"{dtype}, from the config's precision",
                 got=str(param.dtype),
                 fix=f"call model.to({dtype}) before parallelize_module",
             )
@@ -234,13 +234,13 @@ _OVERWRITES = frozenset({"copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_
 
 @dataclass(eq=False)
 class _ShardedUse:
-    """What a sharded parameter, its views and its casts know of it.
+    """The record that a sharded parameter shares with its views and casts.
 
     Attributes:
-        gather: unshards it where a pass of the model is running, and returns without it elsewhere.
-        ordinary: the class that the parameter has while it is unsharded.
-        copy: the parameter, of a deep copy that has no values yet.
-        is_filled: the copy has been overwritten.
+        gather: unshards it during a pass of the model, and does nothing outside.
+        ordinary: the class of the parameter while it is unsharded.
+        copy: for a deep copy without values, the copied parameter.
+        is_filled: True if the copy has been overwritten.
     """
 
     fqn: str
@@ -251,7 +251,7 @@ class _ShardedUse:
 
 
 def as_sharded(param: nn.Parameter, fqn: str, gather: Callable[[], None]) -> None:
-    """Makes uses of the values of a parameter or a DTensor errors; objects of other classes stay as they are."""
+    """Makes uses of the values of a parameter or DTensor errors; objects of other classes stay unchanged."""
     # Exactly these classes: the memory layout of an object with another class, or with slots, may differ.
     ordinary = type(param)
     if ordinary is nn.Parameter:
@@ -276,7 +276,7 @@ def _change_class(param: Any, to: type[Tensor]) -> None:
 
 
 class _Checked(Tensor):
-    """A tensor whose values are not here: torch's functions hand it to `_call`, which lets some of them go on."""
+    """A tensor without its values: torch's functions go through `_call`, which allows some of them."""
 
     @classmethod
     def __torch_function__(
@@ -292,14 +292,14 @@ class _Checked(Tensor):
 
 
 class ShardedParameter(_Checked, nn.Parameter):
-    """A parameter for as long as it is sharded. Made by `as_sharded` and by copying one only.
+    """A parameter while it is sharded. Made only by `as_sharded`, or by a copy of another one.
 
     Raises:
-        EngineStateError: it, a view or a cast of it is written; or read, outside a pass of its model.
+        EngineStateError: a program writes the parameter, a view or a cast, or reads it outside a pass of its model.
     """
 
     def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
-        """`type(param)(data)` is how programs make another parameter: an ordinary one."""
+        """Returns an ordinary parameter, since programs make another parameter by `type(param)(data)`."""
         return nn.Parameter(data, requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -312,7 +312,7 @@ class ShardedParameter(_Checked, nn.Parameter):
 
 
 class _ShardedValues(_Checked):
-    """A view or a cast of what a sharded parameter shows."""
+    """A view or a cast of a sharded parameter's NaN."""
 
 
 @functools.cache
@@ -324,7 +324,7 @@ def _dtensor() -> type[Tensor]:
 
 @functools.cache
 def _sharded_dtensor() -> type[Tensor]:
-    """The class of a DTensor while it is sharded; its own methods do not come to torch's functions."""
+    """Returns the class of a DTensor while it is sharded; its own methods bypass torch's function protocol."""
     dtensor: Any = _dtensor()
 
     def checked(method: str) -> Callable[..., Any]:
@@ -337,18 +337,18 @@ def _sharded_dtensor() -> type[Tensor]:
 
 @functools.cache
 def _sharded_codes(ordinary: Any) -> type[Tensor]:
-    """The class of a library's quantised weight while it is sharded, under the same name: programs look at that."""
+    """Returns the class of a quantised weight while it is sharded, with the same name, because programs check it."""
     return type(ordinary)(  # type: ignore[no-any-return]
         ordinary.__name__, (_Checked, ordinary), {"__slots__": (), "__module__": ordinary.__module__}
     )
 
 
 def _gather_nothing() -> None:
-    """Of a copy, which no engine knows."""
+    """Does nothing, because no engine owns the copy."""
 
 
 def _call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():  # else the calls below would come back here
+    with torch._C.DisableTorchFunctionSubclass():  # otherwise the calls below would recurse here
         call = function_name(func)
         if call == "grad":
             _refuse_to_clip(sys._getframe(2))
@@ -357,7 +357,7 @@ def _call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
             return _checked(func(*args, **kwargs), call, args)
         for tensor in _sharded(args, kwargs):
             _record(tensor).gather()
-        sharded = _sharded(args, kwargs)  # without those that have been gathered
+        sharded = _sharded(args, kwargs)  # without the gathered ones
         if sharded:
             absent = next((tensor for tensor in sharded if not _record(tensor).is_filled), None)
             if absent is not None and call not in _CASTS and _reads_values(func, call, args, kwargs):
@@ -367,19 +367,19 @@ def _call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
 
 
 def _refuse_to_clip(caller: FrameType) -> None:
-    """torch's own function finds no gradients, and says so in words that name nothing."""
+    """Raises for torch's clip_grad_value_, which would find no gradients and raise an error without a name."""
     around = None if caller.f_back is None else caller.f_back.f_code  # a comprehension may be a frame of its own
     if _CLIP_VALUE in (caller.f_code, around):
         raise EngineStateError(
             "torch.nn.utils.clip_grad_value_",
             expected="gradients in param.grad",
-            got="none: the engine keeps them, reduced and in shards",
+            got="none, because the engine keeps them, reduced and sharded",
             fix="call engine.clip_grad_value_(value) between backward and step, or set gradient_clipping in the config",
         )
 
 
 def _is_metadata(func: Callable[..., Any], call: str) -> bool:
-    # Attributes are metadata, or views that a read or write of values is another call on.
+    # Attributes are metadata, or views; a read or write of their values is another call.
     is_attribute = func.__name__ in ("__get__", "__set__")
     makes_another = call.startswith("new_") or call.endswith("_like")
     return is_attribute or makes_another or call in METADATA or call in _SHAPES or call in _NO_WRITES
@@ -390,7 +390,7 @@ def _sharded(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
 
 
 def _reads_values(func: Callable[..., Any], call: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function computes with its tensors' values, or copies them; views share a tensor's memory."""
+    """Returns True if a function computes with its tensors' values or copies them; views share a tensor's memory."""
     if call.endswith("_") and not call.endswith("__"):
         return True  # it writes to another tensor
     views: set[int] = set()
@@ -409,7 +409,7 @@ def _reads_values(func: Callable[..., Any], call: str, args: Sequence[Any], kwar
             result = func(*stand_ins[0], **stand_ins[1])
             tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
             return any(tensor.untyped_storage()._cdata not in views for tensor in tensors)
-    except Exception:  # what has no values cannot do it, so it needs them
+    except Exception:  # it cannot run without values, so it needs them
         return True
 
 
@@ -418,14 +418,14 @@ def _no_values(tensor: _Checked, call: str) -> EngineStateError:
     if record.copy is not None:
         return EngineStateError(
             f"a copy of parameter {record.fqn}",
-            expected="values: it was sharded when it was copied, and the copy has none",
+            expected="values: it was sharded when it was copied, so the copy has none",
             got=call,
             fix="copy inside zero.GatheredParameters(model.parameters()) or engine.gathered(), or load a state dict "
             "into the copy",
         )
     return EngineStateError(
         f"parameter {record.fqn}",
-        expected="no read of its values while it is sharded: they are not here, and it would read as NaN",
+        expected="no read of its values while it is sharded, because this rank lacks them and it would read as NaN",
         got=call,
         fix="read it in the model's forward or inside zero.GatheredParameters(param); "
         "zero.safe_get_full_fp32_param(param) returns a copy",
@@ -433,13 +433,13 @@ def _no_values(tensor: _Checked, call: str) -> EngineStateError:
 
 
 def _check_targets(func: Callable[..., Any], call: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuses writes to sharded parameters; of copies those that leave a part of the NaN."""
+    """Refuses writes to sharded parameters; in copies, writes that would leave some of the NaN."""
     for target in _targets(func, call, args, kwargs):
         record = _record(target)
         if record.copy is None:
             raise EngineStateError(
                 f"parameter {record.fqn}",
-                expected="no write while it is sharded: this rank lacks its values, and the write would be lost",
+                expected="no write while it is sharded, because this rank lacks its values and would lose the write",
                 got=call,
                 fix="write inside zero.GatheredParameters(param, modifier_rank=0)",
             )
@@ -453,12 +453,12 @@ def _check_targets(func: Callable[..., Any], call: str, args: Sequence[Any], kwa
 
 
 def _targets(func: Callable[..., Any], call: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[_Checked]:
-    """The sharded tensors among the arguments that the call would write."""
+    """Yields the sharded tensors among the arguments that the call would write."""
     targets: list[Any] = [kwargs.get("out")]
     if call == "data":
         if func.__name__ == "__set__" and _is_other_storage(*args[:2]):
             targets.append(args[0])
-    # torch's convention: a trailing underscore means in place. The exceptions change no values.
+    # torch's convention: a trailing underscore means in place. The exceptions do not change values.
     elif call in _OPERATORS or (call.endswith("_") and not call.endswith("__") and call not in _NO_WRITES):
         targets.append(args[0] if args else kwargs.get("tensor", kwargs.get("input")))
     for value in targets:
@@ -468,7 +468,7 @@ def _targets(func: Callable[..., Any], call: str, args: Sequence[Any], kwargs: M
 
 
 def _is_other_storage(param: Tensor, data: Tensor) -> bool:
-    """Whether new data are other values; another dtype or device is a conversion, which `param_check.py` reports."""
+    """Returns True if new data has other values; `param_check.py` reports conversions of dtype or device."""
     if isinstance(data, _Checked) and _record(data) is _record(param):
         return False
     if _record(param).copy is None and (data.dtype, data.device) != (param.dtype, param.device):
@@ -477,7 +477,7 @@ def _is_other_storage(param: Tensor, data: Tensor) -> bool:
 
 
 def _checked(result: Any, call: str, args: Sequence[Any]) -> Any:
-    """A result, as `_ShardedValues` where it is a view or a cast of the first argument."""
+    """Returns a result, as `_ShardedValues` if it is a view or a cast of the first argument."""
     if isinstance(result, (list, tuple)) and result and isinstance(result[0], Tensor):
         return (
             type(result)([_checked(item, call, args) for item in result]) if type(result) in (list, tuple) else result
@@ -492,10 +492,10 @@ def _checked(result: Any, call: str, args: Sequence[Any]) -> Any:
         return result
     if call not in _CASTS and local(result).untyped_storage()._cdata != local(source).untyped_storage()._cdata:
         return result
-    # A view: a write to it would be lost as one to the parameter is, so it carries the parameter's record.
+    # A view: like a write to the parameter, a write to it would be lost, so it carries the parameter's record.
     if split is not None:
         _change_class(result, _sharded_dtensor())
-    else:  # nn.Parameter(param) wants the same class of what it detaches
+    else:  # nn.Parameter(param) requires detach() to keep the class
         keeps_class = call == "detach" and isinstance(source, ShardedParameter)
         result = result.as_subclass(ShardedParameter if keeps_class else _ShardedValues)
     vars(result)[_RECORD] = _record(source)
@@ -507,6 +507,6 @@ def _record(tensor: Any) -> Any:
 
 
 def function_name(func: Callable[..., Any]) -> str:
-    """The name of a torch function, or of the attribute that a getter or setter is for."""
+    """Returns the name of a torch function, or of the attribute of a getter or setter."""
     name = str(getattr(func, "__name__", ""))
     return str(func.__self__.__name__) if name in ("__get__", "__set__") else name  # type: ignore[attr-defined]

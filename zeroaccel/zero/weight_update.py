@@ -1,17 +1,17 @@
-"""The boundary of a step: masters are updated, the parameters get the new weights, persistent units are gathered.
+"""The update at the boundary of a step: masters, then weights, then gathers of persistent units.
 
 `WeightUpdate` decides when masters are updated: all in `step()`; or during the backward before it, as soon as each
 gradient is complete; or during the forward and backward after it, one step late ([Note: one step late]). In each case
-the new weights come into force in a `step()`, buffer by buffer in one order, as the gathers of the ranks have to.
-`AsyncStep` is the thread of updates that run outside of `step()`. Neither knows of norms.
+the new weights take effect in a `step()`, buffer by buffer in one order, because the gathers of the ranks need one.
+`AsyncStep` is the thread for updates that run outside `step()`. Neither deals with norms.
 
-[Note: one step late] With `next_step`, `step()` number t first installs the weights that its predecessor's update has
-made, then starts the update with its own gradients, and returns. So the gradients of step t are taken at the weights
-after t - 2 updates rather than t - 1 (the delayed parameter update of Ren et al. 2021, "ZeRO-Offload").
-`finish` installs at once, as at the end of training and before anything is saved: from then on it is as at the start.
+[Note: one step late] With `next_step`, `step()` number t first installs the weights from the update of its predecessor,
+then starts the update with its own gradients, and returns. So the gradients of step t belong to the weights after t - 2
+updates rather than t - 1 (the delayed parameter update of Ren et al. 2021, "ZeRO-Offload"). `finish` installs at once,
+as at the end of training and before a save; after it, the delay starts again as in the first step.
 
 [Note: gradients that come twice] A parameter's gradient may arrive in two parts, for instance when two re-entrant
-checkpoints recompute one block. Which do is seen in the first step, which therefore updates nothing early.
+checkpoints recompute one block. The first step detects such parameters, and therefore updates nothing early.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ _KEY = "zero_optimization.offload_optimizer.update_during"
 
 @dataclass(frozen=True)
 class _Job:
-    """`weights`: what the update writes, in the parameters' dtype; None where the masters do as well."""
+    """`weights`: memory for the new weights, in the parameters' dtype; None if the masters themselves serve."""
 
     weights: FlatTensor | None
     done: Future[float]
 
 
 class AsyncStep:
-    """Updates of masters on a thread of their own, during forward and backward.
+    """Updates masters on a separate thread, during forward and backward.
 
-    Those read the old weights, so the new ones are written to memory of their own until `install`. One thread, so that
-    updates run in the order in which they were added. Hyperparameters are copied when a batch of updates begins: a
-    scheduler may change them meanwhile.
+    Forward and backward read the old weights, so the thread writes the new ones to separate memory until `install`. A
+    single thread runs the updates in the order in which they were added. `begin` copies the hyperparameters, because a
+    scheduler may change them during the updates.
 
-    Life of a step's updates: 1. `begin`, 2. `add` per buffer, in the order that was announced, 3. `install` of each.
+    For each step: 1. `begin`, 2. `add` per buffer, in the announced order, 3. `install` of each.
     Every buffer whose masters are in memory must have them apart from its parameters.
     """
 
@@ -73,15 +73,15 @@ class AsyncStep:
 
     @property
     def pending(self) -> bool:
-        """Whether updates have been added that are not installed yet."""
+        """True if updates have been added that are not installed yet."""
         return bool(self._jobs)
 
     def begin(self, order: Sequence[FlatBuffer], grad_scale: float) -> None:
         """Announces the updates of a step.
 
         Args:
-            order: of the buffers that will be added.
-            grad_scale: multiplied into the gradients.
+            order: the buffers that will be added, in order.
+            grad_scale: factor of the gradients.
         """
         assert not self._jobs, "updates begin while others are pending"
         # A copy of the settings: the program's scheduler steps while the thread still updates.
@@ -91,7 +91,7 @@ class AsyncStep:
         self._failure = None
 
     def add(self, gradient: GradientBuffer) -> None:
-        """Starts the update of a buffer, whose reduced gradient does not change any more."""
+        """Starts the update of a buffer, whose reduced gradient is final."""
         assert gradient.shard is not None, f"{gradient.name} is updated without a gradient"
         if self._thread is None:
             self._thread = executor(1, "zeroaccel-update", self._device)
@@ -100,7 +100,7 @@ class AsyncStep:
         self._jobs[id(gradient.buffer)] = _Job(weights, done)
 
     def has(self, buffer: FlatBuffer) -> bool:
-        """Whether an update of it is pending."""
+        """Returns True if an update of the buffer is pending."""
         return id(buffer) in self._jobs
 
     def install(self, buffer: FlatBuffer) -> None:
@@ -109,7 +109,7 @@ class AsyncStep:
         Raises:
             OffloadError: a tier failed.
         """
-        # Waiting is the part of the update that forward and backward did not hide.
+        # The wait is the part of the update that did not overlap with forward and backward.
         job = self._jobs.pop(id(buffer))
         begun = time.perf_counter()
         try:
@@ -121,20 +121,20 @@ class AsyncStep:
         self._optimizer.install(buffer, job.weights)
 
     def wait(self) -> None:
-        """Returns when the thread has nothing to do; a failure is raised by the `install` of its buffer."""
+        """Waits until the thread is idle; `install` of a buffer raises its failure."""
         for job in self._jobs.values():
             job.done.exception()
         if not self._jobs:
             self._release()
 
     def drop(self) -> None:
-        """Drops what is pending, once it is done."""
+        """Waits for pending updates, and drops them."""
         self.wait()
         self._jobs.clear()
         self._release()
 
     def changed_settings(self) -> str | None:
-        """The first hyperparameter that is another than when the updates began, in words; None if there is none."""
+        """Describes the first hyperparameter that has changed since the updates began; None if there is none."""
         now = _hyperparameters(self._optimizer.optimizer.param_groups)
         for index, (before, after) in enumerate(zip(self._groups, now, strict=True)):
             for name in before.keys() | after.keys():
@@ -143,20 +143,20 @@ class AsyncStep:
         return None
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Drops pending updates and ends the thread."""
         self.drop()
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None
 
     def _release(self) -> None:
-        """Gives up sub-groups that were prefetched for updates that do not come."""
+        """Releases sub-groups that were prefetched for updates that will not run."""
         for buffer in self._order:
             buffer.masters.release()
 
     def _update(self, buffer: FlatBuffer, grad: Tensor, weights: FlatTensor | None) -> float:
-        """Updates on the thread; the seconds that it took."""
-        if self._failure is not None:  # the tier is at fault: later updates would only mix more old and new
+        """Runs an update on the thread; returns its duration in seconds."""
+        if self._failure is not None:  # the tier has failed: later updates would only mix more old and new
             raise self._failure
         begun = time.perf_counter()
         following = self._following.get(id(buffer))
@@ -182,11 +182,11 @@ class WeightUpdate:
 
     Args:
         gather_numel: elements of all-gathers in flight.
-        gathers: whether masters are sharded, so that persistent units have to be gathered.
-        during: when masters are updated.
+        gathers: masters are sharded, so that persistent units have to be gathered.
+        during: time at which masters are updated.
 
     Attributes:
-        broken: why the weights are of no use, in words; None while they are sound.
+        broken: reason why the weights are unusable; None while they are sound.
     """
 
     def __init__(
@@ -216,19 +216,19 @@ class WeightUpdate:
 
     @property
     def is_early(self) -> bool:
-        """Whether updates with the gradients of the coming `step()` have begun."""
+        """True if updates with the gradients of the next `step()` have begun."""
         return self._during == "backward" and self._async.pending
 
     def begin_backward(self, agree: Callable[[], None]) -> Callable[[GradientBuffer], None] | None:
-        """Before the last backward of a step: what is to be called with each complete gradient; None for nothing.
+        """Returns the function to call with each complete gradient of a step's last backward, or None.
 
         Args:
-            agree: raises where the ranks' optimizers differ; called before updates begin, since their comparison in
-                `step()` would be too late. (all ranks)
+            agree: raises if the ranks' optimizers differ; called before updates begin, since the comparison in `step()`
+                would be too late. (all ranks)
         """
         if self._during != "backward":
             return None
-        # The first step only watches which gradients come twice: an update of half a gradient could not be undone.
+        # The first step only detects gradients that come twice: an update with half a gradient could not be undone.
         if not self._seen_a_step:
             self._seen_a_step = True
             return None
@@ -239,22 +239,21 @@ class WeightUpdate:
 
     @property
     def takes_control(self) -> bool:
-        """Whether `apply` takes a control tensor, so that the device decides by itself whether the update applies."""
+        """True if `apply` accepts a control tensor, so that the device itself decides whether the update applies."""
         return self._during == "step" and self._optimizer.takes_control
 
     def apply(self, grad_scale: float | Tensor) -> None:
         """Updates with the gradients of this step, or starts to. (all ranks)
 
         Args:
-            grad_scale: multiplied into the gradients; or a control tensor, where `takes_control`; `settle`
-                comes after that.
+            grad_scale: factor of the gradients; or, if `takes_control`, a control tensor; then call `settle` next.
 
         Raises:
             OffloadError: a tier failed; on every rank.
-            EngineStateError: the updates that began earlier went by other settings.
+            EngineStateError: the settings have changed since an earlier update began.
         """
         if self._during == "next_step":
-            # The weights of the step before first: its updates read the same masters that these are about to change.
+            # The previous step's weights first: its updates read the masters that the new ones change.
             self.finish()
             gradients = self._reducer.gradients
             assert isinstance(grad_scale, float), "updates on a thread take a number"
@@ -268,7 +267,7 @@ class WeightUpdate:
             self._optimizer.count_step()
 
     def settle(self, *, applied: bool) -> None:
-        """After an `apply` with a control tensor, when the outcome is known: a skipped step does not count."""
+        """Counts the step of an `apply` with a control tensor if it was applied; a skipped step does not count."""
         if applied:
             self._optimizer.count_step()
         else:
@@ -284,7 +283,7 @@ class WeightUpdate:
             self._replace(1.0)
 
     def change_masters(self, call: Callable[[], object]) -> None:
-        """Lets a method of the optimizer that is no step change the masters, and puts them in force. (all ranks)
+        """Runs an optimizer method other than `step` that changes the masters, and installs the weights. (all ranks)
 
         Raises:
             OffloadError: a tier failed; on every rank.
@@ -293,7 +292,7 @@ class WeightUpdate:
         self._install(lambda done: self._optimizer.change_masters(call, done), None, early=False)
 
     def require_own_step(self, call: str) -> None:
-        """Raises EngineStateError where `call` would change gradients whose update has begun."""
+        """Raises EngineStateError if `call` would change gradients whose update has begun."""
         if self.is_early:
             raise EngineStateError(
                 f'{call}: the update with these gradients has begun ({_KEY} is "backward")',
@@ -301,31 +300,31 @@ class WeightUpdate:
             )
 
     def require_settled(self, call: str) -> None:
-        """Raises EngineStateError while masters are ahead of the weights, where `call` would meet a mixture."""
+        """Raises EngineStateError while masters are ahead of the weights, when `call` would see a mixture."""
         self.require_own_step(call)
         if self._async.pending:
             raise EngineStateError(
-                f'{call}: an update is under way ({_KEY} is "next_step")',
+                f'{call}: an update is in progress ({_KEY} is "next_step")',
                 fix="call engine.finish_update() on every rank first",
             )
 
     def forget(self) -> None:
-        """After a backward that broke off."""
+        """Drops early updates after a backward that failed."""
         if self.is_early:
-            # Masters of some buffers are a step further than the weights, and no gradients are left to finish it with.
+            # Masters of some buffers are one step ahead of the weights, and no gradients are left to complete the step.
             self._async.drop()
             self.broken = "an update was dropped half way, so the masters are ahead of the weights"
 
     def close(self) -> None:
-        """Installs pending weights, unless they are of no use, and ends the thread of updates. (all ranks)"""
+        """Installs pending weights, unless they are unusable, and ends the update thread. (all ranks)"""
         if self.broken is None:
             self.finish()
         self._async.close()
 
     def _replace(self, grad_scale: float | Tensor) -> None:
-        """Steps or installs buffer by buffer."""
-        # A program may change a learning rate between backward and step. Updates that have begun went by the old one:
-        # the step is carried out all the same, so that the ranks stay together, and then refused on all of them.
+        """Updates or installs buffer by buffer."""
+        # A program may change a learning rate between backward and step, after updates have begun with the old one:
+        # complete the step anyway, so that the ranks stay together, and then refuse it on all of them.
         failure: Exception | None = None
         early = self.is_early
         changed = self._async.changed_settings() if early else None
@@ -341,12 +340,12 @@ class WeightUpdate:
     def _install(
         self, update: Callable[[Callable[[FlatBuffer], None]], None], failure: Exception | None, *, early: bool
     ) -> None:
-        """Has masters and shards updated; a persistent unit's gather starts as soon as its shards are new.
+        """Updates masters and shards; a persistent unit's gather starts as soon as its shards are new.
 
         Args:
             update: calls its argument after each buffer.
-            failure: is raised afterwards, on all ranks.
-            early: whether updates had begun before, on ranks that may have failed since.
+            failure: error to raise afterwards, on all ranks.
+            early: updates had begun earlier, and may have failed on some ranks since.
         """
         gathering: list[ParamUnit] = []
         remaining = {id(unit): sum(b.trainable for b in unit.buffers) for unit in self._units}
@@ -356,10 +355,10 @@ class WeightUpdate:
             remaining[id(unit)] -= 1
             if not (self._gathers and unit.persistent and remaining[id(unit)] == 0):
                 return
-            # Behind the update of the next unit, but within `allgather_bucket_size`: receive buffers are memory too.
+            # Overlaps the update of the next unit, but within `allgather_bucket_size`: receive buffers need memory too.
             while gathering and sum(u.numel for u in gathering) + unit.numel > self._gather_numel:
                 gathering.pop(0).wait()
-            unit.reshard()  # says that it is stale; its storage stays
+            unit.reshard()  # marks it stale; its storage stays
             unit.unshard()
             gathering.append(unit)
 
@@ -369,10 +368,10 @@ class WeightUpdate:
             failure = error
         for unit in gathering:
             unit.wait()
-        # A disk fails on one rank alone, which has come along this far since the others wait in the same gathers. Only
-        # now can all raise; and until they know that none failed, the weights may be a mixture.
+        # A disk fails on one rank alone, which still joins the gathers, since the others wait there. Only now can all
+        # ranks raise; until they know that none failed, the weights may be a mixture.
         if early or self._tiers.can_fail:
-            # Set before the ranks agree, so that it stays where that collective itself fails.
+            # Set before the ranks agree, so that it remains if that collective itself fails.
             self.broken = "a step failed half way, so the weights are a mixture of old and new"
             agree_or_raise(self._collectives.everyone, failure, "offloaded update")
             self.broken = None

@@ -1,8 +1,8 @@
-"""The wrap policy: which parameters form a unit, and so are gathered and reduced together.
+"""The wrap policy: which parameters form a unit, which the engine gathers and reduces together.
 
 A unit is, by default, one repeated block (a child of a ModuleList, ModuleDict or Sequential), a large leaf outside the
-blocks (an embedding, a head), one projection of all experts of a layer, or the remainder at the root. Only decides;
-`param_unit.py` builds, `hooks.py` attaches.
+blocks (an embedding, a head), one projection of all experts of a layer, or the remainder at the root. This module only
+decides; `build_units.py` builds, `hooks.py` attaches.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from zeroaccel.zero.compiled import compiled_within
 from zeroaccel.zero.tensor_subclasses import tensors_of
 
 LARGE_LEAF_NUMEL = 1 << 16
-"""A leaf module outside the blocks with at least this many elements is a unit of its own; experts of a layer that have
-as many are one for each projection."""
+"""A leaf module outside the blocks with at least this many elements is its own unit; for experts of a layer with at
+least this many, each projection is one."""
 
 ROOT = "root"
-"""Name of the unit of what is outside all blocks."""
+"""Name of the unit with the parameters outside all blocks."""
 
 _MIXTURE = re.compile(r"moe|mixture_?of_?experts", re.IGNORECASE)
 _EXPERTS = re.compile(r"experts$", re.IGNORECASE)
 _ROUTERS = frozenset({"gate", "router", "gating", "gate_proj_router"})
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 _CONTAINERS = (*_LISTS, nn.Sequential)
-# What `use_experts_implementation` of transformers sets on each module, since its 5.0.
+# Attributes that transformers' `use_experts_implementation` sets on each module, since 5.0.
 _INTERFACE = ("num_experts", "has_bias", "is_transposed")
-# Its implementations that have used a projection before they read the next one, whatever the tokens are.
+# Its implementations that finish with one projection before they read the next, for any routing of tokens.
 _IN_TURN = frozenset({"grouped_mm", "batched_mm"})
 
 
 @dataclass(frozen=True)
 class LeafRules:
-    """Modules that are one unit because ranks may run different parts of them (`leaf_module` of the config).
+    """Modules that form one unit because ranks may run different parts of them (`leaf_module` of the config).
 
-    `classes` are class names, bare or dotted; `names` are module fqns; `name_suffixes` their endings.
-    `granularity` makes a leaf of any module with fewer elements per module than this; 0 turns that off.
+    `classes` are class names, bare or dotted; `names` are module fqns; `name_suffixes` are endings of fqns.
+    `granularity` makes a leaf of any module with fewer elements per module than this; 0 disables it.
     """
 
     classes: tuple[str, ...] = ()
@@ -50,7 +50,7 @@ class LeafRules:
     granularity: int = 0
 
     def match(self, fqn: str, module: nn.Module) -> bool:
-        """True when a rule names this module."""
+        """Returns True if a rule names this module."""
         kind = type(module)
         if kind.__name__ in self.classes or f"{kind.__module__}.{kind.__qualname__}" in self.classes:
             return True
@@ -66,8 +66,8 @@ class UnitSpec:
     """A planned unit: its name, the modules whose forward needs it, and its parameters in order.
 
     Attributes:
-        persistent: never resharded.
-        is_code: of frozen weights that the engine stores as codes, and decodes for each use.
+        persistent: True if the unit is never resharded.
+        is_code: True for frozen weights that the engine stores as codes, and decodes for each use.
     """
 
     name: str
@@ -78,7 +78,7 @@ class UnitSpec:
 
     @property
     def numel(self) -> int:
-        """Elements of all its parameters."""
+        """Number of elements of all its parameters."""
         return sum(p.numel() for _, p in self.params)
 
 
@@ -93,10 +93,10 @@ def group_parameters(
     """Cuts `model` into units; every parameter is in exactly one, tied ones once.
 
     Args:
-        persistence_threshold: parameters of at most this many elements go to one persistent unit, which is gathered
-            once a step and never resharded. 0 for none.
+        persistence_threshold: parameters with at most this many elements go to one persistent unit, which is gathered
+            once per step and never resharded. 0 disables it.
         model_persistence_threshold: upper bound on the elements of that unit.
-        coded: id() of the frozen parameters that are stored as codes. They form units of their own, never persistent.
+        coded: id() of the frozen parameters that are stored as codes. They form separate units, never persistent.
 
     Raises:
         ConfigError: a leaf rule names a module that does not exist.
@@ -114,14 +114,14 @@ def group_parameters(
     owners = _owners(model, boundaries)
     persistent = _persistent(model, persistence_threshold, model_persistence_threshold, coded)
 
-    # In the order of named_parameters, which is the same on all ranks: units number collectives.
+    # In the order of named_parameters, which is the same on all ranks: the order of units decides that of collectives.
     specs: dict[object, UnitSpec] = {}
     for fqn, param in model.named_parameters():
         key, name, modules = _home(param, owners[id(param)], model, persistent)
         if id(param) in projections and name in experts:
             key, name = (key, projections[id(param)]), f"{name}.{projections[id(param)]}"
         is_code = id(param) in coded
-        if is_code:  # what is trained beside them may be persistent, and the buffers of a unit are all so or none
+        if is_code:  # trained parameters beside them may be persistent, but a unit must not mix both kinds
             key, name = ("codes", key), f"codes of {name}"
         spec = specs.setdefault(key, UnitSpec(name, modules, persistent=key == "persistent", is_code=is_code))
         spec.params += tensors_of(fqn, param)
@@ -130,7 +130,7 @@ def group_parameters(
 
 @dataclass
 class _Owner:
-    """One place where a parameter is registered: the module that owns it and the unit boundary around that."""
+    """One place where a parameter is registered: the module that owns it and the enclosing unit boundary."""
 
     fqn: str
     module: nn.Module
@@ -141,21 +141,21 @@ class _Owner:
 def _home(
     param: nn.Parameter, owners: Sequence[_Owner], root: nn.Module, persistent: set[int]
 ) -> tuple[object, str, list[nn.Module]]:
-    """The unit a parameter belongs to: (key, name, modules that need it unsharded in their forward)."""
+    """Returns the unit of a parameter: (key, name, modules that need it unsharded in their forward)."""
     if id(param) in persistent:
         return "persistent", "persistent", [root]
     boundaries = {id(owner.boundary): owner for owner in owners}
     if len(boundaries) == 1:
         owner = owners[0]
         return id(owner.boundary), owner.boundary_fqn or ROOT, [owner.boundary]
-    # Tied across units: it must be unsharded in each of its owners, so it forms a unit that hooks all of them.
+    # Tied across units: it must be unsharded in each of its owners, so it forms a unit with hooks on all of them.
     modules = list({id(owner.module): owner.module for owner in owners}.values())
     name = "+".join(owner.fqn or ROOT for owner in owners)
     return tuple(sorted(id(module) for module in modules)), f"tied({name})", modules
 
 
 def _owners(model: nn.Module, boundaries: dict[int, str]) -> dict[int, list[_Owner]]:
-    """Every registration of every parameter, tied ones several times."""
+    """Returns every registration of every parameter, several for tied ones."""
     owners: dict[int, list[_Owner]] = {}
 
     def walk(module: nn.Module, fqn: str, boundary: nn.Module, boundary_fqn: str, seen: set[int]) -> None:
@@ -164,7 +164,7 @@ def _owners(model: nn.Module, boundaries: dict[int, str]) -> dict[int, list[_Own
         for param in module._parameters.values():
             if param is not None:
                 owners.setdefault(id(param), []).append(_Owner(fqn, module, boundary_fqn, boundary))
-        # A shared module is walked once, but each of its registrations counts: it has several parents.
+        # Walk a shared module once, but count each of its registrations: it has several parents.
         if id(module) in seen:
             return
         seen.add(id(module))
@@ -176,10 +176,10 @@ def _owners(model: nn.Module, boundaries: dict[int, str]) -> dict[int, list[_Own
 
 
 def _boundaries(model: nn.Module, rules: LeafRules) -> Iterator[tuple[int, str]]:
-    """(id, fqn) of the root, and of every module below it that starts a unit."""
+    """Yields (id, fqn) of the root, and of every module below it that starts a unit."""
     yield id(model), ""
     if replace(rules, granularity=0).match("", model):
-        return  # the root itself is named a leaf: ranks may run different parts of it
+        return  # a rule names the root itself: ranks may run different parts of it
     yield from _walk_boundaries(model, "", rules, inside=False)
 
 
@@ -190,15 +190,15 @@ def _walk_boundaries(module: nn.Module, fqn: str, rules: LeafRules, *, inside: b
         if not any(True for _ in child.parameters()):
             continue
         if rules.match(child_fqn, child) or (not inside and is_mixture(name, child)):
-            # Experts: ranks route to different ones, and a gather that only some ranks start would hang. So all of a
-            # mixture is one unit, and nothing below it starts another.
+            # Experts: ranks route to different ones, and a gather that only some ranks start would hang. So a mixture
+            # is one unit as a whole, and no module below it starts another.
             yield id(child), child_fqn
             continue
         if isinstance(child, _LISTS) and _EXPERTS.search(name):
             yield from _walk_boundaries(child, child_fqn, rules, inside=True)  # they belong to the unit of their router
             continue
         # One unit per block balances the size of a gather against overlap: the next block is gathered while one
-        # computes (FSDP's guidance for transformers as well). Small leaves would each cost a latency-bound collective.
+        # computes (also FSDP's guidance for transformers). A unit per small leaf would cost a latency-bound collective.
         block = not inside and repeated and not isinstance(child, _CONTAINERS)
         leaf = not inside and next(child.children(), None) is None
         large = leaf and sum(p.numel() for p in child.parameters()) >= LARGE_LEAF_NUMEL
@@ -210,9 +210,9 @@ def _walk_boundaries(module: nn.Module, fqn: str, rules: LeafRules, *, inside: b
 def _fused_experts(
     module: nn.Module, fqn: str, rules: LeafRules, compiled: Container[int]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """(fqn, module) of the experts whose projections are units: all ranks call them, whatever the tokens choose.
+    """Yields (fqn, module) of the experts whose projections are units: all ranks call them, for any routing of tokens.
 
-    Not inside what a rule names, which stays whole, nor inside what is compiled, which hooks would cut.
+    Excludes modules inside one that a rule names, which stays whole, and compiled ones, whose graphs hooks would break.
     """
     if id(module) in compiled or (rules if fqn else replace(rules, granularity=0)).match(fqn, module):
         return
@@ -225,7 +225,7 @@ def _fused_experts(
 
 
 def _projections(experts: nn.Module) -> Iterator[tuple[int, str]]:
-    """id() of each parameter -> name of the projection that it is, or that is before it: biases, a norm."""
+    """Yields id() of each parameter -> its projection's name; biases and norms belong to the projection before them."""
     dims = max((param.dim() for param in experts._parameters.values() if param is not None), default=0)
     projection = ""
     for name, param in experts.named_parameters():
@@ -235,26 +235,26 @@ def _projections(experts: nn.Module) -> Iterator[tuple[int, str]]:
 
 
 def computes_in_turn(module: nn.Module) -> bool:
-    """Whether a module's forward, as it is set now, has used a parameter for the last time when it reads the next."""
+    """Returns True if a module's current forward is done with each parameter before it reads the next."""
     chosen = getattr(getattr(module, "config", None), "_experts_implementation", None)
     return chosen in _IN_TURN and has_expert_interface(module) and "forward" not in vars(module)
 
 
 def has_expert_interface(module: nn.Module) -> bool:
-    """Whether a module is the experts of a layer of transformers 5: its forward is (hidden, choices, weights)."""
+    """Returns True if a module is the experts of a transformers 5 layer: its forward is (hidden, choices, weights)."""
     return all(hasattr(module, key) for key in _INTERFACE)
 
 
 def scored_experts(module: nn.Module) -> tuple[nn.Module, list[nn.Module]] | None:
-    """Router and experts of a mixture whose experts take all tokens, times the router's scores (Llama 4); else None.
+    """Returns router and experts of a mixture whose experts take all tokens, times the router's scores (Llama 4).
 
-    The experts come with the adapters around them, outermost first.
+    None for other modules. The experts include the adapters around them, outermost first.
     """
     router, inner = getattr(module, "router", None), getattr(module, "experts", None)
     nested: list[nn.Module] = []
     while isinstance(inner, nn.Module):
         nested.append(inner)
-        inner = getattr(inner, "base_layer", None)  # PEFT's name of what an adapter is around
+        inner = getattr(inner, "base_layer", None)  # PEFT's name for the module inside an adapter
     if not nested or not isinstance(router, nn.Module) or not isinstance(getattr(router, "top_k", None), int):
         return None
     experts = nested[-1]
@@ -263,10 +263,10 @@ def scored_experts(module: nn.Module) -> tuple[nn.Module, list[nn.Module]] | Non
 
 
 def is_mixture(name: str, module: nn.Module) -> bool:
-    """Whether a module routes inputs to experts, so that ranks may run different children of it.
+    """Returns True if a module routes inputs to experts, so that ranks may run different children of it.
 
-    Recognised by a child called experts, by a list of equal children next to a gate or router, or by its own name or
-    class, unless a module below it is called so too: then it is a model of such blocks.
+    A mixture has a child called experts, or a list of equal children next to a gate or router, or a matching name or
+    class, unless a module below it matches too: then it is a model of such blocks.
     """
     children = dict(module.named_children())
     if isinstance(module, _CONTAINERS) or not children:
@@ -289,13 +289,13 @@ def _shapes(module: nn.Module) -> tuple[tuple[int, ...], ...]:
 
 
 def _persistent(model: nn.Module, threshold: int, model_threshold: int | None, coded: Container[int]) -> set[int]:
-    """id() of the parameters that are never resharded: norms and biases, whose gathers are all latency."""
+    """Returns id() of the parameters that are never resharded: norms and biases, whose gathers are all latency."""
     persistent: set[int] = set()
     total = 0
     for param in model.parameters():
         if param.numel() > threshold or threshold <= 0 or id(param) in coded:
             continue
-        # Stops rather than skips, so that which parameters persist is a prefix of the model's small ones.
+        # Stop rather than skip, so that the persistent parameters are a prefix of the model's small ones.
         if model_threshold is not None and total + param.numel() > model_threshold:
             break
         persistent.add(id(param))
@@ -311,5 +311,5 @@ def _check_rules(model: nn.Module, rules: LeafRules) -> None:
                 "zero_optimization.leaf_module.names",
                 expected="names of modules of this model",
                 got=name,
-                fix=f"the model's children are {', '.join(n for n, _ in model.named_children())}",
+                fix=f"name a module of the model; its children are {', '.join(n for n, _ in model.named_children())}",
             )

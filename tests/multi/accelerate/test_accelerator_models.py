@@ -273,7 +273,7 @@ def test_mistakes_are_reported_on_every_rank(ranks: Ranks) -> None:
         "all trained parameters of Sequential, which have one common norm, got '2 of 8, without 1.0.weight'; pass",
         "expected parameters of a model prepared with its optimizer, got '1 others'; pass model.parameters()",
         "norm_type: expected 2, the L2 norm, got 1.0",
-        "gradient_norm(): expected a backward before it; call it between backward and step()",
+        "gradient_norm(): expected a backward before this call; call it between backward and step()",
         "accelerator.accumulate(Sequential): expected a model that this accelerator prepared, got 'Sequential'",
         "use accelerator.load_state(folder)",
         "add the group before prepare()",
@@ -334,9 +334,9 @@ def _changed_behind(stage: int) -> list[str]:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_what_is_changed_behind_the_engine_is_reported(ranks: Ranks, stage: int) -> None:
     expected = [
-        "parameter layers.1.up.weight: expected to be trained, as when the engine was made, got 'requires_grad=False",
-        "parameter frozen: expected to be frozen, as when the engine was made, got 'requires_grad=True'",
-        "expected to leave torch.float32 on cpu as it is, got 'a change to torch.float16 on cpu'",
+        "parameter layers.1.up.weight: expected requires_grad=True, as when the engine was made, got 'requires",
+        "parameter frozen: expected requires_grad=False, as when the engine was made, got 'requires_grad=True'",
+        "expected no change of torch.float32 on cpu, got 'a change to torch.float16 on cpu'",
         "got 'a change to torch.float64 on cpu'",
         "expected torch.float32 on cpu, where the engine keeps it, got 'torch.float16 on cpu'; call model.half()",
     ]

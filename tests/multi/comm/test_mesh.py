@@ -206,7 +206,7 @@ def _mistaken(what: str) -> str:
     [
         ("half", "UsageError: initialize(mesh): expected one or two axes that put each of the 4 ranks in one group"),
         ("key", "zero_optimization.mics_shard_size: expected 2, the size of the mesh's second axis, got 4"),
-        ("dtype", "layers.0.up.weight, a DTensor: expected torch.bfloat16, as the config's precision says"),
+        ("dtype", "layers.0.up.weight, a DTensor: expected torch.bfloat16, from the config's precision"),
         ("divisor", "zero_optimization.mics_shard_size: expected a divisor of the 2 ranks: 1, 2, got 4"),
     ],
 )

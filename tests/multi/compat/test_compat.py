@@ -209,7 +209,7 @@ def test_what_cannot_be_is_named_on_every_rank(ranks: Ranks) -> None:
         "leaf": "classes of modules of the model",
         "another rank": "deepspeed.init_distributed(rank, world_size)",
         "second engine": "destroy()",
-        "destroyed": "one after destroy()",
+        "destroyed": "an engine after destroy()",
         "lr_kwargs": "engine.step(lr_kwargs)",
     }
     for name, part in parts.items():

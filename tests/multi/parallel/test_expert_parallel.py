@@ -395,7 +395,7 @@ _REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "divided by transformers": (
         _divided_by_transformers,
         {},
-        "got 'one that from_pretrained(distributed_config=DistributedConfig(ep_size=2)) has divided'; load it without",
+        "got 'a model that from_pretrained(distributed_config=DistributedConfig(ep_size=2)) has divided'; load it",
     ),
     "dense": (lambda: nn.Linear(4, 4), {}, "got 'no experts in Linear'; leave ep at 1"),
     "lists": (
@@ -426,7 +426,7 @@ _REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "whole tensors": (
         lambda: small_mixture("Mixtral"),
         {"optimizer": {"type": "Muon", "params": {"lr": 0.1}}},
-        "one that tensor or expert parallelism splits",
+        "a parameter that tensor or expert parallelism splits",
     ),
 }
 

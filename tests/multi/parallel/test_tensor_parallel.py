@@ -391,7 +391,7 @@ MISTAKES = [
     ("packed", 'attn.c_attn: expected "packed_colwise_3", which cuts queries, keys and values each by themselves'),
     ("tied", "model.embed_tokens: expected tied parameters with the same split in all their modules"),
     ("tied otherwise", "expected tied parameters with the same split in all their modules"),
-    ("muon", "expected to be whole, since its optimizer looks at whole tensors"),
+    ("muon", "expected a whole parameter, since its optimizer needs whole tensors"),
     ("quantized", "zero_quantized_weights: expected false with tensor parallelism, got True"),
     ("wrapped", "parameter model.layers.0.mlp.up_proj.weight: expected a weight that is a single tensor, because tp"),
     ("heads of sequences", "heads that is divisible by the 2 ranks of a sequence, got 1"),

@@ -76,9 +76,9 @@ ALWAYS: dict[str, tuple[Misuse, str]] = {
     "a graph retained over a step": (_retained_over_a_step, "a backward through a forward from before the last update"),
     "a backward after the next step": (_late_backward, "a backward through a forward from before the last update"),
     "optimizer.step()": (_steps_the_optimizer, "optimizer.step(): the engine steps it"),
-    "another parameter": (_new_parameter, "parameter norm.weight: expected one that was there"),
-    "another module": (_new_module, "parameter layers.1.up.weight: expected one that was there"),
-    "a second engine": (_second_engine, "one that another engine holds"),
+    "another parameter": (_new_parameter, "parameter norm.weight: expected a parameter that existed"),
+    "another module": (_new_module, "parameter layers.1.up.weight: expected a parameter that existed"),
+    "a second engine": (_second_engine, "a parameter of another engine"),
     "a copied engine": (copy.deepcopy, "an engine cannot be copied or pickled"),
     "a pickled engine": (pickle.dumps, "an engine cannot be copied or pickled"),
 }
@@ -131,8 +131,8 @@ def _unfit(kind: str) -> str:
     [
         ("lazy", "0.weight: expected a shape"),
         ("inference", "inference_mode()"),
-        ("one memory", "parameters 0.weight and 1.weight: expected memory of their own, or one nn.Parameter"),
-        ("overlap", "parameters 0.weight and 1.weight: expected memory of their own, or one nn.Parameter"),
+        ("one memory", "parameters 0.weight and 1.weight: expected separate memory, or one nn.Parameter"),
+        ("overlap", "parameters 0.weight and 1.weight: expected separate memory, or one nn.Parameter"),
         ("columns", "nothing"),
     ],
 )

@@ -304,6 +304,6 @@ def test_a_coded_weight_that_is_unfrozen_later_is_named() -> None:
     model = Model()
     engine = _initialized(model, 0, "SGD", frozen_weights="nf4")
     model.head.weight.requires_grad_(True)
-    with refused(EngineStateError, "parameter head.weight", "to be frozen", "requires_grad=True"):
+    with refused(EngineStateError, "parameter head.weight", "requires_grad=False, as when", "requires_grad=True"):
         engine.backward(engine(_batches()[0]))
     engine.destroy()

@@ -396,7 +396,7 @@ def _kept(stage: int, way: str) -> str:
     ("way", "says"),
     [
         ("attribute", "engine.forward: expected views of a module's parameters to be used within the module"),
-        ("object", "forward of Block: expected lists, tuples or mappings around a view of a parameter, which is"),
+        ("object", "forward of Block: expected lists, tuples or mappings around a view of a parameter, because"),
     ],
 )
 def test_views_of_parameters_that_outlive_their_module_are_named(ranks: Ranks, way: str, says: str) -> None:
@@ -494,6 +494,6 @@ def _torchs_own() -> list[str]:
 
 def test_what_torch_offers_and_an_engine_cannot_do_is_named(ranks: Ranks) -> None:
     for scripted, clipped in ranks(2).run(_torchs_own):
-        assert "initialize(model): module 1: expected modules of Python" in scripted
+        assert "initialize(model): module 1: expected Python modules" in scripted
         assert "a TorchScript module (Linear)" in scripted
         assert "call engine.clip_grad_value_(value) between backward and step" in clipped

@@ -211,7 +211,7 @@ def test_nothing_is_left_and_mistakes_are_named(ranks: Ranks) -> None:
         assert "a floating-point torch.dtype" in dtype
         assert "'tape'" in device
         assert "nvme_path" in nvme
-        assert "one that another engine holds'; call destroy() of that engine first" in twice
+        assert "a parameter of another engine'; call destroy() of that engine first" in twice
 
 
 def _alone() -> list[Tensor]:

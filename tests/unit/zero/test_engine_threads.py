@@ -50,5 +50,5 @@ def test_no_thread_outlives_an_engine(tmp_path: Path) -> None:
     thread = threading.Thread(target=late)
     thread.start()
     thread.join()
-    with pytest.raises(EngineStateError, match=r"one after destroy.*end threads and loaders that use it before"):
+    with pytest.raises(EngineStateError, match=r"an engine after destroy.*end the threads and loaders"):
         raise errors[0]

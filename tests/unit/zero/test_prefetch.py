@@ -116,8 +116,8 @@ def test_the_next_layer_is_fetched_however_large_unless_the_program_sets_the_lim
     assert ahead == [[]] * len(order)
     [warning] = caplog.messages  # one, not one per unit
     assert "layers.1 is not gathered ahead" in warning
-    assert "its 850000000 elements and those in use, 850000000, pass" in warning
-    assert "zero_optimization.stage3_max_live_parameters, 1000000000; remove it or raise it" in warning
+    assert "its 850000000 elements plus the 850000000 in use exceed" in warning
+    assert "zero_optimization.stage3_max_live_parameters, 1000000000; remove the key, or raise it" in warning
 
 
 def test_nothing_is_fetched_past_a_unit_that_is_given_up_first() -> None:
