@@ -450,7 +450,7 @@ def _use_wrongly(engine: Any, what: str) -> None:
             'zero_optimization.stage: expected 0, 1 or 2 with schedule "zero_bubble", which computes gradients',
         ),
         ("per rank", 'PipelineConfig(stages_per_rank): expected 1 with schedule "1f1b", got 2'),
-        ("rounds", "gradient_accumulation_steps: expected a multiple of its 2 rounds over 2 ranks"),
+        ("rounds", "gradient_accumulation_steps: expected a multiple of 2, the rounds of the interleaved"),
         ("blocks", "LlamaForCausalLM: expected at least as many blocks as the 6 stages, got '4 blocks'"),
         ("numbers", "PipelineConfig(split): expected 2 numbers that add up to the 4 blocks of the model, got (1, 2)"),
         ("many", "PipelineConfig(split): expected one of"),
@@ -465,7 +465,7 @@ def _use_wrongly(engine: Any, what: str) -> None:
             "engine.train_batch(data_iter): expected 2 micro-batches (gradient_accumulation_steps), got '1 more'",
         ),
         ("uneven", "micro-batch 1: expected the shapes of micro-batch 0, ['input_ids'] (2, 8)"),
-        ("others", "batches of stage 1, rank 1 (pp 1): expected those of stage 0, rank 0 (pp 0)"),
+        ("others", "batches of stage 1, rank 1 (pp 1): expected the batches of stage 0, rank 0 (pp 0)"),
         ("none", "engine.train_batch(data_iter): expected an iterator of micro-batches on stage 0"),
     ],
 )
