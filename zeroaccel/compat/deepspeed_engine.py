@@ -351,7 +351,7 @@ class DeepSpeedMembers(EngineBase):
             module = self.__dict__.get("_modules", {}).get("module")
             if module is None or not hasattr(module, name):
                 raise AttributeError(
-                    f"engine.{name}: zeroaccel answers for deepspeed here and lacks this; {ABSENT_MEMBERS[name]}"
+                    f"engine.{name}: zeroaccel provides deepspeed here, but not this name; {ABSENT_MEMBERS[name]}"
                 )
         return super().__getattr__(name)
 

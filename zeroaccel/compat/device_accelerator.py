@@ -82,8 +82,8 @@ class DeviceFacts:
             call = getattr(torch.cuda, name) if self._cuda else _ON_CPU_BY_INDEX[name]
             return lambda device_index=None: call() if device_index is None else call(device_index)
         raise AttributeError(
-            f"deepspeed.accelerator.get_accelerator().{name}: zeroaccel answers for deepspeed here and lacks"
-            " this; ask torch.cuda, or torch.accelerator"
+            f"deepspeed.accelerator.get_accelerator().{name}: zeroaccel provides deepspeed here, but not"
+            " this name; use torch.cuda or torch.accelerator"
         )
 
     # -- devices

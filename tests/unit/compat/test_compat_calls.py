@@ -391,7 +391,7 @@ def test_param_groups_are_not_divided_by_experts() -> None:
     assert is_moe_param(model[1].weight)
     with pytest.raises(UsageError, match="group 1: expected parameters whose gradients all ranks reduce"):
         split_params_into_different_moe_groups_for_optimizer(halves)
-    with pytest.raises(UsageError, match=r"deepspeed.initialize: parameter 1.weight: expected a parameter that all"):
+    with pytest.raises(UsageError, match=r"deepspeed.initialize: parameter 1.weight: expected a parameter"):
         check_expert_marks(model)
 
 
@@ -399,4 +399,4 @@ def test_a_param_group_marked_as_experts_is_noted(caplog: pytest.LogCaptureFixtu
     groups = [{"params": nn.Linear(2, 2).parameters(), "moe": True}]
     with caplog.at_level(logging.INFO, logger="zeroaccel"):
         note_expert_groups(torch.optim.SGD(groups, lr=0.1))
-    assert "param group: moe: does nothing" in caplog.text
+    assert "param group: moe has no effect" in caplog.text
