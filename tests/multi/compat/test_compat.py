@@ -160,7 +160,7 @@ def test_optimizers_take_their_arguments_and_no_other_optimizers_place(ranks: Ra
     (told,) = ranks(1).run(with_facade, _optimizers)
     for name, said in told.items():
         own = name.startswith(("DeepSpeed", "Fused"))
-        assert (f"{name}, " if own else "made of the param groups of another optimizer") in said
+        assert (f"{name}, " if own else "created with the param groups of another optimizer") in said
 
 
 def _refused() -> dict[str, str]:
