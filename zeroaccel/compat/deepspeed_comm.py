@@ -67,7 +67,7 @@ def init_distributed(
             "deepspeed.init_distributed(rank, world_size)",
             expected=f"the rank and world_size of this process in its job of {actual[1]} ranks",
             got=f"rank={rank}, world_size={world_size}",
-            fix="leave them out",
+            fix="remove both arguments",
         )
     _correct_accelerate_state()
 

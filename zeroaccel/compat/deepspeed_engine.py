@@ -691,7 +691,7 @@ def tp_model_init(
     """
     for name, value in kwargs.items():
         if value is not None:
-            raise UsageError(f"deepspeed.tp_model_init({name})", expected="None", got=value, fix="leave it out")
+            raise UsageError(f"deepspeed.tp_model_init({name})", expected="None", got=value, fix="remove this argument")
     parallel = None if config is None else with_config_axes(read_document(config).tree, None)
     if config is not None and tp_size != (1 if parallel is None else parallel.tp):
         raise UsageError(

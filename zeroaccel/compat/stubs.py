@@ -47,7 +47,7 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
 
 
 def get_model_parallel_rank() -> int:
-    """Returns 0: a model split over ranks needs a mesh, which knows its own ranks."""
+    """Returns 0: a model split over ranks needs a mesh, which has its own ranks."""
     return 0
 
 

@@ -337,7 +337,7 @@ def _firsts(costs: Sequence[float], count: int, config: PipelineConfig, model: n
     if len(config.split) != count or sum(config.split) != len(costs):
         raise UsageError(
             "PipelineConfig(split)",
-            expected=f"{count} numbers whose sum is the {len(costs)} blocks of the model",
+            expected=f"{count} numbers whose sum is {len(costs)}, the number of blocks",
             got=tuple(config.split),
         )
     return [sum(config.split[:stage]) for stage in range(count)]
@@ -459,8 +459,8 @@ def _shared(stage: Stage, pieces: Sequence[_StageModule]) -> list[SharedParamete
 def _shared_by_stages(name: str) -> UsageError:
     return UsageError(
         f"pipeline: parameter {name}",
-        expected="use by one stage; or by two, outside the blocks, and in the later one by a module without others",
-        got="use in several stages",
+        expected="use by one stage, or outside the blocks by two, with no other parameter in the later one's module",
+        got="use by several stages",
         fix="choose another PipelineConfig(split), or set pp=1",
     )
 

@@ -209,7 +209,7 @@ class SplitLayers:
                     f"tensor parallelism: the first batch of {collectives.job.named([rank])}",
                     expected=f"the batch of {collectives.job.named([first])}, since both share layers",
                     got="another one",
-                    fix=f"load data by rank // {self.size}",
+                    fix=f"divide the data between ranks by rank // {self.size}",
                 )
 
 

@@ -222,7 +222,7 @@ class UlyssesAttention:
             differing = next(rank for rank, shape in enumerate(shapes) if shape != shapes[0])
             raise UsageError(
                 where,
-                expected="the same shape, and masks and positions on all or none, on the ranks that share a sequence",
+                expected="the same shapes on all ranks of a sequence, and masks and positions on all or none",
                 got=" and ".join(f"{shapes[r]} on {self.group.collectives.named([r])}" for r in (0, differing)),
                 fix="cut batches with SequenceLoader or SequenceGroup.shard",
             )

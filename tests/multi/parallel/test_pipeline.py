@@ -452,7 +452,7 @@ def _use_wrongly(engine: Any, what: str) -> None:
         ("per rank", 'PipelineConfig(stages_per_rank): expected 1 with schedule "1f1b", got 2'),
         ("rounds", "gradient_accumulation_steps: expected a multiple of 2, the rounds of the interleaved"),
         ("blocks", "LlamaForCausalLM: expected at least 6 blocks, one for each stage, got '4 blocks'"),
-        ("numbers", "PipelineConfig(split): expected 2 numbers whose sum is the 4 blocks of the model, got (1, 2)"),
+        ("numbers", "PipelineConfig(split): expected 2 numbers whose sum is 4, the number of blocks, got (1, 2)"),
         ("many", "PipelineConfig(split): expected one of"),
         ("deep", "ParallelConfig: expected sizes that divide the job's 2 ranks, got 'pp 5"),
         ("plan", "tp_plan): layers.*.mlp.middle: expected the end of a module's name"),
