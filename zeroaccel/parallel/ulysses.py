@@ -517,7 +517,7 @@ def _check_layers(model: nn.Module) -> None:
         if _CARRIES.search(type(module).__name__):
             raise UsageError(
                 f"sequence parallelism: {name} ({type(module).__name__})",
-                expected="attention, and layers that work on each token by itself",
+                expected="layers that work on each token by itself, and attention",
                 got="one that carries a state from token to token, which would restart on each rank",
                 fix=f"{_CURE}; ParallelConfig(verify_cut=False) trains it anyway",
             )

@@ -639,7 +639,7 @@ def _fed(what: str) -> str:
 
 FED = [
     ("batches", "the first batch of rank 1 (tp 1): expected the batch of rank 0 (tp 0), since both share layers"),
-    ("names", "expected a plan, since Sequential does not have its own"),
+    ("names", "expected a plan, since Sequential does not have one"),
     ("unknown", "tensor parallelism of Module: layers.0.shrink: expected layer names with a known cut"),
     ("sizes", "ParallelConfig(tp): expected 2, as tensor_parallel.autotp_size of the config says, got 4"),
     ("keys", "tensor_parallel.partition_config: expected nothing: layers are cut as the model's own plan says"),
