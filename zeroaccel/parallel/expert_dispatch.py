@@ -5,8 +5,8 @@ rank's T tokens. Each of P ranks holds E / P experts, and computes them for the 
 
 ```text
 hidden (T, H), choices (T, K), weights (T, K)        this rank's tokens
-    sort by expert, gather the counts                  (P, E + 2) numbers
-    send tokens and weights                            one all-to-all of exactly the chosen rows
+  sort by expert, gather the counts                  (P, E + 2) numbers
+  send tokens and weights                            one all-to-all of exactly the chosen rows
 hidden (n, H), choices (n, 1), weights (n, 1)        tokens of all ranks, for this rank's experts
   the module's own forward, with E / P experts
   return the rows                                    one all-to-all
@@ -206,7 +206,7 @@ def even_route(experts: Experts, ranks: Collectives, buffer_nbytes: int, choices
 def divided_forwards(
     experts: Experts, ranks: Collectives, buffer_nbytes: int, route: Router = route
 ) -> dict[nn.Module, Any]:
-    """Returns module -> its forward on ranks that divide these experts.
+    """Maps modules to their forwards on ranks that divide these experts.
 
     Args:
         buffer_nbytes: limit for the rows that a rank sends or receives at a time.

@@ -6,7 +6,7 @@ every stage, including everything without parameters: positions, masks, rotary a
 output of the previous stage replaces the hidden states that its own forward computed so far.
 
 A causal model is a row of blocks, with modules before (embeddings) and after (norm, head) them. A forward over three
-tokens finds their places: it must pass through the blocks once, in their order, with no parameters used between them.
+tokens finds their places: it must pass through the blocks once, in their order, and nothing may run between them.
 The same forward runs on each stage after the cut, and must give the same bits.
 
 This module creates no process groups and sends nothing.

@@ -109,7 +109,7 @@ class PipelineEngine(EngineBase):
         """Completes an engine that `initialize` created. (all ranks)"""
         self.stage, self.pipeline = stage, pipeline
         self.micro_losses = self._no_losses()
-        # With one stage per rank, also where pp is 1, the interleaved schedules do not apply.
+        # With pp=1 there is one stage, and torch's interleaved schedules need several.
         self._schedule_class = _SCHEDULES["1f1b" if stage.count == 1 else config.schedule]
         self._eval_class = ScheduleLoopedBFS if len(stage.parts) > 1 else ScheduleGPipe
         self._loader = loader

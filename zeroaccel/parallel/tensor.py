@@ -371,7 +371,7 @@ def _digest(value: Tensor) -> str:
 
 
 def _by_name(model: nn.Module) -> dict[str, str]:
-    """Returns name of a layer -> style, chosen by the last part of its name, for linear layers in rows of blocks.
+    """Maps layer names to styles by the last part of the name, for the linear layers in rows of blocks.
 
     Raises:
         UsageError: some names are unknown, so that the position of the layers in a block is unknown.
@@ -412,7 +412,7 @@ def _check_torch() -> None:
 
 
 def _matched(model: nn.Module, plan: Mapping[str, str] | str | None) -> dict[str, str]:
-    """Returns name of a module -> style, in the order of the model.
+    """Maps module names to styles, in the order of the model.
 
     Raises:
         UsageError: there is no plan, a pattern matches nothing, or a style is unknown.
@@ -492,7 +492,7 @@ def _of_variant(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
 
 
 def by_module(model: nn.Module, styles: Mapping[str, str]) -> dict[str, tuple[str, dict[str, str]]]:
-    """Returns name of a module -> (its style, styles of its own parameters).
+    """Maps module names to (style, styles of the module's own parameters).
 
     Raises:
         UsageError: a parameter has a style, but the style of its module allows none.
@@ -587,7 +587,7 @@ def _tied(name: str) -> UsageError:
 
 
 def layer_styles(model: nn.Module, size: int) -> dict[str, str]:
-    """Returns name of a layer -> style, for the layers that `size` ranks share by the model's plan or by layer names.
+    """Maps layer names to styles, for the layers that `size` ranks share by the model's plan or by layer names.
 
     Raises:
         UsageError: there is no plan, or heads cannot be shared equally.

@@ -246,7 +246,7 @@ def _count_sum(count: Callable[[float], None], size: int, nbytes: int) -> None:
 
 
 def _cut_dims(module: nn.Module) -> dict[str, dict[str, int]]:
-    """Returns style -> dims of the parameters that it cuts, for a module of this kind."""
+    """Maps styles to the dims of the parameters that they cut, for a module of this kind."""
     if is_transposed(module):
         return _CUT_DIMS_TRANSPOSED
     return next((dims for kind, dims in _CUT_DIMS.items() if isinstance(module, kind)), {})

@@ -71,7 +71,7 @@ class SplitPart(ABC):
     _handles: list[RemovableHandle] = field(default_factory=list, kw_only=True)
 
     def splits(self) -> dict[int, Split]:
-        """Returns id(parameter) -> its split, for split parameters."""
+        """Maps id(parameter) to its split, for split parameters."""
         return {id(self.module.get_parameter(key)): split for key, split in self.cuts.items()}
 
     def attach(self) -> None:
@@ -162,7 +162,7 @@ class SplitModule(SplitPart):
 
 
 def cuts_of(name: str, module: nn.Module, style: str, own: Mapping[str, str], parts: Split) -> dict[str, Split]:
-    """Returns name of a parameter in a module -> its split.
+    """Maps names of a module's parameters to their splits.
 
     Args:
         own: styles of its parameters.
