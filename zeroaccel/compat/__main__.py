@@ -1,6 +1,6 @@
-"""`python -m zeroaccel.compat [-m] SCRIPT [ARGUMENTS]`: runs a script in which `import deepspeed` gives zeroaccel.
+"""`python -m zeroaccel.compat [-m] SCRIPT [ARGUMENTS]`: runs a script in which `import deepspeed` imports zeroaccel.
 
-So it is in every Python process that the script starts, which makes `accelerate launch` a script like any other.
+Every Python process that the script starts inherits this, including the processes of `accelerate launch`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _USAGE = "usage: python -m zeroaccel.compat [--shadow] [-m] SCRIPT [ARGUMENTS]"
 
 
 def main(arguments: list[str]) -> None:
-    """Runs what the arguments name, as `python` would."""
+    """Runs the script or module that the arguments name, like `python`."""
     shadow = arguments[:1] == ["--shadow"]
     arguments = arguments[shadow:]
     as_module = arguments[:1] == ["-m"]

@@ -1,4 +1,4 @@
-"""`deepspeed.checkpointing`: recomputation of activations, by `zeroaccel.activations`."""
+"""`deepspeed.checkpointing`: recomputation of activations, implemented by `zeroaccel.activations`."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Sets how `checkpoint` stores inputs from now on, in this process.
+    """Sets how `checkpoint` stores inputs in this process from now on.
 
     Args:
         mpu_: an object with `get_tensor_model_parallel_group` or `get_model_parallel_group`, whose ranks share
             partitioned inputs; or None.
-        deepspeed_config: a config, or the path of one, whose `activation_checkpointing` is taken.
-        partition_activations, ..., profile: take the place of the config's keys.
+        deepspeed_config: a config or its path; provides the section `activation_checkpointing`.
+        partition_activations, ..., profile: override the config's keys.
 
     Raises:
         UsageError: contiguous memory without the number of checkpointed calls.
@@ -55,7 +55,7 @@ def configure(
     if section.partition_activations and group is None:
         log_once(
             logging.WARNING,
-            "deepspeed.checkpointing.configure(partition_activations): inputs stay whole, as mpu_ has no group of "
+            "deepspeed.checkpointing.configure(partition_activations): inputs stay whole, since mpu_ has no group of "
             "ranks that split the model",
         )
         section = section.model_copy(update={"partition_activations": False})
@@ -69,29 +69,29 @@ def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def is_configured() -> bool:
-    """Whether `configure` was called."""
+    """True if `configure` was called."""
     return _section is not None
 
 
 def reset() -> None:
-    """Drops the inputs that are stored for a backward that never came, as after an evaluation with gradients."""
+    """Drops stored inputs without a backward, for example after an evaluation with gradients."""
     if _section is not None:
         activations.configure(_section)
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """`configure(None, partition_activations=...)` with the rest as it is."""
+    """Calls `configure(None, partition_activations=...)`; keeps the other settings."""
     _change("partition_activations", partition_activation)
 
 
 def set_num_layers(nlayers: int) -> None:
-    """`configure(None, num_checkpoints=...)` with the rest as it is."""
+    """Calls `configure(None, num_checkpoints=...)`; keeps the other settings."""
     _change("number_checkpoints", nlayers)
 
 
 def _change(key: str, value: Any) -> None:
     if _section is None:
-        raise UsageError(f"deepspeed.checkpointing, {key}", expected="configure() before it")
+        raise UsageError(f"deepspeed.checkpointing, {key}", expected="a preceding configure()")
     configure(None, {"activation_checkpointing": _section.model_dump(exclude_unset=True) | {key: value}})
 
 

@@ -1,4 +1,4 @@
-"""Errors of the facade are AssertionErrors, too: DeepSpeed raises such mistakes as these, and programs catch them."""
+"""Makes errors of the facade AssertionErrors too: DeepSpeed raises AssertionErrors, which programs catch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _AS_ASSERTION: dict[type, type] = {
 
 
 def asserting(call: _Call) -> _Call:
-    """A decorator: a ConfigError, UsageError or EngineStateError that the call raises is an AssertionError, too.
+    """Decorates a call: any ConfigError, UsageError or EngineStateError that it raises is also an AssertionError.
 
     Example:
         >>> @asserting

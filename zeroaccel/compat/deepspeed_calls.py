@@ -1,4 +1,4 @@
-"""Functions and small classes of DeepSpeed's utility modules, which need no engine."""
+"""Functions and small classes of DeepSpeed's utility modules that need no engine."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ _GIB = 1 << 30
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds --deepspeed and --deepspeed_config to a script's parser."""
     group = parser.add_argument_group("DeepSpeed", "config of the engine")
-    group.add_argument("--deepspeed", action="store_true", help="accepted; the engine is used where it is initialized")
+    group.add_argument("--deepspeed", action="store_true", help="no effect; the script calls deepspeed.initialize")
     group.add_argument("--deepspeed_config", default=None, metavar="FILE", help="DeepSpeed-format JSON")
     return parser
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
-    """A copy of nested containers whose tensors have storage of their own size, on `device`.
+    """Copies nested containers to `device`; each tensor of the copy has storage of its own size.
 
-    Names that share a tensor, as tied weights do, share one in the copy too, so that it is written once.
+    Names that share a tensor, such as tied weights, share one in the copy too, so that it is saved once.
     """
     clones: dict[Any, Tensor] = {}
 
@@ -60,24 +60,24 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
 
 
 def recursive_getattr(model: nn.Module, module_name: str) -> Any:
-    """The submodule or parameter of a dotted name."""
+    """Returns the submodule or parameter with a dotted name."""
     return functools.reduce(getattr, module_name.split("."), model)
 
 
 def recursive_setattr(model: nn.Module, module_name: str, module: Any) -> None:
-    """Puts `module` in the place of a dotted name."""
+    """Replaces the submodule or parameter with a dotted name."""
     parent, _, last = module_name.rpartition(".")
     setattr(recursive_getattr(model, parent) if parent else model, last, module)
 
 
 def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
-    """Logs on the given ranks; on all for None or [-1]."""
+    """Logs on the given ranks; on all ranks for None or [-1]."""
     if not {_rank(), -1}.isdisjoint([-1] if ranks is None else ranks):
         logger.log(level, "%s", message)
 
 
 def log_dist_once(message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
-    """As `log_dist`, the first time only."""
+    """Logs like `log_dist`, but each message only once."""
     if not {_rank(), -1}.isdisjoint([-1] if ranks is None else ranks):
         log_once(level, message)
 
@@ -87,7 +87,7 @@ def _rank() -> int:
 
 
 def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
-    """Sets the level of zeroaccel's logger, or of another, by a name such as "info"."""
+    """Sets the level of zeroaccel's logger, or of `custom_logger`, by a name such as "info"."""
     if custom_logger is None:
         set_log_level(log_level_str)
     else:
@@ -95,7 +95,7 @@ def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger 
 
 
 def instrument_w_nvtx(func: Callable[P, R]) -> Callable[P, R]:
-    """`func` within a range of its name in NVTX profiles, where there is CUDA; else `func` as it is."""
+    """Wraps `func` in an NVTX range of its name if CUDA is available; otherwise returns `func` unchanged."""
     if not torch.cuda.is_available():
         return func
 
@@ -114,14 +114,14 @@ def instrument_w_nvtx(func: Callable[P, R]) -> Callable[P, R]:
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Prints `message` and the memory in use, in GiB, on rank 0; nothing without `force`.
+    """Prints `message` and the memory in use, in GiB, on rank 0; does nothing without `force`.
 
-    MA and CA are what torch has allocated and reserved on the device, on the CPU the memory of this process; then
-    follows the memory of the machine. The peak counts anew afterwards.
+    MA and CA are the memory that torch has allocated and reserved on the device; on the CPU, the memory of this
+    process. The machine's memory follows. Resets the peak.
     """
     if not force or _rank() != 0:
         return
-    gc.collect()  # so that tensors that only wait for collection do not count
+    gc.collect()  # excludes tensors that await collection
     accelerator = get_accelerator()
     on_device = torch.cuda.is_available()
     used = memory_now(torch.device(accelerator.current_device_name()))
@@ -143,12 +143,12 @@ class StepThroughput:
     """Samples per second of a script's own loop: `start()` before and `stop(global_step=True)` after each step.
 
     Args:
-        config: of no effect, or a number that stands for `batch_size`, as in older releases.
+        config: ignored, unless it is a number: older releases pass `batch_size` here.
         batch_size: samples per step over all ranks.
-        start_step: the steps before this one are not counted.
-        steps_per_output: steps between two log lines; None for none.
+        start_step: first step that counts.
+        steps_per_output: interval of log lines in steps; None for no log lines.
         monitor_memory: add the device's memory to the lines.
-        logging_fn: takes the lines; by default the logger.
+        logging_fn: function that receives the lines; by default the logger.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class StepThroughput:
         self._begun: float | None = None
 
     def update_epoch_count(self) -> None:
-        """Counts an epoch; micro-steps count anew."""
+        """Counts an epoch, and resets the count of micro-steps."""
         self.epoch_count += 1
         self.micro_step_count = 0
 
@@ -179,7 +179,7 @@ class StepThroughput:
         self._begun = time.perf_counter()
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
-        """Ends a micro-step, with `global_step` a step; without a `start` before it does nothing."""
+        """Ends a micro-step, with `global_step` also a step; does nothing without a preceding `start`."""
         if self._begun is None:
             return
         get_accelerator().synchronize()
@@ -197,7 +197,7 @@ class StepThroughput:
             )
 
     def avg_samples_per_sec(self) -> float:
-        """Since `start_step`; -inf before it."""
+        """Returns samples per second since `start_step`; -inf before it."""
         steps = self.global_step_count - self.start_step + 1
         if steps < 1 or not self.total_elapsed_time:
             return float("-inf")
@@ -223,7 +223,7 @@ def set_random_seed(seed: int) -> None:
 def clip_grad_norm_(
     parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0, mpu: Any = None
 ) -> Tensor:
-    """`torch.nn.utils.clip_grad_norm_` of parameters that no engine has; those of one are clipped by its config.
+    """Clips with `torch.nn.utils.clip_grad_norm_`, for parameters without an engine; engines clip by their config.
 
     Raises:
         UsageError: an `mpu` is passed.
@@ -238,7 +238,7 @@ def safe_update_full_grad_vectorized(
 ) -> None:
     """Replaces the reduced gradient of each parameter by `update_func(gradient, parameter)`. (all ranks)
 
-    Parameters without a gradient are left out. All ranks must compute the same values.
+    Skips parameters without a gradient. All ranks must compute the same values.
     """
     for param in params:
         grad = safe_get_full_grad(param)
@@ -248,18 +248,18 @@ def safe_update_full_grad_vectorized(
 
 @contextmanager
 def unwrap_model_for_generation(model: EngineBase) -> Iterator[EngineBase]:
-    """The engine with all parameters gathered, so that its model generates without a gather per module. (all ranks)"""
+    """Gathers all parameters of the engine, so that its model generates without a gather per module. (all ranks)"""
     with GatheredParameters(model.module.parameters()):
         yield model
 
 
 class OnDevice:
-    """Modules built inside have their floating-point tensors in `dtype` and all of them on `device`.
+    """Context in which new modules have floating-point tensors in `dtype`, and all tensors on `device`.
 
     Args:
-        dtype: of floating-point tensors made by torch's factories, whatever dtype they ask for.
-        device: "meta" makes no values.
-        enabled: False does nothing.
+        dtype: dtype of floating-point tensors made by torch's factories, whatever dtype is requested.
+        device: "meta" creates no values.
+        enabled: False disables the context.
 
     Example:
         >>> import torch
@@ -288,7 +288,7 @@ _FACTORIES = frozenset({torch.empty, torch.zeros, torch.ones, torch.full, torch.
 
 
 class _FloatsOf(TorchFunctionMode):
-    """Floating-point results of torch's factories in one dtype."""
+    """Converts floating-point results of torch's factories to one dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -305,10 +305,10 @@ class _FloatsOf(TorchFunctionMode):
 
 
 class RepeatingLoader:
-    """Batches of a loader without an end: after the last one comes the first of its next iteration.
+    """Repeats a loader's batches without end: after the last batch, a new iteration starts.
 
     Args:
-        loader: anything with `__iter__`.
+        loader: any object with `__iter__`.
 
     Example:
         >>> batches = RepeatingLoader([1, 2])
@@ -331,7 +331,7 @@ class RepeatingLoader:
             return next(self.data_iter)
 
     def __len__(self) -> int:
-        """Batches of one iteration, where the loader tells."""
+        """Number of batches per iteration, if the loader has a length."""
         return len(self.loader)
 
 
@@ -339,14 +339,14 @@ class RepeatingLoader:
 
 
 class MonitorMaster:
-    """Writes to the TensorBoard, CSV and wandb monitors that a config enables; on rank 0.
+    """Writes to the TensorBoard, CSV and wandb monitors that a config enables, on rank 0.
 
     Args:
         monitor_config: `DeepSpeedConfig(...).monitor_config`, a config in the format of `deepspeed.initialize`, or the
-            monitors of an engine; None for none.
+            monitors of an engine; None for no monitors.
 
     Attributes:
-        enabled: whether there is a monitor.
+        enabled: True if there is a monitor.
     """
 
     def __init__(self, monitor_config: Mapping[str, Any] | Config | Monitors | None) -> None:
@@ -356,7 +356,7 @@ class MonitorMaster:
         self.enabled = self._sink is not None and len(self._sink) > 0
 
     def write_events(self, event_list: Sequence[tuple[str, float, int]]) -> None:
-        """Writes (name, value, samples so far) events, and flushes."""
+        """Writes (name, value, samples so far) events, and flushes the monitors."""
         if self._sink is not None and self.enabled:
             self._sink.write(event_list)
             self._sink.flush()

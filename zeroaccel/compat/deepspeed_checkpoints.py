@@ -1,7 +1,7 @@
 """Scripts and calls for checkpoints, with DeepSpeed's arguments and defaults.
 
-`deepspeed.utils.zero_to_fp32` makes unsharded weights. `deepspeed.checkpoint.ds_to_universal` writes a checkpoint once
-more under the name that is asked for, so that what loads it from there finds it: any number of ranks loads it anyway.
+`deepspeed.utils.zero_to_fp32` converts to unsharded weights. `deepspeed.checkpoint.ds_to_universal` copies a checkpoint
+to the requested name, so that programs find it there; any number of ranks can load the original too.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Tensor]:
-    """All weights of a checkpoint in fp32; see `zeroaccel.checkpoint.consolidate`.
+    """Returns all weights of a checkpoint in fp32; see `zeroaccel.checkpoint.consolidate`.
 
     Args:
-        lazy_mode: of no effect: tensors are values at once; to stream them, convert into files.
+        lazy_mode: no effect: all tensors are read at once; to stream them, convert into files.
     """
     return consolidate.get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
 
@@ -48,7 +48,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
 ) -> nn.Module:
-    """Fills a plain model on the CPU with a checkpoint's weights; names that only one of them has are left out."""
+    """Fills a plain model on the CPU with a checkpoint's weights; ignores names that only one of them has."""
     return consolidate.load_state_dict_from_zero_checkpoint(model.cpu(), checkpoint_dir, tag, strict=False)
 
 
@@ -63,7 +63,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     """Writes a checkpoint's weights to `pytorch_model.bin` in a folder, or with `safe_serialization` to safetensors.
 
     Args:
-        max_shard_size: of one file; with more weights there are several and an index. None for one file.
+        max_shard_size: size limit of a file; larger weights become several files and an index. None for one file.
     """
     limit = "1000TB" if max_shard_size is None else max_shard_size
     return consolidate.convert_zero_checkpoint_to_fp32_state_dict(
@@ -72,10 +72,10 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 
 def get_optim_files(checkpoint_dir: str | os.PathLike[str]) -> list[io.BytesIO]:
-    """Files for `torch.load`, in memory, of a checkpoint's folder such as `out/global_step10`; DeepSpeed's are paths.
+    """Returns in-memory files for `torch.load` from a folder such as `out/global_step10`; DeepSpeed returns paths.
 
     Returns:
-        one, with what Lightning reads of it: `["optimizer_state_dict"]["zero_stage"]`.
+        One file, with the entry that Lightning reads: `["optimizer_state_dict"]["zero_stage"]`.
     """
     _, manifest = find_checkpoint(Path(checkpoint_dir).parent, Path(checkpoint_dir).name)
     stage = sum(map(bool, manifest.sharded.values()))
@@ -83,7 +83,7 @@ def get_optim_files(checkpoint_dir: str | os.PathLike[str]) -> list[io.BytesIO]:
 
 
 def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int) -> io.BytesIO:
-    """A file for `torch.load`, in memory: `client_state` and the counters of a checkpoint's folder."""
+    """Returns an in-memory file for `torch.load`: `client_state` and the counters of a checkpoint folder."""
     folder, manifest = find_checkpoint(Path(checkpoint_dir).parent, Path(checkpoint_dir).name)
     with TensorStore(folder, manifest) as store:
         client_state = decode(manifest.client_state, store.fetch)
@@ -98,10 +98,10 @@ def _torch_file(content: Mapping[str, Any]) -> io.BytesIO:
 
 
 def plain_client_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """`client_state` with known kinds of objects as plain data; other objects are left out, each with a warning.
+    """Converts `client_state` to plain data; omits objects of unknown kinds, each with a warning.
 
     Enums become their values, dataclasses an `argparse.Namespace`, OmegaConf's containers and subclasses of dict, list
-    and tuple plain ones, and numpy's numbers and arrays numbers and tensors.
+    and tuple the plain types, and numpy's numbers and arrays become numbers and tensors.
 
     Example:
         >>> import enum
@@ -123,7 +123,7 @@ def _plain_items(items: Iterable[tuple[Any, Any]], where: str) -> Iterator[tuple
 
 
 def _plain(value: Any, where: str) -> Any:
-    """`value` as plain data; `_OMITTED`, with a warning, where there is no such form."""
+    """Returns `value` as plain data, or `_OMITTED` with a warning if it has no plain form."""
     value = _unwrapped(value)
     if value is None or isinstance(value, (bytes, Tensor, PurePath)):
         return value
@@ -141,7 +141,7 @@ def _plain(value: Any, where: str) -> Any:
         if isinstance(value, kinds):
             return sequence(item for _, item in _plain_items(enumerate(value), where))
     logger.warning(
-        "save_checkpoint: %s is left out, as a %s.%s is not plain data; save its state_dict(), or use torch.save",
+        "save_checkpoint: omits %s, since a %s.%s is not plain data; save its state_dict(), or use torch.save",
         where,
         type(value).__module__,
         type(value).__qualname__,
@@ -150,11 +150,11 @@ def _plain(value: Any, where: str) -> Any:
 
 
 def _unwrapped(value: Any) -> Any:
-    """What an object of a known kind contains; any other object itself."""
+    """Returns the contents of an object of a known kind; any other object unchanged."""
     if isinstance(value, enum.Enum):
         return value.value
     if type(value).__module__.startswith("omegaconf."):
-        # A program that passes its objects has it.
+        # A program that passes such objects has installed it.
         return importlib.import_module("omegaconf").OmegaConf.to_container(value)
     if is_dataclass(value) and not isinstance(value, type):
         return argparse.Namespace(**{field.name: getattr(value, field.name) for field in fields(value)})
@@ -168,37 +168,37 @@ def _unwrapped(value: Any) -> Any:
 def main(arguments: list[str] | None = None) -> None:
     """Runs the script: `python -m deepspeed.utils.zero_to_fp32 CHECKPOINTS OUTPUT`."""
     parser = argparse.ArgumentParser(prog="zero_to_fp32")
-    parser.add_argument("checkpoint_dir", help="folder with the file `latest`")
+    parser.add_argument("checkpoint_dir", help="folder that contains the file `latest`")
     parser.add_argument("output_dir", help="folder for the weights")
     parser.add_argument("--max_shard_size", default="5GB", help="of one file")
     parser.add_argument("--safe_serialization", action="store_true", help="write safetensors")
-    parser.add_argument("-t", "--tag", default=None, help="checkpoint; by default the one that `latest` names")
-    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave frozen parameters out")
-    parser.add_argument("-d", "--debug", action="store_true", help="of no effect")
+    parser.add_argument("-t", "--tag", default=None, help="tag of the checkpoint; by default the one in `latest`")
+    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="omit frozen parameters")
+    parser.add_argument("-d", "--debug", action="store_true", help="has no effect")
     options: dict[str, Any] = vars(parser.parse_args(arguments))
     options.pop("debug")
     convert_zero_checkpoint_to_fp32_state_dict(**options)
 
 
 def universal_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The script's arguments; the numbers of workers and the rest have no effect."""
+    """Parses the script's arguments; most of them have no effect."""
     parser = argparse.ArgumentParser(prog="ds_to_universal")
     parser.add_argument("--input_folder", required=True, help="folder of the checkpoint, such as out/global_step10")
-    parser.add_argument("--output_folder", required=True, help="folder to write it into, beside or elsewhere")
-    parser.add_argument("--num_extract_workers", type=int, default=4, help="of no effect")
-    parser.add_argument("--num_merge_workers", type=int, default=2, help="of no effect")
-    parser.add_argument("--keep_temp_folder", action="store_true", help="of no effect: there is none")
-    parser.add_argument("--no_strict", dest="strict", action="store_false", help="of no effect: all is checked")
-    parser.add_argument("--inject_missing_state", action="store_true", help="of no effect")
+    parser.add_argument("--output_folder", required=True, help="folder to write the copy into")
+    parser.add_argument("--num_extract_workers", type=int, default=4, help="has no effect")
+    parser.add_argument("--num_merge_workers", type=int, default=2, help="has no effect")
+    parser.add_argument("--keep_temp_folder", action="store_true", help="has no effect: there is none")
+    parser.add_argument("--no_strict", dest="strict", action="store_false", help="no effect: everything is checked")
+    parser.add_argument("--inject_missing_state", action="store_true", help="has no effect")
     return parser.parse_args(arguments)
 
 
 def to_universal(args: argparse.Namespace | None = None) -> None:
-    """Writes the checkpoint in `args.input_folder` into `args.output_folder`, whose name becomes its tag.
+    """Writes the checkpoint in `args.input_folder` to `args.output_folder`, whose name becomes its tag.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
-        UsageError: it is one of DeepSpeed's, which loads as it is; or there is one in the output already.
+        CheckpointError: the checkpoint is missing or damaged.
+        UsageError: it is a DeepSpeed checkpoint, which loads directly; or the output already contains a checkpoint.
     """
     args = universal_arguments() if args is None else args
     source, target = Path(args.input_folder), Path(args.output_folder)
@@ -206,8 +206,8 @@ def to_universal(args: argparse.Namespace | None = None) -> None:
         raise UsageError(
             "ds_to_universal(input_folder)",
             expected="a checkpoint of zeroaccel",
-            got=f"one of DeepSpeed in {source}",
-            fix="leave this step out: engine.load_checkpoint loads it as it is, on any number of ranks",
+            got=f"a DeepSpeed checkpoint in {source}",
+            fix="skip this step: engine.load_checkpoint loads it directly, on any number of ranks",
         )
     written = reshard(source.parent, target.parent, tag=source.name, new_tag=target.name)
-    print(f"{written}: loads on any number of ranks, as {source} does")
+    print(f"{written}: loads on any number of ranks, like {source}")

@@ -1,6 +1,6 @@
-"""`deepspeed.comm`: joining the job, torch.distributed's calls with DeepSpeed's arguments, and questions about groups.
+"""`deepspeed.comm`: joins the job, and provides torch.distributed's calls with DeepSpeed's arguments.
 
-The calls are the script's own collectives. Those of the engine go through `zeroaccel.comm`.
+The calls are the script's own collectives. The engine's collectives go through `zeroaccel.comm`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zeroaccel.errors import UsageError
 from zeroaccel.logs import log_once
 
 DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
-"""A file of variables for a launcher over ssh; `accelerate launch` imports the name in any case."""
+"""Name of a file with variables for a launcher over ssh; `accelerate launch` always imports the name."""
 
 
 def init_distributed(
@@ -35,23 +35,23 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Joins the job that torchrun's variables describe, or the arguments; a process group that exists is taken.
+    """Joins the job described by torchrun's variables or by the arguments; reuses an existing process group.
 
     (all ranks)
 
     Args:
-        dist_backend: of the default group; "nccl" on a machine without CUDA, which callers pass by default, is gloo.
-        auto_mpi_discovery, distributed_port: of no effect: a job is never looked for by asking MPI for it. One that
-            mpirun started without torchrun's variables is refused, whatever they say.
-        verbose: of no effect: joining logs nothing.
-        init_method: where the ranks meet, as for torch.distributed: "env://", "tcp://..." or "file://...".
-        dist_init_required: False says that there is a process group already, which is checked.
-        config: of no effect: `deepspeed.initialize` reads the config, and nothing logs collectives.
-        rank, world_size: of this process, and of the job; by default as RANK and WORLD_SIZE say.
+        dist_backend: backend of the default group; without CUDA, "nccl", the default of many callers, becomes gloo.
+        auto_mpi_discovery, distributed_port: no effect: zeroaccel never asks MPI for a job. A job started by mpirun
+            without torchrun's variables is refused.
+        verbose: no effect: joining logs nothing.
+        init_method: rendezvous, as in torch.distributed: "env://", "tcp://..." or "file://...".
+        dist_init_required: False means that a process group exists, which is checked.
+        config: no effect: `deepspeed.initialize` reads the config, and collectives are not logged.
+        rank, world_size: of this process, and of the job; by default RANK and WORLD_SIZE.
 
     Raises:
-        UsageError: `rank` or `world_size` are not those of the job that this process has joined; or no process group
-            where `dist_init_required` is False.
+        UsageError: `rank` or `world_size` differ from those of the job that this process has joined; or there is no
+            process group although `dist_init_required` is False.
         ConfigError, CollectiveError: as for `init_process_group`.
     """
     require_process_group("deepspeed.init_distributed", dist_init_required)
@@ -65,39 +65,39 @@ def init_distributed(
     if (rank >= 0 and rank != actual[0]) or (world_size > 0 and world_size != actual[1]):
         raise UsageError(
             "deepspeed.init_distributed(rank, world_size)",
-            expected=f"those of this process in the job of {actual[1]} that it has joined",
+            expected=f"the rank and world_size of this process in its job of {actual[1]} ranks",
             got=f"rank={rank}, world_size={world_size}",
-            fix="leave them out",
+            fix="remove both arguments",
         )
     _correct_accelerate_state()
 
 
 def require_process_group(call: str, dist_init_required: bool | None) -> None:
-    """Checks `dist_init_required=False`, which says that there is a process group.
+    """Checks `dist_init_required=False`, which requires an existing process group.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is no process group.
     """
     if dist_init_required is False and not torch.distributed.is_initialized():
         raise UsageError(
             f"{call}(dist_init_required=False)",
-            expected="a process group that exists",
+            expected="an existing process group",
             got="none",
-            fix="leave dist_init_required out, or call torch.distributed.init_process_group first",
+            fix="remove dist_init_required, or call torch.distributed.init_process_group first",
         )
 
 
 def is_initialized() -> bool:
-    """Whether this process has joined a job."""
+    """True if this process has joined a job."""
     _correct_accelerate_state()
     return torch.distributed.is_initialized()
 
 
 def _correct_accelerate_state() -> None:
-    """Sets the backend of accelerate's PartialState, which has none on a machine without accelerators.
+    """Sets the backend of accelerate's PartialState, which is None on a machine without accelerators.
 
-    It would then take every rank for the only one of its job. PartialState is constructed around these calls: it exists
-    before them, and its backend is read after them.
+    Without a backend, every rank would take itself for the only one of its job. PartialState is constructed around
+    these calls: it exists before them, and reads its backend after them.
     """
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return
@@ -108,15 +108,15 @@ def _correct_accelerate_state() -> None:
 
 
 def get_local_rank() -> int:
-    """The rank among those on this machine."""
+    """Returns the rank among the ranks on this machine."""
     return init_process_group().local_rank
 
 
 # -- calls
 
-NO_LOG = "deepspeed.comm: no collective is logged here; torch.profiler measures them (prof, log_name, configure)"
+NO_LOG = "deepspeed.comm: collectives are not logged (prof, log_name, configure); use torch.profiler"
 
-# Later versions of torch call these otherwise, and warn of the names that DeepSpeed has.
+# Later versions of torch rename these, and warn about the names that DeepSpeed uses.
 _RENAMED = {"all_gather_into_tensor": "all_gather_single", "reduce_scatter_tensor": "reduce_scatter_single"}
 
 
@@ -129,7 +129,7 @@ def __getattr__(name: str) -> Any:
 
 @functools.cache
 def _without_profile(call: Callable[..., Any]) -> Callable[..., Any]:
-    """The call of torch.distributed, which also takes `prof`, `log_name` and `debug`; they have no effect."""
+    """Returns torch.distributed's call with additional arguments `prof`, `log_name` and `debug`, without effect."""
 
     @functools.wraps(call)
     def run(*args: Any, prof: bool = False, log_name: str = "", debug: str = "", **kwargs: Any) -> Any:
@@ -141,7 +141,7 @@ def _without_profile(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def inference_all_reduce(tensor: torch.Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> Any:
-    """`all_reduce`: there is no other one for inference. (all ranks of the group)"""
+    """Calls `all_reduce`; inference has no separate one. (all ranks of the group)"""
     return __getattr__("all_reduce")(tensor, op or torch.distributed.ReduceOp.SUM, group, async_op)
 
 
@@ -154,7 +154,7 @@ def all_gather_coalesced(
     """Gathers each input, (n,) on each of W ranks, into its output, (W n,). (all ranks of the group)
 
     Returns:
-        What to wait for, one per tensor, with `async_op`; else None.
+            Works to wait for, one per tensor, with `async_op`; otherwise None.
     """
     gather = __getattr__("all_gather_into_tensor")
     works = [gather(out, part, group, async_op=True) for out, part in zip(output_tensors, input_tensors, strict=True)]
@@ -170,10 +170,10 @@ def all_reduce_coalesced(
     log_name: str = "",
     debug: str = "",
 ) -> list[Any] | None:
-    """`all_reduce` of each tensor. (all ranks of the group)
+    """Calls `all_reduce` for each tensor. (all ranks of the group)
 
     Returns:
-        What to wait for, one per tensor, with `async_op`; else None.
+        Works to wait for, one per tensor, with `async_op`; otherwise None.
     """
     reduce = __getattr__("all_reduce")
     works = [reduce(tensor, op or torch.distributed.ReduceOp.SUM, group, async_op=True) for tensor in tensors]
@@ -192,20 +192,20 @@ def _awaited(works: list[Any], *, async_op: bool) -> list[Any] | None:
 
 
 def get_world_group() -> Any:
-    """The group of all ranks."""
+    """Returns the group of all ranks."""
     return torch.distributed.group.WORLD
 
 
 def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
-    """The rank in the job of a rank of a group."""
+    """Returns the global rank of a rank in a group."""
     return torch.distributed.get_global_rank(group or get_world_group(), group_rank)
 
 
 def get_all_ranks_from_group(group: Any = None) -> list[int]:
-    """The ranks in the job of a group, by default of the group of all."""
+    """Returns the global ranks of a group, by default of the group of all ranks."""
     return torch.distributed.get_process_group_ranks(group or get_world_group())
 
 
 def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> Any:
-    """A `DeviceMesh` over all ranks. (all ranks)"""
+    """Creates a `DeviceMesh` over all ranks. (all ranks)"""
     return device_mesh(tuple(mesh_shape), tuple(mesh_dim_names))

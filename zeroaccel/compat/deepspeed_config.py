@@ -1,4 +1,4 @@
-"""`deepspeed.DeepSpeedConfig`, and the enumerations and sections of its config modules."""
+"""`deepspeed.DeepSpeedConfig`, and the enumerations and section classes of DeepSpeed's config modules."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zeroaccel.errors import UsageError
 
 
 class OffloadDeviceEnum(str, enum.Enum):
-    """Where `offload_optimizer` and `offload_param` put things."""
+    """Devices of `offload_optimizer` and `offload_param`."""
 
     none = "none"
     cpu = "cpu"
@@ -28,7 +28,7 @@ class OffloadDeviceEnum(str, enum.Enum):
 
 
 class OffloadStateTypeEnum(str, enum.Enum):
-    """What `engine.offload_states(include=[...])` moves."""
+    """States that `engine.offload_states(include=[...])` moves."""
 
     optim_states = "optim_states"
     hp_params = "hp_params"
@@ -38,7 +38,7 @@ class OffloadStateTypeEnum(str, enum.Enum):
 
 
 class ZeroStageEnum(int, enum.Enum):
-    """What is sharded, by the stage's number."""
+    """ZeRO stages, named by the states that they shard."""
 
     disabled = 0
     optimizer_states = 1
@@ -52,12 +52,12 @@ class DeepSpeedZeroOffloadOptimizerConfig(OffloadOptimizer):
 
     @property
     def pipeline(self) -> bool:
-        """Whether states are read or written while others are updated."""
+        """True if the engine reads or writes states while it updates others."""
         return self.pipeline_read or self.pipeline_write
 
 
 class DeepSpeedZeroConfig(ZeroOptimization):
-    """The section `zero_optimization` as an object, made of keys in any of their spellings.
+    """The section `zero_optimization` as an object; accepts all spellings of the keys.
 
     Raises:
         pydantic.ValidationError: a value is wrong, or a key unknown.
@@ -69,7 +69,7 @@ class DeepSpeedZeroConfig(ZeroOptimization):
     """
 
     offload_optimizer: DeepSpeedZeroOffloadOptimizerConfig | None = None
-    """Where the optimizer states live (stages 1 to 3)."""
+    """Placement of the optimizer states (stages 1 to 3)."""
 
     @model_validator(mode="before")
     @classmethod
@@ -82,7 +82,7 @@ class DeepSpeedZeroConfig(ZeroOptimization):
         return {"overlap_comm": normalized.tree.get("stage", 0) == 3, **normalized.tree}
 
 
-# Attribute of `DeepSpeedConfig` -> place in zeroaccel's `Config`; those that the engine answers, too, are there.
+# Attribute of `DeepSpeedConfig` -> place in zeroaccel's `Config`; QUESTIONS has those that the engine provides too.
 _PLACES: Mapping[str, str] = {
     **QUESTIONS,
     "activation_checkpointing_config": "activation_checkpointing",
@@ -104,17 +104,17 @@ _PLACES: Mapping[str, str] = {
 
 
 class DeepSpeedConfig:
-    """A checked config with the names of DeepSpeed's attributes; `zeroaccel.config.load_config` gives one with its own.
+    """A checked config with DeepSpeed's attribute names; `zeroaccel.config.load_config` returns one with zeroaccel's.
 
     Args:
         config: a dict, the path of a file, or base64 of JSON.
         mpu, mesh_device: must be None.
 
     Attributes:
-        train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps: all three, whichever are there.
-        world_size, global_rank: of the job, or 1 and 0.
+        train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps: all three, computed if missing.
+        world_size, global_rank: of the job; 1 and 0 without a job.
         config: zeroaccel's `Config`.
-        monitor_config: the same, whose `tensorboard`, `csv_monitor`, `wandb` and `comet` are the monitors' sections.
+        monitor_config: the same; its `tensorboard`, `csv_monitor`, `wandb` and `comet` are the sections of monitors.
 
     Raises:
         ConfigError: the config is wrong.
@@ -134,7 +134,7 @@ class DeepSpeedConfig:
                 "DeepSpeedConfig(mpu, mesh_device)",
                 expected="None",
                 got=type(mpu if mpu is not None else mesh_device).__name__,
-                fix="axes of a mesh are ParallelConfig of zeroaccel.initialize(parallel=...)",
+                fix="pass axes of a mesh as zeroaccel.initialize(parallel=ParallelConfig(...))",
             )
         joined = torch.distributed.is_initialized()
         self.world_size = torch.distributed.get_world_size() if joined else 1
@@ -157,11 +157,11 @@ class DeepSpeedConfig:
         return self.config.fp16.loss_scale == 0
 
     def print_user_config(self) -> None:
-        """Prints the keys that the config has."""
+        """Prints the keys that the config sets."""
         print(self.config.model_dump_json(exclude_unset=True, indent=4))
 
     def print(self, name: str) -> None:
-        """Prints all settings, with defaults, under this name."""
+        """Prints all settings, including defaults, under a title."""
         print(f"{name}:")
         print(self.config.model_dump_json(indent=4))
 
@@ -172,8 +172,8 @@ class DeepSpeedConfig:
         for key in _PLACES.get(name, name).split("."):
             if value is not None and key not in type(value).model_fields:
                 raise AttributeError(
-                    f"DeepSpeedConfig.{name}: zeroaccel answers for deepspeed here and lacks this; "
-                    "zeroaccel.config.load_config gives a config with the names of the file's keys"
+                    f"DeepSpeedConfig.{name}: zeroaccel provides deepspeed here, but not this name; "
+                    "zeroaccel.config.load_config returns a config whose attributes are the keys of the file"
                 )
             value = None if value is None else getattr(value, key)
         return value

@@ -1,7 +1,7 @@
 """`deepspeed.initialize` and `DeepSpeedEngine`: zeroaccel's engine with DeepSpeed's names and arguments.
 
-The engine is `zeroaccel.initialize`'s; this file adds the members that accelerate, transformers, PEFT and TRL use
-beyond those it has.
+`zeroaccel.initialize` builds the engine; this module adds the members that accelerate, transformers, PEFT and TRL use
+beyond the engine's own.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class DeepSpeedMembers(EngineBase):
     """The members that scripts and libraries written for DeepSpeed use of any engine.
 
     Attributes:
-        training_dataloader: the loader of `training_data`; None without.
+        training_dataloader: loader of `training_data`; None without training data.
     """
 
     training_dataloader: DataLoader[Any] | None = None
@@ -71,13 +71,13 @@ class DeepSpeedMembers(EngineBase):
     # -- the training step
 
     def run_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As `EngineBase.run_forward`."""
+        """Runs `EngineBase.run_forward`, and starts the throughput timer in training."""
         if self.training and (timer := vars(self).get("tput_timer")) is not None:
             timer.start()
         return super().run_forward(*args, **kwargs)
 
     def scale(self, loss: Tensor) -> Tensor:
-        """`loss` times the loss scale, for a plain `backward()` of the result instead of `engine.backward(loss)`.
+        """Returns `loss` times the loss scale, for a plain `backward()` in place of `engine.backward(loss)`.
 
         Raises:
             UsageError: `loss` is not a scalar with a gradient.
@@ -89,21 +89,21 @@ class DeepSpeedMembers(EngineBase):
         return loss * self.loss_scale.value if self.loss_scale.value != 1.0 else loss
 
     def _begin_backward(self, *, direct: bool) -> None:
-        # `Engine` takes a plain backward under fp16 for one that misses the loss scale.
+        # `Engine` assumes that a plain backward under fp16 misses the loss scale.
         is_scaled, self._loss_is_scaled = self._loss_is_scaled, False
         super()._begin_backward(direct=direct and not is_scaled)
         self._step.is_direct = direct
 
     @cached_property
     def _refuses_unused(self) -> bool:
-        # At stages 0 and 3 DeepSpeed does not look, either.
+        # DeepSpeed does not check at stages 0 and 3 either.
         plan = self.settings.plan
         return (
             plan.optimizer and not plan.params and not self._checked_config.zero_optimization.ignore_unused_parameters
         )
 
     def _check_all_used(self) -> None:
-        """Raises UsageError on all ranks if a parameter had no gradient in this step on one of them. (all ranks)"""
+        """Raises UsageError on all ranks if a parameter had no gradient in this step on any rank. (all ranks)"""
         buffers = [(gradients.written, gradients.buffer) for gradients in self.grad_reducer.gradients]
         unused = [slot.fqn for seen, b in buffers for i, slot in enumerate(b.layout.slots) if i not in seen]
         with agreed(self.collectives, "zero_optimization.ignore_unused_parameters"):
@@ -112,15 +112,15 @@ class DeepSpeedMembers(EngineBase):
                     "zero_optimization.ignore_unused_parameters false",
                     expected="a gradient for every parameter",
                     got=f"none for {listed(sorted(unused))}",
-                    fix="set it to true, or freeze what the loss does not depend on",
+                    fix="set it to true, or freeze parameters that the loss does not depend on",
                 )
 
     def run_step(self) -> None:
-        """As `EngineBase.run_step`; `engine.optimizer.overflow` then tells whether the update was skipped.
+        """Runs `EngineBase.run_step`, and sets `engine.optimizer.overflow` to True if the update was skipped.
 
         Raises:
-            UsageError: a parameter had no gradient while `zero_optimization.ignore_unused_parameters` is false; nothing
-                was updated.
+            UsageError: a parameter had no gradient while `zero_optimization.ignore_unused_parameters` is false; no
+                parameter was updated.
         """
         if self._refuses_unused and self._step.num_backwards and self.is_gradient_accumulation_boundary():
             self._check_all_used()
@@ -131,8 +131,8 @@ class DeepSpeedMembers(EngineBase):
         self.optimizer.overflow = self.skipped_steps > skipped
 
     def count_micro_step(self) -> None:
-        """As `Engine.count_micro_step`, but `global_samples` grows by whole steps, as DeepSpeed counts."""
-        if not self.settings.managed_accumulation and self._step.boundary is None:  # it counts backwards, as DeepSpeed
+        """Counts like `Engine.count_micro_step`, but increases `global_samples` by whole steps, like DeepSpeed."""
+        if not self.settings.managed_accumulation and self._step.boundary is None:  # counts backwards, like DeepSpeed
             super().count_micro_step()
             return
         samples = self.train_batch_size() if self.is_gradient_accumulation_boundary() else 0
@@ -141,17 +141,17 @@ class DeepSpeedMembers(EngineBase):
         self.global_samples = before + samples
 
     def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
-        """Several backwards inside are reduced together where gradients are not sharded: `no_sync` by another name."""
+        """Reduces the gradients of several backwards together if gradients are not sharded; equals `no_sync`."""
         return self.no_sync()
 
     def allreduce_gradients(self, bucket_size: int = 500_000_000) -> None:
-        """Does nothing: gradients are reduced during backward and, what is left, by `step`."""
+        """Does nothing: backward reduces gradients, and `step` reduces the rest."""
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Sets the samples per step by the number of micro-batches. (all ranks, between steps)
+        """Sets the samples per step by changing the number of micro-batches. (all ranks, between steps)
 
         Raises:
-            UsageError: it is no multiple of the micro-batch times the ranks.
+            UsageError: the size is not a multiple of the micro-batch times the data-parallel ranks.
             EngineStateError: an accumulation is not finished.
         """
         per_micro_step = self.train_micro_batch_size_per_gpu() * self.collectives.world_size
@@ -165,7 +165,7 @@ class DeepSpeedMembers(EngineBase):
         self.settings = replace(self.settings, accumulation=train_batch_size // per_micro_step)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Sets the samples per rank and forward; micro-batches per step stay. (all ranks, between steps)"""
+        """Sets the samples per rank and forward; keeps the micro-batches per step. (all ranks, between steps)"""
         if micro_batch_size < 1:
             raise UsageError("engine.set_train_micro_batch_size", expected="at least 1", got=micro_batch_size)
         self._require_between_steps("set_train_micro_batch_size")
@@ -173,7 +173,7 @@ class DeepSpeedMembers(EngineBase):
 
     def _require_between_steps(self, call: str) -> None:
         if self.has_gradients:
-            raise EngineStateError(f"engine.{call}()", expected="to be called between steps")
+            raise EngineStateError(f"engine.{call}()", expected="a call between steps")
 
     def compile(
         self,
@@ -182,57 +182,57 @@ class DeepSpeedMembers(EngineBase):
         schedule: Any = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:
-        """Compiles the model's forward with `torch.compile`; `compile_kwargs` are more of its arguments.
+        """Compiles the model's forward with `torch.compile`; `compile_kwargs` are additional arguments.
 
         Raises:
-            UsageError: a `schedule` or compiled autograd is asked for, which is of DeepSpeed's own compiler.
+            UsageError: a `schedule` or compiled autograd is requested, options of DeepSpeed's own compiler.
         """
         for name, value in (("schedule", schedule), ("compiled_autograd_enabled", compiled_autograd_enabled)):
             if value:
-                raise UsageError(f"engine.compile({name})", expected="to be left out", got=value)
+                raise UsageError(f"engine.compile({name})", expected="no such argument", got=value)
         super().compile(backend=backend, **(compile_kwargs or {}))
 
-    # Lightning's Fabric steps the engine in place of its optimizer where it has these members of an optimizer.
+    # Lightning's Fabric steps the engine in place of its optimizer if the engine has these optimizer members.
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's."""
+        """The optimizer's param groups."""
         return self._optimizer_member("param_groups")  # type: ignore[no-any-return]
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The optimizer's."""
+        """The optimizer's defaults."""
         return self._optimizer_member("defaults")  # type: ignore[no-any-return]
 
     @property
     def state(self) -> Any:
-        """The optimizer's."""
+        """The optimizer's state."""
         return self._optimizer_member("state")
 
     def _optimizer_member(self, name: str) -> Any:
         if self.optimizer is None:
-            raise AttributeError(f"{name}: an engine without an optimizer does not have it")
+            raise AttributeError(f"{name}: not available on an engine without an optimizer")
         return getattr(self.optimizer, name)
 
     @property
     def is_compiled(self) -> bool:
-        """Whether the model is compiled as a whole, by `compile` or by the config's section."""
+        """True if the model is compiled as a whole, by `compile` or by the config's section."""
         return self.module._compiled_call_impl is not None
 
     def is_deepcompile_enabled(self) -> bool:
-        """False: `compile` is torch's."""
+        """Returns False: `compile` uses torch.compile."""
         return False
 
-    # -- places
+    # -- devices and ranks
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """Device of this rank."""
         return self.units[0].buffers[0].full.device if self.units else torch.device("cpu")
 
     @property
     def local_rank(self) -> int:
-        """The rank among those on this machine."""
+        """Rank among the ranks on this machine."""
         return get_local_rank()
 
     @property
@@ -245,7 +245,7 @@ class DeepSpeedMembers(EngineBase):
 
     @property
     def dp_world_size(self) -> int:
-        """Ranks that see different samples."""
+        """Number of ranks that see different samples."""
         return self.collectives.world_size
 
     @property
@@ -257,7 +257,7 @@ class DeepSpeedMembers(EngineBase):
 
     @property
     def mp_world_size(self) -> int:
-        """Ranks that share the layers."""
+        """Number of tensor-parallel ranks."""
         return 1 if self.collectives.parts is None else self.collectives.parts.world_size
 
     def get_model_parallel_rank(self) -> int:
@@ -278,7 +278,7 @@ class DeepSpeedMembers(EngineBase):
         return self.settings.plan.params
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """True: weights are gathered when they are saved, without a setting before training."""
+        """Returns True: saves gather the weights, without a setting before training."""
         return True
 
     def zero_cpu_offload(self) -> bool:
@@ -293,16 +293,16 @@ class DeepSpeedMembers(EngineBase):
         return self.settings.loss_scaled
 
     def log_level(self) -> str | None:
-        """The config's `log_level`, as it is written; None where it has none."""
+        """Returns the config's `log_level` unchanged; None if the config has none."""
         level = self.config.get("log_level")
         return None if level is None else str(level)
 
     def dynamic_loss_scale(self) -> bool:
-        """Whether the config asks for a scale that changes; also true without fp16, as in DeepSpeed."""
+        """True if the config requests a dynamic scale; also without fp16, like DeepSpeed."""
         return float(self.config.get("fp16", {}).get("loss_scale", 0.0)) == 0.0
 
     def optimizer_name(self) -> str | None:
-        """The class of the optimizer that was passed in, or the config's type in lower case; None for inference."""
+        """Returns the class name of a passed optimizer, or the config's type in lower case; None for inference."""
         section = self._checked_config.optimizer
         if self.optimizer is None:
             return None
@@ -310,15 +310,15 @@ class DeepSpeedMembers(EngineBase):
         return type(self.optimizer).__name__ if configured is None else configured.lower()
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """(samples per step, samples per rank and forward, micro-batches per step)."""
+        """Returns (samples per step, samples per rank and forward, micro-batches per step)."""
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
 
     def torch_autocast_dtype(self) -> torch.dtype:
-        """The dtype that forward runs in where `torch_autocast` is enabled."""
+        """Returns the dtype of the forward with `torch_autocast`."""
         return DTYPES[self._checked_config.torch_autocast.dtype]
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """(dtype of the model, dtype in which gradients are summed over micro-steps)."""
+        """Returns (dtype of the model, dtype of the gradients' sum over micro-steps)."""
         config = self._checked_config
         summed = config.data_types.grad_accum_dtype
         model = DTYPES[config.precision]
@@ -326,22 +326,22 @@ class DeepSpeedMembers(EngineBase):
 
     @property
     def communication_data_type(self) -> torch.dtype:
-        """The dtype in which gradients are reduced."""
+        """Dtype in which gradients are reduced."""
         config = self._checked_config
         return DTYPES[config.communication_data_type or config.precision]
 
     def get_mom(self) -> list[Any]:
-        """Momentum or betas of each param group; None for a group that has neither."""
+        """Returns momentum or betas of each param group; None for a group without either."""
         groups = self._require_optimizer("get_mom").optimizer.param_groups
         return [group.get("betas", group.get("momentum")) for group in groups]
 
     def get_type(self) -> list[Any]:
-        """The "type" of each param group; None where it has none."""
+        """Returns the "type" of each param group; None for a group without one."""
         return [group.get("type") for group in self._require_optimizer("get_type").optimizer.param_groups]
 
     @cached_property
     def _checked_config(self) -> Config:
-        """The config with all defaults."""
+        """Config with all defaults."""
         return load_config(self.config, unknown_keys="lenient")
 
     def __getattr__(self, name: str) -> Any:
@@ -351,7 +351,7 @@ class DeepSpeedMembers(EngineBase):
             module = self.__dict__.get("_modules", {}).get("module")
             if module is None or not hasattr(module, name):
                 raise AttributeError(
-                    f"engine.{name}: zeroaccel answers for deepspeed here and lacks this; {ABSENT_MEMBERS[name]}"
+                    f"engine.{name}: zeroaccel provides deepspeed here, but not this name; {ABSENT_MEMBERS[name]}"
                 )
         return super().__getattr__(name)
 
@@ -367,14 +367,14 @@ class DeepSpeedMembers(EngineBase):
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> DataLoader[Any]:
-        """A loader of this rank's part of a dataset.
+        """Creates a loader of this rank's part of a dataset.
 
         Args:
-            batch_size: by default the engine's.
+            batch_size: by default the engine's micro-batch size.
             route: "train" shuffles; "eval" and "predict" do not.
-            pin_memory: of effect where there is CUDA.
-            data_sampler: chooses the indices instead; then it must divide them between the ranks.
-            num_local_io_workers: processes that load; by default this one does.
+            pin_memory: no effect without CUDA.
+            data_sampler: chooses the indices; it must divide them between the ranks.
+            num_local_io_workers: number of loader processes; by default, this process loads.
         """
         size, workers = batch_size or self.train_micro_batch_size_per_gpu(), num_local_io_workers or 0
         pinned = pin_memory and torch.cuda.is_available()
@@ -402,14 +402,14 @@ class DeepSpeedMembers(EngineBase):
 
     @property
     def monitor(self) -> MonitorMaster:
-        """Writes (name, value, samples) events to the config's monitors, beside the engine's own."""
+        """Writes (name, value, samples) events to the config's monitors, in addition to the engine's own."""
         return MonitorMaster(self._report.monitors)
 
     @cached_property
     def tput_timer(self) -> StepThroughput:
-        """Samples per second from a forward to its step, beginning where it is first asked for.
+        """Samples per second from a forward to its step; starts at the first access.
 
-        Both ends wait for the device, so until then there is none.
+        Both ends wait for the device, so the engine measures nothing before that.
         """
         return StepThroughput(None, batch_size=self.train_batch_size())
 
@@ -423,16 +423,16 @@ class DeepSpeedMembers(EngineBase):
         save_latest: bool = True,
         exclude_frozen_parameters: bool | None = None,
     ) -> bool:
-        """As `Engine.save_checkpoint`, into rank 0's folder where the ranks name different ones. (all ranks)
+        """Saves like `Engine.save_checkpoint`, into rank 0's folder if the ranks name different ones. (all ranks)
 
-        Scripts make the folder's name from the clock, each rank for itself. Inside an accumulation the checkpoint omits
-        the gradients so far. `client_state` is made plain by `plain_client_state`.
+        Scripts may derive the folder's name from each rank's clock. Inside an accumulation, the checkpoint omits the
+        gradients so far. `plain_client_state` converts `client_state` to plain data.
         """
-        # Anything but a path is left to the call itself, which refuses it by name.
+        # `Engine.save_checkpoint` refuses other types by name.
         own = os.fspath(save_dir) if isinstance(save_dir, (str, os.PathLike)) else ""
         folders = self.collectives.job.gather_objects(own, "save_checkpoint: folder")
         if len(set(folders)) > 1:
-            logger.warning("save_checkpoint: the ranks name different folders; all save into rank 0's, %s", folders[0])
+            logger.warning("save_checkpoint: the ranks name different folders; all use that of rank 0, %s", folders[0])
         plain = plain_client_state(client_state) if isinstance(client_state, Mapping) else client_state
         return super().save_checkpoint(folders[0], tag, plain, save_latest, exclude_frozen_parameters)
 
@@ -446,28 +446,28 @@ class DeepSpeedMembers(EngineBase):
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """As `Engine.load_checkpoint`; a folder without a checkpoint is no error. (all ranks)
+        """Loads like `Engine.load_checkpoint`; a folder without a checkpoint is not an error. (all ranks)
 
         Args:
             custom_load_fn: must be None: weights are read into shards, without a state dict to pass to it.
 
         Returns:
-            (the checkpoint's folder, the client state); (None, None) where no tag is given and the folder is not there
-            or contains neither `latest` nor a checkpoint, as a script expects that resumes if there is something.
+            (folder of the checkpoint, client state); (None, None) if no tag is given and the folder is missing or
+            contains neither `latest` nor a checkpoint, for scripts that resume only if there is a checkpoint.
         """
         if custom_load_fn is not None:
             raise UsageError(
                 "engine.load_checkpoint(custom_load_fn)",
-                expected="None, as weights are read into shards",
+                expected="None, since weights are read into shards",
                 got=custom_load_fn,
                 fix="read the weights with deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint, "
                 "change them, and pass them to engine.load_module_state_dict",
             )
         found = tag is not None or has_checkpoints(Path(load_dir))
         if tag is None and not any(self.collectives.job.gather_objects(found, "load_checkpoint: look")):
-            logger.warning("%s: no checkpoint to load; nothing is changed", os.fspath(load_dir))
+            logger.warning("%s: no checkpoint to load; the engine is unchanged", os.fspath(load_dir))
             return None, None
-        vars(self).pop("_gathered_state", None)  # of other weights from now on
+        vars(self).pop("_gathered_state", None)  # no longer matches the weights
         return super().load_checkpoint(
             load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only
         )
@@ -479,7 +479,7 @@ class DeepSpeedMembers(EngineBase):
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """The model's state dict; at stage 3 sharded parameters have shape (0,) outside `zero.GatheredParameters`."""
+        """Returns the state dict; at stage 3, sharded parameters have shape (0,) outside `GatheredParameters`."""
         arguments = {} if destination is None else {"destination": destination}
         state: dict[str, Any] = self.module.state_dict(prefix=prefix, keep_vars=keep_vars, **arguments)
         if exclude_frozen_parameters:
@@ -495,11 +495,11 @@ class DeepSpeedMembers(EngineBase):
         custom_load_fn: Callable[..., Any] | None = None,
         fetch_z3_params: bool = False,
     ) -> None:
-        """Loads `checkpoint["module"]`, a state dict of the model, into shards and masters. (all ranks)
+        """Loads `checkpoint["module"]`, a state dict of the model, into shards and master weights. (all ranks)
 
         Args:
             custom_load_fn: called with `src` and `dst` instead of the model's `load_state_dict`.
-            fetch_z3_params: of no effect: sharded parameters take their values without being gathered.
+            fetch_z3_params: no effect: sharded parameters take their values without being gathered.
         """
         state = checkpoint["module"]
         if custom_load_fn is not None:
@@ -508,11 +508,11 @@ class DeepSpeedMembers(EngineBase):
             self.module.load_state_dict(state, strict=strict)
 
     def save_fp16_model(self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin") -> bool:
-        """`save_16bit_model` by its older name. (all ranks)"""
+        """Calls `save_16bit_model`; an older name. (all ranks)"""
         return self.save_16bit_model(save_dir, save_filename)
 
     def empty_partition_cache(self) -> None:
-        """Frees the gathered parameters that wait to be used, and the device memory that torch caches. (all ranks)"""
+        """Frees gathered parameters that await their use, and the device memory that torch caches. (all ranks)"""
         self._coordinator.end_step()
         gc.collect()
         if torch.cuda.is_available():
@@ -521,9 +521,9 @@ class DeepSpeedMembers(EngineBase):
     # -- full weights
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
-        """The model's state dict on the CPU, on rank 0; elsewhere one of meta tensors, without values. (all ranks)
+        """Returns the model's state dict on the CPU of rank 0; elsewhere meta tensors, without values. (all ranks)
 
-        DeepSpeed returns None there, in whose place `save_pretrained` reads the sharded parameters.
+        DeepSpeed returns None there, and `save_pretrained` would read the sharded parameters instead.
         """
         full = self.consolidated_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
         if full is None:
@@ -537,13 +537,13 @@ class DeepSpeedMembers(EngineBase):
 
     @property
     def gathered_state(self) -> dict[str, Tensor] | None:
-        """The state dict that was gathered last, while the caller keeps it and until the next update; else None."""
+        """Last gathered state dict, while the caller keeps it and until the next update; otherwise None."""
         version, state = self._gathered_state
         return state() if version == self.weights_version else None
 
 
 class _EngineKind(type(EngineBase)):  # type: ignore[misc]
-    """Makes every engine an instance of `DeepSpeedEngine`, by which libraries know what to unwrap."""
+    """Makes every engine an instance of `DeepSpeedEngine`, which libraries test to unwrap models."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, EngineBase)
@@ -553,21 +553,21 @@ class DeepSpeedEngine(DeepSpeedMembers, Engine, metaclass=_EngineKind):
     """`Engine` with DeepSpeed's members and results."""
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """As `Engine.backward`, but with DeepSpeed's result.
+        """Runs `Engine.backward`, but returns DeepSpeed's result.
 
         Returns:
-            `loss` divided by the accumulation steps, with `scale_wrt_gas`; not by the loss scale. `loss` itself
-            where there is nothing to divide by.
+            With `scale_wrt_gas`, `loss` divided by the accumulation steps, without the loss scale; `loss` itself if
+            there is nothing to divide by.
         """
         super().backward(loss, retain_graph, scale_wrt_gas)
         steps = self.settings.accumulation if scale_wrt_gas else 1
         return loss / steps if steps > 1 else loss
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """As `Engine.step`; `engine.optimizer.overflow` then tells whether the update was skipped.
+        """Runs `Engine.step`, and sets `engine.optimizer.overflow` to True if the update was skipped.
 
         Raises:
-            UsageError: `lr_kwargs` are given; a scheduler's `step` takes none here.
+            UsageError: `lr_kwargs` are passed; a scheduler's `step` takes no arguments here.
         """
         if lr_kwargs:
             raise UsageError("engine.step(lr_kwargs)", expected="none", got=dict(lr_kwargs))
@@ -578,15 +578,15 @@ class DeepSpeedPipelineEngine(PipelineEngine, DeepSpeedMembers):
     """`PipelineEngine` with DeepSpeed's members, for a `PipelineModule`."""
 
     def is_pipe_parallel(self) -> bool:
-        """True: `train_batch` runs the stages."""
+        """Returns True: `train_batch` runs the stages."""
         return True
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
-        """The loader that `train_batch()` without an iterator goes round."""
+        """Sets the loader that `train_batch()` cycles through without an iterator."""
         self._loader, self._own_batches = loader, None
 
     def reset_activation_shape(self) -> None:
-        """Does nothing: a new shape of batches is noticed."""
+        """Does nothing: the engine detects a new shape of batches."""
 
 
 for _engine in (DeepSpeedEngine, DeepSpeedPipelineEngine):
@@ -611,16 +611,17 @@ def initialize(
     mesh_param: Any = None,
     config_params: Any = None,
 ) -> tuple[DeepSpeedMembers, Any, DataLoader[Any] | None, Any]:
-    """`zeroaccel.initialize` with DeepSpeed's arguments. (all ranks)
+    """Calls `zeroaccel.initialize` with DeepSpeed's arguments. (all ranks)
 
     Args:
-        args: an object whose `deepspeed_config`, or `deepscale_config` by its oldest name, is the config's path, where
-            no config is given otherwise.
-        optimizer: takes the place of the config's `optimizer` section.
-        lr_scheduler: takes the place of the config's `scheduler` section.
-        config, config_params: two names for the same; one may be given.
-        distributed_port: of no effect, as for `init_distributed`.
-        mpu: tells how many ranks share a sequence, by `get_sequence_parallel_world_size`; no other axis may be split.
+        args: an object whose `deepspeed_config`, or `deepscale_config` (its oldest name), is the config's path, if no
+            other argument has the config.
+        optimizer: replaces the config's `optimizer` section.
+        lr_scheduler: replaces the config's `scheduler` section.
+        config, config_params: two names of the same argument; pass at most one.
+        distributed_port: no effect, as for `init_distributed`.
+        mpu: its `get_sequence_parallel_world_size` sets the number of ranks that share a sequence; other axes must not
+            be split.
         mesh_param: must be None.
 
     Returns:
@@ -657,7 +658,7 @@ def initialize(
             loop=LoopRules(empty_when_sharded=True, saves_within_accumulation=True, resumes=trainer_states.are_asked()),
         )
     )
-    assert isinstance(engine, DeepSpeedMembers), "the engine_type that was asked for"
+    assert isinstance(engine, DeepSpeedMembers), "the requested engine_type"
     _ENGINES.add(engine)
     mark_configured(model, engine._checked_config)
     mark_parameters(model)
@@ -678,19 +679,19 @@ def initialize(
 def tp_model_init(
     model: nn.Module, tp_size: int, dtype: torch.dtype | None = None, config: Any = None, **kwargs: Any
 ) -> nn.Module:
-    """The model as it is: `initialize` splits it, by `tensor_parallel.autotp_size` of its config.
+    """Returns the model unchanged: `initialize` splits it, by `tensor_parallel.autotp_size` of its config.
 
     Args:
-        tp_size: compared with the config, if there is one.
-        dtype: of no effect, as the config of `initialize` has the precision.
-        kwargs: must be None: groups are made by `initialize`, and plans are of `ParallelConfig`.
+        tp_size: compared with the config, if one is passed.
+        dtype: no effect, since the config of `initialize` sets the precision.
+        kwargs: must be None: `initialize` creates the groups, and `ParallelConfig` has the plans.
 
     Raises:
-        UsageError: the config says another size, or a further argument is not None.
+        UsageError: the config has another size, or a further argument is not None.
     """
     for name, value in kwargs.items():
         if value is not None:
-            raise UsageError(f"deepspeed.tp_model_init({name})", expected="None", got=value, fix="leave it out")
+            raise UsageError(f"deepspeed.tp_model_init({name})", expected="None", got=value, fix="remove this argument")
     parallel = None if config is None else with_config_axes(read_document(config).tree, None)
     if config is not None and tp_size != (1 if parallel is None else parallel.tp):
         raise UsageError(
@@ -706,25 +707,23 @@ _ENGINES: weakref.WeakSet[DeepSpeedMembers] = weakref.WeakSet()
 
 
 def _take_over(model: object) -> None:
-    """Destroys earlier engines that hold parameters of `model`, unless gradients wait in them. (all ranks)
+    """Destroys earlier engines that hold parameters of `model`, unless they have unapplied gradients. (all ranks)
 
-    Lightning calls `initialize` once more for each of fit, validate, test and predict, and destroys no engine.
+    Lightning calls `initialize` for each of fit, validate, test and predict, and destroys no engine.
     """
     params = model.parameters() if isinstance(model, nn.Module) else []
     handles = [handle for param in params if (handle := handle_of(param)) is not None]
     registries = {id(handle.registry) for handle in handles}
     for engine in [engine for engine in _ENGINES if id(engine.registry) in registries and not engine.has_gradients]:
-        logger.warning(
-            "deepspeed.initialize(model): an earlier engine has this model; it is destroyed, and its optimizer with it"
-        )
+        logger.warning("deepspeed.initialize(model): destroys an earlier engine of this model, and its optimizer")
         engine.destroy()
         _ENGINES.discard(engine)
 
 
 def _batch_of_samplers(config: Any) -> Any:
-    """The config with the total batch size of ranks that see different samples, where a library has counted all ranks.
+    """Corrects a total batch size that a library computed over all ranks to the ranks with different samples.
 
-    accelerate and transformers fill an "auto" in so, whatever the layers are split over. Any other is left as it is.
+    accelerate and transformers fill "auto" in this way, even if ranks share layers. Other values remain unchanged.
     """
     tree = config if isinstance(config, Mapping) else read_document(config).tree
     parallel = with_config_axes(tree, None)
@@ -738,9 +737,9 @@ def _batch_of_samplers(config: Any) -> Any:
 
 
 def _parallel_of(mpu: Any, model: nn.Module) -> ParallelConfig | None:
-    """The mesh that an object in the manner of Megatron's `mpu` describes; of a `PipelineModule`, its stages.
+    """Returns the mesh that an object like Megatron's `mpu` describes, or the stages of a `PipelineModule`.
 
-    None where the program says nothing: then the launcher's counts.
+    Returns None if the program passes neither; the launcher's sizes then apply.
     """
     if isinstance(model, PipelineModule):
         if mpu is not None:
@@ -765,7 +764,7 @@ def _parallel_of(mpu: Any, model: nn.Module) -> ParallelConfig | None:
         if size > 1:
             raise UsageError(
                 "deepspeed.initialize(mpu)",
-                expected="ranks that hold the same model, or share its sequences",
+                expected="ranks that hold the whole model, or share sequences",
                 got=f"{size} ranks by {name}",
                 fix="split the model over a DeviceMesh, and call zeroaccel.initialize(mesh=)",
             )
@@ -773,7 +772,7 @@ def _parallel_of(mpu: Any, model: nn.Module) -> ParallelConfig | None:
 
 
 def _config_of(config: Any, config_params: Any, from_args: Any) -> Any:
-    """The config of the one argument that has it."""
+    """Returns the config from the only argument that has it."""
     sources = {"config": config, "config_params": config_params, "args.deepspeed_config": from_args}
     names = [name for name, value in sources.items() if value is not None]
     if len(names) != 1:
@@ -787,10 +786,10 @@ def _config_of(config: Any, config_params: Any, from_args: Any) -> Any:
 
 
 def _with_arguments(config: Any, model: nn.Module, optimizer: Any, lr_scheduler: Any) -> Any:
-    """The config with what the other arguments say of it; as it is, with the places of its keys, if they say nothing.
+    """Applies the other arguments to the config; without effect, returns it unchanged, with the places of its keys.
 
-    Marked leaf modules are added to those that it names. The sections of an optimizer and a scheduler that are passed
-    in are left out, as DeepSpeed ignores them.
+    Adds marked leaf modules to the config's. Removes the sections of an optimizer and a scheduler that are passed in,
+    since DeepSpeed ignores them.
     """
     leaves = marked_names(model)
     if not isinstance(config, Mapping):
@@ -802,7 +801,7 @@ def _with_arguments(config: Any, model: nn.Module, optimizer: Any, lr_scheduler:
     settings = from_library(config)
     for section, passed in (("optimizer", optimizer), ("scheduler", lr_scheduler)):
         if passed is not None and (settings.get(section) or {}).get("type") is not None:
-            logger.warning("%s: the config's section is left aside, as one is passed to initialize", section)
+            logger.warning("%s: ignores the config's section, since initialize got one as an argument", section)
             settings[section] = {key: value for key, value in settings[section].items() if key == "kind"} or None
     if leaves:
         leaf = settings.setdefault("zero_optimization", {}).setdefault("leaf_module", {})

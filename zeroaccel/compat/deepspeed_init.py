@@ -1,7 +1,7 @@
-"""`deepspeed.zero` and `deepspeed.runtime.zero.partition_parameters`, where they are more than `zeroaccel.zero`.
+"""`deepspeed.zero` and `deepspeed.runtime.zero.partition_parameters`, where they differ from `zeroaccel.zero`.
 
-Also `from_library`, which turns config dicts as accelerate, transformers and TRL make them into what the config's
-checks accept: these add keys that no user has written, and that the checks would rightly refuse of a user.
+Also `from_library`, which converts config dicts of accelerate, transformers and TRL to the documented format: these
+libraries add keys that users do not write and that the config checks would refuse.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from zeroaccel.zero import GatheredParameters
 from zeroaccel.zero.access.deferred_init import Init as OwnInit
 
 _HOW_TO_CALL = (
-    "hand the model to deepspeed.initialize(), a Trainer or Accelerator.prepare() first, and call what they return. "
-    "A model without an engine, as a frozen encoder beside the one that trains, has to be loaded whole: "
-    "load it before the Accelerator or TrainingArguments is made, after which transformers shards what it loads. "
-    "accelerate prepares no DeepSpeed engine where ACCELERATE_USE_CPU is true: leave it out of the environment"
+    "pass the model to deepspeed.initialize(), a Trainer or Accelerator.prepare() first, and call what they return. "
+    "A model without an engine, such as a frozen encoder beside the trained model, must be loaded whole: "
+    "load it before you create the Accelerator or TrainingArguments, since transformers shards models loaded later. "
+    "accelerate prepares no DeepSpeed engine if ACCELERATE_USE_CPU is true: remove it from the environment"
 )
 _SECTIONS = ("zero_optimization", "optimizer", "scheduler", "fp16", "bf16")
 
 
 class DeepSpeedGatheredParameters(GatheredParameters):
-    """`zeroaccel.zero.GatheredParameters`; as in DeepSpeed, a write at stage 3 without a `modifier_rank` is lost.
+    """`zeroaccel.zero.GatheredParameters`; like DeepSpeed, discards writes at stage 3 without a `modifier_rank`.
 
-    A warning names the parameters. At other stages, where DeepSpeed's does nothing, it stays an error.
+    A warning names the parameters. At other stages, where DeepSpeed's context does nothing, such a write is an error.
     """
 
     def __init__(
@@ -55,16 +55,16 @@ class DeepSpeedGatheredParameters(GatheredParameters):
 class DeepSpeedInit(OwnInit):
     """`zeroaccel.zero.Init` with DeepSpeed's arguments; its parameters have the members that libraries read.
 
-    Without `dtype` parameters keep the dtype that the model gives them: the engine casts them, and its masters then
-    have the bits that they have at the other stages. With a config of another stage than 3 it does nothing, as the
-    engine would unshard the parameters again; without a config they are sharded.
+    Without `dtype`, parameters keep the dtype that the model gives them: the engine casts them, and its master weights
+    then have the same bits as at the other stages. With a config of another stage than 3 it does nothing, since the
+    engine would unshard the parameters again; without a config it shards them.
 
     Args:
-        data_parallel_group: None or the default group. Groups of fewer ranks, as of `mics_shard_size`, are made with
-            the engine.
-        mem_efficient_linear: of no effect: linear layers are torch's, which store no copy of a weight.
+        data_parallel_group: None or the default group. The engine creates smaller groups, such as for
+            `mics_shard_size`.
+        mem_efficient_linear: no effect: torch's linear layers store no copy of a weight.
         mpu, zero_param_parallel_group, sequence_data_parallel_group, param_swapper: must be None.
-        zero_quantized_weights, zero_quantized_nontrainable_weights: must be left False, as they are the engine's.
+        zero_quantized_weights, zero_quantized_nontrainable_weights: must be False; set them in the engine's config.
     """
 
     _HOW_TO_CALL = _HOW_TO_CALL
@@ -130,7 +130,7 @@ class DeepSpeedInit(OwnInit):
             attach_whole(p for module in built if module is not None for p in module.parameters(recurse=False))
 
 
-_IN_CONFIG = "leave it out; what the config given to deepspeed.initialize says is applied to these parameters too"
+_IN_CONFIG = "remove the argument; the config passed to deepspeed.initialize also applies to these parameters"
 
 
 def _refuse_others(**arguments: Any) -> None:
@@ -142,12 +142,12 @@ def _refuse_others(**arguments: Any) -> None:
 
 
 def _is_default(group: Any) -> bool:
-    """Whether a process group is the default one."""
+    """True if a process group is the default one."""
     return torch.distributed.is_initialized() and group is torch.distributed.group.WORLD
 
 
 def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
-    """`fn` as it is: `DeepSpeedInit` leaves the dtype of tensors that are no parameters to the model.
+    """Returns `fn` unchanged: `DeepSpeedInit` leaves the dtype of tensors other than parameters to the model.
 
     transformers replaces this name while it builds a model, to preserve the dtype of position tables.
     """
@@ -155,15 +155,15 @@ def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], *args: Any, *
 
 
 def from_library(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of `config` in the documented format.
+    """Returns a copy of `config` in the documented format.
 
-    A dotted key at the top, such as "zero_optimization.reduce_bucket_size" from TRL, is the value of that key within
-    its section; `steps_per_print: inf` from accelerate is never; a member of DeepSpeed's enumerations is its value.
+    A dotted key at the top level, such as TRL's "zero_optimization.reduce_bucket_size", moves into its section;
+    accelerate's `steps_per_print: inf` is removed; members of DeepSpeed's enumerations become their values.
     """
     tree: dict[str, Any] = _values(copy.deepcopy(dict(config)))
     for key in [key for key in tree if "." in key and key.partition(".")[0] in _SECTIONS]:
         value = tree.pop(key)
-        size = int(value) if isinstance(value, float) else value  # computed, as 0.9 * hidden ** 2
+        size = int(value) if isinstance(value, float) else value  # computed, such as 0.9 * hidden ** 2
         if at(tree, key) in (None, "auto") and not put(tree, key.split("."), size):
             raise ConfigError(key, expected="an object for its section", got=at(tree, key.rpartition(".")[0]))
     if tree.get("steps_per_print") == math.inf:
@@ -172,7 +172,7 @@ def from_library(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _values(tree: Any) -> Any:
-    """The tree with members of enumerations, such as `OffloadDeviceEnum.cpu`, replaced by their values."""
+    """Replaces members of enumerations, such as `OffloadDeviceEnum.cpu`, by their values."""
     if isinstance(tree, Mapping):
         return {key: _values(value) for key, value in tree.items()}
     if isinstance(tree, list):

@@ -1,4 +1,4 @@
-"""DeepSpeed's optimizer classes, as scripts and libraries construct them; the steps are those of `zeroaccel.ops`."""
+"""DeepSpeed's optimizer classes, with the constructors that scripts and libraries use; `zeroaccel.ops` computes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch.optim.optimizer import ParamsT
 from zeroaccel.errors import UsageError
 from zeroaccel.ops.elementwise import Adagrad, Adam, Lion
 
-# Keys that no Adam has, in groups without Adam's.
+# Keys that Adam does not have, tested in groups without betas.
 _FOREIGN = ("momentum", "nesterov", "rho", "alpha", "lambd", "etas", "beta2_decay", "clip_threshold", "decay_rate")
 
 
 def _foreign_key(group: Mapping[str, Any]) -> str | None:
-    """What shows that torch or a library made a param group for an optimizer that is not Adam; None for nothing."""
+    """Returns a sign that torch or a library built a param group for an optimizer other than Adam; None for no sign."""
     if "betas" not in group:
         return next((f"they have {key!r}" for key in _FOREIGN if key in group), None)
     made_by_torch = "foreach" in group and "differentiable" in group
@@ -23,16 +23,16 @@ def _foreign_key(group: Mapping[str, Any]) -> str | None:
 
 
 def _refuse_replacement(name: str, params: Iterable[Any]) -> None:
-    """accelerate makes this optimizer of any other when optimizer states are offloaded; then say so instead."""
+    """Refuses to replace another optimizer, as accelerate does when optimizer states are offloaded."""
     for group in params:
         sign = _foreign_key(group) if isinstance(group, Mapping) else None
         if sign is not None:
             raise UsageError(
-                f"{name}: made of the param groups of another optimizer ({sign})",
-                expected="the optimizer of the script to be the one that runs",
-                got="accelerate replaces it where optimizer states are offloaded",
-                fix='write "zero_force_ds_cpu_optimizer": false into the config; '
-                "any elementwise torch optimizer can be offloaded",
+                f"{name}: created with the param groups of another optimizer ({sign})",
+                expected="the optimizer that the script created",
+                got="a replacement by accelerate, since optimizer states are offloaded",
+                fix='set "zero_force_ds_cpu_optimizer": false in the config; '
+                "zeroaccel can offload any elementwise torch optimizer",
             )
 
 
@@ -41,12 +41,12 @@ def _require(name: str, argument: str, value: object, expected: object, fix: str
         raise UsageError(f"{name}, {argument}", expected=str(expected), got=value, fix=fix)
 
 
-_STATES_FIX = "states are fp32 here, or what the config's moments_dtype says"
-_GRADIENTS_FIX = "leave it out: the engine drops gradients"
+_STATES_FIX = "states are fp32, or have the config's moments_dtype"
+_GRADIENTS_FIX = "remove it: the engine drops gradients"
 
 
 class DeepSpeedCPUAdam(Adam):
-    """`zeroaccel.ops.Adam` under the name of DeepSpeed's, which has the same arguments but for the last.
+    """`zeroaccel.ops.Adam` under DeepSpeed's name; it has the same arguments, except the last one.
 
     Args:
         fp32_optimizer_states: must be True.
@@ -60,7 +60,7 @@ class DeepSpeedCPUAdam(Adam):
 
 
 class FusedAdam(Adam):
-    """`zeroaccel.ops.Adam` under the name and with the arguments of DeepSpeed's; `set_grad_none` must be True."""
+    """`zeroaccel.ops.Adam` with DeepSpeed's name and arguments; `set_grad_none` must be True."""
 
     def __init__(
         self,
@@ -79,10 +79,10 @@ class FusedAdam(Adam):
 
 
 class DeepSpeedCPUAdagrad(Adagrad):
-    """`zeroaccel.ops.Adagrad` under the name and with the arguments of DeepSpeed's.
+    """`zeroaccel.ops.Adagrad` with DeepSpeed's name and arguments.
 
     Args:
-        amsgrad: must be False: no Adagrad has it.
+        amsgrad: must be False: Adagrad has no such variant.
         fp32_optimizer_states: must be True.
     """
 
@@ -101,7 +101,7 @@ class DeepSpeedCPUAdagrad(Adagrad):
 
 
 class DeepSpeedCPULion(Lion):
-    """`zeroaccel.ops.Lion` under the name of DeepSpeed's; `fp32_optimizer_states` must be True."""
+    """`zeroaccel.ops.Lion` under DeepSpeed's name; `fp32_optimizer_states` must be True."""
 
     def __init__(self, model_params: ParamsT, *args: Any, fp32_optimizer_states: bool = True, **kwargs: Any) -> None:
         _require("DeepSpeedCPULion", "fp32_optimizer_states", fp32_optimizer_states, True, _STATES_FIX)
@@ -109,7 +109,7 @@ class DeepSpeedCPULion(Lion):
 
 
 class FusedLion(Lion):
-    """`zeroaccel.ops.Lion` under the name of DeepSpeed's; `set_grad_none` must be True."""
+    """`zeroaccel.ops.Lion` under DeepSpeed's name; `set_grad_none` must be True."""
 
     def __init__(self, params: ParamsT, *args: Any, set_grad_none: bool = True, **kwargs: Any) -> None:
         _require("FusedLion", "set_grad_none", set_grad_none, True, _GRADIENTS_FIX)

@@ -1,7 +1,7 @@
-"""`deepspeed.pipe`: a model as a list of layers. Cutting and training it are `parallel/pipeline.py`'s.
+"""`deepspeed.pipe`: a model as a list of layers. `parallel/pipeline.py` cuts and trains it.
 
-Here every rank builds all layers before it drops those of other stages, where DeepSpeed builds its own stage's only:
-stages can be checked against each other, and a rank needs host memory for the whole model at the start.
+Every rank builds all layers before it drops those of other stages; DeepSpeed builds only the rank's own stage. This
+lets ranks compare their stages, but needs host memory for the whole model at the start.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zeroaccel.errors import UsageError
 
 
 class LayerSpec:
-    """A layer that is built later: its class and the arguments of that.
+    """A layer to build later: its class and the arguments of its constructor.
 
     Example:
         >>> LayerSpec(nn.Linear, 2, 3).build()
@@ -31,17 +31,17 @@ class LayerSpec:
         self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
 
     def build(self, log: bool = False) -> nn.Module:
-        """The layer; `log` is of no effect."""
+        """Builds the layer; `log` has no effect."""
         return self.typename(*self.module_args, **self.module_kwargs)
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer of which others with the same key are the same module.
+    """A layer that shares one module with all layers of the same key.
 
     Args:
-        key: of the layers that are one.
-        forward_fn: of (module, inputs), instead of the module's own forward.
-        tied_weight_attr: of effect only as a check: everything of the module is tied.
+        key: identifies the shared module.
+        forward_fn: function of (module, inputs) that replaces the module's own forward.
+        tied_weight_attr: no effect: the whole module is tied.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class TiedLayerSpec(LayerSpec):
 
 
 class _Function(nn.Module):
-    """A layer that is a function."""
+    """A layer that calls a function."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class _Function(nn.Module):
 
 
 class _TiedLayer(nn.Module):
-    """One of the places of a tied module."""
+    """One of the positions of a tied module."""
 
     def __init__(self, module: nn.Module, forward_fn: Callable[[nn.Module, Any], Any] | None) -> None:
         super().__init__()
@@ -81,17 +81,17 @@ class _TiedLayer(nn.Module):
 
 
 class PipelineModule(nn.Sequential):
-    """A model as a list of layers, of which `deepspeed.initialize` gives each rank one stage.
+    """A model as a list of layers; `deepspeed.initialize` gives each rank one stage.
 
     Args:
-        layers: `LayerSpec`s, modules and functions of one argument.
-        num_stages: of the pipeline; 1 trains it without stages.
-        loss_fn: of (outputs, labels), a scalar.
-        seed_layers: seed each layer by `base_seed` and its place.
-        partition_method: "parameters", "uniform", or "type:REGEX" for as many layers of matching classes on each stage.
+        layers: `LayerSpec`s, modules, and functions of one argument.
+        num_stages: number of pipeline stages; 1 trains without stages.
+        loss_fn: function of (outputs, labels) that returns a scalar.
+        seed_layers: seed each layer with `base_seed` plus its index.
+        partition_method: "parameters", "uniform", or "type:REGEX" for equal numbers of layers whose class matches.
 
     Raises:
-        UsageError: an argument that is not available.
+        UsageError: an argument is not supported.
 
     Example:
         >>> layers = [LayerSpec(nn.Linear, 4, 8), torch.relu, LayerSpec(nn.Linear, 8, 2)]
@@ -122,7 +122,7 @@ class PipelineModule(nn.Sequential):
                 "PipelineModule(activation_checkpoint_interval)",
                 expected="0",
                 got=activation_checkpoint_interval,
-                fix="call torch.utils.checkpoint in the layers that are to be recomputed",
+                fix="call torch.utils.checkpoint in the layers to recompute",
             )
         super().__init__()
         self.num_stages, self.loss_fn = num_stages, loss_fn
@@ -140,15 +140,13 @@ class PipelineModule(nn.Sequential):
             )
 
     def pipeline_config(self) -> PipelineConfig:
-        """How it is cut."""
+        """Returns the rules of the cut into stages."""
         if not self._partition.startswith("type:"):
             return PipelineConfig(split=self._partition, loss=self.loss_fn)
         pattern = re.compile(self._partition.removeprefix("type:"), re.IGNORECASE)
         costs = [float(pattern.search(type(_own(layer)).__name__) is not None) for layer in self]
         if not any(costs):
-            raise UsageError(
-                "PipelineModule(partition_method)", expected="a class of one of the layers", got=self._partition
-            )
+            raise UsageError("PipelineModule(partition_method)", expected="the class of a layer", got=self._partition)
         return PipelineConfig(loss=self.loss_fn, costs=costs)
 
 

@@ -1,4 +1,4 @@
-"""`deepspeed.accelerator.get_accelerator()`: the device of this rank, CUDA where there is one, else the CPU."""
+"""`deepspeed.accelerator.get_accelerator()`: the device of this rank, CUDA if available, otherwise the CPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zeroaccel.telemetry.step_report import memory_now
 
 
 class CpuStream:
-    """Stands for a stream on the CPU, where operations are done when their calls return."""
+    """Stand-in for a stream on the CPU, where operations are complete when their calls return."""
 
     def synchronize(self) -> None: ...
 
@@ -33,7 +33,7 @@ class CpuStream:
 def _nothing(_: Any = None) -> None: ...
 
 
-# Names that are torch.cuda's own where there is CUDA -> what they are on the CPU.
+# Name in torch.cuda, used with CUDA -> its value on the CPU.
 _ON_CPU: Mapping[str, Any] = {
     "Event": None,
     "Stream": CpuStream,
@@ -42,14 +42,14 @@ _ON_CPU: Mapping[str, Any] = {
     "initial_seed": torch.initial_seed,
     "stream": contextlib.nullcontext,
 }
-# The same, for functions that take the index of a device, which is left out for this one.
+# The same for functions with an optional device index.
 _ON_CPU_BY_INDEX: Mapping[str, Callable[..., Any]] = {
     "current_device": lambda: 0,
     "current_stream": lambda _=None: CpuStream(),
     "default_stream": lambda _=None: CpuStream(),
     "empty_cache": _nothing,
     "get_rng_state": lambda _=None: torch.get_rng_state(),
-    "reset_peak_memory_stats": _nothing,  # the system counts it, and it stays
+    "reset_peak_memory_stats": _nothing,  # the operating system's peak cannot be reset
     "set_device": _nothing,
     "synchronize": _nothing,
 }
@@ -64,7 +64,7 @@ _OLDER = {
 class DeviceFacts:
     """Calls of the device that libraries and scripts make; sizes are in bytes.
 
-    On the CPU `memory_*` count the resident memory of this process, as torch does not count its tensors there.
+    On the CPU, `memory_*` return the resident memory of this process, since torch does not count its tensors there.
     """
 
     def __init__(self) -> None:
@@ -82,14 +82,14 @@ class DeviceFacts:
             call = getattr(torch.cuda, name) if self._cuda else _ON_CPU_BY_INDEX[name]
             return lambda device_index=None: call() if device_index is None else call(device_index)
         raise AttributeError(
-            f"deepspeed.accelerator.get_accelerator().{name}: zeroaccel answers for deepspeed here and lacks"
-            " this; ask torch.cuda, or torch.accelerator"
+            f"deepspeed.accelerator.get_accelerator().{name}: zeroaccel provides deepspeed here, but not"
+            " this name; use torch.cuda or torch.accelerator"
         )
 
     # -- devices
 
     def device_name(self, device_index: int | str | None = None) -> str:
-        """ "cuda:1" for index 1, "cuda" without; "cpu" where there is no other."""
+        """Returns "cuda:1" for index 1, "cuda" without an index; "cpu" without CUDA."""
         if not self._cuda:
             return "cpu"
         return "cuda" if device_index is None else f"cuda:{device_index}"
@@ -101,7 +101,7 @@ class DeviceFacts:
         return torch.device(self.device_name(device_index))
 
     def device_count(self) -> int:
-        """CUDA devices; on the CPU the ranks of this machine, each of which computes as one device would."""
+        """Returns the number of CUDA devices; on the CPU the ranks of this machine, each of which acts as a device."""
         if self._cuda:
             return torch.cuda.device_count()
         return local_size() or 1
@@ -110,7 +110,7 @@ class DeviceFacts:
         return True
 
     def is_synchronized_device(self) -> bool:
-        """Whether operations are done when their calls return."""
+        """True if operations are complete when their calls return."""
         return not self._cuda
 
     def use_host_timers(self) -> bool:
@@ -123,11 +123,11 @@ class DeviceFacts:
         return tensor.device.type == self._name
 
     def visible_devices_envs(self) -> list[str]:
-        """The variables that choose devices."""
+        """Returns the names of the environment variables that choose devices."""
         return ["CUDA_VISIBLE_DEVICES"]
 
     def set_visible_devices_envs(self, current_env: dict[str, str], local_accelerator_ids: Sequence[int]) -> None:
-        """Writes these devices into an environment for other processes."""
+        """Sets these devices in an environment for other processes."""
         for name in self.visible_devices_envs():
             current_env[name] = ",".join(map(str, local_accelerator_ids))
 
@@ -146,13 +146,13 @@ class DeviceFacts:
         return self._cuda and torch.cuda.get_device_capability() >= (7, 0)
 
     def supported_dtypes(self) -> list[torch.dtype]:
-        """Those that an engine trains in."""
+        """Returns the dtypes that an engine can train in."""
         return [torch.float32, torch.float16, *([torch.bfloat16] if self.is_bf16_supported() else [])]
 
     # -- random numbers
 
     def random(self) -> Any:
-        """The module `torch.random`."""
+        """Returns the module `torch.random`."""
         return torch.random
 
     def set_rng_state(self, new_state: Tensor, device_index: int | None = None) -> None:
@@ -178,7 +178,7 @@ class DeviceFacts:
             torch.cuda.nvtx.range_pop()
 
     def lazy_call(self, callback: Callable[[], Any]) -> Any:
-        """Calls it once the device is initialised; on the CPU at once."""
+        """Calls `callback` after the device's initialization; on the CPU immediately."""
         return torch.cuda._lazy_call(callback) if self._cuda else callback()
 
     # -- memory
@@ -196,14 +196,14 @@ class DeviceFacts:
         return torch.cuda.max_memory_reserved(device_index) if self._cuda else self.max_memory_allocated()
 
     def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
-        """torch's statistics; on the CPU the two numbers that there are."""
+        """Returns torch's statistics; on the CPU only current and peak memory."""
         if self._cuda:
             return torch.cuda.memory_stats(device_index)
         used = memory_now(torch.device("cpu"))
         return {"allocated_bytes.all.current": used.current, "allocated_bytes.all.peak": used.peak}
 
     def total_memory(self, device_index: int | None = None) -> int:
-        """Of the device; on the CPU of the machine."""
+        """Returns the memory of the device; on the CPU, the machine's."""
         if not self._cuda:
             return int(psutil.virtual_memory().total)
         return torch.cuda.get_device_properties(self._at(device_index)).total_memory
@@ -214,7 +214,7 @@ class DeviceFacts:
         return self.total_memory(device_index) - self.memory_allocated(device_index)
 
     def pin_memory(self, tensor: Tensor, align_bytes: int = 1) -> Tensor:
-        """A copy in memory that a CUDA device reads directly; the tensor itself where there is none."""
+        """Returns a copy in pinned memory; without CUDA the tensor itself."""
         return tensor.pin_memory() if self._cuda else tensor
 
     def is_pinned(self, tensor: Tensor) -> bool:
@@ -224,7 +224,7 @@ class DeviceFacts:
         return self._compile_backend
 
     def set_compile_backend(self, backend: str) -> None:
-        """Notes the backend that `get_compile_backend` tells."""
+        """Sets the backend that `get_compile_backend` returns."""
         self._compile_backend = backend
 
     def _at(self, index: int | None) -> torch.device:
@@ -235,12 +235,12 @@ _accelerator = DeviceFacts()
 
 
 def get_accelerator() -> Any:
-    """The object of this process."""
+    """Returns the accelerator object of this process."""
     return _accelerator
 
 
 def set_accelerator(accel_obj: Any) -> None:
-    """Makes `get_accelerator` give this object. The engine goes on asking torch.
+    """Makes `get_accelerator` return this object. The engine continues to use torch directly.
 
     Raises:
         UsageError: it has no `device_name`.
@@ -252,5 +252,5 @@ def set_accelerator(accel_obj: Any) -> None:
 
 
 def is_current_accelerator_supported() -> bool:
-    """Whether it is one that the engine computes on."""
+    """True if the engine can compute on the current accelerator."""
     return getattr(_accelerator, "_name", None) in ("cuda", "cpu")

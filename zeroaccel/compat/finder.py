@@ -1,10 +1,10 @@
-"""The import finder that provides `deepspeed` and its distribution metadata, in this process and those it starts.
+"""The import finder that provides `deepspeed` and its distribution metadata, in this process and its child processes.
 
-The only file that touches `sys.meta_path` and `sys.modules`, and `uninstall` undoes it. The contents of the modules are
-the table in `surface`, whose entries are imported when they are first used. Imports no torch.
+Only this file changes `sys.meta_path` and `sys.modules`; `uninstall` undoes the changes. The table in `surface` defines
+the contents of the modules; entries are imported on first use. This module does not import torch.
 
-Child processes get the finder by variables that Python reads at its start: a folder with a `sitecustomize` goes first
-on PYTHONPATH, which installs the finder and then runs the `sitecustomize` that it hides, if there is one.
+Child processes get the finder through environment variables: the first folder on PYTHONPATH contains a `sitecustomize`,
+which installs the finder and then runs the `sitecustomize` that it hides, if there is one.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from zeroaccel.compat.surface import ABSENT, PACKAGE, SCRIPTS, SURFACE, nearest
 from zeroaccel.errors import UsageError
 
 VERSION = "0.19.5+zeroaccel"
-"""Of the import surface: libraries compare it with the oldest release of DeepSpeed that has what they use."""
+"""Version of the import surface: libraries compare it with the oldest DeepSpeed release that they support."""
 
 SHIM_MARK = "of-zeroaccel"
-"""A file in the package that `zeroaccel compat install` writes, which is no DeepSpeed and imports this one."""
+"""Marker file in the package that `zeroaccel compat install` writes; that package imports this one."""
 
 SWITCH = "ZEROACCEL_COMPAT"
-"""Variable: "1", or "shadow" where a real DeepSpeed is to be replaced."""
+"""Environment variable: "1", or "shadow" to replace an installed DeepSpeed."""
 
 _STARTUP = str(Path(__file__).parent / "startup")
 
-_DECIDED_AT_IMPORT = ("accelerate", "transformers")  # these look for deepspeed once, when they are imported
+_DECIDED_AT_IMPORT = ("accelerate", "transformers")  # look for deepspeed once, at their import
 
 _SCRIPT = """\
 import sys
@@ -49,7 +49,7 @@ except ZeroAccelError as error:
 
 
 class FacadeModule(ModuleType):
-    """A module of the surface; its names are imported from zeroaccel when they are first used."""
+    """A module of the surface; imports its names from zeroaccel on first use."""
 
     def __getattr__(self, name: str) -> Any:
         target = SURFACE[self.__name__].get(name)
@@ -79,17 +79,17 @@ class _FacadeLoader(Loader):
             numbers = VERSION.partition("+")[0].split(".")
             parts = zip(("major", "minor", "patch"), map(int, numbers), strict=True)
             module.__dict__.update({f"__version_{part}__": number for part, number in parts}, __version__=VERSION)
-            module.__dict__.update(__git_hash__="unknown", __git_branch__="unknown")  # as of a release
+            module.__dict__.update(__git_hash__="unknown", __git_branch__="unknown")  # like a release
 
     def get_code(self, fullname: str) -> CodeType | None:
-        """What `python -m` runs: the module's `main`, where it has one."""
+        """Returns the code that `python -m` runs: it calls the module's `main`, if there is one."""
         if fullname not in SCRIPTS:
             return None
         return compile(_SCRIPT.format(name=fullname), f"<{fullname}>", "exec")
 
 
 class _PatchingLoader(SourceFileLoader):
-    """Of a module of transformers with a class of which zeroaccel replaces a method."""
+    """Loads a module of transformers and replaces a method of one of its classes."""
 
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
@@ -103,7 +103,7 @@ _ORIGINALS: dict[tuple[type, str], Any] = {}
 
 
 def _sharded_while_loading(original: Any) -> Any:
-    """`from_pretrained` that builds a quantised base within `zero.Init`, where transformers leaves it whole."""
+    """Returns a `from_pretrained` that builds a quantized base within `zero.Init`; transformers would not shard it."""
 
     @functools.wraps(original.__func__)
     def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -117,7 +117,7 @@ def _sharded_while_loading(original: Any) -> Any:
 
 
 def _saving_states(original: Any) -> Any:
-    """`train` with states in memory, in jobs whose launcher keeps memory."""
+    """Returns a `train` that keeps states in memory, in jobs whose launcher preserves memory."""
 
     @functools.wraps(original)
     def train(trainer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -130,7 +130,7 @@ _PATCHED: Mapping[str, tuple[str, str, Callable[[Any], Any]]] = {
     "transformers.modeling_utils": ("PreTrainedModel", "from_pretrained", _sharded_while_loading),
     "transformers.trainer": ("Trainer", "train", _saving_states),
 }
-"""Module -> class, method, its replacement."""
+"""Module -> (class, method, function that returns its replacement)."""
 
 
 class _Distribution(Distribution):
@@ -140,17 +140,17 @@ class _Distribution(Distribution):
         return None
 
     def locate_file(self, path: Any) -> Any:
-        raise FileNotFoundError(f"{path}: {PACKAGE} is answered by zeroaccel and has no files")
+        raise FileNotFoundError(f"{path}: zeroaccel provides {PACKAGE}, which has no files here")
 
 
 class _Finder(DistributionFinder):
-    """Comes before Python's own finders, so that `deepspeed` is never a mixture of two packages."""
+    """Precedes Python's own finders, so that `deepspeed` is never a mixture of two packages."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname in SURFACE:
-            # A script is no package: of one, `python -m` would look for a `__main__`.
+            # A script must not be a package: `python -m` would look for its `__main__`.
             spec = ModuleSpec(fullname, _FacadeLoader(), origin="zeroaccel", is_package=fullname not in SCRIPTS)
             return spec
         if fullname in _PATCHED:
@@ -175,14 +175,14 @@ _FINDER = _Finder()
 
 
 def install(*, shadow: bool = False) -> None:
-    """Makes `import deepspeed` give zeroaccel; does nothing where it is installed already.
+    """Makes `import deepspeed` import zeroaccel; does nothing if already installed.
 
     Args:
-        shadow: also where a real DeepSpeed is installed.
+        shadow: also replace an installed DeepSpeed.
 
     Raises:
-        UsageError: a real DeepSpeed is installed, or loaded already; or a library that decides at its import whether
-            there is a DeepSpeed has been imported without one.
+        UsageError: a real DeepSpeed is installed or already imported; or accelerate or transformers, which look for
+            DeepSpeed only at their import, was imported before.
 
     Example:
         >>> import zeroaccel.compat
@@ -195,21 +195,21 @@ def install(*, shadow: bool = False) -> None:
     if is_installed():
         return
     location = real_location()
-    # accelerate and transformers look for deepspeed once, so a finder that comes later would be without effect.
+    # accelerate and transformers look for deepspeed once, so a later finder would have no effect.
     loaded = sys.modules.get(PACKAGE)
     if loaded is not None or (location is not None and not shadow):
         raise UsageError(
             "zeroaccel.compat.install()",
-            expected="no DeepSpeed in this environment" if loaded is None else "to come before `import deepspeed`",
+            expected="no DeepSpeed in this environment" if loaded is None else "a call before `import deepspeed`",
             got=f"one in {location}",
-            fix="pass shadow=True (zeroaccel launch --engine zeroaccel) to use zeroaccel in its place"
+            fix="pass shadow=True (zeroaccel launch --engine zeroaccel) to use zeroaccel instead"
             if loaded is None
             else "call it first in the script, or start the script with zeroaccel launch",
         )
     if location is None and (early := [name for name in _DECIDED_AT_IMPORT if name in sys.modules]):
         raise UsageError(
             "zeroaccel.compat.install()",
-            expected=f"to come before `import {early[0]}`, which looks for deepspeed once, when it is imported",
+            expected=f"a call before `import {early[0]}`, which looks for deepspeed only at its import",
             got=f"{' and '.join(early)} imported already",
             fix="call it first in the script, or start the script with zeroaccel launch",
         )
@@ -217,7 +217,7 @@ def install(*, shadow: bool = False) -> None:
 
 
 def uninstall() -> None:
-    """Removes the finder and its modules; names that were imported from them stay what they are."""
+    """Removes the finder and its modules; names already imported from them stay valid."""
     if not is_installed():
         return
     sys.meta_path.remove(_FINDER)
@@ -235,18 +235,18 @@ def uninstall() -> None:
 
 
 def inherited_environment(environ: Mapping[str, str], *, shadow: bool = False) -> dict[str, str]:
-    """The variables that give child processes the finder, where they have `environ` otherwise."""
+    """Returns the variables that install the finder in child processes with the environment `environ`."""
     paths = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != _STARTUP]
     return {"PYTHONPATH": os.pathsep.join([_STARTUP, *paths]), SWITCH: "shadow" if shadow else "1"}
 
 
 def is_installed() -> bool:
-    """Whether `import deepspeed` gives zeroaccel."""
+    """True if `import deepspeed` imports zeroaccel."""
     return _FINDER in sys.meta_path
 
 
 def real_location() -> str | None:
-    """Where a real DeepSpeed would be imported from; None if there is none."""
+    """Returns the location of a real DeepSpeed; None if there is none."""
     spec = PathFinder.find_spec(PACKAGE)
     if spec is None or spec.loader is None or Path(str(spec.origin)).with_name(SHIM_MARK).is_file():
         return None
@@ -258,5 +258,5 @@ def _absence(name: str) -> str:
     reason = ABSENT[max(rows, key=len)] if rows else None
     if reason is None:
         similar = nearest(name)
-        reason = f"the nearest it has is {similar}" if similar else "it is not part of what libraries use"
-    return f"{name}: zeroaccel answers for deepspeed here and lacks this; {reason}"
+        reason = f"the most similar name is {similar}" if similar else "no supported library uses it"
+    return f"{name}: zeroaccel provides deepspeed here, but not this name; {reason}"

@@ -1,7 +1,7 @@
 """`deepspeed.profiling.flops_profiler`: operations, parameters and time of a model, counted by torch.
 
 torch's `FlopCounterMode` counts matrix products, convolutions and attention, which are nearly all of a model's
-operations; those of single elements (activations, norms) are not counted, as DeepSpeed does.
+operations. Unlike DeepSpeed's profiler, it does not count elementwise operations (activations, norms).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _MAGNITUDES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K"), (1.0, ""))
 
 
 class OperationProfiler:
-    """Counts what a model does between `start_profile` and `stop_profile`.
+    """Counts the operations of a model between `start_profile` and `stop_profile`.
 
     Args:
         model: the model, or an engine's `module`.
-        ds_engine: of no effect: sharded parameters are counted in full.
-        recompute_fwd_factor: operations of recomputation, as a share of those that are counted, added to them.
+        ds_engine: no effect: sharded parameters are counted in full.
+        recompute_fwd_factor: recomputed operations to add, as a share of the counted ones.
 
     Example:
         >>> profiler = OperationProfiler(torch.nn.Linear(4, 2))
@@ -49,13 +49,13 @@ class OperationProfiler:
         self._counting = False
 
     def start_profile(self, ignore_list: Iterable[type[nn.Module]] | None = None) -> None:
-        """Begins to count anew.
+        """Starts a new count.
 
         Args:
-            ignore_list: classes of modules whose operations are left out.
+            ignore_list: classes of modules whose operations are excluded.
 
         Raises:
-            EngineStateError: it counts already.
+            EngineStateError: a count is running.
         """
         if self._counting:
             raise EngineStateError("FlopsProfiler.start_profile()", expected="a profiler that is stopped")
@@ -67,7 +67,7 @@ class OperationProfiler:
         self._counter.__enter__()
 
     def stop_profile(self) -> None:
-        """Ends the count; the numbers stay until `end_profile`. Without a count it does nothing."""
+        """Ends the count; the numbers remain until `end_profile`. Does nothing without a count."""
         if self._counter is not None and self._counting:
             self._counter.__exit__(None, None, None)
             get_accelerator().synchronize()
@@ -75,34 +75,34 @@ class OperationProfiler:
             self._counting = False
 
     def reset_profile(self) -> None:
-        """Forgets the numbers; a count that runs goes on from 0."""
+        """Drops the numbers; a running count restarts from 0."""
         counting = self._counting
         self.end_profile()
         if counting:
             self.start_profile(self._ignored)
 
     def end_profile(self) -> None:
-        """Ends the count, and forgets the numbers."""
+        """Ends the count, and drops the numbers."""
         self.stop_profile()
         self.started, self._counter, self._seconds = False, None, 0.0
 
     def get_total_flops(self, as_string: bool = False) -> int | str:
-        """Operations, two of them per multiplication and addition."""
+        """Returns the number of operations; a multiply-add counts as two."""
         flops = round(self._flops() * (1.0 + self.recompute_fwd_factor))
         return number_to_string(flops) if as_string else flops
 
     def get_total_macs(self, as_string: bool = False) -> int | str:
-        """Multiplications with an addition."""
+        """Returns the number of multiply-adds."""
         macs = round(self._flops() * (1.0 + self.recompute_fwd_factor)) // 2
         return macs_to_string(macs) if as_string else macs
 
     def get_total_duration(self, as_string: bool = False) -> float | str:
-        """Seconds of the count, with the device's work."""
+        """Returns the duration of the count in seconds, including the device's work."""
         seconds = time.perf_counter() - self._begun if self._counting else self._seconds
         return duration_to_string(seconds) if as_string else seconds
 
     def get_total_params(self, as_string: bool = False) -> int | str:
-        """Parameters of the model, in full."""
+        """Returns the number of the model's parameters, including other ranks' shards."""
         total = _numel(self.model)
         return params_to_string(total) if as_string else total
 
@@ -114,14 +114,14 @@ class OperationProfiler:
         detailed: bool = True,
         output_file: str | None = None,
     ) -> None:
-        """Prints what was counted; nothing before a count.
+        """Prints the count; does nothing before one.
 
         Args:
-            profile_step: the step that was counted, for the report.
-            module_depth: down to which modules are listed; -1 for all.
-            top_modules: of no effect: all are listed.
-            detailed: a line per module that does any, besides the sums.
-            output_file: takes the report instead of the standard output.
+            profile_step: number of the counted step, for the report.
+            module_depth: depth of the listed modules; -1 for all.
+            top_modules: no effect: all modules are listed.
+            detailed: print a line for each module with operations, besides the sums.
+            output_file: file for the report; by default the standard output.
         """
         if self._counter is None:
             return
@@ -140,7 +140,7 @@ class OperationProfiler:
             print("\n".join(lines))
 
     def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
-        """Prints the operations of modules down to this depth, as torch's counter has them."""
+        """Prints the operations of modules up to this depth, as counted by torch."""
         print("\n".join(self._modules(module_depth)))
 
     def _modules(self, depth: int) -> list[str]:
@@ -152,7 +152,7 @@ class OperationProfiler:
         ]
 
     def _flops(self) -> int:
-        """Of the model without the ignored modules."""
+        """Returns the operations of the model without the ignored modules."""
         if self._counter is None:
             return 0
         counts: Mapping[str, Mapping[Any, int]] = self._counter.get_flop_counts()
@@ -180,16 +180,16 @@ def get_model_profile(
     ignore_modules: Iterable[type[nn.Module]] | None = None,
     mode: str = "forward",
 ) -> tuple[int | str, int | str, int | str]:
-    """(operations, multiply-additions, parameters) of one forward of a model, which is put into eval mode.
+    """Puts a model in eval mode; returns (operations, multiply-adds, parameters) of one forward.
 
     Args:
-        input_shape: of the only argument, in the dtype of the parameters; or
-        args, kwargs: the arguments themselves.
-        print_profile, detailed, module_depth, top_modules, output_file: as of `OperationProfiler.print_model_profile`.
-        warm_up: forwards before the one that is counted.
-        as_string: texts such as "1.5 GMACs" instead of numbers.
-        ignore_modules: classes of modules whose operations are left out.
-        mode: "forward" or "generate", the method of the model.
+        input_shape: shape of the only argument, in the dtype of the parameters.
+        args, kwargs: arguments to use instead of `input_shape`.
+        print_profile, detailed, module_depth, top_modules, output_file: as in `OperationProfiler.print_model_profile`.
+        warm_up: number of forwards before the counted one.
+        as_string: return texts such as "1.5 GMACs" instead of numbers.
+        ignore_modules: classes of modules whose operations are excluded.
+        mode: method to call, "forward" or "generate".
 
     Raises:
         UsageError: no input, or another mode.
@@ -221,36 +221,36 @@ def get_model_profile(
 
 
 def number_to_string(num: float, units: str | None = None, precision: int = 2) -> str:
-    """ "1.5 G" for 1.5e9; `units` is one of T, G, M, K or "" instead of the one that fits."""
+    """Returns "1.5 G" for 1.5e9; `units`, one of T, G, M, K or "", replaces the automatic unit."""
     sizes = {unit: size for size, unit in _MAGNITUDES}
     unit = next((u for size, u in _MAGNITUDES if num >= size), "") if units is None else units
     return f"{round(num / sizes.get(unit, 1.0), precision):g} {unit}"
 
 
 def macs_to_string(macs: float, units: str | None = None, precision: int = 2) -> str:
-    """ "1.5 GMACs"."""
+    """Returns a text such as "1.5 GMACs"."""
     return f"{number_to_string(macs, units, precision)}MACs"
 
 
 def flops_to_string(flops: float, units: str | None = None, precision: int = 2) -> str:
-    """ "1.5 GFLOPS"."""
+    """Returns a text such as "1.5 GFLOPS"."""
     return f"{number_to_string(flops, units, precision)}FLOPS"
 
 
 def params_to_string(params_num: float, units: str | None = None, precision: int = 2) -> str:
-    """ "1.5 B", where B is 1e9."""
+    """Returns a text such as "1.5 B", where B is 1e9."""
     text = number_to_string(params_num, units.replace("B", "G") if units else units, precision)
     return text.replace("G", "B").strip()
 
 
 def duration_to_string(duration: float, units: str | None = None, precision: int = 2) -> str:
-    """ "1.5 s", "12 ms", "3 us"; `units` is "s", "ms" or "us"."""
+    """Returns a text such as "1.5 s", "12 ms" or "3 us"; `units` is "s", "ms" or "us"."""
     scales = {"s": 1.0, "ms": 1e3, "us": 1e6}
     unit = units or next((u for u, scale in scales.items() if duration * scale >= 1), "us")
     return f"{round(duration * scales[unit], precision):g} {unit}"
 
 
 def _numel(module: nn.Module) -> int:
-    """Parameters, in full where they are sharded."""
+    """Returns the number of parameters, including other ranks' shards."""
     handles = ((param, handle_of(param)) for param in module.parameters())
     return sum(param.numel() if handle is None else handle.slot.whole_numel for param, handle in handles)

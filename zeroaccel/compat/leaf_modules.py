@@ -1,7 +1,7 @@
-"""DeepSpeed's calls for leaf modules: those whose parameters are gathered together at stage 3.
+"""DeepSpeed's calls for leaf modules: modules whose parameters stage 3 gathers together.
 
-A mark is an attribute of a module, which libraries and their tests read. `deepspeed.initialize` names the marked
-modules in the engine's config, and marks those that the config names.
+The mark is a module attribute, which libraries and their tests read. `deepspeed.initialize` adds the names of marked
+modules to the engine's config, and marks the modules that the config names.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _LEAF_MARK = "_z3_leaf"
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Marks every module of these classes. Returns them.
+    """Marks every module of these classes, and returns the modules.
 
     Args:
-        leaf_module_classes: classes, or their names, bare or with their module.
+        leaf_module_classes: classes, or their names with or without the module's name.
 
     Raises:
-        UsageError: something else is among them; or none is in the model, with `raise_if_not_found`.
+        UsageError: an item is neither; or with `raise_if_not_found`, the model has no module of these classes.
     """
     return _set_of_classes(model, leaf_module_classes, flag=True, required=raise_if_not_found)
 
@@ -34,17 +34,17 @@ def set_z3_leaf_modules(
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Unmarks them. Returns the modules."""
+    """Removes the marks of `set_z3_leaf_modules`, and returns the modules."""
     return _set_of_classes(model, leaf_module_classes, flag=False, required=raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Marks, or with `flag` False unmarks, the modules of these full names. Returns (them, names without a module).
+    """Marks the modules with these full names, or unmarks them with `flag` False; returns (modules, names not found).
 
     Raises:
-        UsageError: there are names without a module, with `raise_if_not_found`.
+        UsageError: with `raise_if_not_found`, a name has no module.
     """
     return _set_of_names(model, module_names, str.__eq__, flag=flag, required=raise_if_not_found)
 
@@ -52,41 +52,41 @@ def set_z3_leaf_modules_by_name(
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """The same for the modules whose full names end so. Returns (them, endings without a module).
+    """Marks or unmarks the modules whose full names have these endings; returns (modules, endings not found).
 
     Raises:
-        UsageError: there are endings without a module, with `raise_if_not_found`.
+        UsageError: with `raise_if_not_found`, an ending has no module.
     """
     return _set_of_names(model, module_name_suffixes, str.endswith, flag=flag, required=raise_if_not_found)
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Marks or unmarks this one module."""
+    """Marks or unmarks a single module."""
     model.__dict__[_LEAF_MARK] = flag
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """The marked modules."""
+    """Returns the marked modules."""
     return [module for module in model.modules() if z3_leaf_module(module)]
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    """Whether a module is marked."""
+    """True if a module is marked."""
     return bool(model.__dict__.get(_LEAF_MARK, False))
 
 
 def z3_leaf_parameter(model: nn.Parameter) -> bool:
-    """Whether a parameter is one of a leaf module of an engine that `deepspeed.initialize` made."""
+    """True if a parameter belongs to a leaf module of an engine created by `deepspeed.initialize`."""
     return bool(getattr(model, "ds_z3_leaf_module", None))
 
 
 def marked_names(model: nn.Module) -> list[str]:
-    """Names of the marked modules in the model."""
+    """Returns the names of the marked modules in the model."""
     return [name for name, module in model.named_modules() if z3_leaf_module(module)]
 
 
 def mark_configured(model: nn.Module, config: Config) -> None:
-    """Marks the modules that a config's `leaf_module` names."""
+    """Marks the modules that the config's `leaf_module` names."""
     leaf = config.zero_optimization.leaf_module
     rules = LeafRules(tuple(leaf.classes), tuple(leaf.names), tuple(leaf.name_suffixes))
     for name, module in model.named_modules():
@@ -95,7 +95,7 @@ def mark_configured(model: nn.Module, config: Config) -> None:
 
 
 def mark_parameters(model: nn.Module) -> None:
-    """Notes on the parameters of marked modules which module that is."""
+    """Sets on each parameter of a marked module a reference to the module."""
     for module in get_z3_leaf_modules(model):
         for param in module.parameters():
             param.ds_z3_leaf_module = module  # type: ignore[attr-defined]
@@ -106,7 +106,7 @@ def _set_of_classes(
 ) -> list[nn.Module]:
     kinds = list(classes)
     if wrong := [kind for kind in kinds if not isinstance(kind, (type, str))]:
-        raise UsageError("set_z3_leaf_modules", expected="classes or names of classes", got=wrong[0])
+        raise UsageError("set_z3_leaf_modules", expected="classes or class names", got=wrong[0])
     types = tuple(kind for kind in kinds if isinstance(kind, type))
     rules = LeafRules(tuple(kind for kind in kinds if isinstance(kind, str)))
     modules = [module for module in model.modules() if isinstance(module, types) or rules.match("", module)]
@@ -114,7 +114,7 @@ def _set_of_classes(
         names = sorted({type(module).__name__ for module in model.modules()})
         raise UsageError(
             "set_z3_leaf_modules",
-            expected=f"classes of modules of the model ({listed(names)})",
+            expected=f"module classes of the model ({listed(names)})",
             got=", ".join(kind if isinstance(kind, str) else kind.__name__ for kind in kinds),
         )
     for module in modules:

@@ -1,7 +1,7 @@
 """DeepSpeed's members of an engine's optimizer and loss scale: `cur_scale`, `loss_scaler`, `overflow` and others.
 
-The objects stay what they are. Their class is replaced by a subclass of the same name that has the members besides its
-own, from `attach` until the engine is destroyed; so every member reads the engine's state when it is asked for.
+The objects remain the same. From `attach` until the engine is destroyed, a subclass of the same name replaces their
+class and adds the members, which read the engine's current state.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from zeroaccel.zero.engine_base import EngineBase
 
 
 class _Extended:
-    """What the subclasses share: their engine; and they are copied and pickled as objects of the class they extend."""
+    """Base of the subclasses: refers to the engine, and makes copies and pickles instances of the original class."""
 
     _extended: type
     _engine_reference: weakref.ref[EngineBase]
@@ -24,7 +24,7 @@ class _Extended:
     @property
     def _engine(self) -> EngineBase:
         engine = self._engine_reference()
-        assert engine is not None, "members of an engine that is gone"
+        assert engine is not None, "the engine no longer exists"
         return engine
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -34,10 +34,10 @@ class _Extended:
 
 
 class DeepSpeedOptimizer(_Extended):
-    """Members of the optimizer that `deepspeed.initialize` returns, besides those of its own class.
+    """Members of the optimizer that `deepspeed.initialize` returns, in addition to those of its own class.
 
     Attributes:
-        overflow: whether the last `engine.step()` skipped its update.
+        overflow: True if the last `engine.step()` skipped its update.
         parameter_offload: see `ParameterOffload`; None for inference.
     """
 
@@ -46,7 +46,7 @@ class DeepSpeedOptimizer(_Extended):
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer itself: there is no wrapper around it."""
+        """The optimizer itself: it has no wrapper."""
         return self
 
     @property
@@ -56,7 +56,7 @@ class DeepSpeedOptimizer(_Extended):
 
     @property
     def cur_scale(self) -> float:
-        """The factor of the loss in the next backward; 1 in bf16 and fp32."""
+        """Factor of the loss in the next backward; 1 in bf16 and fp32."""
         return float(self._engine.loss_scale.value)
 
     @cur_scale.setter
@@ -65,7 +65,7 @@ class DeepSpeedOptimizer(_Extended):
 
     @property
     def loss_scale(self) -> float:
-        """The same as `cur_scale`."""
+        """Alias of `cur_scale`."""
         return self.cur_scale
 
     @loss_scale.setter
@@ -74,38 +74,38 @@ class DeepSpeedOptimizer(_Extended):
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale changes by itself."""
+        """True if the loss scale is dynamic."""
         return bool(self.loss_scaler.dynamic)
 
     def needs_scaler(self) -> bool:
-        """Whether a plain `loss.backward()` needs `engine.scale(loss)` first: under fp16."""
+        """True under fp16: a plain `loss.backward()` needs `engine.scale(loss)` first."""
         return bool(self._engine.loss_scale.scales)
 
     def backward(self, loss: Any, retain_graph: bool = False) -> None:
-        """`engine.backward` of a loss that is divided by the accumulation steps already."""
+        """Calls `engine.backward` with a loss that is already divided by the accumulation steps."""
         self._engine.backward(loss, retain_graph, scale_wrt_gas=False)
 
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
-        """`engine.offload_states`, which OpenRLHF calls on the optimizer. (all ranks)"""
+        """Calls `engine.offload_states`; OpenRLHF calls it on the optimizer. (all ranks)"""
         self._engine.offload_states(*args, **kwargs)
 
     def reload_states(self, *args: Any, **kwargs: Any) -> None:
-        """`engine.reload_states`. (all ranks)"""
+        """Calls `engine.reload_states`. (all ranks)"""
         self._engine.reload_states(*args, **kwargs)
 
 
 class DeepSpeedLossScale(_Extended):
-    """Members of the loss scale: it is `engine.loss_scale()`, and `optimizer.loss_scaler` with its numbers."""
+    """Members of the loss scale, which serves as `engine.loss_scale()` and as `optimizer.loss_scaler`."""
 
     value: float
 
     def __call__(self) -> float:
-        """The config's `loss_scale`: 0 where the scale is dynamic, and without fp16."""
+        """Returns the config's `loss_scale`: 0 for a dynamic scale, and without fp16."""
         return float(self._engine.config.get("fp16", {}).get("loss_scale", 0.0))
 
     @property
     def cur_scale(self) -> float:
-        """The factor of the loss in the next backward."""
+        """Factor of the loss in the next backward."""
         return float(self.value)
 
     @cur_scale.setter
@@ -114,12 +114,12 @@ class DeepSpeedLossScale(_Extended):
 
     @property
     def loss_scale(self) -> float:
-        """The same as `cur_scale`."""
+        """Alias of `cur_scale`."""
         return self.cur_scale
 
     @property
     def dynamic(self) -> bool:
-        """Whether it changes by itself."""
+        """True if the scale is dynamic."""
         return hasattr(self, "window")
 
     def __getattr__(self, name: str) -> Any:
@@ -129,7 +129,7 @@ class DeepSpeedLossScale(_Extended):
         return getattr(self, own)
 
 
-# DeepSpeed's names of a dynamic scale's numbers -> those of `DynamicLossScale`.
+# DeepSpeed's attribute of a dynamic scale -> attribute of `DynamicLossScale`.
 _SCALE_NAMES = {
     "scale_window": "window",
     "min_scale": "minimum",
@@ -141,14 +141,14 @@ _SCALE_NAMES = {
 
 
 def attach(engine: EngineBase) -> None:
-    """Gives the members to the engine's loss scale and, where it has one, its optimizer, until it is destroyed."""
+    """Adds the members to the engine's loss scale and optimizer, if it has one, until the engine is destroyed."""
     for part, members in ((engine.loss_scale, DeepSpeedLossScale), (engine.optimizer, DeepSpeedOptimizer)):
         if part is not None:
             engine.at_destroy(_extend(part, members, engine))
 
 
 def _extend(part: Any, members: type, engine: EngineBase) -> Callable[[], None]:
-    """Replaces the class of `part` by a subclass with these members; the result restores it."""
+    """Replaces the class of `part` by a subclass with these members; returns a function that restores it."""
     own = type(part)
     names = {
         "__module__": own.__module__,
@@ -174,12 +174,12 @@ def _set_scale(engine: EngineBase, value: float, where: str) -> None:
 
     Raises:
         UsageError: the precision has no loss scale, or the value is not a positive number.
-        EngineStateError: gradients with the present scale wait for their step.
+        EngineStateError: gradients with the current scale await their step.
     """
     if not engine.loss_scale.scales:
-        raise UsageError(where, expected="fp16, which has a loss scale", got=value, fix="leave it as it is")
+        raise UsageError(where, expected="fp16, which has a loss scale", got=value, fix="do not set it")
     if not float(value) > 0:
         raise UsageError(where, expected="a positive number", got=value)
     if engine.has_gradients:
-        raise EngineStateError(where, expected="to be set between a step and the next backward")
+        raise EngineStateError(where, expected="an assignment between a step and the next backward")
     engine.loss_scale.value = float(value)

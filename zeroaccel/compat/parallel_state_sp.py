@@ -1,6 +1,6 @@
-"""`deepspeed.runtime.sequence_parallel.parallel_state_sp`: the groups of sequence parallelism, by `SequenceGroup`.
+"""`deepspeed.runtime.sequence_parallel.parallel_state_sp`: the groups of sequence parallelism, from `SequenceGroup`.
 
-The module itself is what DeepSpeed calls an mpu: `deepspeed.initialize(mpu=)` takes it.
+The module itself is an mpu in DeepSpeed's sense: pass it to `deepspeed.initialize(mpu=)`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _group: SequenceGroup | None = None
 
 
 def initialize_sequence_parallel(sequence_parallel_size: int) -> None:
-    """Makes the groups of this many consecutive ranks. (all ranks) Again with the same number it does nothing.
+    """Creates groups of this many consecutive ranks; does nothing if they already exist. (all ranks)
 
     Raises:
-        UsageError: the number does not divide the ranks, or is another than before.
+        UsageError: the size does not divide the number of ranks, or differs from an earlier call.
     """
     global _group
     topology = init_process_group()
@@ -54,11 +54,11 @@ def initialize_sequence_parallel(sequence_parallel_size: int) -> None:
 
 
 class _RanksOrPlaces(dict[int, int]):
-    """Global rank -> place in the group, of a gloo group; a place that is no rank of the group leads to itself.
+    """Global rank -> index in a gloo group; an index that is not a rank of the group maps to itself.
 
-    The backward of `torch.distributed.nn.functional.all_gather`, by which trainers bring losses together, names the
-    source of its scatters by the place, where torch wants the global rank. Groups are consecutive ranks of one size, so
-    a place that is a rank of the group is the same as its place.
+    Trainers gather losses with `torch.distributed.nn.functional.all_gather`. Its backward passes the index as the
+    source of its scatters, but torch expects the global rank. Groups are consecutive ranks of one size, so an index
+    that is also a rank of the group equals that rank's index.
     """
 
     def __contains__(self, key: object) -> bool:
@@ -71,7 +71,7 @@ class _RanksOrPlaces(dict[int, int]):
 
 
 def sequence_group() -> SequenceGroup:
-    """What `initialize_sequence_parallel` has made.
+    """Returns the group that `initialize_sequence_parallel` created.
 
     Raises:
         EngineStateError: it has not been called.
@@ -79,14 +79,14 @@ def sequence_group() -> SequenceGroup:
     if _group is None:
         raise EngineStateError(
             "sequence parallel group",
-            expected="initialize_sequence_parallel(), or UlyssesSPAttentionHF.register_with_transformers(), before",
+            expected="a preceding initialize_sequence_parallel() or UlyssesSPAttentionHF.register_with_transformers()",
             got="neither",
         )
     return _group
 
 
 def get_sequence_parallel_group() -> dist.ProcessGroup:
-    """The ranks of this one's sequences."""
+    """Returns the group of ranks that share this rank's sequences."""
     return sequence_group().process_group
 
 
@@ -99,9 +99,9 @@ def get_sequence_parallel_rank() -> int:
 
 
 def get_sequence_data_parallel_group() -> dist.ProcessGroup:
-    """The ranks over which ZeRO shards: all of them."""
+    """Returns the group over which ZeRO shards: all ranks."""
     world = dist.group.WORLD
-    assert world is not None, "sequence_group() has joined the ranks"
+    assert world is not None, "call sequence_group() first"
     return world
 
 

@@ -1,8 +1,8 @@
 """DeepSpeed's members of parameters and modules: `ds_id`, `ds_shape`, `ds_status`, ...
 
-The only file that adds to torch's classes: properties of `nn.Parameter` that work for parameters of models at stage 3
-only, from the first such model on until `detach()`. They are read from the unit of the parameter. Nothing is stored on
-a parameter, so nothing is saved or copied with it.
+Only this file adds members to torch's classes: properties of `nn.Parameter`, from the first stage-3 model until
+`detach()`. They work only for parameters of stage-3 models, and read from the parameter's unit. Parameters store
+nothing, so saves and copies contain nothing extra.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zeroaccel.zero.param_unit import ShardState
 
 
 class ZeroParamStatus(enum.Enum):
-    """State of a parameter's values, in DeepSpeed's words."""
+    """State of a parameter's values, with DeepSpeed's names."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
@@ -40,13 +40,13 @@ _NUMBERS = itertools.count()
 
 
 def attach(registry: ParamRegistry) -> None:
-    """Makes the members work on the parameters of this registry."""
+    """Makes the members work for the parameters of this registry."""
     _REGISTRIES.add(registry)
     _add_members()
 
 
 def attach_whole(params: Iterable[nn.Parameter]) -> None:
-    """Makes the members work on parameters that a `zero.Init` on one rank does not shard."""
+    """Makes the members work for parameters that a `zero.Init` on one rank does not shard."""
     for param in params:
         _WHOLE.setdefault(param, next(_NUMBERS))
     _add_members()
@@ -70,9 +70,9 @@ def detach() -> None:
 
 
 class ParameterOffload:
-    """The object whose hooks TRL removes before it generates with all parameters gathered, and adds again.
+    """Object whose hooks TRL removes before it generates with gathered parameters, and adds again afterwards.
 
-    There is nothing to remove: hooks do not reshard a unit that is gathered explicitly.
+    It has no hooks: the engine's hooks do not reshard units that were gathered explicitly.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -81,7 +81,7 @@ class ParameterOffload:
         self.backward_hooks: list[Any] = []
 
     def _register_deepspeed_module(self, module: nn.Module) -> None:
-        """Does nothing, as nothing was removed."""
+        """Does nothing, since TRL removed nothing."""
 
 
 def _member(name: str, read: Callable[[ParamHandle], Any]) -> Callable[[nn.Parameter], Any]:
@@ -97,7 +97,7 @@ def _member(name: str, read: Callable[[ParamHandle], Any]) -> Callable[[nn.Param
 
 
 def _own_part(handle: ParamHandle) -> Tensor:
-    """This rank's elements of the parameter, (n,); empty where it has none."""
+    """Returns this rank's elements of the parameter, (n,); empty if it has no elements."""
     return handle.buffer.shard.read(handle.reach(handle.buffer.rank))
 
 
@@ -107,7 +107,7 @@ def _identity(handle: ParamHandle) -> int:
 
 
 def _own_numel(handle: ParamHandle) -> Callable[[], int]:
-    """DeepSpeed's method: the number of elements of the parameter on this rank, without padding."""
+    """Returns DeepSpeed's method for the number of the parameter's elements on this rank, without padding."""
     return lambda: handle.reach(handle.buffer.rank).numel
 
 
@@ -128,7 +128,7 @@ _MEMBERS: dict[str, Callable[[ParamHandle], Any]] = {
 }
 
 
-# The same of a parameter that is not sharded: there is one rank, which has all of it.
+# The same members for an unsharded parameter: the only rank holds all of it.
 _WHOLE_MEMBERS: dict[str, Callable[[nn.Parameter], Any]] = {
     "ds_active_sub_modules": lambda param: set(),
     "ds_id": lambda param: _WHOLE[param],
@@ -142,5 +142,5 @@ _WHOLE_MEMBERS: dict[str, Callable[[nn.Parameter], Any]] = {
 
 
 def _no_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """None: parameters that are read outside their module are detected without a list."""
+    """Returns an empty iterator: parameters read outside their module are detected without a list."""
     return iter(())

@@ -1,8 +1,8 @@
-"""Tables of the names that `import deepspeed` provides, each with the "module:attribute" that implements it, and of its
-engine's members.
+"""Tables of the names that `import deepspeed` provides, each with its implementation as "module:attribute", and of the
+members of DeepSpeed's engine.
 
-One row per module; attributes are imported when they are first used. A target without an attribute is a module. These
-are the names of DeepSpeed's documentation, and those that accelerate, transformers, PEFT and TRL import. Pure data.
+One row per module; attributes are imported on first use. A target without an attribute is a module. The tables cover
+the names in DeepSpeed's documentation, and those that accelerate, transformers, PEFT and TRL import. Pure data.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SEQUENCE_CALLS = tuple(
 
 
 def _same(module: str, names: str) -> dict[str, str]:
-    """Names that are called the same in `module`."""
+    """Returns targets in `module` with the same names."""
     return {name: f"{module}:{name}" for name in names.split()}
 
 
@@ -238,66 +238,66 @@ SCRIPTS = frozenset(
         "deepspeed.utils.zero_to_fp32",
     }
 )
-"""Modules that `python -m` runs, by their `main`."""
+"""Modules that `python -m` can run; it calls their `main`."""
 
-_ESTIMATE = "`zeroaccel estimate` tells what a model needs at each stage"
-_TILES = "a linear layer's weights are gathered whole; tp splits them over ranks"
-_INFERENCE = "to run a model that does not fit, prepare it without an optimizer at stage 3"
-_OPTIMIZERS_THERE = "any elementwise optimizer of torch.optim can be given to initialize, or named in the config"
+_ESTIMATE = "`zeroaccel estimate` shows the memory that a model needs at each stage"
+_TILES = "ZeRO gathers a linear layer's weights whole; tp splits them over ranks"
+_INFERENCE = "to run a model that exceeds one device, prepare it without an optimizer at stage 3"
+_OPTIMIZERS_THERE = "pass any elementwise optimizer of torch.optim to initialize, or name it in the config"
 _NO_SEQUENCE = "zeroaccel.parallel.UlyssesAttention exchanges the heads of transformers' models"
-_INSPECT = "`zeroaccel checkpoint inspect` shows what is in a checkpoint"
+_INSPECT = "`zeroaccel checkpoint inspect` shows the contents of a checkpoint"
 _TRACKERS = (
-    "name tensorboard, csv_monitor or wandb in the config; deepspeed.monitor.monitor.MonitorMaster writes to them"
+    "set tensorboard, csv_monitor or wandb in the config; deepspeed.monitor.monitor.MonitorMaster writes to them"
 )
-_SEEDS = "torch's random numbers are drawn again in recomputation; seeds of a tensor-parallel model are its own"
-_STATES = "the optimizer that initialize returns is the one that was passed in or named in the config"
+_SEEDS = "recomputation restores torch's random states; a tensor-parallel model sets its own seeds"
+_STATES = "initialize returns the optimizer that was passed in or configured"
 
 ABSENT: Mapping[str, str] = {
-    "deepspeed.DeepSpeedHybridEngine": "engine.gathered() makes the weights whole to generate with them",
+    "deepspeed.DeepSpeedHybridEngine": "engine.gathered() gathers the weights for generation",
     "deepspeed.DeepSpeedTransformerConfig": _INFERENCE,
     "deepspeed.DeepSpeedTransformerLayer": _INFERENCE,
     "deepspeed.InferenceEngine": _INFERENCE,
     "deepspeed.autotuning": _ESTIMATE,
     "deepspeed.checkpoint.DeepSpeedCheckpoint": _INSPECT,
-    "deepspeed.checkpoint.universal_checkpoint": "a checkpoint is resumed from by any number of ranks as it is",
+    "deepspeed.checkpoint.universal_checkpoint": "any number of ranks can resume from a checkpoint directly",
     "deepspeed.checkpointing.get_cuda_rng_tracker": _SEEDS,
     "deepspeed.checkpointing.model_parallel_cuda_manual_seed": _SEEDS,
-    "deepspeed.comm.reset_log": "no collective is logged here; torch.profiler measures them",
-    "deepspeed.comm.torch": "torch.distributed is what communicates",
-    "deepspeed.compile": "engine.compile(backend=...) is torch.compile of the model",
-    "deepspeed.compression": "compression of a trained model is not part of zeroaccel; torch.ao quantises and prunes",
-    "deepspeed.elasticity": "a checkpoint is resumed from by any number of ranks as it is",
+    "deepspeed.comm.reset_log": "collectives are not logged; use torch.profiler",
+    "deepspeed.comm.torch": "use torch.distributed directly",
+    "deepspeed.compile": "engine.compile(backend=...) applies torch.compile to the model",
+    "deepspeed.compression": "compression of a trained model is not part of zeroaccel; torch.ao quantizes and prunes",
+    "deepspeed.elasticity": "any number of ranks can resume from a checkpoint directly",
     "deepspeed.inference": _INFERENCE,
     "deepspeed.init_inference": _INFERENCE,
-    "deepspeed.linear": "PEFT's adapters over a frozen base train as they are",
+    "deepspeed.linear": "PEFT's adapters over a frozen base model train unchanged",
     "deepspeed.module_inject": _INFERENCE,
-    "deepspeed.moe": "expert layers of a model train as they are; ParallelConfig(ep=N) divides those of transformers",
+    "deepspeed.moe": "expert layers train unchanged; ParallelConfig(ep=N) divides those of transformers",
     "deepspeed.monitor": _TRACKERS,
     "deepspeed.nebula": "checkpoint.async_save saves in the background",
     "deepspeed.ops.aio": "offload_param and offload_optimizer use NVMe; torch.from_file maps a file",
-    "deepspeed.ops.fp_quantizer": "zero_quantized_weights and zero_quantized_gradients quantise what is sent",
-    "deepspeed.ops.lamb": "name Lamb as the type in the config, or pass an optimizer",
-    "deepspeed.ops.muon": "name Muon as the type in the config",
-    "deepspeed.ops.op_builder": "nothing is compiled, so there is nothing to build",
-    "deepspeed.ops.sparse_attention": "torch.nn.attention.flex_attention takes sparse masks",
+    "deepspeed.ops.fp_quantizer": "zero_quantized_weights and zero_quantized_gradients quantize communication",
+    "deepspeed.ops.lamb": "set Lamb as the type in the config, or pass an optimizer",
+    "deepspeed.ops.muon": "set Muon as the type in the config",
+    "deepspeed.ops.op_builder": "zeroaccel has no compiled operators to build",
+    "deepspeed.ops.sparse_attention": "torch.nn.attention.flex_attention supports sparse masks",
     "deepspeed.ops.transformer": _INFERENCE,
     "deepspeed.replace_transformer_layer": _INFERENCE,
     "deepspeed.runtime.activation_checkpointing.checkpointing.get_cuda_rng_tracker": _SEEDS,
     "deepspeed.runtime.activation_checkpointing.checkpointing.model_parallel_cuda_manual_seed": _SEEDS,
     "deepspeed.runtime.base_optimizer.ZeROOptimizer": _STATES,
     "deepspeed.runtime.bf16_optimizer": _STATES,
-    "deepspeed.runtime.checkpoint_engine": "engine.save_checkpoint and load_checkpoint; async_save in the background",
-    "deepspeed.runtime.data_pipeline": "pass training_data to initialize, or loop over a loader of your own",
-    "deepspeed.runtime.dataloader": "deepspeed.initialize(training_data=...) makes a loader",
-    "deepspeed.runtime.eigenvalue": "torch.func.hvp gives what power iterations need",
+    "deepspeed.runtime.checkpoint_engine": "use engine.save_checkpoint, and async_save for the background",
+    "deepspeed.runtime.data_pipeline": "pass training_data to initialize, or iterate over your own loader",
+    "deepspeed.runtime.dataloader": "deepspeed.initialize(training_data=...) creates a loader",
+    "deepspeed.runtime.eigenvalue": "torch.func.hvp computes the products for power iterations",
     "deepspeed.runtime.fp16": _OPTIMIZERS_THERE,
-    "deepspeed.runtime.hybrid_engine": "engine.gathered() makes the weights whole to generate with them",
-    "deepspeed.runtime.lr_schedules": "write the keys of scheduler.params into the config",
+    "deepspeed.runtime.hybrid_engine": "engine.gathered() gathers the weights for generation",
+    "deepspeed.runtime.lr_schedules": "set the keys of scheduler.params in the config",
     "deepspeed.runtime.progressive_layer_drop": "drop layers in the model's forward",
     "deepspeed.runtime.sequence_parallel.ulysses_sp": "zeroaccel.parallel exchanges heads and cuts batches",
-    "deepspeed.runtime.sparse_tensor": "a sparse gradient is reduced as a dense one",
-    "deepspeed.runtime.tensor_parallel": "autotp_size in the config, or zeroaccel.ParallelConfig(tp=N)",
-    "deepspeed.runtime.weight_quantizer": "torch.ao quantises a trained model",
+    "deepspeed.runtime.sparse_tensor": "the engine reduces sparse gradients as dense ones",
+    "deepspeed.runtime.tensor_parallel": "set autotp_size in the config, or zeroaccel.ParallelConfig(tp=N)",
+    "deepspeed.runtime.weight_quantizer": "torch.ao quantizes a trained model",
     "deepspeed.runtime.zero.TiledLinear": _TILES,
     "deepspeed.runtime.zero.TiledLinearReturnBias": _TILES,
     "deepspeed.runtime.zero.mics": "set mics_shard_size in the config of initialize (docs/zeropp.md)",
@@ -307,14 +307,14 @@ ABSENT: Mapping[str, str] = {
     "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": _STATES,
     "deepspeed.runtime.zero.tiling": _TILES,
     "deepspeed.sequence": _NO_SEQUENCE,
-    "deepspeed.utils.groups": "ParallelConfig(ep=N) makes the expert parallel groups, which have no names here",
-    "deepspeed.utils.numa": "updates on the host use this rank's part of the machine's cores",
-    "deepspeed.utils.timer": "time.perf_counter() times a phase; steps_per_print logs samples per second",
-    "deepspeed.zero.MiCS_Init": "use deepspeed.zero.Init and mics_shard_size in initialize's config (docs/zeropp.md)",
+    "deepspeed.utils.groups": "ParallelConfig(ep=N) creates the expert parallel groups, which have no names here",
+    "deepspeed.utils.numa": "host updates use this rank's share of the machine's cores",
+    "deepspeed.utils.timer": "time.perf_counter() measures a phase; steps_per_print logs samples per second",
+    "deepspeed.zero.MiCS_Init": "use deepspeed.zero.Init and set mics_shard_size in the config (docs/zeropp.md)",
     "deepspeed.zero.TiledLinear": _TILES,
     "deepspeed.zero.TiledLinearReturnBias": _TILES,
 }
-"""Names of DeepSpeed that are not provided -> what does the same. Of a module's row count for all names in it."""
+"""Names of DeepSpeed that are not provided -> replacement. A module's row covers all names in the module."""
 
 _QUESTIONS_AT_TOP = (
     "dataloader_drop_last dump_state gradient_clipping gradient_predivide_factor managed_gradient_accumulation "
@@ -332,7 +332,7 @@ _QUESTIONS_OF_ZERO_BY_SHORT_NAME = (
     "sub_group_size"
 )
 
-# Method of the engine -> the key that it answers. An absent section is None.
+# Method of the engine -> config key whose value it returns. An absent section is None.
 QUESTIONS: Mapping[str, str] = {
     **{key: key for key in _QUESTIONS_AT_TOP.split()},
     **{key: f"zero_optimization.{key}" for key in _QUESTIONS_OF_ZERO.split()},
@@ -359,44 +359,44 @@ QUESTIONS: Mapping[str, str] = {
     "zero_multi_rank_bucket_allreduce": "zero_optimization.use_multi_rank_bucket_allreduce",
 }
 
-# What does the same -> members of DeepSpeed's engine that are not here.
+# Replacement -> members of DeepSpeed's engine that are not provided.
 _INSTEAD: Mapping[str, str] = {
-    "torch.distributed.all_gather_object does it": "all_gather_scalar",
-    "gradients are reduced during backward, and by engine.step()": "allreduce_bucket buffered_allreduce_fallback",
-    "`zeroaccel estimate` tells what fits": "autotuning_metric",
+    "use torch.distributed.all_gather_object directly": "all_gather_scalar",
+    "backward reduces gradients, and engine.step() the rest": "allreduce_bucket buffered_allreduce_fallback",
+    "`zeroaccel estimate` shows the plans that fit": "autotuning_metric",
     "engine.optimizer is the optimizer itself": "basic_optimizer client_optimizer",
-    "engine.save_checkpoint saves, and checkpoint.async_save in the background": "checkpoint_engine",
+    "use engine.save_checkpoint; checkpoint.async_save saves in the background": "checkpoint_engine",
     "engine.lr_scheduler is the scheduler": "client_lr_scheduler",
     "set gradient_clipping in the config": "clip_fp32_gradients",
-    "curriculum learning and data sampling are the loader's: pass training_data, or loop over a loader of your own": (
+    "curriculum learning and data sampling belong to the loader: pass training_data, or iterate over your own loader": (
         "curriculum_learning_config curriculum_learning_enabled curriculum_scheduler data_efficiency_config "
         "data_efficiency_enabled data_sampling_config data_sampling_enabled set_custom_curriculum_learning_schedule "
         "set_data_post_process_func"
     ),
-    "it is not part of zeroaccel": "eigenvalue",
-    "the engine of a deepspeed.pipe.PipelineModule has it": (
+    "zeroaccel does not implement this": "eigenvalue",
+    "only the engine of a deepspeed.pipe.PipelineModule has it": (
         "eval_batch is_pipe_parallel reset_activation_shape set_dataloader train_batch"
     ),
     "deepspeed.profiling.flops_profiler.FlopsProfiler(engine.module) counts operations": "flops_profiler",
-    "the model generates, inside engine.gathered() at stage 3": "generate",
+    "call the model's generate, at stage 3 inside engine.gathered()": "generate",
     "progressive layer drop is not part of zeroaccel; drop layers in the model's forward": (
         "get_pld_theta progressive_layer_drop"
     ),
-    "engine.sequence_group has the ranks of a sequence": "get_sequence_parallel_group seq_parallel_group",
-    "expert layers are saved and loaded as any others": "load_moe_state_dict",
-    "axes of a mesh are ParallelConfig of zeroaccel.initialize(parallel=...)": "mpu",
+    "engine.sequence_group contains these ranks": "get_sequence_parallel_group seq_parallel_group",
+    "checkpoints include expert layers like all others": "load_moe_state_dict",
+    "pass axes of a mesh as zeroaccel.initialize(parallel=ParallelConfig(...))": "mpu",
     "random layer token drop is not part of zeroaccel; drop tokens in the model's forward": "random_ltd_enabled",
-    "engine.compile(backend=...) is torch.compile of the model": "register_compile_pass",
-    "a sparse gradient is reduced as a dense one": "sparse_allreduce",
-    "time.perf_counter() times a phase; steps_per_print logs samples per second": "timers",
-    "engine.backward(loss) ends with it": "_backward_epilogue",
-    "engine.backward(loss) begins with it": "_backward_prologue",
-    "deepspeed.initialize gives every rank the parameters of rank 0": "_broadcast_model",
+    "engine.compile(backend=...) applies torch.compile to the model": "register_compile_pass",
+    "the engine reduces sparse gradients as dense ones": "sparse_allreduce",
+    "time.perf_counter() measures a phase; steps_per_print logs samples per second": "timers",
+    "engine.backward(loss) includes this step": "_backward_epilogue",
+    "engine.backward(loss) includes this step first": "_backward_prologue",
+    "deepspeed.initialize copies the parameters of rank 0 to every rank": "_broadcast_model",
     "engine.config is the config as a dict, and engine.get_batch_info() the batch sizes": "_config",
     "pass lr_scheduler to deepspeed.initialize, or a scheduler section in the config": "_configure_lr_scheduler",
     "pass optimizer to deepspeed.initialize, or an optimizer section in the config": "_configure_optimizer",
-    "engine.zero_offload_optimizer() is the section that says so": "_do_optimizer_offload",
-    "engine.save_checkpoint and engine.load_checkpoint do all of it": (
+    "engine.zero_offload_optimizer() returns this section": "_do_optimizer_offload",
+    "engine.save_checkpoint and engine.load_checkpoint include this": (
         "_get_all_ckpt_names _get_ckpt_name _get_optimizer_ckpt_name _get_zero_ckpt_name _load_checkpoint "
         "_load_zero_checkpoint _optimizer_has_ckpt_event_epilogue _optimizer_has_ckpt_event_prologue _save_checkpoint "
         "_save_zero_checkpoint"
@@ -404,21 +404,21 @@ _INSTEAD: Mapping[str, str] = {
     "deepspeed.utils.safe_get_full_grad reads a gradient, and safe_set_full_grad writes one": (
         "_get_gradients_for_reduction"
     ),
-    "engine.get_global_grad_norm() is the norm": "_global_grad_norm",
+    "engine.get_global_grad_norm() returns the norm": "_global_grad_norm",
     "engine.is_gradient_accumulation_boundary() and set_gradient_accumulation_boundary(flag) are public": (
         "_is_gradient_accumulation_boundary"
     ),
-    "engine.backward(loss, scale_wrt_gas=...) divides by the accumulation steps or does not": "_scale_loss_by_gas",
-    "engine.was_step_applied() says so": "_step_applied",
-    "engine.step() does it": "_take_model_step",
+    "engine.backward(loss, scale_wrt_gas=...) controls the division by the accumulation steps": "_scale_loss_by_gas",
+    "engine.was_step_applied() returns this": "_step_applied",
+    "engine.step() includes this": "_take_model_step",
     "engine.save_checkpoint writes the states of all ranks": "_zero_optimizer_state_dict",
 }
 ABSENT_MEMBERS: Mapping[str, str] = {name: text for text, names in _INSTEAD.items() for name in names.split()}
-"""Member -> what does the same."""
+"""Member -> replacement."""
 
 
 def nearest(name: str) -> str | None:
-    """The name of the surface whose last part is that of `name`, or reads like it; one of the same module first."""
+    """Returns the name of the surface with the same or a similar last part; one of the same module first."""
     names = [*SURFACE, *(f"{module}.{name}" for module, names in SURFACE.items() for name in names)]
     parent, _, last = name.rpartition(".")
     siblings = [candidate for candidate in names if candidate.rpartition(".")[0] == parent]

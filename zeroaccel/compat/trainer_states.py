@@ -1,14 +1,14 @@
 """States in memory for transformers' Trainer: `train()` saves one every few steps, and resumes from the newest.
 
-`checkpoint.peer` of the config asks for them, in a job whose launcher keeps memory (`memory_states.py`). A state is a
-checkpoint of Trainer without the weights for other programs: the engine's checkpoint, written by a thread, Trainer's
-own state, random generators and schedule. `Trainer.train` gets its folder as `resume_from_checkpoint`, unless the
-checkpoint that the script asks for is of a later step.
+`checkpoint.peer` in the config enables them, in a job whose launcher preserves memory (`memory_states.py`). A state is
+a Trainer checkpoint without the weights for other programs: the engine's checkpoint, which a thread writes, and
+Trainer's own state, random generators and schedule. `Trainer.train` gets its folder as `resume_from_checkpoint`,
+unless the checkpoint that the script requests has a later step.
 
-A state is saved where Trainer would save a checkpoint: after the logs and evaluations of a step, and for the last step
-of an epoch after those of the epoch, as a run that resumes there begins with the next epoch. A script may call
-`train()` several times, and leave out calls that an earlier attempt has ended: states are found by what is trained and
-how often that was trained before. Those of a process' earlier calls go with the first of a later one.
+A state is saved where Trainer saves a checkpoint: after a step's logs and evaluations. The last step of an epoch waits
+for those of the epoch, since a resumed run begins with the next epoch. A script may call `train()` several times, and
+skip calls that an earlier attempt completed: a digest of the trained model and arguments, and the number of earlier
+calls with the same digest, identify the states. The first state of a later call replaces those of earlier calls.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ from zeroaccel.errors import CheckpointError
 from zeroaccel.operations import collectives_of_process
 from zeroaccel.zero.engine_base import EngineBase
 
-_TRAINER_STATE = "trainer_state.json"  # Trainer's names
+_TRAINER_STATE = "trainer_state.json"  # Trainer's file names
 _SCHEDULER = "scheduler.pt"
-_TAG = "global_step"  # as Trainer looks for; the same for all states, so that a save overwrites another's files
+_TAG = "global_step"  # prefix that Trainer expects; equal for all states, so that a save overwrites older files
 
-_ARGUMENTS = (  # those that tell one training of a script from another
+_ARGUMENTS = (  # distinguish the trainings of a script
     *("output_dir", "max_steps", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps"),
     *("learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "seed", "data_seed"),
 )
 
 _current: TrainerStates | None = None
 _is_asked = False
-_used: list[Path] = []  # folders of this process' calls
+_used: list[Path] = []  # folders of this process's calls
 
 
 def are_asked() -> bool:
-    """Whether a `Trainer.train` runs whose config asks for states in memory."""
+    """True while a `Trainer.train` runs whose config enables states in memory."""
     return _is_asked
 
 
 def attach(engine: EngineBase) -> None:
-    """Uses the engine of the `Trainer.train` that runs; not one without an optimizer. (all ranks)"""
+    """Uses the engine for the running `Trainer.train`, if the engine has an optimizer. (all ranks)"""
     if _current is not None and engine.optimizer is not None:
         _current.use(engine)
 
@@ -68,10 +68,10 @@ def train(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """`Trainer.train` that saves states in memory and resumes from them, where the config asks for it.
+    """Runs `Trainer.train`; saves states in memory and resumes from them, if the config enables them.
 
     Args:
-        original: Trainer's own.
+        original: Trainer's own method.
     """
     global _current, _is_asked
     settings = None if _is_asked else _settings(trainer)
@@ -89,7 +89,7 @@ def train(
 
 
 def _settings(trainer: Any) -> PeerStates | None:
-    """`checkpoint.peer` of the config that Trainer passes to `deepspeed.initialize`."""
+    """Returns `checkpoint.peer` of the config that Trainer passes to `deepspeed.initialize`."""
     plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
     section = (getattr(plugin, "deepspeed_config", None) or {}).get("checkpoint")
     if not isinstance(section, dict) or section.get("peer") is None:
@@ -121,11 +121,11 @@ def _states(trainer: Any, folder: Path, settings: PeerStates) -> Iterator[Traine
 
 
 class TrainerStates:
-    """The states in memory of one call of `Trainer.train`. (calls of all ranks)
+    """The states in memory of one call of `Trainer.train`. (all ranks call each method)
 
     Args:
-        folder: of this call, in the memory of this machine's launcher.
-        replaced: folders that go with the first state.
+        folder: folder of this call, in the memory of this machine's launcher.
+        replaced: folders to delete with the first state.
     """
 
     def __init__(self, trainer: Any, folder: Path, settings: PeerStates, replaced: Sequence[Path]) -> None:
@@ -139,7 +139,7 @@ class TrainerStates:
         self._num_steps = -1
 
     def newest(self, asked: Any) -> Any:
-        """What `Trainer.train` resumes from: the newest state, or `asked` where that is newer.
+        """Returns the checkpoint for `Trainer.train` to resume from: the newest state, or `asked` if it is newer.
 
         Args:
             asked: the script's `resume_from_checkpoint`.
@@ -150,7 +150,7 @@ class TrainerStates:
         return str(self._found)
 
     def use(self, engine: EngineBase) -> None:
-        """Completes the state that `newest` has returned, as far as this engine reads it, and reserves memory."""
+        """Completes the state that `newest` returned, with the files that this engine reads, and reserves memory."""
         self._engine = engine
         if self._found is not None:
             found, self._found = self._found, None
@@ -158,7 +158,7 @@ class TrainerStates:
         self._memory.reserve([engine])
 
     def after_step(self) -> None:
-        """Saves a state where it is time; called after the logs of a step, and of an epoch."""
+        """Saves a state if it is due; called after the logs of a step, and of an epoch."""
         state = self._trainer.state
         is_first, self._num_steps = state.global_step != self._num_steps, state.global_step
         ends_epoch = state.epoch is not None and state.epoch == int(state.epoch)
@@ -166,12 +166,12 @@ class TrainerStates:
             self._memory.at_batch(state.global_step, 0)
 
     def close(self) -> None:
-        """Ends what runs in the background."""
+        """Ends work in the background."""
         self._memory.close()
 
     def _begin(self, folder: Path, step: int) -> StateSave:
         engine = self._engine
-        assert engine is not None, "states are saved after steps of an engine"
+        assert engine is not None, "no engine has made a step"
         if self._trainer.hp_search_backend is None:
             self._trainer.store_flos()
         part = _TrainerPart(folder, self._trainer, engine.collectives.job, self._replaced)
@@ -179,10 +179,10 @@ class TrainerStates:
 
 
 class _TrainerPart:
-    """Trainer's own state, random generators and schedule: a `StatePart`, which is small.
+    """Trainer's own state, random generators and schedule: a small `StatePart`.
 
     Args:
-        replaced: folders that go when it is complete.
+        replaced: folders to delete when the part is complete.
     """
 
     def __init__(self, folder: Path, trainer: Any, collectives: Collectives, replaced: Sequence[Path]) -> None:
@@ -191,14 +191,14 @@ class _TrainerPart:
         with agreed(collectives, "states in memory: Trainer's part"), writing_to(folder):
             try:
                 self._write_small(trainer)
-            except RuntimeError as error:  # of torch.save, on a full file system
+            except RuntimeError as error:  # from torch.save, on a full file system
                 raise CheckpointError(f"{folder}: cannot be written ({error})") from error
 
     def write(self) -> None:
-        """Nothing is left."""
+        """Does nothing: the constructor wrote everything."""
 
     def complete(self) -> None:
-        """Makes the folder a state. (all ranks)"""
+        """Marks the folder as a complete state. (all ranks)"""
         with agreed(self._collectives, "states in memory: Trainer's state"):
             if self._collectives.rank == 0:
                 with writing_to(self._folder):
@@ -210,7 +210,7 @@ class _TrainerPart:
         trainer._save_rng_state(str(self._folder))
         if self._collectives.rank != 0:
             return
-        # A schedule that the engine steps is in its checkpoint.
+        # The engine's checkpoint contains a schedule that the engine steps.
         if type(trainer.lr_scheduler).__name__ != "DeepSpeedSchedulerWrapper":
             torch.save(trainer.lr_scheduler.state_dict(), self._folder / _SCHEDULER)
         state = copy(trainer.state)
@@ -223,7 +223,7 @@ class _TrainerPart:
 
 
 def _digest(trainer: Any) -> str:
-    """Of what a call of `train()` trains: its arguments, the model's parameters, the number of samples."""
+    """Returns a digest of a call of `train()`: its arguments, the model's parameters, the number of samples."""
     dataset = trainer.train_dataset
     model = [(name, list(param.shape), param.requires_grad) for name, param in trainer.model.named_parameters()]
     facts = [
@@ -235,7 +235,7 @@ def _digest(trainer: Any) -> str:
 
 
 def _asked(asked: Any, output_dir: str) -> tuple[str | None, int | None]:
-    """The checkpoint that `resume_from_checkpoint` names, and its step; (None, None) if there is none."""
+    """Returns the checkpoint that `resume_from_checkpoint` names, and its step; (None, None) if there is none."""
     if asked is True:
         found = [path for path in Path(output_dir).glob("checkpoint-*") if path.name[len("checkpoint-") :].isdecimal()]
         asked = max(found, key=lambda path: int(path.name.rpartition("-")[2]), default=None)

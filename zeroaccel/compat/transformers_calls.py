@@ -1,12 +1,12 @@
-"""Patches of calls of transformers and accelerate that fail where parameters are sharded, or ranks have parts of them.
+"""Patches for transformers and accelerate calls that fail with sharded parameters, or with parts of layers on ranks.
 
-`PreTrainedModel.save_pretrained` without a state dict is `accelerate/pretrained_saving.py`'s. `Trainer.train` after
-`evaluate` goes on with the engine of the evaluation, which has no optimizer and is destroyed by then: the patch starts
-from the model. `Accelerator.get_state_dict` below stage 3 reads the module's own state dict, and where ranks have parts
-of layers or other experts the patch gathers it. `TrainingArguments(enable_jit_checkpoint=True)` has each rank save when
-its own timer says so; here the ranks agree on the step, and save after `on_step_end` has counted it. All are patched
-when an engine is made, and only if the library is imported; `detach()` restores the originals. `finder.py`
-patches `from_pretrained`, with `init_of_quantized`, as transformers is imported.
+`accelerate/pretrained_saving.py` patches `PreTrainedModel.save_pretrained` without a state dict. `Trainer.train` after
+`evaluate` continues with the engine of the evaluation, which has no optimizer and is then destroyed: the patch restarts
+from the model. `Accelerator.get_state_dict` below stage 3 reads the module's own state dict; the patch gathers it if
+ranks hold parts of layers or different experts. With `TrainingArguments(enable_jit_checkpoint=True)`, each rank saves
+when its own timer expires; the patch makes the ranks agree on the step, and save after `on_step_end` has counted it.
+`attach` applies these patches for each engine, to imported libraries only; `detach()` restores the originals.
+`finder.py` patches `from_pretrained`, with `init_of_quantized`, when transformers is imported.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def attach(engine: EngineBase) -> None:
     accelerator = getattr(sys.modules.get("accelerate.accelerator"), "Accelerator", None)
     if accelerator is not None:
         _patch(accelerator, "get_state_dict", _of_all_ranks)
-    # Trainer has set its handler before it makes an engine; the engine's own takes its place.
+    # Trainer sets its handler before it creates an engine; the engine's handler replaces it.
     saver = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
     if engine.optimizer is not None and hasattr(saver, "is_checkpoint_requested"):
         callback = sys.modules[type(saver).__module__].JITCheckpointCallback
-        # The engine has stepped when this is called, and the Trainer has not counted it.
+        # At this call, the engine has stepped, but the Trainer has not counted the step.
         _patch(callback, "on_pre_optimizer_step", lambda original: lambda *args, **kwargs: None)
         _patch(type(saver), "_enable_checkpoint", lambda original: lambda saver: stop_notice.give())
         _patch(type(saver), "execute_jit_checkpoint", _beside_other_ranks)
@@ -50,7 +50,7 @@ def attach(engine: EngineBase) -> None:
 
 
 def _beside_other_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Saving on a signal: every rank removes the mark of an incomplete checkpoint if it is there, one of them first."""
+    """Lets every rank remove the mark of an incomplete checkpoint: for all but one, the file is already gone."""
 
     @functools.wraps(original)
     def execute(saver: Any) -> None:
@@ -64,7 +64,7 @@ def _beside_other_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _ask_to_save(saver: Any) -> None:
-    """Has Trainer save and return after this step, and the launcher end with the code of a preemption."""
+    """Makes Trainer save and return after this step, and the launcher exit with the code for preemption."""
     saver.is_checkpoint_requested = True
     stop_notice.saved = "Trainer saved a checkpoint"
 
@@ -84,7 +84,7 @@ def detach() -> None:
 
 
 def _from_the_model(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`Trainer.train` that does not go on with an engine for inference."""
+    """Wraps `Trainer.train`, so that it does not continue with an inference engine."""
 
     @functools.wraps(original)
     def train(trainer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -99,7 +99,7 @@ def _from_the_model(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _of_all_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`Accelerator.get_state_dict` that gathers what ranks divide, at stages that shard no parameters, too."""
+    """Wraps `Accelerator.get_state_dict`: gathers divided layers also at stages that do not shard parameters."""
 
     @functools.wraps(original)
     def get_state_dict(accelerator: Any, model: Any, unwrap: bool = True) -> Any:
@@ -112,10 +112,10 @@ def _of_all_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def init_of_quantized(quantization: Any) -> AbstractContextManager[Any]:
-    """`zero.Init` for a base of bitsandbytes at stage 3, of which transformers would give every rank the whole.
+    """Returns `zero.Init` for a bitsandbytes base model at stage 3, which transformers would load whole on every rank.
 
     Args:
-        quantization: the config, an object or a dict.
+        quantization: the quantization config, an object or a dict.
     """
     deepspeed = sys.modules["transformers.integrations.deepspeed"]
     read = quantization.get if isinstance(quantization, dict) else functools.partial(getattr, quantization)
@@ -125,9 +125,9 @@ def init_of_quantized(quantization: Any) -> AbstractContextManager[Any]:
 
 
 def _restore_config(trainer: Any) -> None:
-    """Undoes what an evaluation did to the config: lengths of a training of no steps, and no optimizer.
+    """Undoes an evaluation's changes to the config: schedule lengths for zero steps, and a missing optimizer.
 
-    transformers deletes the optimizer's section for an evaluation. Left so, the training would take torch's AdamW.
+    transformers deletes the optimizer's section for an evaluation. Without it, training would use torch's AdamW.
     """
     plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
     config = getattr(plugin, "hf_ds_config", None)
@@ -140,4 +140,4 @@ def _restore_config(trainer: Any) -> None:
     section = written.config.get("optimizer")
     if section is not None and "optimizer" not in config.config:
         config.config["optimizer"] = copy.deepcopy(section)
-        config.trainer_config_process(trainer.args)  # fills in what is "auto" by the arguments, as at the start
+        config.trainer_config_process(trainer.args)  # fills in "auto" values from the arguments, like at the start

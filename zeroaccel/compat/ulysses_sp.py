@@ -1,6 +1,6 @@
-"""`deepspeed.runtime.sequence_parallel.ulysses_sp`: sequences that are cut over ranks, and computed tile by tile.
+"""`deepspeed.runtime.sequence_parallel.ulysses_sp`: sequences divided among ranks, and tiled computation.
 
-Any attention of transformers can be exchanged, "eager" included, and padding masks count; DeepSpeed leaves masks out.
+Supports any attention of transformers, including "eager", and padding masks, which DeepSpeed ignores.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
 
 
 class UlyssesSPAttentionHF:
-    """The call that turns sequence parallelism on; `UlyssesAttention` does it."""
+    """Call that enables sequence parallelism, with `UlyssesAttention`."""
 
     @classmethod
     def register_with_transformers(
@@ -47,18 +47,18 @@ class UlyssesSPAttentionHF:
         """Exchanges heads in the attention of a model. (all ranks)
 
         Args:
-            model_name_or_path: the model; a name, which DeepSpeed takes too, would mean every model of the process.
-            core_attn_implementation: what the model's config says; None, as accelerate has it where nothing is chosen,
-                says the same.
-            micro_batch_size, seq_length, seq_length_is_variable, max_length: of no effect: any length that the ranks
-                divide can be exchanged.
-            disable_in_eval: in eval mode each rank computes sequences of its own.
+            model_name_or_path: the model; names, accepted by DeepSpeed, would apply to every model of the process.
+            core_attn_implementation: the implementation in the model's config; None, accelerate's value for no choice,
+                accepts any.
+            micro_batch_size, seq_length, seq_length_is_variable, max_length: no effect: supports any length that the
+                ranks divide.
+            disable_in_eval: in eval mode, each rank computes its own sequences.
 
         Returns:
             The mpu for `deepspeed.initialize`; None for one rank.
 
         Raises:
-            UsageError: the model is none, its attention is another, or its heads cannot be shared out.
+            UsageError: no model is passed, its attention differs, or its heads are not divisible.
         """
         if sequence_parallel_size == 1:
             return None
@@ -68,7 +68,7 @@ class UlyssesSPAttentionHF:
                 f"{where}(model_name_or_path)",
                 expected="the model",
                 got=model_name_or_path,
-                fix="make the model first, and pass it",
+                fix="create the model first, and pass it",
             )
         parallel_state_sp.initialize_sequence_parallel(sequence_parallel_size)
         attention = UlyssesAttention(
@@ -78,7 +78,7 @@ class UlyssesSPAttentionHF:
             attention.undo()
             raise UsageError(
                 f"{where}(core_attn_implementation)",
-                expected=f'"{attention.implementation}", as the model\'s config says',
+                expected=f'"{attention.implementation}", as in the model\'s config',
                 got=core_attn_implementation,
                 fix="load the model with the same attn_implementation",
             )
@@ -86,9 +86,9 @@ class UlyssesSPAttentionHF:
 
 
 class UlyssesSPDataLoaderAdapter(SequenceLoader):
-    """A loader of which each rank's batches are cut over the ranks of a sequence, one after another.
+    """A loader that cuts each rank's batches over the ranks of a sequence, one batch after another.
 
-    Iterating goes on where it stopped, as in DeepSpeed; after the last batch it begins anew.
+    Iteration continues where it stopped, as in DeepSpeed; after the last batch it restarts.
     """
 
     def __init__(self, dl: Any, sp_rank: int, sp_group: Any, sp_world_size: int, device: torch.device) -> None:
@@ -96,7 +96,7 @@ class UlyssesSPDataLoaderAdapter(SequenceLoader):
         if (sp_rank, sp_world_size) != (group.rank, group.size):
             raise UsageError(
                 "UlyssesSPDataLoaderAdapter(sp_rank, sp_world_size)",
-                expected=f"{(group.rank, group.size)}, of the sequence parallel group",
+                expected=f"{(group.rank, group.size)} of the sequence parallel group",
                 got=(sp_rank, sp_world_size),
             )
         super().__init__(dl, group, device=torch.device(device))
@@ -126,16 +126,16 @@ def sequence_tiled_compute(
     output_unshard_dimension: int = 1,
     output_reduction: Literal["mean", "sum"] | None = "mean",
 ) -> Tensor:
-    """`fn` of tiles of the sequence, each computed once more in the backward.
+    """Computes `fn` on tiles of the sequence; backward recomputes each tile.
 
     Args:
-        seqlen: S, of all tensors in `kwargs_to_shard`, (B, S, ...).
-        shards: tiles.
-        grad_requiring_tensor_key, compute_params: of no effect; every input and parameter gets its gradient.
-        output_unshard_dimension: along which outputs are put together; 0 stacks them.
+        seqlen: S, length of all tensors in `kwargs_to_shard`, (B, S, ...).
+        shards: number of tiles.
+        grad_requiring_tensor_key, compute_params: no effect; every input and parameter gets its gradient.
+        output_unshard_dimension: dim along which outputs are concatenated; 0 stacks them.
 
     Raises:
-        UsageError: there is no such reduction, or not one tile.
+        UsageError: the reduction is unknown, or the number of tiles is not positive.
     """
     if output_reduction not in (None, "mean", "sum"):
         expected = 'None, "mean" or "sum"'
@@ -153,7 +153,7 @@ def sequence_tiled_compute(
 
 
 class SequenceTiledCompute:
-    """`sequence_tiled_compute` by the names of its arguments."""
+    """Calls `sequence_tiled_compute` with the names of its arguments."""
 
     @staticmethod
     def apply(
@@ -164,7 +164,7 @@ class SequenceTiledCompute:
         keys_to_pass: Sequence[str],
         *others_and_args: Any,
     ) -> Tensor:
-        """With the four settings of `sequence_tiled_compute` that follow, then the values of the keys."""
+        """Takes the last four settings of `sequence_tiled_compute`, then the values of the keys."""
         key, params, dim, reduction, *args = others_and_args
         values = iter(args)
         shard = {name: next(values) for name in keys_to_shard}
@@ -173,16 +173,16 @@ class SequenceTiledCompute:
 
 
 class TiledMLP:
-    """An MLP over tiles of the tokens, each computed once more in the backward."""
+    """An MLP over tiles of the tokens; backward recomputes each tile."""
 
     @staticmethod
     def apply(fn: Callable[..., Tensor], self: Any, x: Tensor, shards: int, compute_params: Any = None) -> Tensor:
-        """`fn(self, tile)` of the tiles of `x`, (..., S, H). `compute_params` is of no effect."""
+        """Computes `fn(self, tile)` for the tiles of `x`, (..., S, H). `compute_params` has no effect."""
         return torch.cat([_tile(fn, self, tile) for tile in x.chunk(shards, dim=-2)], dim=-2)
 
 
 class TiledFusedLogitsLoss:
-    """A loss over tiles of the tokens, whose logits live no longer than their tile."""
+    """A loss over tiles of the tokens; logits exist only during their tile's computation."""
 
     @staticmethod
     def apply(
@@ -195,7 +195,7 @@ class TiledFusedLogitsLoss:
         compute_params: Any = None,
         output_reduction: Literal["mean", "sum"] = "mean",
     ) -> Tensor:
-        """The mean or sum of `fn(self, x, y)`, with `mask` where there is one, over tiles of (B, S, ...)."""
+        """Computes the mean or sum of `fn(self, x, y)`, or `fn(self, x, y, mask)`, over tiles of (B, S, ...)."""
         if output_reduction not in ("mean", "sum"):
             raise UsageError("TiledFusedLogitsLoss", expected='"mean" or "sum"', got=output_reduction)
         tensors = [x, y] if mask is None else [x, y, mask]

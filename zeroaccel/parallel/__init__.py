@@ -1,4 +1,4 @@
-"""Parallelism beside ZeRO: sequences, layers and stages divided among ranks, and long sequences in tiles."""
+"""Sequence, tensor, expert and pipeline parallelism beside ZeRO, and tiled computation for long sequences."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The table of axes: which classes carry out the sizes of a `ParallelConfig`.
+"""Table of the mesh axes: the classes that implement the sizes of a `ParallelConfig`.
 
-A new axis is one class derived from `setup.axis.Axis` and one line here.
+A new axis is a class derived from `setup.axis.Axis` and one line here.
 """
 
 from __future__ import annotations
@@ -12,4 +12,4 @@ from zeroaccel.parallel.ulysses import SequenceAxis
 from zeroaccel.setup.axis import Axis
 
 AXES: list[type[Axis]] = [TensorAxis, ExpertAxis, PipelineAxis, SequenceAxis]
-"""In the order in which they divide a model: a tensor-parallel plan and experts are of the whole model."""
+"""In the order in which they divide a model: tensor-parallel plans and expert divisions need the whole model."""

@@ -1,32 +1,32 @@
-"""The way of tokens to the ranks with their experts, and back.
+"""Dispatch of tokens to the ranks that hold their experts, and back.
 
 (GShard: Lepikhin et al., 2020, arXiv:2006.16668, section 3.) A mixture's router chooses K of E experts for each of a
-rank's T tokens. Of P ranks each has E / P experts, and for them the tokens of all P:
+rank's T tokens. Each of P ranks holds E / P experts, and computes them for the tokens of all P ranks:
 
 ```text
 hidden (T, H), choices (T, K), weights (T, K)        this rank's tokens
-  sort by expert, gather how many go where           (P, E + 2) numbers
-  send tokens and weights                            one all-to-all of exactly the rows that were chosen
+  sort by expert, gather the counts                  (P, E + 2) numbers
+  send tokens and weights                            one all-to-all of exactly the chosen rows
 hidden (n, H), choices (n, 1), weights (n, 1)        tokens of all ranks, for this rank's experts
   the module's own forward, with E / P experts
   return the rows                                    one all-to-all
 (T, K, H), summed over K
 ```
 
-No token is dropped and none is padded, whatever the load. A rank that no token chose sends and receives nothing, yet
-takes part in each exchange, forward and backward: it computes one row of zeros, so that its graph and gradients are
-those of the other ranks.
+No token is dropped or padded, whatever the load. A rank without chosen tokens sends and receives nothing, but takes
+part in each exchange, forward and backward: it computes one row of zeros, so that its graph and gradients have the form
+of the other ranks'.
 
-**Chunks.** Where some rank would send or receive more rows than its buffer has, each rank takes a few of its experts at
-a time, those with the lowest numbers first. All ranks have the counts of all, so they agree on the chunks, and take
-part in each. An expert is never cut: its product has all its rows, in one order, so the bits are those of one chunk;
-the rows of one expert may pass the buffer. (transformers' `grouped_mm` sorts the rows again, by an unstable sort: with
-it, gradients of experts are added up in another order, and differ by less than 1e-7.) A rank's own tokens are sorted
-once for all chunks, so that their gradients are added up in one order.
+**Chunks.** If any rank would send or receive more rows than its buffer holds, each rank computes a few of its experts
+at a time, in the order of their numbers. All ranks know all counts, so they agree on the chunks and take part in each.
+An expert is never cut: its product has all its rows, in one order, so the bits equal those of one chunk; only the rows
+of one expert may exceed the buffer. (transformers' `grouped_mm` sorts the rows again, with an unstable sort: it sums
+gradients of experts in another order, which differ by less than 1e-7.) A rank sorts its own tokens once for all chunks,
+so that their gradients have one order of additions.
 
-**Experts that take all tokens** (Llama 4): their forward is of (E T, H), each token times its score of each expert,
-most of which are 0. Only the rows of the K experts that were chosen are sent. The module's forward multiplies equal
-numbers of rows by each expert, so those that arrive are filled up with zeros to the number of the fullest expert.
+**Experts that take all tokens** (Llama 4): their forward takes (E T, H), each token times its score for each expert,
+mostly 0. Only the rows of the K chosen experts are sent. The module's forward multiplies equal numbers of rows by each
+expert, so the arriving rows are padded with zeros to the number of the fullest expert.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class Experts:
     """The experts of one layer.
 
     Attributes:
-        name: of the module, for messages.
-        module: has parameters of the dims (E, ..).
+        name: name of the module, for messages.
+        module: module whose parameters have dims (E, ..).
         count: E.
-        params: names of those.
-        router: of experts that take all tokens; None of those that take choices and weights.
-        adapters: PEFT's `target_parameters` around the module, outermost first.
+        params: names of these parameters.
+        router: router of experts that take all tokens; None for experts that take choices and weights.
+        adapters: PEFT's `target_parameters` wrappers around the module, outermost first.
     """
 
     name: str
@@ -69,22 +69,22 @@ class Experts:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The arguments of the module's forward."""
+        """Names of the arguments of the module's forward."""
         return ("hidden_states",) if self.router is not None else ("hidden_states", "top_k_index", "top_k_weights")
 
     def share(self, ranks: int) -> None:
-        """Tells the adapters how many experts their weights are for on each of so many ranks."""
+        """Sets the adapters' number of experts to the number on each of `ranks` ranks."""
         for adapter in self.adapters:
             adapter.num_experts = self.count // ranks
 
     @contextmanager
     def using(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-        """The module computes with these in place of its parameters."""
+        """Context in which the module computes with these tensors in place of its parameters."""
         module = self.module
         own, kind = vars(module), type(module)
         shadowed = {key: own[key] for key in tensors if key in own}
         own.update(tensors)
-        # An adapter makes its parameter a property of a class of its own meanwhile, which would come first.
+        # An adapter temporarily makes its parameter a property of a new class, which would take precedence.
         module.__class__ = type_before_parametrizations(module)
         try:
             yield
@@ -97,14 +97,14 @@ class Experts:
 
 @dataclass(frozen=True)
 class Route:
-    """Where the chosen tokens of one forward go, for some experts of each rank.
+    """Destinations of the chosen tokens of one forward, for a range of each rank's experts.
 
     Attributes:
-        first, last: of the experts of each rank, those from the first up to the last, which is not one of them.
-        sent, received: rows to and from each rank.
-        ids: (sum of `received`,) which of these experts each row that arrives is for: ranks one after another, and of
-            each its tokens by expert.
-        fullest: rows that arrive for that of all own experts with most.
+        first, last: range of each rank's experts, without `last`.
+        sent, received: numbers of rows to and from each rank.
+        ids: (sum of `received`,) expert of each arriving row, counted from `first`; rows arrive by rank, and from each
+            rank by expert.
+        fullest: largest number of rows that arrive for one of all own experts.
     """
 
     first: int
@@ -116,27 +116,27 @@ class Route:
 
 
 Routes = tuple[Tensor, list[Route]]
-"""(rows sent,) places among the T K choices, by expert; and the chunks in which they go."""
+"""((rows sent,) places among the T K choices, sorted by expert; routes, one for each chunk)."""
 
 Router = Callable[[Experts, Collectives, int, Tensor, Tensor], Routes]
 
 
 def route(experts: Experts, ranks: Collectives, buffer_nbytes: int, choices: Tensor, hidden: Tensor) -> Routes:
-    """The ways of tokens to the experts that were chosen, one behind the other. (all ranks of the group)
+    """Computes the routes of tokens to the chosen experts. (all ranks of the group)
 
     Args:
-        buffer_nbytes: of the rows that a rank sends or receives at a time, except those of one expert.
-        choices: (T, K) numbers of experts; one that is no expert's counts nothing.
-        hidden: of the width and dtype of the rows.
+        buffer_nbytes: limit for the rows that a rank sends or receives at a time, except those of one expert.
+        choices: (T, K) numbers of experts; a number outside the experts is ignored.
+        hidden: has the width and dtype of the rows.
 
     Raises:
-        UsageError: K, or the size of a row, differs between the ranks; on each of them.
+        UsageError: on each rank: K, or the size of a row, differs between the ranks.
     """
     count, size, me = experts.count, ranks.world_size, ranks.rank
-    # `bincount` reads the extremes of its input first: on a GPU, the host would wait twice more.
+    # `bincount` first reads the extremes of its input: on a GPU, the host would wait twice more.
     places = choices.reshape(-1).long().clamp(max=count)
     own = places.new_zeros(count + 2).scatter_add_(0, places, torch.ones_like(places))
-    # Behind the counts, what each rank takes for granted of the others' rows.
+    # After the counts, the assumptions about the other ranks' rows.
     row_nbytes = hidden.shape[-1] * hidden.element_size()
     own[count].fill_(choices.shape[-1])
     own[count + 1].fill_(row_nbytes)
@@ -158,10 +158,10 @@ def route(experts: Experts, ranks: Collectives, buffer_nbytes: int, choices: Ten
 
 
 def _check_agreed(name: str, of_ranks: Sequence[Sequence[int]], ranks: Collectives) -> None:
-    """Refuses choices or rows of another shape on another rank: all ranks see the same.
+    """Refuses choices or rows whose shape differs between ranks; all ranks have the same table.
 
     Args:
-        of_ranks: by rank: experts per token, bytes of a row.
+        of_ranks: for each rank, experts per token and bytes of a row.
     """
     first = of_ranks[0]
     for rank, other in enumerate(of_ranks):
@@ -176,11 +176,11 @@ def _check_agreed(name: str, of_ranks: Sequence[Sequence[int]], ranks: Collectiv
 
 
 def _chunks(counts: Tensor, most: int) -> Iterator[tuple[int, int]]:
-    """The first and the last expert, which is not part of it, of each chunk, the same on all ranks.
+    """Yields the range (first, last) of experts in each chunk, without `last`; the same on all ranks.
 
     Args:
-        counts: (P, P, E / P) rows from a rank, to a rank, for an expert of it.
-        most: rows that a rank may send or receive at a time, except those of one expert.
+        counts: (P, P, E / P) rows from a rank, to a rank, for one of its experts.
+        most: largest number of rows that a rank may send or receive at a time, except for one expert.
     """
     loads = torch.cat([counts.sum(0), counts.sum(1)])  # received and sent by each rank, (2 P, E / P)
     first, rows = 0, torch.zeros_like(loads[:, 0])
@@ -193,7 +193,7 @@ def _chunks(counts: Tensor, most: int) -> Iterator[tuple[int, int]]:
 
 
 def even_route(experts: Experts, ranks: Collectives, buffer_nbytes: int, choices: Tensor, hidden: Tensor) -> Routes:
-    """As many tokens to each rank, in one chunk, for tensors without values."""
+    """Routes equal numbers of tokens to each rank, in one chunk, for tensors without values."""
     size, chosen = ranks.world_size, choices.reshape(-1)
     rows, own = chosen.numel(), chosen.new_empty(experts.count + 2)
     ranks.all_gather(own.new_empty(size * len(own)), own, "count tokens").wait()
@@ -206,10 +206,10 @@ def even_route(experts: Experts, ranks: Collectives, buffer_nbytes: int, choices
 def divided_forwards(
     experts: Experts, ranks: Collectives, buffer_nbytes: int, route: Router = route
 ) -> dict[nn.Module, Any]:
-    """Module -> the forward that it has where ranks divide these experts.
+    """Maps modules to their forwards on ranks that divide these experts.
 
     Args:
-        buffer_nbytes: of the rows that a rank sends or receives at a time.
+        buffer_nbytes: limit for the rows that a rank sends or receives at a time.
     """
     choose = partial(route, experts, ranks, buffer_nbytes)
     compute, router = experts.module.forward, experts.router
@@ -220,7 +220,7 @@ def divided_forwards(
 
 
 def _parts(experts: Experts, routes: Sequence[Route]) -> list[dict[str, Tensor]]:
-    """The module's parameters for each route, by name; none for one route, which needs all."""
+    """Returns the module's parameters for each route, by name; empty for a single route, which needs all."""
     if len(routes) == 1:
         return [{}]
     # One split for all routes: its backward joins their gradients once.
@@ -238,15 +238,15 @@ def _dispatched(
     top_k_index: Tensor,
     top_k_weights: Tensor,
 ) -> Tensor:
-    """The forward of experts of which this rank has some. (all ranks of the group)
+    """Computes the forward of divided experts. (all ranks of the group)
 
     Args:
         compute: the module's own forward.
-        choose: the routes of (T, K) numbers of experts.
+        choose: returns the routes of (T, K) numbers of experts.
         hidden_states: (T, H).
-        top_k_index, top_k_weights: (T, K); an index that is no expert counts nothing.
+        top_k_index, top_k_weights: (T, K); an index outside the experts is ignored.
     """
-    # The names are those that the interface has, as models may pass them.
+    # The interface's argument names, since models may pass keywords.
     hidden, choices, weights = hidden_states, top_k_index, top_k_weights
     _check_routing(experts.name, hidden, choices, weights)
     order, routes = choose(choices, hidden)
@@ -274,7 +274,7 @@ def _dispatched(
 
 
 def _cut(rows: Tensor, routes: Sequence[Route]) -> list[Tensor]:
-    """Rows by expert, of each route."""
+    """Divides rows that are sorted by expert among the routes."""
     if len(routes) == 1:
         return [rows]
     pieces = rows.split([sent for of_rank in zip(*(one.sent for one in routes), strict=True) for sent in of_rank])
@@ -282,7 +282,7 @@ def _cut(rows: Tensor, routes: Sequence[Route]) -> list[Tensor]:
 
 
 def _join(parts: Sequence[Tensor], routes: Sequence[Route]) -> Tensor:
-    """The rows of all routes by expert: what `_cut` has cut."""
+    """Joins the rows of all routes by expert: the inverse of `_cut`."""
     if len(routes) == 1:
         return parts[0]
     pieces = [part.split(one.sent) for part, one in zip(parts, routes, strict=True)]
@@ -290,10 +290,10 @@ def _join(parts: Sequence[Tensor], routes: Sequence[Route]) -> Tensor:
 
 
 class _SeenScores:
-    """A router's forward that keeps the scores, which the experts are not passed.
+    """A router's forward that keeps the scores, since the experts do not get them.
 
     Args:
-        compute: the router's own: hidden (T, H) -> scores (T, E), 0 of experts that were not chosen, and logits.
+        compute: the router's own forward: hidden (T, H) -> scores (T, E), 0 for experts not chosen, and logits.
     """
 
     def __init__(self, compute: Callable[..., Any]) -> None:
@@ -314,11 +314,11 @@ def _dispatched_by_scores(
     seen: _SeenScores,
     hidden_states: Tensor,
 ) -> Tensor:
-    """The forward of experts that take all tokens, of which this rank has some. (all ranks of the group)
+    """Computes the forward of divided experts that take all tokens. (all ranks of the group)
 
     Args:
         compute: the module's own forward.
-        choose: the routes of (T, K) numbers of experts.
+        choose: returns the routes of (T, K) numbers of experts.
         hidden_states: (E T, H), all tokens for each expert, times their scores.
     """
     scores, count = seen.scores, experts.count
@@ -328,9 +328,9 @@ def _dispatched_by_scores(
             f"{WHERE}: {experts.name}",
             expected="(E T, H) hidden states, and a router with scores (T, E) before it",
             got=f"{tuple(hidden_states.shape)}, {shape}",
-            fix="leave ep at 1",
+            fix="set ep to 1",
         )
-    # An expert with the score 0 adds nothing to a token, and the token nothing to its gradients.
+    # An expert with score 0 adds nothing to a token, and the token adds nothing to its gradients.
     choices = scores.topk(experts.router.top_k, dim=1).indices  # type: ignore[arg-type, union-attr]
     tokens = torch.arange(len(choices), device=choices.device).unsqueeze(1)
     order, routes = choose(choices, hidden_states)
@@ -339,7 +339,7 @@ def _dispatched_by_scores(
     for one, rows, params in zip(routes, _cut(hidden_states[places], routes), _parts(experts, routes), strict=True):
         ids, own, sent, received = one.ids, one.last - one.first, one.sent, one.received
         rows = _Move.apply(rows, ranks, sent, received, _OUT)  # type: ignore[no-untyped-call]
-        # Row n of expert e comes to place n of its `room` ones.
+        # Row n of expert e goes to place n of the expert's `room` places.
         room, by_expert = max(one.fullest, 1), ids.argsort(stable=True)
         counts = ids.new_zeros(own).scatter_add_(0, ids, torch.ones_like(ids))
         sorted_ids = ids[by_expert]
@@ -353,15 +353,15 @@ def _dispatched_by_scores(
 
 
 def _check_routing(name: str, hidden: Tensor, choices: Tensor, weights: Tensor) -> None:
-    """Refuses a router that gives something else than K experts and K weights for each token."""
+    """Refuses a router whose output is not K experts and K weights for each token."""
     shapes = [tuple(one.shape) for one in (hidden, choices, weights)]
     is_known = shapes[1] == shapes[2] and hidden.dim() == choices.dim() == 2 and len(hidden) == len(choices)
     if not is_known or choices.dtype not in (torch.int64, torch.int32):
         raise UsageError(
             f"{WHERE}: {name}",
-            expected="a router that gives each of T tokens (T, H) the numbers of K experts (T, K) and K weights (T, K)",
+            expected="a router that returns K expert numbers (T, K) and K weights (T, K) for T tokens (T, H)",
             got=f"{shapes[0]}, {choices.dtype} {shapes[1]}, {shapes[2]}",
-            fix="leave ep at 1",
+            fix="set ep to 1",
         )
 
 
@@ -374,7 +374,7 @@ def _exchanged(rows: Tensor, ranks: Collectives, received: Sequence[int], sent: 
 def _paired(
     rows: Tensor, scales: Tensor, ranks: Collectives, received: Sequence[int], sent: Sequence[int], label: str
 ) -> tuple[Tensor, Tensor]:
-    """Exchanges rows, (n, H), and numbers of other dtype, (n,), in one message for each rank."""
+    """Exchanges rows, (n, H), and numbers of another dtype, (n,), in one message per rank."""
     bytes_of = [tensor.contiguous().view(torch.uint8) for tensor in (rows, scales.unsqueeze(1))]
     arrived = _exchanged(torch.cat(bytes_of, 1), ranks, received, sent, label)
     parts = arrived.split([part.shape[1] for part in bytes_of], 1)
@@ -382,7 +382,7 @@ def _paired(
 
 
 class _Send(torch.autograd.Function):
-    """Rows and weights to the ranks with their experts. One node, so that its backward is one exchange, too."""
+    """Sends rows and weights to the ranks of their experts; a single node, so that its backward is one exchange too."""
 
     @staticmethod
     def forward(
@@ -403,7 +403,7 @@ _BACK = ("return outputs of experts", "send gradients to experts")
 
 
 class _Move(torch.autograd.Function):
-    """Rows to other ranks, and their gradients back. `labels` says what each is for."""
+    """Sends rows to other ranks, and their gradients back. `labels` names both exchanges."""
 
     @staticmethod
     def forward(

@@ -1,11 +1,11 @@
-"""Expert parallelism: the ranks that divide the experts of each layer. `expert_dispatch.py` has the way of the tokens.
+"""Expert parallelism: the ranks that divide the experts of each layer. `expert_dispatch.py` exchanges the tokens.
 
-An expert's gradient is the sum over the tokens of all P ranks already, so its reduction over the ranks that hold it
-has all terms of plain data parallelism, and the same divisor, the number of data ranks, makes it the mean.
+An expert's gradient is already the sum over the tokens of all P ranks. Its reduction over the ranks that hold it then
+has all terms of plain data parallelism, and the same divisor, the number of data-parallel ranks, gives the mean.
 
-**Which experts**: modules of transformers whose forward is (hidden, choices, weights), with one tensor for each
-projection of all experts, (E, ..): the interface of `use_experts_implementation`. Its implementations ("eager",
-"grouped_mm", "batched_mm") run as they are, on the rows that arrived. And those of Llama 4, which take all tokens.
+**Which experts**: transformers modules with forward(hidden, choices, weights) and one tensor per projection of all
+experts, (E, ..), the interface of `use_experts_implementation`; its implementations ("eager", "grouped_mm",
+"batched_mm") run unchanged on the rows that arrive. Also the experts of Llama 4, which take all tokens.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ from zeroaccel.zero.from_config import EngineSettings
 from zeroaccel.zero.layout import Split
 from zeroaccel.zero.wrap_policy import has_expert_interface, is_mixture, scored_experts
 
-_WRAPPED = ".base_layer"  # PEFT's name of what an adapter is around
-# Keys that have weights and gradients travel or lie otherwise than in one shard per rank: their second groups know
-# nothing of ranks with other experts.
+_WRAPPED = ".base_layer"  # PEFT's name for the module that an adapter wraps
+# Keys whose collectives or shards use further process groups, which are not divided by expert.
 _PLAIN_COLLECTIVES = {
     "zero_quantized_weights": False,
     "zero_quantized_gradients": False,
@@ -51,7 +50,7 @@ _PLAIN_COLLECTIVES = {
 
 
 class ExpertAxis(Axis):
-    """The `ep` axis: ranks with other experts of the same layers."""
+    """The `ep` axis: the ranks that hold different experts of the same layers."""
 
     name: ClassVar[str] = "ep"
     refuses_compiled: ClassVar[str] = "a graph cannot contain the exchange of tokens (expert parallelism)"
@@ -89,10 +88,10 @@ class ExpertAxis(Axis):
         return self._cut
 
     def divide(self, model: nn.Module, others: Sequence[Axis]) -> None:
-        """Finds the experts. Changes nothing of the model.
+        """Finds the experts. Does not change the model.
 
         Raises:
-            UsageError: there are none, or none that can be divided; or the model is compiled.
+            UsageError: the model has no experts that the ranks can divide, or it is compiled.
         """
         check_not_compiled(model, self.refuses_compiled)
         self._experts = find_experts(model, self._group.size)
@@ -116,7 +115,7 @@ class ExpertAxis(Axis):
         holders.parts = Collectives(self._topology, self._group, recorder=recorder)
         holders.job, holders.peers = collectives.job, collectives.peers
         self._job = collectives.job
-        # How many tokens go where differs between ranks.
+        # The numbers of tokens differ between ranks.
         self._tokens = Collectives(self._topology, self._group, records_sizes=False, recorder=recorder)
         collectives.part_holders = holders
         collectives.observe("dp_shard", holders)
@@ -124,7 +123,7 @@ class ExpertAxis(Axis):
         collectives.observe(self.name, self._tokens)
 
     def install(self, model: nn.Module) -> None:
-        assert self._tokens is not None, "experts are divided after their ranks are connected"
+        assert self._tokens is not None, "call connect before install"
         computed = [(one, one.module.forward) for one in self._experts]
         for one in self._experts:
             one.share(self._group.size)
@@ -148,14 +147,14 @@ _LEAVES = {"hidden_states": "hidden states", "top_k_weights": "weights of the ro
 
 
 class ExpertCut(Cut):
-    """Experts that ranks divide, for the check at the start.
+    """Divided experts, for the check at the start of training.
 
-    Whole, a module computes with the experts of all ranks, one layer at a time. Its gradients are those for a loss that
-    weighs the elements of its output; as all ranks have the trial's tokens, divided experts have them `size` times.
+    For the reference, a module computes with the experts of all ranks, one layer at a time. Gradients are those of a
+    loss that weighs the output's elements; all ranks have the trial's tokens, so divided experts get them `size` times.
 
     Args:
-        computed: the experts of each layer, and the module's own forward.
-        ranks: that divide them.
+        computed: experts of each layer, with the module's own forward.
+        ranks: ranks that divide the experts.
         job: all ranks.
     """
 
@@ -188,7 +187,7 @@ class ExpertCut(Cut):
                 vars(one.module)["forward"] = divided
 
     def is_split(self, module: nn.Module) -> bool:
-        # An activation within experts is of other rows, of which there may be as many by chance.
+        # An activation within experts has different rows, whose number may match by chance.
         return id(module) in self._inside
 
     def gradients(self) -> Iterable[tuple[str, Tensor]]:
@@ -196,7 +195,7 @@ class ExpertCut(Cut):
         return found
 
     def _reserve(self) -> None:
-        """Fails where the experts of a layer and their gradients have no room, before ranks wait for each other."""
+        """Raises if memory is too small for a layer's experts and gradients, before ranks wait for each other."""
         layers = [[one.module.get_parameter(key) for key in one.params] for one, _ in self._computed]
         most = max((sum(part.numel() * part.element_size() for part in parts) for parts in layers), default=0)
         torch.empty(2 * self.size * most, dtype=torch.uint8, device=self._ranks.topology.device)
@@ -204,7 +203,7 @@ class ExpertCut(Cut):
     def _compare(
         self, one: Experts, forward: Callable[..., Tensor], whole: bool, *args: Tensor, **named: Tensor
     ) -> Tensor:
-        """The module's output; its gradients are for `gradients`. (all ranks of the group)"""
+        """Returns the module's output, and keeps its gradients for `gradients`. (all ranks of the group)"""
         inputs = dict(zip(one.inputs, args, strict=False)) | named
         leaves = {key: inputs[key].detach().requires_grad_() for key in one.inputs if key in _LEAVES}
         own: dict[str, Any] = {key: getattr(one.module, key) for key in one.params}
@@ -228,14 +227,14 @@ def _splits(found: Iterable[Experts], ranks: int, rank: int) -> dict[int, Split]
     split = Split(dim=0, parts=ranks, index=rank, in_data_group=True)
     splits = {id(one.module.get_parameter(key)): split for one in found for key in one.params}
     for adapter in (adapter for one in found for adapter in one.adapters):
-        # (r E, in), expert by expert, and (out, r E), in each of r blocks one column of each expert.
+        # (r E, in), expert by expert, and (out, r E), r blocks with one column for each expert.
         splits |= {id(layer.weight): split for layer in adapter.lora_A.values()}
         splits |= {id(layer.weight): replace(split, dim=1, blocks=adapter.r[n]) for n, layer in adapter.lora_B.items()}
     return splits
 
 
 class ExpertEstimate(AxisEstimate):
-    """Ranks with other experts, in an estimate: as many tokens go to each of them, which is their mean load."""
+    """Estimates experts on `ep` ranks, with an equal number of tokens for each rank, its mean load."""
 
     name: ClassVar[str] = "ep"
     blocks_alike: ClassVar[bool] = True
@@ -252,15 +251,15 @@ class ExpertEstimate(AxisEstimate):
 
 
 def expert_count(model: nn.Module) -> int:
-    """The largest number of ranks that can divide the experts of a model's layers; 1 where it has none to divide."""
+    """Returns the largest number of ranks that can divide the experts of each layer; 1 without such experts."""
     return math.gcd(*(int(form.module.num_experts) for form in _forms(model))) or 1  # type: ignore[arg-type]
 
 
 def find_experts(model: nn.Module, ranks: int) -> list[Experts]:
-    """The experts of a model's layers, that so many ranks can divide.
+    """Returns the experts of a model's layers, if `ranks` ranks can divide them.
 
     Raises:
-        UsageError: there are none, or in a form that is not known, or ranks would have unequal numbers of them.
+        UsageError: there are no experts, their form is unknown, or ranks would have unequal numbers of them.
     """
     found = [_experts_of(form) for form in _forms(model)]
     if not found:
@@ -271,7 +270,7 @@ def find_experts(model: nn.Module, ranks: int) -> list[Experts]:
                 f"{WHERE}: {one.name}",
                 expected=f"a number of experts that is divisible by ep {ranks}",
                 got=one.count,
-                fix="choose an ep that divides it",
+                fix="choose an ep that divides this number",
             )
         _check_adapters(one, ranks)
     return found
@@ -279,7 +278,7 @@ def find_experts(model: nn.Module, ranks: int) -> list[Experts]:
 
 @dataclass(frozen=True)
 class _FoundExperts:
-    """A module that may be experts: of the interface, or with the router of experts that take all tokens."""
+    """Candidate for divided experts: a module with the interface, or one that takes all tokens, with its router."""
 
     name: str
     module: nn.Module
@@ -310,19 +309,19 @@ def _experts_of(form: _FoundExperts) -> Experts:
     if not of_all or others:
         raise UsageError(
             where,
-            expected=f"parameters of all {count} experts, with dim 0 of that size",
+            expected=f"only parameters of all {count} experts, with dim 0 of that size",
             got=f"{listed(others) or 'none'} of {kind}",
-            fix="leave ep at 1",
+            fix="set ep to 1",
         )
     if hasattr(module, "parametrizations"):
-        raise UsageError(where, expected="experts without parametrizations", got=f"some on {kind}", fix="leave ep at 1")
+        raise UsageError(where, expected="experts without parametrizations", got=f"some on {kind}", fix="set ep to 1")
     for key in of_all:
         if not module.get_parameter(key).is_floating_point():
             raise UsageError(
                 f"{where}.{key}",
                 expected="a floating-point dtype",
                 got=module.get_parameter(key).dtype,
-                fix="load the model without quantization, or leave ep at 1",
+                fix="load the model without quantization, or set ep=1",
             )
     return Experts(form.name, module, int(count), of_all, form.router, form.adapters)
 
@@ -333,27 +332,27 @@ def _check_adapters(one: Experts, ranks: int) -> None:
         if getattr(adapter, "num_experts", None) != one.count or not getattr(adapter, "lora_A", None):
             raise UsageError(
                 where,
-                expected="LoRA of PEFT's target_parameters on a tensor of three dims, or no adapter",
+                expected="PEFT's LoRA by target_parameters on a tensor of three dims, or no adapter",
                 got=type(adapter).__name__,
-                fix="leave ep at 1, or this tensor out of target_parameters",
+                fix="set ep=1, or remove this tensor from target_parameters",
             )
         if one.count == ranks and getattr(one.module, "is_transposed", False):
             raise UsageError(
                 where,
-                expected="at least two experts on each rank: PEFT takes one transposed expert for a linear layer",
+                expected="at least two experts on each rank: PEFT treats one transposed expert as a linear layer",
                 got=f"{one.count} experts and ep {ranks}",
-                fix=f"choose an ep below {ranks}, or this tensor out of target_parameters",
+                fix=f"choose an ep below {ranks}, or remove this tensor from target_parameters",
             )
 
 
 def _without_experts(model: nn.Module) -> UsageError:
-    expected = "experts as modules of transformers 5 with (experts, ..) tensors: forward(hidden, choices, weights)"
+    expected = "transformers 5 experts with (experts, ..) tensors and forward(hidden, choices, weights)"
     for name, module in model.named_modules():
         if is_mixture(name.rpartition(".")[2], module):
             return UsageError(
                 f"{WHERE}: {name}",
                 expected=expected,
                 got=f"{type(module).__name__} with {listed([key for key, _ in module.named_children()])}",
-                fix="leave ep at 1: the experts are then sharded like all parameters",
+                fix="set ep=1: ZeRO then shards the experts like all parameters",
             )
-    return UsageError(WHERE, expected=expected, got=f"no experts in {type(model).__name__}", fix="leave ep at 1")
+    return UsageError(WHERE, expected=expected, got=f"no experts in {type(model).__name__}", fix="set ep to 1")

@@ -1,7 +1,8 @@
-"""The `pp` axis: ranks with the stages of one pipeline, in a training and in an estimate.
+"""The `pp` axis: the ranks that hold the stages of one pipeline, in training and in estimates.
 
-Apart from `pipeline_engine`, so that a training without stages does not wait for torch's schedules to be imported. An
-estimate has the blocks of one stage, in the order of 1F1B; it counts messages and allocates their buffers.
+This module is separate from `pipeline_engine`, so that training without stages does not wait for the import of torch's
+schedules. An estimate holds the blocks of one stage, in the order of 1F1B; it counts messages and allocates their
+buffers.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ from zeroaccel.zero.layout import Split
 
 
 class PipelineAxis(Axis):
-    """Ranks with the stages of one pipeline, which see the same samples.
+    """The ranks that hold the stages of one pipeline and see the same samples.
 
     Attributes:
-        stage: of the model, from `divide` on.
+        stage: this rank's part of the model, set by `divide`.
     """
 
     name: ClassVar[str] = "pp"
@@ -57,7 +58,7 @@ class PipelineAxis(Axis):
 
     @property
     def engine_type(self) -> type[EngineBase]:
-        from zeroaccel.parallel.pipeline_engine import PipelineEngine  # here, as torch's schedules are slow to import
+        from zeroaccel.parallel.pipeline_engine import PipelineEngine  # imported here: torch's schedules are slow
 
         return PipelineEngine
 
@@ -97,18 +98,17 @@ class PipelineAxis(Axis):
     def attach(self, engine: EngineBase, loader: Any) -> None:
         from zeroaccel.parallel.pipeline_engine import PipelineEngine
 
-        assert isinstance(engine, PipelineEngine), "a stage of an engine that has none"
+        assert isinstance(engine, PipelineEngine), "the engine is not a PipelineEngine"
         engine.attach(self.stage, self.group, self.config, loader)
 
     def check(
         self, config: Config, settings: EngineSettings, optimizer: OptimizerPlan, names: Mapping[int, str]
     ) -> None:
-        """Refuses what the stages of a training cannot do together, and schedules that micro-batches do not fill.
+        """Refuses settings that the stages do not support together, and micro-batches that do not fill the schedule.
 
         Raises:
-            ConfigError: too few micro-batches, weights that a schedule does not find, or updates before the norm is
-                known.
-            UsageError: the optimizer's rule sums over parameters that are on several stages, or a stage trains nothing.
+            ConfigError: too few micro-batches, a schedule that stage 3 does not support, or updates during backward.
+            UsageError: the optimizer's rule sums over parameters of several stages, or a stage has nothing to train.
         """
         stage, pipeline = self.stage, self.config
         if optimizer.kinds is None or stage.count == 1:
@@ -125,9 +125,9 @@ class PipelineAxis(Axis):
         if pipeline.schedule in INTERLEAVED and micro_batches % rounds:
             raise ConfigError(
                 config.where("gradient_accumulation_steps"),
-                expected=f"a multiple of its {rounds} rounds over {stage.count} ranks, as the schedule is interleaved",
+                expected=f"a multiple of {rounds}, the rounds of the interleaved schedule over {stage.count} ranks",
                 got=micro_batches,
-                fix=f"take a multiple of {stage.count}, or at most {2 * stage.count - 1}",
+                fix=f"use a multiple of {stage.count}, or at most {2 * stage.count - 1}",
             )
         if pipeline.schedule == ZERO_BUBBLE and settings.plan.params:
             raise ConfigError(
@@ -140,14 +140,14 @@ class PipelineAxis(Axis):
         if settings.update_during != "step":
             raise ConfigError(
                 config.where("zero_optimization.offload_optimizer.update_during"),
-                expected='"step" with a pipeline, whose norm is known only when all stages are done',
+                expected='"step" with a pipeline, since the gradient norm needs all stages',
                 got=settings.update_during,
             )
         if OptimizerKind.COUPLED in optimizer.group_kinds:
             raise UsageError(
                 f"pipeline: the optimizer: {optimizer.kinds.reason}",
-                expected="one that updates elements or tensors by themselves",
-                fix="use AdamW, SGD or the like, or leave pp at 1",
+                expected="an optimizer that updates elements or tensors independently",
+                fix="use one such as AdamW or SGD, or set pp=1",
             )
         for part in stage.parts:
             if not any(param in optimizer.groups for param in part.params):
@@ -155,7 +155,7 @@ class PipelineAxis(Axis):
                     f"pipeline: stage {part.index}",
                     expected="at least one parameter to train on every stage",
                     got="none",
-                    fix="choose another PipelineConfig(split), or leave pp at 1",
+                    fix="choose another PipelineConfig(split), or set pp=1",
                 )
 
 
@@ -166,13 +166,13 @@ _StageForward = Callable[[Engine, Tensor, Tensor | None], Tensor]
 
 
 class PipelineEstimate(AxisEstimate):
-    """Ranks with the stages of one pipeline, which send to the stages before and after them."""
+    """The ranks that hold the stages of one pipeline; each sends to the stages before and after it."""
 
     name: ClassVar[str] = "pp"
     receivers: ClassVar[Literal["all", "ring", "line"]] = "line"
 
     def places(self, shape: Shape | None) -> Sequence[int]:
-        """The first stage, the last, and of those between the one with the most blocks times micro-batches in flight"""
+        """The first stage, the last one, and the one between with the most blocks times micro-batches in flight."""
         between = range(1, self.size - 1)
         if shape is None or len(between) < 2 or self.size > shape.layers:
             return range(self.size)
@@ -190,7 +190,7 @@ class PipelineEstimate(AxisEstimate):
             raise UsageError(f"{name}: pp {self.size}", expected=f"at most its {shape.layers} blocks", got=self.size)
 
     def blocks(self, shape: Shape, place: int) -> range:
-        """By matrix elements, as `PipelineConfig` divides by default.
+        """Divides blocks by matrix elements, the default of `PipelineConfig`.
 
         Example:
             >>> PipelineEstimate(4).blocks(Shape(layers=8, width=64, inner=256, vocabulary=1000), 1)
@@ -215,14 +215,14 @@ class _Stage:
     """One stage of a pipeline.
 
     Args:
-        count: stages.
-        micro_steps: to run.
+        count: number of stages.
+        micro_steps: number of micro-batches to run.
 
     Attributes:
-        forward: of a micro-batch.
-        width: of the hidden states, (batch, sequence, width), that go between stages.
+        forward: computes a micro-batch.
+        width: width of the hidden states, (batch, sequence, width), sent between stages.
         shared_numel: elements of the parameter that the first and the last stage share, if any.
-        received: direction -> the buffers of a schedule, made once, as torch's schedules have them.
+        received: direction -> buffers of a schedule, created once like those of torch's schedules.
     """
 
     def __init__(self, job: EstimatedJob, count: int, micro_steps: int) -> None:
@@ -233,7 +233,7 @@ class _Stage:
         self.received: dict[str, list[Tensor]] = {}
 
     def cut(self, model: nn.Module) -> None:
-        """Cuts a causal model of transformers, as `initialize` does."""
+        """Cuts a causal model of transformers, like `initialize`."""
         stage: Stage = cut(model, self.job.place, self.count, PipelineConfig(), verify=False)
         config: Any = getattr(model, "config", None)
         if config is None:
@@ -258,9 +258,9 @@ class _Stage:
         return F.cross_entropy(output.flatten(0, -2), ids.flatten()) if self.is_last else output
 
     def run(self, engine: Engine) -> Iterator[tuple[int, str]]:
-        """One step in the order of 1F1B. (PipeDream-flush, Narayanan et al., 2021, arXiv:2006.09503)
+        """Runs one step in the order of 1F1B. (PipeDream-flush, Narayanan et al., 2021, arXiv:2006.09503)
 
-        What `PipelineEngine` does for a micro-batch; a `Schedule`.
+        Makes the same engine calls per micro-batch as `PipelineEngine`. It is a `Schedule`.
         """
         job, name = self.job, PipelineEstimate.name
         count = self.micro_steps
@@ -299,7 +299,7 @@ class _Stage:
         engine.step()
 
     def _make_buffers(self, device: torch.device) -> None:
-        """For all micro-batches of a step, as torch's schedules have them."""
+        """Creates buffers for all micro-batches of a step, like torch's schedules."""
         hidden = self.job.batch, self.job.sequence, self.width
         for direction, has in (("forward", not self.is_first), ("backward", not self.is_last)):
             self.received[direction] = [

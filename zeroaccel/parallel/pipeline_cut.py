@@ -1,15 +1,15 @@
-"""Cuts a model into the stages of a pipeline: a causal model of transformers, unedited, or an nn.Sequential.
+"""Cuts a model into the stages of a pipeline: an unedited causal model of transformers, or an nn.Sequential.
 
-A stage is the model itself without the parameters of the other stages: what belongs to another stage is replaced by a
-module without parameters, so names and numbers of the blocks stay those of the whole model. The model's own forward
-runs on every stage, and with it everything that has no parameters: positions, masks, rotary angles. Where a stage
-begins, what the previous one computed takes the place of what its own forward has come to.
+A stage is the model itself without the parameters of the other stages: modules of other stages are replaced by modules
+without parameters, so names and numbers of the blocks stay those of the whole model. The model's own forward runs on
+every stage, including everything without parameters: positions, masks, rotary angles. At the beginning of a stage, the
+output of the previous stage replaces the hidden states that its own forward computed so far.
 
-A causal model is a row of blocks, with modules before (embeddings) and after (norm, head) them. Which is which shows
-in a forward over three tokens: it must pass the blocks once, in their order, and nothing may come between. The same
-forward is run on each stage once it is cut, and has to give the same bits.
+A causal model is a row of blocks, with modules before (embeddings) and after (norm, head) them. A forward over three
+tokens finds their places: it must pass through the blocks once, in their order, and nothing may run between them.
+The same forward runs on each stage after the cut, and must give the same bits.
 
-Makes no process groups and sends nothing.
+This module creates no process groups and sends nothing.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _LOSS_KEYS = ("labels", "shift_labels", "num_items_in_batch")
 
 @dataclass
 class Carry:
-    """What goes through the modules at the ends of a stage, in one micro-batch.
+    """State of one micro-batch: the hidden states received and sent by a stage.
 
     Attributes:
-        begin, end: the blocks of the stage that is running.
+        begin, end: first block of the running stage, and the block after its last one.
     """
 
     begin: int = 0
@@ -54,15 +54,15 @@ class Carry:
 
 @dataclass(frozen=True)
 class StagePart:
-    """One of the stages that a rank has.
+    """One of the stages that a rank holds.
 
     Attributes:
-        index: among all stages of the pipeline.
+        index: number of the stage in the pipeline.
         is_first: it computes from the batch.
         is_last: it computes the loss.
         params: ids of its parameters.
-        others: modules of the rank's other stages, as (parent, name, what stands in for it while this one runs).
-        begin, end: its blocks or children.
+        others: modules of the rank's other stages, as (parent, name, stand-in while this stage runs).
+        begin, end: its range of blocks or children.
     """
 
     index: int
@@ -75,7 +75,7 @@ class StagePart:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """The model has none of the rank's other stages inside."""
+        """Context in which stand-ins replace the modules of the rank's other stages."""
         undo = []
         for parent, name, replacement in self.others:
             undo.append((parent, name, parent._modules[name]))
@@ -92,11 +92,11 @@ class SharedParameter:
     """A parameter that modules of two stages read, such as tied embeddings. The earlier stage trains it.
 
     Attributes:
-        name: of the parameter in the whole model.
-        owner, reader: the ranks of the pipeline with these stages.
-        owning_part, reading_part: the two stages, by their numbers among all of the pipeline.
-        param: on the owner.
-        copy: on the reader.
+        name: name of the parameter in the whole model.
+        owner, reader: pipeline ranks of the two stages.
+        owning_part, reading_part: numbers of the two stages in the pipeline.
+        param: the parameter, on the owner.
+        copy: the module that reads a copy, on the reader.
     """
 
     name: str
@@ -109,15 +109,15 @@ class SharedParameter:
 
 
 class ReadsCopy(nn.Module):
-    """A module that computes with a copy of a parameter of another stage, and collects the copy's gradients.
+    """A module that computes with a copy of another stage's parameter, and collects the copy's gradients.
 
-    The copy is no parameter: no optimizer, norm or checkpoint of this stage knows it.
+    The copy is not an nn.Parameter: optimizer, norm and checkpoints of this stage ignore it.
 
     Attributes:
-        value: the copy; before the owner has sent it, what this rank's model was built with.
-        is_trained: whether an optimizer updates the parameter.
-        leaves: micro-batch -> what its forward computed with; its gradient is the owner's to add.
-        micro_batch: whose forward is running.
+        value: the copy; before the owner sends it, the value that this rank's model was built with.
+        is_trained: True if an optimizer updates the parameter.
+        leaves: micro-batch -> leaf tensor of its forward; its gradient goes to the owner.
+        micro_batch: micro-batch whose forward is running.
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
@@ -127,7 +127,7 @@ class ReadsCopy(nn.Module):
         self.leaves: dict[int, Tensor] = {}
         self.micro_batch = 0
         self._name = name
-        self._unregistered = (module,)  # its parameters would be this stage's
+        self._unregistered = (module,)  # as a submodule, its parameters would count as this stage's
         for other, param in module._parameters.items():
             if other != name:
                 self.register_parameter(other, param)
@@ -135,16 +135,16 @@ class ReadsCopy(nn.Module):
 
     @property
     def module(self) -> nn.Module:
-        """What it computes by, without its parameter."""
+        """The wrapped module, without the copied parameter."""
         return self._unregistered[0]
 
     def split(self, splits: Mapping[str, Split]) -> None:
-        """Reduces the copy to this rank's part, if its name is among these."""
+        """Reduces the copy to this rank's part, if the parameter is in `splits`."""
         if self._name in splits:
             self.value = splits[self._name].part(self.value).contiguous()
 
     def __getattr__(self, name: str) -> Any:
-        # A function of the module, as a tied layer may have, reads the parameter itself.
+        # Methods of the module, such as those of a tied layer, read the parameter itself.
         return self._leaf() if name == self.__dict__.get("_name") else super().__getattr__(name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -158,15 +158,15 @@ class ReadsCopy(nn.Module):
 
 
 class Stage(ABC):
-    """What one rank of a pipeline has of a model, which has lost the parameters of the others: a stage, or several.
+    """A rank's part of a model, without the parameters of other ranks: one stage, or several.
 
     Attributes:
         model: the model that was passed in.
-        whole: what it was.
-        index, count: which rank of how many.
-        parts: its stages, in their order.
-        num_parts: stages of the whole pipeline.
-        shared: parameters that a stage here has in common with one of another rank.
+        whole: description of the model before the cut.
+        index, count: this rank's number in the pipeline, and the number of ranks.
+        parts: its stages, in order.
+        num_parts: number of stages in the whole pipeline.
+        shared: parameters that a stage here shares with a stage of another rank.
     """
 
     def __init__(self, model: nn.Module, whole: WholeModel, index: int, count: int, stages_per_rank: int) -> None:
@@ -177,39 +177,39 @@ class Stage(ABC):
 
     @property
     def is_first(self) -> bool:
-        """Computes from the batch."""
+        """True if this rank computes from the batch."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Computes the loss."""
+        """True if this rank computes the loss."""
         return self.index == self.count - 1
 
     @property
     def own_parts(self) -> list[int]:
-        """Which of the pipeline's stages are here."""
+        """Numbers of the pipeline's stages on this rank."""
         return list(range(self.index, self.num_parts, self.count))
 
     @abstractmethod
     def run(self, part: StagePart, forward: Callable[..., Any], batch: Any, received: Tensor | None) -> Tensor:
-        """One micro-batch: what the next stage receives, or on the last one the loss, a scalar.
+        """Runs one micro-batch; returns the hidden states for the next stage, or on the last one the loss, a scalar.
 
         Args:
-            part: the stage that runs.
-            forward: of the model.
-            received: what the previous stage returned; None on the first.
+            part: the stage to run.
+            forward: forward of the model.
+            received: output of the previous stage; None on the first.
         """
 
     def run_trial(self, batch: Mapping[str, Any]) -> Any:
-        """A forward of this rank's stages by themselves, for the check at the start."""
+        """Runs a forward of this rank's stages separately, for the check at the start of training."""
         return self.model(**batch)
 
     def needs_batch(self) -> bool:
-        """Whether it computes anything from the batch."""
+        """True if the rank computes anything from the batch."""
         return True
 
     def modules(self) -> Iterator[nn.Module]:
-        """What this stage computes with: the modules of its model, and those that read copies."""
+        """Yields the modules that this rank computes with: those of its model, and those that read copies."""
         yield from self.model.modules()
         for shared in self.shared:
             if shared.copy is not None:
@@ -219,7 +219,7 @@ class Stage(ABC):
         """Reduces copies to this rank's parts, as tensor parallelism does with parameters.
 
         Args:
-            splits_of: how the parameters of a module are cut, by their names in it.
+            splits_of: module -> splits of its parameters, by their names in the module.
         """
         for shared in self.shared:
             if shared.copy is not None:
@@ -227,18 +227,18 @@ class Stage(ABC):
 
 
 def cut(model: nn.Module, index: int, count: int, config: PipelineConfig, *, verify: bool = True) -> Stage:
-    """Reduces a model to one of its stages. Every rank cuts alike, and keeps another.
+    """Reduces a model to one rank's stages. Every rank makes the same cut, and keeps different stages.
 
     Args:
-        verify: False for tensors without values (FakeTensorMode), with which stage and model cannot be compared.
+        verify: False for tensors without values (FakeTensorMode), for which stage and model cannot be compared.
 
     Raises:
-        UsageError: the model cannot be cut, or not into so many stages.
+        UsageError: the model cannot be cut, or not into this number of stages.
     """
-    from torch.distributed.pipelining import ScheduleGPipe  # here: its import takes longer than all others together
+    from torch.distributed.pipelining import ScheduleGPipe  # imported here, since it is slow
 
     if "return_outputs" not in inspect.signature(ScheduleGPipe.step).parameters:
-        fix = "install torch 2.10 or newer, or leave pp at 1"
+        fix = "install torch 2.10 or newer, or set pp=1"
         raise UsageError("pipeline: torch", expected="schedules that keep no outputs", got=torch.__version__, fix=fix)
     whole = WholeModel.of(model) if verify else WholeModel((), {}, (), (), frozenset(), "")
     meta = next((name for name, param in model.named_parameters() if param.is_meta or not param.numel()), None)
@@ -246,31 +246,31 @@ def cut(model: nn.Module, index: int, count: int, config: PipelineConfig, *, ver
         raise UsageError(
             f"pipeline: parameter {meta}",
             expected="values on every rank before the model is cut",
-            got="none, as of the meta device or zero.Init",
-            fix="build the model without them",
+            got="no values, as on the meta device or under zero.Init",
+            fix="build the model without the meta device and zero.Init",
         )
     if isinstance(model, nn.Sequential):
         return _cut_sequential(model, whole, index, count, config)
     if hasattr(model, "config") and hasattr(model, "get_input_embeddings"):
         return _BlockCut(model, config).to_stage(whole, index, count, verify=verify)
-    raise _cannot(model, f"{type(model).__name__}, whose parts are in no order that is known")
+    raise _cannot(model, f"{type(model).__name__}, whose modules are in no known order")
 
 
 def _cannot(model: nn.Module, why: str) -> UsageError:
     return UsageError(
         f"pipeline: {type(model).__name__} cannot be cut",
-        expected=f"{_CAUSAL}, as a row of blocks of which each computes from the one before",
+        expected=f"{_CAUSAL}, with a row of blocks that each compute from the previous one",
         got=why,
-        fix="write it as an nn.Sequential, or leave pp at 1",
+        fix="write it as an nn.Sequential, or set pp=1",
     )
 
 
 def own_params(stage: Stage, optimizer: Any, params: Any) -> tuple[Any, Any]:
-    """An optimizer, or parameters for one, of the whole model, without those of other stages.
+    """Removes the parameters of other stages from an optimizer of the whole model, or from parameters for one.
 
-    Groups stay where they are, empty or not, so that all stages have the same ones. A callable stays as it is.
+    Groups remain, even if empty, so that all stages have the same groups. A callable is returned unchanged.
 
-    Parameters that are not of the whole model are left for the caller to refuse.
+    Parameters outside the whole model remain, for the caller to refuse.
     """
     whole, own = stage.whole.param_ids, {id(param) for param in stage.model.parameters()}
 
@@ -297,7 +297,7 @@ def own_params(stage: Stage, optimizer: Any, params: Any) -> tuple[Any, Any]:
 
 
 def divide(costs: Sequence[float], count: int) -> list[int]:
-    """The first item of each stage, so that the largest sum of costs of a stage is as small as it can be.
+    """Returns the first item of each stage, minimizing the largest sum of costs of a stage.
 
     Example:
         >>> divide([1, 1, 1, 1, 4], 2)
@@ -308,7 +308,7 @@ def divide(costs: Sequence[float], count: int) -> list[int]:
     sums = [0.0]
     for cost in costs:
         sums.append(sums[-1] + cost)
-    # best[stages][end]: the smallest largest sum of the first `end` items in so many stages, and where the last begins.
+    # best[stages][end]: smallest largest sum for the first `end` items in so many stages, and where the last begins.
     best: list[dict[int, tuple[float, int]]] = [{end: (sums[end], 0) for end in range(1, len(costs) + 1)}]
     for stages in range(2, count + 1):
         best.append(
@@ -328,7 +328,7 @@ def _firsts(costs: Sequence[float], count: int, config: PipelineConfig, model: n
     if len(costs) < count:
         raise UsageError(
             f"pipeline: {type(model).__name__}",
-            expected=f"at least as many blocks as the {count} stages",
+            expected=f"at least {count} blocks, one for each stage",
             got=f"{len(costs)} blocks",
             fix="choose a smaller pp",
         )
@@ -337,19 +337,19 @@ def _firsts(costs: Sequence[float], count: int, config: PipelineConfig, model: n
     if len(config.split) != count or sum(config.split) != len(costs):
         raise UsageError(
             "PipelineConfig(split)",
-            expected=f"{count} numbers that add up to the {len(costs)} blocks of the model",
+            expected=f"{count} numbers whose sum is {len(costs)}, the number of blocks",
             got=tuple(config.split),
         )
     return [sum(config.split[:stage]) for stage in range(count)]
 
 
 def _cost(modules: Sequence[nn.Module], config: PipelineConfig) -> float:
-    """What a stage has of these modules, in elements."""
+    """Returns the cost of these modules in elements of parameters."""
     return sum(_own_cost(inner, config) for outer in modules for inner in outer.modules())
 
 
 def _own_cost(module: nn.Module, config: PipelineConfig) -> float:
-    """As `_cost`, of a module without those inside it."""
+    """Returns the `_cost` of a module without its submodules."""
     params = [param for param in module._parameters.values() if param is not None]
     if config.split == "compute":
         is_table = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
@@ -357,7 +357,7 @@ def _own_cost(module: nn.Module, config: PipelineConfig) -> float:
     return float(sum(param.numel() for param in params))
 
 
-# -- what a rank keeps
+# -- a rank's modules
 
 
 @dataclass(frozen=True)
@@ -365,11 +365,11 @@ class _StageModule:
     """A module that one stage computes.
 
     Attributes:
-        kind: a child of an nn.Sequential; a block; or one of the ends before and after the blocks, with its own
-            parameters and not with the modules inside it.
-        part: the number of the stage.
-        places: (parent, name) of it in the model.
-        stand_in: in its place on other ranks, and on its own while another stage runs.
+        kind: a child of an nn.Sequential; a block; or one of the ends before and after the blocks, which counts its
+            own parameters and not those of its submodules.
+        part: number of the stage.
+        places: (parent, name) pairs of the module in the model.
+        stand_in: replacement on other ranks, and on the same rank while another stage runs.
     """
 
     kind: Literal["child", "block", "end"]
@@ -379,15 +379,15 @@ class _StageModule:
     stand_in: nn.Module
 
     def modules(self) -> Iterable[nn.Module]:
-        """Those with its parameters."""
+        """Returns the modules that hold its parameters."""
         return (self.module,) if self.kind == "end" else self.module.modules()
 
 
 def _divide(stage: Stage, pieces: Sequence[_StageModule], firsts: Sequence[int]) -> None:
-    """Leaves in the model what this rank computes, and says what each of its stages is.
+    """Keeps in the model only the modules that this rank computes, and appends its `StagePart`s.
 
     Args:
-        firsts: the first block or child of each stage, and behind them their number.
+        firsts: first block or child of each stage, and last the number of blocks or children.
     """
     stage.shared = _shared(stage, pieces)
     own, last = stage.own_parts, stage.num_parts - 1
@@ -418,7 +418,7 @@ def _divide(stage: Stage, pieces: Sequence[_StageModule], firsts: Sequence[int])
 
 
 def _shared(stage: Stage, pieces: Sequence[_StageModule]) -> list[SharedParameter]:
-    """Parameters of two stages, of which one is here; those between two ranks are of the same two stages."""
+    """Returns the parameters that a stage here shares with another; two ranks share only between one pair of stages."""
     holders: dict[int, list[tuple[_StageModule, nn.Module, str]]] = {}
     for piece in pieces:
         for module in piece.modules():
@@ -459,9 +459,9 @@ def _shared(stage: Stage, pieces: Sequence[_StageModule]) -> list[SharedParamete
 def _shared_by_stages(name: str) -> UsageError:
     return UsageError(
         f"pipeline: parameter {name}",
-        expected="to be of one stage; or of two, and alone in its module outside the blocks in the later one",
-        got="one that other stages compute with",
-        fix="choose another PipelineConfig(split), or leave pp at 1",
+        expected="use by one stage, or outside the blocks by two, with no other parameter in the later one's module",
+        got="use by several stages",
+        fix="choose another PipelineConfig(split), or set pp=1",
     )
 
 
@@ -469,7 +469,7 @@ def _shared_by_stages(name: str) -> UsageError:
 
 
 class _Nothing(nn.Module):
-    """In place of a module of another stage: returns what it gets."""
+    """Stands in for a module of another stage: returns its input."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return next(iter((*args, *kwargs.values())))
@@ -485,7 +485,7 @@ class _SequentialStage(Stage):
             output = forward(batch[0] if received is None else received)
         if not part.is_last:
             return _single(output, f"stage {part.index} of the nn.Sequential")
-        assert self._loss is not None, "an nn.Sequential is cut with a loss only"
+        assert self._loss is not None, "an nn.Sequential needs a loss"
         return _scalar(self._loss(output, batch[1]), "PipelineConfig(loss)")
 
     def needs_batch(self) -> bool:
@@ -498,7 +498,7 @@ def _cut_sequential(
     if config.loss is None:
         raise UsageError(
             "PipelineConfig(loss)",
-            expected="a function of (output, targets), as an nn.Sequential computes no loss",
+            expected="a function of (output, targets), since an nn.Sequential computes no loss",
             got=None,
             fix="pass pipeline=PipelineConfig(loss=...)",
         )
@@ -533,11 +533,11 @@ def _scalar(loss: Any, where: str) -> Tensor:
 
 
 class _OtherBlock(nn.Module):
-    """In place of a block of another stage: passes on, and where this stage begins and ends, receives and sends."""
+    """Stands in for a block of another stage: passes its input on; receives and sends at the ends of this stage."""
 
     def __init__(self, block: nn.Module, carry: Carry, position: int, *, in_tuple: bool) -> None:
         super().__init__()
-        for name, value in vars(block).items():  # the model's forward may ask a block of which kind it is
+        for name, value in vars(block).items():  # the model's forward may read the kind of a block
             if not name.startswith("_") and (value is None or isinstance(value, (str, int, float))):
                 setattr(self, name, value)
         self._carry, self._position, self._in_tuple = carry, position, in_tuple
@@ -552,7 +552,7 @@ class _OtherBlock(nn.Module):
 
 
 class _NoInput(nn.Module):
-    """In place of a module before the blocks: zeros in the shape of its output, which nothing is computed from."""
+    """Stands in for a module before the blocks: returns zeros in the shape of its output, which no stage reads."""
 
     def __init__(self, carry: Carry, width: int, *, adds_dim: bool) -> None:
         super().__init__()
@@ -560,7 +560,7 @@ class _NoInput(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         source = _first_tensor(args, kwargs)
-        assert source is not None and self._carry.received is not None, "a stage that received nothing"
+        assert source is not None and self._carry.received is not None, "the stage received nothing"
         shape = source.shape if self._adds_dim else source.shape[:-1]
         return self._carry.received.new_zeros((*shape, self._width))
 
@@ -573,7 +573,7 @@ class _BlockStage(Stage):
         self._loss = config.loss
 
     def run_trial(self, batch: Mapping[str, Any]) -> Any:
-        # What a stage receives is made of the tokens, one by one, so that parts of sequences have parts of it.
+        # Each token alone determines its received row, so that a run of a sequence receives a run of the whole.
         ids = batch["input_ids"]
         dtype = next(param.dtype for param in self.model.parameters() if param.is_floating_point())
         rows = torch.randn(_TRIAL_ROWS, self.width, generator=torch.Generator().manual_seed(0))
@@ -594,12 +594,12 @@ class _BlockStage(Stage):
     def outputs(
         self, part: StagePart, forward: Callable[..., Any], batch: Mapping[str, Any], received: Tensor | None
     ) -> Any:
-        """What the next stage receives, or the model's own output."""
+        """Returns the hidden states for the next stage, or on the last one the model's own output."""
         _refuse_router_loss("pipeline: batch", batch.get("output_router_logits"))
         kwargs = {**batch, "use_cache": False, "return_dict": True}
         if not part.is_last:
             kwargs = {key: value for key, value in kwargs.items() if key not in _LOSS_KEYS}
-        elif kwargs.get("labels") is None and "shift_labels" in kwargs:  # a model asks for a loss by `labels`
+        elif kwargs.get("labels") is None and "shift_labels" in kwargs:  # models need `labels` for a loss
             kwargs["labels"] = kwargs["shift_labels"]
         self.carry.begin, self.carry.end, self.carry.received = part.begin, part.end, received
         try:
@@ -612,13 +612,13 @@ class _BlockStage(Stage):
 
 @dataclass
 class _Trace:
-    """What one forward over a few tokens went through.
+    """Record of one forward over a few tokens.
 
     Attributes:
         inputs, outputs: hidden states of each block.
-        calls: modules with parameters outside the blocks: "before" or "after" them, or "between".
-        shapes: of such a module: (shape of its input, shape of its output).
-        result: what the model returned.
+        calls: module with parameters outside the blocks -> places of its calls: "before", "after" or "between" them.
+        shapes: such a module -> (shape of its input, shape of its output).
+        result: the model's logits.
     """
 
     inputs: list[Tensor] = field(default_factory=list)
@@ -631,25 +631,25 @@ class _Trace:
 
 
 def _refuse_router_loss(where: str, adds_loss: Any) -> None:
-    """The last stage computes the loss, and knows the routers of its own blocks only."""
+    """Refuses a loss over routers: the last stage computes the loss, and has only the routers of its own blocks."""
     if adds_loss:
         raise UsageError(
             where,
-            expected="output_router_logits=False, as a loss of routers needs the logits of all stages",
+            expected="output_router_logits=False, since the routers' loss needs the logits of all stages",
             got=adds_loss,
-            fix="set it to False in the model's config, or leave pp at 1",
+            fix="set it to False in the model's config, or set pp=1",
         )
 
 
 class _BlockCut:
-    """How one causal model divides."""
+    """Finds how one causal model divides into stages."""
 
     def __init__(self, model: nn.Module, config: PipelineConfig) -> None:
         _refuse_router_loss(type(model).__name__, getattr(getattr(model, "config", None), "output_router_logits", None))
         self.model, self.config = model, config
         self.path, self.blocks = self._find_blocks()
         inside = {id(module) for block in self.blocks for module in block.modules()}
-        # The modules that have parameters themselves, outside the blocks.
+        # Modules outside the blocks that have parameters of their own.
         self.others = {
             name: module
             for name, module in model.named_modules()
@@ -667,7 +667,7 @@ class _BlockCut:
         _, path, blocks = max(sized, key=lambda item: item[0])
         return path, blocks
 
-    # -- the forward that shows how
+    # -- the forward that is recorded
 
     def _run_once(self) -> _Trace:
         trace = _Trace()
@@ -677,7 +677,7 @@ class _BlockCut:
         }
         with evaluating(self.model), contextlib.ExitStack() as undo:
             for module, record in wrapped.items():
-                own = {key: value for key, value in vars(module).items() if key == "forward"}  # a patched one returns
+                own = {key: value for key, value in vars(module).items() if key == "forward"}  # restored later
                 vars(module)["forward"] = partial(record, module.forward)
                 undo.callback(vars(module).update, own)
                 undo.callback(vars(module).pop, "forward")
@@ -724,12 +724,12 @@ class _BlockCut:
                 owned = listed([key for key, param in self.others[name]._parameters.items() if param is not None])
                 raise _cannot(self.model, f"parameters of {name or 'the model itself'} ({owned}) used among the blocks")
 
-    # -- one stage of it
+    # -- one stage
 
     def to_stage(self, whole: WholeModel, index: int, count: int, *, verify: bool) -> _BlockStage:
-        """Reduces the model to a stage."""
+        """Reduces the model to the stages of rank `index`."""
         before = [name for name in self.others if self.trace.calls.get(name) == {"before"}]
-        after = [name for name in self.others if name not in before]  # also what no forward reaches
+        after = [name for name in self.others if name not in before]  # including modules that no forward reaches
         costs = [_cost([block], self.config) for block in self.blocks]
         costs[0] += sum(_own_cost(self.others[name], self.config) for name in before)
         costs[-1] += sum(_own_cost(self.others[name], self.config) for name in after)
@@ -766,11 +766,11 @@ class _BlockCut:
         source, output = self.trace.shapes[name]
         adds_dim = output[:-1] == source
         if not adds_dim and output[:-1] != source[:-1]:
-            raise _cannot(self.model, f"{name}, which makes {tuple(output)} of {tuple(source)}")
+            raise _cannot(self.model, f"{name}, which maps {tuple(source)} to {tuple(output)}")
         return _NoInput(carry, output[-1], adds_dim=adds_dim)
 
     def _verify(self, stage: _BlockStage, part: StagePart) -> None:
-        """Raises unless the stage computes what the whole model did, from what the whole model had there."""
+        """Raises unless the stage, given the whole model's hidden states, computes the same output as the model."""
         with evaluating(self.model):
             received = None if part.is_first else self.trace.inputs[part.begin]
             output = stage.outputs(part, self.model, {"input_ids": self.ids}, received)
@@ -793,7 +793,7 @@ def _first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | 
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """No gradients, no dropout; the modes of all modules are restored."""
+    """Context without gradients and dropout; restores the modes of all modules."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

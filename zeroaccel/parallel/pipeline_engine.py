@@ -1,23 +1,23 @@
-"""`PipelineEngine`: one stage of a model, and the steps it makes together with the others.
+"""`PipelineEngine`: one stage of a model, and the steps that it makes together with the other stages.
 
-Each stage is an engine over its own data-parallel ranks. torch's schedules say when a micro-batch goes forward and
-backward and send what goes between stages; here each of these is what `Engine` does for a micro-batch, in the same
-order of additions, so that the number of stages changes no bit. Norm, overflow and clipping are of all stages.
+Each stage is an engine over its own data-parallel ranks. torch's schedules order the forwards and backwards of
+micro-batches and send tensors between stages; each of these runs the same code per micro-batch as `Engine`, in the same
+order of additions, so the number of stages changes no bit. Norm, overflow and clipping cover all stages.
 
-[Note: shared parameters] A parameter that two stages read, as tied embeddings are read by the first and the last, is
-the earlier one's. The later stage computes with a copy, which is sent anew before each batch, and returns the copy's
-gradient of each micro-batch; the earlier adds it to its own before anything else is added: the sum that autograd forms
-where both are in one graph. That takes M + 1 messages of its size per step of M micro-batches, where a sum at the end
-would take two, in another order. Gradients of several parameters travel in the order of the model, while backward
-reaches them in another: the owner takes all of a micro-batch before it adds the first.
+[Note: shared parameters] A parameter that two stages read, such as tied embeddings in the first and the last, belongs
+to the earlier one. The later stage computes with a copy, which it receives before each batch, and returns the copy's
+gradient for each micro-batch. The earlier stage adds it to its own gradient before any other addition: this is the sum
+that autograd forms if both uses are in one graph. A step of M micro-batches takes M + 1 messages of the parameter's
+size; a sum at the end would take two, in another order. Gradients of several parameters are sent in the order of the
+model, but backward reaches them in another order: the owner receives all of a micro-batch before it adds the first.
 
 [Note: several stages on a rank] Each has its own backward of a micro-batch, which reaches its own parameters only. The
 engine passes these parameters to `GradReducer.expect`. A buffer is then reduced with the backward that fills it, as
 often as without stages, and its gradients are complete with its stage's last micro-batch.
 
 [Note: a backward in two halves] The zero-bubble schedule computes gradients of inputs first, and those of weights
-later, by `torch.autograd.grad`, which tells no hook of a parameter. So each half is a backward of the engine: the first
-reaches no parameter, and after the second the engine is told of every gradient that it has left.
+later, with `torch.autograd.grad`, which calls no parameter hooks. So each half is a backward of the engine: the first
+reaches no parameter, and after the second the stage reports every parameter whose gradient it has set.
 """
 
 from __future__ import annotations
@@ -65,27 +65,27 @@ Batches = Sequence[Any]
 
 @dataclass(frozen=True)
 class TensorShape:
-    """What goes from one stage to the next: one tensor per micro-batch."""
+    """Shape and dtype of the tensor that one stage sends to the next for each micro-batch."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     def example(self, *, requires_grad: bool) -> Tensor:
-        """Such a tensor without memory."""
+        """Returns a meta tensor of this shape and dtype."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=requires_grad)
 
 
 class PipelineEngine(EngineBase):
-    """Trains one stage of a model; made by `zeroaccel.initialize` with `ParallelConfig(pp=...)`.
+    """Trains one stage of a model; created by `zeroaccel.initialize` with `ParallelConfig(pp=...)`.
 
-    A step is one call, on all ranks: `loss = engine.train_batch(data_iter)`. It takes as many micro-batches as
-    `gradient_accumulation_steps` says; the ranks of one pipeline pass the same ones. There is no `backward` and no
-    `step`, and `forward` raises: a stage by itself computes no loss.
+    A step is one call, on all ranks: `loss = engine.train_batch(data_iter)`. It takes `gradient_accumulation_steps`
+    micro-batches; all ranks of one pipeline must pass the same ones. The engine has no `backward` or `step`, and
+    `forward` raises: a single stage computes no loss.
 
     Attributes:
-        stage: of the model.
-        pipeline: the ranks with its stages.
-        micro_losses: on the last stage those of the last batch, (M,) float64 on the device; elsewhere empty.
+        stage: this rank's part of the model.
+        pipeline: the ranks that hold its stages.
+        micro_losses: on the last stage, the losses of the last batch, (M,) float64 on the device; elsewhere empty.
 
     Example:
         >>> import torch, zeroaccel
@@ -106,10 +106,10 @@ class PipelineEngine(EngineBase):
     sequence_group: SequenceGroup
 
     def attach(self, stage: Stage, pipeline: PipelineGroup, config: PipelineConfig, loader: Any = None) -> None:
-        """Completes an engine that `initialize` has made. (all ranks)"""
+        """Completes an engine that `initialize` created. (all ranks)"""
         self.stage, self.pipeline = stage, pipeline
         self.micro_losses = self._no_losses()
-        # Of one stage per rank, as where pp is 1, the schedule is the one that is interleaved.
+        # With pp=1 there is one stage, and torch's interleaved schedules need several.
         self._schedule_class = _SCHEDULES["1f1b" if stage.count == 1 else config.schedule]
         self._eval_class = ScheduleLoopedBFS if len(stage.parts) > 1 else ScheduleGPipe
         self._loader = loader
@@ -120,14 +120,14 @@ class PipelineEngine(EngineBase):
         self._backwards: Counter[int] = Counter()
         self._failure: Exception | None = None
         self._owned: dict[int, SharedParameter] = {}
-        self._arrived: dict[str, Tensor] = {}  # gradients of this micro-batch that other stages have returned
-        self._added: set[str] = set()  # those that are added
+        self._arrived: dict[str, Tensor] = {}  # gradients of this micro-batch that other stages returned
+        self._added: set[str] = set()  # names of the gradients already added
         self._share()
 
     # -- calls of programs
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises EngineStateError: a stage by itself computes no loss; call `train_batch` or `eval_batch`."""
+        """Raises EngineStateError: a single stage computes no loss; call `train_batch` or `eval_batch`."""
         raise EngineStateError(self._not_alone("engine(batch)"))
 
     def __getattr__(self, name: str) -> Any:
@@ -136,22 +136,22 @@ class PipelineEngine(EngineBase):
         return super().__getattr__(name)
 
     def run_trial(self, batch: Mapping[str, Any]) -> Any:
-        """As `EngineBase.run_trial`, of each of this rank's stages by itself."""
+        """Runs `EngineBase.run_trial` for each of this rank's stages separately."""
         return self.stage.run_trial(batch)
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
-        """One step over `gradient_accumulation_steps` micro-batches. (all ranks)
+        """Trains one step over `gradient_accumulation_steps` micro-batches. (all ranks)
 
         Args:
-            data_iter: of micro-batches: for a causal model mappings of its arguments with `labels`, for an
-                nn.Sequential pairs (inputs, targets). All micro-batches of a step have equal shapes. Absent, the engine
-                cycles through the loader of `training_data`.
+            data_iter: micro-batches: for a causal model, mappings of its arguments with `labels`; for an
+                nn.Sequential, pairs (inputs, targets). All micro-batches of a step have equal shapes. If None, the
+                engine cycles through the loader of `training_data`.
 
         Returns:
-            The mean loss over micro-batches and data-parallel ranks, float32, the same on every rank.
+            Mean loss over micro-batches and data-parallel ranks, float32, the same on every rank.
 
         Raises:
-            UsageError: on every rank: it ran out, a shape differs, or the stages of a pipeline got other batches.
+            UsageError: on every rank: data_iter ran out, shapes differ, or stages of a pipeline got different batches.
             CollectiveError: a rank of the pipeline is gone; the message names the waiting stages and their messages.
         """
         self._require_optimizer("train_batch")
@@ -164,7 +164,7 @@ class PipelineEngine(EngineBase):
         return self._mean_loss()
 
     def eval_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
-        """As `train_batch`, without gradients, dropout and an update. (all ranks)"""
+        """Returns the mean loss like `train_batch`, without gradients, dropout or an update. (all ranks)"""
         self._check_usable()
         boundaries = self._next_batches(data_iter, "eval_batch")
         with evaluating(self.module):
@@ -173,20 +173,20 @@ class PipelineEngine(EngineBase):
         return self._mean_loss()
 
     def is_first_stage(self) -> bool:
-        """Whether this rank's stage computes from the batch."""
+        """True if this rank has the first stage, which computes from the batch."""
         return self.stage.is_first
 
     def is_last_stage(self) -> bool:
-        """Whether this rank's stage computes the loss."""
+        """True if this rank has the last stage, which computes the loss."""
         return self.stage.is_last
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any]]:
-        """As `Engine.load_checkpoint`: from any number of stages. (all ranks)"""
+        """Loads a checkpoint like `Engine.load_checkpoint`, saved with any number of stages. (all ranks)"""
         self._own_batches = None
         return super().load_checkpoint(*args, **kwargs)
 
     def reset(self) -> None:
-        """As `Engine.reset`, after an exception on every rank; drops messages between stages. (all ranks)"""
+        """Resets like `Engine.reset`, after an exception on every rank; drops messages between stages. (all ranks)"""
         super().reset()
         self._activity("")
         if hasattr(self, "_schedules"):
@@ -199,7 +199,7 @@ class PipelineEngine(EngineBase):
     # -- micro-batches
 
     def _next_batches(self, data_iter: Iterator[Any] | None, call: str) -> list[TensorShape]:
-        """Takes the micro-batches of a step, and returns what goes between the stages. (all ranks)"""
+        """Takes the micro-batches of a step, and returns the shapes sent between stages. (all ranks)"""
         job, width = self.collectives.job, self._stage_width
         own: _Signature | None = None
         with agreed(job, f"{call}: micro-batches"):
@@ -210,10 +210,10 @@ class PipelineEngine(EngineBase):
         is_known = own is not None and own.shapes in self._boundaries
         of_ranks: list[tuple[_Signature | None, bool]] = job.gather_objects((own, is_known), f"{call}: batches")
         place = job.rank % width
-        place -= place % self._layer_ranks  # ranks that share layers see the same samples
+        place -= place % self._layer_ranks  # tensor-parallel ranks see the same samples
         first = of_ranks[place][0]
         with agreed(job, f"{call}: same batches"):
-            assert first is not None, "a first stage without a batch"
+            assert first is not None, "the first stage has no batch"
             if own is not None:
                 own.require(first, call, f"{self.stage.index}, {job.named([job.rank])}", f"0, {job.named([place])}")
         self._batches = [to_device(batch, self.collectives.topology.device) for batch in self._batches]
@@ -222,7 +222,7 @@ class PipelineEngine(EngineBase):
         return self._boundaries[first.shapes]
 
     def _infer(self) -> list[TensorShape]:
-        """What each stage sends to the next for such batches: one forward through all of them. (all ranks)"""
+        """Returns the shapes sent between stages, from one forward through all of them. (all ranks)"""
         shapes: list[TensorShape] = []
         width = self._stage_width
         own_parts = {part.index: part for part in self.stage.parts}
@@ -257,12 +257,12 @@ class PipelineEngine(EngineBase):
                 f"engine.{call}(data_iter)",
                 expected=f"{count} micro-batches (gradient_accumulation_steps)",
                 got=f"{len(batches)} more",
-                fix="make a new iterator for the next epoch; drop_last=True leaves out what does not fill a step",
+                fix="make a new iterator for each epoch; drop_last=True drops batches that do not fill a step",
             )
         return batches
 
     def _forward_of(self, part: StagePart, micro_batch: int, received: Tensor | None) -> Tensor:
-        """A stage's forward of one micro-batch."""
+        """Computes a stage's forward of one micro-batch."""
         for shared in self.stage.shared:
             if shared.copy is not None:
                 shared.copy.micro_batch = micro_batch
@@ -275,17 +275,17 @@ class PipelineEngine(EngineBase):
     def _backward_of(
         self, part: StagePart, micro_batch: int, run: Callable[[], Sequence[nn.Parameter]], *, inputs_only: bool = False
     ) -> None:
-        """What `Engine.backward` and `step` do for one micro-batch; the update of the last one comes after all.
+        """Does the work of `Engine.backward` and `step` for one micro-batch, except the update of the last one.
 
         See [Note: several stages on a rank] and [Note: a backward in two halves].
 
         Args:
-            run: returns the parameters whose gradients autograd does not tell of.
-            inputs_only: the first half of a backward in two, after which the gradients of weights are missing.
+            run: returns the parameters whose gradients autograd does not report through hooks.
+            inputs_only: this is the first half of a split backward, which computes no gradients of weights.
         """
         micro_batches = self.settings.accumulation
         self._backwards[part.index] += not inputs_only
-        # Gradients of a stage are complete with its own last micro-batch, while the rank's other stages go on.
+        # A stage's gradients are complete with its own last micro-batch; other stages of the rank may follow.
         self.decide_boundary(not inputs_only and self._backwards[part.index] == micro_batches)
         self._report.begin("backward")
         is_whole = len(self.stage.parts) == 1 and not inputs_only
@@ -304,7 +304,7 @@ class PipelineEngine(EngineBase):
         self.decide_boundary(is_end)
         if is_end:
             self.grad_reducer.expect(None)
-        elif self._backwards.total() < micro_batches:  # as many steps as micro-batches, the last of which updates
+        elif self._backwards.total() < micro_batches:  # one step per micro-batch; the last one updates
             self.run_step()
 
     # -- the schedule
@@ -335,11 +335,11 @@ class PipelineEngine(EngineBase):
         self.pipeline.finish_sends()
         for one in scheduled:
             one.clear_runtime_states()
-        # Nothing is read by the host, which would wait for the device there.
+        # The host reads no loss here: it would wait for the device.
         self.micro_losses = torch.stack(losses).to(torch.float64) if losses else self._no_losses()
 
     def _schedule(self, boundaries: Sequence[TensorShape], *, training: bool) -> tuple[Any, list[_ScheduledStage]]:
-        """The schedule for such batches; of several shapes the newest only, as each has buffers of its own."""
+        """Returns the schedule for such batches; keeps only the newest, since each schedule has its own buffers."""
         key = (tuple(boundaries), training)
         if key not in self._schedules:
             for other in [known for known in self._schedules if known[1] == training]:
@@ -356,7 +356,7 @@ class PipelineEngine(EngineBase):
         return self._schedules[key]
 
     def _mean_loss(self) -> Tensor:
-        """The mean over micro-batches and data-parallel ranks. (all ranks)"""
+        """Returns the mean over micro-batches and data-parallel ranks. (all ranks)"""
         total = torch.zeros(1, dtype=torch.float64, device=self.collectives.topology.device)
         if self.stage.is_last and self.collectives.is_first_data_group:
             total += self.micro_losses.mean() / self.collectives.world_size
@@ -369,14 +369,14 @@ class PipelineEngine(EngineBase):
     # -- parameters of two stages; see [Note: shared parameters]
 
     def on_grad_ready(self, param: nn.Parameter) -> None:
-        """As `Engine.on_grad_ready`; to a parameter that another stage reads too, that stage's gradient is added."""
+        """Calls `Engine.on_grad_ready`, after adding the other stage's gradient to a shared parameter's."""
         shared = self._owned.get(id(param))
         if shared is not None and param.grad is not None:
             param.grad.add_(self._returned(shared))
         super().on_grad_ready(param)
 
     def _take_returned(self, part: StagePart) -> None:
-        """At the end of a stage's backward: parameters that it did not reach have the gradient of the other stage."""
+        """Gives parameters that a stage's backward did not reach the gradient of the other stage."""
         for shared in self._owned.values():
             if shared.owning_part == part.index and shared.name not in self._added and shared.param is not None:
                 shared.param.grad = self._returned(shared)
@@ -384,14 +384,14 @@ class PipelineEngine(EngineBase):
         self._added.clear()
 
     def _returned(self, shared: SharedParameter) -> Tensor:
-        """The other stage's gradient of this micro-batch; those of a stage arrive together, in their order there."""
+        """Returns the other stage's gradient of this micro-batch; a stage's gradients arrive together, in its order."""
         if shared.name not in self._arrived:
             self._receive_gradients(shared.reader)
         self._added.add(shared.name)
         return self._arrived.pop(shared.name)
 
     def _share(self) -> None:
-        """Agrees on the dtypes of shared parameters, and on which are trained. (all ranks)"""
+        """Agrees on the dtypes of shared parameters, and on the trained ones. (all ranks)"""
         optimized = set() if self.sharded_optimizer is None else set(self.sharded_optimizer.group_of)
         own = {
             shared.name: (shared.param.dtype, shared.name in optimized)
@@ -411,7 +411,7 @@ class PipelineEngine(EngineBase):
         self.pipeline.connect_sharers({stage for pair in pairs if self.stage.index in pair for stage in pair})
 
     def _refresh_copies(self) -> None:
-        """Sends shared parameters from the stage that trains them to the one that reads them."""
+        """Sends shared parameters from the owning stage to the one that reads them."""
         for shared in self.stage.shared:
             label = f"values of {shared.name}"
             if shared.copy is not None:
@@ -430,7 +430,7 @@ class PipelineEngine(EngineBase):
         return handle
 
     def _receive_gradients(self, reader: int) -> None:
-        """Those of a micro-batch from a stage that reads parameters of this one."""
+        """Receives the gradients of a micro-batch from a stage that reads parameters of this one."""
         for shared in self._owned.values():
             if shared.reader == reader:
                 handle, device = self._handle_of(shared), self.collectives.topology.device
@@ -439,27 +439,27 @@ class PipelineEngine(EngineBase):
                 self._arrived[shared.name] = gradient
 
     def _return_gradients(self, part: StagePart, micro_batch: int) -> None:
-        """Sends the gradients of copies to the stage that trains them."""
+        """Sends the gradients of copies to the owning stage."""
         for shared in self.stage.shared:
             if shared.copy is not None and shared.copy.is_trained and shared.reading_part == part.index:
                 leaf = shared.copy.leaves.pop(micro_batch)
                 gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.contiguous()
                 self.pipeline.send(gradient, shared.owner, f"gradient of {shared.name}")
 
-    # -- words
+    # -- messages
 
     def _activity(self, what: str) -> None:
-        """Says for messages what this stage computes; where that raises, it stays what the rank was doing last."""
+        """Sets this stage's computation for messages; after an exception it remains the rank's last activity."""
         self.collectives.topology.flight_recorder.activity = f"{what} on stage {self.stage.index}" if what else ""
 
     @property
     def _stage_width(self) -> int:
-        """Ranks of a stage."""
+        """Number of ranks per stage."""
         return self.collectives.job.world_size // self.stage.count
 
     @property
     def _layer_ranks(self) -> int:
-        """Ranks that share layers."""
+        """Number of tensor-parallel ranks."""
         return 1 if self.collectives.parts is None else self.collectives.parts.world_size
 
     @property
@@ -475,23 +475,23 @@ class PipelineEngine(EngineBase):
         return compose(
             f"{call} on {self._where} of a pipeline",
             expected="train_batch() or eval_batch(), which run all stages",
-            fix="call engine.train_batch(data_iter): it takes the micro-batches of a step, and updates",
+            fix="call engine.train_batch(data_iter), which takes the micro-batches of a step and updates",
         )
 
 
 class _ScheduledStage(PipelineStage):
-    """What torch's schedules see of an engine: the computations of a micro-batch.
+    """Stage for torch's schedules, which delegates the computations of a micro-batch to an engine.
 
     Attributes:
-        losses: of the micro-batches so far, on the last stage.
-        unit: a tensor of what this stage sends or receives, for messages about waits.
+        losses: on the last stage, losses of the micro-batches so far.
+        unit: a tensor that this stage sends or receives, for messages about waits.
     """
 
     def __init__(self, engine: PipelineEngine, part: StagePart, boundaries: Sequence[TensorShape]) -> None:
         index, count = part.index, engine.stage.num_parts
         self._engine, self._part = engine, part
         self._micro_batch = 0
-        self._last = "before its first micro-batch"  # what was computed last, for messages
+        self._last = "before its first micro-batch"  # last computation, for messages
         self.losses: list[Tensor] = []
         received = (boundaries[index - 1].example(requires_grad=True),) if index else ()
         sent = boundaries[index].example(requires_grad=True) if index < count - 1 else torch.empty((), device="meta")
@@ -507,7 +507,7 @@ class _ScheduledStage(PipelineStage):
         )
 
     def begin(self) -> None:
-        """A step begins: what this stage does first is to wait, but for the first stage."""
+        """Begins a step: every stage except the first one starts by waiting."""
         self._last = "before its first micro-batch"
         self._engine.pipeline.begin_wait(f"{self._where}, {self._last}", self.unit)
 
@@ -552,7 +552,7 @@ class _ScheduledStage(PipelineStage):
             self._engine._backward_of(self._part, bwd_chunk_id, run)
 
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: Any, last_backward: bool = False) -> Any:
-        """As torch's, with the weights of this stage alone, the copy of another's among them."""
+        """Runs torch's method with only this stage's weights, including copies of another stage's parameters."""
         leaves = [
             shared.copy.leaves[self._micro_batch]
             for shared in self._engine.stage.shared
@@ -572,7 +572,7 @@ class _ScheduledStage(PipelineStage):
         params = self._engine.module.parameters()
         return [param for param in params if id(param) in self._part.params and param.requires_grad]
 
-    # What torch is about to send and to wait for, as it fetches the operations right before.
+    # torch fetches these operations right before it sends or waits.
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
         return self._awaited(super().get_fwd_recv_ops(fwd_chunk_id), "activations", fwd_chunk_id, self.stage_index - 1)
@@ -599,7 +599,7 @@ class _ScheduledStage(PipelineStage):
         return operations
 
     def scaled_loss(self, loss: Tensor, _: object) -> Tensor:
-        """The loss of a micro-batch as `Engine.backward` scales it: one multiplication of a scalar."""
+        """Returns the loss of a micro-batch, scaled like `Engine.backward`: one multiplication of a scalar."""
         engine = self._engine
         self.losses.append(loss.detach().reshape(()))
         engine._report.loss(loss)
@@ -608,7 +608,7 @@ class _ScheduledStage(PipelineStage):
 
     @contextlib.contextmanager
     def _computing(self, what: str) -> Iterator[None]:
-        """Between two waits of the schedule; the error of a computation is remembered, as torch raises its own."""
+        """Marks a computation between two waits; keeps its exception, since torch raises one of its own."""
         engine = self._engine
         engine.pipeline.end_wait()
         engine._activity(what)
@@ -624,11 +624,11 @@ class _ScheduledStage(PipelineStage):
 
 @dataclass(frozen=True)
 class _Signature:
-    """Shapes and contents of a step's micro-batches, to compare the stages of a pipeline by.
+    """Shapes and contents of a step's micro-batches, to compare between the stages of a pipeline.
 
     Attributes:
-        shapes: where each tensor of a micro-batch is, its shape and its dtype.
-        checksums: of the micro-batches; of tensors on a device nothing but their shapes.
+        shapes: path, shape and dtype of each tensor of a micro-batch.
+        checksums: checksum of each micro-batch; tensors on a device are compared only by shape.
     """
 
     shapes: tuple[tuple[str, tuple[int, ...], str], ...]
@@ -636,7 +636,7 @@ class _Signature:
 
     @classmethod
     def of(cls, batches: Batches, call: str) -> _Signature:
-        """Raises UsageError where micro-batches have different shapes."""
+        """Raises UsageError if micro-batches have different shapes."""
         shapes, checksums = [], []
         for batch in batches:
             tensors = [(path, leaf) for path, leaf in leaves_of(batch) if isinstance(leaf, Tensor)]
@@ -653,13 +653,13 @@ class _Signature:
         return cls(shapes[0], tuple(checksums))
 
     def require(self, first: _Signature, call: str, own_place: str, first_place: str) -> None:
-        """Raises UsageError unless this is what the first stage has."""
+        """Raises UsageError unless this equals the first stage's signature."""
         if self != first:
             raise UsageError(
                 f"engine.{call}(data_iter): batches of stage {own_place}",
-                expected=f"those of stage {first_place}, {_shown(first.shapes)}",
-                got=_shown(self.shapes) if self.shapes != first.shapes else "other values in these shapes",
-                fix="load by data-parallel rank (engine.collectives.rank), which the stages of a pipeline share",
+                expected=f"the batches of stage {first_place}, {_shown(first.shapes)}",
+                got=_shown(self.shapes) if self.shapes != first.shapes else "other values with these shapes",
+                fix="load data by data-parallel rank (engine.collectives.rank), which all stages of a pipeline share",
             )
 
 
@@ -669,9 +669,9 @@ def _require_cut(batches: Batches, call: str) -> None:
         if not isinstance(batch, Mapping) or SHIFTED_LABELS not in batch:
             raise UsageError(
                 f"engine.{call}(data_iter): micro-batch {index}",
-                expected=f"this rank's tokens of sequences, with {SHIFTED_LABELS}",
+                expected=f"this rank's runs of sequences, with {SHIFTED_LABELS}",
                 got=sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__,
-                fix="cut batches by SequenceLoader or SequenceGroup.shard of engine.sequence_group",
+                fix="cut batches with SequenceLoader, or engine.sequence_group.shard",
             )
 
 
@@ -687,6 +687,6 @@ def _checksum(tensors: Sequence[Tensor]) -> int:
 
 
 def _round(loader: Any) -> Iterator[Any]:
-    """The loader's batches, epoch after epoch."""
+    """Yields the loader's batches, epoch after epoch."""
     while True:
         yield from loader

@@ -1,11 +1,11 @@
-"""Sequence parallelism: the ranks that share a sequence, and what goes between them.
+"""Sequence parallelism: the ranks that share a sequence, and their exchanges.
 
 (Ulysses: Jacobs et al., 2023, arXiv:2309.14509, section 3.) A sequence of S tokens is cut into P runs of s = S / P, one
-per rank. Everything but attention works on tokens by themselves. For attention the ranks exchange parts: each gives up
-its run of the other heads and gets all tokens of its own, and gives them back afterwards (`ulysses.py`).
+per rank. All modules except attention work on each token by itself. For attention, an all-to-all gives each rank all
+tokens of H / P heads; a second one returns the outputs to the ranks of the tokens (`ulysses.py`).
 
 Labels are shifted before the cut, since the last token of a run predicts the first of the next one. A rank's loss is
-the mean over its own labels, so the sequence's loss is their mean weighted by how many labels count on each rank.
+the mean over its own labels, so the sequence's loss is the mean of these, weighted by each rank's number of labels.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from zeroaccel.comm.topology import RankGroup, Topology, connect, subgroup
 from zeroaccel.errors import UsageError
 
 IGNORED_LABEL = -100
-"""Positions with this label do not count, as in torch's and transformers' losses."""
+"""Losses ignore positions with this label, as in torch and transformers."""
 
 SHIFTED_LABELS = "shift_labels"
-"""The name of the labels of a batch that was cut: those of the next token."""
+"""Key of the labels in a batch that was cut: the label at each position is the next token."""
 
 
 class SequenceGroup:
-    """The ranks of one sequence.
+    """The ranks that share one sequence.
 
     Attributes:
-        rank: 0 has the sequence's beginning.
+        rank: index of this rank in the group; rank 0 has the beginning of the sequence.
         size: P.
-        collectives: over these ranks.
-        checks: the same for exchanges that other groups of the job do not make at the same time.
-        process_group: of these ranks, for a program's own calls of torch.distributed; nothing here uses it.
+        collectives: collectives over these ranks.
+        checks: the same, for exchanges that other groups of the job do not make at the same time.
+        process_group: process group of these ranks, for a program's own calls of torch.distributed; not used here.
 
     Example:
         >>> from zeroaccel.comm.topology import destroy, init_process_group
@@ -60,42 +60,42 @@ class SequenceGroup:
         self.collectives, self.process_group = collectives, process_group
         self.checks = checks or collectives
         self.rank, self.size = collectives.rank, collectives.world_size
-        self._counted: Any = WeakIdKeyDictionary()  # positions that `shard` has made
+        self._counted: Any = WeakIdKeyDictionary()  # positions that `shard` created
 
     def counts_from_0(self, positions: Tensor) -> bool:
-        """Whether `shard` has made these positions: each row is one sequence, which need not be read on the device."""
+        """True if `shard` created these positions: each row is one sequence, with no need to read it on the device."""
         return positions in self._counted
 
     @classmethod
     def of(
         cls, topology: Topology, size: int, *, stride: int = 1, recorder: FlightRecorder | None = None
     ) -> SequenceGroup:
-        """The group of this rank, of `size` ones. (all ranks)
+        """Creates the group of `size` ranks that contains this rank. (all ranks)
 
         Args:
-            stride: how far apart they are: ranks between them share layers with them (`tp`).
-            recorder: of the calls, where ranks elsewhere in the job issue others.
+            stride: distance between consecutive ranks of the group; the ranks between them are tensor-parallel (`tp`).
+            recorder: records the collectives, if ranks elsewhere in the job issue different ones.
         """
-        if size == 1:  # no process groups are made where nothing is exchanged
+        if size == 1:  # without exchanges, no process groups are needed
             job = topology.all_ranks
             own = RankGroup((topology.rank,), 0, job.gather_group, job.reduce_group, job.control_group)
             return cls(Collectives(topology, own), job.reduce_group)
         blocks = consecutive((topology.all_ranks.ranks,), size * stride)
         group = subgroup(topology, tuple(block[place::stride] for block in blocks for place in range(stride)))
         connect(topology, {"sequences": (group.gather_group, ("all_gather", "all_to_all"))})
-        # Sequences of other groups may have other lengths.
+        # Other groups may have sequences of another length.
         alone = topology.recorder(f"sequences of ranks {group.ranks}", group.ranks, alike=True)
         checks = Collectives(topology, group, recorder=alone)
         return cls(Collectives(topology, group, records_sizes=False, recorder=recorder), group.reduce_group, checks)
 
     def shard(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's run of a batch of whole sequences, which all ranks of the group have.
+        """Returns this rank's run of a batch of whole sequences. All ranks of the group must pass the same batch.
 
-        Tensors of two and more dims, (B, S, ...), are cut along the second; everything else stays. `labels` become
-        `shift_labels`, those of the next token. Without `position_ids`, tokens count from 0.
+        Tensors of two and more dims, (B, S, ...), are cut along the second; other values stay whole. `labels` become
+        `shift_labels`: the next token of each position. Without `position_ids`, positions count from 0.
 
         Raises:
-            UsageError: S is not divisible by the ranks, or a tensor has another length.
+            UsageError: S is not divisible by P, or a tensor has another length.
         """
         length = _length(batch)
         if length % self.size:
@@ -103,7 +103,7 @@ class SequenceGroup:
                 "sequence parallelism",
                 expected=f"a sequence length that is divisible by the {self.size} ranks of a sequence",
                 got=f"{length} tokens",
-                fix=f"pad to a multiple of {self.size} (pad_to_multiple_of={self.size} of transformers' collators)",
+                fix=f"pad to a multiple of {self.size} (pad_to_multiple_of={self.size} in transformers' collators)",
             )
         whole = dict(batch)
         labels = whole.pop("labels", None)
@@ -120,13 +120,13 @@ class SequenceGroup:
         return cut
 
     def mean_loss(self, loss: Tensor, labels: Tensor) -> Tensor:
-        """The loss of whole sequences, the same value on each rank of the group. (all ranks of the group)
+        """Returns the loss of whole sequences, the same value on each rank of the group. (all ranks of the group)
 
-        Its gradient on each rank is such that gradients averaged over all ranks are those of the whole batch.
+        Its gradient is scaled so that the average of gradients over all ranks is the gradient of the whole batch.
 
         Args:
-            loss: the mean over this rank's labels; whatever it is where none counts.
-            labels: this rank's, shifted.
+            loss: mean over this rank's labels; ignored if all of them are `IGNORED_LABEL`.
+            labels: labels of this rank's tokens, shifted.
         """
         with torch.no_grad():
             count = (labels != IGNORED_LABEL).sum()
@@ -136,11 +136,11 @@ class SequenceGroup:
             mean = (losses * counts).sum() / total
         weight = (self.size * count / total).to(loss.dtype)
         scaled = torch.where(count > 0, loss, 0.0) * weight
-        # The value of the mean, with the gradient of this rank's part: the difference has none.
+        # The value is the mean; the gradient is that of this rank's part, since the difference is detached.
         return scaled + (mean.to(loss.dtype) - scaled).detach()
 
     def gather(self, own: Tensor) -> Tensor:
-        """(B, s, ...) -> (B, S, ...): the runs of all ranks, without a gradient. (all ranks of the group)"""
+        """Gathers the runs of all ranks, (B, s, ...) -> (B, S, ...), without a gradient. (all ranks of the group)"""
         own = own.detach().contiguous()
         runs = own.new_empty(self.size * own.numel())
         self.collectives.all_gather(runs, own.view(-1), "gather sequences").wait()
@@ -152,7 +152,7 @@ class SequenceGroup:
         return exchanged
 
     def exchange_rows(self, parts: Tensor, label: str) -> Tensor:
-        """As `exchange`, without a gradient."""
+        """Exchanges rows like `exchange`, without a gradient."""
         parts = parts.contiguous()
         out = torch.empty_like(parts)
         self.collectives.all_to_all(out, parts, label).wait()
@@ -173,17 +173,17 @@ class _Exchange(torch.autograd.Function):
 
 
 class SequenceLoader:
-    """A loader's batches, cut along the sequence. (all ranks of the group, together)
+    """Cuts the batches of a loader along the sequence. (all ranks of the group, together)
 
-    Where each rank of the group loads batches of its own, as data loaders for all ranks do, one batch per rank
-    becomes P batches for the group, one after another. Where they load the same ones, as loaders for data-parallel
-    ranks do, each batch is cut as it is.
+    If each rank of the group loads different batches, as loaders for all ranks do, one batch per rank becomes P batches
+    for the group, one after another. If the ranks load the same batches, as loaders for data-parallel ranks do, each
+    batch is cut directly.
 
     Args:
-        loader: its batches are mappings with `input_ids` or `inputs_embeds`.
-        group: the ranks of a sequence.
+        loader: yields mappings with `input_ids` or `inputs_embeds`.
+        group: the ranks that share a sequence.
         same_batches: the ranks of the group load the same batches.
-        device: of the batches; None leaves them where they are.
+        device: device to move the batches to; None leaves them where they are.
 
     Raises:
         UsageError: on every rank of the group: a batch cannot be cut, or a rank has fewer batches than another.
@@ -203,7 +203,7 @@ class SequenceLoader:
         self._device = device
 
     def __getattr__(self, name: str) -> Any:
-        # `dataset`, `sampler`, `batch_size` and the like, which trainers ask for.
+        # Trainers read `dataset`, `sampler`, `batch_size` and other attributes.
         return getattr(self.__dict__["loader"], name)
 
     def __len__(self) -> int:
@@ -221,7 +221,7 @@ class SequenceLoader:
             yield waiting.popleft()
 
     def _next(self, batches: Iterator[Any]) -> list[dict[str, Any]]:
-        """What the next batch of each rank is cut into; empty where there is none."""
+        """Cuts the next batch of each rank; returns an empty list if the loader is exhausted."""
         if self._same_batches:
             return [self._placed(self._group.shard(batch)) for batch in itertools.islice(batches, 1)]
         collectives = self._group.collectives
@@ -233,9 +233,9 @@ class SequenceLoader:
         if missing and len(missing) < len(per_rank):
             raise UsageError(
                 "sequence parallelism",
-                expected="as many batches on each rank of a sequence",
-                got=f"none left on {collectives.named(missing)}",
-                fix="drop_last=True, or a loader that fills up the last batches",
+                expected="the same number of batches on each rank that shares a sequence",
+                got=f"no more batches on {collectives.named(missing)}",
+                fix="use drop_last=True, or a loader that fills up the last batches",
             )
         return [] if missing else [self._placed(self._group.shard(item)) for item in per_rank]
 
@@ -260,9 +260,9 @@ def _length(batch: Mapping[str, Any]) -> int:
         if _is_cut(value) and value.shape[1] != length:
             raise UsageError(
                 f"sequence parallelism: {key}",
-                expected=f"(batch, sequence, ...) with {length} tokens, as {name} has",
+                expected=f"(batch, sequence, ...) with {length} tokens, like {name}",
                 got=tuple(value.shape),
-                fix="leave it out of the batch, or make it a mask of two dims",
+                fix="remove it from the batch, or pass a mask of two dims",
             )
     return length
 

@@ -1,11 +1,11 @@
-"""Tensor parallelism: which layers of a model the ranks of the `tp` axis share, and their forward.
+"""Tensor parallelism: finds the layers that the ranks of the `tp` axis share, and runs their forward.
 
-(Megatron-LM, Shoeybi et al., 2019, arXiv:1909.08053, section 3.) How a layer is cut, and what its inputs and outputs
-need, is said by the styles of `torch.distributed.tensor.parallel`. They are applied to a twin of each layer without
-memory, from which the placements and the hooks are taken. The parameters of the model stay ordinary ones, the objects
-that the program has: the units keep this rank's part of them (`layout.py`: `Split`), and during its forward a layer
-reads DTensors that are made of the parts. So units, shards, gradients and optimizers know nothing of DTensors, and what
-is detached again is the model as it was.
+(Megatron-LM, Shoeybi et al., 2019, arXiv:1909.08053, section 3.) The styles in `torch.distributed.tensor.parallel`
+define the cut of a layer and the exchange of its inputs and outputs. This module applies them to a meta-device twin
+of each layer and takes the placements and hooks from it. The model's parameters stay the ordinary parameters of the
+program: the units keep this rank's part of them (`layout.py`: `Split`), and during its forward a layer reads DTensors
+built from the parts. So units, shards, gradients and optimizers do not depend on DTensors, and `detach` restores the
+original model.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ if TYPE_CHECKING:
 
 _HEAD_NORM = "replicated_with_grad_allreduce"
 _HEADS = ("num_attention_heads", "num_key_value_heads")
-# What an attention module counts its heads by; `split_size` is the width of the queries that GPT-2's packed layer has.
+# Attributes with an attention module's head counts; `split_size` is the width of the queries in GPT-2's packed layer.
 _COUNTS = (
     *("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "n_head", "n_heads"),
     "split_size",
 )
 _ATTENTION_LAYERS = ("q_proj", "k_proj", "v_proj", "c_attn", "q_b_proj", "kv_b_proj")
-# Layers by the last part of their names, as DeepSpeed's AutoTP goes by names (docs/tensor_parallel.md): those whose
-# output is added to the residual stream are cut by rows, those before them by columns.
+# Layers by the last part of their names, as in DeepSpeed's AutoTP (docs/tensor_parallel.md): layers whose output adds
+# to the residual stream are cut by rows, the layers before them by columns.
 _ROWWISE = frozenset({"o_proj", "down_proj", "out_proj", "dense_4h_to_h", "fc2", "fc_out", "wo", "w2", "c_proj"})
 _COLUMNWISE = frozenset(
     {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "dense_h_to_4h", "fc1", "fc_in"}
     | {"wi", "wi_0", "wi_1", "w1", "w3", "c_fc", "q_attn"}
 )
-# Several layers in one, each cut by itself: style -> how many.
+# Styles of layers that pack several layers, each cut separately: style -> number of layers.
 _PACKED = {"packed_colwise": 2, "packed_colwise_2": 2, "packed_colwise_3": 3}
 _WHOLE = "replicate"
-# What takes and returns whole tensors, so that it may as well be whole.
+# Styles of modules that take and return whole tensors, so that they can also stay whole.
 _WHOLE_ENDS = ("colwise_gather_output", "colwise_rep", "embedding_rowwise", "embedding_colwise")
 
 
 def _styles() -> dict[str, Callable[[], ParallelStyle]]:
-    """The styles by the names that transformers has for them; a function, as the import takes a while."""
+    """Returns torch's styles by transformers' names; a function, since the import is slow."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
@@ -73,18 +73,18 @@ def _styles() -> dict[str, Callable[[], ParallelStyle]]:
         "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
         "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
         "embedding_colwise": lambda: ColwiseParallel(output_layouts=Replicate()),
-        # A norm of each head, (B, S, heads, d): all ranks have its weights, and each has gradients of its heads.
+        # A norm of each head, (B, S, heads, d): all ranks have its weights, each has the gradients of its own heads.
         _HEAD_NORM: lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
     }
 
 
 class SplitLayers:
-    """The split layers of one model. Life: 1. made, which changes nothing, 2. `attach`, 3. `detach`.
+    """The split layers of one model. Life cycle: 1. created, with no effect on the model, 2. `attach`, 3. `detach`.
 
     Attributes:
-        splits: id(parameter) -> how it is cut.
-        names: of the split modules.
-        size: ranks that share them.
+        splits: id(parameter) -> its split.
+        names: names of the split modules.
+        size: number of ranks that share them.
     """
 
     def __init__(self, layers: list[SplitPart], size: int) -> None:
@@ -100,15 +100,15 @@ class SplitLayers:
     def of(
         cls, model: nn.Module, mesh: DeviceMesh, index: int, plan: Mapping[str, str] | str | None = None
     ) -> SplitLayers:
-        """Finds the layers of a plan, and how each is cut. Nothing of the model changes.
+        """Finds the layers of a plan and their splits. Does not change the model.
 
         Args:
-            mesh: of one axis, the ranks that share layers.
-            index: of this rank on it.
-            plan: as of `ParallelConfig.tp_plan`.
+            mesh: mesh of one axis, with the tensor-parallel ranks.
+            index: index of this rank on it.
+            plan: a value of `ParallelConfig.tp_plan`.
 
         Raises:
-            UsageError: there is no plan, or the model cannot be cut by it, or this torch cannot cut.
+            UsageError: there is no plan, it does not fit the model, or this torch version is too old.
         """
         _check_torch()
         size = int(mesh.size())
@@ -129,22 +129,22 @@ class SplitLayers:
         return cls(layers, size)
 
     def keep(self, modules: Iterable[nn.Module]) -> None:
-        """Forgets all layers but these: the model has been cut into stages, and the others are on other ranks."""
+        """Drops all layers except these: the model was cut into stages, and the others are on other ranks."""
         remaining = {id(module) for module in modules}
         self._layers = [layer for layer in self._layers if id(layer.module) in remaining]
-        # By the ids of what is left: those of parameters that are gone may be used again.
+        # Rebuilt from the remaining layers: ids of freed parameters may be reused.
         self.splits = {key: split for layer in self._layers for key, split in layer.splits().items()}
         self.names = [layer.name for layer in self._layers]
 
     def splits_of(self, module: nn.Module) -> Mapping[str, Split]:
-        """How the parameters of a module are cut, by their names in it."""
+        """Returns the splits of a module's parameters, by their names in the module."""
         return next((layer.cuts for layer in self._layers if layer.module is module), {})
 
     def attach(self, model: nn.Module, collectives: Collectives | None) -> None:
-        """The layers compute with their parts from now on; after the engine's own hooks are on the model.
+        """Makes the layers compute with their parts; call it after the engine's own hooks are on the model.
 
         Args:
-            collectives: to compare the ranks' first inputs by; None where that is done otherwise.
+            collectives: compares the ranks' first inputs; None if the caller compares them.
         """
         for layer in self._layers:
             layer.attach()
@@ -152,13 +152,13 @@ class SplitLayers:
             module = model.get_submodule(parent)
             if any(f"{parent}.{name}" in self.names for name in _ATTENTION_LAYERS):
                 self._heads.append((module, {key: vars(module)[key] for key in _COUNTS if key in vars(module)}))
-        for module, heads in self._heads:  # a rank's attention is that of its own heads
+        for module, heads in self._heads:  # a rank computes attention of its own heads
             vars(module).update({key: count // self.size for key, count in heads.items()})
         if collectives is not None:
             self._first_batch = model.register_forward_pre_hook(partial(self._compare, collectives), with_kwargs=True)
 
     def detach(self) -> None:
-        """Removes every hook; the parameters must be whole again."""
+        """Removes every hook; the parameters must be whole again before."""
         for layer in self._layers:
             layer.detach()
         for module, heads in self._heads:
@@ -174,7 +174,7 @@ class SplitLayers:
 
     @contextmanager
     def computing(self, *, whole: bool) -> Iterator[None]:
-        """Within it each layer takes and returns whole tensors, or parts as ever; not to be trained with."""
+        """Context in which each layer takes and returns whole tensors, or parts; for trials, not for training."""
         self._in_trial = True
         for layer in self._layers:
             layer.takes_whole = whole
@@ -194,11 +194,11 @@ class SplitLayers:
         """Compares the first inputs of the ranks that share layers. (all ranks)
 
         Raises:
-            UsageError: on every rank: they differ, as of a loader that feeds each rank by itself.
+            UsageError: on every rank: inputs differ, for example because the loader gives each rank different data.
         """
-        if self._in_trial:  # its batch is made here
+        if self._in_trial:  # trials use a generated batch
             return
-        assert self._first_batch is not None, "the hook of a detached model"
+        assert self._first_batch is not None, "the model is detached"
         self._first_batch.remove()
         own = [(tuple(leaf.shape), _digest(leaf)) for _, leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
         of_ranks = collectives.job.gather_objects(own, "first batch")
@@ -207,9 +207,9 @@ class SplitLayers:
             if batch != of_ranks[first]:
                 raise UsageError(
                     f"tensor parallelism: the first batch of {collectives.job.named([rank])}",
-                    expected=f"that of {collectives.job.named([first])}, with which it shares the layers",
+                    expected=f"the batch of {collectives.job.named([first])}, since both share layers",
                     got="another one",
-                    fix=f"have loaders divide the data by rank // {self.size}",
+                    fix=f"divide the data between ranks by rank // {self.size}",
                 )
 
 
@@ -218,8 +218,8 @@ class _SplitLayer(SplitPart):
     """A linear layer or an embedding whose parameters are split.
 
     Attributes:
-        placements: of each of its parameters, by name.
-        prepare, finish: torch's hooks of its style.
+        placements: placements of its parameters, by name.
+        prepare, finish: torch's hooks for its style.
     """
 
     placements: Mapping[str, tuple[Placement, ...]]
@@ -228,10 +228,10 @@ class _SplitLayer(SplitPart):
 
     @classmethod
     def of(cls, name: str, module: nn.Module, style: str, mesh: DeviceMesh, index: int) -> _SplitLayer:
-        """A layer of a style, for the rank at a place of the mesh.
+        """Creates a layer of a style, for the rank at an index of the mesh.
 
         Raises:
-            UsageError: it is of a kind that cannot be cut, or the parts would differ in size.
+            UsageError: this kind of module cannot be cut, or the parts would differ in size.
         """
         from torch.distributed.tensor.parallel import parallelize_module
 
@@ -252,16 +252,16 @@ class _SplitLayer(SplitPart):
         if not args:
             raise UsageError(
                 f"tensor parallelism: {self.name}",
-                expected="its input as the first argument",
+                expected="its input as the first positional argument",
                 got="keyword arguments only",
-                fix="pass it by position, or leave the module out of tp_plan",
+                fix="pass it by position, or remove the module from tp_plan",
             )
         if self.takes_whole and not self.cuts:
             return None
         note_calls(self.mesh, self.name, "forward")
         inputs = self._spread(args[0]) if self.takes_whole else self.prepare(module, args)
         for key, placements in self.placements.items():
-            # In the instance's own dict, which is read before its parameters: there stays what the engine knows.
+            # The instance's dict takes precedence over `_parameters`, which keeps the engine's parameter.
             part = module._parameters[key]
             assert part is not None, f"{self.name} has lost {key}"
             module.__dict__[key] = DTensor.from_local(part, self.mesh, placements, run_check=False)
@@ -276,15 +276,15 @@ class _SplitLayer(SplitPart):
             return self._joined(output) if self.cuts else output
         finished = self.finish(module, args, output)
         if "shared_expert" in self.name and isinstance(finished, Tensor):
-            # Llama 4 adds to it in place, which autograd forbids of what a DTensor shows.
+            # Llama 4 adds to it in place, which autograd forbids for views of a DTensor.
             finished = finished.clone()
         if isinstance(finished, Tensor) and finished.requires_grad:
-            # Before anything of this layer's backward.
+            # Runs before the rest of this layer's backward.
             finished.register_hook(lambda grad: note_calls(self.mesh, self.name, "backward"))
         return finished
 
     def _spread(self, source: Tensor) -> Any:
-        """A whole input, as the layer's own weights take it."""
+        """Converts a whole input to the placement that the layer's own weights need."""
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
         spread = DTensor.from_local(source, self.mesh, [Replicate()], run_check=False)
@@ -293,25 +293,25 @@ class _SplitLayer(SplitPart):
         return spread.redistribute(placements=[Shard(source.ndim - 1)]) if takes_part else spread
 
     def _joined(self, output: Any) -> Tensor:
-        """The whole output of all ranks' parts."""
+        """Joins the parts of all ranks to the whole output."""
         from torch.distributed.tensor import Replicate
 
         whole: Tensor = output.redistribute(placements=[Replicate()]).to_local()
         cut = self.cuts["weight"]
-        if cut.blocks > 1:  # the parts have theirs of each block
+        if cut.blocks > 1:  # each part has its share of every block
             whole = whole.unflatten(-1, (cut.parts, cut.blocks, -1)).transpose(-3, -2).flatten(-3)
         return whole
 
     @property
     def _output_dim(self) -> int:
-        """Along which dim of the weight outputs lie."""
+        """Dim of the weight that holds the outputs."""
         return 1 if is_transposed(self.module) else 0
 
 
 def _cuts(
     name: str, module: nn.Module, placements: Mapping[str, tuple[Placement, ...]], parts: Split
 ) -> dict[str, Split]:
-    """How the parameters of a layer are cut that are; `parts` says all but the dim.
+    """Returns the splits of a layer's sharded parameters; `parts` has all their fields except the dim.
 
     Raises:
         UsageError: the parts would differ in size.
@@ -327,30 +327,30 @@ def _cuts(
                 f"tensor parallelism: parameter {name}.{key}",
                 expected=f"a multiple of {parts.parts}, the ranks of the tp axis{of}, in dim {dim}",
                 got=f"{param.shape[dim]} of shape {tuple(param.shape)}",
-                fix="choose another tp, or leave the module out of tp_plan",
+                fix="choose another tp, or remove the module from tp_plan",
             )
         cuts[key] = replace(parts, dim=dim)
     return cuts
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether it is the linear layer of GPT-2, whose weight is (inputs, outputs)."""
-    layers = sys.modules.get("transformers.pytorch_utils")  # a model that has one has imported it
+    """True for the linear layer of GPT-2, whose weight is (inputs, outputs)."""
+    layers = sys.modules.get("transformers.pytorch_utils")  # imported by any model that has such a layer
     return layers is not None and isinstance(module, layers.Conv1D)
 
 
 def _packed_style(module: nn.Module) -> str:
-    """Of GPT-2's `c_attn`: queries, keys and values in one; of attention to another sequence keys and values."""
+    """Returns the style of GPT-2's `c_attn`: packed queries, keys and values; in cross attention, keys and values."""
     inputs, outputs = module.get_parameter("weight").shape
     return f"packed_colwise_{outputs // inputs}"
 
 
 def _check_packed(name: str, module: nn.Module, style: str) -> None:
-    """Refuses a cut of GPT-2's `c_attn` that leaves a rank queries without their keys."""
+    """Refuses a cut of GPT-2's `c_attn` that separates a rank's queries from their keys."""
     if name.rpartition(".")[2] == "c_attn" and is_transposed(module) and style != _packed_style(module):
         raise UsageError(
             f"tensor parallelism: {name}",
-            expected=f'"{_packed_style(module)}", which cuts queries, keys and values each by themselves',
+            expected=f'"{_packed_style(module)}", which cuts queries, keys and values separately',
             got=style,
             fix='change the style in tp_plan, or pass tp_plan="auto"',
         )
@@ -371,10 +371,10 @@ def _digest(value: Tensor) -> str:
 
 
 def _by_name(model: nn.Module) -> dict[str, str]:
-    """Name of a layer -> style, by the last part of its name, of the linear layers in the model's rows of blocks.
+    """Maps layer names to styles by the last part of the name, for the linear layers in rows of blocks.
 
     Raises:
-        UsageError: the names of some say nothing, so that nothing is known of what lies before and after them.
+        UsageError: some names are unknown, so that the position of the layers in a block is unknown.
     """
     blocks = [f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     styles, unknown = {}, []
@@ -392,14 +392,14 @@ def _by_name(model: nn.Module) -> dict[str, str]:
     if unknown:
         raise UsageError(
             f"tensor parallelism of {type(model).__name__}: {listed(unknown, most=3)}",
-            expected=f"names of layers that say how to cut them: {', '.join(sorted(_COLUMNWISE | _ROWWISE))}",
-            fix="pass ParallelConfig(tp_plan={...}) with patterns of names",
+            expected=f"layer names with a known cut: {', '.join(sorted(_COLUMNWISE | _ROWWISE))}",
+            fix="pass ParallelConfig(tp_plan={...}) with patterns of module names",
         )
     return styles
 
 
 def _check_torch() -> None:
-    """Each rank has its weights already; a torch that can only send them from rank 0 would do so (torch 2.6)."""
+    """Refuses a torch that sends weights from rank 0 (torch 2.6), since each rank already has its weights."""
     from torch.distributed.tensor.parallel import parallelize_module
 
     if "src_data_rank" not in inspect.signature(parallelize_module).parameters:
@@ -407,18 +407,18 @@ def _check_torch() -> None:
             "tensor parallelism: torch",
             expected="a parallelize_module with src_data_rank",
             got=torch.__version__,
-            fix="upgrade torch, or leave tp at 1",
+            fix="upgrade torch, or set tp=1",
         )
 
 
 def _matched(model: nn.Module, plan: Mapping[str, str] | str | None) -> dict[str, str]:
-    """Name of a module -> style, in the order of the model.
+    """Maps module names to styles, in the order of the model.
 
     Raises:
-        UsageError: there is no plan, a pattern matches nothing, or a style is not known.
+        UsageError: there is no plan, a pattern matches nothing, or a style is unknown.
     """
     where = "ParallelConfig(tp_plan)"
-    own = None if isinstance(plan, Mapping) else getattr(model, "_tp_plan", None)  # of transformers
+    own = None if isinstance(plan, Mapping) else getattr(model, "_tp_plan", None)  # transformers' plan
     if not own and plan == "auto":
         own = _by_name(model)
     patterns = dict(plan if isinstance(plan, Mapping) else own or {})
@@ -427,7 +427,7 @@ def _matched(model: nn.Module, plan: Mapping[str, str] | str | None) -> dict[str
             where,
             expected="a pattern"
             if isinstance(plan, Mapping)
-            else f"a plan, as {type(model).__name__} has none of its own",
+            else f"a plan, since {type(model).__name__} does not have one",
             got="none",
             fix='pass tp_plan={"layers.*.up": "colwise", "layers.*.down": "rowwise"}',
         )
@@ -436,14 +436,14 @@ def _matched(model: nn.Module, plan: Mapping[str, str] | str | None) -> dict[str
     found: dict[str, tuple[str, str]] = {}
     unused = []
     names = [name for name, _ in model.named_modules() if name]
-    # Parameters as well, of modules whose style says what becomes of them.
+    # Parameters too, for modules with a style for their own parameters.
     names += [name for name, _ in model.named_parameters()]
     for pattern, style in patterns.items():
         shape = re.compile(r"(?:.*\.)?" + re.escape(pattern).replace(r"\*", r"[^.]+"))
         matches = [name for name in names if shape.fullmatch(name)]
         if not matches:
             unused.append(pattern)
-            unknown.pop(pattern, None)  # a plan of transformers has the modules of all variants
+            unknown.pop(pattern, None)  # transformers' plans list the modules of all variants
         for name in matches:
             other, first = found.setdefault(name, (style, pattern))
             if other != style:
@@ -453,14 +453,14 @@ def _matched(model: nn.Module, plan: Mapping[str, str] | str | None) -> dict[str
     if unknown:
         raise UsageError(
             where if own is None else f"tensor parallelism: the plan of {type(model).__name__}",
-            expected="styles that are supported: " + ", ".join(sorted(known)),
+            expected="one of the styles " + ", ".join(sorted(known)),
             got=", ".join(f"{style} for {pattern}" for pattern, style in unknown.items()),
-            fix="pass a tp_plan without these modules, if the others can be split by themselves",
+            fix="pass a tp_plan without these modules, if the others can be split without them",
         )
     if unused and (isinstance(plan, Mapping) or not found):
         raise UsageError(
             f"{where}: {listed(unused)}",
-            expected="the end of a module's name, * one part of it",
+            expected="the end of a module's name, with * for one part of it",
             got="no match",
             fix=f"modules are named like {listed(names[-3:])}",
         )
@@ -469,9 +469,9 @@ def _matched(model: nn.Module, plan: Mapping[str, str] | str | None) -> dict[str
 
 
 def _of_variant(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
-    """A plan of transformers, which is for all variants of a model, without what this one does not need.
+    """Removes modules that this variant does not need from a plan of transformers, which covers all variants.
 
-    That is the head of a model whose head is tied to an embedding that is whole, and a norm of heads without weights.
+    These are heads that are tied to a whole embedding, and norms over heads without weights.
     """
     whole = {
         id(param)
@@ -492,12 +492,12 @@ def _of_variant(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
 
 
 def by_module(model: nn.Module, styles: Mapping[str, str]) -> dict[str, tuple[str, dict[str, str]]]:
-    """Name of a module -> its style, and those of its parameters that have styles of their own.
+    """Maps module names to (style, styles of the module's own parameters).
 
     Raises:
-        UsageError: a parameter has one, and its module none that allows it.
+        UsageError: a parameter has a style, but the style of its module allows none.
     """
-    params = [name for name, _ in model.named_parameters() if name in styles]  # in the same order on all ranks
+    params = [name for name, _ in model.named_parameters() if name in styles]  # the same order on all ranks
     found: dict[str, tuple[str, dict[str, str]]] = {name: (styles[name], {}) for name in styles if name not in params}
     for name in params:
         module, _, key = name.rpartition(".")
@@ -505,7 +505,7 @@ def by_module(model: nn.Module, styles: Mapping[str, str]) -> dict[str, tuple[st
         if style not in MODULE_STYLES:
             raise UsageError(
                 f"ParallelConfig(tp_plan): {name}",
-                expected=f"a style of its module {module} beside its own: {', '.join(MODULE_STYLES)}",
+                expected=f"a style for its module {module} too, one of: {', '.join(MODULE_STYLES)}",
                 got=style,
             )
         own[key] = styles[name]
@@ -513,11 +513,11 @@ def by_module(model: nn.Module, styles: Mapping[str, str]) -> dict[str, tuple[st
 
 
 def _check_heads(model: nn.Module, size: int, styles: Mapping[str, str]) -> None:
-    """Refuses attention heads that the ranks cannot share equally, by the config of a model of transformers."""
+    """Refuses attention heads that the ranks cannot share equally, by the config of a transformers model."""
     config = getattr(model, "config", None)
     if config is None or not any("attn" in name or "attention" in name for name in styles):
         return
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config  # of a model that reads pictures
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config  # for vision-language models
     for key in _HEADS:
         heads = getattr(text, key, None)
         if isinstance(heads, int) and heads % size:
@@ -525,15 +525,15 @@ def _check_heads(model: nn.Module, size: int, styles: Mapping[str, str]) -> None
                 f"tensor parallelism: {key} of {type(model).__name__}",
                 expected=f"a multiple of {size}, the ranks of the tp axis",
                 got=heads,
-                fix="choose another tp, or leave the attention out of tp_plan",
+                fix="choose another tp, or remove the attention from tp_plan",
             )
 
 
 def _twin(name: str, module: nn.Module, style: str) -> nn.Module:
-    """A module of the same kind and sizes without memory.
+    """Creates a module of the same kind and sizes on the meta device.
 
     Raises:
-        UsageError: torch's styles do not know its kind.
+        UsageError: torch's styles do not support its kind.
     """
     if style == _HEAD_NORM:
         norm = nn.Module()
@@ -548,12 +548,12 @@ def _twin(name: str, module: nn.Module, style: str) -> nn.Module:
         elif isinstance(module, nn.Embedding):
             twin = nn.Embedding(module.num_embeddings, module.embedding_dim)
         else:
-            raise _kind_error(name, module, "a torch.nn.Linear or torch.nn.Embedding, or GPT-2's Conv1D")
+            raise _kind_error(name, module, "a torch.nn.Linear, a torch.nn.Embedding, or GPT-2's Conv1D")
     shapes = {key: param.shape for key, param in module.named_parameters()}
     if is_transposed(module):
         shapes["weight"] = shapes["weight"][::-1]
-    if shapes != {key: param.shape for key, param in twin.named_parameters()}:  # a quantized one, or with adapters
-        raise _kind_error(name, module, "parameters as of the torch class it is derived from")
+    if shapes != {key: param.shape for key, param in twin.named_parameters()}:  # quantized, or with adapters
+        raise _kind_error(name, module, "the parameters of the torch class that it is derived from")
     return twin
 
 
@@ -562,12 +562,12 @@ def _kind_error(name: str, module: nn.Module, expected: str) -> UsageError:
         f"tensor parallelism: {name}",
         expected=expected,
         got=f"{type(module).__module__}.{type(module).__qualname__}",
-        fix="leave the module out of tp_plan",
+        fix="remove the module from tp_plan",
     )
 
 
 def _check_ties(model: nn.Module, splits: Mapping[int, Split], split_modules: set[str]) -> None:
-    """Refuses a split parameter that a module outside the plan reads whole."""
+    """Refuses a split parameter that is read whole by a module outside the plan."""
     for prefix, module in model.named_modules():
         for param in module._parameters.values():
             if param is not None and id(param) in splits and prefix not in split_modules:
@@ -578,16 +578,16 @@ def _tied(name: str) -> UsageError:
     return UsageError(
         f"tensor parallelism: {name}",
         expected="tied parameters with the same split in all their modules",
-        got="one that another module of tp_plan cuts, and this one does not, or otherwise",
-        fix='name all of its modules: "embedding_rowwise" and "colwise_gather_output" cut alike; or none of them',
+        got="a different split in another module of tp_plan",
+        fix='name all of its modules or none; "embedding_rowwise" and "colwise_gather_output" cut the same dim',
     )
 
 
-# -- for estimates, which have no ranks
+# -- for estimates, without ranks
 
 
 def layer_styles(model: nn.Module, size: int) -> dict[str, str]:
-    """Name of a layer -> style, of the layers that `size` ranks share by the model's own plan or by their names.
+    """Maps layer names to styles, for the layers that `size` ranks share by the model's plan or by layer names.
 
     Raises:
         UsageError: there is no plan, or heads cannot be shared equally.
@@ -598,5 +598,5 @@ def layer_styles(model: nn.Module, size: int) -> dict[str, str]:
 
 
 def local_head_counts(module: nn.Module, size: int) -> dict[str, int]:
-    """The counts of heads that an attention module has as attributes, as they are on each of `size` ranks."""
+    """Returns an attention module's attributes with head counts, reduced to each of `size` ranks."""
     return {key: vars(module)[key] // size for key in _COUNTS if key in vars(module)}

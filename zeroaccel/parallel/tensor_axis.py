@@ -1,7 +1,7 @@
-"""The `tp` axis: ranks with parts of the same layers, in a training and in an estimate.
+"""The `tp` axis: the ranks that hold parts of the same layers, in training and in estimates.
 
-`tensor.py` splits the layers of a training. In an estimate, layers of the model's plan have 1 / tp of their weights;
-sums over ranks are copies, since torch's are out of place.
+`tensor.py` splits the layers for training. In an estimate, layers of the model's plan have 1 / tp of their weights;
+copies replace sums over ranks, since torch's are out of place.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PLAIN = {
 
 
 class TensorAxis(Axis):
-    """The `tp` axis: ranks with parts of the same layers."""
+    """The `tp` axis: the ranks that hold parts of the same layers."""
 
     name: ClassVar[str] = "tp"
     refuses_compiled: ClassVar[str] = "a graph cannot contain the group that sums a layer's parts (tensor parallelism)"
@@ -72,7 +72,7 @@ class TensorAxis(Axis):
         return self._layers.splits
 
     def divide(self, model: nn.Module, others: Sequence[Axis]) -> None:
-        """Finds the layers to split. Changes nothing of the model.
+        """Finds the layers to split. Does not change the model.
 
         Raises:
             UsageError: the plan does not fit the model, or the model is compiled.
@@ -99,7 +99,7 @@ class TensorAxis(Axis):
             collectives.observe(self.name, tracked)
 
     def attach(self, engine: EngineBase, loader: Any) -> None:
-        # Stages of a pipeline compare their batches themselves, as not all of them run the model at the same time.
+        # Pipeline stages compare their batches themselves, since they do not all run the model at the same time.
         ranks = engine.collectives
         self._layers.attach(engine.module, ranks if ranks.peers is ranks.job else None)
 
@@ -108,7 +108,7 @@ class TensorAxis(Axis):
 
 
 class TensorCut(Cut):
-    """Layers that ranks share, for the check at the start."""
+    """Tensor-parallel layers, for the check at the start of training."""
 
     whole = "whole layers"
     by_tokens = False
@@ -128,7 +128,7 @@ class TensorCut(Cut):
 # -- estimates
 
 _ROWS, _COLUMNS = 0, 1
-# Kind of module -> style -> the dims of its parameters that are cut, as torch's styles cut them.
+# Kind of module -> style -> dims in which torch's style cuts its parameters.
 _CUT_DIMS: dict[type[nn.Module], dict[str, dict[str, int]]] = {
     nn.Linear: {
         **{style: {"weight": _ROWS, "bias": _ROWS} for style in ("colwise", "colwise_gather_output", "colwise_rep")},
@@ -136,7 +136,7 @@ _CUT_DIMS: dict[type[nn.Module], dict[str, dict[str, int]]] = {
     },
     nn.Embedding: {"embedding_rowwise": {"weight": _ROWS}, "embedding_colwise": {"weight": _COLUMNS}},
 }
-# GPT-2's linear layers have weights of (inputs, outputs).
+# GPT-2's linear layers have weights (inputs, outputs).
 _CUT_DIMS_TRANSPOSED: dict[str, dict[str, int]] = {
     **{style: {"weight": _COLUMNS, "bias": _ROWS} for style in ("colwise", "packed_colwise_2", "packed_colwise_3")},
     "rowwise": {"weight": _ROWS},
@@ -146,7 +146,7 @@ _SPLIT_INPUT = ("rowwise_split_input", "rowwise_rep")
 
 
 class TensorEstimate(AxisEstimate):
-    """Ranks with parts of the same layers, which sum and gather in rings."""
+    """The ranks that hold parts of the same layers; sums and gathers use rings."""
 
     name: ClassVar[str] = "tp"
     receivers: ClassVar[Literal["all", "ring", "line"]] = "ring"
@@ -156,15 +156,15 @@ class TensorEstimate(AxisEstimate):
         self.divide_heads(name, queries=shape.heads, keys=shape.key_heads)
 
     def share(self, job: EstimatedJob, model: nn.Module) -> None:
-        """Reduces the layers of the model's plan.
+        """Reduces the layers of the model's plan to one rank's part.
 
         Raises:
-            UsageError: as of `initialize` with tensor parallelism.
+            UsageError: in the same cases as `initialize` with tensor parallelism.
         """
         count, size = partial(job.count, self.name), self.size
         styles = layer_styles(model, size)
         parts: dict[int, nn.Parameter] = {}
-        whole = list(model.parameters())  # until the end, so that the id of one is no other's
+        whole = list(model.parameters())  # kept until the end, so that ids are not reused
         for name, (style, own) in by_module(model, styles).items():
             if style in MODULE_STYLES:
                 _share_module(name, model, style, own, size, parts, count)
@@ -175,7 +175,7 @@ class TensorEstimate(AxisEstimate):
                 raise UsageError(
                     f"tensor parallelism: {prefix}",
                     expected="tied parameters with the same split",
-                    got="one that is whole",
+                    got="a whole parameter",
                 )
         for parent in {name.rpartition(".")[0]: None for name in styles}:
             attention = model.get_submodule(parent)
@@ -194,14 +194,14 @@ def _share_layer(
     dims = _cut_dims(module).get(style)
     if dims is None:
         if style != "replicated_with_grad_allreduce":
-            raise UsageError(f"tensor parallelism: {name}", expected="a style of its kind of layer", got=style)
+            raise UsageError(f"tensor parallelism: {name}", expected="a style that fits this kind of layer", got=style)
         return
     for key, dim in dims.items():
         param = module._parameters.get(key)
         if param is not None:
             module._parameters[key] = _part(f"{name}.{key}", param, dim, size, parts)
     if is_transposed(module) and "bias" in dims:
-        vars(module)["nf"] //= size  # outputs, by which its forward shapes them
+        vars(module)["nf"] //= size  # number of outputs, which its forward reads
     module.forward = _forward_of_part(module.forward, style, size, count)
 
 
@@ -242,11 +242,11 @@ def _share_module(
 
 
 def _count_sum(count: Callable[[float], None], size: int, nbytes: int) -> None:
-    count(2 * (size - 1) / size * nbytes)  # as a ring does
+    count(2 * (size - 1) / size * nbytes)  # in a ring
 
 
 def _cut_dims(module: nn.Module) -> dict[str, dict[str, int]]:
-    """Style -> the dims of its parameters that are cut, for a module of its kind."""
+    """Maps styles to the dims of the parameters that they cut, for a module of this kind."""
     if is_transposed(module):
         return _CUT_DIMS_TRANSPOSED
     return next((dims for kind, dims in _CUT_DIMS.items() if isinstance(module, kind)), {})
@@ -288,7 +288,7 @@ def _forward_of_part(
 
 
 class _Summed(torch.autograd.Function):
-    """A sum over the ranks, whose gradient is the same on all of them."""
+    """Sum over the ranks, whose gradient is the same on all of them."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, count: Callable[[int], None]) -> Tensor:
@@ -301,7 +301,7 @@ class _Summed(torch.autograd.Function):
 
 
 class _Shared(torch.autograd.Function):
-    """An input that all ranks have; each has a part of its gradient, and the ranks sum them."""
+    """Input that all ranks have; each rank has a part of its gradient, and the ranks sum the parts."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, count: Callable[[int], None]) -> Tensor:
@@ -315,7 +315,7 @@ class _Shared(torch.autograd.Function):
 
 
 class _Joined(torch.autograd.Function):
-    """The ranks' parts of the last dim, one after the other."""
+    """Concatenation of the ranks' parts along the last dim."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, size: int, count: Callable[[int], None]) -> Tensor:

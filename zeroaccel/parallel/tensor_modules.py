@@ -1,16 +1,16 @@
-"""Modules that ranks of the `tp` axis share though they are no linear layers: experts, attention with own parameters.
+"""Tensor-parallel modules other than linear layers: experts, and attention with its own parameters.
 
 A plan of transformers gives such a module a style, and styles of linear layers to its parameters:
 
 ```text
 layers.*.mlp.experts                moe_tp_experts   parameters (E, 2I, H) and (E, H, I): each rank has a part of I of
-layers.*.mlp.experts.gate_up_proj   packed_colwise   every expert, whose outputs are summed, as of colwise and rowwise
-layers.*.mlp.experts.down_proj      rowwise          linear layers one behind the other
-layers.*.mlp.shared_experts         all_reduce       the same, of experts that every token goes to
-layers.*.self_attn                  local_params     computes with this rank's part of a parameter of its own
+layers.*.mlp.experts.gate_up_proj   packed_colwise   every expert, whose outputs are summed, like a colwise layer
+layers.*.mlp.experts.down_proj      rowwise          followed by a rowwise one
+layers.*.mlp.shared_experts         all_reduce       the same for experts that every token goes to
+layers.*.self_attn                  local_params     computes with this rank's part of its own parameters
 layers.*.self_attn.sinks            colwise
-layers.*.self_attn.kv_a_proj        mla_kv_a_proj    a whole linear layer; of its outputs each rank uses the last ones,
-                                                     of the rotary part, for its own heads: their gradients are summed
+layers.*.self_attn.kv_a_proj        mla_kv_a_proj    a whole linear layer; each rank uses its last outputs, the rotary
+                                                     part, for its own heads: the ranks sum their gradients
 ```
 """
 
@@ -34,7 +34,7 @@ from zeroaccel.zero.layout import Split
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# Style of a parameter -> the dim that is cut, counted from the last one, and the blocks that are cut by themselves.
+# Style of a parameter -> (dim to cut, counted from the last one; number of blocks that are cut separately).
 PARAMETER_STYLES: Mapping[str, tuple[int, int]] = {
     "colwise": (-2, 1),
     "packed_colwise": (-2, 2),
@@ -42,13 +42,13 @@ PARAMETER_STYLES: Mapping[str, tuple[int, int]] = {
     "packed_rowwise": (-1, 2),
 }
 SUMMED = ("moe_tp_experts", "all_reduce")
-"""Styles of modules whose outputs are parts of a sum: experts, and experts that every token goes to."""
+"""Styles of modules whose outputs the ranks sum: routed experts, and experts that every token goes to."""
 OWN_PARAMETERS, ROTARY, IDENTITY = "local_params", "mla_kv_a_proj", "moe_identity_expert"
 MODULE_STYLES = (*SUMMED, OWN_PARAMETERS, ROTARY, IDENTITY)
 
 
 def note_calls(mesh: DeviceMesh, name: str, phase: str) -> None:
-    """Says for messages and counts which module the next calls of the group are for."""
+    """Sets the module and phase of the group's next calls, for messages and counts."""
     group = mesh.get_group()
     if isinstance(group, TrackedGroup):
         group.label, group.flight_recorder.phase = name, phase
@@ -56,11 +56,11 @@ def note_calls(mesh: DeviceMesh, name: str, phase: str) -> None:
 
 @dataclass
 class SplitPart(ABC):
-    """A module of which this rank has a part.
+    """A module of which this rank computes a part.
 
     Attributes:
-        cuts: how parameters are cut that are, by their names in the module.
-        takes_whole: it takes and returns whole tensors now, whatever its style.
+        cuts: name of a parameter in the module -> its split, for split parameters.
+        takes_whole: the module currently takes and returns whole tensors, whatever its style.
     """
 
     name: str
@@ -71,39 +71,39 @@ class SplitPart(ABC):
     _handles: list[RemovableHandle] = field(default_factory=list, kw_only=True)
 
     def splits(self) -> dict[int, Split]:
-        """id(parameter) -> how it is cut, of those that are."""
+        """Maps id(parameter) to its split, for split parameters."""
         return {id(self.module.get_parameter(key)): split for key, split in self.cuts.items()}
 
     def attach(self) -> None:
-        """From now on it computes with its part, and exchanges inputs and outputs."""
-        # The engine gathers before and reshards after: what is read here has to be the gathered part, and what the
-        # engine sees has to be an ordinary output. So this hook is its module's last one before, and its first after.
+        """Makes the module compute with its part, and exchange inputs and outputs."""
+        # The engine gathers before and reshards after a forward: this hook must read the gathered part, and return an
+        # ordinary output to the engine. So it is the module's last pre-hook and its first hook.
         before = self.module.register_forward_pre_hook(self._before, with_kwargs=True)
         after = self.module.register_forward_hook(self._after, prepend=True, always_call=True)
         self._handles += before, after
 
     def detach(self) -> None:
-        """Undoes it."""
+        """Removes the hooks."""
         while self._handles:
             self._handles.pop().remove()
 
     @abstractmethod
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A pre-hook."""
+        """Runs as the pre-hook of the module's forward."""
 
     @abstractmethod
     def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """A hook; without output where the forward raised."""
+        """Runs as the hook of the module's forward; the output is None if the forward raised."""
 
 
 @dataclass
 class SplitModule(SplitPart):
-    """A module that computes with this rank's parts of its parameters, which are ordinary tensors.
+    """A module that computes with this rank's parts of its parameters, as ordinary tensors.
 
-    Where it takes whole tensors, it computes with whole parameters, which the ranks gather at each call.
+    While it takes whole tensors, it computes with whole parameters, which the ranks gather at each call.
 
     Attributes:
-        enter, leave: what inputs and outputs go through, on their way through the module; None for nothing.
+        enter, leave: functions that the inputs and the outputs pass through; None for no change.
     """
 
     enter: Callable[[Tensor], Tensor] | None
@@ -113,10 +113,10 @@ class SplitModule(SplitPart):
     def of(
         cls, name: str, model: nn.Module, style: str, own: Mapping[str, str], mesh: DeviceMesh, index: int
     ) -> SplitModule:
-        """A module of a style, for the rank at a place of the mesh.
+        """Creates a module of a style, for the rank at an index of the mesh.
 
         Args:
-            own: the styles of its parameters.
+            own: styles of its parameters.
 
         Raises:
             UsageError: a parameter has no style that fits the module's, or the parts would differ in size.
@@ -135,7 +135,7 @@ class SplitModule(SplitPart):
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         note_calls(self.mesh, self.name, "forward")
         if self.takes_whole:
-            # In the instance's own dict, which is read before its parameters.
+            # The instance's dict takes precedence over its parameters.
             vars(module).update({key: self._whole(key) for key in self.cuts})
         elif self.enter is not None:
             return map_tensors(partial(_if_floating, self.enter), (args, kwargs))
@@ -153,7 +153,7 @@ class SplitModule(SplitPart):
         return None
 
     def _whole(self, key: str) -> Tensor:
-        """A parameter from the parts of all ranks."""
+        """Gathers a whole parameter from the parts of all ranks."""
         from torch.distributed.tensor import DTensor, Shard
 
         split, part = self.cuts[key], self.module.get_parameter(key).detach()
@@ -162,11 +162,11 @@ class SplitModule(SplitPart):
 
 
 def cuts_of(name: str, module: nn.Module, style: str, own: Mapping[str, str], parts: Split) -> dict[str, Split]:
-    """How the parameters of a module are cut, by their names in it.
+    """Maps names of a module's parameters to their splits.
 
     Args:
-        own: the styles of its parameters.
-        parts: says all but dim and blocks.
+        own: styles of its parameters.
+        parts: a split with all fields except dim and blocks.
 
     Raises:
         UsageError: a parameter has no style that fits the module's, or the parts would differ in size.
@@ -176,12 +176,12 @@ def cuts_of(name: str, module: nn.Module, style: str, own: Mapping[str, str], pa
     if style in SUMMED and (whole := [key for key in names if key not in own]):
         raise UsageError(
             where,
-            expected=f"a style in tp_plan for each parameter of {style}, whose outputs are summed",
+            expected=f"a style in tp_plan for each parameter, since {style} sums outputs",
             got=f"none for {listed(whole)}",
-            fix="leave the module and its parameters out of tp_plan",
+            fix="remove the module and its parameters from tp_plan",
         )
     if style in (ROTARY, IDENTITY) and own:
-        raise UsageError(where, expected=f"no styles of parameters with {style}", got=dict(own))
+        raise UsageError(where, expected=f"no styles for parameters of {style}", got=dict(own))
     cuts = {}
     for key, kind in own.items():
         shape = module.get_parameter(key).shape
@@ -190,34 +190,34 @@ def cuts_of(name: str, module: nn.Module, style: str, own: Mapping[str, str], pa
         if not offset or (len(shape) == 1 and kind not in ("colwise", "packed_colwise")):
             raise UsageError(
                 f"{where}.{key}",
-                expected=f"a style of parameters: {', '.join(PARAMETER_STYLES)}; of one dim only those by columns",
+                expected=f"one of {', '.join(PARAMETER_STYLES)}; for one dim, colwise or packed_colwise",
                 got=f"{kind} for shape {tuple(shape)}",
             )
         if shape[dim] % (parts.parts * blocks):
             raise UsageError(
                 f"tensor parallelism: parameter {name}.{key}",
-                expected=f"a multiple of {parts.parts * blocks} in dim {dim}, as tp is {parts.parts}",
+                expected=f"a multiple of {parts.parts * blocks} in dim {dim}, since tp is {parts.parts}",
                 got=f"{shape[dim]} of shape {tuple(shape)}",
-                fix="choose another tp, or leave the module and its parameters out of tp_plan",
+                fix="choose another tp, or remove the module and its parameters from tp_plan",
             )
         cuts[key] = Split(dim, parts.parts, parts.index, blocks)
     return cuts
 
 
 def rotary_features(name: str, model: nn.Module) -> int:
-    """How many of the last outputs of a projection go to attention without another layer: DeepSeek's rotary part.
+    """Returns the width of DeepSeek's rotary part: the last outputs of a projection, which no other layer processes.
 
     Raises:
-        UsageError: the attention that it is in does not say it.
+        UsageError: the attention module around it has no qk_rope_head_dim.
     """
     attention = model.get_submodule(name.rpartition(".")[0])
     found = getattr(attention, "qk_rope_head_dim", None)
     if not isinstance(found, int):
         raise UsageError(
             f"tensor parallelism: {name}, {ROTARY}",
-            expected=f"{type(attention).__name__} to have qk_rope_head_dim",
+            expected=f"qk_rope_head_dim as an integer in {type(attention).__name__}",
             got=found,
-            fix="leave the attention out of tp_plan",
+            fix="remove the attention from tp_plan",
         )
     return found
 
@@ -227,7 +227,7 @@ def _if_floating(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor
 
 
 def _with_summed_gradient(mesh: DeviceMesh, tensor: Tensor) -> Tensor:
-    """A tensor that all ranks have, of whose gradient each has a part."""
+    """Passes a tensor that all ranks have; the ranks sum their parts of its gradient."""
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
     spread: Any = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
@@ -236,7 +236,7 @@ def _with_summed_gradient(mesh: DeviceMesh, tensor: Tensor) -> Tensor:
 
 
 def _summed(mesh: DeviceMesh, output: Tensor) -> Tensor:
-    """The sum of all ranks' outputs; all ranks have its gradient."""
+    """Sums all ranks' outputs; all ranks have the gradient of the sum."""
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
     parts: Any = DTensor.from_local(output, mesh, [Partial()], run_check=False)
@@ -245,6 +245,6 @@ def _summed(mesh: DeviceMesh, output: Tensor) -> Tensor:
 
 
 def _with_summed_gradient_of_last(mesh: DeviceMesh, features: int, output: Tensor) -> Tensor:
-    """Of the last features each rank has a part of the gradient; of the others every rank has all of it."""
+    """Sums the ranks' parts of the last features' gradient; of the other features, every rank has all of it."""
     first, last = output.split([output.shape[-1] - features, features], -1)
     return torch.cat([first, _with_summed_gradient(mesh, last)], -1)

@@ -1,15 +1,15 @@
-"""Long sequences tile by tile: the loss over a vocabulary, and modules that treat every token by itself.
+"""Tiled computation for long sequences: the loss over a vocabulary, and modules that treat each token by itself.
 
 (Bekman et al., 2025, arXiv:2506.13996, section 3.1.) The logits of S tokens are S x V numbers, by far the largest
-tensor of a long sequence, and the inner activations of an MLP come next. Neither needs more than one tile of tokens at
+tensor of a long sequence; the inner activations of an MLP come next. Neither needs more than one tile of tokens at
 a time.
+**Loss.** The forward already differentiates each tile's loss, so its logits live no longer than the tile and are
+computed once. The backward needs only the gradients of the hidden states and of the head's parameters. They are
+gradients of the *sum* over tokens, whose scale does not depend on the number of tokens; the backward multiplies them by
+its incoming gradient, which contains the loss's divisor and fp16's loss scale.
+its incoming gradient, which contains the loss's divisor and fp16's loss scale.
 
-**Loss.** Each tile's loss is differentiated in the forward already, so that its logits live no longer than the tile
-and nothing is computed twice: what is kept for the backward are the gradients of the hidden states and of the head's
-parameters. They are those of the *sum* over tokens, whose size does not depend on how many tokens there are, and are
-scaled in the backward by what the loss is divided by, and by the loss scale of fp16.
-
-**Modules.** Each tile is recomputed in the backward, as with activation checkpointing.
+**Modules.** The backward recomputes each tile, as with activation checkpointing.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ def tiled_cross_entropy(
     num_items: Tensor | int | None = None,
     ignored: int = IGNORED_LABEL,
 ) -> Tensor:
-    """The cross entropy of `head(hidden)`, without all of its logits in memory at once.
+    """Returns the cross entropy of `head(hidden)`, without all of its logits in memory at once.
 
     Args:
         hidden: (..., H).
         head: (n, H) -> (n, V) logits.
-        params: of the head, those that get gradients.
-        labels: (...), of the same tokens: shifted already.
-        tiles: how many parts the tokens are computed in.
-        num_items: divisor of the sum; by default the number of labels that count.
-        ignored: the label that does not count.
+        params: parameters of the head that get gradients.
+        labels: (...), labels of the same tokens, already shifted.
+        tiles: number of tiles that the tokens are divided into.
+        num_items: divisor of the sum; by default the number of labels other than `ignored`.
+        ignored: label of the positions to ignore.
 
     Raises:
-        UsageError: tiles is no positive number.
+        UsageError: tiles is not a positive number.
 
     Returns:
-        A scalar in fp32; NaN where no label counts, as of `torch.nn.functional.cross_entropy`.
+        A scalar in fp32; NaN if all labels are ignored, as in `torch.nn.functional.cross_entropy`.
 
     Example:
         >>> head = torch.nn.Linear(8, 100)
@@ -73,7 +73,7 @@ def tiled_cross_entropy(
 
 
 class _TiledSum(torch.autograd.Function):
-    """The sum of the tokens' losses; its gradients are known when the forward ends."""
+    """Sum of the tokens' losses; the forward already computes its gradients."""
 
     @staticmethod
     def forward(
@@ -95,7 +95,7 @@ class _TiledSum(torch.autograd.Function):
                 grads = torch.autograd.grad(loss, (own, *params), materialize_grads=True)
             losses.append(loss.detach())
             into.copy_(grads[0])
-            # Summed up in fp32, as one product over all tokens is; 16 bits would round after each tile.
+            # Sums in fp32, like one product over all tokens; 16 bits would round after each tile.
             if not of_params:
                 of_params = [grad.float() for grad in grads[1:]]
                 continue
@@ -115,7 +115,7 @@ class _TiledSum(torch.autograd.Function):
 
 
 class DeferredLogits:
-    """Replaces the logits in the output of a model with `TiledLoss`, in a forward with gradients.
+    """Stands in for the logits in the output of a model with `TiledLoss`, in a forward with gradients.
 
     Attributes:
         hidden: (..., H), the head's input.
@@ -126,7 +126,7 @@ class DeferredLogits:
         self._head = head
 
     def compute(self) -> Tensor:
-        """The logits, (..., V), all at once; at ZeRO stage 3 inside the model's forward only."""
+        """Computes the logits, (..., V), all at once; at ZeRO stage 3 only inside the model's forward."""
         return self._head(self.hidden)
 
     def __getattr__(self, name: str) -> Any:
@@ -135,26 +135,26 @@ class DeferredLogits:
         raise UsageError(
             f"logits.{name}",
             expected="a forward without TiledLoss, which computes the loss tile by tile and keeps no logits",
-            got="a forward with it",
-            fix="undo() it, evaluate under torch.no_grad(), or call logits.compute()",
+            got="a forward with TiledLoss",
+            fix="call TiledLoss.undo(), evaluate under torch.no_grad(), or call logits.compute()",
         )
 
     def _refuse(self, *_: Any) -> Any:
         return self.__getattr__("arithmetic")
 
-    # A model that scales or caps its logits would train on something else; it is told, instead of a TypeError.
+    # A model that scales or caps its logits would train on a wrong loss; this error is clearer than a TypeError.
     __add__ = __radd__ = __sub__ = __mul__ = __rmul__ = __truediv__ = __getitem__ = __matmul__ = _refuse
 
 
 class TiledLoss:
-    """A causal language model of transformers computes its loss tile by tile, until `undo`.
+    """Makes a causal language model of transformers compute its loss tile by tile, until `undo`.
 
-    In a forward with gradients its output has `DeferredLogits` for `logits`. Without gradients it is as before.
+    In a forward with gradients, `logits` of the output is a `DeferredLogits`. Without gradients nothing changes.
 
     Args:
-        model: with an output head (`get_output_embeddings`) and transformers' loss for causal language models. It may
-            be in an engine already.
-        tiles: how many parts the tokens of a forward are computed in.
+        model: has an output head (`get_output_embeddings`) and transformers' loss for causal language models. It may
+            already be in an engine.
+        tiles: number of tiles that the tokens of a forward are divided into.
 
     Raises:
         UsageError: the model has no such head or loss.
@@ -182,7 +182,7 @@ class TiledLoss:
         model.loss_function = self._of_model
 
     def undo(self) -> None:
-        """The model's loss is as before."""
+        """Restores the model's loss."""
         vars(self._head).pop("forward", None)
         model = self._model()
         if model is None:
@@ -193,7 +193,7 @@ class TiledLoss:
             vars(model).pop("_loss_function", None)
 
     def _of_head(self, hidden: Tensor, **loss: Any) -> Any:
-        """The head's forward. With `labels` the loss, since its parameters are whole only while it is called."""
+        """The head's forward. With `labels`, returns the loss: parameters are whole only during this call."""
         if loss:
             return tiled_cross_entropy(hidden, self._forward, self._head.parameters(), tiles=self.tiles, **loss)
         return DeferredLogits(hidden, self._head) if torch.is_grad_enabled() else self._forward(hidden)
@@ -208,7 +208,7 @@ class TiledLoss:
         shift_labels: Tensor | None = None,
         **others: Any,
     ) -> Any:
-        """The model's `loss_function`."""
+        """Replaces the model's `loss_function`."""
         if not isinstance(logits, DeferredLogits):
             more = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
             return self._loss(logits, labels, vocab_size, shift_labels=shift_labels, **more, **others)
@@ -220,13 +220,13 @@ class TiledLoss:
 
 
 class TiledModules:
-    """Modules that treat every token by itself, as MLPs do, compute tile by tile, until `undo`.
+    """Makes modules that treat each token by itself, such as MLPs, compute tile by tile, until `undo`.
 
-    A tile's inner activations live in its part of forward and backward only; backward computes it again.
+    The inner activations of a tile exist only during its part of forward and backward; backward recomputes them.
 
     Args:
         modules: each takes one tensor, (B, S, H), and returns one, (B, S, ...).
-        tiles: how many parts S is cut into.
+        tiles: number of tiles that S is divided into.
 
     Example:
         >>> mlp = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
@@ -238,12 +238,12 @@ class TiledModules:
     def __init__(self, modules: Iterable[nn.Module], tiles: int) -> None:
         _check_tiles("TiledModules(tiles)", tiles)
         self.tiles = tiles
-        self._before = [(module, vars(module).get("forward")) for module in modules]  # a module may have one of its own
+        self._before = [(module, vars(module).get("forward")) for module in modules]  # it may be patched
         for module, _ in self._before:
             module.forward = self._tiled(module.forward)
 
     def undo(self) -> None:
-        """The modules compute as before."""
+        """Restores the modules' forward."""
         for module, forward in self._before:
             vars(module).pop("forward", None)
             if forward is not None:
@@ -251,7 +251,7 @@ class TiledModules:
 
     def _tiled(self, forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         def tiled(tokens: Tensor) -> Tensor:
-            # Contiguous, as the whole input is: modules may look at their tokens as (B * S, H).
+            # Contiguous like the whole input: modules may view their tokens as (B * S, H).
             runs = [run.contiguous() for run in tokens.tensor_split(self.tiles, dim=1)]
             if not torch.is_grad_enabled():
                 return torch.cat([forward(run) for run in runs], dim=1)
@@ -271,9 +271,9 @@ def _head_of(model: Any) -> nn.Module:
     if not isinstance(head, nn.Module):
         raise UsageError(where, expected="a model of transformers with an output head", got="one without")
     if "forward" in vars(head):
-        raise UsageError(where, expected="a head of its own forward", got="one that is tiled or replaced already")
+        raise UsageError(where, expected="a head with its original forward", got="a tiled or replaced forward")
     loss = getattr(getattr(model, "loss_function", None), "__name__", "none")
     if loss != "ForCausalLMLoss":
-        fix = "call tiled_cross_entropy in a loss of your own"
-        raise UsageError(where, expected="transformers' loss of causal language models", got=loss, fix=fix)
+        fix = "call tiled_cross_entropy in your own loss"
+        raise UsageError(where, expected="transformers' loss for causal language models", got=loss, fix=fix)
     return head

@@ -1,13 +1,13 @@
 """Bytes that a step sends along each axis of a mesh, in closed form.
 
-`comm/recording.py` counts the same while it runs, and tests hold the two together, to the byte. Each function returns
-the mean over the ranks of the job, inside and across nodes; a node has consecutive ranks. Bytes are those of messages
-between pairs of ranks, as host memory has them.
+`comm/recording.py` counts the same bytes at run time, and tests compare the two exactly. Each function returns
+the mean over the ranks of the job, inside and across nodes; a node has consecutive ranks. Bytes are counted per message
+between two ranks, as in host memory.
 
-Letters: B samples of a micro-batch, S tokens of a whole sequence, M micro-batches per step; t ranks that share layers,
+Letters: B samples of a micro-batch, S tokens of a whole sequence, M micro-batches per step; t tensor-parallel ranks,
 P ranks that share a sequence.
 
-ZeRO's own axes are `shard_traffic`; with ZeRO++ and without other axes, `comm_plan.step_traffic`.
+`shard_traffic` covers ZeRO's own axes; `comm_plan.step_traffic` covers ZeRO++ without other axes.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from zeroaccel.config.parallel import ParallelConfig
 
 __all__ = ["SplitLayerShape", "pipeline_traffic", "sequence_traffic", "shard_traffic", "tensor_traffic"]
 
-_RUNNING_NBYTES = 4  # of an element of the sum that goes from replica to replica
+_RUNNING_NBYTES = 4  # per element of the running sum that replicas pass on
 _POSITION_NBYTES = 8
-_LOSS_NBYTES = 16  # a loss and the number of its labels, as float64
+_LOSS_NBYTES = 16  # a loss and its number of labels, as float64
 
-# By style, whether outputs are summed or gathered in forward, and gradients of inputs in backward.
+# Styles that sum or gather outputs in forward, and gradients of inputs in backward.
 _SUMS_FORWARD = frozenset({"rowwise", "rowwise_rep", "rowwise_split_input", "embedding_rowwise"})
 _GATHERS_FORWARD = frozenset({"colwise_gather_output", "colwise_rep", "embedding_colwise"})
 _SUMS_BACKWARD = frozenset({"colwise", "colwise_gather_output", "colwise_rep", "packed_colwise_2", "packed_colwise_3"})
@@ -35,11 +35,11 @@ _SUMS_WEIGHTS = frozenset({"replicated_with_grad_allreduce"})
 
 @dataclass(frozen=True)
 class SplitLayerShape:
-    """A layer that ranks share.
+    """A tensor-parallel layer.
 
     Attributes:
-        style: as of `ParallelConfig.tp_plan`.
-        in_features, out_features: of the whole layer; of a norm of heads both are the width of a head.
+        style: the style in `ParallelConfig.tp_plan`.
+        in_features, out_features: of the whole layer; for a norm over heads, both are the width of a head.
     """
 
     style: str
@@ -56,14 +56,14 @@ def tensor_traffic(
     itemsize: int = 2,
     accumulation: int = 1,
 ) -> StepTraffic:
-    """Sums and gathers of the layers that ranks share. (Megatron-LM, arXiv:1909.08053, section 3)
+    """Returns the sums and gathers of tensor-parallel layers. (Megatron-LM, arXiv:1909.08053, section 3)
 
-    A sum of N elements counts as a reduce-scatter and an all-gather, 2 ceil(N / t) to each of t - 1 ranks. Each
-    `colwise` layer sums the gradient of its own input, so q, k and v take three sums where Megatron's fused one takes
-    one. What recomputation repeats is not in it.
+    A sum of N elements counts as a reduce-scatter and an all-gather: 2 ceil(N / t) to each of the t - 1 other ranks.
+    Each `colwise` layer sums the gradient of its own input, so q, k and v take three sums where Megatron's fused layer
+    takes one. Repeated sums during recomputation are not included.
 
     Args:
-        tokens: of a micro-batch on one rank, B S / P.
+        tokens: number of tokens of a micro-batch on one rank, B S / P.
 
     Example:
         >>> block = [SplitLayerShape("colwise", 64, 256), SplitLayerShape("rowwise", 256, 64)]
@@ -102,14 +102,14 @@ def sequence_traffic(
     padded: bool = False,
     averages_loss: bool = True,
 ) -> StepTraffic:
-    """Exchanges of heads in forward and backward, and what masks and losses need. (Ulysses, arXiv:2309.14509)
+    """Returns the exchanges of heads in forward and backward, and of masks and losses. (Ulysses, arXiv:2309.14509)
 
     Args:
-        layers: of attention.
+        layers: number of attention layers.
         batch, tokens: B and S.
-        heads, key_heads: of the rank's layers; heads of keys are copied where P does not divide them.
+        heads, key_heads: heads of the rank's layers; key heads are copied where P does not divide them.
         padded: batches have a padding mask.
-        averages_loss: by `SequenceGroup.mean_loss`.
+        averages_loss: the loss is averaged by `SequenceGroup.mean_loss`.
     """
     size, own = mesh.sp, batch * tokens // mesh.sp
     if key_heads % size:
@@ -129,13 +129,13 @@ def pipeline_traffic(
     accumulation: int = 1,
     tied_numel: int = 0,
 ) -> StepTraffic:
-    """Activations forward and gradients back, of each micro-batch over each boundary of two stages.
+    """Returns the activations and gradients that pairs of consecutive stages send for the micro-batches.
 
     Args:
-        boundary_numel: elements between two stages on one rank, B S / P times the hidden size.
+        boundary_numel: elements that a stage sends to the next on one rank: B S / P times the hidden size.
         accumulation: M.
-        tied_numel: elements of the parameters that the first and the last stage share: sent once to the last, and M
-            gradients back.
+        tied_numel: elements of the parameters that the first and the last stage share: the first sends the values once,
+            the last returns gradients M times.
     """
     micro_batch = boundary_numel * itemsize * accumulation
     total = StepTraffic(0.0, 0.0)
@@ -156,31 +156,31 @@ def shard_traffic(
     reductions: int,
     itemsize: int = 2,
 ) -> dict[str, StepTraffic]:
-    """ZeRO's gathers and reductions, by axis: "dp_shard", over dp_shard x sp ranks, and "dp_replicate".
+    """Returns ZeRO's gathers and reductions by axis: "dp_shard", over dp_shard x sp ranks, and "dp_replicate".
 
     Args:
-        unit_numels: elements of each unit's flat buffer on one rank, padded, all trained. With stages those of one, and
-            the result is of its ranks.
-        gathers: how often a unit is gathered in a step: 2 M at stage 3 where units are given up between forward and
-            backward, once at stages 1 and 2.
-        reductions: how often its gradients are reduced in a step: M at stages 2 and 3, else once.
+        unit_numels: elements of each unit's flat buffer on one rank, padded, all trained. With a pipeline, pass the
+            units of one stage; the result is then for its ranks.
+        gathers: number of gathers of a unit per step: 2 M at stage 3 if units are released between forward and
+            backward, 1 at stages 1 and 2.
+        reductions: number of reductions of a unit's gradients per step: M at stages 2 and 3, else 1.
     """
     parts = mesh.dp_shard * mesh.sp
     shard = sum(numel // parts for numel in unit_numels)
     each = shard * itemsize * (gathers + reductions)
     within = _to_peers(each, mesh.groups("dp_shard", "sp"), ranks_per_node)
-    # Between replicas a running sum goes from one to the next, in fp32, and from the last one on the result.
+    # Replicas pass a running sum from one to the next in fp32, and then the result in the same way.
     across = StepTraffic(0.0, 0.0)
     for ranks in mesh.groups("dp_replicate"):
         for place in range(len(ranks) - 1):
             across += _between(ranks[place], ranks[place + 1], shard * _RUNNING_NBYTES * reductions, ranks_per_node)
-            before = ranks[place - 1]  # of the first replica, the last one
+            before = ranks[place - 1]  # the first replica receives the result from the last one
             across += _between(before, ranks[place], shard * itemsize * reductions, ranks_per_node)
     return {"dp_shard": within, "dp_replicate": _mean(across, mesh)}
 
 
 def _to_peers(nbytes: int, groups: Sequence[Sequence[int]], ranks_per_node: int) -> StepTraffic:
-    """`nbytes` from each rank to each of the others in its group."""
+    """Returns the traffic of `nbytes` from each rank to each of the others in its group."""
     near = far = 0
     for ranks in groups:
         on_node: dict[int, int] = {}
@@ -193,7 +193,7 @@ def _to_peers(nbytes: int, groups: Sequence[Sequence[int]], ranks_per_node: int)
 
 
 def _between(first: int, second: int, nbytes: int, ranks_per_node: int) -> StepTraffic:
-    """`nbytes` between two ranks, in either direction."""
+    """Returns the traffic of `nbytes` between two ranks, in either direction."""
     is_near = first // ranks_per_node == second // ranks_per_node
     return StepTraffic(float(nbytes), 0.0) if is_near else StepTraffic(0.0, float(nbytes))
 

@@ -1,9 +1,9 @@
-"""Attention over sequences that are cut: the exchange of heads, under transformers' attention interface.
+"""Ulysses sequence parallelism: the exchange of attention heads, under transformers' attention interface.
 
-(Ulysses: Jacobs et al., 2023, arXiv:2309.14509, section 3.2.) A model of transformers looks its attention function up
-by the name in its config ("sdpa", "flash_attention_2", "eager"), and the function that makes its mask likewise. Both
-are replaced under that name by ones that do as before for models without sequence parallelism, so every place that
-asks for the name goes on. For a model with it:
+(Ulysses: Jacobs et al., 2023, arXiv:2309.14509, section 3.2.) A model of transformers looks up its attention function
+and its mask function by the name in its config ("sdpa", "flash_attention_2", "eager"). This module replaces both
+functions under that name; the replacements call the originals for models without sequence parallelism. For a model
+with it, the attention function computes:
 
 ```text
 query (B, H, s, D), key, value (B, K, s, D)    this rank's tokens, all heads
@@ -15,16 +15,16 @@ out (B, S, H/P, D)
 out (B, s, H, D)
 ```
 
-**Heads of keys** are fewer in grouped-query attention. Where P does not divide K, each is copied so often that it does:
-P / K times where K divides P, else H / K times. Gradients of copies are added up by autograd.
+**Key heads** are fewer in grouped-query attention. Where P does not divide K, each is copied until it does: P / K times
+if K divides P, else H / K times. Autograd sums the gradients of the copies.
 
-**The mask** has to be that of whole sequences. Before each forward the ranks bring their padding masks and positions
-together; the model is handed the padding mask of all S tokens, by which transformers' mask functions know how long
-keys are. Positions that begin anew within a row are packed sequences, which do not see each other.
+**The mask** must be that of whole sequences. Before each forward the ranks gather their padding masks and positions;
+the model gets the padding mask of all S tokens, from which transformers' mask functions take the length of the keys.
+Positions that restart within a row are packed sequences, which do not attend to each other.
 
-**A mixture's balancing loss** is a product of means over all tokens, so it is no mean of those of runs. A model of
-transformers finds the function in its file, where it is replaced: the ranks bring the router's logits together, and
-each computes the loss of whole sequences. A gradient of logits is the sum of what all ranks' losses say.
+**The balancing loss** of a mixture of experts is a product of means over all tokens, so it is not the mean of the
+losses of runs. The loss function in the file of the model is replaced: the ranks gather the routers' logits, and each
+rank computes the loss of whole sequences. The gradient of the logits is the sum over the losses of all ranks.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ __all__ = ["SequenceAxis", "UlyssesAttention"]
 
 _EAGER = "eager"
 _CURE = "train it with sp=1, and more ranks of dp_shard"
-# Layers of transformers by the names of their classes: they carry a state or a window from token to token.
+# Class names of transformers' layers that carry a state or a window from token to token.
 _CARRIES = re.compile(
     r"Mamba2?Mixer|MambaLayer|^(Bamba|FalconH1)Mixer|Rwkv\w*Attention|GatedDeltaNet|DeltaAttention|LightningAttention"
     r"|ShortConv|RecurrentBlock"
@@ -66,11 +66,11 @@ _CARRIES = re.compile(
 
 @dataclass(frozen=True)
 class WholeSequences:
-    """What the masks of one forward are made of, for all S tokens.
+    """Inputs for the masks of one forward, for all S tokens.
 
     Attributes:
-        padding: (B, S) bool, False for padding; None where there is none.
-        packed: (B, S) the index of each token's sequence in its row; None where rows are one sequence.
+        padding: (B, S) bool, False for padding; None without a padding mask.
+        packed: (B, S) index of each token's sequence in its row; None if each row is one sequence.
     """
 
     length: int
@@ -79,16 +79,16 @@ class WholeSequences:
 
 
 class UlyssesAttention:
-    """Sequence parallelism of one model of transformers, until `undo`.
+    """Applies sequence parallelism to one model of transformers, until `undo`.
 
     Args:
-        model: called with this rank's run of the tokens, as `SequenceGroup.shard` cuts them.
-        in_eval: in eval mode, too; else each rank computes whole sequences of its own there.
+        model: takes this rank's run of the tokens, as cut by `SequenceGroup.shard`.
+        in_eval: also in eval mode; if False, each rank computes its own whole sequences in eval mode.
 
-    A model that has it already, as one that is prepared a second time, has it once: the later one counts.
+    A second call for the same model, such as a second `prepare`, replaces the first.
 
     Raises:
-        UsageError: the model has no attention of transformers, or its heads cannot be shared out.
+        UsageError: the model has no attention of transformers, or its number of heads is not divisible.
 
     Example:
         >>> from zeroaccel.comm.topology import destroy, init_process_group
@@ -113,9 +113,9 @@ class UlyssesAttention:
         for earlier in {id(one): one for part in model.modules() if (one := _ATTACHED.get(part))}.values():
             earlier.undo()
         self._sequences: WholeSequences | None = None
-        self._agreed: set[tuple[object, ...]] = set()  # shapes of runs that all ranks of the group had alike
+        self._agreed: set[tuple[object, ...]] = set()  # run shapes already compared between the ranks of the group
         self._forced: bool | None = None
-        # Of each forward's own positions, those of whole sequences: recomputation in backward asks for them again.
+        # Positions of this rank's run -> positions of whole sequences; recomputation in backward needs them again.
         self._positions: Any = WeakIdKeyDictionary()
         for part in model.modules():
             _ATTACHED[part] = self
@@ -128,11 +128,11 @@ class UlyssesAttention:
 
     @staticmethod
     def of(model: nn.Module) -> UlyssesAttention | None:
-        """That of a model, if it has any."""
+        """Returns the instance that is attached to a model, if any."""
         return _ATTACHED.get(model)
 
     def undo(self) -> None:
-        """The model's attention is as before."""
+        """Restores the model's attention."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -145,14 +145,14 @@ class UlyssesAttention:
             _restore_balancing()
 
     def is_on(self, module: nn.Module) -> bool:
-        """Whether sequences are cut now."""
+        """True if the model's sequences are cut in its current mode."""
         if self._forced is not None:
             return self._forced
         return self.group.size > 1 and (self._in_eval or module.training)
 
     @contextmanager
     def computing(self, *, whole: bool) -> Iterator[None]:
-        """Within it the model is called with whole sequences, or with runs of them, in any mode."""
+        """Context in which the model takes whole sequences, or runs of them, in either mode."""
         self._forced = not whole
         try:
             yield
@@ -180,7 +180,7 @@ class UlyssesAttention:
         self._positions[own] = whole
         packed = (torch.diff(whole, prepend=whole[:, :1] - 1, dim=1) != 1).cumsum(1)
         all_padding = None if padding is None else group.gather(padding.to(torch.bool))
-        # Padded rows may count positions in any way; where there is a padding mask, it says what is seen.
+        # Padded rows may count positions in any way; a padding mask alone defines the attention.
         is_packed = all_padding is None and not counts and bool((packed[:, -1] > 0).any())
         self._sequences = WholeSequences(whole.shape[1], all_padding, packed if is_packed else None)
         if all_padding is None:
@@ -191,10 +191,10 @@ class UlyssesAttention:
         self._sequences = None
 
     def _check_same(self, tokens: Any, padding: Any, positions: Any, cache: Any) -> None:
-        """Refuses what cannot be exchanged, and ranks with other shapes. (all ranks of the group, once per shape)
+        """Refuses unsuitable inputs, and shapes that differ between ranks. (all ranks of the group, once per shape)
 
-        Later mistakes are raised by the rank that makes them, and a rank alone with a new shape waits in vain, which
-        the watchdog reports. An exchange per forward would block the host each time.
+        Later mistakes raise only on the rank that makes them. If only one rank has a new shape, it waits until the
+        watchdog reports it: comparing in every forward would block the host each time.
         """
         where = "sequence parallelism: forward"
         with nullcontext() if self._agreed else agreed(self.group.checks, where):
@@ -203,9 +203,9 @@ class UlyssesAttention:
             if isinstance(padding, Tensor) and (padding.ndim != 2 or padding.shape != tokens.shape[:2]):
                 raise UsageError(
                     f"{where}: attention_mask",
-                    expected=f"{tuple(tokens.shape[:2])}, of this rank's tokens",
+                    expected=f"{tuple(tokens.shape[:2])} for this rank's tokens",
                     got=tuple(padding.shape),
-                    fix="pass the padding mask of two dims; the mask of attention is made from it",
+                    fix="pass a padding mask of two dims; the attention mask is computed from it",
                 )
             if cache is not None and cache.get_seq_length():
                 raise UsageError(
@@ -222,21 +222,21 @@ class UlyssesAttention:
             differing = next(rank for rank, shape in enumerate(shapes) if shape != shapes[0])
             raise UsageError(
                 where,
-                expected="runs of one shape on all ranks of a sequence, each with a mask and positions or none",
+                expected="the same shapes on all ranks of a sequence, and masks and positions on all or none",
                 got=" and ".join(f"{shapes[r]} on {self.group.collectives.named([r])}" for r in (0, differing)),
-                fix="cut batches by SequenceLoader or SequenceGroup.shard",
+                fix="cut batches with SequenceLoader or SequenceGroup.shard",
             )
         self._agreed.add(own)
 
-    # -- what replaces transformers' functions
+    # -- replacements of transformers' functions
 
     def mask(self, make: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-        """The mask of whole sequences, by the function of transformers that makes it."""
+        """Builds the mask of whole sequences with transformers' own mask function."""
         sequences = self._sequences
-        assert sequences is not None, "a mask is made within a forward"
+        assert sequences is not None, "a mask is built outside a forward"
         length = sequences.length
         changed: dict[str, Any] = {"kv_length": length, "kv_offset": 0, "attention_mask": sequences.padding}
-        if (places := arguments.get("cache_position")) is not None:  # transformers 4 says so which queries there are
+        if (places := arguments.get("cache_position")) is not None:  # transformers 4 passes the positions of queries
             changed["cache_position"] = torch.arange(length, device=places.device)
         else:
             changed |= {"q_length": length, "q_offset": 0}
@@ -255,11 +255,11 @@ class UlyssesAttention:
         mask: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
-        """Attention of this rank's heads over whole sequences.
+        """Computes attention of this rank's heads over whole sequences.
 
         Args:
             query: (B, H, s, D).
-            key, value: (B, K, s, D); D of values may differ.
+            key, value: (B, K, s, D); D may differ for values.
 
         Returns:
             ((B, s, H, D), None)
@@ -268,8 +268,8 @@ class UlyssesAttention:
             if kwargs.get(name) is not None:
                 raise UsageError(
                     f"sequence parallelism: {type(module).__name__}",
-                    expected="attention whose heads differ in their weights only",
-                    got=f"{name}, which is per head",
+                    expected="attention whose heads differ only in their weights",
+                    got=f"{name}, which has values per head",
                     fix="train this model without sequence parallelism",
                 )
         group, heads = self.group, query.shape[1]
@@ -292,8 +292,8 @@ class UlyssesAttention:
         return mine.movedim(0, 2).reshape(batch, run, heads, width), None
 
     def whole_logits(self, layers: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """(B s, E) of each layer -> (B S, E), differentiable. (all ranks of the group)"""
-        assert self._sequences is not None, "a loss of the router is computed within a forward"
+        """Gathers router logits, (B s, E) of each layer -> (B S, E), differentiable. (all ranks of the group)"""
+        assert self._sequences is not None, "a router loss is computed outside a forward"
         size, run = self.group.size, self._sequences.length // self.group.size
         own = torch.stack(layers)
         runs = self.group.exchange(own.reshape(1, -1).expand(size, -1), "exchange logits of routers")
@@ -301,33 +301,33 @@ class UlyssesAttention:
         return whole.reshape(len(layers), -1, own.shape[-1]).unbind()
 
     def _heads_in(self, tensor: Tensor) -> Tensor:
-        """(B, H, s, D) -> (P, n): row r has the heads of rank r."""
+        """Splits heads by rank, (B, H, s, D) -> (P, n): row r has the heads of rank r."""
         batch, heads, run, width = tensor.shape
         size = self.group.size
         return tensor.view(batch, size, heads // size, run, width).movedim(1, 0).reshape(size, -1)
 
 
 def _heads_out(part: Tensor, like: Tensor, size: int) -> Tensor:
-    """(P, n), row r being the run of rank r -> (B, H/P, S, D)."""
+    """Joins runs, (P, n) with the run of rank r in row r -> (B, H/P, S, D)."""
     batch, heads, run, width = like.shape
     runs = part.view(size, batch, heads // size, run, width)
     return runs.movedim(0, 2).reshape(batch, heads // size, size * run, width)
 
 
 def _repeated(tensor: Tensor, copies: int) -> Tensor:
-    """(B, K, s, D) -> (B, K * copies, s, D), copies of a head being next to each other."""
+    """Repeats heads, (B, K, s, D) -> (B, K * copies, s, D); copies of a head are adjacent."""
     return tensor if copies == 1 else tensor.repeat_interleave(copies, 1)
 
 
 def _copies(heads: int, key_heads: int, ranks: int) -> int:
-    """How often heads of keys are copied; see the module."""
+    """Returns the number of copies of each key head; see the module's docstring."""
     if key_heads % ranks == 0:
         return 1
     return ranks // key_heads if ranks % key_heads == 0 else heads // key_heads
 
 
 def _within_sequences(mask_function: Callable[..., Any], packed: Tensor) -> Callable[..., Any]:
-    """A mask function of transformers that lets tokens see those of their own sequence only."""
+    """Returns a mask function of transformers that restricts attention to tokens of the same packed sequence."""
 
     def same_sequence(batch: Any, head: Any, query: Any, key: Any) -> Any:
         return mask_function(batch, head, query, key) & (packed[batch, query] == packed[batch, key])
@@ -336,7 +336,7 @@ def _within_sequences(mask_function: Callable[..., Any], packed: Tensor) -> Call
 
 
 class _Grouped:
-    """An attention module with another number of heads of queries for each of keys; the same in all else."""
+    """Wraps an attention module and overrides its number of query heads per key head."""
 
     def __init__(self, module: nn.Module, groups: int) -> None:
         self._module = module
@@ -346,7 +346,7 @@ class _Grouped:
         return getattr(self._module, name)
 
 
-# -- under the names of transformers
+# -- transformers' tables of attention functions
 
 _ATTACHED: weakref.WeakKeyDictionary[nn.Module, UlyssesAttention] = weakref.WeakKeyDictionary()
 _BY_NAME: dict[str, _Replacements] = {}
@@ -357,7 +357,7 @@ def _replacements(name: str) -> _Replacements:
 
 
 class _Replacements:
-    """The functions of one name of transformers, replaced while any model needs it."""
+    """Replaces the functions under one name in transformers' tables, while any model needs it."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -368,7 +368,7 @@ class _Replacements:
     def add(self, user: UlyssesAttention) -> None:
         if not self._users:
             attentions, masks = _interfaces()
-            # "eager" is in no table: each model's file has its own.
+            # "eager" is in no table: each model's file defines its own.
             self._attention = attentions.get(self._name)
             self._mask = masks.get(self._name)
             attentions[self._name] = self.attend
@@ -393,7 +393,7 @@ class _Replacements:
         return user.attend(attention, module, query, key, value, mask, **kwargs)
 
     def mask(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._mask is not None, "replaced only where there is one"
+        assert self._mask is not None, "no mask function under this name"
         config = kwargs.get("config")
         for user in self._users:
             if user._sequences is not None and id(config) in user._configs:
@@ -447,7 +447,7 @@ def _eager_of(module: nn.Module) -> Callable[..., Any]:
     except AttributeError:
         raise UsageError(
             f"sequence parallelism: {type(module).__name__}",
-            expected="an attention function in its file, as transformers' models have",
+            expected="eager_attention_forward in the model's file, as in transformers' models",
             got="none",
             fix='load the model with attn_implementation="sdpa"',
         ) from None
@@ -455,9 +455,9 @@ def _eager_of(module: nn.Module) -> Callable[..., Any]:
 
 
 def _check_cut(tokens: Any, kwargs: Mapping[str, Any]) -> None:
-    """Refuses labels that a model would shift: a batch that was cut has those of the next token.
+    """Refuses labels that the model would shift: a cut batch has `shift_labels`, labels already shifted.
 
-    Whole batches that each rank has for itself would be taken for the parts of one.
+    This also catches whole batches, different on each rank, which would be taken for runs of one batch.
     """
     labels = kwargs.get("labels")
     if kwargs.get("shift_labels") is not None or not (isinstance(labels, Tensor) and isinstance(tokens, Tensor)):
@@ -465,9 +465,9 @@ def _check_cut(tokens: Any, kwargs: Mapping[str, Any]) -> None:
     if labels.ndim >= 2 and labels.shape[:2] == tokens.shape[:2]:
         raise UsageError(
             "sequence parallelism: forward",
-            expected="a part of a batch, with shift_labels: those of the next token",
-            got="labels, which the model would shift within the part",
-            fix="cut batches by SequenceLoader or SequenceGroup.shard; shift_labels go beside labels",
+            expected="a run of a batch, with shift_labels (the next token of each position)",
+            got="labels, which the model would shift within the run",
+            fix="cut batches with SequenceLoader or SequenceGroup.shard, or pass shift_labels beside labels",
         )
 
 
@@ -476,22 +476,22 @@ def _config_of(model: nn.Module) -> Any:
     if config is None or not hasattr(config, "get_text_config"):
         raise UsageError(
             f"sequence parallelism: {type(model).__name__}",
-            expected="a model of transformers, whose attention is looked up by the name in its config",
+            expected="a model of transformers, which looks up its attention by the name in its config",
             got="no config of transformers",
-            fix="exchange heads in the model's own attention, by SequenceGroup.exchange",
+            fix="call SequenceGroup.exchange in the model's own attention",
         )
     return config
 
 
 def _check_eager(implementation: str) -> None:
-    """Models of transformers 4 call the eager attention of their file, whatever is in the table of names."""
+    """Refuses eager attention with transformers 4, whose models call the function of their file directly."""
     attentions, _ = _interfaces()
     if implementation == _EAGER and not hasattr(attentions, "get_interface"):
         from transformers import __version__
 
         raise UsageError(
             'sequence parallelism: attn_implementation="eager"',
-            expected="a transformers whose models look eager attention up by its name",
+            expected="a transformers version whose models look up eager attention by name",
             got=f"transformers {__version__}",
             fix='load the model with attn_implementation="sdpa", or upgrade transformers to 5',
         )
@@ -502,29 +502,29 @@ def _check_heads(config: Any, ranks: int, head_parts: int) -> None:
     if not isinstance(heads, int) or heads % (ranks * head_parts):
         needed = f"the {ranks} ranks of a sequence"
         if head_parts > 1:
-            needed = f"{ranks * head_parts}, {needed} times the {head_parts} that share layers"
+            needed = f"{ranks * head_parts} ({needed} times tp={head_parts})"
         raise UsageError(
             "sequence parallelism",
             expected=f"a number of attention heads that is divisible by {needed}",
             got=heads,
-            fix="choose an sp that divides it",
+            fix="choose an sp that divides the number of heads",
         )
 
 
 def _check_layers(model: nn.Module) -> None:
-    """Refuses layers that are known to start anew where a sequence is cut."""
+    """Refuses layers that are known to carry a state across the cut."""
     for name, module in model.named_modules():
         if _CARRIES.search(type(module).__name__):
             raise UsageError(
                 f"sequence parallelism: {name} ({type(module).__name__})",
                 expected="layers that work on each token by itself, and attention",
-                got="one that carries a state from token to token, and would start anew on each rank",
-                fix=f"{_CURE}; ParallelConfig(verify_cut=False) trains it regardless",
+                got="one that carries a state from token to token, which would restart on each rank",
+                fix=f"{_CURE}; ParallelConfig(verify_cut=False) trains it anyway",
             )
 
 
 class SequenceCut(Cut):
-    """Sequences that are cut into runs, for the check at the start."""
+    """Sequences cut into runs, for the check at the start of training."""
 
     whole = "whole sequences"
     by_tokens = True
@@ -542,11 +542,11 @@ class SequenceCut(Cut):
 
 
 class SequenceAxis(Axis):
-    """Ranks with runs of the same sequences; every engine has it, as `engine.sequence_group`.
+    """The ranks that hold runs of the same sequences; every engine has the group, as `engine.sequence_group`.
 
     Args:
-        layer_ranks: ranks that share the attention heads already (`tp`).
-        verifies: refuse layers that are known not to work on tokens by themselves.
+        layer_ranks: size of `tp`, whose ranks already divide the attention heads.
+        verifies: refuse layers that are known to carry a state across the cut.
     """
 
     name: ClassVar[str] = "sp"
@@ -563,7 +563,7 @@ class SequenceAxis(Axis):
 
     @classmethod
     def join(cls, mesh: ParallelConfig, topology: Topology, job: JobSpec) -> SequenceAxis:
-        # Stages of a pipeline issue other collectives, whose histories are compared within a stage only.
+        # Pipeline stages issue different collectives, so histories are comparable only within a stage.
         recorder = peer_recorder(topology, mesh.peer_groups)
         group = SequenceGroup.of(topology, mesh.sp, stride=mesh.tp, recorder=recorder)
         return cls(group, mesh.tp, verifies=mesh.verify_cut)
@@ -574,17 +574,17 @@ class SequenceAxis(Axis):
 
     @classmethod
     def check_launched(cls, mesh: ParallelConfig, sources: Mapping[str, str]) -> None:
-        """Refuses a launch with `sp` for a caller that names no mesh: the script has to cut its batches.
+        """Refuses a launch with `sp` if the caller passes no mesh: the script must cut its batches.
 
         Raises:
-            UsageError: the launcher asks for `sp`.
+            UsageError: the launcher requests `sp`.
         """
         if mesh.sp > 1:
             raise UsageError(
-                f"initialize(parallel): the launch asks for sp={mesh.sp} ({sources.get('sp_size', 'its environment')})",
-                expected=f"parallel=ParallelConfig(sp={mesh.sp}), with batches by data-parallel rank",
+                f"initialize(parallel): the launch requests sp={mesh.sp} ({sources.get('sp_size', 'its environment')})",
+                expected=f"parallel=ParallelConfig(sp={mesh.sp}), with batches loaded by data-parallel rank",
                 got=None,
-                fix="pass it, prepare model and loaders by an Accelerator, or launch without",
+                fix="pass it, prepare the model and loaders with an Accelerator, or launch without sp",
             )
 
     def connect(self, collectives: Collectives) -> None:
@@ -592,10 +592,10 @@ class SequenceAxis(Axis):
             collectives.observe(self.name, self.group.collectives)
 
     def install(self, model: nn.Module) -> None:
-        """Has the model's attention exchange heads, unless it does already.
+        """Makes the model's attention exchange heads, unless it already does.
 
         Raises:
-            UsageError: the model has no attention of transformers, or its heads cannot be shared out.
+            UsageError: the model has no attention of transformers, or its number of heads is not divisible.
         """
         if self.group.size == 1:
             return
@@ -616,10 +616,10 @@ class SequenceAxis(Axis):
 
 
 class SequenceEstimate(AxisEstimate):
-    """Sequence parallelism in an estimate: 1 / sp of the tokens; the engine's own code exchanges heads.
+    """Estimates sequence parallelism: 1 / sp of the tokens; the engine's own code exchanges heads.
 
     Args:
-        layer_ranks: ranks that share the attention heads already (`tp`).
+        layer_ranks: size of `tp`, whose ranks already divide the attention heads.
     """
 
     name: ClassVar[str] = "sp"
@@ -633,10 +633,10 @@ class SequenceEstimate(AxisEstimate):
         return sequence // self.size
 
     def check(self, name: str, shape: Shape) -> None:
-        self.divide_heads(name, queries=shape.heads // self._layer_ranks)  # heads of keys are copied
+        self.divide_heads(name, queries=shape.heads // self._layer_ranks)  # key heads can be copied
 
     def share(self, job: EstimatedJob, model: nn.Module) -> None:
-        # No process group: exchanges go through ranks that do not exist.
+        # No process group: exchanges go through simulated ranks.
         group = SequenceGroup(job.ranks(self.size, self.name), cast(Any, None))
         if job.shape is None:
             _UlyssesWithoutValues(model, group)
@@ -648,7 +648,7 @@ class SequenceEstimate(AxisEstimate):
 
 
 class _ExchangeOnly(UlyssesAttention):
-    """The exchange of heads by itself, for a decoder that calls it."""
+    """Only the exchange of heads, for a decoder that calls it."""
 
     def __init__(self, group: SequenceGroup) -> None:
         self.group = group
@@ -656,7 +656,7 @@ class _ExchangeOnly(UlyssesAttention):
 
 
 class _UlyssesWithoutValues(UlyssesAttention):
-    """As in training, without a look at positions and masks: sequences are neither packed nor padded."""
+    """Attention without reading positions and masks: sequences are neither packed nor padded."""
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tokens = kwargs["input_ids"] if "input_ids" in kwargs else args[0]

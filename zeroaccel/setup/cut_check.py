@@ -159,7 +159,7 @@ def _verify(engine: EngineBase, cut: Cut) -> None:
             f"{cut.name}: {difference.module}",
             expected=difference.expected,
             got=difference.got,
-            fix=f"{cut.cure}; ParallelConfig(verify_cut=False) trains it regardless",
+            fix=f"{cut.cure}; ParallelConfig(verify_cut=False) trains it anyway",
         )
 
 

@@ -38,7 +38,7 @@ def _shown_on_parameters() -> list[Any]:
             model = small_model()
         weight = model[0].weight  # type: ignore[index]
         said = message(ZeroAccelError, model, torch.ones(1, 4))
-        assert "has to be loaded whole: load it before the Accelerator or TrainingArguments is made" in said
+        assert "must be loaded whole: load it before you create the Accelerator or TrainingArguments" in said
         assert "ACCELERATE_USE_CPU" in said
         seen = [(weight.ds_status, weight.ds_shape, weight.ds_numel, weight.shape)]
         assert not hasattr(nn.Parameter(torch.zeros(1)), "ds_id")
@@ -160,7 +160,7 @@ def test_optimizers_take_their_arguments_and_no_other_optimizers_place(ranks: Ra
     (told,) = ranks(1).run(with_facade, _optimizers)
     for name, said in told.items():
         own = name.startswith(("DeepSpeed", "Fused"))
-        assert (f"{name}, " if own else "made of the param groups of another optimizer") in said
+        assert (f"{name}, " if own else "created with the param groups of another optimizer") in said
 
 
 def _refused() -> dict[str, str]:
@@ -206,7 +206,7 @@ def test_what_cannot_be_is_named_on_every_rank(ranks: Ranks) -> None:
         "quantized": "deepspeed.zero.Init(zero_quantized_weights)",
         "two configs": "got 'config and config_params'; keep config only",
         "schedule": "engine.compile(schedule)",
-        "leaf": "classes of modules of the model",
+        "leaf": "module classes of the model",
         "another rank": "deepspeed.init_distributed(rank, world_size)",
         "second engine": "destroy()",
         "destroyed": "an engine after destroy()",

@@ -62,7 +62,7 @@ def _every_question() -> None:
     assert engine.torch_autocast_dtype() is torch.bfloat16
     for name, instead in ABSENT_MEMBERS.items():
         assert not hasattr(engine, name)
-        with pytest.raises(AttributeError, match=f"engine.{name}: zeroaccel answers for deepspeed") as caught:
+        with pytest.raises(AttributeError, match=f"engine.{name}: zeroaccel provides deepspeed") as caught:
             getattr(engine, name)
         assert instead in str(caught.value)
     with pytest.raises(

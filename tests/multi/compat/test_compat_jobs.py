@@ -214,7 +214,7 @@ def test_the_first_line_and_what_private_names_say(ranks: Ranks) -> None:
     assert "DeepSpeed info" not in second["lines"]
     assert first["present"] == [True] * 5
     assert not first["missing"]
-    assert "get_global_grad_norm() is the norm" in first["hints"]["_global_grad_norm"]
+    assert "get_global_grad_norm() returns the norm" in first["hints"]["_global_grad_norm"]
     assert "was_step_applied()" in first["hints"]["_step_applied"]
     assert "engine.save_checkpoint" in first["hints"]["_save_checkpoint"]
     assert "engine.config" in first["hints"]["_config"]

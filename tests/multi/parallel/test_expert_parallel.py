@@ -397,16 +397,16 @@ _REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
         {},
         "got 'a model that from_pretrained(distributed_config=DistributedConfig(ep_size=2)) has divided'; load it",
     ),
-    "dense": (lambda: nn.Linear(4, 4), {}, "got 'no experts in Linear'; leave ep at 1"),
+    "dense": (lambda: nn.Linear(4, 4), {}, "got 'no experts in Linear'; set ep to 1"),
     "lists": (
         lambda: nn.ModuleDict({"block": _Gated()}),
         {},
-        "expert parallelism: block: expected experts as modules of transformers 5",
+        "expert parallelism: block: expected transformers 5 experts",
     ),
     "an adapter on biases": (
         lambda: _with_adapters("GptOss", "experts.gate_up_proj_bias"),
         {},
-        "mlp.experts.gate_up_proj_bias: expected LoRA of PEFT's target_parameters on a tensor of three dims",
+        "mlp.experts.gate_up_proj_bias: expected PEFT's LoRA by target_parameters on a tensor of three dims",
     ),
     "one transposed expert": (
         lambda: _with_adapters("GptOss", "experts.gate_up_proj", num_local_experts=2),

@@ -304,10 +304,10 @@ def mistaken(what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "says"),
     [
-        ("heads", "divisible by 4, the 2 ranks of a sequence times the 2 that share layers, got 2"),
+        ("heads", "divisible by 4 (the 2 ranks of a sequence times tp=2), got 2"),
         (
             "uncut",
-            "micro-batch 0: expected this rank's tokens of sequences, with shift_labels, got ['input_ids', 'labels']",
+            "micro-batch 0: expected this rank's runs of sequences, with shift_labels, got ['input_ids', 'labels']",
         ),
     ],
 )

@@ -180,8 +180,8 @@ def _launched() -> str:
 
 def test_a_script_that_does_not_deal_out_sequences_says_so(ranks: Ranks) -> None:
     for said in ranks(2).run(_launched):
-        assert "initialize(parallel): the launch asks for sp=2 (environment PARALLELISM_CONFIG_SP_SIZE)" in said
-        assert "expected parallel=ParallelConfig(sp=2), with batches by data-parallel rank" in said
+        assert "initialize(parallel): the launch requests sp=2 (environment PARALLELISM_CONFIG_SP_SIZE)" in said
+        assert "expected parallel=ParallelConfig(sp=2), with batches loaded by data-parallel rank" in said
 
 
 def _lengths_differ() -> list[float]:
@@ -328,13 +328,13 @@ def _use_wrongly(engine: Any, what: str) -> None:
         ("key", "zero_optimization.mics_shard_size: expected 2, dp_shard x sp of ParallelConfig, got 4"),
         ("length", "a sequence length that is divisible by the 2 ranks of a sequence, got '15 tokens'"),
         ("ranks", "got '((2, 8), False, False) on FIRST and ((2, 9), False, False) on SECOND'"),
-        ("mask", "forward: attention_mask: expected (2, 8), of this rank's tokens, got (2, 1, 16, 16)"),
+        ("mask", "forward: attention_mask: expected (2, 8) for this rank's tokens, got (2, 1, 16, 16)"),
         (
             "uncut",
-            "forward: expected a part of a batch, with shift_labels: those of the next token, got",
+            "forward: expected a run of a batch, with shift_labels (the next token of each position), got",
         ),
         ("tensor", "sequence parallelism: pixels: expected (batch, sequence, ...) with 16 tokens"),
-        ("fewer", "expected as many batches on each rank of a sequence, got 'none left on FIRST'"),
+        ("fewer", "on each rank that shares a sequence, got 'no more batches on FIRST'"),
     ],
 )
 def test_what_cannot_be_cut_is_named_on_every_rank(ranks: Ranks, what: str, says: str) -> None:
@@ -346,7 +346,7 @@ def test_what_cannot_be_cut_is_named_on_every_rank(ranks: Ranks, what: str, says
 
 def test_eager_attention_that_no_table_replaces_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zeroaccel.parallel.ulysses._interfaces", lambda: ({}, {}))
-    with pytest.raises(UsageError, match=r'"eager".*expected a transformers whose models look.*"sdpa", or upgrade'):
+    with pytest.raises(UsageError, match=r'"eager".*expected a transformers version whose models.*"sdpa", or upgrade'):
         _check_eager("eager")
     _check_eager("sdpa")
 

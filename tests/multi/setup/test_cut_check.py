@@ -282,7 +282,7 @@ OF_INPUTS, OF_WEIGHTS = ("_Send", "backward", 2.0, 0), ("_Send", "backward", 0.5
         ("Mixtral", [OF_INPUTS], "gradient of hidden states: expected a relative"),
         ("Mixtral", [OF_WEIGHTS], "gradient of weights of the router: expected a relative"),
         ("centred", [], "model.layers.1.mlp.experts.experts (MixtralExperts): expected a relative"),
-        ("all scores", [], "model.layers.1.mlp.experts: expected a router that gives each of T tokens"),
+        ("all scores", [], "model.layers.1.mlp.experts: expected a router that returns K expert numbers"),
     ],
     ids=["outputs", "doubled", "halved", "of experts", "of inputs", "of the router", "of the batch", "router"],
 )

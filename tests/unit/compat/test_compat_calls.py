@@ -200,7 +200,7 @@ def test_a_config_with_deepspeeds_names(tmp_path: Path, capsys: pytest.CaptureFi
     assert config.steps_per_print is None
     config.print_user_config()
     assert json.loads(capsys.readouterr().out)["train_batch_size"] == 8
-    with pytest.raises(AttributeError, match=r"DeepSpeedConfig\.elasticity_enabled: zeroaccel answers"):
+    with pytest.raises(AttributeError, match=r"DeepSpeedConfig\.elasticity_enabled: zeroaccel provides"):
         config.elasticity_enabled  # noqa: B018 - the attribute is what is tried
     for wrong in ({"train_batch_size": 3, "train_micro_batch_size_per_gpu": 2}, {"zero_optimization": {"stage": 9}}):
         with pytest.raises(ConfigError):
@@ -309,7 +309,7 @@ def test_the_device_of_a_machine_without_cuda(monkeypatch: pytest.MonkeyPatch) -
     assert (device._name, device.device_count()) == ("cpu", 1)
     monkeypatch.setenv("LOCAL_SIZE", "3")
     assert device.device_count() == 3
-    with pytest.raises(AttributeError, match=r"get_accelerator\(\)\.create_op_builder: zeroaccel answers"):
+    with pytest.raises(AttributeError, match=r"get_accelerator\(\)\.create_op_builder: zeroaccel provides"):
         device.create_op_builder("UtilsBuilder")
 
 
@@ -391,7 +391,7 @@ def test_param_groups_are_not_divided_by_experts() -> None:
     assert is_moe_param(model[1].weight)
     with pytest.raises(UsageError, match="group 1: expected parameters whose gradients all ranks reduce"):
         split_params_into_different_moe_groups_for_optimizer(halves)
-    with pytest.raises(UsageError, match=r"deepspeed.initialize: parameter 1.weight: expected a parameter that all"):
+    with pytest.raises(UsageError, match=r"deepspeed.initialize: parameter 1.weight: expected a parameter"):
         check_expert_marks(model)
 
 
@@ -399,4 +399,4 @@ def test_a_param_group_marked_as_experts_is_noted(caplog: pytest.LogCaptureFixtu
     groups = [{"params": nn.Linear(2, 2).parameters(), "moe": True}]
     with caplog.at_level(logging.INFO, logger="zeroaccel"):
         note_expert_groups(torch.optim.SGD(groups, lr=0.1))
-    assert "param group: moe: does nothing" in caplog.text
+    assert "param group: moe has no effect" in caplog.text

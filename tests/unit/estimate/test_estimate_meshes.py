@@ -305,7 +305,7 @@ def test_the_command_prints_meshes() -> None:
         (["--pp_size", "2"], "--accumulation: expected at least 2 micro-steps"),
         (["--meshes", "--tp_size", "2"], "--meshes compares all meshes"),
         (["--ep_size", "3"], "--ep_size 3: expected a divisor of dp_shard x sp, 4 ranks"),
-        (["--ep_size", "2"], "expected experts as modules of transformers 5"),
+        (["--ep_size", "2"], "expected transformers 5 experts"),
     ],
 )
 def test_mistakes_name_the_flags(arguments: list[str], message: str) -> None:

@@ -188,7 +188,7 @@ def test_what_cannot_be_tiled_is_named() -> None:
         capped(**_batch())
     with pytest.raises(UsageError, match=r"TiledLoss\(Linear\): expected a model of transformers with an output head"):
         TiledLoss(nn.Linear(2, 2), 2)
-    with pytest.raises(UsageError, match=r"a head of its own forward"):
+    with pytest.raises(UsageError, match=r"a head with its original forward"):
         TiledLoss(capped, 2)
     with pytest.raises(UsageError, match=r"tiled_cross_entropy\(tiles\): expected a positive number of tiles, got 0"):
         tiled_cross_entropy(torch.ones(2, 2), nn.Identity(), [], torch.ones(2, dtype=torch.long), tiles=0)
@@ -196,7 +196,7 @@ def test_what_cannot_be_tiled_is_named() -> None:
         TiledModules([], 0)
     own = _llama()
     own.loss_function = lambda logits, labels, **_: logits.sum()  # type: ignore[assignment]
-    with pytest.raises(UsageError, match=r"transformers' loss of causal language models, got '<lambda>'"):
+    with pytest.raises(UsageError, match=r"transformers' loss for causal language models, got '<lambda>'"):
         TiledLoss(own, 2)
 
 

@@ -1,1 +1,1 @@
-"""Holds the `sitecustomize` that carries the facade into child processes; see `zeroaccel.compat.finder`."""
+"""Folder with the `sitecustomize` that installs the facade in child processes; see `zeroaccel.compat.finder`."""

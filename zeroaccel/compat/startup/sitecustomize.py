@@ -1,4 +1,4 @@
-"""Run by Python at the start of processes that inherit the facade; see `zeroaccel.compat.finder`."""
+"""Python runs this module at the start of processes that inherit the facade; see `zeroaccel.compat.finder`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _install() -> None:
 
 
 def _run_hidden() -> None:
-    """The `sitecustomize` that would have been found without this folder."""
+    """Runs the `sitecustomize` that Python would find without this folder."""
     paths = [path for path in sys.path if Path(path or ".").resolve() != _HERE.resolve()]
     spec = PathFinder.find_spec("sitecustomize", paths)
     if spec is not None and spec.loader is not None:
