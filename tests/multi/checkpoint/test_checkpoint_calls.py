@@ -246,7 +246,7 @@ def test_what_cannot_be_saved_is_refused_on_every_rank_before_anything_is_writte
         assert "client_state['loss']" in found["numpy"]
         assert "float64" in found["numpy"]
         assert "'../elsewhere'" in found["tag"]
-        assert "gradients that wait" in found["middle"]
+        assert "gradients of an unfinished accumulation" in found["middle"]
         assert "latest" in found["nothing"]
         assert "none" in found["nothing"]
 
