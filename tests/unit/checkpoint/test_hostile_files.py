@@ -139,7 +139,7 @@ def test_a_pickle_changes_no_class() -> None:
         b"ctorch\nFloatStorage\n",
     ):
         with pytest.raises(
-            CheckpointError, match=r"f: its pickle, at byte \d+: expected attributes of objects that have some"
+            CheckpointError, match=r"f: its pickle, at byte \d+: expected attributes for an object that supports them"
         ):
             load_pickle(b"\x80\x02" + target + b"}X\x06\0\0\0updateNsb.", "f")
     assert callable(collections.Counter.update)

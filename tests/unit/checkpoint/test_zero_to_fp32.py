@@ -355,7 +355,7 @@ DAMAGE: list[tuple[Callable[[Path], object], str]] = [
     (lambda folder: rewrite_manifest(folder, lambda body: body.update(version=3)), r"version 2 at most, got 3"),
     (lambda folder: rewrite_manifest(folder, lambda body: body["files"].pop()), r"1 files, expected|IndexError"),
     (lambda folder: rewrite_manifest(folder, lambda body: body["files"].append(body["files"][0])), r"3 files, "),
-    (lambda folder: rewrite_manifest(folder, _overlap), r"master/layer\.weight: a piece at element"),
+    (lambda folder: rewrite_manifest(folder, _overlap), r"master/layer\.weight: a misplaced piece at element"),
     (lambda folder: _rank_file(folder, 1).unlink(), r"rank00001-.*: missing, but the manifest names it"),
     (_truncate, r"rank00001-.*: expected \d+ bytes, got 1000"),
     (_escape, r"'\.\./outside\.safetensors' is not a plain name"),
