@@ -158,8 +158,8 @@ def prepare(request: SaveRequest, engine_state: EngineState, progress: Progress,
 
     Raises:
         UsageError: the folder is missing, the ranks' tags differ, or `client_state` has values that cannot be saved.
-        CheckpointError: the tag is invalid, the disk has not enough space, the folder cannot be created, or another
-            save is writing into it.
+        CheckpointError: the tag is invalid, the disk does not have enough space, the folder cannot be created, or
+            another save is writing into it.
     """
     # A mistake (client state that is not plain data, a bad tag) may occur on one rank only: each rank collects inside
     # `agreed`, so all of them raise before any file exists.
