@@ -240,7 +240,7 @@ class Recomputation:
     """Applies a config's section to a model and to `checkpoint`, from `apply` to `undo`.
 
     Raises:
-        UsageError: the model has no repeated block to recompute, or `number_checkpoints` is missing.
+        UsageError: the model has no repeated block to recompute.
     """
 
     def __init__(self, model: nn.Module, section: ActivationCheckpointing) -> None:

@@ -61,7 +61,7 @@ def drop_script(folder: Path) -> None:
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str | os.PathLike[str], tag: str | None = None, exclude_frozen_parameters: bool = False
 ) -> dict[str, Tensor]:
-    """Returns all weights and persistent buffers on the CPU, in fp32 except integers and 8-bit floats.
+    """Returns all weights and persistent buffers on the CPU: floating-point ones in fp32, except 8-bit floats.
 
     Args:
         checkpoint_dir: the folder with `latest`.

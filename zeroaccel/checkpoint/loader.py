@@ -189,7 +189,7 @@ def load_optimizer(optimizer: ShardedOptimizer, store: TensorStore, where: str) 
     # Drop states of tensors other than pieces, such as those from `train()` of some classes.
     inner.state.clear()
     inner.state.update(loaded)
-    # Like torch's load_state_dict at its end: the class converts state from its older versions.
+    # Like torch's load_state_dict at its end: the class converts older or foreign forms of its state.
     inner.__setstate__({"state": inner.state, "param_groups": inner.param_groups})
 
 

@@ -25,7 +25,7 @@ from zeroaccel.zero.access.safetensors_file import ITEMSIZE
 
 FORMAT = "zeroaccel"
 VERSION = 2
-"""Newest version that can be read. A save writes version 1, or 2 if tensor parallelism splits a tensor into parts."""
+"""Newest version that can be read. A save writes version 1, or 2 if a tensor has a `split` (tensor parallelism)."""
 MANIFEST_NAME = "manifest.json"
 
 _MOST_NBYTES = 1 << 30

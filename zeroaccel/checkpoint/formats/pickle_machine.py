@@ -2,7 +2,7 @@
 
 A pickle is a small program for a stack machine, and Python's own unpickler lets it import and call anything. This one
 supports the instructions that protocols 2 to 5 write for plain data. The caller resolves a name in a pickle to an
-`Admitted`, which can be called but not modified: a class never gets on the stack, so no instruction can change one.
+`Admitted`, which supports only calls: a class never gets on the stack, so no instruction can change one.
 `pickletools` reads the instructions and their arguments, which are not longer than the pickle. The machine charges all
 other objects to a budget before it allocates them. `torch_pickle.py` defines the allowed names.
 """
