@@ -123,7 +123,7 @@ def broadcast(data: Any, from_process: int = 0) -> Any:
         tensor([0, 1, 2])
     """
     _require_rank("broadcast", from_process)
-    _require_alike(data, "broadcast", "or use broadcast_object_list, which accepts any object")
+    _require_alike(data, "broadcast", "use broadcast_object_list, which accepts any object")
 
     def of_one(tensor: Tensor) -> Tensor:
         flat = tensor.detach().contiguous().view(-1).clone()

@@ -117,7 +117,7 @@ def read_buffers(holdings: EngineState, store: TensorStore) -> dict[str, Tensor]
                 f"parameter {fqn}: the checkpoint does not contain the base model of its adapters",
                 expected="the base of their training, quantized in the same way",
                 got=f"a base whose {name.removeprefix(fqn).lstrip('.')} differs",
-                fix="load that base first, or save it by checkpoint.exclude_frozen_parameters=false",
+                fix="load that base first, or save it too: checkpoint.exclude_frozen_parameters false",
             )
     return buffers
 

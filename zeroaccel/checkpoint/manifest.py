@@ -350,7 +350,7 @@ def _check_pieces(key: str, tensor: TensorRecord, files: Sequence[FileRecord]) -
     if tensor.split is not None:
         dim, parts, blocks = tensor.split
         if dim >= len(tensor.shape) or not parts * blocks or tensor.shape[dim] % (parts * blocks):
-            raise ValueError(f"tensor {key}: {parts} parts of {blocks} blocks in dim {dim} of shape {tensor.shape}")
+            raise ValueError(f"tensor {key}: {parts} parts of {blocks} blocks do not fit dim {dim} of {tensor.shape}")
     itemsize = ITEMSIZE[tensor.dtype]
     end = 0
     for file, start, length, offset in tensor.pieces:

@@ -1056,7 +1056,7 @@ def _compare(path: Path, targets: Iterable[Target], written: Mapping[str, Any], 
         for name in (target.name, *(target.aliases if aliases else ()))
     }
     if wrong := sorted(name for name in {*written, *expected} if written.get(name) != expected.get(name)):
-        raise ConversionError(f"{path}: names, dtypes or shapes differ from the written ones: {', '.join(wrong)}")
+        raise ConversionError(f"{path}: names, dtypes or shapes differ: {', '.join(wrong)}; remove it and run again")
 
 
 def _report(shards: Sequence[Shard], journal: _Journal, seconds: float) -> None:

@@ -209,7 +209,7 @@ class _Restricted:
         if tensor.numel > max(record.numel, _MOST_REPEATED_NUMEL):
             raise CheckpointError(
                 f"{self._where}: a tensor of shape {tensor.shape} that repeats the elements of storage {record.key}",
-                expected=f"at most the larger of its {record.numel} elements and {_MOST_REPEATED_NUMEL}",
+                expected=f"at most the larger of {record.numel} and {_MOST_REPEATED_NUMEL} elements",
                 got=tensor.numel,
                 fix="save it after .contiguous()",
             )
