@@ -87,7 +87,7 @@ __all__ = [
 ]
 __version__ = "0.2.0"
 
-# Module -> the names that it provides; imported when they are used, so that the command line starts without torch.
+# Module -> its public names, imported on first use, so that the command line starts without torch.
 _PROVIDES = {
     "accelerate.accelerator": "Accelerator",
     "accelerate.accelerator_arguments": "GradientAccumulationPlugin",
@@ -109,9 +109,9 @@ _PROVIDES = {
     "zero": "GatheredParameters Init",
     "zero.engine": "Engine",
 }
-_PACKAGES = ("checkpoint", "rollout", "zero")  # attributes without an import of their own, as deepspeed.zero is
+_PACKAGES = ("checkpoint", "rollout", "zero")  # available without an explicit import, like deepspeed.zero
 _HOMES = {name: f"zeroaccel.{module}" for module, names in _PROVIDES.items() for name in names.split()}
-# Names that were here in version 0.1, with the modules to import them from.
+# Names that version 0.1 exported here -> their modules.
 _MOVED = {
     "CoupledOptimizer": "zeroaccel.ops.coupled",
     "Reductions": "zeroaccel.ops.coupled",
@@ -124,7 +124,7 @@ for _name, _reason in ABSENT_MODULES.items():
 
 def __getattr__(name: str) -> Any:
     if name in _MOVED:
-        message = f"import {name} from {_MOVED[name]}; `from zeroaccel import {name}` ends with the next version"
+        message = f"import {name} from {_MOVED[name]}; the next version removes `from zeroaccel import {name}`"
         warnings.warn(message, DeprecationWarning, stacklevel=2)
         return getattr(import_module(_MOVED[name]), name)
     if name in _PACKAGES:

@@ -1,9 +1,9 @@
-"""Activation checkpointing: activations are dropped in forward and recomputed in backward from a function's inputs.
+"""Activation checkpointing: drops activations in forward and recomputes them in backward from a function's inputs.
 
-`checkpoint` is torch's own (non-reentrant), with a choice of where the inputs are kept meanwhile
-(`offload/activation_store.py`). The config's `activation_checkpointing` section makes the choice, for calls of
-`checkpoint` in a model and for the repeated blocks of any model. Numbers are those of a run without it, random ones
-included.
+`checkpoint` uses torch's non-reentrant checkpoint, and can store the inputs elsewhere until backward
+(`offload/activation_store.py`). The config's `activation_checkpointing` section selects the storage, for calls of
+`checkpoint` in a model and for the repeated blocks of any model. Results, including random numbers, equal those of a
+run without it.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Profile:
     """Cost of recomputation since the forward began.
 
     Attributes:
-        calls: of checkpointed functions.
-        forward_seconds: inside them in forward; on a CUDA device, with the device's work.
-        recompute_seconds: the same in backward.
-        kept_nbytes: peak of the stored inputs, in memory allocated for them.
+        calls: number of calls of checkpointed functions.
+        forward_seconds: time inside them in forward, including the device's work on CUDA.
+        recompute_seconds: time inside them in backward, measured in the same way.
+        kept_nbytes: peak size of the memory allocated for the stored inputs.
     """
 
     calls: int = 0
@@ -54,16 +54,16 @@ class Profile:
 
 
 class Activations:
-    """Recomputes functions, and stores their inputs as a config says.
+    """Recomputes functions, and stores their inputs according to a config.
 
     Args:
-        section: `activation_checkpointing` of a config.
-        group: the tensor-parallel group whose ranks call with equal inputs; needed by `partition_activations`.
-        calls: how many functions a forward checkpoints, for `contiguous_memory_optimization` without
+        section: section `activation_checkpointing` of a config.
+        group: the tensor-parallel group, whose ranks call with equal inputs; required by `partition_activations`.
+        calls: number of checkpointed calls in a forward, for `contiguous_memory_optimization` without
             `number_checkpoints`.
 
     Raises:
-        UsageError: a switch lacks what it needs.
+        UsageError: `number_checkpoints` or the group is missing, but the section requires it.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Activations:
         calls: int | None = None,
     ) -> None:
         self.section = section = section or ActivationCheckpointing()
-        # A contiguous buffer is sized by the number of checkpointed calls: counted for wrapped blocks, else configured.
+        # The number of checkpointed calls sizes a contiguous buffer: the config's number, else that of wrapped blocks.
         slots = (section.number_checkpoints or calls) if section.contiguous_memory_optimization else None
         if section.contiguous_memory_optimization and not slots:
             raise UsageError(
@@ -95,10 +95,10 @@ class Activations:
         self.profile = Profile()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Activations:
-        return self  # a copied model is recomputed by the same settings
+        return self  # a copy of the model is recomputed with the same settings
 
     def __reduce__(self) -> Any:
-        return Activations, ()  # stored inputs and process groups mean nothing to another process
+        return Activations, ()  # stored inputs and process groups are not valid in another process
 
     def checkpoint(self, function: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
         """See the module's `checkpoint`."""
@@ -123,7 +123,7 @@ class Activations:
                 return function(*some_args, **some_kwargs)
 
         self.store.calls += 1
-        # torch's own hooks are installed inside `recompute`, so these see only what it saves itself: the inputs.
+        # torch installs its own hooks inside `recompute`, so these receive only the tensors that it saves: the inputs.
         try:
             with saved_tensors_hooks(self._pack, self.store.fetch):
                 result: _Result = recompute(run, *inputs, use_reentrant=False)
@@ -141,7 +141,7 @@ class Activations:
         again = torch._C._current_graph_task_id() != -1
         device = next((tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")), None)
         waits = device is not None and (section.profile or section.synchronize_checkpoint_boundary)
-        # A forward after recomputation is that of the next micro-batch, so the profile of the last one is complete.
+        # A forward after recomputation belongs to the next micro-batch, so the profile of the last one is complete.
         if not again and self.profile.recompute_seconds:
             self._log()
         if waits:
@@ -177,11 +177,11 @@ _group: dist.ProcessGroup | None = None
 
 
 def checkpoint(function: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
-    """Calls ``function(*args, **kwargs)``, drops what it saves for backward, and recomputes it there.
+    """Calls ``function(*args, **kwargs)``, drops its saved activations, and recomputes them in backward.
 
-    Inputs that carry gradients are stored as the config of the last `initialize` (or `configure`) says; masks,
-    positions and the like stay where they are, as blocks share them. Nested calls, several outputs, keyword arguments
-    and frozen inputs are supported; random numbers are drawn again as in forward.
+    The config of the last `initialize` (or `configure`) selects the storage of inputs that require gradients. Other
+    inputs, such as masks and positions, stay in place because blocks share them. Nested calls, several outputs, keyword
+    arguments and frozen inputs are supported; the recomputation draws the same random numbers as forward.
 
     Example:
         >>> import torch
@@ -197,13 +197,13 @@ def checkpoint(function: Callable[..., _Result], *args: Any, **kwargs: Any) -> _
 def configure(
     section: ActivationCheckpointing | None = None, *, tensor_parallel_group: dist.ProcessGroup | None = None
 ) -> None:
-    """Sets how `checkpoint` stores inputs from now on, in this process. `initialize` does it for a config's section.
+    """Sets how later calls of `checkpoint` in this process store inputs. `initialize` applies a config's section.
 
     Args:
-        tensor_parallel_group: of this rank, for `partition_activations`; it is remembered until `reset`.
+        tensor_parallel_group: this rank's group for `partition_activations`; it stays set until `reset`.
 
     Raises:
-        UsageError: a switch lacks what it needs.
+        UsageError: `number_checkpoints` or the group is missing, but the section requires it.
     """
     global _current, _group
     group = tensor_parallel_group or _group
@@ -212,13 +212,13 @@ def configure(
 
 
 def reset() -> None:
-    """Undoes `configure`: `checkpoint` stores inputs where they are, and the group is forgotten."""
+    """Undoes `configure`: `checkpoint` keeps inputs in place, and no group is set."""
     global _current, _group
     _current, _group = Activations(), None
 
 
 def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """(fqn, block) of the children of the outermost lists that share their class with a sibling."""
+    """Returns (fqn, block) for the children of the outermost lists that share their class with a sibling."""
     blocks: list[tuple[str, nn.Module]] = []
 
     def walk(fqn: str, module: nn.Module) -> None:
@@ -240,7 +240,7 @@ class Recomputation:
     """Applies a config's section to a model and to `checkpoint`, from `apply` to `undo`.
 
     Raises:
-        UsageError: there is no repeated block to recompute, or a switch lacks what it needs.
+        UsageError: the model has no repeated block to recompute.
     """
 
     def __init__(self, model: nn.Module, section: ActivationCheckpointing) -> None:
@@ -257,15 +257,15 @@ class Recomputation:
         if section.partition_activations and _group is None:
             log_once(
                 logging.WARNING,
-                "activation_checkpointing.partition_activations: inputs stay whole: no tensor-parallel group is named; "
-                "call zeroaccel.activations.configure(tensor_parallel_group=...)",
+                "activation_checkpointing.partition_activations: inputs are not partitioned: there is no "
+                "tensor-parallel group; call zeroaccel.activations.configure(tensor_parallel_group=...)",
             )
             section = section.model_copy(update={"partition_activations": False})
         self._activations = Activations(section, group=_group, calls=len(self._blocks))
         self._before = _current
 
     def apply(self) -> None:
-        """Patches the blocks to be recomputed; the model's own calls of `checkpoint` store inputs the same way."""
+        """Patches the blocks so that backward recomputes them; calls of `checkpoint` store inputs in the same way."""
         global _current
         self._before, _current = _current, self._activations
         for block in self._blocks:
@@ -286,13 +286,13 @@ class Recomputation:
 def _warn_not_compiled() -> None:
     log_once(
         logging.WARNING,
-        "activation_checkpointing: recomputed functions are not compiled, since a graph cannot move their inputs: "
+        "activation_checkpointing: recomputed functions are not compiled, because a graph cannot move their inputs; "
         "remove cpu_checkpointing, partition_activations and contiguous_memory_optimization, or torch.compile",
     )
 
 
 class _Recomputed:
-    """Replaces a block's forward. A copy of the block gets one that calls the copy."""
+    """Replacement for a block's forward. A copy of the block gets a replacement that calls the copy."""
 
     def __init__(self, forward: Callable[..., Any], activations: Activations) -> None:
         self._forward = forward

@@ -1,4 +1,4 @@
-"""Loaders, where scripts for accelerate import them from."""
+"""Data loaders, under the same module name as in accelerate."""
 
 from __future__ import annotations
 

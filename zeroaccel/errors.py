@@ -1,21 +1,21 @@
-"""The exceptions zeroaccel raises on purpose, and what each means for the program that catches it.
+"""The exceptions that zeroaccel raises on purpose, with the exit code and the cause of each.
 
 ```text
 ZeroAccelError                 exit code 1
  +- ConfigError      (ValueError)    2   a setting is wrong; nothing was started
- +- UsageError       (ValueError)    2   a call is wrong: a non-scalar loss, an optimizer without its model
+ +- UsageError       (ValueError)    2   an argument is wrong: a non-scalar loss, an optimizer without its model
  +- EngineStateError (RuntimeError)  1   a call came at the wrong time: step before backward
- +- ShardStateError  (RuntimeError)  1   a unit was asked for an illegal move
+ +- ShardStateError  (RuntimeError)  1   a call requested an illegal state transition of a unit
  +- CheckpointError  (RuntimeError)  1   a checkpoint is damaged, incomplete or does not fit
  +- OffloadError     (RuntimeError) 74   offloaded data cannot be written or read back
- +- CollectiveError  (RuntimeError) 75   a collective failed, or the ranks are not at the same one
+ +- CollectiveError  (RuntimeError) 75   a collective failed, or the ranks called different collectives
      +- CollectiveTimeoutError           ... and one of them waited longer than the limit
 
-Preempted        (SystemExit)      85   no error: the run saved itself on a signal
+Preempted        (SystemExit)      85   not an error: the run saved a checkpoint after a signal
 ```
 
-Every message has an address: *where* (a config key path, a parameter name, file:line), what was expected,
-what was found, and what to do. This module imports nothing of the package.
+Every message states the place (a config key path, a parameter name, file:line), the expected value, the actual value,
+and the remedy. This module imports no other module of the package.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _LONGEST = 9000
 
 
 def compose(where: str, *, expected: str = "", got: object = _ABSENT, fix: str = "") -> str:
-    """One sentence with an address: ``where: expected X, got Y; do Z``. Parts that are not given are left out."""
+    """Returns one sentence, ``where: expected X, got Y; do Z``, without the parts that the caller omits."""
     facts = [part for part in (f"expected {expected}" if expected else "", _got(got)) if part]
     body = ", ".join(facts)
     message = f"{where}: {body}" if body else where
@@ -56,7 +56,7 @@ def compose(where: str, *, expected: str = "", got: object = _ABSENT, fix: str =
 
 
 def listed(names: Sequence[str], separator: str = ", ", most: int = 50) -> str:
-    """The names in a row, the first `most` of them: ``a, b and 7 more``."""
+    """Joins the first `most` names and counts the rest: ``a, b and 7 more``."""
     return separator.join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
@@ -65,26 +65,26 @@ def _got(value: object) -> str:
         return ""
     try:
         text = repr(value[:300] if isinstance(value, (str, bytes)) else value)
-    except (ValueError, RecursionError):  # an integer of thousands of digits, or something nested that deep
+    except (ValueError, RecursionError):  # an integer of thousands of digits, or a deeply nested container
         text = f"a value of type {type(value).__name__} that is too long to show"
     return f"got {text if len(text) <= 200 else text[:197] + '...'}"
 
 
 class ZeroAccelError(Exception):
-    """Base of every error raised on purpose.
+    """Base class of the errors that zeroaccel raises on purpose.
 
     Args:
-        where: the address, or a whole sentence when nothing else is given.
-        expected: the correct value, as a noun phrase.
-        got: the value that was found; shown with ``repr``, cut at 200 characters.
-        fix: what to do, in the imperative.
+        where: place of the error, or a whole sentence if it is the only argument.
+        expected: the expected value, as a noun phrase.
+        got: the actual value; its ``repr`` appears in the message, cut at 200 characters.
+        fix: the remedy, in the imperative.
     """
 
     exit_code: ClassVar[int] = 1
 
     def __init__(self, where: str, *, expected: str = "", got: object = _ABSENT, fix: str = "") -> None:
         text = compose(where, expected=expected, got=got, fix=fix)
-        if len(text) > _LONGEST:  # a name of a megabyte, out of a file; the end says what to do
+        if len(text) > _LONGEST:  # e.g. a name of a megabyte from a file; keep the remedy at the end
             text = f"{text[: _LONGEST - 500]} ... {text[-500:]}"
         super().__init__(text.encode("utf-8", "backslashreplace").decode())  # half a surrogate pair cannot be printed
 
@@ -102,11 +102,11 @@ class UsageError(ZeroAccelError, ValueError):
 
 
 class EngineStateError(ZeroAccelError, RuntimeError):
-    """The state of the engine or the job does not allow this call."""
+    """The current state of the engine or the job does not allow this call."""
 
 
 class ShardStateError(ZeroAccelError, RuntimeError):
-    """A call moves a unit between states in a way that its life cycle does not allow."""
+    """A call requests a state transition that the unit's life cycle does not allow."""
 
 
 class CheckpointError(ZeroAccelError, RuntimeError):
@@ -114,7 +114,7 @@ class CheckpointError(ZeroAccelError, RuntimeError):
 
 
 class OffloadError(ZeroAccelError, RuntimeError):
-    """A tier cannot write offloaded data, or reads back other data than it wrote."""
+    """An offload tier cannot write its data, or reads back data that differs from the data it wrote."""
 
     exit_code: ClassVar[int] = 74
 
@@ -126,17 +126,17 @@ class CollectiveError(ZeroAccelError, RuntimeError):
 
 
 class CollectiveTimeoutError(CollectiveError):
-    """A collective waited longer than the limit because the ranks were not at the same one."""
+    """A collective timed out because the ranks did not all call the same one."""
 
 
 class Preempted(SystemExit):
-    """A signal asked the run to stop, and it saved itself: start the job again. Ends the process unless caught.
+    """The run saved a checkpoint after a signal to stop: start the job again. Ends the process unless caught.
 
     Args:
-        headline: names the checkpoint that contains the run.
+        headline: message that names the checkpoint to resume from.
     """
 
-    exit_code: ClassVar[int] = 85  # as HTCondor expects of a job that has saved itself to be continued
+    exit_code: ClassVar[int] = 85  # the exit code by which HTCondor recognizes a job that saved a checkpoint
 
     def __init__(self, headline: str) -> None:
         super().__init__(self.exit_code)
@@ -147,9 +147,9 @@ _OWN_FOLDERS = (f"{os.path.dirname(os.path.abspath(__file__))}{os.sep}", f"{os.s
 
 
 def cut_traceback(error: BaseException) -> None:
-    """Ends the traceback of a user's mistake at the last line outside of zeroaccel and torch, which made the call.
+    """Cuts the traceback of a ConfigError or UsageError after the user's line that made the call.
 
-    Other errors stay as they are, and all do while zeroaccel's logger is at DEBUG.
+    Leaves other errors unchanged, and every error while zeroaccel's logger is at DEBUG.
     """
     if not isinstance(error, (ConfigError, UsageError)) or logging.getLogger("zeroaccel").isEnabledFor(logging.DEBUG):
         return
@@ -168,6 +168,6 @@ def _show(kind: type[BaseException], error: BaseException, trace: TracebackType 
     _previous_hook(kind, error, trace)
 
 
-# Below the hooks of torch and of the launcher's ranks, which call it with the error that they show.
+# The hooks of torch and of the launcher's ranks are installed later and call this one with the error that they show.
 _previous_hook = sys.excepthook
 sys.excepthook = _show

@@ -1,7 +1,7 @@
 """`zeroaccel.initialize`: one call from a model and a DeepSpeed-format config to an `Engine`.
 
-`setup/` has the steps: a `JobSpec` says what the caller wants, `join_ranks` connects the ranks, a `TrainPlan` decides
-everything before a tensor moves, and `build` makes the engine. What is wrong on one rank raises on all of them.
+`setup/` has the steps: a `JobSpec` holds the caller's arguments, `join_ranks` connects the ranks, a `TrainPlan` decides
+everything before a tensor moves, and `build` makes the engine. An error on one rank is raised on all ranks.
 """
 
 from __future__ import annotations
@@ -57,22 +57,23 @@ def initialize(
     """Makes an engine. (all ranks, with the same arguments)
 
     Args:
-        model: its parameters keep their objects, shapes and names; their storage moves into the engine.
-        optimizer: an optimizer over the model's parameters, or a callable that makes one from them. Absent, the
-            config's `optimizer` section; absent too, the engine is for inference.
-        model_parameters: parameters or param groups for the config's optimizer; all trainable ones by default.
+        model: the model to train. Its parameters keep their objects, shapes and names; their storage moves into the
+            engine.
+        optimizer: an optimizer over the model's parameters, or a callable that makes one from them. Default: the
+            config's `optimizer` section; without one, the engine is for inference.
+        model_parameters: parameters or param groups for the config's optimizer. Default: all trainable parameters.
         training_data: a dataset to make a loader for.
-        lr_scheduler: a scheduler, or a callable that makes one from the optimizer. Absent, the config's section.
+        lr_scheduler: a scheduler, or a callable that makes one from the optimizer. Default: the config's section.
         config: DeepSpeed-format JSON as a dict, path or text. "auto" bucket sizes follow from the model's hidden size.
-        collate_fn: for the loader of `training_data`.
+        collate_fn: collate function for the loader of `training_data`.
         collectives: the communication backend; a `RecordingCollectives` counts the traffic.
-        mesh: the ranks that see different samples: one axis, e.g. `mesh["dp"]` of one whose other axis splits the
-            model, or two, (replicas, shards). By default all ranks do.
+        mesh: the ranks that see different samples, as a mesh of one axis, such as `mesh["dp"]` of a mesh whose other
+            axis splits the model, or of two, (replicas, shards). Default: all ranks.
         parallel: sizes of the mesh's axes, instead of `mesh`.
-        pipeline: how the model is cut where `parallel` has stages; the engine is a `PipelineEngine` then, or with this
-            argument alone.
-        cast_inputs: cast floating inputs of forward to the precision; without it that happens under fp16 with
-            `auto_cast` only.
+        pipeline: how to cut the model into pipeline stages. With this argument, or with stages in `parallel`, the
+            engine is a `PipelineEngine`.
+        cast_inputs: cast floating-point inputs of forward to the training precision. Without it, the engine casts
+            inputs only under fp16 with `auto_cast`.
         optimizer_kind: "elementwise", "per_tensor" or "coupled": the inputs of an element's update. Overrides the kind
             of the class and `optimizer.kind` of the config.
         unknown_keys: treatment of unknown keys in the config, see `load_config`.
@@ -117,10 +118,10 @@ def initialize(
 
 @names_ranks
 def start(job: JobSpec) -> tuple[TrainPlan, EngineBase]:
-    """Carries a job out as far as its engine; for `initialize` and other frontends. (all ranks)
+    """Plans a job and builds its engine; for `initialize` and other frontends. (all ranks)
 
     Raises:
-        ConfigError, UsageError: on every rank, see `initialize`.
+        ConfigError, UsageError: see `initialize`; raised on every rank.
     """
     ranks = join_ranks(job, AXES, _launched_mesh)
     with agreed(ranks.collectives, "initialize: config"):
@@ -133,7 +134,7 @@ def start(job: JobSpec) -> tuple[TrainPlan, EngineBase]:
 
 
 def _launched_mesh() -> ParallelConfig | None:
-    """The mesh that the launcher asks for, for a caller that names none."""
+    """Returns the launcher's mesh, for a caller that passes none."""
     settings, sources = from_environment(os.environ)
     if settings.parallel is not None:
         for axis in AXES:

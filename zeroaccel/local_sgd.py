@@ -1,4 +1,4 @@
-"""`LocalSGD` of accelerate: what is left of it where gradients are reduced and optimizer states sharded."""
+"""Stand-in for accelerate's `LocalSGD`: it works on one process, where it has no effect on training."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ __all__ = ["LocalSGD"]
 
 
 class LocalSGD:
-    """Updates of each process by itself, with weights averaged every few steps: on one process, ordinary training.
+    """Local SGD: each process updates its weights alone, with averages every few steps. Supported on one process only.
 
     Args:
-        accelerator: that prepared the model.
+        accelerator: the accelerator that prepared the model.
         model: the prepared model.
-        local_sgd_steps: updates between two averages.
-        enabled: False trains as without it.
+        local_sgd_steps: number of updates between two averages.
+        enabled: if False, the context has no effect.
 
     Raises:
-        UsageError: it is enabled on several processes: an engine updates every weight once, from the gradients of all
-            ranks, so that no rank has weights of its own to average.
+        UsageError: it is enabled on several processes. An engine updates every weight once, from the gradients of all
+            ranks, so ranks have no separate weights to average.
 
     Example:
         >>> import torch
@@ -62,5 +62,5 @@ class LocalSGD:
         pass
 
     def step(self) -> None:
-        """Counts an update; the average over one process is its weights as they are."""
+        """Counts an update. The average over one process changes nothing."""
         self.num_steps += 1

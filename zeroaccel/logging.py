@@ -1,6 +1,6 @@
-"""Loggers of scripts on several ranks, as `accelerate.logging`: rank 0 logs, or all, or one after the other.
+"""Loggers for scripts on several ranks, like `accelerate.logging`: on rank 0, on all ranks, or in order of rank.
 
-zeroaccel's own messages are `logs.py`'s.
+`logs.py` logs zeroaccel's own messages.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ __all__ = ["MultiProcessAdapter", "get_logger"]
 
 
 class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
-    """A logger whose lines begin with the rank, and come from rank 0 unless the call says otherwise.
+    """A logger whose lines begin with the rank, and that logs on rank 0 by default.
 
-    Each call of it takes `main_process_only=False` for a line from every rank, and `in_order=True` for one from every
-    rank in their order, which all ranks have to call.
+    Each call takes `main_process_only=False` to log on every rank, and `in_order=True` to log on every rank in order
+    of rank; all ranks must make that call.
     """
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
@@ -31,7 +31,7 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
         return f"[RANK {_rank()}] {msg}", kwargs
 
     def log(self, level: int, msg: Any, *args: Any, **kwargs: Any) -> None:
-        """Logs on rank 0, or as the call says."""
+        """Logs on rank 0 by default; see the class."""
         main_process_only = kwargs.pop("main_process_only", True)
         in_order = kwargs.pop("in_order", False)
         if in_order:
@@ -49,11 +49,11 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
         self.logger.log(level, msg, *args, **marked)
 
     def warning_once(self, *args: Any, **kwargs: Any) -> None:
-        """As `warning`, the first time that it is called with these arguments."""
+        """Like `warning`, but only on the first call with these arguments."""
         key = (args, tuple(sorted(kwargs.items())))
         if key not in _warned:
             _warned.add(key)
-            # Not by `warning`, whose frame Python 3.10 counts in `stacklevel` and later ones leave out.
+            # Not through `warning`: Python 3.10 counts its frame in `stacklevel`, later versions do not.
             self.log(logging.WARNING, *args, **{"stacklevel": 3, **kwargs})
 
 
@@ -61,10 +61,10 @@ _warned: set[Any] = set()
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
-    """A logger for a script on several ranks; it works before there is an accelerator, too.
+    """Returns a logger for a script on several ranks. It also works before the script makes an `Accelerator`.
 
     Args:
-        log_level: of this logger and of the root; by default the variable ACCELERATE_LOG_LEVEL, if it is set.
+        log_level: level for this logger and the root logger. Default: the variable ACCELERATE_LOG_LEVEL, if set.
 
     Example:
         >>> from zeroaccel.logging import get_logger

@@ -1,6 +1,6 @@
 """Logging for all of zeroaccel: one logger, one line format, rank 0 unless a message concerns one rank.
 
-Below everything but `errors`; it must not import torch, so that the command line stays quick.
+It must not import torch, so that the command line starts fast.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ _tells_notes = True
 
 
 class _RankZeroFilter(logging.Filter):
-    """Lets records through on rank 0, and everywhere those marked ``extra={"all_ranks": True}`` or worse than
-    WARNING."""
+    """Passes all records on rank 0; on other ranks, those with ``extra={"all_ranks": True}`` or above WARNING."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno > logging.WARNING or getattr(record, "all_ranks", False):
@@ -29,33 +28,33 @@ class _RankZeroFilter(logging.Filter):
 
 
 def set_log_level(level: str | int) -> None:
-    """Sets the level of zeroaccel's logger; names as in `logging` ("info", "WARNING") or numbers."""
+    """Sets the level of zeroaccel's logger: a name in either case ("info", "WARNING"), or a number."""
     logger.setLevel(level.upper() if isinstance(level, str) else level)
 
 
 def log_once(level: int, message: str) -> None:
-    """Logs `message` the first time it is seen in this process, while `level` is one that is logged."""
+    """Logs `message` once per process, if the logger is enabled for `level`."""
     if message not in _seen and logger.isEnabledFor(level):
         _seen.add(message)
         logger.log(level, message)
 
 
 def log_always(message: str) -> None:
-    """Logs on rank 0, at INFO, also while the level is WARNING, as it is by default; above that it is silent."""
+    """Logs an INFO line on rank 0 while the logger's level is WARNING (the default) or lower."""
     record = logger.makeRecord(logger.name, logging.INFO, __file__, 0, message, (), None)
     if logger.isEnabledFor(logging.WARNING) and _RankZeroFilter().filter(record):
         logger.handle(record)
 
 
 def log_note(level: int, message: str) -> None:
-    """As `log_once`, of a note on a config; nothing inside `without_notes`."""
+    """Logs a note about a config once, as `log_once` does; logs nothing inside `without_notes`."""
     if _tells_notes:
         log_once(level, message)
 
 
 @contextmanager
 def without_notes() -> Iterator[None]:
-    """Inside, notes on configs are not logged: a command prints them itself, or leaves them to the ranks it starts."""
+    """Turns `log_note` off inside: a command prints the notes itself, or the ranks that it starts log them."""
     global _tells_notes
     before, _tells_notes = _tells_notes, False
     try:

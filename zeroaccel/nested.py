@@ -1,8 +1,8 @@
-"""Tensors in nested containers, as batches and outputs of models are: `torch.utils._pytree`, with its gaps closed.
+"""Tensors in nested containers, such as batches and model outputs: an extension of `torch.utils._pytree`.
 
-pytree walks lists, tuples, namedtuples, dicts and what libraries register with it. Subclasses of these and other
-mappings (transformers' `BatchEncoding`) are leaves to it; here they are containers too, and keep their types. Imports
-torch and nothing of the package.
+pytree walks lists, tuples, namedtuples, dicts and the types that libraries register. It treats subclasses of these and
+other mappings (transformers' `BatchEncoding`) as leaves; here they are containers and keep their types. This module
+imports torch and no other module of the package.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ __all__ = ["batch_size_of", "leaves_of", "map_leaves", "map_tensors", "tensors_o
 
 
 def map_leaves(function: Callable[[Any], Any], data: Any) -> Any:
-    """`data` with `function` of each of its leaves: whatever is no list, tuple or mapping.
+    """Applies `function` to each leaf of `data`, that is, to each object other than a list, tuple or mapping.
 
-    Containers keep their types; a mapping whose type cannot be made of a dict becomes a dict.
+    Containers keep their types; a mapping whose type cannot be constructed from a dict becomes a dict.
     """
 
     def of_leaf(value: Any) -> Any:
@@ -39,13 +39,13 @@ def map_leaves(function: Callable[[Any], Any], data: Any) -> Any:
 
 
 def map_tensors(function: Callable[[Tensor], Any], data: Any) -> Any:
-    """`data` with `function` of each of its tensors; any other leaf stays the object it is."""
+    """Applies `function` to each tensor in `data`; other leaves stay the same objects."""
     return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, data)
 
 
 def leaves_of(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every leaf of `data` in its order, with where it is: `[0]['labels']`."""
-    # By hand, as pytree's flatten_with_path refuses types that are registered without keys, as transformers' outputs.
+    """Yields (path, leaf) for every leaf of `data`, in order; a path is such as `[0]['labels']`."""
+    # pytree's flatten_with_path rejects types that are registered without keys, such as transformers' outputs.
     if isinstance(data, Mapping):
         for key, item in data.items():
             yield from leaves_of(item, f"{path}[{key!r}]")
@@ -57,12 +57,12 @@ def leaves_of(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def tensors_of(data: Any) -> Iterator[Tensor]:
-    """Every tensor in `data`, in its order."""
+    """Yields every tensor in `data`, in order."""
     return (leaf for _, leaf in leaves_of(data) if isinstance(leaf, Tensor))
 
 
 def batch_size_of(data: Any) -> int | None:
-    """Rows of the first tensor in `data` that has any; without a tensor the length of a list; else None."""
+    """Returns dim 0 of the first tensor with dims; without such a tensor, the length of a list, else None."""
     for tensor in tensors_of(data):
         if tensor.dim() > 0:
             return tensor.shape[0]
@@ -70,7 +70,7 @@ def batch_size_of(data: Any) -> int | None:
 
 
 def to_device(data: Any, device: torch.device | str, *, non_blocking: bool = False) -> Any:
-    """`data` with its tensors, and leaves that have `to(device)` themselves, on a device."""
+    """Moves the tensors in `data`, and other leaves with a `to(device)` method, to a device."""
 
     def moved(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):

@@ -1,8 +1,8 @@
-"""Collectives on nested containers of tensors, as accelerate's `utils.operations`.
+"""Collectives on nested containers of tensors, like accelerate's `utils.operations`.
 
-`Accelerator` has them as methods; they work in any process of a job, also without an engine. Shapes, dtypes and the
-form of containers are compared between the ranks first, so that a mismatch raises on every rank instead of hanging or
-mixing up bytes. The collectives themselves are `comm.Collectives`'.
+`Accelerator` has them as methods; they work in any process of a job, also without an engine. The ranks first compare
+shapes, dtypes and the structure of containers, so that a mismatch raises on every rank instead of a hang or mixed-up
+bytes. `comm.Collectives` runs the collectives.
 
 Letters: W = world size.
 """
@@ -36,7 +36,7 @@ _cached: tuple[Topology, Collectives] | None = None
 
 
 def collectives_of_process() -> Collectives:
-    """The collectives over all ranks that calls of scripts use; joins the job at the first call. (all ranks)"""
+    """Returns the collectives over all ranks, for calls from scripts; the first call joins the job. (all ranks)"""
     global _cached
     topology = init_process_group()
     if _cached is None or _cached[0] is not topology:
@@ -45,7 +45,7 @@ def collectives_of_process() -> Collectives:
 
 
 def _require_tensors(data: Any, call: str) -> Iterator[Tensor]:
-    """The tensors in `data`; any other leaf is an error, as it would silently stay this rank's own."""
+    """Yields the tensors in `data`. Any other leaf is an error: the collective would silently leave it unchanged."""
     for path, leaf in leaves_of(data):
         if not isinstance(leaf, Tensor):
             raise UsageError(
@@ -58,10 +58,10 @@ def _require_tensors(data: Any, call: str) -> Iterator[Tensor]:
 
 
 def gather(data: Any) -> Any:
-    """All-gather along dim 0: (n, ...) becomes (W*n, ...), in the order of the ranks; a 0-dim tensor (W,). (all ranks)
+    """All-gathers along dim 0 in rank order: (n, ...) becomes (W*n, ...), a 0-dim tensor becomes (W,). (all ranks)
 
     Raises:
-        UsageError: a leaf is no tensor, or the ranks' shapes or dtypes differ; on every rank.
+        UsageError: a leaf is not a tensor, or the ranks' shapes or dtypes differ; raised on every rank.
 
     Example:
         >>> import torch
@@ -70,7 +70,7 @@ def gather(data: Any) -> Any:
         >>> gather(batch)["predictions"]  # of one rank; of W ranks (2*W,)
         tensor([1, 0])
     """
-    _require_alike(data, "gather", "pad_across_processes makes them equal; gather_object takes anything")
+    _require_alike(data, "gather", "pad with pad_across_processes, or use gather_object, which accepts any object")
 
     def of_all(tensor: Tensor) -> Tensor:
         rows = _rows(tensor, "gather")
@@ -80,12 +80,12 @@ def gather(data: Any) -> Any:
 
 
 def reduce(data: Any, reduction: Literal["mean", "sum", "none"] = "mean", scale: float = 1.0) -> Any:
-    """All-reduce: the sum or mean of each tensor over the ranks, times `scale`; the same bits on all. (all ranks)
+    """All-reduces: the sum or mean of each tensor over the ranks, times `scale`; the same bits on all. (all ranks)
 
-    Means of integers are floating.
+    The mean of integers is a floating-point tensor.
 
     Raises:
-        UsageError: another reduction, or the ranks' shapes or dtypes differ; on every rank.
+        UsageError: the reduction is unknown, or the ranks' shapes or dtypes differ; raised on every rank.
 
     Example:
         >>> import torch
@@ -101,8 +101,8 @@ def reduce(data: Any, reduction: Literal["mean", "sum", "none"] = "mean", scale:
     def of_all(tensor: Tensor) -> Tensor:
         if reduction == "none":
             return tensor
-        # An all-gather and sums in the order of the ranks: the order in which a backend's all-reduce adds depends on
-        # its algorithm, and so do the last bits.
+        # All-gather, then add in rank order: a backend's all-reduce adds in an order that depends on its algorithm,
+        # and so do its last bits.
         first, *others = _rows(tensor, "reduce").unbind(0)
         total = first.clone()
         for other in others:
@@ -114,7 +114,7 @@ def reduce(data: Any, reduction: Literal["mean", "sum", "none"] = "mean", scale:
 
 
 def broadcast(data: Any, from_process: int = 0) -> Any:
-    """Every tensor becomes that of one rank; shapes and dtypes must be the same on all. (all ranks)
+    """Returns the tensors of rank `from_process`; shapes and dtypes must be the same on all ranks. (all ranks)
 
     Example:
         >>> import torch
@@ -123,7 +123,7 @@ def broadcast(data: Any, from_process: int = 0) -> Any:
         tensor([0, 1, 2])
     """
     _require_rank("broadcast", from_process)
-    _require_alike(data, "broadcast", "broadcast_object_list takes anything")
+    _require_alike(data, "broadcast", "use broadcast_object_list, which accepts any object")
 
     def of_one(tensor: Tensor) -> Tensor:
         flat = tensor.detach().contiguous().view(-1).clone()
@@ -134,7 +134,7 @@ def broadcast(data: Any, from_process: int = 0) -> Any:
 
 
 def broadcast_object_list(objects: list[Any], from_process: int = 0) -> list[Any]:
-    """Replaces the list's contents by those of one rank, pickled. (all ranks)
+    """Replaces the contents of the list with those of rank `from_process`, sent by pickle. (all ranks)
 
     Example:
         >>> from zeroaccel.operations import broadcast_object_list
@@ -149,7 +149,7 @@ def broadcast_object_list(objects: list[Any], from_process: int = 0) -> list[Any
 
 
 def gather_object(data: Any) -> list[Any]:
-    """The objects of all ranks, pickled, in the order of the ranks; lists are concatenated. (all ranks)
+    """Gathers the objects of all ranks by pickle, in rank order; concatenates them if all are lists. (all ranks)
 
     Example:
         >>> from zeroaccel.operations import gather_object
@@ -163,11 +163,13 @@ def gather_object(data: Any) -> list[Any]:
 
 
 def gather_for_metrics(data: Any, num_samples: int, *, use_gather_object: bool = False) -> Any:
-    """As `gather`, cut to the first `num_samples` rows; what is not all tensors is gathered as objects. (all ranks)
+    """Gathers like `gather`, and keeps the first `num_samples` rows. (all ranks)
+
+    Data with leaves other than tensors is gathered as objects.
 
     Args:
-        num_samples: samples of the global batch that are not repetitions; negative for all.
-        use_gather_object: gather tensors as objects too, which may differ in shape.
+        num_samples: number of samples in the global batch without repetitions; negative to keep all.
+        use_gather_object: gather tensors as objects too, so that their shapes may differ.
     """
     as_objects = use_gather_object or not all(isinstance(leaf, Tensor) for _, leaf in leaves_of(data))
     gathered = gather_object(data) if as_objects else gather(data)
@@ -176,18 +178,18 @@ def gather_for_metrics(data: Any, num_samples: int, *, use_gather_object: bool =
     if as_objects:
         return gathered[:num_samples]
     dims = iter([tensor.dim() for tensor in tensors_of(data)])
-    # A 0-dim tensor per rank, such as a loss, has no rows of samples.
+    # 0-dim tensors, such as a loss, have no rows of samples.
     return map_tensors(lambda tensor: tensor[:num_samples] if next(dims) > 0 else tensor, gathered)
 
 
 def pad_across_processes(data: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-    """Every tensor padded along `dim` to the largest size of any rank, so that `gather` takes it. (all ranks)
+    """Pads every tensor along `dim` to the largest size on any rank, so that `gather` accepts it. (all ranks)
 
-    A tensor with too few dims for `dim` stays as it is.
+    Tensors without a dim `dim` stay unchanged.
 
     Args:
         pad_index: the value of the padding.
-        pad_first: padding goes before the data rather than behind it.
+        pad_first: put the padding before the data instead of after it.
 
     Example:
         >>> import torch
@@ -218,26 +220,26 @@ def pad_across_processes(data: Any, dim: int = 0, pad_index: float = 0, pad_firs
 
 
 def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
-    """Several nested containers of the same form as one, their tensors concatenated along `dim`."""
+    """Concatenates the tensors of several nested containers of the same structure along `dim`."""
     columns = zip(*(_require_tensors(item, "concatenate") for item in data), strict=True)
     joined = iter([torch.cat(column, dim=dim) for column in columns])
     return map_tensors(lambda _: next(joined), data[0])
 
 
 def _rows(tensor: Tensor, call: str) -> Tensor:
-    """(W, ...) the tensors of all ranks."""
+    """Returns the tensors of all ranks, stacked: (W, ...)."""
     collectives = collectives_of_process()
     own = tensor.detach().contiguous()
     rows = own.new_empty((collectives.world_size, *own.shape))
     if own.numel():
-        # As bytes, so that every dtype travels on every backend.
+        # As bytes, because not every backend supports every dtype.
         out, shard = rows.view(-1).view(torch.uint8), own.view(-1).view(torch.uint8)
         collectives.all_gather(out, shard, call).wait()
     return rows
 
 
 def _require_alike(data: Any, call: str, fix: str = "") -> None:
-    """All ranks must have the same shapes and dtypes: a backend would mix up bytes, or wait, without a word."""
+    """Raises unless all ranks have the same shapes and dtypes: a backend would mix up bytes, or hang, silently."""
     shapes: list[str] = []
     error: UsageError | None = None
     try:

@@ -1,4 +1,4 @@
-"""Random generators of Python, NumPy and torch: seeding them, and copying rank 0's states to all ranks."""
+"""Random generators of Python, NumPy and torch: seeding, and copies of rank 0's states on all ranks."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _KINDS = ("python", "numpy", "torch", "cuda", "generator")
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
-    """Seeds Python's, NumPy's and torch's generators, those of accelerators included.
+    """Seeds the generators of Python, NumPy and torch, including torch's device generators.
 
     Args:
-        seed: 0 or more.
-        device_specific: add the rank, so that each rank draws other numbers. The order of data stays common.
-        deterministic: refuse operations of torch that are not reproducible.
+        seed: an integer of 0 or more.
+        device_specific: add the rank, so that each rank draws different numbers. The data order stays common.
+        deterministic: make torch raise an error in operations that are not reproducible.
 
     Raises:
-        UsageError: not a seed; or the process has not joined its job, so that it has no rank.
+        UsageError: `seed` is out of range, or the process has no rank yet because it has not joined its job.
 
     Example:
         >>> import torch
@@ -61,14 +61,14 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 def synchronize_rng_states(
     rng_types: Iterable[str] = ("python", "numpy", "torch", "cuda"), generator: torch.Generator | None = None
 ) -> None:
-    """Copies rank 0's states of these generators to all ranks. (all ranks)
+    """Copies the states of rank 0's generators to all ranks. (all ranks)
 
     Args:
-        rng_types: some of "python", "numpy", "torch", "cuda" (this rank's device), "generator".
-        generator: the generator that "generator" stands for.
+        rng_types: any of "python", "numpy", "torch", "cuda" (this rank's device), "generator".
+        generator: the generator for the type "generator".
 
     Raises:
-        UsageError: another type, or "generator" without one.
+        UsageError: a type is unknown, or `generator` is missing for the type "generator".
 
     Example:
         >>> from zeroaccel.seeds import synchronize_rng_states

@@ -1,6 +1,6 @@
-"""`PartialState`, `AcceleratorState` and `GradientState`, where scripts for accelerate import them from.
+"""`PartialState`, `AcceleratorState` and `GradientState`, under the same module name as in accelerate.
 
-Without arguments the latter two are those of the newest `Accelerator`.
+Without arguments, the latter two return the states of the newest `Accelerator`.
 """
 
 from __future__ import annotations
@@ -13,5 +13,5 @@ __all__ = ["AcceleratorState", "DistributedType", "GradientState", "PartialState
 
 
 def is_initialized() -> bool:
-    """Whether an `Accelerator` has been made, so that `AcceleratorState()` is its state."""
+    """Returns True if the script has made an `Accelerator`, whose state `AcceleratorState()` returns."""
     return AcceleratorState.is_there()

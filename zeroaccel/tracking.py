@@ -1,4 +1,4 @@
-"""Trackers, where scripts for accelerate import them from."""
+"""Trackers, under the same module name as in accelerate."""
 
 from __future__ import annotations
 

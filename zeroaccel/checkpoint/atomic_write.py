@@ -1,9 +1,9 @@
-"""Atomic, durable files, and locks on folders: what several runs and a crash can do to each other on one disk.
+"""Atomic, durable files, and locks on folders: protection against crashes and against other runs on the same disk.
 
-A file is written under a temporary name, flushed to the disk and renamed, so it is there completely or not at all. A
-temporary name belongs to one writer: it is created exclusively (never opened if it exists, never through a link) in a
-folder that stays open until the file has its final name. `FolderLock` admits one save at a time to a folder.
-Knows nothing of what the bytes mean. No torch, no ranks.
+`NewFile` writes under a temporary name, flushes to the disk and renames, so the file exists completely or not at all.
+A temporary name belongs to one writer, which creates it exclusively (never opens an existing file, never follows a
+link) in a folder that stays open until the file has its final name. `FolderLock` admits one save at a time to a
+folder. This module depends on no file format, torch or ranks.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ TEMPORARY_SUFFIX = ".tmp"
 _TEMPORARY = re.compile(r"(?P<name>.+?)(\.[0-9a-f]{8})?\.tmp", re.DOTALL)
 _ATTEMPTS = 8
 _ABANDONED_SECONDS = 10.0
-"""Age from which an unlocked temporary file counts as abandoned: a writer locks it right after creating it."""
+"""Age at which an unlocked temporary file counts as abandoned: a writer locks it right after creating it."""
 
 
 @contextlib.contextmanager
 def writing_to(place: Path, *, keeps_others: bool = False) -> Iterator[None]:
-    """Makes an OSError of the block a CheckpointError with the place.
+    """Converts an OSError in the block to a CheckpointError that names the place.
 
     Args:
-        keeps_others: nothing that was written earlier is lost by it.
+        keeps_others: True if the error does not affect earlier checkpoints; the message says so.
     """
     try:
         yield
@@ -41,20 +41,20 @@ def writing_to(place: Path, *, keeps_others: bool = False) -> Iterator[None]:
         raise CheckpointError(
             f"{place}: cannot be written ({error.strerror})",
             fix="free some space or choose another folder"
-            + ("; earlier checkpoints are as they were" if keeps_others else ""),
+            + ("; earlier checkpoints are unchanged" if keeps_others else ""),
         ) from error
 
 
 class NewFile:
-    """A file under a temporary name in the folder of its final one. A context manager; unpublished files are removed.
+    """A file under a temporary name in its final folder. The context manager removes it if it was not published.
 
     Args:
-        path: its final name.
-        unique: whether `path` may have several writers at a time, each with a temporary name of its own; else the
-            temporary name is `path` with TEMPORARY_SUFFIX, and it is an error if that file exists.
+        path: final path of the file.
+        unique: if True, `path` may have several writers at a time, each with its own temporary name. Else the temporary
+            name is `path` with TEMPORARY_SUFFIX, and an existing file of that name is an error.
         mode: permissions of the new file, before the umask.
-        over: a file of the same file system that is not needed: it gets the temporary name and is overwritten from its
-            begin. In memory that saves fresh pages, which take longer than the copy. Not with `unique`.
+        over: an obsolete file of the same file system, to rename to the temporary name and overwrite from its start.
+            In a file system in memory this avoids new pages, which take longer than the copy. Not with `unique`.
 
     Attributes:
         handle: the open file, for reading and writing; closed at the end of the `with` block.
@@ -86,8 +86,8 @@ class NewFile:
     def publish(self) -> None:
         """Flushes the file to the disk and renames it to its final name, atomically."""
         with self._named_errors():
-            # The content before the name, else a crash could leave the final name on an empty file; and the folder
-            # after it, else the name itself might not survive (fsync(2), NOTES).
+            # Flush the content before the rename, else a crash could leave the final name on an empty file; and the
+            # folder after it, else the name itself might not survive (fsync(2), NOTES).
             if self._over is not None:
                 os.ftruncate(self.handle, os.lseek(self.handle, 0, os.SEEK_CUR))
             os.fsync(self.handle)
@@ -96,7 +96,7 @@ class NewFile:
             os.fsync(self._folder)
 
     def close(self) -> None:
-        """Closes the file, and removes it if it was not published; a second call does nothing."""
+        """Closes the file, and removes it unless it is published; a second call does nothing."""
         if self.handle < 0:
             return
         if not self._published:
@@ -120,7 +120,7 @@ class NewFile:
             except FileExistsError:
                 if not unique or attempt == _ATTEMPTS - 1:
                     raise
-        with contextlib.suppress(OSError):  # a file system without locks, where `remove_abandoned` removes nothing
+        with contextlib.suppress(OSError):  # without locks in the file system, `remove_abandoned` removes nothing
             fcntl.flock(self.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     @contextlib.contextmanager
@@ -133,10 +133,10 @@ class NewFile:
 
 
 def write_durably(path: Path, content: bytes, *, mode: int = 0o666) -> None:
-    """Replaces `path` atomically by a file with `content`. Several processes may do so at a time.
+    """Replaces `path` atomically by a file with `content`. Several processes may call it at the same time.
 
     Raises:
-        OSError: the disk is full or fails; the previous file is unchanged, and nothing else is left.
+        OSError: the disk is full or fails. The previous file is unchanged, and no temporary file remains.
 
     Example:
         >>> import tempfile
@@ -151,9 +151,9 @@ def write_durably(path: Path, content: bytes, *, mode: int = 0o666) -> None:
 
 
 def remove_abandoned(path: Path) -> None:
-    """Removes temporary files of `path` whose writers were killed; a living writer holds a lock on its own.
+    """Removes temporary files of `path` whose writers were killed; a living writer holds a lock on its file.
 
-    To be called after `path` was published: its modification time is the present by the clock of the file system.
+    Call it right after publishing `path`, whose modification time is then the current time on the file system's clock.
     """
     with contextlib.suppress(OSError):
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -175,7 +175,7 @@ def _remove_if_abandoned(name: str, folder: int, now: float) -> None:
     handle = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Only if the name is still that of the locked file: its writer may have published it and another begun.
+        # Only if the name still belongs to the locked file: its writer may have published it, and another one begun.
         if os.path.samestat(os.fstat(handle), os.stat(name, dir_fd=folder, follow_symlinks=False)):
             os.unlink(name, dir_fd=folder)
     finally:
@@ -183,34 +183,35 @@ def _remove_if_abandoned(name: str, folder: int, now: float) -> None:
 
 
 def begin_flush(handle: int, offset: int, nbytes: int) -> None:
-    """Starts writeback of bytes that were written, so that less is left for the fsync at the end.
+    """Starts writeback of written bytes, so that the final fsync has less to do.
 
-    On Linux, POSIX_FADV_DONTNEED starts to write dirty pages to the disk. Does nothing elsewhere.
+    On Linux, POSIX_FADV_DONTNEED starts to write dirty pages to the disk. Has no effect on other systems.
     """
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(handle, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 def write_all(handle: int, data: memoryview) -> None:
-    """Writes all bytes; `os.write` may write fewer at a time."""
+    """Writes all bytes; a single `os.write` may write fewer."""
     while data.nbytes:
         data = data[os.write(handle, data) :]
 
 
 _LOCK_TIMEOUT_SECONDS = 10.0
-"""How long a save waits for the lock: a run that is being stopped may still hold it while its successor begins."""
+"""How long a save waits for the lock: a run that is stopping may still hold it when its successor starts."""
 _POLL_SECONDS = 0.05
 
 
 class FolderLock:
-    """An exclusive lock on `folder` until `release`: one save at a time, also of several runs.
+    """An exclusive lock on `folder` until `release`: one save at a time, across all runs.
 
-    The lock is flock(2) on the folder itself: it ends with its process, so a killed run leaves none behind. A file
-    system without such locks (some network ones) grants it to every process. The folder is created if it does not
-    exist, also if another run removes it meanwhile.
+    The lock is flock(2) on the folder itself: it ends with its process, so a killed run leaves none behind. On file
+    systems without such locks (some network file systems), every process gets it. The lock creates the folder if it
+    does not exist, also if another run removes it in the meantime.
 
     Raises:
-        CheckpointError: another save holds it, or it is a symbolic link. OSError: it cannot be created.
+        CheckpointError: another save holds the lock, or the folder is a symbolic link.
+        OSError: the folder cannot be created.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -220,14 +221,14 @@ class FolderLock:
             if time.monotonic() > deadline:
                 raise CheckpointError(
                     f"{folder}: another save is writing into it",
-                    fix="give each run a folder of its own; nothing was written",
+                    fix="use a separate folder for each run; nothing was written",
                 )
             folder.mkdir(parents=True, exist_ok=True)
             time.sleep(_POLL_SECONDS)
 
     @classmethod
     def if_free(cls, folder: Path, timeout_seconds: float = 0.0) -> FolderLock | None:
-        """The lock of an existing folder; None if there is no such folder, or a save holds it that long."""
+        """Locks an existing folder; returns None if it does not exist, or a save holds the lock until the timeout."""
         lock = cls.__new__(cls)  # without waiting, and without creating the folder
         lock._handle = None
         deadline = time.monotonic() + timeout_seconds
@@ -244,15 +245,15 @@ class FolderLock:
         handle, self._handle = self._handle, None
         if handle is not None:
             with contextlib.suppress(OSError):
-                fcntl.flock(handle, fcntl.LOCK_UN)  # closing is not enough where a child inherited the handle
+                fcntl.flock(handle, fcntl.LOCK_UN)  # closing is not enough if a child process inherited the handle
             os.close(handle)
 
     def _acquire(self, folder: Path) -> bool:
-        """Tries once; True if the lock is this object's, and of the folder that has this name now."""
+        """Tries once. Returns True if it got the lock and `folder` is still the name of the locked folder."""
         if folder.is_symlink():
             raise CheckpointError(
                 f"{folder}: a symbolic link",
-                expected="a real folder: writing through the link would overwrite its target",
+                expected="a real folder, because writing through the link would overwrite its target",
                 fix="remove the link or choose another tag; nothing was written",
             )
         try:

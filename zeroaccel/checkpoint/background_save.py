@@ -1,9 +1,9 @@
 """A save that runs concurrently with training: one thread copies, one writes, and neither uses a collective.
 
-A collective of a background thread would interleave with those of training in an order that differs between ranks. So
-ranks communicate by the disk: each writes a small part file when its tensors are on it, or one with its error if they
-cannot be; rank 0 polls for them and commits. `checkpointer.py` looks at `finished` and `error` in the main thread. The
-threads are not daemons: the interpreter's exit waits for them.
+A background thread's collectives would interleave with those of training in an order that differs between ranks. So
+ranks communicate through the disk: each writes a small part file when its tensors are on the disk, or a part file with
+its error; rank 0 polls for these files and commits. `checkpointer.py` checks `finished` and `error` in the main thread.
+The threads are not daemons: the interpreter waits for them at exit.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from zeroaccel.ops.device_threads import start_thread
 
 _POLL_SECONDS = 0.02
 _STALL_SECONDS = 120.0
-"""How long another rank's file may stop growing before rank 0 fails the save."""
+"""How long another rank's file may go without growing before rank 0 fails the save."""
 
 
 class BackgroundSave:
-    """Starts `save` in two threads at once.
+    """Starts the threads of a save: one copies tensors to host memory, one writes and commits.
 
     Attributes:
-        error: why it failed; None while it runs, or if it succeeded.
+        error: the error that failed the save; None while it runs, and after success.
     """
 
     def __init__(self, save: Save) -> None:
@@ -43,19 +43,19 @@ class BackgroundSave:
 
     @property
     def finished(self) -> bool:
-        """Whether this rank's threads have ended; on rank 0, the checkpoint is then complete or has failed."""
+        """True if this rank's threads have ended. On rank 0, the checkpoint is then complete or has failed."""
         return not self._writer.is_alive()
 
     def wait_copied(self) -> None:
-        """Returns once all tensors are copied, so that the optimizer may change the weights."""
+        """Waits until all tensors are copied, so that the optimizer may change the weights."""
         self._save.writer.copied.wait()
 
     def wait(self) -> None:
-        """Returns once this rank has finished, also after a failure."""
+        """Waits until this rank has finished, also after a failure."""
         self._writer.join()
 
     def abandon(self) -> None:
-        """Stops waiting for other ranks and removes this rank's files, as one has failed; then `discard_folder`."""
+        """Stops waiting for other ranks and removes this rank's files. Call `discard_folder` when all ranks have."""
         self._abandoned.set()
         self.wait()
         with contextlib.suppress(OSError):
@@ -63,7 +63,7 @@ class BackgroundSave:
         self._save.discard()
 
     def discard_folder(self) -> None:
-        """Removes the folder if nothing is left in it, once every rank has abandoned the save."""
+        """Removes the folder if it is empty. Every rank must have abandoned the save."""
         self._save.discard_folder()
 
     def _run(self) -> None:
@@ -105,16 +105,16 @@ class BackgroundSave:
         return own.with_name(own.name.replace(f"rank{self._save.ranks.rank:05d}", f"rank{rank:05d}", 1))
 
     def _wait_for(self, rank: int) -> Part:
-        """The part of a rank, as soon as its part file exists; CheckpointError if it will never come."""
+        """Waits for the part file of a rank and returns the part; raises CheckpointError if it will never arrive."""
         path = self._part_path(rank)
         last_nbytes, since = -1, time.monotonic()
         while not path.exists():
-            # A rank that has ended is certain at once (of the same machine only); one elsewhere, or one whose disk
-            # hangs, shows by its file, which grows as long as the rank writes.
+            # A process that has ended is detected at once on the same machine. On other machines, or if a disk hangs,
+            # a file that stops growing shows that the rank no longer writes.
             if self._save.processes[rank].is_gone() and not path.exists():
                 raise CheckpointError(
-                    f"checkpoint {self.tag}: rank {rank} has ended before its part was written",
-                    fix="look at the log of that rank; earlier checkpoints are as they were",
+                    f"checkpoint {self.tag}: rank {rank} ended before it wrote its part",
+                    fix="look at the log of that rank; earlier checkpoints are unchanged",
                 )
             nbytes = self._nbytes_written(rank)
             if nbytes != last_nbytes:
@@ -122,7 +122,7 @@ class BackgroundSave:
             if time.monotonic() - since > _STALL_SECONDS:
                 raise CheckpointError(
                     f"checkpoint {self.tag}: rank {rank} has written nothing for {_STALL_SECONDS:.0f} s",
-                    fix="look at the log of that rank; earlier checkpoints are as they were",
+                    fix="look at the log of that rank; earlier checkpoints are unchanged",
                 )
             if self._abandoned.wait(_POLL_SECONDS):
                 raise CheckpointError(f"checkpoint {self.tag}: abandoned, because another rank failed")

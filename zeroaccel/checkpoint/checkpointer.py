@@ -1,7 +1,7 @@
-"""Checkpoints of one engine: when it saves and loads, and what the ranks have to agree on before.
+"""The checkpoint calls of an engine: their checks, the agreement between ranks, and their order with training.
 
-`initialize` hands a `Checkpointer` to the engine, whose calls delegate to it, so `zero/` needs to import nothing of
-`checkpoint/`. The work is done in `save`, `background_save`, `loader` and `weights`.
+`initialize` gives the engine a `Checkpointer`, to which the engine's calls delegate, so that `zero/` does not import
+`checkpoint/`. `save`, `background_save`, `loader` and `weights` do the work.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ PathLike = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class _LoadOptions:
-    """What `load_checkpoint` loads besides the weights."""
+    """Options of `load_checkpoint`: strictness, and the parts to load besides the weights."""
 
     strict: bool
     optimizer: bool
@@ -61,17 +61,18 @@ class _LoadOptions:
 
 
 class Checkpointer:
-    """Saves and loads one engine. The calls are documented at `Engine`; all are collective over the ranks.
+    """Saves and loads one engine. `Engine` documents the calls; all ranks must make them.
 
-    At most one save runs in the background: the next save, load or update waits for it, or for its copies.
+    At most one save runs in the background: the next save or load waits until it has finished, the next update until
+    it has copied the tensors.
 
     Args:
-        section: of the config; absent, its defaults.
-        whole: the model before an axis of the mesh took parameters away; None where none did.
-        mesh: how the ranks divide the work.
+        section: section `checkpoint` of the config; None for its defaults.
+        whole: the model before an axis of the mesh removed parameters; None if no axis did.
+        mesh: sizes of the mesh's axes.
 
     Attributes:
-        loaded: what the last `load_checkpoint` read; None before.
+        loaded: bytes that the last `load_checkpoint` read; None before.
     """
 
     def __init__(
@@ -88,17 +89,17 @@ class Checkpointer:
         self._section = section = section or Checkpoint()
         staging_nbytes = section.staging_nbytes if section.async_save else 4 * CHUNK_NBYTES
         self._staging = Staging(staging_nbytes, pinned=self._is_on_device)
-        self._state_staging = Staging(4 * CHUNK_NBYTES, pinned=self._is_on_device)  # of `begin_save`
-        self._copied = threading.Event()  # of its tensors
+        self._state_staging = Staging(4 * CHUNK_NBYTES, pinned=self._is_on_device)  # for `begin_save`
+        self._copied = threading.Event()  # set when `begin_save` has copied its tensors
         self._copied.set()
         engine.registry.before_write = self._wait_copied
         self._saving: BackgroundSave | None = None
         self._half_loaded: str | None = None
         self.loaded: LoadReport | None = None
-        if self._is_divided:  # at the start rather than at the first save, hours later
+        if self._is_divided:  # warn at the start, not at the first save hours later
             logger.warning(
                 "the model is divided on another axis of the mesh: save_checkpoint() and the other calls that save or "
-                "load it will refuse; engine.iter_named_full_params() gives each rank of that axis its part"
+                "load it will raise an error; engine.iter_named_full_params() gives each rank of that axis its part"
             )
 
     # -- saving
@@ -116,8 +117,8 @@ class Checkpointer:
         save = self._prepared(
             save_dir, tag, self._staging, client_state, save_latest=save_latest, exclude_frozen=exclude_frozen
         )
-        # After `prepare` the ranks have agreed on everything, so that writing needs no collectives and can go on in the
-        # background while training issues its own.
+        # After `prepare` the ranks agree on everything, so writing needs no collectives and can run in the background
+        # while training issues its own.
         if self._section.async_save:
             self._saving = BackgroundSave(save)
         else:
@@ -125,9 +126,9 @@ class Checkpointer:
             logger.info("saved checkpoint %s", save.folder)
 
     def begin_save(self, folder: PathLike, tag: str) -> Save:
-        """A save that the caller writes in a thread and commits, or abandons. (all ranks)
+        """Prepares a save that the caller writes in a thread and commits, or abandons. (all ranks)
 
-        Until its tensors are copied nothing changes them: updates, loads and `wait` block.
+        Updates, loads and `wait` block until the save has copied its tensors.
         """
         save = self._prepared(folder, tag, self._state_staging)
         self._copied = save.writer.copied
@@ -184,7 +185,7 @@ class Checkpointer:
         return consolidated_state_dict(self.state(), exclude_frozen=exclude_frozen)
 
     def prepare_to_save(self, call: str) -> None:
-        """Raises where the weights are not what a file of them should have."""
+        """Finishes a delayed update; raises if the weights are incomplete, mixed or divided between ranks."""
         self._engine.require_states_loaded()
         self.require_intact(call)
         self._require_one_model(call)
@@ -217,7 +218,7 @@ class Checkpointer:
         engine.require_states_loaded()
         self.wait()
         self._finish_update()
-        # Gradients and unsharded weights of before would survive the load; shards and masters are what is written.
+        # The load writes shards and masters only, so drop old gradients and unsharded weights.
         engine.reset()
         for unit in engine.units:
             if not unit.persistent:
@@ -255,7 +256,7 @@ class Checkpointer:
                     folder, store = self._find(root, folder.name, options)
                 return str(folder), self._load(folder, store, options)
             except CheckpointMisfit:
-                raise  # another model: an older checkpoint would be no answer
+                raise  # a different model: older checkpoints do not fit either
             except CheckpointError as error:
                 skipped.append(str(error))
                 logger.warning("skipped a checkpoint: %s", error)
@@ -269,7 +270,7 @@ class Checkpointer:
         manifest = opened.manifest
         self._require_same(folder, manifest)
         state, optimizer, where = self.state(), engine.sharded_optimizer, f"checkpoint {folder}"
-        what = f"checkpoint {folder.name}"  # the folder may have another path on each machine
+        what = f"checkpoint {folder.name}"  # the path of the folder may differ between machines
         with agreed(self._ranks, f"{what}: fit"):
             check_model(state, manifest, where, strict=options.strict)
             if options.optimizer and optimizer is not None:
@@ -281,8 +282,8 @@ class Checkpointer:
             with agreed(self._ranks, f"{what}: buffers"):
                 store = files.enter_context(opened)
                 buffers = read_buffers(state, store)
-            # From here on weights change in place. Damage that shows only now leaves a mixture, with which the engine
-            # refuses to run: a second copy of all states for a rollback would not fit the memory that ZeRO is used for.
+            # From here on weights change in place. If the files turn out to be damaged, the weights are a mixture and
+            # the engine refuses to run: a second copy of all states, for a rollback, would take too much memory.
             self._half_loaded = str(folder)
             with agreed(self._ranks, f"{what}: read"):
                 load_weights(state, store, buffers)
@@ -300,7 +301,7 @@ class Checkpointer:
         return client_state
 
     def files_to_read(self, root: Path, tag: str) -> set[str]:
-        """Names of the rank files that this rank would read."""
+        """Returns the names of the rank files that this rank would read."""
         folder, manifest = find_checkpoint(root, tag, complete=False)
         state, store, where = self.state(), UnreadStore(folder, manifest), f"checkpoint {folder}"
         check_model(state, manifest, where, strict=True)
@@ -313,7 +314,7 @@ class Checkpointer:
         engine = self._engine
         manifest = store.manifest
         if options.scheduler and manifest.lr_scheduler is None:
-            logger.warning("the checkpoint has no scheduler; this run's starts anew")
+            logger.warning("the checkpoint has no scheduler; the scheduler of this run starts from the beginning")
         elif options.scheduler:
             engine.lr_scheduler.load_state_dict(decode(manifest.lr_scheduler, store.fetch)["state"])
         if not options.progress:
@@ -327,13 +328,13 @@ class Checkpointer:
             engine.loss_scale.load_state_dict(scale["state"])
         if manifest.random_state is not None:
             if manifest.world_size != self._ranks.world_size:
-                logger.warning("random state: saved by %d ranks, so it is not restored", manifest.world_size)
+                logger.warning("random state: not restored, because %d ranks saved it", manifest.world_size)
                 return
             own = decode(manifest.random_state[self._ranks.rank], store.fetch)
             if own.get("mesh", self._mesh) != self._mesh:
-                # Ranks that share layers would draw apart, and those with other samples alike.
+                # Ranks that share layers could draw different numbers, and ranks with different samples equal ones.
                 logger.warning(
-                    "random state: saved on the mesh %s, and this is %s: not restored", own["mesh"], self._mesh
+                    "random state: not restored, because it was saved on mesh %s, not %s", own["mesh"], self._mesh
                 )
                 return
             restore_random_state(own, self._device())
@@ -351,10 +352,10 @@ class Checkpointer:
     # -- a save in the background
 
     def before_update(self) -> None:
-        """Before weights change: waits until the running save has copied them.
+        """Waits until the running save has copied the weights; the engine calls it before they change.
 
         Raises:
-            CheckpointError: it failed; on every rank.
+            CheckpointError: the save failed; raised on every rank.
         """
         self._wait_copied()
         if self._saving is not None:
@@ -366,10 +367,10 @@ class Checkpointer:
             self._saving.wait_copied()
 
     def wait(self) -> None:
-        """Waits for the running save; of one in memory, for its copies.
+        """Waits for the save in the background to end, and for a save of `begin_save` to copy its tensors.
 
         Raises:
-            CheckpointError: it failed; on every rank.
+            CheckpointError: the save failed; raised on every rank.
         """
         self._copied.wait()
         if self._saving is not None:
@@ -377,7 +378,7 @@ class Checkpointer:
             self._agree_on_outcome(self._saving)
 
     def _agree_on_outcome(self, saving: BackgroundSave) -> None:
-        """Compares the ranks' progress with a save; raises on all ranks if it failed on any. (all ranks)"""
+        """Gathers the ranks' progress with a save; raises on all ranks if it failed on any. (all ranks)"""
         finished = saving.finished
         outcomes = self._ranks.gather_objects(
             (finished, str(saving.error) if saving.error is not None else None), f"checkpoint {saving.tag}: standing"
@@ -386,18 +387,18 @@ class Checkpointer:
         if errors:
             self._saving = None
             saving.abandon()
-            # From here on no rank opens a file in the folder, so it can be removed.
+            # After the barrier no rank opens a file in the folder, so it can be removed.
             self._ranks.barrier(f"checkpoint {saving.tag}: given up")
             saving.discard_folder()
             reasons = "\n".join(f"{error} [rank {rank}]" for rank, error in errors.items())
-            raise CheckpointError(f"checkpoint {saving.tag}: saving in the background failed: {reasons}")
+            raise CheckpointError(f"checkpoint {saving.tag}: the background save failed: {reasons}")
         if all(done for done, _ in outcomes):
             self._saving = None
 
-    # -- what is saved
+    # -- saved state
 
     def state(self) -> EngineState:
-        """The model, units and optimizer, as savers take them."""
+        """Returns the model, units and optimizer, for the functions that save and load them."""
         engine = self._engine
         return EngineState(engine.module, engine.units, engine.sharded_optimizer, engine.collectives, self._whole)
 
@@ -432,21 +433,21 @@ class Checkpointer:
     # -- checks
 
     def require_intact(self, call: str) -> None:
-        """Raises EngineStateError after a load that failed half way."""
+        """Raises EngineStateError if the last load failed after it had changed weights."""
         if self._half_loaded is not None:
             raise EngineStateError(
-                f"engine.{call}(): loading {self._half_loaded} failed half way, so the weights are a mixture",
+                f"engine.{call}(): the weights are incomplete, because loading {self._half_loaded} failed halfway",
                 fix="load another checkpoint first",
             )
 
     def _finish_update(self) -> None:
-        """Installs an update that runs one step late, unless the weights are a mixture of steps anyway."""
+        """Applies an update that runs one step late, unless the weights already are a mixture of two steps."""
         if self._engine.weight_update is not None and self._engine.weight_update.broken is None:
             self._engine.weight_update.finish()
 
     @property
     def _is_divided(self) -> bool:
-        """Other ranks have other parts of the model, on an axis of a mesh that the program has cut it over."""
+        """True if the program itself splits the model over another axis of the mesh."""
         ranks = self._engine.collectives
         is_ours = ranks.parts is not None or self._whole is not None
         return not is_ours and ranks.job.world_size != ranks.world_size
@@ -457,7 +458,7 @@ class Checkpointer:
             raise EngineStateError(
                 f"engine.{call}(): the model is divided on another axis of the mesh ({ranks.world_size} of the job's "
                 f"{ranks.job.world_size} ranks hold this part of it)",
-                fix="save engine.iter_named_full_params() on each rank of that axis to a file of its own",
+                fix="on each rank of that axis, save engine.iter_named_full_params() to a separate file",
             )
 
     def _require_boundary(self) -> None:
@@ -466,17 +467,17 @@ class Checkpointer:
         if not self._engine.settings.loop.saves_within_accumulation:
             raise EngineStateError(
                 "engine.save_checkpoint()",
-                expected="no gradients that wait for the end of their accumulation, as they would be lost",
+                expected="no gradients of an unfinished accumulation, because a checkpoint does not contain them",
                 fix="save after the step() at the boundary",
             )
         logger.warning(
-            "engine.save_checkpoint(): the checkpoint omits the gradients of %d micro-steps, as their accumulation has "
-            "not ended; a run that resumes from it starts the accumulation anew",
+            "engine.save_checkpoint(): the checkpoint omits the gradients of %d micro-steps of an unfinished "
+            "accumulation; a run that resumes from it restarts the accumulation",
             self._open_micro_steps(),
         )
 
     def _open_micro_steps(self) -> int:
-        """Micro-steps since the last boundary, whose gradients no checkpoint contains."""
+        """Returns the number of micro-steps since the last boundary; checkpoints omit their gradients."""
         engine = self._engine
         return engine.micro_steps % engine.settings.accumulation if engine.has_gradients else 0
 
@@ -487,5 +488,5 @@ class Checkpointer:
                 "load_checkpoint",
                 expected="the same checkpoint on all ranks",
                 got=", ".join(f"{path} ({save_id}) on rank {rank}" for rank, (path, save_id) in enumerate(ids)),
-                fix="load from a folder that all ranks share",
+                fix="load from a folder that is shared between all machines",
             )

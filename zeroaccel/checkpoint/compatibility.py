@@ -1,6 +1,6 @@
-"""Whether a checkpoint fits a model and its optimizer, checked before anything changes.
+"""Checks that a checkpoint fits a model and its optimizer, before the load changes anything.
 
-All mismatches come in one error, by name.
+One error lists all mismatches by name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _OPTIMIZER_OF_STATES: Sequence[tuple[frozenset[str], str]] = (
 
 
 class CheckpointMisfit(CheckpointError):
-    """A sound checkpoint, of another model or optimizer: no older one would do either."""
+    """A valid checkpoint of a different model or optimizer. An older checkpoint would not fit either."""
 
 
 def check_model(engine_state: EngineState, manifest: Manifest, where: str, *, strict: bool) -> None:
@@ -33,13 +33,13 @@ def check_model(engine_state: EngineState, manifest: Manifest, where: str, *, st
 
     Args:
         where: the checkpoint, for the message.
-        strict: False lets names be missing on either side; shapes must agree all the same.
+        strict: if False, names may be missing on either side; shapes must still agree.
     """
     model = {slot.fqn: slot.whole_shape for buffer in engine_state.buffers() for slot in buffer.layout.slots}
     saved_names = {fqn: manifest.canonical(fqn) for fqn in model}
     used = {name for name in saved_names.values() if name is not None}
     elsewhere: set[str] = set()
-    if engine_state.whole_model is not None:  # what other stages load
+    if engine_state.whole_model is not None:  # parameters and buffers that other stages load
         used |= {name for fqn in engine_state.whole_model.order if (name := manifest.canonical(fqn)) is not None}
         elsewhere = set(engine_state.whole_model.buffers)
     buffers = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(engine_state.model)}
@@ -54,7 +54,7 @@ def check_model(engine_state: EngineState, manifest: Manifest, where: str, *, st
         for name, shape in buffers.items()
         if name in saved_buffers and tuple(saved_buffers[name]) != shape and PACKED not in name
     ]
-    # All differences in one message: a wrong model is rarely wrong in one name only.
+    # All differences in one message: a wrong model rarely differs in one name only.
     missing = [fqn for fqn, name in saved_names.items() if name is None] + sorted(set(buffers) - set(saved_buffers))
     extra = [fqn for fqn in manifest.order if fqn not in used] + sorted(set(saved_buffers) - set(buffers) - elsewhere)
     problems = [
@@ -64,9 +64,9 @@ def check_model(engine_state: EngineState, manifest: Manifest, where: str, *, st
     ]
     if shapes or (strict and problems):
         codes = set(manifest.codes).intersection(used) - set(code_names(engine_state.model))
-        fix = "build the model it was saved from" + ("" if shapes else ", or pass load_module_strict=False")
+        fix = "build the model that was saved" + ("" if shapes else ", or pass load_module_strict=False")
         if codes:
-            fix = f"{listed(sorted(codes))}: codes there; quantise the base by the library of the checkpoint before"
+            fix = f"{listed(sorted(codes))}: saved as codes; first quantize the base with the checkpoint's library"
         raise CheckpointMisfit(f"{where} does not fit the model: " + ". ".join(problems), fix=fix)
     if problems:
         logger.warning("%s: %s", where, ". ".join(problems))
@@ -74,15 +74,15 @@ def check_model(engine_state: EngineState, manifest: Manifest, where: str, *, st
     lacks = not all(record.saved for record in manifest.parameters.values())
     if strict and lacks and manifest.base_model and manifest.base_model != base:
         raise CheckpointMisfit(
-            f"{where}: the base under its adapters is not in it",
+            f"{where}: it does not contain the base model of its adapters",
             expected=f"adapters over {manifest.base_model}",
             got=f"adapters over {base or 'a base without a name'}",
-            fix="load that base before; load_module_strict=False takes another one",
+            fix="load that base first, or pass load_module_strict=False to accept a different one",
         )
 
 
 def check_optimizer(optimizer: ShardedOptimizer, manifest: Manifest, where: str) -> None:
-    """Raises CheckpointMisfit unless the checkpoint has states that this optimizer can go on with."""
+    """Raises CheckpointMisfit unless this optimizer can resume from the states in the checkpoint."""
     saved = manifest.optimizer
     if saved is None:
         raise CheckpointMisfit(
@@ -97,7 +97,7 @@ def check_optimizer(optimizer: ShardedOptimizer, manifest: Manifest, where: str)
             fix="use the same optimizer, or pass load_optimizer_states=False",
         )
     hyperparameters(optimizer, manifest, where)
-    # A checkpoint without any state is that of a run before its first step; one with some has to have all.
+    # A run before its first step saves no states at all; otherwise every parameter must have its states.
     with_state = set(filter(manifest.has_state, manifest.order))
     without = [
         fqn
@@ -108,15 +108,15 @@ def check_optimizer(optimizer: ShardedOptimizer, manifest: Manifest, where: str)
     ]
     if with_state and without:
         raise CheckpointMisfit(
-            f"{where}: no optimizer state of {listed(without)}",
+            f"{where}: no optimizer state for {listed(without)}",
             fix="train the same parameters, or pass load_optimizer_states=False",
         )
 
 
 def optimizer_of_states(names: Collection[str]) -> str | None:
-    """The class of torch.optim whose states have these names; None if there is none.
+    """Returns the class of torch.optim whose states have these names; None if there is none.
 
-    For checkpoints of DeepSpeed and DCP, which do not say which class the optimizer had.
+    Checkpoints of DeepSpeed and DCP do not contain the class of the optimizer.
     """
     return next((kind for required, kind in _OPTIMIZER_OF_STATES if required <= set(names)), None)
 
@@ -127,12 +127,12 @@ def _family(name: str) -> str:
 
 
 def hyperparameters(optimizer: ShardedOptimizer, manifest: Manifest, where: str) -> list[Mapping[str, Any]]:
-    """For each of the optimizer's param groups the saved group of its parameters, encoded.
+    """Returns the saved hyperparameters, still encoded, for each of the optimizer's param groups.
 
-    Groups are matched by the names in them, so their order and their number may differ.
+    Matches groups by the names of their parameters, so their order and number may differ.
 
     Raises:
-        CheckpointMisfit: parameters that are one group now were in groups of different hyperparameters.
+        CheckpointMisfit: parameters of one group come from saved groups with different hyperparameters.
     """
     saved = manifest.saved_optimizer["param_groups"]
     group_of = {fqn: index for index, group in enumerate(saved) for fqn in group["params"]}
@@ -145,8 +145,8 @@ def hyperparameters(optimizer: ShardedOptimizer, manifest: Manifest, where: str)
             raise CheckpointMisfit(
                 f"{where}: param group {index} of the optimizer",
                 expected="parameters of one param group, or of groups with equal hyperparameters",
-                got=f"those of groups {saved_groups}, which differ in {_differing(settings)}",
-                fix="group the parameters as when it was saved, or pass load_optimizer_states=False",
+                got=f"parameters of groups {saved_groups}, which differ in {_differing(settings)}",
+                fix="group the parameters as in the checkpoint, or pass load_optimizer_states=False",
             )
         chosen.append(settings[0] if settings else {})
     return chosen

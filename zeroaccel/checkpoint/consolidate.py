@@ -1,8 +1,8 @@
-"""Unsharded weights of a checkpoint, as calls: a state dict, a model filled with them, or files.
+"""Functions that read the unsharded weights of a checkpoint into a state dict, a model, or files.
 
-Reads with `zero_to_fp32`, the same file that `drop_script` puts into folders of checkpoints; this module adds what that
-file may not import: torch's modules, this package's errors and, by `open_source`, DeepSpeed's checkpoints. No engine,
-configuration, GPU or process group is needed.
+They read with `zero_to_fp32`, the file that `drop_script` copies into folders of checkpoints. This module adds the
+parts that need imports: torch modules, this package's errors and, through `open_source`, DeepSpeed's checkpoints. It
+needs no engine, config, GPU or process group.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ __all__ = [
 ]
 
 SCRIPT_NAME = "zero_to_fp32.py"
-_PART_NBYTES = 1 << 30  # weights in memory at a time, besides the model, while it is filled
+_PART_NBYTES = 1 << 30  # weights in memory at a time, besides the model, while loading
 
 
 @contextlib.contextmanager
 def named_errors() -> Iterator[None]:
-    """Errors of the standalone file as this package's."""
+    """Converts errors of the standalone file to errors of this package."""
     try:
         yield
     except zero_to_fp32.ArgumentsError as error:
@@ -48,7 +48,7 @@ def named_errors() -> Iterator[None]:
 
 
 def drop_script(folder: Path) -> None:
-    """Writes `zero_to_fp32.py` into a folder of checkpoints, executable; does nothing if it is up to date there."""
+    """Writes `zero_to_fp32.py`, executable, into a folder of checkpoints unless it is there and up to date."""
     content = Path(zero_to_fp32.__file__).read_bytes()
     path = folder / SCRIPT_NAME
     with contextlib.suppress(OSError):
@@ -61,22 +61,22 @@ def drop_script(folder: Path) -> None:
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str | os.PathLike[str], tag: str | None = None, exclude_frozen_parameters: bool = False
 ) -> dict[str, Tensor]:
-    """All weights and persistent buffers, on the CPU; floating-point ones in fp32, those of 8 bits as they are.
+    """Returns all weights and persistent buffers on the CPU: floating-point ones in fp32, except 8-bit floats.
 
     Args:
         checkpoint_dir: the folder with `latest`.
-        tag: of a checkpoint in it; None for the one `latest` names.
+        tag: tag of a checkpoint in the folder; None for the tag in `latest`.
 
     Returns:
-        name -> tensor, in the model's order; the names of a tied parameter have the same tensor.
+        name -> tensor, in the model's order; all names of a tied parameter map to the same tensor.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or it is damaged or incomplete.
+        CheckpointError: the checkpoint does not exist, or is damaged or incomplete.
 
     Example::
 
         engine.save_checkpoint("checkpoints")  # on any number of ranks, at any stage
-        state = get_fp32_state_dict_from_zero_checkpoint("checkpoints")  # later, in one plain process
+        state = get_fp32_state_dict_from_zero_checkpoint("checkpoints")  # later, in a single process
         model.load_state_dict(state)
     """
     options = zero_to_fp32.Options(exclude_frozen=exclude_frozen_parameters)
@@ -91,15 +91,15 @@ def load_state_dict_from_zero_checkpoint(
     """Copies a checkpoint's weights into a plain model, rounded to the model's dtypes, part by part.
 
     Args:
-        model: a plain one, not an engine's; its device stays what it is.
-        strict: every name must be in both, but for parameters that were saved without their values.
+        model: a plain model, not an engine's; its tensors stay on their devices.
+        strict: if True, every name must be in both, except parameters that were saved without values.
 
     Returns:
         `model`.
 
     Raises:
-        CheckpointError: names or shapes differ, all of them listed, and nothing was copied; or the checkpoint is
-            damaged, and part of it may have been.
+        CheckpointError: names or shapes differ; the message lists them, and the model is unchanged. Or the checkpoint
+            is damaged, and the model may contain a part of it.
     """
     with named_errors():
         source = open_source(checkpoint_dir, tag)
@@ -107,7 +107,7 @@ def load_state_dict_from_zero_checkpoint(
         targets = zero_to_fp32.select(source, zero_to_fp32.Options())
         for part in zero_to_fp32.shard_plan(targets, "bin", _PART_NBYTES):
             values = zero_to_fp32.read_tensors(source, part.targets).state_dict()
-            # Libraries load codes by name; the scales that layers have, they leave as they are, or refuse.
+            # Quantization libraries load codes by name, but ignore or reject the scales that layers hold.
             scales = {name: values.pop(name) for name, _ in state_tensors(model) if name in values}
             model.load_state_dict(values, strict=False)
             load_state(model, scales)
@@ -115,7 +115,7 @@ def load_state_dict_from_zero_checkpoint(
 
 
 def _check_fit(model: nn.Module, source: zero_to_fp32.Source, *, strict: bool) -> None:
-    """CheckpointError unless shapes, and if `strict` names, agree."""
+    """Raises CheckpointError unless the shapes, and if `strict` the names, agree."""
     named = model.state_dict(keep_vars=True).items()
     own = {name: value for name, value in named if isinstance(value, Tensor) and not is_wrapper(value)}
     own |= dict(state_tensors(model))
@@ -132,7 +132,7 @@ def _check_fit(model: nn.Module, source: zero_to_fp32.Source, *, strict: bool) -
         differences += [f"{name} is not in the checkpoint" for name in sorted(missing) if id(own[name]) not in filled]
         differences += [f"{name} is not in the model" for name in sorted(saved.keys() - own.keys())]
     if differences:
-        fix = "" if not strict else "; load it into the same model, or pass strict=False to take what fits by name"
+        fix = "" if not strict else "; load it into the same model, or pass strict=False to load the names in common"
         raise CheckpointError(f"checkpoint {source.tag} does not fit the model: {'; '.join(differences)}{fix}")
 
 
@@ -145,18 +145,19 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     exclude_frozen_parameters: bool = False,
     **options: Any,
 ) -> list[Path]:
-    """Writes a checkpoint's unsharded weights to files, streaming, as `zeroaccel zero-to-fp32` does.
+    """Writes a checkpoint's unsharded weights to files, streaming, like `zeroaccel zero-to-fp32`.
 
     Args:
-        output_dir: a folder, or one file by its name: *.safetensors, *.bin, *.pt.
-        safe_serialization: safetensors or, if False, .bin files in a folder; None for safetensors.
+        output_dir: a folder, or a file name with the suffix .safetensors, .bin or .pt.
+        safe_serialization: True or None for safetensors files in a folder, False for .bin files.
         options: `dtype`, `only`, `workers` of `zero_to_fp32.Options`.
 
     Returns:
-        The files of weights.
+        The paths of the weight files.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or the output cannot be written; UsageError: an argument is wrong.
+        CheckpointError: the checkpoint is damaged, or the output folder is not writable.
+        UsageError: an argument is wrong.
     """
     form = None if safe_serialization is None else "safetensors" if safe_serialization else "bin"
     with named_errors():

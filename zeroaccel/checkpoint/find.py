@@ -1,6 +1,6 @@
-"""Which checkpoint of a folder to load: the one of a tag, the one `latest` names, or the newest valid one.
+"""Finds the checkpoint to load from a folder: by tag, by the file `latest`, or the newest valid one.
 
-Only looks at folders and manifests; no torch, no ranks.
+Reads only folders and manifests; no torch, no ranks.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ DCP_METADATA_NAME = ".metadata"
 
 
 def find_checkpoint(root: Path, tag: object = None, *, complete: bool = True) -> tuple[Path, Manifest]:
-    """The folder and checked manifest of a tag, or of the one `latest` names.
+    """Returns the folder and the checked manifest of a tag, or of the tag in `latest`.
 
     Args:
         complete: see `read_manifest`.
 
     Raises:
-        CheckpointError: there is none, or it is damaged or incomplete.
+        CheckpointError: the checkpoint does not exist, or is damaged or incomplete.
     """
 
     def there() -> str:
@@ -48,16 +48,16 @@ def find_checkpoint(root: Path, tag: object = None, *, complete: bool = True) ->
 
 
 def newest_first(root: Path) -> tuple[list[Path], list[str]]:
-    """The checkpoints with a valid manifest, the newest first; and why others were skipped, one line each.
+    """Returns the checkpoints with a valid manifest, the newest first, and a reason for each skipped one.
 
-    A save that was interrupted before its manifest was written is no checkpoint, and not listed as skipped. Those of
-    DeepSpeed and of torch.distributed.checkpoint are sorted by the time of their newest file and not checked.
+    A save that was interrupted before it wrote its manifest does not count as skipped. Checkpoints of DeepSpeed and of
+    torch.distributed.checkpoint are included without a check, dated by their newest file.
     """
     dated: list[tuple[float, Path]] = []
     skipped: list[str] = []
     for folder in checkpoint_folders(root):
         if not (folder / MANIFEST_NAME).exists():
-            logger.info("checkpoint %s: never finished", folder)
+            logger.info("checkpoint %s: incomplete", folder)
             continue
         try:
             dated.append((read_manifest(folder).saved_at, folder))
@@ -65,15 +65,15 @@ def newest_first(root: Path) -> tuple[list[Path], list[str]]:
             skipped.append(str(error))
     for folder in _folders(root):
         if not _is_ours(folder) and (has_files(folder) or (folder / DCP_METADATA_NAME).is_file()):
-            with contextlib.suppress(OSError):  # another program removes it meanwhile
+            with contextlib.suppress(OSError):  # another program may be removing it
                 dated.append((max(path.stat().st_mtime for path in folder.iterdir()), folder))
     return [folder for _, folder in sorted(dated, reverse=True)], skipped
 
 
 def has_checkpoints(root: Path) -> bool:
-    """Whether a load from `root` can mean something: there is a `latest`, or a checkpoint of any format, or it is one.
+    """Returns True if `root` has a `latest` or a checkpoint of any format, or is itself a checkpoint.
 
-    Also true of what is no folder or cannot be looked into, which a load then names.
+    Also True if `root` is not a folder or cannot be read, so that a load raises an error that names it.
     """
     if not root.is_dir():
         return root.exists()
@@ -86,7 +86,7 @@ def has_checkpoints(root: Path) -> bool:
 
 
 def checkpoint_folders(root: Path) -> list[Path]:
-    """The folders in `root` that are checkpoints of this format, or saves that were never finished."""
+    """Returns the folders in `root` that are checkpoints of this format or interrupted saves."""
     return [path for path in _folders(root) if _is_ours(path)]
 
 
@@ -99,5 +99,5 @@ def _folders(root: Path) -> list[Path]:
 def _is_ours(folder: Path) -> bool:
     try:
         return any(path.name == MANIFEST_NAME or is_part_of_a_save(path.name) for path in folder.iterdir())
-    except OSError:  # another run removes it meanwhile, or it is not for this user
+    except OSError:  # another run may be removing it, or this user may not read it
         return False

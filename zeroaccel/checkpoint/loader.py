@@ -1,7 +1,7 @@
-"""Loading: each rank reads its own elements of masters, states and parameters, whatever wrote them.
+"""Loading: each rank reads its own elements of masters, states and parameters, at any world size.
 
-The counterpart of `save_plan.py`. A checkpoint is checked against the engine before anything changes; damage that shows
-only while reading leaves the engine half loaded, and the engine refuses to run until a load succeeds.
+The counterpart of `save_plan.py`. The checkpoint is compared with the engine before the load changes anything. If
+reading finds damage later, the engine is partly loaded and refuses to run until a load succeeds.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from zeroaccel.zero.storage.masters import MasterPiece
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What loading read.
+    """Amount of data in a load.
 
     Attributes:
-        requested_nbytes: of the tensors this rank keeps.
-        read_nbytes: from the disk.
+        requested_nbytes: size of the elements that this rank keeps.
+        read_nbytes: number of bytes read from the disk.
     """
 
     requested_nbytes: int
@@ -42,19 +42,19 @@ class LoadReport:
 
 
 def load_weights(holdings: EngineState, store: TensorStore, buffers: Mapping[str, Tensor]) -> None:
-    """Fills masters, other parameters and buffers; the parameters' own copies follow in `refresh_copies`.
+    """Fills masters, other parameters and buffers. `refresh_copies` then updates the parameters' own copies.
 
-    Parameters that were left out of the checkpoint, or have no namesake there, stay as they are.
+    Parameters without values in the checkpoint stay unchanged.
 
     Args:
-        buffers: of `read_buffers`.
+        buffers: the result of `read_buffers`.
     """
     absent: list[str] = []
     for buffer in holdings.buffers():
         keys = {slot.fqn: _weight_key(slot, store) for slot in buffer.layout.slots}
         absent += [fqn for fqn, key in keys.items() if key is None]
-        # Memory is filled by one read of all buffers below, in the order of the files; a storage that has memory only
-        # on loan from a tier has its part read at once.
+        # The `store.read` below fills the memory of all buffers at once, in the order of the files. A storage in a tier
+        # has memory only temporarily, so it calls `store.read` itself.
         buffer.masters.load(partial(_fill_weights, buffer, keys, store), store.read)
     store.read()
     load_state(holdings.model, buffers)
@@ -63,11 +63,11 @@ def load_weights(holdings: EngineState, store: TensorStore, buffers: Mapping[str
         if name in buffers and name not in owners:
             value.detach().copy_(buffers[name].view(value.shape))
     if absent:
-        logger.warning("not in the checkpoint, so they stay as they are: %s", listed(absent))
+        logger.warning("parameters left unchanged, because they are not in the checkpoint: %s", listed(absent))
 
 
 def note_files(holdings: EngineState, store: UnreadStore, where: str) -> None:
-    """Has `store` note what this rank would read of weights, states and progress. Changes nothing."""
+    """Makes `store` note the files with this rank's weights, states and progress, without reading them."""
     fetch_buffers(holdings, store)
     for buffer in holdings.buffers():
         within = buffer.masters.range
@@ -90,7 +90,7 @@ def note_files(holdings: EngineState, store: UnreadStore, where: str) -> None:
 
 
 def fetch_buffers(holdings: EngineState, store: TensorStore) -> dict[str, Tensor]:
-    """The buffers that the checkpoint has, flat."""
+    """Returns the flat values of the model's buffers that are in the checkpoint."""
     buffers = {}
     for name, value in persistent_buffers(holdings.model):
         if (record := store.manifest.tensors.get(f"buffer/{name}")) is not None:
@@ -101,10 +101,10 @@ def fetch_buffers(holdings: EngineState, store: TensorStore) -> dict[str, Tensor
 
 
 def read_buffers(holdings: EngineState, store: TensorStore) -> dict[str, Tensor]:
-    """As `fetch_buffers`, without the state of codes that were left out of the checkpoint.
+    """Returns `fetch_buffers` without the quantization state of codes that the checkpoint omits.
 
     Raises:
-        CheckpointError: the state of codes that were left out is another one: so are the codes.
+        CheckpointError: the model's quantization state of omitted codes differs, so the codes do too.
     """
     buffers, manifest = fetch_buffers(holdings, store), store.manifest
     own = dict(persistent_buffers(holdings.model))
@@ -114,16 +114,16 @@ def read_buffers(holdings: EngineState, store: TensorStore) -> dict[str, Tensor]
             continue
         if not torch.equal(buffers.pop(name), own[name].view(-1)):
             raise CheckpointError(
-                f"parameter {fqn}: the base under the checkpoint's adapters is not in it",
-                expected="the base that they were trained on, quantised in the same way",
-                got=f"another one, whose {name.removeprefix(fqn).lstrip('.')} differs",
-                fix="load that base before; checkpoint.exclude_frozen_parameters false saves it too",
+                f"parameter {fqn}: the checkpoint does not contain the base model of its adapters",
+                expected="the base of their training, quantized in the same way",
+                got=f"a base whose {name.removeprefix(fqn).lstrip('.')} differs",
+                fix="load that base first, or save it too: checkpoint.exclude_frozen_parameters false",
             )
     return buffers
 
 
 def _weight_key(slot: Slot, store: TensorStore) -> str | None:
-    """The tensor of the checkpoint with a parameter's weights; None if there is none."""
+    """Returns the key of the checkpoint's tensor with a parameter's weights; None if there is none."""
     name = store.manifest.canonical(slot.fqn)
     return store.manifest.weight_key(name) if name is not None else None
 
@@ -131,7 +131,7 @@ def _weight_key(slot: Slot, store: TensorStore) -> str | None:
 def _fill_weights(
     buffer: FlatBuffer, keys: Mapping[str, str | None], store: TensorStore, within: FlatRange, target: Tensor
 ) -> None:
-    """Has the elements of a range that the checkpoint has read into `target` by the next `store.read`."""
+    """Schedules the elements of a range that are in the checkpoint for the next `store.read` into `target`."""
     for slot, part in buffer.layout.slots_in(within):
         key = keys[slot.fqn]
         if key is not None:
@@ -139,13 +139,13 @@ def _fill_weights(
 
 
 def _fill(store: TensorStore, key: str, slot: Slot, part: FlatRange, target: Tensor) -> None:
-    """Has a part of a slot, (part.numel,), read into `target` by the next `store.read`."""
+    """Schedules a part of a slot for the next `store.read` into `target`, (part.numel,)."""
     for start, run in slot.runs(part):
         store.fill(key, start, target[run.at(part.start)])
 
 
 def refresh_copies(units: Sequence[ParamUnit]) -> None:
-    """Rounds masters to the parameters' own dtype and gathers what is persistent. (all ranks)"""
+    """Rounds masters to the parameters' own dtype and gathers persistent units. (all ranks)"""
     for unit in units:
         stale = False
         unit.drop_copies()
@@ -153,7 +153,7 @@ def refresh_copies(units: Sequence[ParamUnit]) -> None:
             buffer.note_written(buffer.own)
             buffer.masters.publish()
             stale |= buffer.trainable and not buffer.masters.is_replicated
-        # Each rank has rounded its own masters; what is persistent is read by all of them.
+        # Each rank has rounded its own masters only, but persistent units hold the parameters of all ranks.
         if unit.persistent and stale:
             unit.reshard()
             unit.unshard()
@@ -179,31 +179,31 @@ def load_optimizer(optimizer: ShardedOptimizer, store: TensorStore, where: str) 
         loaded.update({param: inner.state[param] for param in params if param in inner.state})
     store.read()
     groups = hyperparameters(optimizer, store.manifest, where)
-    # Which may count from its first step on.
+    # Settings that the class adds at its first step are loaded too if the classes are the same.
     is_same_class = store.manifest.saved_optimizer["type"] == type(inner).__name__
     for group, saved in zip(inner.param_groups, groups, strict=True):
         settings = decode(dict(saved), store.fetch)
         group.update(
             {name: value for name, value in settings.items() if is_same_class or name in group or name == "initial_lr"}
         )
-    # States of anything but pieces, as `train()` of some classes leaves them, do not outlive the load.
+    # Drop states of tensors other than pieces, such as those from `train()` of some classes.
     inner.state.clear()
     inner.state.update(loaded)
-    # As torch's own load_state_dict ends: the class brings an older or foreign form of its state up to date.
+    # Like torch's load_state_dict at its end: the class converts older or foreign forms of its state.
     inner.__setstate__({"state": inner.state, "param_groups": inner.param_groups})
 
 
 def _state(
     piece: MasterPiece, layout: FlatLayout, group: Mapping[str, Any], store: TensorStore, where: str
 ) -> dict[str, Any]:
-    """The state of one piece; its tensors are filled by the next `store.read`."""
+    """Returns the state of one piece; the next `store.read` fills its tensors."""
     reached = [slot for slot, _ in layout.slots_in(piece.range, padded=True)]
     slots = [(slot, name) for slot in reached if (name := store.manifest.canonical(slot.fqn)) is not None]
     saved = [(slot, name) for slot, name in slots if store.manifest.has_state(name)]
     if not saved:
         return {}
     state: dict[str, Any] = _scalars(saved, store, where)
-    if group.get("capturable") or group.get("fused"):  # torch then asserts that step counts are on the same device
+    if group.get("capturable") or group.get("fused"):  # torch requires step counts on the same device
         state = {
             key: value.to(piece.param.device) if isinstance(value, Tensor) else value for key, value in state.items()
         }
@@ -214,16 +214,16 @@ def _state(
 
 
 def _scalars(slots: list[tuple[Slot, str]], store: TensorStore, where: str) -> dict[str, Any]:
-    """What the parameters of a piece have besides tensors of elements: they must agree."""
+    """Returns the states of a piece other than tensors of elements; they must agree between its parameters."""
     saved = store.manifest.saved_optimizer["scalars"]
     first = saved.get(slots[0][1], {})
     for slot, name in slots[1:]:
         if saved.get(name, {}) != first and "plain/" not in str(first):
             raise CheckpointError(
                 f"{where}: optimizer state of {slot.fqn}",
-                expected=f"{first} as of {slots[0][0].fqn}, which is in the same param group",
+                expected=f"{first} like {slots[0][0].fqn}, which is in the same param group",
                 got=saved.get(name, {}),
-                fix="group the parameters as when it was saved, or pass load_optimizer_states=False",
+                fix="group the parameters as in the checkpoint, or pass load_optimizer_states=False",
             )
     decoded: dict[str, Any] = decode(first, store.fetch)
     return decoded
@@ -237,7 +237,7 @@ def _fill_state(
     if tuple(record.shape) == slot.whole_shape:
         if kind not in state:
             state[kind] = torch.zeros(shape, dtype=dtype_of(record.dtype), device=device)
-        part = slot.range & piece.range  # a piece may have a part of a slot, parts of several, or only padding
+        part = slot.range & piece.range  # a piece may hold a part of a slot, parts of several, or only padding
         if part:
             _fill(store, key, slot, part, state[kind].view(-1)[part.at(piece.range.start)])
     elif shape == slot.whole_shape:
@@ -248,5 +248,5 @@ def _fill_state(
             f"{where}: optimizer state {kind!r} of {slot.fqn}",
             expected=f"one value per element, shape {slot.whole_shape}",
             got=tuple(record.shape),
-            fix="load it without sharding of the optimizer (stage 0), or pass load_optimizer_states=False",
+            fix="load it without a sharded optimizer (stage 0), or pass load_optimizer_states=False",
         )

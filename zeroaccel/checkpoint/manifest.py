@@ -1,7 +1,7 @@
-"""`manifest.json`: which bytes of which file are which tensor, and everything that is not a tensor; and `latest`.
+"""`manifest.json`: the place of each tensor's bytes in the files, and everything that is not a tensor; and `latest`.
 
-Plain data and checks on it, for the engine and for tools alike: no torch, no ranks. docs/checkpoint_format.md is what
-this implements. No value of a manifest is used before `read_manifest` has checked it.
+Plain data and checks on it, for the engine and for tools: no torch, no ranks. docs/checkpoint_format.md describes the
+format. `read_manifest` checks all values of a manifest before any of them is used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zeroaccel.zero.access.safetensors_file import ITEMSIZE
 
 FORMAT = "zeroaccel"
 VERSION = 2
-"""The newest that is read. Written is the oldest that says all: 2 where a tensor is in parts of tensor parallelism."""
+"""Newest version that can be read. A save writes version 1, or 2 if a tensor has a `split` (tensor parallelism)."""
 MANIFEST_NAME = "manifest.json"
 
 _MOST_NBYTES = 1 << 30
@@ -34,7 +34,7 @@ _LONGEST_TAG_NBYTES = 255
 _LONGEST_PATH_NBYTES = 1024
 _RESERVED_TAGS = ("latest", "auto")
 _RESERVED_NEW_TAGS = ("latest_universal", "run_state.json", "zero_to_fp32.py")
-"""Names of files in the folder that the folders of checkpoints are in."""
+"""Names of files beside the folders of checkpoints."""
 
 Piece = tuple[int, int, int, int]
 """(file, start, length, offset): elements [start, start + length) are at byte `offset` of file number `file`."""
@@ -42,7 +42,7 @@ Piece = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A rank's file: its plain name, its size in bytes, and the SHA-256 of the table of checksums at its end."""
+    """A rank's file: its name, its size in bytes, and the SHA-256 of the table of checksums at its end."""
 
     name: str
     nbytes: int
@@ -52,12 +52,12 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """A tensor: safetensors' name of its dtype, its shape, and the pieces that cover it in order.
+    """A tensor: its dtype by safetensors' name, its shape, and the pieces that cover it in order.
 
     Attributes:
-        split: (dim, parts, blocks): its elements are in the order of the parts that it is cut into along that dim, each
-            in row-major order, and the pieces count in that order; a part has its part of each of so many equal blocks
-            of the dim. None for row-major order.
+        split: (dim, parts, blocks): `dim` is divided into `blocks` equal blocks, and part i has the i-th of `parts`
+            equal slices in each block. The elements are stored part after part, each part in row-major order, and the
+            pieces count elements in that order. None for row-major order of the whole tensor.
     """
 
     dtype: str
@@ -67,20 +67,20 @@ class TensorRecord:
 
     @cached_property
     def runs(self) -> tuple[Piece, ...]:
-        """As `pieces`, in row-major order whatever the order of the pieces is."""
+        """The pieces in row-major order, also for a tensor that is split."""
         if self.split is None:
             return self.pieces
         return row_major(self.shape, self.pieces, ITEMSIZE[self.dtype], self.split)
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class ParameterRecord:
-    """A parameter of the model: `group` is the index of its param group; `saved` is False where it was left out."""
+    """A parameter of the model: `group` is the index of its param group; `saved` is False if the values are omitted."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -91,7 +91,7 @@ class ParameterRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All of a checkpoint but the elements of its tensors. Fields as in docs/checkpoint_format.md; `Any` is encoded."""
+    """All of a checkpoint except the tensors' elements. docs/checkpoint_format.md has the fields; `Any` is encoded."""
 
     id: str
     tag: str
@@ -117,41 +117,41 @@ class Manifest:
 
     @property
     def global_steps(self) -> int:
-        """Steps taken when it was saved."""
+        """Number of steps before the save."""
         return int(self.counters["global_steps"])
 
     @property
     def saved_optimizer(self) -> Mapping[str, Any]:
-        """`optimizer`, of a checkpoint that has one."""
+        """The field `optimizer`, for a checkpoint that has an optimizer."""
         assert self.optimizer is not None, "states of a checkpoint without an optimizer"
         return self.optimizer
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rank files."""
+        """Size of all rank files in bytes."""
         return sum(file.nbytes for file in self.files)
 
     def canonical(self, fqn: str) -> str | None:
-        """The name under which a parameter is in `parameters`, following ties; None if it is not in the checkpoint."""
+        """Returns a parameter's name in `parameters`, following ties; None if it is not in the checkpoint."""
         name = fqn if fqn in self.parameters else self.ties.get(fqn)
         return name if name in self.parameters else None
 
     def weight_key(self, fqn: str) -> str | None:
-        """The key of a parameter's best values: of its master where it has one. None if it was left out."""
+        """Returns the key of a parameter's values, those of its master if it has one; None if they are not saved."""
         return next((key for key in (f"master/{fqn}", f"value/{fqn}") if key in self.tensors), None)
 
     def state_names(self, fqn: str) -> tuple[str, ...]:
-        """Names of the optimizer's state tensors of a parameter."""
+        """Returns the names of the optimizer's state tensors for a parameter."""
         return self._states.get(fqn, ())
 
     def has_state(self, fqn: str) -> bool:
-        """Whether it has any state of the optimizer of a parameter."""
+        """Returns True if the checkpoint has any optimizer state of a parameter."""
         return fqn in (self.optimizer or {"scalars": {}})["scalars"] or bool(self.state_names(fqn))
 
     def pieces_by_file(self) -> list[dict[str, tuple[str, int, int]]]:
-        """For each file: key -> (dtype, elements, first byte) of the piece in it, which its own header has to match.
+        """Returns for each file: key -> (dtype, elements, first byte) of its piece, which the header must match.
 
-        Of a key with several pieces in one file it has the last.
+        If a key has several pieces in one file, it maps to the last.
         """
         by_file: list[dict[str, tuple[str, int, int]]] = [{} for _ in self.files]
         for key, tensor in self.tensors.items():
@@ -173,7 +173,7 @@ class Manifest:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Writes the manifest atomically, which is what makes the folder a checkpoint."""
+    """Writes the manifest atomically. With the manifest, the folder is a checkpoint."""
     version = 2 if any(tensor.split for tensor in manifest.tensors.values()) else 1
     body = {"format": FORMAT, "version": version, **asdict(manifest)}
     for record in body["tensors"].values():
@@ -184,14 +184,14 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path, *, complete: bool = True) -> Manifest:
-    """The checked manifest of a checkpoint's folder; its files are looked at for their sizes.
+    """Returns the manifest in a checkpoint's folder, after it has checked the manifest and the sizes of the files.
 
     Args:
-        complete: False where the folder may lack files that no rank reads from it.
+        complete: if False, files may be missing from the folder.
 
     Raises:
-        CheckpointError: it is missing, damaged, of a newer version, contradicts itself, or a file is missing or has
-            another size.
+        CheckpointError: the manifest is missing, damaged, contradictory or of a newer version, or a file is missing or
+            has a wrong size.
     """
     manifest = parse_manifest(_read(folder / MANIFEST_NAME), str(folder / MANIFEST_NAME))
     for record in manifest.files:
@@ -201,7 +201,7 @@ def read_manifest(folder: Path, *, complete: bool = True) -> Manifest:
         except OSError:
             if not complete:
                 continue
-            raise CheckpointError(f"{path}: missing, though the manifest names it", fix=OTHER_CHECKPOINT) from None
+            raise CheckpointError(f"{path}: missing, but the manifest names it", fix=OTHER_CHECKPOINT) from None
         if size != record.nbytes:
             raise CheckpointError(f"{path}", expected=f"{record.nbytes} bytes", got=size, fix=OTHER_CHECKPOINT)
     return manifest
@@ -215,7 +215,7 @@ def _read(path: Path) -> str:
         return read_at_most(path, _MOST_NBYTES, regular=True).decode("utf-8")
     except FileNotFoundError:
         raise CheckpointError(
-            f"{path}: missing: not a checkpoint, or a save was interrupted before it was complete", fix=OTHER_CHECKPOINT
+            f"{path}: missing: the folder is not a checkpoint, or its save was interrupted", fix=OTHER_CHECKPOINT
         ) from None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})", fix=OTHER_CHECKPOINT) from error
@@ -224,7 +224,7 @@ def _read(path: Path) -> str:
 
 
 def parse_manifest(text: str, where: str) -> Manifest:
-    """A manifest from its JSON, checked as far as it can be without the files."""
+    """Parses and checks a manifest from its JSON; does not look at the files."""
     try:
         document = json.loads(text, parse_constant=lambda name: _refuse(where, f"the JSON constant {name}"))
     except (ValueError, RecursionError) as error:
@@ -238,13 +238,13 @@ def parse_manifest(text: str, where: str) -> Manifest:
         raise CheckpointError(
             f"{where}: format version", expected=f"at most {VERSION}", got=version, fix="upgrade zeroaccel to load it"
         )
-    # The checksum before the fields: after it, a contradiction between fields is a writer's fault, not the disk's.
+    # Check the checksum first: if it is right, a contradiction between fields is an error of the writer, not the disk.
     try:
         checksum = _checksum(body)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{where}: damaged: it is not a manifest ({error})", fix=OTHER_CHECKPOINT) from error
     if document.get("checksum") != checksum:
-        _refuse(where, "its checksum does not fit its contents")
+        _refuse(where, "its checksum does not match its contents")
     try:
         manifest = _from_body(body)
         _check(manifest)
@@ -263,7 +263,7 @@ def _checksum(body: Mapping[str, Any]) -> str:
 
 
 def _from_body(body: dict[str, Any]) -> Manifest:
-    # Unknown fields are ignored: a revision that readers must not ignore has a higher version.
+    # Unknown fields are ignored; a change that readers must not ignore gets a higher version.
     names = {item.name for item in fields(Manifest)}
     values = {key: value for key, value in body.items() if key in names}
     values["files"] = tuple(FileRecord(**record) for record in body["files"])
@@ -304,7 +304,7 @@ def _natural(number: Any) -> int:
 
 
 def _check(manifest: Manifest) -> None:
-    """The invariants between the fields; ValueError where one is broken."""
+    """Checks the invariants between the fields; raises ValueError if one is violated."""
     if not _is_tag(manifest.tag):
         raise ValueError(f"tag {repr(manifest.tag)[:300]} is not a plain name")
     _check_kinds(manifest)
@@ -323,50 +323,50 @@ def _check_files(manifest: Manifest) -> None:
         check_file_name(record.name)
         _natural(record.nbytes)
     if sorted(_natural(record.rank) for record in manifest.files) != list(range(len(manifest.files))):
-        raise ValueError("its files are not one of each rank")
+        raise ValueError("expected exactly one file per rank")
     if manifest.world_size != len(manifest.files):
-        raise ValueError(f"{len(manifest.files)} files, expected one of each of {manifest.world_size} ranks")
+        raise ValueError(f"{len(manifest.files)} files, expected one for each of {manifest.world_size} ranks")
 
 
 def _check_parameters(manifest: Manifest) -> None:
     if sorted(manifest.order) != sorted(manifest.parameters):
-        raise ValueError("the order of parameters does not name each of them once")
+        raise ValueError("the order does not name each parameter exactly once")
     for fqn, parameter in manifest.parameters.items():
         weight = manifest.weight_key(fqn)
         if parameter.saved != (weight is not None):
             raise ValueError(f"parameter {fqn}: its values are {'not ' if parameter.saved else ''}in the checkpoint")
         if parameter.dtype not in ITEMSIZE:
-            raise ValueError(f"parameter {fqn}: dtype {parameter.dtype!r} is not known")
+            raise ValueError(f"parameter {fqn}: unknown dtype {parameter.dtype!r}")
         if weight is not None and manifest.tensors[weight].shape != parameter.shape:
-            raise ValueError(f"tensor {weight}: not of the shape of its parameter")
+            raise ValueError(f"tensor {weight}: its shape differs from that of its parameter")
 
 
 def _check_pieces(key: str, tensor: TensorRecord, files: Sequence[FileRecord]) -> None:
-    """The pieces follow each other, lie in their files, and cover the tensor; ValueError otherwise."""
+    """Raises ValueError unless the pieces are contiguous, lie within their files, and cover the tensor."""
     if tensor.dtype not in ITEMSIZE:
-        raise ValueError(f"tensor {key}: dtype {tensor.dtype!r} is not known")
+        raise ValueError(f"tensor {key}: unknown dtype {tensor.dtype!r}")
     if len(tensor.shape) > _MOST_DIMS or math.prod(max(1, _natural(size)) for size in tensor.shape) > LARGEST_SIZE:
-        raise ValueError(f"tensor {key}: a shape of {len(tensor.shape)} dims that no tensor has")
+        raise ValueError(f"tensor {key}: an impossible shape of {len(tensor.shape)} dims")
     if tensor.split is not None:
         dim, parts, blocks = tensor.split
         if dim >= len(tensor.shape) or not parts * blocks or tensor.shape[dim] % (parts * blocks):
-            raise ValueError(f"tensor {key}: {parts} parts of {blocks} blocks in dim {dim} of shape {tensor.shape}")
+            raise ValueError(f"tensor {key}: {parts} parts of {blocks} blocks do not fit dim {dim} of {tensor.shape}")
     itemsize = ITEMSIZE[tensor.dtype]
     end = 0
     for file, start, length, offset in tensor.pieces:
         if start != end or length == 0:
             raise ValueError(f"tensor {key}: a piece at element {start}, expected one at {end}")
         if offset % itemsize or offset + length * itemsize > files[file].nbytes:
-            raise ValueError(f"tensor {key}: a piece at byte {offset} of {files[file].name}")
+            raise ValueError(f"tensor {key}: a misplaced piece at byte {offset} of {files[file].name}")
         end += length
     if end != tensor.numel:
-        raise ValueError(f"tensor {key}: {end} elements saved of shape {tensor.shape}")
+        raise ValueError(f"tensor {key}: {end} elements saved, but its shape is {tensor.shape}")
 
 
 def _check_kinds(manifest: Manifest) -> None:
-    """Fields with a fixed type have that type; ValueError otherwise."""
+    """Raises ValueError unless the fields with a fixed type have that type."""
     _natural(manifest.world_size)
-    # One flat list, so that a file with a wrong type anywhere is refused by name before any field is used.
+    # One flat list, so that a wrong type anywhere is reported by name before any field is used.
     kinds: list[tuple[str, object, type]] = [("id", manifest.id, str)]
     kinds += [(f"order: {name!r}", name, str) for name in manifest.order]
     kinds += [(f"buffers: {name!r}", name, str) for name in manifest.buffers]
@@ -396,20 +396,20 @@ def _check_kinds(manifest: Manifest) -> None:
 
 
 def check_file_name(name: str) -> None:
-    """ValueError unless `name` is a file name of the format: one path component, so that it stays in the folder."""
+    """Raises ValueError unless `name` is a file name of the format, so that it cannot lead out of the folder."""
     if len(name) > _LONGEST_TAG_NBYTES or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors", name):
         raise ValueError(f"file name {name!r} is not a plain name")
 
 
 def check_tag(tag: object, where: str = "checkpoint tag") -> str:
-    """The tag as text: the name of a folder, or several with slashes between them.
+    """Returns the tag as text: a folder name, or several names separated by slashes.
 
     Args:
         where: the source of the tag, for the message.
 
     Raises:
-        CheckpointError: a name in it is empty, starts with a dot, is "latest" or "auto", or is longer than the name of
-            a file can be; so that the tag does not lead out of the folder of the checkpoints.
+        CheckpointError: a name in it is empty, starts with a dot, is "latest" or "auto", or is too long for a file
+            name. Thus a tag cannot lead out of the folder of the checkpoints.
     """
     text = str(tag)
     if not _is_tag(text):
@@ -423,18 +423,18 @@ def check_tag(tag: object, where: str = "checkpoint tag") -> str:
 
 
 def check_new_tag(tag: object, where: str = "checkpoint tag") -> str:
-    """As `check_tag`, for a tag of a new save, which the file `latest` has to give back unchanged.
+    """Checks the tag of a new save like `check_tag`; in addition, the file `latest` must be able to hold it.
 
     Raises:
-        CheckpointError: also if it has blanks at its ends, or is the name of a file among the checkpoints.
+        CheckpointError: also if the tag has blanks at its ends, or is the name of a file beside the checkpoints.
     """
     text = check_tag(tag, where)
     if text != text.strip():
         raise CheckpointError(
-            where, expected="no blanks at its ends, which `latest` would not give back", got=text, fix="remove them"
+            where, expected="a tag without blanks at its ends, which `latest` cannot hold", got=text, fix="remove them"
         )
     if text.split("/")[0] in _RESERVED_NEW_TAGS:
-        raise CheckpointError(where, expected="another name than that of a file beside checkpoints", got=text)
+        raise CheckpointError(where, expected="a name that no file beside the checkpoints has", got=text)
     return text
 
 
@@ -454,14 +454,15 @@ _LATEST_MOST_NBYTES = 4096
 
 
 def read_latest(root: Path, name: str = LATEST_NAME, *, there: str = "", fix: str = "pass a tag") -> str:
-    """The tag that `latest` names.
+    """Returns the tag in the file `latest`.
 
     Args:
-        name: of the file.
-        there: the existing checkpoints, for the message if it names none; fix: what to do then.
+        name: name of the file.
+        there: the existing checkpoints, for the message if reading fails.
+        fix: the remedy, for the message if reading fails.
 
     Raises:
-        CheckpointError: the file is missing, cannot be read, or its content is no tag.
+        CheckpointError: the file is missing, cannot be read, or its content is not a tag.
     """
     path = root / name
     text, wrong = "", "it is empty"

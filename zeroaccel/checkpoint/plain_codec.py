@@ -1,7 +1,7 @@
-"""Plain data as JSON and back, without pickle: client state, hyperparameters, the states of random generators.
+"""Encodes plain data as JSON, without pickle: client state, hyperparameters, the states of random generators.
 
-Tensors are passed to the writer of the file and come back by key. A value that would need code to be rebuilt is
-refused, by the key it is under. The encoding is a part of docs/checkpoint_format.md.
+Tensors go to the writer of the file, and the JSON refers to them by key. A value whose type would need code to restore
+it is an error that names its key. docs/checkpoint_format.md describes the encoding.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _SEQUENCES: Mapping[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "set": s
 
 
 def encode(value: Any, where: str, keep: Callable[[Tensor], str]) -> Any:
-    """`value` as JSON.
+    """Encodes `value` as JSON.
 
     Args:
-        where: the address of `value`, e.g. "client_state"; keys are added to it.
+        where: place of `value` for messages, such as "client_state"; nested keys are appended to it.
         keep: stores a tensor in the file and returns its key.
 
     Raises:
-        UsageError: something in it is neither plain data nor a tensor; it names the key.
+        UsageError: a nested value is neither plain data nor a tensor; the message names its key.
 
     Example:
         >>> tensors = {}
@@ -93,20 +93,20 @@ def encode(value: Any, where: str, keep: Callable[[Tensor], str]) -> Any:
 
 def _encode_tensor(value: Tensor, where: str, keep: Callable[[Tensor], str]) -> Any:
     if value.layout is not torch.strided or value.is_meta or type(value) not in (Tensor, torch.nn.Parameter):
-        raise UsageError(where, expected="a dense tensor with values", got=f"{type(value).__name__}, {value.layout}")
+        raise UsageError(where, expected="a dense, plain tensor", got=f"{type(value).__name__}, {value.layout}")
     if value.dim() == 0 and not value.is_complex():
         return {"$": "scalar", "dtype": dtype_name(value.dtype), "value": encode(value.item(), where, keep)}
     return {"$": "tensor", "key": keep(value)}
 
 
 def decode(value: Any, fetch: Callable[[str], Tensor]) -> Any:
-    """The inverse of `encode`.
+    """Decodes the result of `encode`.
 
     Args:
         fetch: returns the tensor that was saved under a key.
 
     Raises:
-        CheckpointError: it is no encoding.
+        CheckpointError: `value` is not a valid encoding.
     """
     if isinstance(value, list):
         return [decode(item, fetch) for item in value]
@@ -116,7 +116,7 @@ def decode(value: Any, fetch: Callable[[str], Tensor]) -> Any:
         return {key: decode(item, fetch) for key, item in value.items()}
     kind = value["$"]
     try:
-        # Values from a file: whatever they make the constructors raise comes out as one named error.
+        # The values come from a file: convert any error of the constructors to one CheckpointError.
         if kind in _VALUES:
             return _VALUES[kind](value)
         if kind == "scalar":
@@ -131,14 +131,14 @@ def decode(value: Any, fetch: Callable[[str], Tensor]) -> Any:
             return _PAIRS[kind]([(decode(key, fetch), decode(item, fetch)) for key, item in value["items"]])
     except CheckpointError:
         raise
-    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:  # the last also of torch.tensor
+    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:  # torch.tensor raises RuntimeError
         what = f"plain data of kind {str(kind)[:100]!r} in the manifest"
         raise CheckpointError(f"{what}: damaged ({str(error)[:200]})") from error
-    raise CheckpointError(f"plain data of kind {str(kind)[:100]!r} in the manifest", expected="a kind of this version")
+    raise CheckpointError(f"plain data of kind {str(kind)[:100]!r} in the manifest", expected="a known kind")
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Plain data and tensors: the states of the generators of Python, numpy, torch and, if `device` is one, the GPU."""
+    """Returns the states of the generators of Python, numpy, torch and, if `device` is a GPU, of that GPU."""
     version, words, gauss = random.getstate()
     numpy_state: Any = np.random.get_state(legacy=True)
     name, keys, position, has_gauss, cached = numpy_state
@@ -152,7 +152,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 @contextmanager
 def preserved_random_state(device: torch.device) -> Iterator[None]:
-    """Restores the generators of Python, numpy, torch and, if `device` is one, the GPU afterwards."""
+    """Restores the generators of `random_state` at the end of the block."""
     state = random_state(device)
     try:
         yield
@@ -161,10 +161,10 @@ def preserved_random_state(device: torch.device) -> Iterator[None]:
 
 
 def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Restores every generator from what `random_state` returned.
+    """Restores every generator from the result of `random_state`.
 
     Raises:
-        CheckpointError: `state` is something else.
+        CheckpointError: `state` has a different form.
     """
     try:
         torch.set_rng_state(state["torch"])

@@ -1,7 +1,7 @@
 """One rank's file: a safetensors file whose last tensor is a table of checksums of everything before it.
 
-Lays files out and checks what is read back; `rank_file_writer.py` writes them. numpy only: docs/checkpoint_format.md is
-the contract, and a reader needs no torch.
+This module defines the layout and reads and checks files; `rank_file_writer.py` writes them. docs/checkpoint_format.md
+describes the format. Needs numpy, no torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zeroaccel.errors import CheckpointError
 from zeroaccel.zero.access.safetensors_file import FileLayout, lay_out_tensors
 
 CHECKSUMS_KEY = "__checksums__"
-"""The table's name among the tensors of a file."""
+"""The name of the table's tensor."""
 
 _TEMPORARY = r"(\.[0-9a-f]{8})?\.tmp"
 _NAME = re.compile(
@@ -28,17 +28,17 @@ _NAME = re.compile(
 
 
 def rank_file_name(rank: int, world_size: int, save_id: str) -> str:
-    """The name of a rank's file, new in every save."""
+    """Returns the name of a rank's file, which differs between saves."""
     return f"rank{rank:05d}-of-{world_size:05d}-{save_id}.safetensors"
 
 
 def is_part_of_a_save(name: str) -> bool:
-    """Whether a save, complete or interrupted, made the file of this name (manifest.json itself aside)."""
+    """Returns True for names of files that a complete or interrupted save writes, except manifest.json itself."""
     return _NAME.fullmatch(name) is not None
 
 
 def lay_out_rank_file(sizes: Sequence[tuple[str, str, int]]) -> FileLayout:
-    """The layout of a file of one-dimensional tensors and their table of checksums.
+    """Returns the layout of a file of one-dimensional tensors and their table of checksums.
 
     Args:
         sizes: (key, dtype, numel), in descending order of the dtypes' item sizes.
@@ -48,15 +48,15 @@ def lay_out_rank_file(sizes: Sequence[tuple[str, str, int]]) -> FileLayout:
     while True:
         layout = lay_out_tensors([*tensors, (CHECKSUMS_KEY, "U64", (num_blocks,))], {"format": "pt"})
         needed = -(-layout.offsets[CHECKSUMS_KEY] // BLOCK_NBYTES)
-        # The header contains the table's size, and its own length decides how many blocks there are. `needed` only
-        # grows with `num_blocks`, and by at most a digit's width, so this ends: in practice at the second round.
+        # The header contains the table's size, and the header's length affects the number of blocks. `needed` only
+        # grows with `num_blocks`, and by at most a digit's width, so this ends, in practice in the second round.
         if needed == num_blocks:
             return layout
         num_blocks = needed
 
 
 def block_sums(data: Bytes) -> NDArray[np.uint64]:
-    """The checksum of each block of `data`, (n,) uint8; the last block counts as padded with zeros."""
+    """Returns the checksum of each block of `data`, (n,) uint8; the last block is padded with zeros."""
     full_nbytes = data.size // BLOCK_NBYTES * BLOCK_NBYTES
     sums = sums_of_blocks(data[:full_nbytes])
     if full_nbytes == data.size:
@@ -67,17 +67,17 @@ def block_sums(data: Bytes) -> NDArray[np.uint64]:
 
 
 class RankFileReader(RankFile):
-    """A rank's file open for reading, by the program that is copied beside checkpoints.
+    """A rank's file open for reading. The base class is part of the program that is copied beside checkpoints.
 
     Args:
-        folder: of the checkpoint.
+        folder: folder of the checkpoint.
         record: the manifest's record of the file.
 
     Attributes:
-        read_nbytes: read from the disk so far.
+        read_nbytes: number of bytes read from the disk so far.
 
     Raises:
-        CheckpointError: the file is missing or its table is damaged; from `read`, the blocks read are damaged.
+        CheckpointError: the file is missing or its table is damaged; `read` raises it if the blocks are damaged.
     """
 
     def __init__(self, folder: Path, record: FileRecord) -> None:

@@ -1,13 +1,13 @@
-"""Writes one rank's file from live tensors: copied chunk by chunk into staging memory, summed, written, published.
+"""Writes one rank's file from live tensors: copies chunks into staging memory, computes checksums, writes, publishes.
 
-Copying and writing run in two threads with a bounded number of chunks between them, so that only the disk is waited
-for. `save.py` and `background_save.py` decide which thread runs which of the two. Once `copied` is set the tensors may
-change: a background save blocks the next optimizer step only until then.
+Copying and writing run in two threads with a bounded number of chunks between them, so that the copies overlap with the
+disk. `save.py` and `background_save.py` choose the threads. Once `copied` is set, the tensors may change: a background
+save blocks the next optimizer step only until then.
 
-[Note: reading a device] Tensors of a CUDA device are read into page-locked chunks on a stream of their own. On the
-stream of the training each copy would queue up behind all that training has launched, and then delay what it launches
-next. The stream begins behind the work that was launched when the writer was made, which is what the values are of; the
-thread that writes waits for the copies of a chunk before it reads it.
+[Note: reading a device] Tensors on a CUDA device are copied into page-locked chunks on a separate stream. On the
+training stream, each copy would wait for all launched training work, and then delay the work launched after it. The
+separate stream first waits for the work that training launched before the writer existed, so it copies the values of
+that time. The writing thread waits for the copies of a chunk before it reads the chunk.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from zeroaccel.zero.access.safetensors_file import ITEMSIZE, FileLayout
 
 
 class Staging:
-    """A bounded pool of chunks of host memory; `acquire` waits for one to be released.
+    """A bounded pool of chunks of host memory; `acquire` blocks until a chunk is free.
 
     Args:
-        nbytes: of the pool, at least two chunks. They are allocated as they are needed, and reused.
-        pinned: page-locked, for copies from a CUDA device.
+        nbytes: size of the pool, at least two chunks. Chunks are allocated on demand and reused.
+        pinned: use page-locked memory, for copies from a CUDA device.
     """
 
     def __init__(self, nbytes: int, *, pinned: bool = False) -> None:
@@ -50,7 +50,7 @@ class Staging:
         self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
 
     def acquire(self) -> Tensor:
-        """(CHUNK_NBYTES,) uint8, uninitialised. For one thread at a time."""
+        """Returns an uninitialized chunk, (CHUNK_NBYTES,) uint8. Only one thread may call it at a time."""
         if self._num_allocated < self._limit and self._free.empty():
             self._num_allocated += 1
             return empty_on_host((CHUNK_NBYTES,), torch.uint8, pinned=self._pinned)
@@ -62,32 +62,32 @@ class Staging:
 
 
 class ChunkCopies:
-    """Copies into chunks of host memory, from host memory: each is done when the call returns.
+    """Copies from host memory into chunks of host memory. Each copy is complete when the call returns.
 
     Attributes:
-        device: where the tensors are.
+        device: device of the tensors.
     """
 
     device = CPU
 
     def stream(self) -> AbstractContextManager[None]:
-        """What the thread that copies runs in."""
+        """Returns the stream context that the copying thread runs in."""
         return nullcontext()
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """target = source, (n,) uint8 both; started."""
+        """Starts a copy from `source` to `target`, both (n,) uint8."""
         target.copy_(source)
 
     def mark(self) -> Callable[[], object]:
-        """A function that blocks until every copy before the mark is done; for any thread."""
+        """Returns a function that blocks until all copies before the mark are complete; any thread may call it."""
         return lambda: None
 
 
 class DeviceChunkCopies(ChunkCopies):
-    """The same from an accelerator, see [Note: reading a device]. Made by the thread that launches the training.
+    """Copies from an accelerator, see [Note: reading a device]. The thread that launches the training must make it.
 
     Args:
-        device: of the tensors.
+        device: device of the tensors.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -112,7 +112,7 @@ class DeviceChunkCopies(ChunkCopies):
 
 
 def copies_of(entries: Sequence[SaveItem]) -> ChunkCopies:
-    """The copies for what is saved: on the stream of a device where any of it is there."""
+    """Returns the copies for some entries: on a stream of the accelerator if any entry is there."""
     devices = {entry.data.device for entry in entries if isinstance(entry.data, Tensor)}
     device = next((device for device in devices if device.type not in ("cpu", "meta")), None)
     return ChunkCopies() if device is None else DeviceChunkCopies(device)
@@ -128,19 +128,19 @@ class _FilledChunk:
 
 
 class RankFileWriter:
-    """One rank's file, while it is written.
+    """Writes one rank's file.
 
     Args:
-        path: its final name.
-        entries: what goes into it, in any order; none of them copied yet.
-        over: as for `NewFile`.
+        path: final path of the file.
+        entries: the tensors to save, in any order; `copy` copies them.
+        over: see `NewFile`.
 
     Attributes:
-        entries: in the order of the file, largest item size first, which aligns each one.
+        entries: the tensors in the order of the file, the largest item size first, which aligns each of them.
         layout: the offset of each entry.
-        fresh_nbytes: of the file, those that need room beside the file that it overwrites.
-        device: where tensors are copied from, the CPU without any on a device.
-        copied: set when the tensors are needed no longer, also after an error.
+        fresh_nbytes: number of bytes that the file needs in addition to the file that it overwrites.
+        device: the accelerator to copy tensors from, else the CPU.
+        copied: set when the tensors may change, also after an error.
     """
 
     def __init__(self, path: Path, entries: Sequence[SaveItem], staging: Staging, *, over: Path | None = None) -> None:
@@ -158,13 +158,13 @@ class RankFileWriter:
         self._exhausted = False
 
     def copy(self) -> None:
-        """Copies everything into staging memory; runs concurrently with `write`, which releases the chunks."""
+        """Copies all entries into staging memory; runs concurrently with `write`, which releases the chunks."""
         try:
             with torch.no_grad(), self._copies.stream():
                 try:
                     self._copy()
                 finally:
-                    self._copies.mark()()  # also after an error: the tensors may change from then on
+                    self._copies.mark()()  # also after an error, because the tensors may change afterwards
         except Exception as error:
             self._failure = error
         finally:
@@ -172,13 +172,13 @@ class RankFileWriter:
             self._filled.put(None)
 
     def write(self, rank: int) -> FileRecord:
-        """Writes the chunks that `copy` fills; the complete file is on the disk when this returns.
+        """Writes the chunks that `copy` fills. The complete file is on the disk when this returns.
 
         Raises:
-            CheckpointError: the disk is full or fails. Nothing is left of the file, and `copy` ends all the same.
+            CheckpointError: the disk is full or fails. The file is removed, and `copy` still ends.
         """
         try:
-            with NewFile(self.path, unique=False, over=self._over) as file:  # the name has the number of this save
+            with NewFile(self.path, unique=False, over=self._over) as file:  # the id of the save makes the name unique
                 table = self._write(file.handle)
                 file.publish()
         except BaseException as error:
@@ -187,7 +187,7 @@ class RankFileWriter:
                 raise CheckpointError(
                     f"{self.path}: cannot be written ({error.strerror})",
                     got=f"{self.layout.nbytes} bytes to write",
-                    fix="free some space or choose another folder; earlier checkpoints are as they were",
+                    fix="free some space or choose another folder; earlier checkpoints are unchanged",
                 ) from error
             raise
         return FileRecord(self.path.name, self.layout.nbytes, rank, hashlib.sha256(table).hexdigest())
@@ -237,6 +237,6 @@ class RankFileWriter:
         return filled
 
     def _drain(self) -> None:
-        """Releases chunks until `copy` has ended: it would wait for a free one for ever after a failed write."""
+        """Releases chunks until `copy` ends, which would otherwise block without a free chunk after a failed write."""
         while not self._exhausted and (filled := self._next()) is not None:
             self._staging.release(filled.chunk)

@@ -1,7 +1,7 @@
-"""Rewrites a checkpoint as the files of another world size, values unchanged bit by bit.
+"""Rewrites a checkpoint as files for another world size, with bit-identical values.
 
-Loading does not need this, since any number of ranks reads any checkpoint; it makes fewer files, or smaller ones.
-Streams: a few chunks are in memory. No torch, no ranks.
+Loading does not need this, because any number of ranks reads any checkpoint; use it to get fewer or smaller files.
+It streams, with a few chunks in memory. No torch, no ranks.
 """
 
 from __future__ import annotations
@@ -47,19 +47,20 @@ class _WriteItem:
 def reshard(
     source: Path, out: Path, world_size: int | None = None, tag: str | None = None, new_tag: str | None = None
 ) -> Path:
-    """Writes the checkpoint of `source` (of `tag`, or the one `latest` names) into `out` for `world_size` ranks.
+    """Rewrites the checkpoint in `source` with `tag`, or the tag in `latest`, into `out` for `world_size` ranks.
 
-    The states of random number generators are kept only where the number of ranks stays the same.
+    If the number of ranks changes, the new checkpoint has no states of random number generators.
 
     Args:
-        world_size: None for that of the source.
-        new_tag: of the new checkpoint; None for that of the source.
+        world_size: number of ranks; None for that of the source.
+        new_tag: tag of the new checkpoint; None for that of the source.
 
     Returns:
         The new checkpoint's folder.
 
     Raises:
-        CheckpointError: the source is damaged, or the disk is full. UsageError: the checkpoint is already in `out`.
+        CheckpointError: the source is damaged, or the disk is full.
+        UsageError: the checkpoint is already in `out`.
     """
     folder, manifest = find_checkpoint(source, tag)
     manifest = manifest if new_tag is None else replace(manifest, tag=new_tag)
@@ -81,17 +82,18 @@ def rewrite(manifest: Manifest, files: Sequence[ByteFile], out: Path, world_size
     """Copies the tensors of `manifest` from `files` into `out/<tag>` for `world_size` ranks; returns that folder.
 
     Raises:
-        CheckpointError: a file is damaged, or the disk is full. UsageError: the checkpoint is already in `out`.
+        CheckpointError: a file is damaged, or the disk is full.
+        UsageError: the checkpoint is already in `out`.
     """
     target = out / check_new_tag(manifest.tag)
     if world_size < 1:
         raise UsageError("world_size", expected="a number above 0", got=world_size)
     if (target / MANIFEST_NAME).exists():
-        raise UsageError(f"{target}", expected="no checkpoint there", fix="choose another folder")
+        raise UsageError(f"{target}", expected="a folder without a checkpoint", fix="choose another folder")
     save_id = secrets.token_hex(4)
     with writing_to(target):
         target.mkdir(parents=True, exist_ok=True)
-        # All layouts before any file: the offsets follow from the sizes alone, so each file is written front to back.
+        # Compute all layouts first: offsets depend on the sizes alone, so each file can be written front to back.
         plans = list(_plan_ranks(manifest, world_size))
         layouts = [
             lay_out_rank_file([(item.key, item.tensor.dtype, item.elements.numel) for item in plan]) for plan in plans
@@ -106,10 +108,10 @@ def rewrite(manifest: Manifest, files: Sequence[ByteFile], out: Path, world_size
 
 
 def _plan_ranks(manifest: Manifest, world_size: int) -> Iterator[list[_WriteItem]]:
-    """The items of each rank: an equal range of every weight and state; rank 0 also has buffers and plain tensors."""
+    """Yields the items of each rank: an equal range of every weight and state; rank 0 also has the other tensors."""
     referenced = set(_referenced([manifest.client_state, manifest.lr_scheduler, manifest.loss_scale]))
     referenced |= set(_referenced([manifest.optimizer, manifest.random_state, manifest.config]))
-    # Where the world size changes the random states are dropped, and their tensors are referenced no longer.
+    # `reshard` drops the random states if the world size changes, so their tensors are no longer referenced.
     tensors = {
         key: tensor for key, tensor in manifest.tensors.items() if key in referenced or not key.startswith("plain/")
     }
@@ -125,7 +127,7 @@ def _plan_ranks(manifest: Manifest, world_size: int) -> Iterator[list[_WriteItem
 
 
 def _referenced(encoded: Any) -> Iterator[str]:
-    """The keys of tensors in encoded plain data."""
+    """Yields the keys of the tensors in encoded plain data."""
     if isinstance(encoded, list):
         for item in encoded:
             yield from _referenced(item)
@@ -137,7 +139,7 @@ def _referenced(encoded: Any) -> Iterator[str]:
 
 
 def _contents(layout: FileLayout, plan: list[_WriteItem], files: Sequence[ByteFile]) -> Iterator[Bytes]:
-    """The bytes of a file up to its table, a chunk or less at a time."""
+    """Yields the bytes of a file before its table, at most a chunk at a time."""
     yield np.frombuffer(layout.header, np.uint8)
     for item in plan:
         itemsize = ITEMSIZE[item.tensor.dtype]
@@ -153,7 +155,7 @@ def _write_file(path: Path, rank: int, layout: FileLayout, contents: Iterator[By
     with NewFile(path) as file:
         sums = []
         chunk, used = np.empty(CHUNK_NBYTES, np.uint8), 0
-        # Regrouped into chunks of 64 blocks, since a checksum covers one block of the file.
+        # Regroup into chunks of 64 blocks, because a checksum covers one block of the file.
         for data in contents:
             while data.size:
                 head = data[: CHUNK_NBYTES - used]
@@ -179,7 +181,7 @@ def _resharded(
     plans: list[list[_WriteItem]],
     layouts: list[FileLayout],
 ) -> Manifest:
-    """The manifest of the new files."""
+    """Returns the manifest of the new files."""
     pieces: dict[str, list[Piece]] = {}
     for rank, (plan, layout) in enumerate(zip(plans, layouts, strict=True)):
         for item in plan:

@@ -1,10 +1,10 @@
-"""Saving: the ranks agree on what goes where, each writes its file, and rank 0 commits the checkpoint.
+"""Saving: the ranks agree on tag and folder, each rank writes its file, and rank 0 commits the checkpoint.
 
 1. `prepare` collects a `SavePlan`, agrees on tag and folder, and takes the folder's lock (all ranks).
 2. `Save.write_part` writes this rank's file (each rank; in this thread, or in one of `background_save.py`).
-3. `commit` writes the manifest, then `latest` and the conversion script, then removes what is out of date (rank 0).
+3. `commit` writes the manifest, then `latest` and the conversion script, then removes obsolete files (rank 0).
 
-The manifest is what makes a folder a checkpoint: a crash before it leaves no checkpoint, one after it a complete one.
+A folder is a checkpoint once it has a manifest: a crash before step 3 leaves no checkpoint, a later one a complete one.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ from zeroaccel.logs import logger
 from zeroaccel.ops.device_threads import start_thread
 
 _DISCARD_TIMEOUT_SECONDS = 1.0
-"""How long a failed save waits for the lock of its empty folder; after that the folder stays."""
+"""How long a failed save waits for the lock of its empty folder; after that, the folder stays."""
 
 Part = Mapping[str, Any]
-"""What rank 0 needs to commit a rank's file: plain data, made by `describe_part`."""
+"""Description of a rank's file that rank 0 needs for the commit: plain data from `describe_part`."""
 
 
 @dataclass(frozen=True)
 class CommitRules:
-    """What follows the manifest of a save.
+    """Options of a commit.
 
     Attributes:
-        latest: whether the file `latest` is set to its tag.
-        keep_last: how many checkpoints stay in the folder; None for all.
-        is_shared: all machines see one folder, where the manifest is only written if all files are there.
+        latest: write the tag to the file `latest`.
+        keep_last: number of checkpoints to keep in the folder; None for all.
+        is_shared: all machines share the folder, so the commit first checks that all files are there.
     """
 
     latest: bool = True
@@ -70,7 +70,7 @@ class CommitRules:
 
 
 OVERWRITTEN = "overwritten"
-"""Beside a folder in memory: one whose files the next save overwrites, instead of taking fresh memory."""
+"""Name of the folder beside a folder in memory whose files the next save overwrites, to avoid new memory pages."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,11 @@ class SaveRequest:
 
     Attributes:
         root: the folder of checkpoints, the same on all ranks.
-        tag: the name of this one.
-        client_state: the caller's own plain data and tensors; rank 0's is saved.
-        left_out: ids of the parameters whose values are left out.
-        base_model: where the adapters' base comes from; "" without adapters.
-        rules: what follows the manifest.
+        tag: the name of the new checkpoint.
+        client_state: the caller's plain data and tensors; rank 0's is saved.
+        left_out: ids of the parameters whose values are not saved.
+        base_model: name of the adapters' base model; "" without adapters.
+        rules: options of the commit.
     """
 
     root: str | os.PathLike[str]
@@ -99,7 +99,7 @@ class Progress:
     """The state of training besides parameters and optimizer: plain data of the engine.
 
     Attributes:
-        random_state: of this rank, or None.
+        random_state: states of this rank's random generators, or None.
     """
 
     counters: Mapping[str, int]
@@ -112,13 +112,13 @@ class Progress:
 
 @dataclass(frozen=True)
 class RankProcess:
-    """The process of a rank, by which other ranks can see whether it still runs; created in it, by `own`.
+    """The process of a rank, so that other ranks can check whether it still runs. The rank creates it with `own`.
 
-    Only processes of the same machine and container see each other; of others `is_gone` is always False.
+    Only processes on the same machine, in the same container, see each other; for others, `is_gone` is always False.
 
     Attributes:
-        machine: equal for processes of one PID namespace of one boot.
-        pid, create_time: identify a process together, since a PID is reused.
+        machine: equal for processes in the same PID namespace since the same boot.
+        pid, create_time: identify a process together, because the system reuses PIDs.
     """
 
     machine: str
@@ -127,11 +127,11 @@ class RankProcess:
 
     @classmethod
     def own(cls) -> RankProcess:
-        """Of this process."""
+        """Describes the calling process."""
         return cls(_machine(), os.getpid(), psutil.Process().create_time())
 
     def is_gone(self) -> bool:
-        """True only if the process has certainly ended."""
+        """Returns True only if the process has certainly ended."""
         if self.machine != _machine():
             return False
         try:
@@ -148,20 +148,20 @@ def _machine() -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
-        return f"{os.getpid()}"  # unique: without /proc no process counts as visible to another
+        return f"{os.getpid()}"  # unique, because without /proc no process can see another
 
 
 def prepare(request: SaveRequest, engine_state: EngineState, progress: Progress, staging: Staging) -> Save:
     """Collects the ranks' save plans and agrees on tag and folder. (all ranks)
 
-    Counters, buffers and client state are copied now; of parameters, masters and states the plan has live views.
+    Copies counters, buffers and client state immediately; the plan has live views of parameters, masters and states.
 
     Raises:
-        UsageError: no folder is named, the ranks name different checkpoints, or `client_state` cannot be saved.
-        CheckpointError: the tag is not one, there is not enough space, the folder cannot be created, or another save is
-            writing into it.
+        UsageError: the folder is missing, the ranks' tags differ, or `client_state` has values that cannot be saved.
+        CheckpointError: the tag is invalid, the disk does not have enough space, the folder cannot be created, or
+            another save is writing into it.
     """
-    # A mistake (client state that is not plain data, a bad tag) can be on one rank only: each rank collects inside
+    # A mistake (client state that is not plain data, a bad tag) may occur on one rank only: each rank collects inside
     # `agreed`, so all of them raise before any file exists.
     ranks, is_first = engine_state.job, engine_state.job.rank == 0
     plan = SavePlan(ranks.rank)
@@ -187,7 +187,7 @@ def prepare(request: SaveRequest, engine_state: EngineState, progress: Progress,
     lock: FolderLock | None = None
     try:
         with agreed(ranks, f"checkpoint {tag}: folder"):
-            # Of folders that machines do not share none gets everything.
+            # If machines do not share the folder, each folder receives the files of its machine only.
             nbytes = sum(sizes) if request.rules.is_shared else writer.fresh_nbytes
             lock = _open_folder(root / tag, nbytes, locked=is_first)
     except Exception:
@@ -212,7 +212,7 @@ def prepare(request: SaveRequest, engine_state: EngineState, progress: Progress,
 
 
 def _agree_on_tag(tag: str, ranks: Collectives) -> tuple[str, tuple[RankProcess, ...]]:
-    """The id of this save, and the process of each rank. (all ranks)"""
+    """Returns the id of this save, and the process of each rank. (all ranks)"""
     tags = ranks.gather_objects((tag, secrets.token_hex(4), RankProcess.own()), "save_checkpoint: tag")
     if len({name for name, *_ in tags}) > 1:
         raise UsageError(
@@ -220,20 +220,20 @@ def _agree_on_tag(tag: str, ranks: Collectives) -> tuple[str, tuple[RankProcess,
             expected="the same tag on all ranks",
             got=", ".join(f"{name!r} on rank {rank}" for rank, (name, *_) in enumerate(tags)),
         )
-    # Rank 0's id names the files of this save on all ranks: new names in every save, so that a save under a tag that
-    # exists never overwrites a file of the complete checkpoint before its manifest is replaced.
+    # Rank 0's id is part of the file names on all ranks. Every save has new names, so that a save under an existing tag
+    # never overwrites a file of the complete checkpoint before it replaces the manifest.
     return tags[0][1], tuple(process for *_, process in tags)
 
 
 def _folder_of(save_dir: object) -> Path:
-    """The absolute path; an empty one, which is the working directory to the system, is refused."""
+    """Returns the absolute path; raises for an empty path, which would mean the working directory."""
     if not isinstance(save_dir, (str, os.PathLike)) or not os.fspath(save_dir):
         raise UsageError("save_checkpoint(save_dir)", expected="a folder", got=save_dir)
     return Path(os.path.abspath(save_dir))
 
 
 def _encode_client_state(state: Mapping[str, Any], plan: SavePlan | None) -> Any:
-    """Checked on every rank; its tensors are added to the plan of rank 0 only."""
+    """Checks and encodes the client state on every rank; adds its tensors to rank 0's plan only."""
     if type(state) is not dict:
         raise UsageError("save_checkpoint(client_state)", expected="a dict", got=type(state).__name__)
     return encode(state, "client_state", plan.keep if plan is not None else lambda tensor: "")
@@ -263,11 +263,11 @@ def _common(request: SaveRequest, engine_state: EngineState, progress: Progress,
 
 
 def _join_parts(common: dict[str, Any], engine_state: EngineState, plan: SavePlan, *, left_out: frozenset[int]) -> None:
-    """Adds the parameters and buffers of other parts to rank 0's description. (all ranks)
+    """Adds the parameters and buffers of the other stages to rank 0's description. (all ranks)
 
     The first rank that has a buffer saves it.
     """
-    assert engine_state.whole_model is not None, "parts of no model"
+    assert engine_state.whole_model is not None, "parts without a whole model"
     buffers = dict(persistent_buffers(engine_state.model))
     own: tuple[dict[str, Any], list[str], dict[str, int], tuple[str, ...]] | None = None
     if engine_state.lead == engine_state.job.rank:
@@ -289,7 +289,7 @@ def _join_parts(common: dict[str, Any], engine_state: EngineState, plan: SavePla
             group_of |= part[2]
             codes |= dict.fromkeys(part[3])
     for name, saver in savers.items():
-        if saver == engine_state.job.rank != 0:  # rank 0 has added its own
+        if saver == engine_state.job.rank != 0:  # rank 0 has already added its own
             plan.add_full(f"buffer/{name}", buffers[name].clone())
     if common:
         order = [name for name in engine_state.whole_model.order if name in parameters]
@@ -310,18 +310,18 @@ def _optimizer(engine_state: EngineState, plan: SavePlan) -> dict[str, Any] | No
         hyperparameters = {name: value for name, value in group.items() if name != "params"}
         encoded = encode(hyperparameters, f"optimizer.param_groups[{index}]", plan.keep)
         if "$" in encoded:
-            raise UsageError(f"optimizer.param_groups[{index}]", expected="names of hyperparameters as keys")
+            raise UsageError(f"optimizer.param_groups[{index}]", expected='strings other than "$" as keys')
         groups.append({**encoded, "params": [fqn for fqn, owner in sharded.group_of.items() if owner == index]})
     return {"type": type(sharded.optimizer).__name__, "param_groups": groups}
 
 
 def file_of_rank(folder: Path, rank: int) -> Path | None:
-    """That of any save; None where there is none."""
+    """Returns a file of this rank from any save in the folder; None if there is none."""
     return next(folder.glob(f"rank{rank:05d}-of-*.safetensors"), None)
 
 
 def _open_folder(folder: Path, nbytes: int, *, locked: bool) -> FolderLock | None:
-    """Creates the folder; where it is to be `locked`, also checks that `nbytes` fit, and returns the lock."""
+    """Creates the folder. If `locked`, also checks that `nbytes` fit, and returns the folder's lock."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not locked:
@@ -338,20 +338,20 @@ def _open_folder(folder: Path, nbytes: int, *, locked: bool) -> FolderLock | Non
             )
         return FolderLock(folder)
     except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be made ({error.strerror})", fix="choose another folder") from error
+        raise CheckpointError(f"{folder}: cannot be created ({error.strerror})", fix="choose another folder") from error
 
 
 @dataclass(frozen=True)
 class Save:
-    """One rank's part of a save that all ranks have agreed on; nothing is written yet.
+    """One rank's part of a prepared save, before it writes.
 
-    Life: 1. `write_part` (each rank), 2. `commit` (rank 0), 3. `release`; or `discard`, `release` and `discard_folder`
-    after a failure. `write_now` does all of it; or `write` in a thread, then `commit_together` or `abandon`.
+    Life cycle: 1. `write_part` (each rank), 2. `commit` (rank 0), 3. `release`. After a failure: `discard`, `release`
+    and `discard_folder`. `write_now` does all of it; or call `write` in a thread, then `commit_together` or `abandon`.
 
     Attributes:
-        common: on rank 0 the fields of the manifest besides the parts; elsewhere empty.
-        processes: of all ranks.
-        lock: on rank 0, that of the folder, until `release`.
+        common: on rank 0, the fields of the manifest that do not depend on the parts; empty on other ranks.
+        processes: the processes of all ranks.
+        lock: on rank 0, the folder's lock, held until `release`.
     """
 
     root: Path
@@ -368,7 +368,7 @@ class Save:
 
     @property
     def folder(self) -> Path:
-        """The checkpoint's folder."""
+        """Folder of the checkpoint."""
         return self.root / self.tag
 
     def write(self) -> Part:
@@ -389,22 +389,22 @@ class Save:
         commit(self.root, merge_parts(parts, self.common), self.rules)
 
     def discard(self) -> None:
-        """Removes this rank's file of a save that will not be committed."""
+        """Removes this rank's file, unless the save is already committed."""
         with contextlib.suppress(OSError):
             if self.save_id in (self.folder / MANIFEST_NAME).read_text(encoding="utf-8"):
-                return  # it was committed, and a later step of the commit failed
+                return  # the save is committed, and a later step of the commit failed
         with contextlib.suppress(OSError):
             self.writer.path.unlink(missing_ok=True)
 
     def release(self) -> None:
-        """Unlocks the folder for other saves: this one is committed, or will not be."""
+        """Unlocks the folder for other saves, after the commit or a failure."""
         if self.lock is not None:
             self.lock.release()
 
     def discard_folder(self) -> None:
-        """Removes the folder if it is empty; to be called when no rank will write into it any more.
+        """Removes the folder if it is empty. Call it when no rank will write into the folder any more.
 
-        Under the folder's lock, so that it is not removed while another run has begun to save into it.
+        It takes the folder's lock, so that it does not remove the folder when another run has begun to save into it.
         """
         lock = FolderLock.if_free(self.folder, _DISCARD_TIMEOUT_SECONDS)
         if lock is not None:
@@ -416,7 +416,7 @@ class Save:
         """Writes and commits, and returns when the checkpoint is complete. (all ranks)
 
         Raises:
-            CheckpointError: on every rank, if any could not write.
+            CheckpointError: a rank could not write; raised on every rank.
         """
         part: Part = {}
         with self._abandoned_if_it_fails():
@@ -425,12 +425,12 @@ class Save:
             self._commit_together(part)
 
     def commit_together(self, part: Part) -> None:
-        """Commits what `write` has returned on each rank. (all ranks)"""
+        """Commits the parts that `write` returned on each rank. (all ranks)"""
         with self._abandoned_if_it_fails():
             self._commit_together(part)
 
     def abandon(self) -> None:
-        """Removes what is there of a save that will not be committed; its `write`, if it was called, has ended."""
+        """Removes the files of a save instead of committing it. A call of `write` must have ended."""
         self.writer.copied.set()
         self.discard()
         self.release()
@@ -447,7 +447,7 @@ class Save:
         try:
             yield
         except CollectiveError:
-            raise  # a rank is gone: rank 0 may have committed, so nothing may be removed
+            raise  # a rank is gone, and rank 0 may have committed, so no file may be removed
         except Exception:
             self.abandon()
             raise
@@ -456,7 +456,7 @@ class Save:
 
 
 def describe_part(writer: RankFileWriter, record: FileRecord, scalars: Mapping[str, Any], random_state: Any) -> Part:
-    """A rank's message to rank 0 about its file."""
+    """Returns a rank's description of its file for rank 0."""
     tensors = {
         entry.key: (
             (entry.dtype, entry.shape, entry.split),
@@ -471,15 +471,15 @@ def describe_part(writer: RankFileWriter, record: FileRecord, scalars: Mapping[s
 
 
 def merge_parts(parts: Sequence[Part], common: Mapping[str, Any]) -> Manifest:
-    """The manifest of the ranks' parts, by rank.
+    """Returns the manifest for the ranks' parts, in rank order.
 
     Args:
-        common: the fields that rank 0 has already; the scalars are added to its `optimizer`.
+        common: the fields from rank 0; the parts' scalars are added to its `optimizer`.
     """
     pieces: dict[str, list[Piece]] = {}
     kinds: dict[str, tuple[str, tuple[int, ...], tuple[int, int, int] | None]] = {}
     scalars: dict[str, Any] = {}
-    # Each rank describes its own shards only, so the covering list of pieces exists nowhere before this loop.
+    # Each rank describes its own shards only; this loop joins them to the pieces that cover each tensor.
     for index, part in enumerate(parts):
         for key, ((dtype, shape, split), start, length, offset) in part["tensors"].items():
             kinds[key] = (dtype, tuple(shape), split and tuple(split))
@@ -487,11 +487,11 @@ def merge_parts(parts: Sequence[Part], common: Mapping[str, Any]) -> Manifest:
             if length:
                 own.append((index, start, length, offset))
         for fqn, values in part["scalars"].items():
-            # A parameter whose shards are on several ranks has its scalars (step counts) on each of them. Keys of plain
-            # tensors contain the rank, so they differ by name though their values agree.
+            # All ranks with shards of a parameter have its scalars, such as step counts. The keys of plain tensors
+            # contain the rank, so they differ even if the values agree.
             if scalars.setdefault(fqn, values) != values and "plain/" not in str(values):
                 raise CheckpointError(
-                    f"optimizer, state of {fqn}", expected=f"the same on all ranks, {scalars[fqn]}", got=values
+                    f"optimizer state of {fqn}", expected=f"the same on all ranks, {scalars[fqn]}", got=values
                 )
     fields = dict(common)
     if fields["optimizer"] is not None:
@@ -509,14 +509,14 @@ def merge_parts(parts: Sequence[Part], common: Mapping[str, Any]) -> Manifest:
 
 
 def commit(root: Path, manifest: Manifest, rules: CommitRules) -> None:
-    """Completes the checkpoint in `root/<tag>`: writing its manifest is the commit.
+    """Commits the checkpoint in `root/<tag>` by writing its manifest; then updates `latest` and removes old files.
 
     Raises:
         CheckpointError: the disk is full or fails; earlier checkpoints stay valid.
     """
     folder = root / manifest.tag
     with writing_to(folder, keeps_others=True):
-        # In this order, so that after a crash at any point `latest` names a complete checkpoint, the old or the new.
+        # With this order, `latest` names a complete checkpoint, the old or the new one, after a crash at any point.
         for record in manifest.files if rules.is_shared else ():
             _check_visible(folder / record.name, record.nbytes)
         write_manifest(folder, manifest)
@@ -536,7 +536,7 @@ def _check_visible(path: Path, nbytes: int) -> None:
             f"{path}, written by another rank",
             expected=f"{nbytes} bytes",
             got=size,
-            fix="save into a folder that all ranks share",
+            fix="save into a folder that is shared between all machines",
         )
 
 
@@ -550,7 +550,7 @@ def _remove_stale_files(folder: Path, manifest: Manifest) -> None:
 
 
 def _prune(root: Path, newest: Manifest, keep: int) -> None:
-    """Removes the oldest checkpoints, and saves that were never finished; nothing that is not of this format."""
+    """Removes the oldest checkpoints and all interrupted saves; keeps folders and files of other formats."""
     complete: list[tuple[float, Path]] = []
     for folder in checkpoint_folders(root):
         if folder.name == newest.tag:
@@ -566,10 +566,10 @@ def _prune(root: Path, newest: Manifest, keep: int) -> None:
 
 
 def _remove(folder: Path) -> bool:
-    """Removes a checkpoint, its manifest first; files that are not a checkpoint's stay, and the folder with them.
+    """Removes a checkpoint, its manifest first. If there are other files, it keeps these and the folder.
 
-    A folder that another run is writing stays, and the one that `latest` names: a run holds the folder's lock until
-    `latest` names it, so under the lock `latest` either names this folder already or never will.
+    Keeps a folder that another run is writing, and the one that `latest` names: a run holds the folder's lock until it
+    has written `latest`, so under the lock `latest` either names this folder already or never will.
     """
     lock = FolderLock.if_free(folder)
     if lock is None:

@@ -1,8 +1,8 @@
-"""What an engine has to save: views of this rank's bytes, and the description of everything.
+"""Collects the data of a save: views of this rank's elements, and descriptions of all tensors.
 
-Changes nothing, gathers nothing. A rank saves the shard of every buffer that would be its own if everything were
-sharded, so each element is saved once whatever the plan. A 16-bit copy of a master is not saved. Values are read
-through the buffers' storages: what is in a tier is streamed from it a chunk at a time.
+It changes and gathers nothing. At every stage, a rank saves the shard of each buffer that it would own at stage 3, so
+that each element is saved once. The 16-bit copy of a master is not saved. The plan reads values through the buffers'
+storages, which stream values in a tier a chunk at a time.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _HOLD_ADAPTERS = ("modules_to_save", "prompt_encoder")
 
 @dataclass(frozen=True)
 class WholeModel:
-    """Facts about a model, noted before an axis of the mesh divides it among the ranks.
+    """Facts about a model before an axis of the mesh divides it among the ranks.
 
     Attributes:
-        order: names of its parameters.
+        order: names of the parameters.
         ties: alias -> the first name of the same parameter.
-        buffers: names of those that belong into a state dict.
-        state_dict_names: of a full state dict, in its order.
-        param_ids: of its parameters, before it was cut.
-        fingerprint: of a few elements of each parameter.
+        buffers: names of the persistent buffers.
+        state_dict_names: keys of a full state dict, in order.
+        param_ids: ids of the parameters.
+        fingerprint: a digest of a few elements of each parameter.
     """
 
     order: tuple[str, ...]
@@ -56,7 +56,7 @@ class WholeModel:
 
     @classmethod
     def of(cls, model: nn.Module) -> WholeModel:
-        """Notes the facts of a model that is not divided yet."""
+        """Collects the facts of a model that is not divided yet."""
         digest = hashlib.blake2b(digest_size=16)
         for name, param in model.named_parameters():
             flat = param.detach().view(-1) if param.is_contiguous() else param.detach().reshape(-1)
@@ -74,11 +74,11 @@ class WholeModel:
 
 @dataclass(frozen=True)
 class EngineState:
-    """The parts of an engine that a checkpoint is about.
+    """The parts of an engine that a checkpoint saves and loads.
 
     Attributes:
-        collectives: of the engine.
-        whole_model: the model that the ranks' parts make up; None where every rank has all of it.
+        collectives: the engine's collectives.
+        whole_model: facts about the whole model if the ranks hold parts of it; else None.
     """
 
     model: nn.Module
@@ -89,43 +89,43 @@ class EngineState:
 
     @property
     def job(self) -> Collectives:
-        """Over all ranks, each of which has a file."""
+        """Collectives over all ranks, each of which writes a file."""
         return self.collectives.job
 
     @property
     def lead(self) -> int:
-        """The first rank with this stage of a pipeline, which describes it."""
+        """The first rank of this pipeline stage, which describes the stage."""
         return self.job.rank - self.collectives.peers.rank
 
     @property
     def ties(self) -> Mapping[str, str]:
-        """alias -> the first name of the same parameter, in the model of all stages."""
+        """alias -> the first name of the same parameter, in the whole model."""
         return ties_of(self.model) if self.whole_model is None else self.whole_model.ties
 
     @property
     def state_dict_names(self) -> Sequence[str]:
-        """Of a full state dict, in its order."""
+        """Keys of a full state dict, in order."""
         return state_dict_names(self.model) if self.whole_model is None else self.whole_model.state_dict_names
 
     def saves(self, buffer: FlatBuffer) -> bool:
-        """Whether this rank's part of a buffer is saved by it: of what several ranks hold, one of them saves."""
+        """Returns True if this rank saves its part of a buffer: only one of the ranks that hold it does."""
         return self.collectives.replica == 0 and (self.collectives.is_first_data_group or buffer.is_split)
 
     def whole(self, slot: Slot, part: Tensor) -> Tensor:
-        """A parameter from this rank's part of it. (all ranks)"""
+        """Returns the whole parameter, given this rank's part of it. (all ranks)"""
         return whole_of(slot, part, self.collectives)
 
     def buffers(self) -> Iterator[FlatBuffer]:
-        """Every flat buffer, in the order of the units."""
+        """Returns every flat buffer, in the order of the units."""
         return (buffer for unit in self.units for buffer in unit.buffers)
 
 
 @dataclass(frozen=True)
 class SaveItem:
-    """Elements [start, start + data.numel()) of the tensor `key` of shape `shape`.
+    """Elements [start, start + data.numel()) of the tensor `key` with shape `shape`.
 
-    `data` is a flat, live view, or reads the elements from a tier a chunk at a time. `split` and the order of elements
-    are as of a `TensorRecord`.
+    `data` is a flat, live view, or reads the elements from a tier a chunk at a time. `TensorRecord` explains `split`
+    and the order of elements.
     """
 
     key: str
@@ -138,11 +138,11 @@ class SaveItem:
 
 @dataclass
 class SavePlan:
-    """What one rank saves.
+    """The data that one rank saves.
 
     Attributes:
-        entries: its tensors.
-        scalars: fqn -> encoded state of the optimizer besides tensors of elements.
+        entries: the tensors.
+        scalars: fqn -> encoded optimizer state other than tensors of elements.
     """
 
     rank: int
@@ -152,13 +152,13 @@ class SavePlan:
 
     @classmethod
     def collect(cls, holdings: EngineState, *, left_out: frozenset[int] = frozenset()) -> SavePlan:
-        """This rank's part of the parameters, masters and states.
+        """Collects this rank's part of the parameters, masters and states.
 
         Args:
-            left_out: ids of the parameters whose values are left out.
+            left_out: ids of the parameters whose values are not saved.
 
         Raises:
-            CheckpointError: the optimizer's state has a form that cannot be saved; it names the state.
+            CheckpointError: an optimizer state has an unsupported form; the message names the state.
         """
         plan = cls(holdings.job.rank)
         for buffer in filter(holdings.saves, holdings.buffers()):
@@ -168,7 +168,7 @@ class SavePlan:
         return plan
 
     def keep(self, tensor: Tensor) -> str:
-        """Saves a small tensor that belongs to plain data; it is copied now. Returns its key."""
+        """Adds a copy of a small tensor that belongs to plain data. Returns its key."""
         key = f"plain/{self.rank}/{self._plain_count}"
         self._plain_count += 1
         self.add_full(key, tensor.detach().clone())
@@ -187,7 +187,7 @@ class SavePlan:
                 continue
             if part:
                 self._add(f"{kind}/{slot.fqn}", slot, part, buffer.masters.elements(part))
-            # A parameter without elements has a shape and a dtype all the same, which a full state dict needs.
+            # A parameter without elements still has a shape and a dtype, which a full state dict needs.
             elif slot.numel == 0 and buffer.rank == 0:
                 none = FlatRange(buffer.own.start, buffer.own.start)
                 self._add(f"{kind}/{slot.fqn}", slot, slot.range, buffer.masters.elements(none))
@@ -197,8 +197,8 @@ class SavePlan:
         start, split = part.start - slot.start, None
         if slot.split is not None:
             start += slot.split.index * slot.numel
-            # Parts of the first dim follow each other in row-major order; those of another, and those of several
-            # blocks, are saved part after part, as no rank has elements that lie together.
+            # Parts along dim 0 are contiguous in row-major order. Parts along another dim, or of several blocks, are
+            # not, so they are saved part after part.
             if slot.split.dim or slot.split.blocks > 1:
                 split = (slot.split.dim, slot.split.parts, slot.split.blocks)
         self.entries.append(SaveItem(key, dtype_name(data.dtype), slot.whole_shape, start, data, split))
@@ -209,8 +209,8 @@ class SavePlan:
             if not (names or rest):
                 continue
             for slot, reached in buffer.layout.slots_in(piece.range, padded=True):
-                # A parameter that goes on from piece to piece is saved once, with the piece that has its first element
-                # here. So is its state without elements; where every rank has all pieces, by the rank it begins on.
+                # A parameter that spans several pieces is saved once, with the piece of its first element on this rank.
+                # So are its scalars; if every rank has all pieces, the rank whose shard has its first element saves.
                 part = slot.range & buffer.own
                 if part and part.start in piece.range:
                     for name in names:
@@ -221,7 +221,7 @@ class SavePlan:
                     self._add_rest(rest, slot, optimizer, alone=is_full_parameter)
 
     def _add_rest(self, rest: dict[str, Any], slot: Slot, optimizer: ShardedOptimizer, *, alone: bool) -> None:
-        """State that does not have one value per element."""
+        """Adds the state that does not have one value per element."""
         scalars: dict[str, Any] = {}
         for name, value in rest.items():
             if isinstance(value, Tensor) and value.dim() > 0 and alone:
@@ -242,17 +242,18 @@ class SavePlan:
         if not isinstance(name, str) or not name or "/" in name:
             raise CheckpointError(
                 f"optimizer {type(optimizer.optimizer).__name__}: state of {fqn}",
-                expected='names of states without "/"',
+                expected='state names without "/"',
                 got=name,
             )
         return f"state/{name}/{fqn}"
 
 
-_TRIED_SIZE = 8  # of each dim of the tensor whose states stand for those of a larger one
+_TRIED_SIZE = 8  # largest size per dim of the sample tensor that stands for a piece
 
 
 def saved_nbytes(holdings: EngineState) -> int:
-    """Bytes of weights, masters and states per element that this rank saves, also while there are no states yet."""
+    """Returns the size in bytes of this rank's saved weights, masters and elementwise states, even before the states
+    exist."""
     sizes: dict[tuple[int, tuple[int, ...]], int] = {}
     total = 0
     for buffer in filter(holdings.saves, holdings.buffers()):
@@ -269,7 +270,7 @@ def saved_nbytes(holdings: EngineState) -> int:
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The buffers that belong into a state dict, by name, each once; with the small state of quantised weights."""
+    """Yields (name, tensor) for each persistent buffer once, and for the small state of quantized weights."""
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
@@ -280,13 +281,13 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def code_names(model: nn.Module) -> tuple[str, ...]:
-    """Parameters and buffers that are codes of quantised weights, or belong to such: nothing may round them."""
+    """Returns the names of quantized weights' codes and state, which must not be rounded."""
     codes = [name for name, param in named_tensors(model) if scales_of(param) is not None]
     return (*codes, *(name for name, _ in state_tensors(model)))
 
 
 def describe_parameters(holdings: EngineState, *, left_out: frozenset[int]) -> dict[str, ParameterRecord]:
-    """fqn -> record, in the order of the model's names."""
+    """Returns fqn -> record, in the order of the model's parameters."""
     groups = holdings.optimizer.group_of if holdings.optimizer is not None else {}
     records = {
         slot.fqn: ParameterRecord(
@@ -303,7 +304,7 @@ def describe_parameters(holdings: EngineState, *, left_out: frozenset[int]) -> d
 
 
 def ties_of(model: nn.Module) -> dict[str, str]:
-    """alias -> the first name of the same parameter."""
+    """Returns alias -> the first name of the same parameter."""
     first: dict[int, str] = {}
     ties: dict[str, str] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
@@ -314,7 +315,7 @@ def ties_of(model: nn.Module) -> dict[str, str]:
 
 
 def state_dict_names(model: nn.Module) -> list[str]:
-    """The names of a state dict, in its order, without touching a value."""
+    """Returns the keys of a state dict, in order, without reading a value."""
     names: list[str] = []
     for prefix, module in model.named_modules(remove_duplicate=False):
         own = [
@@ -327,13 +328,13 @@ def state_dict_names(model: nn.Module) -> list[str]:
     return names + [name for name, _ in state_tensors(model)]
 
 
-# -- the base under adapters in the manner of PEFT
-# A frozen base with a name is loaded from there before a run resumes, so that a checkpoint of the adapters need not
-# repeat it. Frozen adapters, such as one that is not active, have no other place and are saved.
+# -- the base model of adapters like PEFT's
+# A run loads a frozen base with a name from its source before it resumes, so a checkpoint need not contain it. Frozen
+# adapters, such as inactive ones, have no other source and are saved.
 
 
 def base_name(model: nn.Module) -> str:
-    """Where the base of the model's adapters comes from; "" without adapters, or where the base has no name."""
+    """Returns the name of the base model of the adapters; "" without adapters, or if the base has no name."""
     adapters = getattr(model, "peft_config", None)
     if not isinstance(adapters, Mapping) or not adapters:
         return ""
@@ -343,13 +344,13 @@ def base_name(model: nn.Module) -> str:
 
 
 def left_out(model: nn.Module, exclude_frozen: bool | None) -> tuple[frozenset[int], str]:
-    """Ids of the parameters whose values a checkpoint leaves out, and the name of the base if they are those of a base.
+    """Returns the ids of the parameters whose values a checkpoint omits, and the name of the adapters' base.
 
     Args:
-        exclude_frozen: all frozen ones, or none; None leaves out a base that has a name.
+        exclude_frozen: True to omit all frozen parameters, False to omit none, None to omit a base with a name.
 
     Raises:
-        UsageError: no flag.
+        UsageError: `exclude_frozen` is neither a bool nor None.
     """
     if exclude_frozen is not None:
         if not isinstance(exclude_frozen, bool):
@@ -366,14 +367,14 @@ def left_out(model: nn.Module, exclude_frozen: bool | None) -> tuple[frozenset[i
     if base:
         log_once(
             logging.WARNING,
-            f"save_checkpoint: the frozen base {name!r} is left out; load it before you resume. "
+            f"save_checkpoint: the checkpoint omits the frozen base {name!r}; load it before you resume. "
             'Set "checkpoint": {"exclude_frozen_parameters": false} to save it too',
         )
     return base, name
 
 
 def _adapters_of(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters that an adapter's layer adds to the module that it wraps."""
+    """Returns the parameters that an adapter layer adds to the module that it wraps."""
     wrapped = module._modules.get("base_layer")
     if wrapped is not None:
         inside = {id(param) for param in wrapped.parameters()}

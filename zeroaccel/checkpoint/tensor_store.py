@@ -1,7 +1,7 @@
-"""The tensors of one checkpoint, read by key or by element range; only the blocks that hold those elements are read.
+"""Reads the tensors of one checkpoint by key or by element range, and only the blocks that hold those elements.
 
-Requests are queued by `fill` and carried out by `read` in the order of the files, so that each file is read forward
-once. `TensorStore` reads our rank files, `TorchStore` the files of torch that DeepSpeed and DCP checkpoints consist of.
+`fill` queues requests and `read` carries them out in the order of the files, so that it reads each file forward once.
+`TensorStore` reads the rank files of this format, `TorchStore` torch's files in checkpoints of DeepSpeed and DCP.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from zeroaccel.zero.access.safetensors_file import ITEMSIZE, dtype_of
 
 @dataclass(frozen=True)
 class _ElementRequest:
-    """Elements of `dtype` at byte `offset` of a file, at most a chunk, for `into`, (n,), converted to its dtype."""
+    """A request to read at most a chunk of elements of `dtype` at byte `offset` of a file into `into`, (n,)."""
 
     offset: int
     into: Tensor
@@ -45,10 +45,10 @@ class _ElementRequest:
 
 
 class TensorStore:
-    """Reads from a checkpoint's folder. A context manager, which closes the files.
+    """Reads from a checkpoint's folder. Use it as a context manager, which closes the files.
 
     Attributes:
-        requested_nbytes: bytes of all requests so far.
+        requested_nbytes: size of all requests so far, in bytes.
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
@@ -68,14 +68,14 @@ class TensorStore:
 
     @property
     def read_nbytes(self) -> int:
-        """Read from the disk so far: the requests, the rest of their blocks, the headers and the tables."""
+        """Number of bytes read from the disk so far: complete blocks, headers and tables."""
         return sum(file.read_nbytes for file in self._files.values())
 
     def fill(self, key: str, start: int, into: Tensor) -> None:
-        """Queues elements [start, start + into.numel()) of a tensor for `into`, (n,), converted to its dtype.
+        """Queues a read of elements [start, start + into.numel()) into `into`, (n,), converted to its dtype.
 
         Raises:
-            CheckpointError: there is no such tensor, or it has fewer elements.
+            CheckpointError: the checkpoint has no tensor `key`, or it has fewer elements.
         """
         record = self.manifest.tensors.get(key)
         if record is None or start + into.numel() > record.numel:
@@ -84,7 +84,7 @@ class TensorStore:
         limit = CHUNK_NBYTES // itemsize
         self.requested_nbytes += into.numel() * itemsize
         cursor, end = start, start + into.numel()
-        # The pieces cover the tensor in order, so the first one is found by bisection and the others follow it.
+        # The pieces cover the tensor in order: bisection finds the first one, and the others follow it.
         runs = record.runs
         index = bisect_right(runs, cursor, key=lambda piece: piece[1]) - 1
         while cursor < end:
@@ -98,7 +98,7 @@ class TensorStore:
             cursor += count
             if cursor == piece_start + length:
                 index += 1
-        if record.split is not None:  # what the files' own headers say is of pieces, which have many runs
+        if record.split is not None:  # the files' headers describe whole pieces, each of which has many runs
             for file, _, length, offset in record.pieces:
                 self._used.setdefault(file, {})[key] = (record.dtype, length, offset)
 
@@ -106,7 +106,7 @@ class TensorStore:
         """Carries out all queued requests.
 
         Raises:
-            CheckpointError: something is damaged; targets of the queued requests may be filled in part.
+            CheckpointError: a file is damaged. Targets of the queued requests may be partly filled.
         """
         pending, self._pending = self._pending, {}
         used, self._used = self._used, {}
@@ -124,7 +124,7 @@ class TensorStore:
                 request.deliver(data[request.offset - start : request.end - start])
 
     def fetch(self, key: str) -> Tensor:
-        """A full tensor, in host memory."""
+        """Reads a full tensor into host memory."""
         record = self.manifest.tensors.get(key)
         if record is None:
             raise CheckpointError(f"tensor {key}: not in the checkpoint")
@@ -137,7 +137,7 @@ class TensorStore:
 
 
 def _spans(requests: Sequence[_ElementRequest]) -> Iterator[list[_ElementRequest]]:
-    """Runs of requests with no unrequested block between them, each of at most twice a chunk."""
+    """Yields runs of requests without an unrequested block between them, each of at most two chunks."""
     span: list[_ElementRequest] = []
     end = 0
     for request in requests:
@@ -153,10 +153,10 @@ def _spans(requests: Sequence[_ElementRequest]) -> Iterator[list[_ElementRequest
 
 
 class UnreadStore(TensorStore):
-    """Notes which files would be read, and reads nothing: what it should fill may be on the meta device.
+    """Records which files a load would read, without reading them. Targets may be on the meta device.
 
     Attributes:
-        names: of the files so far.
+        names: names of the files so far.
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
@@ -169,10 +169,10 @@ class UnreadStore(TensorStore):
 
 
 class TorchStore(TensorStore):
-    """The tensors of torch's files, by the keys of a manifest that `deepspeed_resume.py` or `dcp_import.py` made.
+    """Reads tensors from torch's files, by the keys of a manifest from `deepspeed_resume.py` or `dcp_import.py`.
 
     Args:
-        files: by the numbers in the manifest's pieces.
+        files: the files, indexed by the file numbers in the manifest's pieces.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, files: Sequence[TorchFile]) -> None:
@@ -181,9 +181,9 @@ class TorchStore(TensorStore):
 
     @property
     def read_nbytes(self) -> int:
-        """Read from the disk so far, but for what torch's checksums were compared with."""
+        """Number of bytes read from the disk so far, without those read to verify torch's checksums."""
         return self.requested_nbytes
 
     def _read(self, file: int, requests: Sequence[_ElementRequest], pieces: Mapping[str, tuple[str, int, int]]) -> None:
-        for request in requests:  # their manifest was made from the files themselves
+        for request in requests:  # `pieces` need no check, because the manifest was made from the files
             request.deliver(self.torch_files[file].read(request.offset, request.nbytes))

@@ -1,9 +1,8 @@
-"""The model's full weights in their own dtypes, as files that libraries of models read; unsharded one unit at a time.
+"""Writes the model's full weights, in their own dtypes, to files that model libraries read; gathers unit by unit.
 
-A safetensors file is written as tensors come, so rank 0 holds one unsharded unit and a chunk to copy through; a pickle
-(.bin, .pt) needs all of its tensors in rank 0's memory at once. `save_weights` writes one file, `save_model_files`
-files of limited size with an index: which tensor goes into which is planned from the shapes alone. The exact fp32
-weights are in checkpoints.
+A safetensors file is written tensor by tensor, so rank 0 holds one unsharded unit and a chunk for copies. A pickle
+(.bin, .pt) needs all of its tensors in rank 0's memory at once. `save_weights` writes one file; `save_model_files`
+writes files of limited size with an index, planned from the shapes alone. Checkpoints have the exact fp32 weights.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ TensorSpec = tuple[str, torch.dtype, tuple[int, ...]]
 """(name, dtype, shape) of a tensor of the model."""
 
 WeightsWriter: TypeAlias = "PickledWeights | StreamedWeights | _ShardedWeights"
-"""`add` appends the next tensor, `finish` gives every file its final name; `close`, after it and after any failure,
-removes unfinished files."""
+"""`add` appends the next tensor, and `finish` gives every file its final name. `close`, which must follow `finish` or a
+failure, removes unfinished files."""
 
 _PICKLES = (".bin", ".pt", ".pth")
 
@@ -45,11 +44,12 @@ def save_weights(path: Path, engine_state: EngineState, *, exclude_frozen: bool)
     """Writes all parameters and persistent buffers to `path`, on rank 0. (all ranks)
 
     Args:
-        path: its suffix decides: .safetensors, or .bin, .pt, .pth for `torch.save`. Tied parameters are one tensor: a
-            pickle has it under each of its names, a safetensors file under the first (metadata lists the others).
+        path: the output file. Its suffix selects the format: .safetensors, or .bin, .pt, .pth for `torch.save`. A
+            pickle has a tied parameter under each of its names, a safetensors file under the first only, with the
+            others in the metadata.
 
     Raises:
-        CheckpointError: another suffix, or the disk is full or fails; on every rank.
+        CheckpointError: the suffix is unknown, or the disk is full or fails; raised on every rank.
     """
     tensors = all_tensor_specs(engine_state, exclude_frozen=exclude_frozen)
 
@@ -81,10 +81,10 @@ def stream_into(
     """Creates `folder` and passes all full weights to a writer, on rank 0. (all ranks)
 
     Args:
-        open_writer: called on rank 0, after the folder was created.
+        open_writer: makes the writer; called on rank 0 after the folder exists.
 
     Raises:
-        CheckpointError: the disk is full or fails, or what the writer raises; on every rank.
+        CheckpointError: the disk is full or fails, or the writer raised an error; raised on every rank.
     """
     writer: WeightsWriter | None = None
     with agreed(engine_state.job, f"save {folder.name}: folder"), _named_errors(folder):
@@ -97,8 +97,8 @@ def stream_into(
             if writer is not None and error is None:
                 writer.add(name, value)
         except Exception as raised:
-            # The other ranks wait for rank 0 in the next all-gather, so it takes part in the remaining ones and raises
-            # at the end, where all ranks agree.
+            # The other ranks wait for rank 0 in the next all-gather, so it joins the remaining ones and raises at the
+            # end, where all ranks agree.
             error = raised
     with agreed(engine_state.job, f"save {folder.name}: write"), _named_errors(folder):
         try:
@@ -113,7 +113,7 @@ def stream_into(
 
 @contextmanager
 def _named_errors(folder: Path) -> Iterator[None]:
-    """OSErrors as CheckpointError with the file's name."""
+    """Converts an OSError to a CheckpointError with the file's name."""
     try:
         yield
     except OSError as error:
@@ -124,11 +124,11 @@ def _named_errors(folder: Path) -> Iterator[None]:
 
 
 def consolidated_state_dict(engine_state: EngineState, *, exclude_frozen: bool) -> dict[str, Tensor] | None:
-    """All parameters and persistent buffers in host memory, in the order of the model's own state dict. (all ranks)
+    """Gathers all parameters and persistent buffers in host memory, in the model's order. (all ranks)
 
     Returns:
-        On rank 0 copies in the dtypes of the engine, tied parameters one tensor under each of their names; None on
-        the others, which take part in all-gathering one unit at a time.
+        On rank 0, a state dict of copies in the engine's dtypes; all names of a tied parameter map to one tensor. None
+        on the other ranks, which join the all-gathers, one unit at a time.
     """
     tensors: dict[str, Tensor] = {}
     for name, value in _streamed(engine_state, exclude_frozen=exclude_frozen):
@@ -138,7 +138,7 @@ def consolidated_state_dict(engine_state: EngineState, *, exclude_frozen: bool) 
 
 
 def placeholder_state_dict(engine_state: EngineState, *, exclude_frozen: bool) -> dict[str, Tensor]:
-    """What `consolidated_state_dict` returns on rank 0, on the meta device: names, shapes and dtypes, no values."""
+    """Returns a `consolidated_state_dict` on the meta device: names, shapes and dtypes, no values."""
     tensors = {
         name: torch.empty(shape, dtype=dtype, device="meta")
         for name, dtype, shape in tensor_specs(engine_state, exclude_frozen=exclude_frozen)
@@ -147,7 +147,7 @@ def placeholder_state_dict(engine_state: EngineState, *, exclude_frozen: bool) -
 
 
 def with_ties(tensors: dict[str, Tensor], engine_state: EngineState) -> dict[str, Tensor]:
-    """The same tensors under every name that a state dict of the model has for them, in its order."""
+    """Returns the tensors under all of their names in the model's state dict, in its order."""
     tensors = join_wrappers(engine_state.model, tensors)
     ties = {alias: name for alias, name in engine_state.ties.items() if name in tensors}
     named = {**tensors, **{alias: tensors[name] for alias, name in ties.items()}}
@@ -155,9 +155,9 @@ def with_ties(tensors: dict[str, Tensor], engine_state: EngineState) -> dict[str
 
 
 class FullValues:
-    """Full values of this rank's stage by name, asked for in the same order on all ranks. (all ranks)
+    """Full values of this rank's stage by name. All ranks must request them in the same order. (all ranks)
 
-    A unit is unsharded from the first question for a value of it until one for a value of another unit.
+    A unit stays unsharded from the first request for one of its values until the first for another unit's.
     """
 
     def __init__(self, engine_state: EngineState) -> None:
@@ -172,7 +172,7 @@ class FullValues:
         self._open: ParamUnit | None = None
 
     def value(self, name: str) -> Tensor:
-        """A parameter or persistent buffer; valid until the next question."""
+        """Returns a parameter or persistent buffer, valid until the next call."""
         if name in self._others:
             return self._others[name].detach()
         unit, buffer, index = self._homes[name]
@@ -185,20 +185,23 @@ class FullValues:
         return self._engine_state.whole(buffer.layout.slots[index], buffer.view(index).detach())
 
     def reshard(self) -> None:
-        """Reshards what a question has unsharded."""
+        """Reshards the unit that `value` unsharded."""
         if self._open is not None:
             self._open.reshard()
             self._open = None
 
 
 def _streamed(engine_state: EngineState, *, exclude_frozen: bool) -> Iterator[tuple[str, Tensor]]:
-    """(name, full value) of the whole model, by descending item size; valid on rank 0, until the next. (all ranks)"""
+    """Yields (name, full value) of the whole model, by descending item size. (all ranks)
+
+    A value is valid on rank 0, until the next one.
+    """
     values = FullValues(engine_state)
     for source, (name, dtype, shape) in _specs_by_rank(engine_state, exclude_frozen=exclude_frozen):
         value = torch.empty(0)
         if source == engine_state.lead:
             value = values.value(name)
-        if source != 0:  # all ranks receive, though only rank 0 needs it: one stage's ranks send, tensor by tensor
+        if source != 0:  # a tensor of a later stage: broadcast it to all ranks, although only rank 0 needs it
             if source != engine_state.job.rank:
                 value = torch.empty(shape, dtype=dtype, device=engine_state.job.topology.device)
             value = value.contiguous()
@@ -208,7 +211,7 @@ def _streamed(engine_state: EngineState, *, exclude_frozen: bool) -> Iterator[tu
 
 
 def _specs_by_rank(engine_state: EngineState, *, exclude_frozen: bool) -> list[tuple[int, TensorSpec]]:
-    """Which rank has each tensor of the whole model, in the order of `_streamed`. (all ranks)"""
+    """Returns (rank that has it, spec) for each tensor of the whole model, in the order of `_streamed`. (all ranks)"""
     own = list(tensor_specs(engine_state, exclude_frozen=exclude_frozen))
     if engine_state.whole_model is None:
         return [(0, spec) for spec in own]
@@ -222,13 +225,13 @@ def _specs_by_rank(engine_state: EngineState, *, exclude_frozen: bool) -> list[t
 
 
 def all_tensor_specs(engine_state: EngineState, *, exclude_frozen: bool) -> list[TensorSpec]:
-    """Name, dtype and shape of all tensors of the model, in the order in which they are written. (all ranks)"""
+    """Returns name, dtype and shape of all tensors of the model, in the order of the output. (all ranks)"""
     return [spec for _, spec in _specs_by_rank(engine_state, exclude_frozen=exclude_frozen)]
 
 
 def tensor_specs(engine_state: EngineState, *, exclude_frozen: bool) -> Iterator[TensorSpec]:
-    """Name, dtype and shape of what this rank's stage has of `_streamed`, in its order; nothing is gathered."""
-    # Largest items first, so that in a safetensors file without gaps every tensor is aligned to its item size.
+    """Yields name, dtype and shape of this stage's tensors, in the order of `_streamed`; gathers nothing."""
+    # Largest items first, so that every tensor in a safetensors file is aligned to its item size without gaps.
     for itemsize in (8, 4, 2, 1):
         for buffer in engine_state.buffers():
             if buffer.dtype.itemsize == itemsize:
@@ -241,11 +244,11 @@ def tensor_specs(engine_state: EngineState, *, exclude_frozen: bool) -> Iterator
 
 
 class StreamedWeights:
-    """A safetensors file that is written as tensors come, in the order of its header, which is written first.
+    """Writes a safetensors file tensor by tensor, in the order of its header.
 
     Args:
-        tensors: what will come.
-        ties: alias -> name of the same tensor; those of tensors that come are saved as metadata.
+        tensors: the tensors, in the order of the calls of `add`.
+        ties: alias -> name of the same tensor; the metadata lists the aliases of `tensors`.
     """
 
     def __init__(self, path: Path, tensors: Sequence[TensorSpec], ties: Mapping[str, str]) -> None:
@@ -262,8 +265,8 @@ class StreamedWeights:
 
     def add(self, name: str, value: Tensor) -> None:
         """Appends the next tensor."""
-        # Copied through a chunk of our own: a storage that numpy has seen can never be freed by resizing again, and
-        # `value` may be a view of a unit's flat buffer, which is freed so when the unit is resharded.
+        # Copy through a separate chunk: once numpy has a view of a storage, resizing cannot free the storage any more,
+        # and resharding frees a unit's flat buffer, of which `value` may be a view, in that way.
         data = value.contiguous().view(-1).view(torch.uint8)
         for part in data.split(CHUNK_NBYTES) if data.numel() else ():
             self._chunk[: part.numel()].copy_(part)
@@ -297,7 +300,7 @@ class PickledWeights:
             try:
                 torch.save(with_ties(self._tensors, self._engine_state), file)
             except RuntimeError as error:
-                if isinstance(error.__context__, OSError):  # torch raises an error of its own over a full disk's
+                if isinstance(error.__context__, OSError):  # torch hides the error of a full disk behind its own
                     raise error.__context__ from None
                 raise
             file.flush()
@@ -305,7 +308,7 @@ class PickledWeights:
         remove_abandoned(self._path)
 
     def close(self) -> None:
-        """Nothing stays open."""
+        """Does nothing, because no file is open."""
 
 
 @dataclass(frozen=True)
@@ -313,7 +316,7 @@ class ModelFile:
     """One file to write.
 
     Attributes:
-        tensors: name, dtype and shape, in the order in which they come.
+        tensors: name, dtype and shape of each tensor, in the order of the file.
     """
 
     name: str
@@ -321,12 +324,15 @@ class ModelFile:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its tensors."""
+        """Size of the tensors in bytes."""
         return sum(_nbytes(item) for item in self.tensors)
 
 
 def parse_nbytes(size: int | str) -> int:
-    """Bytes of "10GB" (powers of 1000), "5GiB" (of 1024), or of a number; UsageError for anything else.
+    """Returns the bytes of a size: "10GB" (powers of 1000), "5GiB" (powers of 1024), or a number.
+
+    Raises:
+        UsageError: `size` is something else.
 
     Example:
         >>> parse_nbytes("10GB"), parse_nbytes("1.5 KiB"), parse_nbytes(4096)
@@ -337,7 +343,7 @@ def parse_nbytes(size: int | str) -> int:
 
 
 def plan_files(tensors: Sequence[TensorSpec], max_nbytes: int, suffix: str) -> list[ModelFile]:
-    """Runs of tensors of at most `max_nbytes` together, in their order; a larger tensor has a file of its own.
+    """Plans files of at most `max_nbytes` each, in the order of the tensors; a larger tensor gets its own file.
 
     Example:
         >>> tensors = [("a", torch.float32, (4,)), ("b", torch.float32, (2,)), ("c", torch.float32, (2,))]
@@ -360,15 +366,15 @@ def save_model_files(
 ) -> list[str]:
     """Writes all parameters and persistent buffers into `folder`, on rank 0. (all ranks)
 
-    `model.safetensors`, or `model-00001-of-0000N.safetensors` and so on with `model.safetensors.index.json`; pickled,
-    `pytorch_model.bin` and the like. Tied parameters are one tensor, in safetensors files under the first of their
-    names. Each file replaces its predecessor when it is complete, and files of an earlier save in other numbers go.
+    The files are `model.safetensors`, or `model-00001-of-0000N.safetensors` etc. and `model.safetensors.index.json`; if
+    `pickled`, they begin with `pytorch_model` and end with `.bin`. Safetensors files have a tied parameter under its
+    first name only. Each file replaces an old one when it is complete; other files of an earlier save are removed.
 
     Returns:
-        The names of the files, index included.
+        The names of the files, including the index.
 
     Raises:
-        CheckpointError: the folder cannot be written; on every rank.
+        CheckpointError: the folder is not writable; raised on every rank.
     """
     suffix = ".bin" if pickled else ".safetensors"
     files = plan_files(all_tensor_specs(engine_state, exclude_frozen=exclude_frozen), max_nbytes, suffix)
@@ -383,13 +389,13 @@ def save_model_files(
 
 
 class _ShardedWeights:
-    """Opens the files one after the other, as their tensors come."""
+    """Writes the files one after the other; opens each at its first tensor."""
 
     def __init__(self, folder: Path, files: Sequence[ModelFile], engine_state: EngineState) -> None:
         self._folder, self._files, self._holdings = folder, files, engine_state
         self._open: WeightsWriter | None = None
         self._num_written = 0
-        self._num_missing = 0  # tensors that the open file still waits for
+        self._num_missing = 0  # number of tensors that the open file still needs
 
     def add(self, name: str, value: Tensor) -> None:
         if self._open is None:
@@ -408,8 +414,8 @@ class _ShardedWeights:
         assert self._num_written == len(self._files) or not self._files[0].tensors, "a file was not filled"
         suffix = Path(self._files[0].name).suffix
         index = self._folder / _index_name(suffix)
-        # The index is written after the files it names, and files of an earlier save are removed last, when no index
-        # names them any more.
+        # Write the index after the files that it names, and remove files of an earlier save last, when no index names
+        # them any more.
         if len(self._files) > 1:
             names = {name: file.name for file in self._files for name, _, _ in file.tensors}
             ties = self._holdings.ties if suffix == ".bin" else {}

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Converts a sharded checkpoint to one model file, or a folder of them: no configuration, GPU or process group.
+"""Converts a sharded checkpoint to one model file, or a folder of them, without a config, GPU or process group.
 
-This file stands alone: Python, numpy and safetensors, and torch only to write .bin. A copy of it is in every folder of
-checkpoints, so it may import nothing of the package that wrote them; it reads the format of docs/checkpoint_format.md
-and checks every byte. It streams: in memory are a few chunks, or one output file for .bin. `read_source` reads our
-format; any other that can be described by a `Source` is converted the same way.
+This file stands alone: it needs Python, numpy and safetensors, and torch only to write .bin. Every folder of
+checkpoints has a copy of it, so it may import nothing from the package that wrote them. It reads the format of
+docs/checkpoint_format.md and checks every byte. It streams, with a few chunks in memory, or one output file for .bin.
+`read_source` reads this format; `convert` also accepts a `Source` of another format.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ __all__ = [
 
 Item = TypeVar("Item")
 Bytes = NDArray[np.uint8]
-Piece = tuple[int, int, int, int]  # (file, start, length, offset): elements from `start` are at byte `offset` of it
+Piece = tuple[int, int, int, int]  # (file, start, length, offset): elements from `start` begin at byte `offset`
 
 FORMAT_VERSION = 2
 MOST_MANIFEST_NBYTES = 1 << 30
 MOST_HEADER_NBYTES = 256 << 20
 LARGEST = (1 << 63) - 1
 BLOCK_NBYTES = 1 << 16  # bytes that one checksum covers
-CHUNK_NBYTES = 64 * BLOCK_NBYTES  # read, converted and written at a time, by each reader
+CHUNK_NBYTES = 64 * BLOCK_NBYTES  # size of the pieces that each reader reads, converts and writes
 ITEMSIZE = {
     **{"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2},
     **{"I32": 4, "U32": 4, "F32": 4, "C64": 8, "F64": 8, "I64": 8, "U64": 8},
 }
-FLOATS = {"BF16": "<u2", "F16": "<f2", "F32": "<f4", "F64": "<f8"}  # what is converted; 8-bit floats are codes, kept
+FLOATS = {"BF16": "<u2", "F16": "<f2", "F32": "<f4", "F64": "<f8"}  # dtypes to convert; 8-bit floats stay unchanged
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 TORCH_NAMES = {
     **{"BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "U16": "uint16", "I32": "int32", "U32": "uint32"},
@@ -75,25 +75,25 @@ TORCH_NAMES = {
 STEMS = {"safetensors": "model", "bin": "pytorch_model"}
 JOURNAL_NAME = "zero_to_fp32.progress.json"
 TEMPORARY_SUFFIX = ".tmp"
-ABANDONED_SECONDS = 10.0  # an unlocked temporary file that is older has no writer
+ABANDONED_SECONDS = 10.0  # an older temporary file without a lock has no writer
 
 
 class ConversionError(RuntimeError):
-    """The checkpoint is damaged, incomplete or not one, or the output cannot be written. No wrong value was written."""
+    """The checkpoint is damaged, incomplete or missing, or writing the output failed. No written value is wrong."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message if len(message) <= 9000 else f"{message[:8500]} ... {message[-500:]}")
 
 
 class ArgumentsError(ConversionError):
-    """The command line makes no sense."""
+    """An argument is invalid, or the arguments contradict each other."""
 
 
 # ---- reading a checkpoint ----
 
 
 class ByteFile(Protocol):
-    """A file of a checkpoint; `read` gives bytes [start, start + nbytes) and is called by several threads at once."""
+    """A file of a checkpoint. `read` returns bytes [start, start + nbytes); several threads call it at once."""
 
     def read(self, start: int, nbytes: int) -> Bytes: ...
 
@@ -103,8 +103,8 @@ class Weight:
     """A tensor of the model and the location of its bytes.
 
     Attributes:
-        excludable: a parameter that no optimizer updates.
-        is_code: of a quantised weight: its dtype and bits stay.
+        excludable: True for a parameter that no optimizer updates.
+        is_code: True for codes of a quantized weight, whose dtype and bits must not change.
     """
 
     name: str
@@ -125,10 +125,10 @@ class Source:
     """A checkpoint to convert.
 
     Attributes:
-        stage: 0 to 3, to be printed.
+        stage: ZeRO stage 0 to 3, for the output.
         fingerprint: a digest that depends on every byte of the checkpoint.
         ties: alias -> name in `weights`.
-        left_out: parameters whose values are not in the checkpoint.
+        left_out: names of parameters whose values are not in the checkpoint.
     """
 
     tag: str
@@ -143,7 +143,7 @@ class Source:
 
 @functools.lru_cache(maxsize=1)
 def block_weights() -> NDArray[np.uint64]:
-    """(8192,) odd numbers: splitmix64 of 1, 2, ..."""
+    """Returns (8192,) odd numbers: splitmix64 of 1, 2, ..."""
     with np.errstate(over="ignore"):
         z = np.arange(1, BLOCK_NBYTES // 8 + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -152,10 +152,10 @@ def block_weights() -> NDArray[np.uint64]:
 
 
 def sums_of_blocks(data: Bytes) -> NDArray[np.uint64]:
-    """The checksum of each block of `data`, which has no other ones than complete blocks.
+    """Returns the checksum of each block of `data`, which must consist of complete blocks.
 
-    A weighted sum modulo 2**64 of the block's 64-bit words. The weights are odd, so invertible modulo 2**64: a change
-    of any single word changes the sum; that they differ makes swapped words visible.
+    A checksum is a weighted sum modulo 2**64 of the block's 64-bit words. The weights are odd, so invertible modulo
+    2**64: a change of any single word changes the sum. They are distinct, so that swapped words change it too.
     """
     sums: NDArray[np.uint64] = np.einsum("ij,j->i", data.view("<u8").reshape(-1, BLOCK_NBYTES // 8), block_weights())
     return sums
@@ -169,7 +169,7 @@ def _pread(
     capacity: int = 0,
     error: Callable[[str], Exception] = ConversionError,
 ) -> Bytes:
-    """(max(nbytes, capacity),) bytes, zeros from `nbytes` on."""
+    """Reads `nbytes` bytes and returns them as (max(nbytes, capacity),) uint8, padded with zeros."""
     data = np.empty(max(nbytes, capacity), np.uint8)
     data[nbytes:] = 0
     view, done = data.data[:nbytes], 0
@@ -182,28 +182,28 @@ def _pread(
 
 
 class RankFile:
-    """A rank's file: every byte that `read` returns has been compared with its table of checksums."""
+    """A rank's file. `read` checks every byte that it returns against the table of checksums."""
 
     def __init__(self, path: Path, nbytes: int, table_sha256: str) -> None:
         self.path = path
         try:
             size = path.stat().st_size
             if size != nbytes:
-                raise self.error(f"{path}: expected {nbytes} bytes, got {size}: the file is not whole")
+                raise self.error(f"{path}: expected {nbytes} bytes, got {size}: the file is incomplete")
             self._handle = os.open(path, os.O_RDONLY)
         except FileNotFoundError:
-            raise self.error(f"{path}: missing, though the manifest names it") from None
+            raise self.error(f"{path}: missing, but the manifest names it") from None
         except OSError as error:
             raise self.error(f"{path}: cannot be read ({error.strerror})") from error
         self._end = nbytes - 8 * -(-nbytes // (BLOCK_NBYTES + 8))
         table = self._pread(self._end, nbytes - self._end)
         if hashlib.sha256(table.tobytes()).hexdigest() != table_sha256:
-            raise self.error(f"{path}: damaged: its table of checksums is not the one that was written")
+            raise self.error(f"{path}: damaged: its table of checksums does not match the manifest")
         self._table = table.view("<u8")
 
     @staticmethod
     def error(message: str) -> Exception:
-        """What is raised."""
+        """Returns the exception to raise."""
         return ConversionError(message)
 
     def close(self) -> None:
@@ -216,7 +216,7 @@ class RankFile:
 
     @functools.cached_property
     def _header(self) -> tuple[int, Mapping[str, Any]]:
-        """(first byte of the data, name -> entry)."""
+        """The header: (first byte of the data, name -> entry)."""
         start = 8 + int.from_bytes(self.read(0, min(8, self._end)).tobytes(), "little")
         if not 8 < start <= min(self._end, MOST_HEADER_NBYTES):
             raise self.error(f"{self.path}: damaged: a header of {start - 8} bytes")
@@ -229,7 +229,7 @@ class RankFile:
     def check_pieces(self, pieces: Mapping[str, tuple[str, int, int]]) -> None:
         """Compares the manifest's pieces, (dtype, elements, first byte), with the file's own header.
 
-        Where they differ, bytes would be taken for numbers of another kind, or of another tensor.
+        If they differed, bytes would be read as another dtype, or as part of another tensor.
         """
         for key, (dtype, length, offset) in pieces.items():
             start, entries = self._header
@@ -238,15 +238,15 @@ class RankFile:
             if entries.get(key) != expected:
                 own = str(entries.get(key))[:200]
                 raise self.error(
-                    f"{self.path}: tensor {key}: expected {expected}, as the manifest has it, got {own} in its header"
+                    f"{self.path}: tensor {key}: expected {expected}, from the manifest, got {own} in its header"
                 )
 
     def read(self, start: int, nbytes: int) -> Bytes:
-        """Bytes [start, start + nbytes). Reads the complete blocks around them, since only those have a checksum."""
+        """Returns bytes [start, start + nbytes). Reads complete blocks, because a checksum covers a block."""
         first, last = start // BLOCK_NBYTES, -(-(start + nbytes) // BLOCK_NBYTES)
         origin, end = first * BLOCK_NBYTES, min(last * BLOCK_NBYTES, self._end)
         if start + nbytes > self._end:
-            raise self.error(f"{self.path}: the manifest puts data where the checksums are")
+            raise self.error(f"{self.path}: the manifest places data in the table of checksums")
         data = self._pread(origin, end - origin, capacity=(last - first) * BLOCK_NBYTES)
         wrong = np.flatnonzero(sums_of_blocks(data) != self._table[first:last])
         if wrong.size:
@@ -262,10 +262,10 @@ class RankFile:
 
 
 def read_source(checkpoint_dir: str | os.PathLike[str], tag: str | None = None) -> Source:
-    """The checkpoint of `tag`, or the one `latest` names; `checkpoint_dir` may also be the folder of a checkpoint.
+    """Opens the checkpoint with `tag`, or with the tag in `latest`; `checkpoint_dir` may also be a checkpoint itself.
 
     Raises:
-        ConversionError: there is none, or it is damaged, incomplete or of a newer format.
+        ConversionError: the checkpoint does not exist, or is damaged, incomplete or in a newer format.
     """
     folder = _find(Path(checkpoint_dir), tag)
     path = folder / "manifest.json"
@@ -281,10 +281,10 @@ def read_source(checkpoint_dir: str | os.PathLike[str], tag: str | None = None) 
             )
         text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
         if hashlib.sha256(text.encode("ascii")).hexdigest() != checksum:
-            raise ConversionError(f"{path}: damaged: its checksum does not fit its contents")
+            raise ConversionError(f"{path}: damaged: its checksum does not match its contents")
         return _source(folder, body, checksum)
     except FileNotFoundError:
-        raise ConversionError(f"{path}: missing: not a checkpoint, or a save that was interrupted") from None
+        raise ConversionError(f"{path}: missing: not a checkpoint, or its save was interrupted") from None
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
         raise ConversionError(f"{path}: damaged: {type(error).__name__}: {str(error)[:300]}") from error
     except OSError as error:
@@ -292,7 +292,7 @@ def read_source(checkpoint_dir: str | os.PathLike[str], tag: str | None = None) 
 
 
 def _read_regular(path: Path, most_nbytes: int) -> bytes:
-    """The content of a regular file of at most `most_nbytes`; OSError for anything else."""
+    """Returns the content of a regular file of at most `most_nbytes`; raises OSError for other files."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     with os.fdopen(handle, "rb") as file:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -321,7 +321,7 @@ def _find(root: Path, tag: str | None) -> Path:
                 f"{root / 'latest'}: cannot be read ({what}); pass --tag; checkpoints here: {there}"
             ) from None
         where = str(root / "latest")
-    # Without a leading dot in any name, the tag does not lead out of the folder.
+    # No name has a leading dot, so the tag cannot lead out of the folder.
     names = tag.split("/")
     plain = tag.isprintable() and all(re.fullmatch(r"[^./\\\0][^/\\\0]*", name) is not None for name in names)
     if not plain or max(len(os.fsencode(name)) for name in names) > 255:
@@ -340,28 +340,28 @@ def _source(folder: Path, body: Mapping[str, Any], checksum: str) -> Source:
             raise ValueError(f"file {record['name']}: an invalid size")
     ranks = sorted(record["rank"] for record in records)
     if ranks != list(range(len(records))) or body["world_size"] != len(records):
-        raise ValueError(f"{len(records)} files of ranks, expected one of each of {body['world_size']}")
+        raise ValueError(f"{len(records)} files, expected one for each of {body['world_size']} ranks")
     tensors, parameters = body["tensors"], body["parameters"]
     if sorted(body["order"]) != sorted(parameters):
-        raise ValueError("the order of parameters does not name each of them once")
+        raise ValueError("the order does not name each parameter exactly once")
     weights, left_out = [], []
     pieces: list[dict[str, tuple[str, int, int]]] = [{} for _ in records]  # of each file
     for fqn in body["order"]:
         parameter = parameters[fqn]
         key = next((key for key in (f"master/{fqn}", f"value/{fqn}") if key in tensors), None)
         if parameter["saved"] != (key is not None):
-            raise ValueError(f"parameter {fqn}: the manifest contradicts itself on whether its values were saved")
+            raise ValueError(f"parameter {fqn}: the manifest contradicts itself about its values")
         if key is None:
             left_out.append(fqn)
             continue
         if tensors[key]["shape"] != parameter["shape"]:
-            raise ValueError(f"tensor {key}: not of the shape of its parameter")
+            raise ValueError(f"tensor {key}: its shape differs from that of its parameter")
         weights.append(_weight(fqn, key, tensors, records, pieces, excludable=not parameter["trainable"]))
     weights += [_weight(name, f"buffer/{name}", tensors, records, pieces, is_buffer=True) for name in body["buffers"]]
     codes = frozenset(body.get("codes", ()))
     weights = [replace(weight, is_code=weight.name in codes) for weight in weights]
     if unknown := [alias for alias, name in body["ties"].items() if name not in parameters]:
-        raise ValueError(f"ties of {unknown} to no parameter")
+        raise ValueError(f"ties of {unknown} to unknown parameters")
     files = tuple(RankFile(folder / item["name"], item["nbytes"], item["table_sha256"]) for item in records)
     for file, own in zip(files, pieces, strict=True):
         file.check_pieces(own)
@@ -383,20 +383,20 @@ def _weight(
     tensor = tensors[key]
     shape = tuple(tensor["shape"])
     if len(shape) > 64 or any(type(size) is not int or not 0 <= size <= LARGEST for size in shape):
-        raise ValueError(f"tensor {key}: a shape that no tensor has")
+        raise ValueError(f"tensor {key}: an impossible shape")
     if math.prod(max(1, size) for size in shape) > LARGEST:
-        raise ValueError(f"tensor {key}: a shape that no tensor has")
+        raise ValueError(f"tensor {key}: an impossible shape")
     pieces = tuple(tuple(piece) for piece in tensor["pieces"])
     end, itemsize = 0, ITEMSIZE[tensor["dtype"]]
     for file, start, length, offset in pieces:
         if any(type(number) is not int or number < 0 for number in (file, start, length, offset)):
-            raise ValueError(f"tensor {key}: a piece that is not of whole numbers")
+            raise ValueError(f"tensor {key}: a piece with numbers that are not whole numbers")
         if start != end or not length or offset % itemsize or offset + length * itemsize > records[file]["nbytes"]:
-            raise ValueError(f"tensor {key}: a piece at element {start}, byte {offset}, that cannot be")
+            raise ValueError(f"tensor {key}: a misplaced piece at element {start}, byte {offset}")
         end += length
         by_file[file][key] = (tensor["dtype"], length, offset)
     if end != math.prod(shape):
-        raise ValueError(f"tensor {key}: {end} elements saved of shape {shape}")
+        raise ValueError(f"tensor {key}: {end} elements saved, but its shape is {shape}")
     if tensor.get("split") is not None:
         pieces = row_major(shape, pieces, itemsize, _checked_split(key, shape, tensor["split"]))
     return Weight(name, tensor["dtype"], shape, pieces, **kind)
@@ -408,17 +408,17 @@ def _checked_split(key: str, shape: tuple[int, ...], split: Any) -> tuple[int, i
     if any(type(number) is not int or number < 0 for number in sizes) or dim >= len(shape) or not parts * blocks:
         raise ValueError(f"tensor {key}: an invalid split")
     if shape[dim] % (parts * blocks):
-        raise ValueError(f"tensor {key}: {parts} equal parts of {blocks} blocks of shape {shape}")
+        raise ValueError(f"tensor {key}: {parts} parts of {blocks} blocks do not divide shape {shape}")
     return sizes
 
 
 def row_major(
     shape: tuple[int, ...], pieces: tuple[Piece, ...], itemsize: int, split: tuple[int, int, int]
 ) -> tuple[Piece, ...]:
-    """The pieces of a tensor that was saved part after part, as runs of elements in row-major order.
+    """Returns the pieces of a tensor that was saved part after part, as runs of elements in row-major order.
 
     Args:
-        split: (dim, parts, blocks): equal parts along that dim, each of its part of equal blocks.
+        split: (dim, parts, blocks): part i has the i-th of `parts` equal slices in each of `blocks` equal blocks.
     """
     dim, parts, blocks = split
     run, part_numel = math.prod(shape[dim:]) // (parts * blocks), math.prod(shape) // parts
@@ -439,13 +439,13 @@ def row_major(
 
 @dataclass(frozen=True)
 class Options:
-    """How to convert.
+    """Options of a conversion.
 
     Attributes:
-        dtype: fp32, bf16 or fp16, of every floating-point tensor of 16 bits or more that is no code.
-        form: safetensors or bin; None to take it from the output's name.
-        max_shard_nbytes: of a file in an output folder.
-        only: patterns; a tensor is written if its name matches one (`*.lora_*`). None matches all.
+        dtype: fp32, bf16 or fp16; applies to floating-point tensors of 16 bits or more, except codes.
+        form: safetensors or bin; None to derive it from the output's name.
+        max_shard_nbytes: largest size of a file in an output folder.
+        only: patterns such as `*.lora_*`, one of which the name of a tensor must match; empty for all tensors.
     """
 
     dtype: str = "fp32"
@@ -458,7 +458,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Target:
-    """A tensor of the output: its name, and the further names of a tied parameter."""
+    """A tensor of the output: its name, and the other names of a tied parameter."""
 
     name: str
     weight: Weight
@@ -482,14 +482,14 @@ class Shard:
         return sum(target.nbytes for target in self.targets)
 
 
-Tallies = dict[str, list[int]]  # name -> [exclusive or of its elements' bits, number of NaNs]; `_add` sums parts up
+Tallies = dict[str, list[int]]  # name -> [exclusive or of its elements' bits, number of NaNs]; `_add` combines parts
 
 
 def select(source: Source, options: Options) -> list[Target]:
-    """The tensors that the options select, ties as further names of one tensor.
+    """Returns the tensors that the options select; a tied parameter is one tensor with several names.
 
     Raises:
-        ConversionError: none is selected.
+        ConversionError: the options select no tensor.
     """
     aliases: dict[str, list[str]] = {}
     for alias, name in source.ties.items():
@@ -506,18 +506,18 @@ def select(source: Source, options: Options) -> list[Target]:
             targets.append(Target(names[0], weight, dtype, tuple(names[1:])))
     if not targets:
         some = ", ".join(weight.name for weight in source.weights[:5]) or "none"
-        raise ConversionError(f"nothing to write of {source.tag}: no tensor is selected; there are {some}, ...")
+        raise ConversionError(f"{source.tag}: the options select no tensor; the checkpoint has {some}, ...")
     return targets
 
 
 def shard_plan(targets: Sequence[Target], form: str, max_nbytes: int) -> list[Shard]:
-    """Files of at most `max_nbytes` each, but for a tensor that alone is larger; in order."""
+    """Plans files of at most `max_nbytes` each, in order; a larger tensor gets its own file."""
     groups = runs_within(targets, lambda target: target.nbytes, max_nbytes)
     return [Shard(name, tuple(group)) for name, group in zip(names_of_files(form, len(groups)), groups, strict=True)]
 
 
 def runs_within(items: Sequence[Item], nbytes_of: Callable[[Item], int], max_nbytes: int) -> list[list[Item]]:
-    """Runs of items of at most `max_nbytes` together, in their order; a larger item has a run of its own."""
+    """Groups consecutive items into runs of at most `max_nbytes`; a larger item gets its own run."""
     runs: list[list[Item]] = []
     room = 0
     for item in items:
@@ -531,7 +531,7 @@ def runs_within(items: Sequence[Item], nbytes_of: Callable[[Item], int], max_nby
 
 
 def names_of_files(form: str, count: int) -> list[str]:
-    """As transformers names the files of a model."""
+    """Returns the names that transformers gives to the files of a model."""
     stem = STEMS[form]
     if count == 1:
         return [f"{stem}.{form}"]
@@ -546,12 +546,12 @@ class Tensors:
         self._bytes = {target.name: np.empty(target.nbytes, np.uint8) for target in targets}
 
     def put(self, target: Target, start: int, data: Bytes) -> None:
-        """Elements from `start` on, as bytes."""
+        """Stores the bytes of elements from `start` on."""
         first = start * ITEMSIZE[target.dtype]
         self._bytes[target.name][first : first + data.size] = data
 
     def state_dict(self) -> dict[str, Any]:
-        """name -> torch tensor; the names of a tie have one tensor. Needs torch."""
+        """Returns name -> torch tensor; all names of a tied parameter map to one tensor. Needs torch."""
         torch = _torch()
         state = {}
         for target in self.targets:
@@ -565,9 +565,9 @@ class Tensors:
 
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """A new file that replaces `path` when the block ends, flushed to the disk; removed if the block raises.
+    """Opens a new file that replaces `path`, flushed to the disk, when the block ends; removes it if the block raises.
 
-    In the same folder, locked, under a unique name; never through a link.
+    The file has a unique name in the same folder and is locked. It is never opened through a link.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     while True:
@@ -589,7 +589,7 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def _remove_abandoned(folder: Path, names: Iterable[str]) -> None:
-    """Removes temporary files of killed conversions; those that are being written now are locked, and stay."""
+    """Removes temporary files of killed conversions. Running conversions hold a lock on theirs."""
     of_these = re.compile(rf"({'|'.join(map(re.escape, names))})(\.[0-9a-f]{{8}})?{re.escape(TEMPORARY_SUFFIX)}")
     for path in folder.iterdir():
         if of_these.fullmatch(path.name) and path.lstat().st_mtime < time.time() - ABANDONED_SECONDS:
@@ -614,18 +614,18 @@ def _bin_output(path: Path, targets: Sequence[Target]) -> Iterator[Put]:
         try:
             _torch().save(tensors.state_dict(), file)
         except RuntimeError as error:
-            if isinstance(error.__context__, OSError):  # torch raises an error of its own over a full disk's
+            if isinstance(error.__context__, OSError):  # torch hides the error of a full disk behind its own
                 raise error.__context__ from None
             raise
 
 
 @contextlib.contextmanager
 def _safetensors_output(path: Path, targets: Sequence[Target]) -> Iterator[Put]:
-    """Writes a safetensors file in any order."""
+    """Writes a safetensors file, tensors in any order."""
     metadata = {"format": "pt", **{alias: target.name for target in targets for alias in target.aliases}}
     header: dict[str, Any] = {"__metadata__": metadata}
     starts, cursor = {}, 0
-    for target in sorted(targets, key=lambda target: -ITEMSIZE[target.dtype]):  # keeps each one aligned
+    for target in sorted(targets, key=lambda target: -ITEMSIZE[target.dtype]):  # keeps every tensor aligned
         starts[target.name] = cursor
         span = [cursor, cursor + target.nbytes]
         header[target.name] = {"dtype": target.dtype, "shape": target.weight.shape, "data_offsets": span}
@@ -647,7 +647,7 @@ def _pwrite(handle: int, data: memoryview, offset: int) -> None:
     while data:
         count = os.pwrite(handle, data, offset)
         data, offset = data[count:], offset + count
-    if hasattr(os, "posix_fadvise"):  # starts writeback, so that less is left for the fsync at the end
+    if hasattr(os, "posix_fadvise"):  # starts writeback, so that the final fsync has less to do
         os.posix_fadvise(handle, start, nbytes, os.POSIX_FADV_DONTNEED)
 
 
@@ -655,7 +655,7 @@ def _torch() -> Any:
     try:
         import torch
     except ImportError:
-        raise ConversionError("writing .bin needs torch; write safetensors instead, or install torch") from None
+        raise ConversionError("writing .bin requires torch; write safetensors instead, or install torch") from None
     return torch
 
 
@@ -677,7 +677,7 @@ class _Request:
 
 
 def _spans(targets: Iterable[Target]) -> Iterator[tuple[int, list[_Request]]]:
-    """(file, requests): runs of requests that are close together in a file, of about a chunk each."""
+    """Yields (file, requests): runs of requests that are close together in a file, about a chunk each."""
     by_file: dict[int, list[_Request]] = {}
     for target in targets:
         most = CHUNK_NBYTES // ITEMSIZE[target.weight.dtype]
@@ -699,7 +699,7 @@ def _spans(targets: Iterable[Target]) -> Iterator[tuple[int, list[_Request]]]:
 
 
 def _convert(data: Bytes, target: Target) -> Bytes:
-    """The elements of `data` in the target's dtype, rounded to nearest even."""
+    """Converts elements to the target's dtype, rounded to nearest even."""
     if target.weight.dtype == target.dtype:
         return data
     values: NDArray[Any] = data.view(FLOATS[target.weight.dtype])
@@ -714,13 +714,13 @@ def _convert(data: Bytes, target: Target) -> Bytes:
     result = values.view(np.uint8)
     if _finite_and_nans(result, target.dtype)[0] < _finite_and_nans(data, target.weight.dtype)[0]:
         raise ConversionError(
-            f"{target.name}: has values that {target.dtype} cannot hold; choose bf16 or fp32 as --dtype"
+            f"{target.name}: has values that {target.dtype} cannot represent; choose --dtype bf16 or fp32"
         )
     return result
 
 
 def _rounded_to_bf16(values: NDArray[Any]) -> NDArray[Any]:
-    """The upper halves of fp32, rounded; a NaN stays one. In pieces that fit a cache."""
+    """Rounds fp32 to bf16; NaNs stay NaNs. Works on pieces that fit a cache."""
     result = np.empty(values.size, "<u2")
     for start in range(0, values.size, 1 << 14):
         bits = values[start : start + (1 << 14)].view("<u4")
@@ -736,7 +736,7 @@ def _rounded_to_bf16(values: NDArray[Any]) -> NDArray[Any]:
 
 
 def _finite_and_nans(data: Bytes, dtype: str) -> tuple[int, int]:
-    """(number of finite, number of NaN) floating-point elements."""
+    """Returns (number of finite elements, number of NaNs)."""
     if dtype == "BF16":
         magnitudes = data.view("<u2") & 0x7FFF
         return int(np.count_nonzero(magnitudes < 0x7F80)), int(np.count_nonzero(magnitudes > 0x7F80))
@@ -745,11 +745,11 @@ def _finite_and_nans(data: Bytes, dtype: str) -> tuple[int, int]:
 
 
 def _tally(data: Bytes, dtype: str) -> list[int]:
-    """The two numbers of `Tallies`. They do not depend on how a tensor is cut, so chunks are added in any order."""
+    """Returns the two numbers of `Tallies` for a chunk; `_add` can combine chunks in any order."""
     bits = int(np.bitwise_xor.reduce(data.view(f"<u{ITEMSIZE[dtype]}")))
     if dtype not in FLOATS:
         return [bits, 0]
-    if dtype == "F32":  # a dot product sees any NaN, and is several times as fast as counting them
+    if dtype == "F32":  # any NaN makes the dot product NaN, which is several times as fast as counting
         values = data.view("<f4")
         with np.errstate(over="ignore", invalid="ignore"):
             if math.isfinite(np.dot(values, values)):
@@ -779,7 +779,7 @@ def _in_parallel(tasks: Iterable[Callable[[], tuple[Tallies, int]]], workers: in
 
 
 def _fill(source: Source, targets: Sequence[Target], put: Put, workers: int, progress: _Progress) -> Tallies:
-    """Reads, checks, converts and puts every element of the targets."""
+    """Reads, checks and converts every element of the targets, and passes it to `put`."""
 
     def work(file: int, span: list[_Request]) -> tuple[Tallies, int]:
         origin = span[0].offset
@@ -797,10 +797,10 @@ def _fill(source: Source, targets: Sequence[Target], put: Put, workers: int, pro
 
 
 def read_tensors(source: Source, targets: Sequence[Target], workers: int = Options.workers) -> Tensors:
-    """The targets, in memory.
+    """Reads the targets into memory.
 
     Raises:
-        ConversionError: they are damaged, or do not fit the dtype.
+        ConversionError: the checkpoint is damaged, or the dtype cannot represent a value.
     """
     tensors = Tensors(targets)
     _fill(source, targets, tensors.put, workers, _Progress(0, show=False))
@@ -809,7 +809,7 @@ def read_tensors(source: Source, targets: Sequence[Target], workers: int = Optio
 
 @dataclass
 class _Journal:
-    """The finished files of an output folder, so that a second run does not write them again."""
+    """The finished files of an output folder, which a second run after an interruption does not write again."""
 
     path: Path | None
     plan: str
@@ -826,7 +826,7 @@ class _Journal:
                 if all(len(tally) == 2 and all(type(number) is int for number in tally) for tally in tallies):
                     journal.finished = finished
             except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                journal.finished = {}  # writing the journal was interrupted: all files are written again
+                journal.finished = {}  # an incomplete journal: write all files again
         return journal
 
     def add(self, name: str, tallies: Tallies) -> None:
@@ -845,7 +845,7 @@ def _write_json(path: Path, document: Any) -> None:
 
 
 class _Progress:
-    """A bar with throughput on stderr: redrawn on a terminal, a line at every tenth elsewhere."""
+    """A progress bar with throughput on stderr: redrawn on a terminal, else a line per tenth."""
 
     def __init__(self, nbytes: int, *, show: bool) -> None:
         self._nbytes, self._done, self._shown = nbytes, 0, 0
@@ -882,13 +882,14 @@ def _size(nbytes: float) -> str:
 def convert(
     source: Source, output: Path, options: Options, *, dry_run: bool = False, show_progress: bool = False
 ) -> list[Path]:
-    """Writes the source's weights to `output`, a file or a folder by its name, and reads them back.
+    """Writes the source's weights to `output`, a file if its name has a suffix for one, else a folder; verifies them.
 
-    Files of a folder that an interrupted run of the same conversion has finished are not written again. Each file
-    appears complete or not at all; `index.json` is written last.
+    In a folder, it keeps files that an interrupted run of the same conversion has finished. Each file appears complete
+    or not at all; `index.json` comes last.
 
     Raises:
-        ConversionError: see the class; ArgumentsError: the options contradict each other.
+        ConversionError: see the class.
+        ArgumentsError: the options contradict each other.
     """
     targets = select(source, options)
     form, folder = _form_of(output, options)
@@ -903,16 +904,16 @@ def convert(
         folder.mkdir(parents=True, exist_ok=True)
         return _write(source, folder, shards, form, options, single=folder != output, show_progress=show_progress)
     except OSError as error:
-        raise ConversionError(f"{error.filename or output}: {error.strerror or error}; output is not whole") from error
+        raise ConversionError(f"{error.filename or output}: {error.strerror or error}; output is incomplete") from error
 
 
 def _form_of(output: Path, options: Options) -> tuple[str, Path | None]:
-    """(safetensors or bin, the folder or None for a single file)."""
+    """Returns (safetensors or bin, the folder or None for a single file)."""
     if output.is_dir() or output.suffix not in (".bin", ".pt", ".pth", ".safetensors"):
         return options.form or "safetensors", output
     form = "safetensors" if output.suffix == ".safetensors" else "bin"
     if options.form not in (None, form):
-        raise ArgumentsError(f"{output}: expected a name for the format {options.form}, or a folder")
+        raise ArgumentsError(f"{output}: expected a file name for --format {options.form}, or a folder")
     return form, None
 
 
@@ -920,7 +921,7 @@ def _announce(
     source: Source, output: Path, options: Options, targets: list[Target], shards: list[Shard], *, dry_run: bool
 ) -> None:
     if source.left_out:
-        print(f"Not in the checkpoint, as it was saved without them: {len(source.left_out)} frozen parameters")
+        print(f"Omitted, because the checkpoint was saved without them: {len(source.left_out)} frozen parameters")
     numel = sum(target.weight.numel for target in targets if not target.weight.is_buffer)
     verb = "Would save" if dry_run else "Saving"
     print(f"{verb} {options.dtype} state dict to {output} (total_numel={numel})")
@@ -950,7 +951,7 @@ def _write(
     for shard in shards:
         path = folder / shard.name
         if shard.name in journal.finished and path.exists():
-            print(f"{shard.name} is there from an interrupted run")
+            print(f"{shard.name}: already written by an interrupted run")
             progress.advance(shard.nbytes)
             continue
         with (_bin_output if form == "bin" else _safetensors_output)(path, shard.targets) as put:
@@ -968,12 +969,12 @@ def _write(
 
 
 def _refuse_other_weights(folder: Path, planned: set[str]) -> None:
-    """Refuses a folder with weights of other names: a loader that finds two sets of weights may take either."""
+    """Refuses a folder with weights under other names: a loader that finds two sets of weights may read either."""
     pattern = re.compile(r"(pytorch_)?model(-\d{5}-of-\d{5})?\.(bin|safetensors)(\.index\.json)?")
     if others := sorted(
         path.name for path in folder.iterdir() if pattern.fullmatch(path.name) and path.name not in planned
     ):
-        raise ConversionError(f"{folder}: has other weights, {', '.join(others)}; remove them or choose another folder")
+        raise ConversionError(f"{folder}: has other weights: {', '.join(others)}; remove them or choose another folder")
 
 
 def _signature(source: Source, shards: Sequence[Shard]) -> str:
@@ -982,7 +983,7 @@ def _signature(source: Source, shards: Sequence[Shard]) -> str:
 
 
 def _index(shards: Sequence[Shard], form: str) -> dict[str, Any]:
-    """The index that transformers reads: for .bin with the further names of ties, which safetensors cannot have."""
+    """Returns the index that transformers reads; for .bin with all names of ties, which safetensors cannot store."""
     names = {
         name: shard.name
         for shard in shards
@@ -993,7 +994,7 @@ def _index(shards: Sequence[Shard], form: str) -> dict[str, Any]:
 
 
 def _verify(path: Path, shard: Shard, form: str, expected: Tallies, workers: int) -> None:
-    """Reads a written file back and compares names, dtypes and shapes, and the tally of every tensor's elements."""
+    """Reads a written file back and compares names, dtypes, shapes and the tally of every tensor."""
     with (_bin_file if form == "bin" else _safetensors_file)(path, shard) as read:
 
         def work(target: Target, first: int) -> tuple[Tallies, int]:
@@ -1007,7 +1008,7 @@ def _verify(path: Path, shard: Shard, form: str, expected: Tallies, workers: int
         )
         tallies = _in_parallel(tasks, workers, _Progress(0, show=False))
     if wrong := sorted(name for name in {*tallies, *expected} if tallies.get(name) != expected.get(name)):
-        raise ConversionError(f"{path}: not what was written in {', '.join(wrong)}; remove it and run again")
+        raise ConversionError(f"{path}: differs from the written data in {', '.join(wrong)}; remove it and run again")
 
 
 Reader = Callable[[Target, int, int], Bytes]  # (target, first byte, bytes)
@@ -1022,7 +1023,7 @@ def _safetensors_file(path: Path, shard: Shard) -> Iterator[Reader]:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             _compare(path, shard.targets, {name: (s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()})
     except safetensors.SafetensorError as error:
-        raise ConversionError(f"{path}: not what was written ({error}); remove it and run again") from error
+        raise ConversionError(f"{path}: not readable after writing ({error}); remove it and run again") from error
     with open(path, "rb") as raw:
         length = int.from_bytes(raw.read(8), "little")
         header = json.loads(raw.read(length))
@@ -1055,7 +1056,7 @@ def _compare(path: Path, targets: Iterable[Target], written: Mapping[str, Any], 
         for name in (target.name, *(target.aliases if aliases else ()))
     }
     if wrong := sorted(name for name in {*written, *expected} if written.get(name) != expected.get(name)):
-        raise ConversionError(f"{path}: other names, dtypes or shapes than written: {', '.join(wrong)}")
+        raise ConversionError(f"{path}: names, dtypes or shapes differ: {', '.join(wrong)}; remove it and run again")
 
 
 def _report(shards: Sequence[Shard], journal: _Journal, seconds: float) -> None:
@@ -1068,7 +1069,7 @@ def _report(shards: Sequence[Shard], journal: _Journal, seconds: float) -> None:
     for shard in shards:
         for name, (_, nans) in journal.finished[shard.name].items():
             if nans:
-                print(f"Warning: {name} has {nans} NaNs, as in the checkpoint", file=sys.stderr)
+                print(f"Warning: {name} has {nans} NaNs in the checkpoint", file=sys.stderr)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -1077,7 +1078,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse_nbytes(text: str) -> int:
-    """Bytes of a size such as 5GB or 500MiB; ArgumentsError for anything else."""
+    """Returns the bytes of a size such as 5GB or 500MiB; raises ArgumentsError for anything else."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)b?|b)?", text.strip().lower())
     base = 1024 if match and match[3] else 1000
     nbytes = int(float(match[1]) * base ** " kmgt".index(match[2] or " ")) if match else 0
@@ -1100,31 +1101,31 @@ def _make_parser(program: str) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("checkpoint_dir", type=Path, metavar="CHECKPOINT_DIR", help="the folder with `latest`, or a checkpoint in it")
-    add("output", type=Path, metavar="OUTPUT", help="a folder, or a file by its name: *.safetensors, *.bin, *.pt")
-    add("-t", "--tag", help="the checkpoint in CHECKPOINT_DIR; the one `latest` names by default")
-    add("--dtype", choices=sorted(DTYPES), default=Options.dtype, help="of all floating-point tensors (default fp32)")
-    add("--format", choices=sorted(STEMS), help="of the files in a folder (default safetensors)")
-    add("--safe_serialization", "--safe-serialization", action="store_true", help="the same as --format safetensors")
-    add("--max_shard_size", "--max-shard-size", type=parse_nbytes, default="5GB", help="of a file in a folder (5GB)")
-    add("--exclude_frozen_parameters", "--exclude-frozen-parameters", action="store_true", help="leave them out")
+    add("checkpoint_dir", type=Path, metavar="CHECKPOINT_DIR", help="folder with `latest`, or a checkpoint in it")
+    add("output", type=Path, metavar="OUTPUT", help="folder, or file name: *.safetensors, *.bin, *.pt")
+    add("-t", "--tag", help="tag of the checkpoint in CHECKPOINT_DIR (default: the tag in the file `latest`)")
+    add("--dtype", choices=sorted(DTYPES), default=Options.dtype, help="dtype of floating-point tensors (default fp32)")
+    add("--format", choices=sorted(STEMS), help="format of the files in a folder (default safetensors)")
+    add("--safe_serialization", "--safe-serialization", action="store_true", help="same as --format safetensors")
+    add("--max_shard_size", "--max-shard-size", type=parse_nbytes, default="5GB", help="largest file in a folder (5GB)")
+    add("--exclude_frozen_parameters", "--exclude-frozen-parameters", action="store_true", help="omit frozen weights")
     add("--only", action="append", default=[], metavar="PATTERN", help="names to write, e.g. '*lora_*'; repeatable")
-    add("--workers", type=_positive, default=Options.workers, help="readers in parallel (default: %(default)s)")
-    add("--dry-run", "--dry_run", action="store_true", help="show what would be written, and how many bytes")
+    add("--workers", type=_positive, default=Options.workers, help="number of parallel readers (default: %(default)s)")
+    add("--dry-run", "--dry_run", action="store_true", help="print the files and their sizes without writing them")
     return parser
 
 
 def run(
     arguments: Sequence[str], program: str, open_source: Callable[[Path, str | None], Source] = read_source
 ) -> list[Path]:
-    """Runs a command line; returns the files it wrote.
+    """Runs a command line; returns the files that it wrote.
 
     Raises:
-        ConversionError, ArgumentsError: as `convert`.
+        ConversionError, ArgumentsError: see `convert`.
     """
     parsed = _make_parser(program).parse_args(arguments)
     if parsed.safe_serialization and parsed.format == "bin":
-        raise ArgumentsError("--safe_serialization and --format bin exclude each other")
+        raise ArgumentsError("--safe_serialization and --format bin contradict each other; pass one of them")
     source = open_source(parsed.checkpoint_dir, parsed.tag)
     print(f"Processing zero checkpoint at {source.tag}")
     print(f"Detected checkpoint of type zero stage {source.stage}, world_size: {source.world_size}", flush=True)

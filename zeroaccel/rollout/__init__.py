@@ -1,4 +1,4 @@
-"""Weights for programs that generate: streams of all of them, deltas, and where they go."""
+"""Weight streams to inference programs: all weights or deltas, with their sinks and the receiver."""
 
 from __future__ import annotations
 

@@ -1,20 +1,25 @@
-"""The receiving side of weight streams: packets, and `WeightReceiver`, which swaps them in when a version is complete.
+"""The receiving side of weight streams: packets, and `WeightReceiver`, which applies a version when it is complete.
 
-This file imports torch and nothing of zeroaccel: copy it into the program that generates. It defines the packets that
-`weight_stream.py` makes and the ways that `sinks.py` sends them.
+This file imports torch and nothing of zeroaccel: copy it into the inference program. It defines the packets that
+`weight_stream.py` makes, and the transports that `sinks.py` uses.
 
-A packet is a manifest, plain data, and a payload of bytes. A version of the weights is a run of packets from each
-sender; the last of a run says so. In a manifest, a tensor's entry is about elements of one tensor:
+A packet is a manifest of plain data and a payload of bytes. A version of the weights is a sequence of packets from each
+sender; the last packet is marked `last`. An entry of a manifest describes elements of one tensor:
 
     name, shape, dtype   of the full tensor
-    offset, numel        where the values begin in the payload, in bytes, and how many there are
-    start, cut           element of the part where they begin; how the part lies in the full tensor
-    positions            0: the values follow each other. Else: bytes of positions behind the values
-    high                 0: the values are plain. Else: bytes of coded high bytes, behind the values' low bytes
+    offset, numel        byte offset of the values in the payload, and number of values
+    start, cut           index of the first element in the sender's part; place of the part in the full tensor
+    positions            0: the elements are contiguous. Else: number of bytes with positions after the values
+    high                 0: the values are plain. Else: number of bytes with coded high bytes after the low bytes
 
 `cut` is (run, parts, part): element i of the part is element ((i // run) * parts + part) * run + i % run of the full
-tensor, flattened. [Note: positions] Positions are differences, from `start` - 1 on and less one: a byte below 255 ends
-one, and each byte of 255 before it adds 255.
+tensor, flattened.
+
+[Note: positions] The encoding stores the number of skipped elements before each position, counted from `start`, as
+bytes of 255 and a last byte below 255 that add up to it.
+
+[Note: high bytes] The low bytes of 2-byte values are plain. The high bytes are coded: a table of the 15 most frequent
+ones, then an index of 4 bits for each value, then the bytes that are not in the table, whose index is 15.
 """
 
 from __future__ import annotations
@@ -47,7 +52,7 @@ __all__ = [
 ]
 
 ALIGN_NBYTES = 16
-"""Values begin at multiples of it in a payload."""
+"""Alignment of values in a payload, in bytes."""
 
 distributed: Any = torch.distributed
 
@@ -58,7 +63,7 @@ _TEXT_NBYTES = 4096
 
 
 class WeightsRefusedError(ValueError):
-    """A version of the weights does not fit the receiver, which stays at the version that it has."""
+    """A version of the weights does not fit the receiver, which keeps its current version."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +71,10 @@ class Packet:
     """A manifest and the bytes that it describes.
 
     Attributes:
-        manifest: `version`; `since`, the version that the values change, or None for all values; `sender` of `senders`;
-            `index` of this packet among those of its sender, and whether it is `last`; `tensors`; `ties`, alias ->
-            name.
-        payload: (n,) uint8; valid until the sender makes the next packet. None on a rank that only takes part.
+        manifest: `version`; `since`, the base version of a delta, or None for all values; `sender`, a number below
+            `senders`; `index` of this packet among its sender's, and `last`, True for the last one; `tensors`, the
+            entries; `ties`, alias -> name.
+        payload: (n,) uint8; valid until the sender makes the next packet. None on a rank that only joins collectives.
     """
 
     manifest: dict[str, Any]
@@ -78,7 +83,7 @@ class Packet:
 
 @dataclass
 class WeightReceiver:
-    """Takes packets, and changes the weights only when all packets of a version have come.
+    """Collects packets, and changes the weights when all packets of a version have arrived.
 
     Example:
         >>> weights = {"w": torch.zeros(3)}
@@ -93,12 +98,12 @@ class WeightReceiver:
         (1, tensor([1., 1., 1.]))
 
     Args:
-        tensors: the generator's weights by name, contiguous; they are changed in place.
-        rename: a name of the sender -> the name in `tensors`; None for what this receiver leaves out.
+        tensors: name -> contiguous weight of the inference program; the receiver changes it in place.
+        rename: maps the sender's name of a tensor to the name in `tensors`; None to skip the tensor.
 
     Attributes:
-        version: of the weights in `tensors`; None before the first.
-        missing: names in `tensors` of which no version has had values.
+        version: version of the weights in `tensors`; None before the first.
+        missing: names in `tensors` that have received no values yet.
     """
 
     tensors: Mapping[str, Tensor]
@@ -112,17 +117,18 @@ class WeightReceiver:
         self._refused: int | None = None
 
     def take(self, packet: Packet) -> bool:
-        """Keeps a copy of a packet. Whether its version is complete, and swapped in.
+        """Keeps a copy of a packet. Returns True if it completed a version, which is now in the weights.
 
         Raises:
-            WeightsRefusedError: the version changes another one than this receiver has, so that it needs all weights;
-                or a name, shape or dtype does not fit, or a packet is missing. Further packets of it are ignored.
+            WeightsRefusedError: the delta is based on a version that this receiver does not have, so that it needs all
+                weights; or a name, shape or dtype does not fit, or a packet is missing. Later packets of the version
+                are ignored.
         """
         manifest = packet.manifest
         version = int(manifest["version"])
         if version == self._refused:
             return False
-        if version != self._coming:  # an earlier one that was not complete is of no use any more
+        if version != self._coming:  # an earlier, incomplete version is obsolete
             self.drop()
             self._coming = version
         try:
@@ -141,19 +147,19 @@ class WeightReceiver:
         return True
 
     def drop(self) -> None:
-        """Forgets the packets of a version that is not complete."""
+        """Drops the packets of an incomplete version."""
         self._staged.clear()
         self._coming = None
 
     def _checked(self, packet: Packet) -> Tensor:
-        """The payload of a packet that fits."""
+        """Returns the payload of a packet, or raises if the packet does not fit."""
         manifest, version = packet.manifest, packet.manifest["version"]
         if packet.payload is None:
             raise WeightsRefusedError(f"version {version}: expected a packet with a payload, got None")
         since = manifest["since"]
         if since is not None and since != self.version:
             raise WeightsRefusedError(
-                f"version {version} changes version {since}: expected version {since} here, got {self.version}; "
+                f"version {version} is a delta to version {since}: expected version {since} here, got {self.version}; "
                 "send all weights"
             )
         earlier = len(self._staged.get(manifest["sender"], ()))
@@ -193,7 +199,7 @@ class WeightReceiver:
                             _write(own[1], entry, payload)
                             changed[entry["name"]] = own[1]
                             self.missing.discard(own[0])
-            for alias, name in ties.items():  # where the receiver has them apart
+            for alias, name in ties.items():  # the receiver may store tied weights separately
                 own = self._own(alias)
                 if own is not None and own[1] is not None and name in changed:
                     if own[1].data_ptr() != changed[name].data_ptr():
@@ -202,7 +208,7 @@ class WeightReceiver:
 
 
 def values_of(entry: Mapping[str, Any], payload: Tensor) -> Tensor:
-    """(numel,) the values of an entry: a view of the payload, unless they are coded."""
+    """Returns the values of an entry, (numel,): a view of the payload, unless they are coded."""
     dtype: torch.dtype = getattr(torch, entry["dtype"])
     own = payload[entry["offset"] : _end_of_values(entry)]
     if not entry.get("high"):
@@ -231,15 +237,15 @@ def _write(tensor: Tensor, entry: Mapping[str, Any], payload: Tensor) -> None:
         places = torch.arange(start, start + count, device=payload.device)
     rows = places // run
     places = (rows * parts + part) * run + (places - rows * run)
-    # By bits: an index put of NaNs and signed zeros keeps them in any dtype.
+    # Indexed assignment copies bits, so NaNs and signed zeros keep theirs in every dtype.
     flat[places.to(tensor.device)] = values
 
 
 def encode_positions(positions: Tensor) -> Tensor:
-    """uint8, see [Note: positions].
+    """Encodes positions as uint8, see [Note: positions].
 
     Args:
-        positions: (n,) int64, ascending, from 0.
+        positions: (n,) int64, ascending, relative to the entry's `start`.
 
     Example:
         >>> encode_positions(torch.tensor([0, 3, 600])).tolist()
@@ -261,7 +267,7 @@ def _decode_positions(encoded: Tensor) -> Tensor:
 
 
 def encode_high_bytes(high: Tensor) -> Tensor:
-    """uint8, see [Note: high bytes].
+    """Encodes the high bytes of 2-byte values as uint8, see [Note: high bytes].
 
     Args:
         high: (n,) uint8.
@@ -286,20 +292,21 @@ def _decode_high_bytes(coded: Tensor, numel: int) -> Tensor:
     return high
 
 
-# -- by a group of torch.distributed, which one sender and all receivers are in
+# -- transport by a process group of one sender and all receivers
 
 
 class Channel:
-    """A gloo group of one sender, its rank 0, and the receivers, which need no other group in common.
+    """A gloo group of one sender, as rank 0, and the receivers. It requires no other common process group.
 
     Args:
-        store: that all of them reach, such as a `torch.distributed.TCPStore`.
-        sender: number of the sender; senders have channels of their own.
+        store: a store that all of them can reach, such as a `torch.distributed.TCPStore`.
+        sender: number of the sender; each sender has its own channel.
         rank: 0 for the sender, 1 to `receivers` for the receivers.
-        timeout_seconds: how long any call waits for the others.
+        receivers: number of receivers.
+        timeout_seconds: limit of the wait for the other processes, per call.
 
     Attributes:
-        broken: why the channel is of no use any more; "" while it is.
+        broken: the error that broke the channel; "" while it is usable.
     """
 
     def __init__(self, store: Any, sender: int, rank: int, receivers: int, timeout_seconds: float = 300.0) -> None:
@@ -308,7 +315,7 @@ class Channel:
         self._group: Any = distributed.ProcessGroupGloo(own, rank, self.size, timedelta(seconds=timeout_seconds))
 
     def send(self, packet: Packet | None) -> None:
-        """Sends a packet to the receivers, from host memory; None says that no more will come.
+        """Sends a packet to the receivers, from host memory; None ends the version early.
 
         Raises:
             ConnectionError: a receiver is gone.
@@ -324,7 +331,7 @@ class Channel:
             self._broadcast(packet.payload.cpu())
 
     def receive(self) -> Packet | None:
-        """The next packet; None where the sender breaks the version off.
+        """Receives the next packet; returns None if the sender ends the version early.
 
         Raises:
             ConnectionError: the sender is gone.
@@ -337,7 +344,7 @@ class Channel:
         return Packet(json.loads(bytes(manifest.tolist())), self._broadcast(payload) if nbytes else payload)
 
     def exchange(self, text: str) -> list[str]:
-        """The text of each, cut at 4096 bytes; rank 0's first."""
+        """Gathers a text of at most 4096 bytes from each process, in rank order."""
         own = torch.zeros(_TEXT_NBYTES, dtype=torch.uint8)
         encoded = text.encode()[:_TEXT_NBYTES]
         own[: len(encoded)] = torch.frombuffer(bytearray(encoded or b"\0"), dtype=torch.uint8)[: len(encoded)]
@@ -355,20 +362,20 @@ class Channel:
         try:
             start().wait()
         except RuntimeError as error:
-            self.broken = f"weights of sender {self.sender}: the other side is gone ({str(error)[:200]})"
+            self.broken = f"weights of sender {self.sender}: lost the connection ({str(error)[:200]})"
             raise ConnectionError(self.broken) from error
 
 
 def receive_version(receiver: WeightReceiver, channels: Sequence[Channel]) -> str:
-    """Receives one version, of which each channel has the packets of one sender. (all receivers)
+    """Receives one version, with a channel for each sender. (all receivers)
 
-    A receiver that refuses it takes part to the end, where senders and receivers exchange why.
+    A receiver that refuses the version still receives it to the end, where it sends its reason to the sender.
 
     Returns:
-        Why this receiver does not have the version; "" if it does.
+        The reason why this receiver refused the version; "" if it accepted it.
 
     Raises:
-        ConnectionError: a sender is gone; the receiver stays at the version that it has.
+        ConnectionError: a sender is gone; the receiver keeps its current version.
     """
     refusal = ""
     try:
@@ -377,7 +384,7 @@ def receive_version(receiver: WeightReceiver, channels: Sequence[Channel]) -> st
             while not last:
                 packet = channel.receive()
                 if packet is None:
-                    refusal, last = refusal or f"sender {channel.sender} broke the version off", True
+                    refusal, last = refusal or f"sender {channel.sender} ended the version early", True
                     continue
                 last = packet.manifest["last"]
                 if not refusal:
@@ -395,11 +402,11 @@ def receive_version(receiver: WeightReceiver, channels: Sequence[Channel]) -> st
     return refusal
 
 
-# -- by files, in shared memory such as /dev/shm
+# -- transport by files, in shared memory such as /dev/shm
 
 
 def write_packet(packet: Packet, folder: Path) -> Path:
-    """Writes a packet under a hidden name, and gives the complete file its final one."""
+    """Writes a packet under a hidden name, and renames the complete file."""
     manifest = packet.manifest
     assert packet.payload is not None, "a packet without a payload"
     path = folder / f"weights-{manifest['version']:08d}-{manifest['sender']:05d}-{manifest['index']:06d}"
@@ -407,7 +414,7 @@ def write_packet(packet: Packet, folder: Path) -> Path:
     nbytes = ALIGN_NBYTES + len(text) + -len(text) % ALIGN_NBYTES
     hidden = path.with_name(f".{path.name}")
     _reserve(hidden, nbytes + packet.payload.numel())
-    # Mapped rather than written, so that the payload goes straight into the memory of the file.
+    # Mapped rather than written, so that the payload is copied directly into the memory of the file.
     mapped = torch.from_file(str(hidden), shared=True, size=nbytes + packet.payload.numel(), dtype=torch.uint8)
     head = len(text).to_bytes(8, "little").ljust(ALIGN_NBYTES, b"\0") + text.ljust(nbytes - ALIGN_NBYTES)
     mapped[:nbytes] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
@@ -417,10 +424,10 @@ def write_packet(packet: Packet, folder: Path) -> Path:
 
 
 def _reserve(path: Path, nbytes: int) -> None:
-    """Makes a file whose memory is its own: a mapping of more than is free ends the process when it is written.
+    """Allocates a file: writing to a mapping that exceeds the free space would kill the process.
 
     Raises:
-        OSError: there is no room; nothing is left of the file.
+        OSError: the free space is too small; the file is removed.
     """
     try:
         with path.open("wb") as file:
@@ -439,22 +446,22 @@ def _read_packet(path: Path) -> Packet:
 
 
 def refusal_file(folder: Path, receiver: str) -> Path:
-    """Where a receiver of this name says why it could not take a version."""
+    """Path of the file in which the receiver `receiver` reports why it refused a version."""
     return folder / f"refused-{receiver}"
 
 
 def receive_files(receiver: WeightReceiver, folder: Path | str, name: str, timeout_seconds: float = 0.0) -> bool:
-    """Takes the versions that are complete in a folder. Whether the receiver has a newer one now.
+    """Reads the complete versions in a folder. Returns True if the receiver now has a newer version.
 
-    A version that it refuses is named in `refusal_file`, which the sender reads before the next one.
+    If it refuses a version, it writes the reason to `refusal_file`, which the sender reads before the next version.
 
     Args:
-        name: of this receiver, unique in the folder.
+        name: name of this receiver, unique in the folder.
         timeout_seconds: how long to wait for a newer version.
 
     Raises:
-        WeightsRefusedError: a version does not fit, other than by changing one that this receiver has not: then the
-            sender is only asked for all weights.
+        WeightsRefusedError: a version does not fit. A delta to a version that this receiver does not have raises no
+            error; the file asks the sender for all weights.
     """
     folder, before = Path(folder), receiver.version
     until = time.monotonic() + timeout_seconds
@@ -467,7 +474,7 @@ def receive_files(receiver: WeightReceiver, folder: Path | str, name: str, timeo
                 refusal_file(folder, name).write_text(str(error))
                 if "send all weights" not in str(error):
                     raise
-            except FileNotFoundError:  # the sender has removed it: a newer one has come
+            except FileNotFoundError:  # the sender removed it because it has written newer versions
                 receiver.drop()
         if receiver.version != before or time.monotonic() >= until:
             return receiver.version != before
@@ -475,7 +482,7 @@ def receive_files(receiver: WeightReceiver, folder: Path | str, name: str, timeo
 
 
 def _complete_versions(folder: Path, after: int | None) -> list[list[Path]]:
-    """The files of each version that is newer and has all its packets, the oldest first."""
+    """Returns the files of each newer version with all its packets, the oldest version first."""
     files: dict[int, list[Path]] = {}
     for path in sorted(folder.glob("weights-*")):
         files.setdefault(int(path.name.split("-")[1]), []).append(path)

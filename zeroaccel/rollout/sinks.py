@@ -1,7 +1,7 @@
-"""Where streams of weights go: files in shared memory, a group with other programs, a safetensors file.
+"""Sinks of weight streams: files in shared memory, a process group with other programs, a safetensors file.
 
-`send` brings a stream to a sink on all ranks alike: where a sink fails on one rank, the others go on to gather, and all
-raise behind the last packet. The receivers' side is in `receiver.py`.
+All ranks call `send`. If a sink fails on one rank, the other ranks continue to gather, and all ranks raise after the
+last packet. `receiver.py` has the receiving side.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ __all__ = ["ChannelSink", "FileSink", "SafetensorsSink", "Sink", "send"]
 
 
 class Sink(ABC):
-    """Takes the packets of one sender.
+    """Receives the packets of one sender.
 
-    A stream: `put` of each packet, then `finish`; or `abort`, after a failure anywhere.
+    Calls per stream: `put` for each packet, then `finish`; or `abort`, after a failure on any rank.
     """
 
     @abstractmethod
     def put(self, packet: Packet) -> None:
-        """Takes a packet, whose payload is valid during the call."""
+        """Writes or sends a packet, whose payload is valid only during the call."""
 
     @abstractmethod
     def finish(self) -> list[str]:
-        """The version is complete; returns why receivers refuse it, as far as they have said so."""
+        """Ends a complete version. Returns the refusals that receivers have reported so far."""
 
     @abstractmethod
     def abort(self) -> None:
-        """No more packets of this version will come."""
+        """Ends a version before its last packet."""
 
 
 def send(engine: EngineBase, packets: Iterator[Packet], sink: Sink | None) -> int:
     """Sends a stream of the engine to a sink. (all ranks)
 
     Args:
-        packets: of `stream_weights` or `stream_deltas`.
-        sink: on ranks whose packets are to be sent; None elsewhere.
+        packets: the result of `stream_weights` or `stream_deltas`.
+        sink: this rank's sink, or None on ranks that send no packets.
 
     Returns:
-        The bytes of payloads that this rank sent.
+        Number of payload bytes that this rank sent.
 
     Raises:
-        UsageError: a receiver refuses the version, and says why. The next stream may be one that it can take.
-        Exception: what a sink raised, on every rank. The engine goes on as before.
+        UsageError: a receiver refused the version; the message has its reason. It may accept the next stream.
+        Exception: the error that a sink raised, on every rank. The engine remains usable.
     """
     failure: Exception | None = None
     nbytes = 0
@@ -75,7 +75,7 @@ def send(engine: EngineBase, packets: Iterator[Packet], sink: Sink | None) -> in
     try:
         refusals = sink.finish() if sink is not None else []
         if refusals:
-            failure = UsageError("weights: receivers refuse the version", got="; ".join(refusals))
+            failure = UsageError("weights: receivers refused the version", got="; ".join(refusals))
     except Exception as error:
         failure = error
     agree_or_raise(engine.collectives.job, failure, "send weights: receivers")
@@ -83,12 +83,12 @@ def send(engine: EngineBase, packets: Iterator[Packet], sink: Sink | None) -> in
 
 
 class FileSink(Sink):
-    """A file per packet in a folder, in shared memory such as /dev/shm/run; `receive_files` takes them.
+    """Writes a file per packet to a folder, preferably in shared memory (/dev/shm/run); `receive_files` reads them.
 
     Args:
-        versions: that stay; older ones are removed. A receiver that comes later than that needs all weights.
+        versions: number of versions to keep; older ones are removed. A receiver that missed one needs all weights.
 
-    `finish` returns what receivers have said of earlier versions by then.
+    `finish` returns the refusals of earlier versions that receivers have reported so far.
     """
 
     def __init__(self, folder: Path | str, versions: int = 2) -> None:
@@ -123,7 +123,7 @@ class FileSink(Sink):
 
 
 class ChannelSink(Sink):
-    """A group of torch.distributed with the receivers; `receive_version` takes what is sent."""
+    """Sends packets through a process group with the receivers, which call `receive_version`."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -142,7 +142,7 @@ class ChannelSink(Sink):
 
 
 class SafetensorsSink(Sink):
-    """A safetensors file of a stream of all weights, written at its end; for one sender."""
+    """Writes a safetensors file at the end of a stream of all weights from one sender."""
 
     def __init__(self, path: Path | str) -> None:
         self._path = Path(path)
@@ -152,7 +152,7 @@ class SafetensorsSink(Sink):
     def put(self, packet: Packet) -> None:
         manifest, payload = packet.manifest, packet.payload
         if manifest["since"] is not None or manifest["senders"] != 1:
-            raise UsageError("SafetensorsSink", expected="all weights from one sender", got="a part of them")
+            raise UsageError("SafetensorsSink", expected="all weights from one sender", got="a part of the weights")
         assert payload is not None, "a packet without a payload"
         self._ties.update(manifest["ties"])
         for entry in manifest["tensors"]:
@@ -163,7 +163,7 @@ class SafetensorsSink(Sink):
             tensor.view(-1)[entry["start"] : entry["start"] + entry["numel"]] = values_of(entry, payload)
 
     def finish(self) -> list[str]:
-        from safetensors.torch import save_file  # the format's library, only where a file is written
+        from safetensors.torch import save_file  # only writing a file requires the library
 
         metadata: dict[str, Any] = {"format": "pt", **self._ties}
         hidden = self._path.with_name(f".{self._path.name}")

@@ -1,15 +1,15 @@
-"""Weights for other programs: all of them in packed buckets, unit by unit, or what changed, shard by shard.
+"""Weight streams to other programs: all weights, gathered unit by unit, or the changed elements of each shard.
 
-`initialize` hands a `WeightSender` to the engine, whose calls delegate to it. It makes packets (`receiver.py` defines
-them); `sinks.py` sends them. `stream_weights` gathers each byte once, and holds one unit and one bucket;
-`stream_deltas` gathers nothing: each rank sends what it has, and marks of `zero/changed_bits.py` say which elements.
+`initialize` gives the engine a `WeightSender`, to which the engine's calls delegate. It makes packets (`receiver.py`
+defines them); `sinks.py` sends them. `stream_weights` gathers each byte once, and holds one unit and one bucket at a
+time. `stream_deltas` gathers nothing: each rank sends the elements of its shards that `zero/changed_bits.py` marks.
 
-Adapters in the manner of PEFT (a wrapper with `base_layer`, `merge()` and `merged_adapters`) are merged into copies of
-the weights that they are on, by their own rule; layouts are those of transformers' files, unit by unit.
+Adapter layers like PEFT's (a wrapper with `base_layer`, `merge()` and `merged_adapters`) merge their adapters into
+copies of the base weights with their own `merge()`. `as_saved` converts units to the layout of transformers' files.
 
-[Note: versions] Each stream has a number of its own. A stream of all weights in their own dtypes is a base: the next
-delta is of what has changed since, and becomes the base of the one after it. A delta since another version than the
-base, and one whose marks were lost, has all values of every shard: whole, and still without a gather.
+[Note: versions] Each stream has its own version number. A stream of all weights in their own dtypes is a base: the next
+delta contains the elements that changed since, and becomes the base of the following delta. If `since` is not the base,
+or the marks were lost, the delta contains all values of every shard, still without a gather.
 """
 
 from __future__ import annotations
@@ -40,13 +40,15 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class _StreamRequest:
-    """What a stream of weights is of; the same on all ranks.
+    """Arguments of a stream of weights, the same on all ranks.
 
     Attributes:
-        dtype: of floating-point values; None for their own.
-        wants: whether a parameter or buffer of this name is sent.
-        is_whole: of everything, as the engine has it.
-        rank: of the job, whose packets have payloads; None for all.
+        dtype: dtype to send floating-point values in; None for their own.
+        wants: returns True for the names of parameters and buffers to send.
+        is_whole: True for a stream of all weights in their own dtypes, without merged adapters.
+        merges: True to merge adapters into their base weights.
+        as_saved: True to send tensors in the layout of `save_pretrained`.
+        rank: the only rank whose packets have payloads; None for all ranks.
     """
 
     dtype: torch.dtype | None
@@ -63,8 +65,8 @@ class _Bucket:
     """Packs values one after the other into one buffer of bytes.
 
     Attributes:
-        head: of all manifests of this stream.
-        data: (nbytes,) uint8, made with the first value; none on a rank that only takes part.
+        head: the keys that all manifests of this stream share.
+        data: (nbytes,) uint8, allocated with the first value; None on a rank that only joins collectives.
     """
 
     nbytes: int
@@ -76,7 +78,7 @@ class _Bucket:
     entries: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, name: str, value: Tensor, dtype: torch.dtype) -> Iterator[Packet]:
-        """Packs a full tensor, in pieces where it does not fit; yields the packets that it fills."""
+        """Packs a full tensor, in pieces if it does not fit; yields the packets that it fills."""
         flat, start = value.reshape(-1) if self.has_payload else value, 0
         while start < value.numel() or not value.numel():
             room = (self.nbytes - self.used) // dtype.itemsize
@@ -100,7 +102,7 @@ class _Bucket:
                 return
 
     def packet(self, *, last: bool, ties: dict[str, str] | None = None) -> Packet:
-        """What is packed so far, which the next values overwrite."""
+        """Returns the packed values as a packet. The next values overwrite its payload."""
         manifest = {**self.head, "index": self.count, "last": last, "tensors": self.entries, "ties": ties or {}}
         payload = None
         if self.has_payload:
@@ -110,11 +112,11 @@ class _Bucket:
 
 
 class WeightSender:
-    """Streams of one engine. The calls are documented at `Engine`; all are collective.
+    """Streams the weights of one engine. `Engine` documents the calls; all ranks must make them.
 
     Attributes:
-        version: of the last stream that began; 0 before the first.
-        base: of the last stream that a delta may be of; None where none was.
+        version: version of the last stream that began; 0 before the first.
+        base: version that the next delta can be based on; None if there is none.
     """
 
     def __init__(self, engine: EngineBase, state: Callable[[], EngineState]) -> None:
@@ -141,7 +143,7 @@ class WeightSender:
         only_rank: int | None,
         as_saved: bool,
     ) -> Iterator[Packet]:
-        """See `Engine.stream_weights`. Checks now, and gathers as packets are asked for."""
+        """See `Engine.stream_weights`. Checks immediately, and gathers when the caller requests packets."""
         with agreed(self._ranks, "stream_weights"):
             self._require_closed("stream_weights")
             request = self._request(dtype, names, bucket_bytes, merge_adapters, only_rank, as_saved=as_saved)
@@ -174,7 +176,7 @@ class WeightSender:
         if only_rank is not None and state.whole_model is not None and self._num_stages > 1:
             raise UsageError(
                 f"{where}(only_rank)",
-                expected="None where stages of a pipeline have different layers",
+                expected="None, because the stages of the pipeline have different layers",
                 got=only_rank,
                 fix="send the packets of the first rank of each stage",
             )
@@ -186,7 +188,7 @@ class WeightSender:
                 raise UsageError(f"{where}(names)", expected="names of parameters or buffers", got=unknown[0])
         if merges and any(buffer.is_split for buffer in state.buffers() if buffer.params):
             raise UsageError(
-                f"{where}(merge_adapters)", expected="layers that every rank has whole", got="layers that tp or ep cuts"
+                f"{where}(merge_adapters)", expected="layers that each rank holds whole", got="layers split by tp or ep"
             )
         is_whole = names is None and dtype is None and not merges
         return _StreamRequest(dtype, wants, is_whole, merges, as_saved, only_rank, bucket_bytes)
@@ -210,7 +212,7 @@ class WeightSender:
                 if request.merges and receives and failure is None:
                     try:
                         merged = merged_weights(layers, [handle.param for handle in handles])
-                    except Exception as error:  # the other ranks go on to gather, and so does this one
+                    except Exception as error:  # this rank must continue to gather with the other ranks
                         failure = error
                 values = {
                     name: merged.get(id(handle.param), state.whole(handle.slot, _view(handle)))
@@ -252,7 +254,7 @@ class WeightSender:
         ]
 
     def _adapter_units(self, handles: Iterable[ParamHandle], layers: Iterable[tuple[str, Any]]) -> list[ParamUnit]:
-        """Other units with parameters of the adapters on these; none where a block has its own adapters."""
+        """Returns other units that hold adapters of these parameters; none if the units hold their own adapters."""
         from_layers = {id(handle.unit): handle.unit for handle in handles}
         others: dict[int, ParamUnit] = {}
         own = {id(handle.param) for handle in handles}
@@ -267,7 +269,7 @@ class WeightSender:
     def _sent_name(self, fqn: str, request: _StreamRequest) -> str | None:
         return stream_name(self._engine.module, fqn) if request.merges else fqn
 
-    # -- what changed
+    # -- changed elements
 
     def mark_changes(self, *, enabled: bool) -> None:
         """See `Engine.mark_changes`."""
@@ -282,7 +284,7 @@ class WeightSender:
         self.base = None
 
     def stream_deltas(self, since: int | None) -> Iterator[Packet]:
-        """See `Engine.stream_deltas`. Checks now, and reads shards as packets are asked for."""
+        """See `Engine.stream_deltas`. Checks immediately, and reads shards when the caller requests packets."""
         with agreed(self._ranks, "stream_deltas"):
             self._require_closed("stream_deltas")
             if not self._marks:
@@ -293,10 +295,10 @@ class WeightSender:
                     fix="call engine.mark_changes() before the first stream",
                 )
             if since is not None and type(since) is not int:
-                raise UsageError("engine.stream_deltas(since)", expected="the number of a version", got=since)
+                raise UsageError("engine.stream_deltas(since)", expected="a version number or None", got=since)
         facts = self._ranks.gather_objects((since, self.base), "stream_deltas: since")
         if len(set(facts)) > 1:
-            raise UsageError("engine.stream_deltas(since)", expected="the same on all ranks", got=facts)
+            raise UsageError("engine.stream_deltas(since)", expected="the same version on all ranks", got=facts)
         self._engine.finish_update()
         is_delta = since is not None and since == self.base
         self._begin()
@@ -311,7 +313,7 @@ class WeightSender:
             if not state.saves(buffer):
                 continue
             if self._engine.weights_version != version:
-                raise EngineStateError("engine.step() within a stream of weights", fix="step before or after it")
+                raise EngineStateError("engine.step() during a stream of weights", fix="step before or after it")
             entries, payload = _changed_parts(buffer, every=since is None)
             if entries:
                 manifest: dict[str, Any] = {**head, "index": index, "last": False, "tensors": entries, "ties": {}}
@@ -333,8 +335,8 @@ class WeightSender:
             raise EngineStateError(
                 f"engine.{call}()",
                 expected="no other stream of weights",
-                got="one that has not come to its end",
-                fix="go through its packets to the last, or close it on all ranks",
+                got="a stream that has not ended",
+                fix="iterate over it to the last packet, or close it on all ranks",
             )
 
     def _begin(self) -> None:
@@ -342,7 +344,7 @@ class WeightSender:
         self._is_open = True
 
     def _end(self, done: bool) -> None:
-        """A stream is over: the marks begin anew, if what was sent can be the base of a delta."""
+        """Ends a stream. If it can be the base of a delta, it becomes the base, and the marks are cleared."""
         self._is_open = False
         if done and self._may_be_base and self._marks:
             self.base = self.version
@@ -358,7 +360,7 @@ class WeightSender:
         return names | {name for name, _ in persistent_buffers(self._engine.module)}
 
     def _wanted_names(self, request: _StreamRequest) -> str:
-        """A digest of them, to compare over ranks of one stage; "" where stages have names of their own."""
+        """Returns a digest of the names, to compare between ranks; "" with pipeline stages, whose names differ."""
         if self._num_stages > 1:
             return ""
         names = sorted(filter(request.wants, self._all_names()))
@@ -370,12 +372,12 @@ class WeightSender:
         return ranks.job.world_size // ranks.peers.world_size
 
     def _leads(self) -> list[int]:
-        """The first rank of each stage."""
+        """Returns the first rank of each stage."""
         return list(range(0, self._ranks.world_size, self._engine.collectives.peers.world_size))
 
 
 class _Stream(Iterator[Packet]):
-    """Packets whose end is noted once, even if the program closes them before the first."""
+    """An iterator of packets that calls `end` once, even if the program closes it before the first packet."""
 
     def __init__(self, packets: Iterator[Packet], end: Callable[[bool], None]) -> None:
         self._packets, self._end = packets, end
@@ -392,7 +394,7 @@ class _Stream(Iterator[Packet]):
             raise
 
     def close(self) -> None:
-        """Breaks it off. (all ranks, after the same packet)"""
+        """Ends the stream early. (all ranks, after the same packet)"""
         self._packets.close()  # type: ignore[attr-defined]
         self._finish(False)
 
@@ -407,12 +409,12 @@ def _view(handle: ParamHandle) -> Tensor:
 
 
 def _place(buffer: FlatBuffer) -> torch.device:
-    """Where the shard is compared: where a step writes it."""
+    """Returns the device that holds the shard, where a step writes it and changes are marked."""
     return next(buffer.shard.tensors(), torch.empty(0)).device
 
 
 def _changed_parts(buffer: FlatBuffer, *, every: bool) -> tuple[list[dict[str, Any]], Tensor]:
-    """Entries of this rank's elements of a buffer, changed or all, and their payload."""
+    """Returns the entries and the payload of this rank's elements of a buffer: the changed ones, or all."""
     assert buffer.changed is not None, "a delta of a buffer without marks"
     marked = None if every else buffer.changed.positions()
     entries: list[dict[str, Any]] = []
@@ -420,7 +422,7 @@ def _changed_parts(buffer: FlatBuffer, *, every: bool) -> tuple[list[dict[str, A
     used = 0
     if marked is not None and not marked.numel():
         return entries, torch.empty(0, dtype=torch.uint8)
-    values = buffer.shard.read(buffer.own)  # one read of a tier, however many parameters are in it
+    values = buffer.shard.read(buffer.own)  # one read from a tier for all parameters in the buffer
     for slot, part in buffer.layout.slots_in(buffer.own):
         chosen = _chosen(marked, part, buffer.own, values)
         if not chosen.numel:
@@ -447,7 +449,8 @@ def _changed_parts(buffer: FlatBuffer, *, every: bool) -> tuple[list[dict[str, A
 
 
 class _Chosen(NamedTuple):
-    """Values of `numel` elements, their bytes, of them `high` coded; encoded positions, none for all elements."""
+    """Elements to send: their number, the bytes of their values, the number of coded high bytes among these, and the
+    encoded positions, empty for all elements."""
 
     numel: int
     values: Tensor
@@ -456,7 +459,7 @@ class _Chosen(NamedTuple):
 
 
 def _chosen(marked: Tensor | None, part: FlatRange, own: FlatRange, values: Tensor) -> _Chosen:
-    """The marked elements of a part; all of them where those are fewer bytes."""
+    """Returns the marked elements of a part, or all elements if these take fewer bytes."""
     everything = values[part.at(own.start)]
     whole = _Chosen(part.numel, everything.contiguous().view(torch.uint8), 0, torch.empty(0, dtype=torch.uint8))
     if marked is None:
@@ -472,7 +475,7 @@ def _chosen(marked: Tensor | None, part: FlatRange, own: FlatRange, values: Tens
 
 
 def _coded(values: Tensor) -> tuple[Tensor, int]:
-    """Their bytes, and how many of those are coded high bytes: none where that would not be fewer."""
+    """Returns the bytes of the values, and the number of coded high bytes: 0 if coding would not save bytes."""
     plain = values.contiguous().view(torch.uint8)
     if values.itemsize != 2 or not values.numel():
         return plain, 0
@@ -482,7 +485,7 @@ def _coded(values: Tensor) -> tuple[Tensor, int]:
 
 
 def _cut(slot: Slot) -> tuple[int, int, int]:
-    """(run, parts, part) of a slot: where its elements lie in the full parameter; see `receiver.py`."""
+    """Returns (run, parts, part) of a slot, the place of its elements in the full parameter; see `receiver.py`."""
     split = slot.split
     if split is None:
         return max(slot.numel, 1), 1, 0
@@ -493,15 +496,15 @@ def _cut(slot: Slot) -> tuple[int, int, int]:
 
 
 def merged_weights(layers: Iterable[tuple[str, Any]], params: Iterable[nn.Parameter]) -> dict[int, Tensor]:
-    """id(parameter) -> its value with the active adapters, for those of `params` that have any.
+    """Returns id(parameter) -> its value with the active adapters merged, for those of `params` that have adapters.
 
-    Parameters of the layers around them are unsharded.
+    The caller must have unsharded all parameters of the adapter layers around them.
 
     Args:
-        layers: those of `adapter_layers`.
+        layers: the result of `adapter_layers`.
 
     Raises:
-        UsageError: adapters are merged into the weights already, or an adapter replaces a parameter.
+        UsageError: the adapters are already merged into the weights, or an adapter replaces a parameter.
     """
     wanted = {id(param) for param in params}
     merged: dict[int, Tensor] = {}
@@ -512,7 +515,8 @@ def merged_weights(layers: Iterable[tuple[str, Any]], params: Iterable[nn.Parame
 
 
 def adapter_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """(name, layer) of each layer that wraps another in adapters. (PEFT's other wrappers answer for what they wrap.)"""
+    """Yields (name, layer) for each layer that wraps a base layer in adapters."""
+    # Reads __dict__ and _modules, because attributes of PEFT's other wrappers delegate to the wrapped module.
     for name, layer in model.named_modules():
         if "merged_adapters" in vars(layer) and "base_layer" in layer._modules:
             yield name, layer
@@ -522,9 +526,9 @@ def _merged(name: str, layer: Any) -> dict[int, Tensor]:
     if layer.merged_adapters:
         raise UsageError(
             f"engine.stream_weights(merge_adapters): {name}",
-            expected="adapters that are not merged",
+            expected="adapters that are not merged yet",
             got=layer.merged_adapters,
-            fix="call model.unmerge_adapter() before",
+            fix="call model.unmerge_adapter() first",
         )
     base = layer.base_layer
     own = dict(base.named_parameters(recurse=False))
@@ -545,7 +549,7 @@ def _merged(name: str, layer: Any) -> dict[int, Tensor]:
 
 
 def stream_name(model: nn.Module, fqn: str) -> str | None:
-    """The name that the model without adapters has for a parameter; None for those of adapters.
+    """Returns a parameter's name in the model without adapters; None for parameters of adapters.
 
     Example:
         >>> stream_name(nn.Linear(1, 1), "weight")
@@ -564,10 +568,10 @@ def stream_name(model: nn.Module, fqn: str) -> str | None:
 
 
 def saved_layout(model: nn.Module, values: dict[str, Tensor], *, merged: bool) -> dict[str, Tensor]:
-    """The tensors as `save_pretrained` writes them; unchanged for models of other libraries.
+    """Returns the tensors as `save_pretrained` writes them; unchanged for models of other libraries.
 
     Args:
-        merged: the names are those of the model inside of adapters.
+        merged: True if the names are those of the model inside the adapters.
     """
     outer: Any = model
     inner = outer.get_base_model() if merged and hasattr(model, "get_base_model") else model

@@ -1,8 +1,8 @@
 """The names of `accelerate.utils`, for scripts that import them with only the package's name changed.
 
-Each is imported from its home when it is first used; those that have nothing to do with an engine are accelerate's own,
-and need it to be installed. The modules of `accelerate.utils`, such as `utils.memory`, are
-this one under other names. A name of accelerate that is not here raises an ImportError that says what does the same.
+Each name is imported from its module on first use. Names that do not concern an engine come from accelerate, which must
+be installed for them. The modules of `accelerate.utils`, such as `utils.memory`, are aliases of this one. A name of
+accelerate that is missing here raises an ImportError that names the replacement.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from zeroaccel.accelerate.absent_names import absence
 
-# Module -> the names that it provides; "name=attribute" where it has another name there.
+# Module -> the names that it provides; "name=attribute" if the attribute has a different name.
 _PROVIDES = {
     "accelerate.utils": "MODEL_NAME SAFE_MODEL_NAME SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_NAME WEIGHTS_INDEX_NAME "
     "WEIGHTS_NAME "
@@ -69,5 +69,5 @@ def _provided(module: str, name: str) -> Any:
         return getattr(import_module(module), name)
     except ModuleNotFoundError as error:
         if str(error.name).partition(".")[0] == "accelerate":
-            raise ImportError(f"{__name__}.{name} is accelerate's own: pip install accelerate") from error
+            raise ImportError(f"{__name__}.{name} comes from accelerate: pip install accelerate") from error
         raise

@@ -521,7 +521,7 @@ RULES: tuple[tuple[str, str], ...] = (
     (r"has an attribute '_config'|engine\._config is|'types.SimpleNamespace' object has no", _PRIVATE),
     (r"test_zero_fragments.*-True", "of a frozen parameter the values are given, not None (docs/deepspeed_names.md)"),
     (r"a parameter of another engine", "a second engine of one model is refused (docs/deepspeed_names.md)"),
-    (r"wait for the end of their accumulation", "save inside an accumulation is refused (docs/deepspeed_names.md)"),
+    (r"gradients of an unfinished accumulation", "save inside an accumulation is refused (docs/deepspeed_names.md)"),
     (r"PARTITION_ACTIVATIONS|hook_attribute_delegation", _PRIVATE),
     (r"none_dp_world_size", "not ours: prints a profile with sequence parallelism"),
     (r"test_adagrad.*sparse|sparse_coo", "sparse gradients of an optimizer without an engine are refused by name"),

@@ -112,7 +112,7 @@ def test_states_of_a_project(ranks: Ranks, tmp_path: Path) -> None:
     for names, told, said in ranks(2).run(_project, str(tmp_path)):
         assert names == ["checkpoint_1", "checkpoint_2", "pytorch_model", "pytorch_model_1"]
         assert told == [(2, []), (2, []), "checkpoint_2", "checkpoint_2"]  # also where saving was refused
-        assert "no gradients that wait for the end of their accumulation" in said["in between"]
+        assert "no gradients of an unfinished accumulation" in said["in between"]
         assert said["number"] == "3"
         assert "each object once" in said["twice"]
         assert "an object that prepare() did not return" in said["engine"]

@@ -192,4 +192,4 @@ def test_a_setting_saves_the_base_and_another_base_is_refused(ranks: Ranks, tmp_
     for nbytes, refusal in ranks(2).run(_saved, tmp_path):
         assert nbytes == [adapters, adapters + base, adapters + base, adapters, adapters + base]
         assert "expected adapters over org/base, got 'adapters over org/other'" in refusal
-        assert "; load that base before; load_module_strict=False takes another one" in refusal
+        assert "; load that base first, or pass load_module_strict=False to accept a different one" in refusal

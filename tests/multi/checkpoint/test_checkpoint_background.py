@@ -176,6 +176,6 @@ def test_a_killed_rank_ends_the_save_at_once(ranks: Ranks, tmp_path: Path) -> No
     result = run_job(2, script, timeout=100)
     assert result.returncodes[1] == -9
     assert result.returncodes[0] not in (0, -9)
-    assert "rank 1 has ended before its part was written" in result.stderr
+    assert "rank 1 ended before it wrote its part" in result.stderr
     assert (folder / "latest").read_text() == "global_step1"
     assert ranks(1).run(offset_of, folder) == [0.25]

@@ -246,7 +246,7 @@ def test_what_cannot_be_saved_is_refused_on_every_rank_before_anything_is_writte
         assert "client_state['loss']" in found["numpy"]
         assert "float64" in found["numpy"]
         assert "'../elsewhere'" in found["tag"]
-        assert "gradients that wait" in found["middle"]
+        assert "gradients of an unfinished accumulation" in found["middle"]
         assert "latest" in found["nothing"]
         assert "none" in found["nothing"]
 
@@ -514,7 +514,7 @@ def test_a_damaged_checkpoint_is_never_loaded(ranks: Ranks, tmp_path: Path, kind
         if kind in ("start", "middle", "end"):
             assert "damaged" in told
             assert "rank00001-of-00002" in told
-            assert "mixture" in unusable
+            assert "failed halfway" in unusable
 
 
 def load_apart(root: Path) -> str:

@@ -748,7 +748,7 @@ def test_adapters_over_another_quantised_base_are_refused(tmp_path: Path) -> Non
     _save(_with_offsets(1), tmp_path, exclude_frozen_parameters=True)
     engine = _initialized(_with_offsets(2), 3, "SGD")
     before = engine.consolidated_state_dict()
-    with refused(CheckpointError, "blocks.0.base.weight", "another one, whose quant_state", "load that base before"):
+    with refused(CheckpointError, "blocks.0.base.weight", "a base whose quant_state", "load that base first"):
         engine.load_checkpoint(tmp_path)
     after = engine.consolidated_state_dict()
     engine.destroy()
@@ -761,7 +761,7 @@ def test_codes_that_a_model_without_its_library_loads_are_named(tmp_path: Path) 
     for block in model.blocks:
         block.base = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
     engine = _initialized(model, 3, "SGD")
-    with refused(CheckpointError, "blocks.0.base.weight", "codes there", "by the library of the checkpoint before"):
+    with refused(CheckpointError, "blocks.0.base.weight", "saved as codes", "with the checkpoint's library"):
         engine.load_checkpoint(tmp_path)
     engine.destroy()
 

@@ -150,7 +150,7 @@ def test_helpers_that_need_no_engine_are_accelerates_own(monkeypatch: pytest.Mon
     assert utils.is_transformers_available is theirs.is_transformers_available
     monkeypatch.setitem(sys.modules, "accelerate.utils", None)
     monkeypatch.delitem(vars(utils), "convert_bytes")
-    with pytest.raises(ImportError, match=r"zeroaccel.utils.convert_bytes is accelerate's own: pip install accelerate"):
+    with pytest.raises(ImportError, match=r"utils.convert_bytes comes from accelerate: pip install accelerate"):
         _ = utils.convert_bytes
 
 

@@ -106,18 +106,18 @@ def _set(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
         (_set("files.0.name", "..safetensors"), "not a plain name"),
         (_set("files.0.nbytes", -1), "-1 is not a whole number"),
         (_set("files.0.nbytes", 3999), "expected 3999 bytes, got 4000"),
-        (_set("tensors.master/a.pieces", [[0, 0, 4, 800]]), "4 elements saved of shape"),
+        (_set("tensors.master/a.pieces", [[0, 0, 4, 800]]), "4 elements saved, but its shape is"),
         (_set("tensors.master/a.pieces", [[0, 0, 4, 800], [0, 3, 3, 96]]), "a piece at element 3"),
         (_set("tensors.master/a.pieces", [[1, 0, 6, 800]]), "IndexError"),
-        (_set("tensors.master/a.pieces", [[0, 0, 6, 3980]]), "a piece at byte 3980"),
-        (_set("tensors.master/a.pieces", [[0, 0, 6, 802]]), "a piece at byte 802"),
+        (_set("tensors.master/a.pieces", [[0, 0, 6, 3980]]), "a misplaced piece at byte 3980"),
+        (_set("tensors.master/a.pieces", [[0, 0, 6, 802]]), "a misplaced piece at byte 802"),
         (_set("tensors.master/a.pieces", [[0, 0, 6, -8]]), "-8 is not a whole number"),
         (_set("tensors.master/a.dtype", "Q8"), "Q8"),
-        (_set("tensors.master/a.shape", [6]), "not of the shape of its parameter"),
+        (_set("tensors.master/a.shape", [6]), "its shape differs from that of its parameter"),
         (_set("tensors.master/a", None), "parameter a: its values are not in the checkpoint"),
         (_set("tensors.buffer/c", None), "buffer/c"),
-        (_set("parameters.a", None), "does not name each of them once"),
-        (_set("order", ["a", "b"]), "does not name each of them once"),
+        (_set("parameters.a", None), "does not name each parameter exactly once"),
+        (_set("order", ["a", "b"]), "does not name each parameter exactly once"),
         (_set("counters.global_steps", None), "global_steps"),
         (_set("counters.global_steps", 1.5), "1.5 is not a whole number"),
         (_set("id", None), "id"),
@@ -157,10 +157,10 @@ def test_what_is_no_manifest_is_an_error(tmp_path: Path, text: str) -> None:
 def test_missing_parts_are_named(tmp_path: Path) -> None:
     folder = saved(tmp_path)
     (folder / NAME).unlink()
-    with pytest.raises(CheckpointError, match="missing, though the manifest names it"):
+    with pytest.raises(CheckpointError, match="missing, but the manifest names it"):
         read_manifest(folder)
     (folder / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match="interrupted before it was complete"):
+    with pytest.raises(CheckpointError, match="or its save was interrupted"):
         read_manifest(folder)
 
 

@@ -134,7 +134,7 @@ def test_the_checksum_is_the_one_of_the_format(tmp_path: Path) -> None:
 def test_a_short_file_is_an_error_and_not_a_crash(tmp_path: Path) -> None:
     record, _ = write_file(tmp_path, some_tensors())
     os.truncate(tmp_path / record.name, record.nbytes // 2)
-    with pytest.raises(CheckpointError, match="the file is not whole"):
+    with pytest.raises(CheckpointError, match="the file is incomplete"):
         RankFileReader(tmp_path, record)
     with pytest.raises(CheckpointError, match="missing"):
         RankFileReader(tmp_path, FileRecord("absent.safetensors", 100, 0, hashlib.sha256().hexdigest()))

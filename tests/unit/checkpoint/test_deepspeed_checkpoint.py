@@ -343,7 +343,7 @@ def test_files_of_other_saves_are_named(unpack: Unpack) -> None:
     shutil.copy(
         folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt", folder / "zero_pp_rank_3_mp_rank_00_optim_states.pt"
     )
-    with pytest.raises(CheckpointError, match="saved by 3 ranks; of another save: zero_pp_rank_3"):
+    with pytest.raises(CheckpointError, match="saved by 3 ranks; has files of another save: zero_pp_rank_3"):
         open_deepspeed_checkpoint(folder)
 
 
@@ -409,12 +409,12 @@ def test_files_that_do_not_belong_together_are_noticed(unpack: Unpack) -> None:
 def test_other_parallelism_is_refused(name: str, what: str, unpack: Unpack) -> None:
     folder = unpack("stage1_fp32_w2")
     (tag_folder(folder) / name).write_bytes(b"")
-    with pytest.raises(CheckpointError, match=rf"{name}: of .*{what}"):
+    with pytest.raises(CheckpointError, match=rf"{name}: from .*{what}"):
         open_deepspeed_checkpoint(folder)
     for path in tag_folder(folder).iterdir():
         if path.name != name:
             path.unlink()
-    with pytest.raises(ConversionError, match=rf"{name}: of .*{what}"):  # nothing but such files: theirs all the same
+    with pytest.raises(ConversionError, match=rf"{name}: from .*{what}"):  # nothing but such files: theirs all the same
         open_source(folder)
 
 
@@ -457,7 +457,7 @@ def test_a_scrambled_universal_checkpoint_is_refused(unpack: Unpack) -> None:
     model = torch.load(path, weights_only=True)
     model["ds_config"]["zero_optimization"]["round_robin_gradients"] = True
     torch.save(model, path)
-    with pytest.raises(CheckpointError, match="mixes up"):
+    with pytest.raises(CheckpointError, match="mixed up the values"):
         open_deepspeed_checkpoint(folder)
 
 

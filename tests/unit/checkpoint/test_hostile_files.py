@@ -139,7 +139,7 @@ def test_a_pickle_changes_no_class() -> None:
         b"ctorch\nFloatStorage\n",
     ):
         with pytest.raises(
-            CheckpointError, match=r"f: its pickle, at byte \d+: expected attributes of objects that have some"
+            CheckpointError, match=r"f: its pickle, at byte \d+: expected attributes for an object that supports them"
         ):
             load_pickle(b"\x80\x02" + target + b"}X\x06\0\0\0updateNsb.", "f")
     assert callable(collections.Counter.update)
@@ -229,11 +229,11 @@ def test_a_latest_that_is_no_file_does_not_block(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tag", "words"),
     [
-        (" step", "no blanks at its ends"),
-        ("step ", "no blanks at its ends"),
+        (" step", "without blanks at its ends"),
+        ("step ", "without blanks at its ends"),
         ("x" * 256, "at most 255 bytes"),
         ("ü" * 128, "at most 255 bytes"),
-        ("zero_to_fp32.py", "another name than that of a file"),
+        ("zero_to_fp32.py", "a name that no file beside the checkpoints has"),
         ("\ud800", "folder names"),
         ("a\u2028", "folder names"),
     ],

@@ -89,7 +89,7 @@ REFUSED = [
     (packet(torch.ones(3).bfloat16()), r"w: expected float32 \[3\], got bfloat16 \[3\]"),
     (
         packet(torch.ones(3), since=4),
-        "version 1 changes version 4: expected version 4 here, got None; send all weights",
+        "version 1 is a delta to version 4: expected version 4 here, got None; send all weights",
     ),
     (packet(torch.ones(3), index=1), "version 1, sender 0: expected packet 0, got 1"),
     (Packet(packet(torch.ones(3)).manifest, None), "expected a packet with a payload"),

@@ -1,1 +1,1 @@
-"""Checkpoint formats of others: DeepSpeed's, torch.distributed.checkpoint's, torch's pickles."""
+"""Checkpoint formats of other projects: DeepSpeed, torch.distributed.checkpoint, and torch's pickles."""

@@ -1,7 +1,7 @@
-"""Writes our checkpoints as folders of torch.distributed.checkpoint (DCP), with the keys that FSDP2 users load.
+"""Exports checkpoints to folders of torch.distributed.checkpoint (DCP), with the keys that FSDP2 users load.
 
-Keys are those of `get_state_dict`: `model.<fqn>` in the dtype of the masters, `optim.state.<fqn>.<name>`,
-`optim.param_groups.<i>.<option>`. One tensor at a time is in memory. `.metadata` is written last.
+The keys are those of `get_state_dict`: `model.<fqn>` in the dtype of the masters, `optim.state.<fqn>.<name>`,
+`optim.param_groups.<i>.<option>`. The export holds one tensor in memory at a time, and writes `.metadata` last.
 """
 
 from __future__ import annotations
@@ -37,19 +37,20 @@ _FILE_NAME = "__0_0.distcp"
 
 
 def export_dcp(checkpoint_dir: str | os.PathLike[str], out: str | os.PathLike[str], tag: str | None = None) -> Path:
-    """Writes a checkpoint of ours as a DCP folder, for `torch.distributed.checkpoint.load`.
+    """Writes a checkpoint of this format as a DCP folder, for `torch.distributed.checkpoint.load`.
 
-    Tied parameters are written under each of their names; parameters whose values were not saved are left out.
+    A tied parameter is stored under each of its names. Parameters without saved values are omitted.
 
     Args:
-        out: a folder that has no DCP checkpoint in it.
-        tag: which; None for the one `latest` names.
+        out: a folder without a DCP checkpoint.
+        tag: tag of the checkpoint; None for the tag in `latest`.
 
     Returns:
         `out`.
 
     Raises:
-        CheckpointError: there is no such checkpoint, it is damaged, or the disk is full. UsageError: `out` is taken.
+        CheckpointError: the checkpoint does not exist or is damaged, or the disk is full.
+        UsageError: `out` already has a DCP checkpoint.
 
     Example::
 
@@ -60,7 +61,7 @@ def export_dcp(checkpoint_dir: str | os.PathLike[str], out: str | os.PathLike[st
     folder, manifest = find_checkpoint(Path(checkpoint_dir), tag)
     target = Path(out)
     if (target / DCP_METADATA_NAME).exists():
-        raise UsageError(f"{target}", expected="no checkpoint there", fix="choose another folder")
+        raise UsageError(f"{target}", expected="a folder without a checkpoint", fix="choose another folder")
     with writing_to(target):
         target.mkdir(parents=True, exist_ok=True)
         with (
@@ -72,7 +73,7 @@ def export_dcp(checkpoint_dir: str | os.PathLike[str], out: str | os.PathLike[st
             file.flush()
             new.publish()
         remove_abandoned(target / _FILE_NAME)
-        # Last, as DCP itself does: without its `.metadata` a folder is no checkpoint.
+        # Last, like DCP itself: without `.metadata` a folder is not a checkpoint.
         write_durably(target / DCP_METADATA_NAME, pickle.dumps(metadata))
     return target
 
@@ -87,7 +88,7 @@ class _DcpWriter:
         self._paths: dict[str, tuple[str | int, ...]] = {}
 
     def write(self) -> Metadata:
-        """Writes everything; returns the content of `.metadata`."""
+        """Writes all tensors and values; returns the content of `.metadata`."""
         manifest = self._store.manifest
         aliases: dict[str, list[str]] = {}
         for alias, name in manifest.ties.items():
@@ -95,7 +96,7 @@ class _DcpWriter:
         for fqn in manifest.order:
             key = manifest.weight_key(fqn)
             if key is not None:
-                # DCP has no ties: one stored object, under each name of the parameter.
+                # DCP has no ties: store one object under each name of the parameter.
                 self._tensor([("model", name) for name in (fqn, *aliases.get(fqn, ()))], self._store.fetch(key))
         for name in manifest.buffers:
             self._tensor([("model", name)], self._store.fetch(f"buffer/{name}"))
@@ -117,7 +118,7 @@ class _DcpWriter:
         scalars = manifest.optimizer["scalars"]
         for fqn in manifest.order:
             for name, value in decode(scalars.get(fqn, {}), self._store.fetch).items():
-                is_count = name == "step" and not isinstance(value, Tensor)  # a tensor in torch's own optimizers
+                is_count = name == "step" and not isinstance(value, Tensor)  # torch's optimizers have a tensor
                 yield ("optim", "state", fqn, name), torch.tensor(float(value)) if is_count else value
             for name in manifest.state_names(fqn):
                 yield ("optim", "state", fqn, name), self._store.fetch(f"state/{name}/{fqn}")
@@ -156,7 +157,7 @@ class _DcpWriter:
 
 
 def _options_of_torch(kind: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The options of torch's optimizer of this name, with our values: DCP loads exactly the keys of the template."""
+    """Returns the options of torch's optimizer `kind` with the saved values: DCP loads exactly the template's keys."""
     make = getattr(torch.optim, kind, None)
     if make is None:
         return options

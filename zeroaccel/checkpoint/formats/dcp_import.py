@@ -1,8 +1,8 @@
-"""Checkpoints of torch.distributed.checkpoint (DCP), as FSDP2 users write them, in the form that `loader.py` reads.
+"""Converts checkpoints of torch.distributed.checkpoint (DCP), such as FSDP2 users write, for `loader.py`.
 
-`DcpFolder` is the format: a `.metadata`, which is a pickle and is read by the restricted reader of `torch_pickle.py`
-with stand-ins for torch's classes, and tensors in `*.distcp`. `_DcpReader` gives the names a meaning: which dict is the
-model's, which the optimizer's (the two of `get_state_dict`, flattened or not); the rest is client state.
+`DcpFolder` reads the format: `.metadata`, a pickle that the restricted reader of `torch_pickle.py` reads with stand-ins
+for torch's classes, and tensors in `*.distcp`. `_DcpReader` finds the model's and the optimizer's dict (the two of
+`get_state_dict`, flattened or not) by their keys; the rest is client state.
 """
 
 from __future__ import annotations
@@ -56,14 +56,17 @@ _MODULE = "torch.distributed.checkpoint.metadata"
 
 
 def _field(part: StandIn, name: str) -> Any:
-    """An attribute; CheckpointError if it is missing."""
+    """Returns an attribute; raises CheckpointError if it is missing."""
     if name not in vars(part):
         raise CheckpointError(f"{DCP_METADATA_NAME}: {part.class_name} without {name}")
     return vars(part)[name]
 
 
 def find_dcp(root: Path, tag: object = None) -> Path | None:
-    """The folder of a DCP checkpoint: `root` itself, the tag in it, or the one `latest` names; None if none."""
+    """Returns the folder of a DCP checkpoint: `root` itself, or the folder of the tag in it; None if it is not DCP.
+
+    Without a tag, the file `latest` names it.
+    """
     if tag is None and (root / DCP_METADATA_NAME).is_file():
         return root
     try:
@@ -75,7 +78,7 @@ def find_dcp(root: Path, tag: object = None) -> Path | None:
 
 @dataclass(frozen=True)
 class _Item:
-    """One stored object of a `*.distcp`."""
+    """One stored object in a `*.distcp` file."""
 
     path: Path
     start: int
@@ -83,15 +86,14 @@ class _Item:
 
 
 class DcpFolder:
-    """One checkpoint.
+    """One DCP checkpoint.
 
     Attributes:
-        paths: key -> the keys of the nested dicts that lead to it: ("model", "layers.0.weight").
-        tensors: key -> record, as in our manifest; pieces count the entries of `files`.
-        files: the objects opened so far, by the numbers that pieces have.
+        paths: key -> path of keys in the nested dicts, such as ("model", "layers.0.weight").
+        files: the objects opened so far; pieces refer to them by index.
 
     Raises:
-        CheckpointError: it is damaged or incomplete, or its pickle names a class that is not admitted.
+        CheckpointError: the checkpoint is damaged or incomplete, or its pickle names a forbidden class.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -121,7 +123,7 @@ class DcpFolder:
                 raise CheckpointError(f"{folder}: {_field(index, 'fqn')} is compressed", expected="a plain *.distcp")
             name = _field(info, "relative_path")
             if Path(name).name != name or name in ("", ".", ".."):
-                raise CheckpointError(f"{where}: a file name", expected="one in the same folder", got=name)
+                raise CheckpointError(f"{where}: a file name", expected="a file in the same folder", got=name)
             offset = vars(index).get("offset")
             key = _field(index, "fqn"), None if offset is None else tuple(offset)
             start, nbytes = _field(info, "offset"), _field(info, "length")
@@ -130,19 +132,19 @@ class DcpFolder:
             self._items[key] = _Item(folder / name, start, nbytes)
 
     def is_tensor(self, key: str) -> bool:
-        """Whether it is a tensor, rather than a plain value."""
+        """Returns True if the key has a tensor, False if it has a plain value."""
         return "size" in vars(self._entries[key])
 
     def record(self, key: str) -> TensorRecord:
-        """The shape and dtype of a tensor, and the pieces that cover it."""
+        """Returns the shape and dtype of a tensor, and the pieces that cover it."""
         entry = self._entries[key]
         shape = tuple(_field(entry, "size"))
         pieces: list[Piece] = []
         dtype = ""
-        # DCP's chunks are boxes of any number of dims. Each is cut into runs of the flattened tensor, and the sorted
-        # runs have to cover it exactly once: `.metadata` is a file from outside and may say anything.
+        # DCP's chunks are boxes of any number of dims. Each is split into runs of the flattened tensor, and the sorted
+        # runs must cover it exactly once. The file is untrusted, so this is not certain.
         if len({tuple(_field(chunk, "offsets")) for chunk in _field(entry, "chunks")}) != len(_field(entry, "chunks")):
-            raise CheckpointError(f"{self.folder}: tensor {key}: its parts do not cover it once")
+            raise CheckpointError(f"{self.folder}: tensor {key}: its parts do not cover it exactly once")
         for chunk in _field(entry, "chunks"):
             offsets, sizes = tuple(_field(chunk, "offsets")), tuple(_field(chunk, "sizes"))
             if not math.prod(sizes):
@@ -157,20 +159,20 @@ class DcpFolder:
         end = 0
         for _, start, length, _ in pieces:
             if start != end:
-                raise CheckpointError(f"{self.folder}: tensor {key}: its parts do not cover it once")
+                raise CheckpointError(f"{self.folder}: tensor {key}: its parts do not cover it exactly once")
             end += length
         if end != math.prod(shape):
             raise CheckpointError(f"{self.folder}: tensor {key}", expected=f"{math.prod(shape)} elements", got=end)
         return TensorRecord(dtype or _dtype_of(entry), shape, tuple(pieces))
 
     def value(self, key: str) -> Any:
-        """A plain value."""
+        """Returns the plain value of a key."""
         return self.files[self._open(key, None)].content
 
     def _open(self, key: str, offset: tuple[int, ...] | None) -> int:
         item = self._items.get((key, offset)) or (self._items.get((key, None)) if not offset else None)
         if item is None:
-            raise CheckpointError(f"{self.folder}: incomplete: {key} at {offset} is in no file")
+            raise CheckpointError(f"{self.folder}: incomplete: no file has {key} at {offset}")
         if item not in self._opened:
             self.files.append(TorchFile(item.path, (item.start, item.nbytes)))
             self._opened[item] = len(self.files) - 1
@@ -179,18 +181,18 @@ class DcpFolder:
 
 @contextlib.contextmanager
 def dcp_errors(folder: Path) -> Iterator[None]:
-    """What unexpected metadata makes Python raise, as one CheckpointError with the folder's name."""
+    """Converts Python's errors over unexpected metadata to one CheckpointError that names the folder."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
         raise CheckpointError(
-            f"{folder}: not as torch.distributed.checkpoint writes it ({type(error).__name__}: {str(error)[:200]})",
+            f"{folder}: not in the format of torch.distributed.checkpoint ({type(error).__name__}: {str(error)[:200]})",
             fix="use another checkpoint",
         ) from error
 
 
 def _admitted() -> dict[str, Any]:
-    """The names that `.metadata` may contain, besides those of `torch_pickle.py`."""
+    """Returns the names that `.metadata` may contain in addition to those of `torch_pickle.py`."""
     paths = ("PosixPath", "WindowsPath", "PurePosixPath", "Path")
     return {
         **{f"{_MODULE}.{name}": stand_in_of(name) for name in _CLASSES},
@@ -207,7 +209,7 @@ def _path(*parts: Any) -> str:
 
 
 def _dtype_of(entry: Any) -> str:
-    """The dtype of a tensor without elements, which may have no file."""
+    """Returns the dtype of a tensor without elements, which may have no file."""
     state = vars(_field(entry, "properties")).get("state") or ()
     return next((str(value) for value in state if isinstance(value, DtypeName)), "F32")
 
@@ -220,12 +222,12 @@ def _pieces(
     runs: list[tuple[int, int, int]],
     itemsize: int,
 ) -> list[Piece]:
-    """The pieces of a chunk, a box at `offsets` of a tensor of `shape`.
+    """Returns the pieces of a chunk, which is a box at `offsets` in a tensor of `shape`.
 
     Args:
-        runs: (first element of the chunk, elements, byte of the file) of its contiguous runs there.
+        runs: (first element in the chunk, number of elements, byte offset in the file) of its contiguous runs.
     """
-    inner = 1  # elements of the chunk that are contiguous in the full tensor too: its trailing dims are as long
+    inner = 1  # number of the chunk's elements that are contiguous in the full tensor too: the trailing dims agree
     dim = len(shape)
     while dim and inner == math.prod(shape[dim:]):
         dim -= 1
@@ -235,7 +237,7 @@ def _pieces(
     base = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
     pieces: list[Piece] = []
     if math.prod(outer) * len(runs) > _MOST_PIECES:
-        raise ValueError(f"a part of shape {sizes} lies in {math.prod(outer)} times {len(runs)} pieces")
+        raise ValueError(f"a part of shape {sizes} consists of {math.prod(outer)} times {len(runs)} pieces")
     for number in range(math.prod(outer)):
         start, rest = base, number
         for d in range(dim - 1, -1, -1):
@@ -260,14 +262,14 @@ def _of_a_batch_norm(name: str) -> bool:
 def open_dcp(
     folder: Path, *, ties: Mapping[str, str], is_buffer: Callable[[str], bool] = _of_a_batch_norm
 ) -> TorchStore:
-    """The tensors of a DCP folder, and a manifest of them.
+    """Opens a DCP folder: returns a store of its tensors, with a manifest.
 
     Args:
-        ties: alias -> name, of the model that loads it: DCP keeps both.
-        is_buffer: whether a name is that of a buffer of the model, as DCP does not distinguish them from parameters.
+        ties: alias -> name in the model that loads the checkpoint; DCP stores both.
+        is_buffer: returns True for names of buffers, which DCP does not distinguish from parameters.
 
     Raises:
-        CheckpointError: it is damaged, incomplete, or has no dict that can be the model's.
+        CheckpointError: the checkpoint is damaged or incomplete, or no dict in it can be the model's.
     """
     dcp = DcpFolder(folder)
     with dcp_errors(folder):
@@ -278,14 +280,15 @@ def open_dcp(
 def import_dcp(
     folder: Path, out: Path, *, tag: str, world_size: int, ties: Mapping[str, str], buffers: Collection[str]
 ) -> Path:
-    """Writes a DCP folder as a checkpoint of ours into `out/<tag>`; returns that folder.
+    """Converts a DCP folder to a checkpoint of this format in `out/<tag>`; returns that folder.
 
     Args:
         ties: alias -> name.
-        buffers: the names of buffers that are not those of batch norms.
+        buffers: the names of buffers other than those of batch norms.
 
     Raises:
-        CheckpointError: as `open_dcp`. UsageError: a name that is not in it, or the checkpoint is already in `out`.
+        CheckpointError: see `open_dcp`.
+        UsageError: `ties` or `buffers` have a name that is not in the folder, or the checkpoint is already in `out`.
     """
     store = open_dcp(folder, ties=ties, is_buffer=lambda name: name in buffers or _of_a_batch_norm(name))
     names = {*store.manifest.parameters, *store.manifest.buffers}
@@ -302,13 +305,13 @@ class _DcpReader:
     def __init__(self, dcp: DcpFolder, ties: Mapping[str, str], is_buffer: Callable[[str], bool]) -> None:
         self._dcp = dcp
         self._tensors: dict[str, TensorRecord] = {}
-        self._plain_keys: dict[int, str] = {}  # by the id of a tensor, which `_plain_tensors` keeps its own
+        self._plain_keys: dict[int, str] = {}  # id of a tensor -> its key; `_plain_tensors` keeps the ids unique
         self._plain_tensors: list[Tensor] = []
         states, groups, rest = self._split()
         self._groups = [groups[index] for index in sorted(groups)]
         model, others = self._model(rest, {fqn for fqn, _ in states})
         self._ties = {alias: name for alias, name in ties.items() if name in model}
-        for group in self._groups:  # whichever of its names a tied parameter has there
+        for group in self._groups:  # groups may have a tied parameter under any of its names
             group["params"] = list(dict.fromkeys(self._ties.get(fqn, fqn) for fqn in group.get("params", ())))
         states = {(self._ties.get(fqn, fqn), name): key for (fqn, name), key in states.items()}
         self._group_of = {fqn: index for index, group in enumerate(self._groups) for fqn in group["params"]}
@@ -318,7 +321,7 @@ class _DcpReader:
         self._others = others
 
     def _split(self) -> tuple[dict[tuple[str, str], str], dict[int, dict[str, Any]], dict[str, tuple[Any, ...]]]:
-        """(states by (fqn, name), param groups by number, all other keys with their paths)."""
+        """Returns (states by (fqn, name), param groups by number, all other keys with their paths)."""
         states: dict[tuple[str, str], str] = {}
         groups: dict[int, dict[str, Any]] = {}
         flat: dict[str, dict[str, Any]] = {}
@@ -332,7 +335,7 @@ class _DcpReader:
                 of[str(parts[-1])] = self._value(key)
             else:
                 rest[key] = path
-        if flat and not groups:  # one dict of options per parameter: equal ones are a group
+        if flat and not groups:  # one dict of options per parameter: parameters with equal options are a group
             for fqn, options in flat.items():
                 same = next(
                     (g for g in groups.values() if {k: v for k, v in g.items() if k != "params"} == options), None
@@ -345,19 +348,19 @@ class _DcpReader:
     def _model(
         self, rest: Mapping[str, tuple[Any, ...]], optimized: Collection[str]
     ) -> tuple[dict[str, str], dict[str, tuple[Any, ...]]]:
-        """(fqn -> key of the model's tensors, all that is not the model's)."""
+        """Returns (fqn -> key for the model's tensors, all other keys with their paths)."""
         dicts: dict[tuple[Any, ...], dict[str, str]] = {}
         for key, path in rest.items():
             if self._dcp.is_tensor(key):
                 dicts.setdefault(path[:-1], {})[str(path[-1])] = key
-        # By its contents first: the dict that has all optimized parameters; a name can be of anything.
+        # Prefer the dict with all optimized parameters, because names of dicts are not reliable.
         named = [keys for prefix, keys in dicts.items() if prefix and prefix[-1] in _MODEL_KEYS]
         fitting = [keys for keys in dicts.values() if optimized and set(optimized) <= keys.keys()]
         chosen = (fitting or named or (list(dicts.values()) if len(dicts) == 1 else []))[:1]
         if not chosen:
             there = ", ".join(".".join(map(str, prefix)) or "(top)" for prefix in dicts) or "none"
             raise CheckpointError(
-                f"{self._dcp.folder}: which of its dicts is the model's?",
+                f"{self._dcp.folder}: cannot tell which dict is the model's",
                 expected=f"one called {', '.join(_MODEL_KEYS)}",
                 got=there,
             )
@@ -365,9 +368,9 @@ class _DcpReader:
         return model, {key: path for key, path in rest.items() if key not in set(model.values())}
 
     def manifest(self) -> Manifest:
-        """The manifest that our own save of the same run would have."""
+        """Returns the manifest that this package's save of the same run would have."""
         parameters = {}
-        # DCP does not say which tensors were masters: a parameter of a param group is trained, so its value is one.
+        # DCP does not mark masters: a parameter in a param group is trained, so its value is a master.
         for fqn, key in self._names.items():
             record = self._dcp.record(key)
             if fqn in self._buffers:
@@ -427,7 +430,7 @@ class _DcpReader:
         return {"type": kind, "param_groups": groups, "scalars": scalars}
 
     def _nested(self) -> dict[str, Any]:
-        """The values that are neither the model's nor the optimizer's, nested as they were saved."""
+        """Returns the values other than the model's and the optimizer's, in their nested dicts."""
         tree: dict[str, Any] = {}
         for key, path in self._others.items():
             branch = tree
@@ -456,7 +459,7 @@ class _DcpReader:
 
 
 def _unflattened(path: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The path of a flattened state dict, `("optim", "state.0.weight.exp_avg")`, with its last key split again."""
+    """Splits the last key of a path in a flattened state dict, such as `("optim", "state.0.weight.exp_avg")`."""
     last = path[-1]
     for kind in ("state", "param_groups"):
         if isinstance(last, str) and last.startswith(f"{kind}.") and last.count(".") >= 2:

@@ -1,9 +1,9 @@
-"""Checkpoints that DeepSpeed wrote, as they lie on the disk: stages 0 to 3, BF16_Optimizer, and universal ones.
+"""Reads DeepSpeed's checkpoints: stages 0 to 3, BF16_Optimizer, and universal ones.
 
-`open_deepspeed_checkpoint` sorts the files by name, reads the pickles (`torch_pickle.py` says what they may name) and
-finds out where the elements of every tensor are; the elements are not read until they are requested. Keys, records and
-pieces are those of our own manifest, so whatever reads ours reads these. `open_source` opens either kind for
-`zero_to_fp32.py`, which is a standalone file and knows only our own. No torch, no DeepSpeed.
+`open_deepspeed_checkpoint` sorts the files by name, reads the pickles (`torch_pickle.py` has the allowed names) and
+locates the elements of every tensor, which are read on request only. Keys, records and pieces have the form of this
+package's manifest, so the same code reads both kinds. `open_source` opens either kind for `zero_to_fp32.py`, a
+standalone file that supports this package's format only. Needs neither torch nor DeepSpeed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class CheckpointFiles:
         full_model: the model file of stages 0 to 2, or None.
         models: rank -> model file, stage 3.
         optims: rank -> optimizer file.
-        universal: the folder with a folder for each parameter, or None.
+        universal: the folder with a subfolder for each parameter, or None.
     """
 
     folder: Path
@@ -62,7 +62,7 @@ class CheckpointFiles:
     universal: Path | None
 
     def require_ranks(self, world_size: int, *, models: bool) -> None:
-        """CheckpointError unless each of `world_size` ranks has its files, and there are no others."""
+        """Raises CheckpointError unless each of `world_size` ranks has its files, and there are no others."""
         kinds = [("optim_states.pt", self.optims)] + ([("model_states.pt", self.models)] if models else [])
         for kind, paths in kinds:
             example = next(iter(paths.values())).name if paths else f"zero_pp_rank_0_mp_rank_00_{kind}"
@@ -71,19 +71,19 @@ class CheckpointFiles:
             extra = [path.name for rank, path in sorted(paths.items()) if rank >= world_size]
             if missing:
                 raise CheckpointError(
-                    f"{self.folder}: incomplete, a file of each of {world_size} ranks is needed; "
+                    f"{self.folder}: incomplete: each of the {world_size} ranks needs a file; "
                     f"missing: {', '.join(missing)}{', ...' if len(missing) == _MOST_NAMES else ''}",
                     fix="copy them from the machines that wrote them",
                 )
             if extra:
                 raise CheckpointError(
-                    f"{self.folder}: saved by {world_size} ranks; of another save: {', '.join(extra)}",
+                    f"{self.folder}: saved by {world_size} ranks; has files of another save: {', '.join(extra)}",
                     fix="move them elsewhere",
                 )
 
 
 def is_deepspeed_checkpoint(root: Path, tag: object = None) -> bool:
-    """Whether a folder, or the tag in it, has files of DeepSpeed's names and no manifest of ours."""
+    """Returns True if a folder, or the tag in it, has files with DeepSpeed's names and no manifest."""
     try:
         folder, _ = resolve_folder(root, tag)
     except CheckpointError:
@@ -92,15 +92,17 @@ def is_deepspeed_checkpoint(root: Path, tag: object = None) -> bool:
 
 
 def has_files(folder: Path) -> bool:
-    """Whether a folder has files of DeepSpeed's names."""
+    """Returns True if a folder has files with DeepSpeed's names."""
     return any(form.fullmatch(path.name) for path in folder.iterdir() for form in (_MODEL, _OPTIM, _OTHER_PARALLELISM))
 
 
 def resolve_folder(root: Path, tag: object = None) -> tuple[Path, str]:
-    """(folder, tag) of a tag, of what `latest` (or `latest_universal`) names, or of a folder that is a tag's itself.
+    """Returns (folder, tag) for a tag; by default, for `root` if it is a checkpoint, else for the tag in `latest`.
+
+    If there is no `latest`, it reads `latest_universal`.
 
     Raises:
-        CheckpointError: there is none; the message lists the existing ones.
+        CheckpointError: the checkpoint does not exist; the message lists the existing ones.
     """
     if tag is None and root.is_dir() and has_files(root):
         return root, root.name
@@ -125,21 +127,21 @@ def find_files(folder: Path) -> CheckpointFiles:
     """Sorts the files of a tag's folder.
 
     Raises:
-        CheckpointError: they are of a kind that cannot be read: tensor, pipeline or expert parallel, or of two saves.
+        CheckpointError: the files come from two saves, or from tensor, pipeline or expert parallel training.
     """
     full_model: Path | None = None
     models: dict[int, Path] = {}
     optims: dict[int, Path] = {}
-    # Saves of a bf16 and of an fp16 run in one folder show by two prefixes of their optimizer files.
+    # A bf16 and an fp16 run that saved into one folder have optimizer files with different prefixes.
     prefixes: dict[str, str] = {}
     for path in sorted(folder.iterdir()):
         if _OTHER_PARALLELISM.fullmatch(path.name):
-            raise CheckpointError(f"{path}: of pipeline or expert parallel training", expected="data parallel only")
+            raise CheckpointError(f"{path}: from pipeline or expert parallel training", expected="data parallel only")
         match = _MODEL.fullmatch(path.name) or _OPTIM.fullmatch(path.name)
         if match is None:
             continue
         if int(match["mp"]):
-            raise CheckpointError(f"{path}: of tensor parallel training", expected="data parallel only")
+            raise CheckpointError(f"{path}: from tensor parallel training", expected="data parallel only")
         if match.re is _OPTIM:
             prefixes[match["bf16"] or ""] = path.name
             optims[int(match["rank"])] = path
@@ -153,7 +155,7 @@ def find_files(folder: Path) -> CheckpointFiles:
         )
     if full_model is None and not models:
         raise CheckpointError(
-            f"{folder}: incomplete, mp_rank_00_model_states.pt or zero_pp_rank_0_mp_rank_00_model_states.pt is missing"
+            f"{folder}: incomplete: mp_rank_00_model_states.pt or zero_pp_rank_0_mp_rank_00_model_states.pt is missing"
         )
     universal = folder / "zero"
     return CheckpointFiles(folder, full_model, models, optims, universal if universal.is_dir() else None)
@@ -175,8 +177,8 @@ class States:
     """The optimizer's states.
 
     Attributes:
-        tensors: "state/KIND/FQN" -> where its elements are; one per element of the parameter.
-        scalars: fqn -> the other states, e.g. step; tensors are `StoredTensor` with their file's number.
+        tensors: "state/KIND/FQN" -> record of a state with one value per element of the parameter.
+        scalars: fqn -> the other states, such as step; tensors are (number of the file, `StoredTensor`).
     """
 
     tensors: Mapping[str, TensorRecord]
@@ -185,16 +187,15 @@ class States:
 
 @dataclass(kw_only=True)
 class DeepSpeedCheckpoint(DeepSpeedContents):
-    """A checkpoint whose pickles have been read; no file stays open.
+    """A checkpoint after its pickles are read; no file stays open.
 
     Keys of `tensors` are "master/FQN", "value/FQN" (parameters without a master) and "buffer/NAME".
 
     Attributes:
-        stage: 0 to 3; for a universal one that of the run that was converted.
-        version: DeepSpeed's.
-        model: the content of the model's file besides tensors: `counters`, `lr_scheduler`, `client_state` read it.
+        stage: ZeRO stage 0 to 3 of the run; for a universal checkpoint, of the run before the conversion.
+        model: the content of the model file besides tensors: `counters`, `lr_scheduler`, `client_state` read it.
         loss_scaler: attributes of DeepSpeed's loss scaler and its "type", or None.
-        model_file: the number of the file that `model` is from.
+        model_file: number of the file that contains `model`.
         positional: states without names, see `name_positions`.
     """
 
@@ -209,38 +210,38 @@ class DeepSpeedCheckpoint(DeepSpeedContents):
 
     @property
     def version(self) -> str:
-        """DeepSpeed's version."""
+        """Version of DeepSpeed that wrote the checkpoint."""
         return str(self.model.get("ds_version"))
 
     @property
     def counters(self) -> dict[str, int]:
-        """Steps, samples and skipped steps."""
+        """Numbers of steps, samples and skipped steps."""
         return {name: int(self.model.get(name) or 0) for name in ("global_steps", "global_samples", "skipped_steps")}
 
     @property
     def lr_scheduler(self) -> Any:
-        """The scheduler's state dict, or None."""
+        """State dict of the scheduler, or None."""
         return self.model.get("lr_scheduler")
 
     @property
     def client_state(self) -> dict[str, Any]:
-        """The user's own data; tensors are `StoredTensor`s of `model_file`."""
+        """The user's own data; tensors are `StoredTensor`s in `model_file`."""
         return {key: value for key, value in self.model.items() if key not in _MODEL_KEYS}
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The configuration of the run."""
+        """DeepSpeed config of the run."""
         return self.model.get("ds_config") or {}
 
     @property
     def fingerprint(self) -> str:
-        """Changes whenever a byte of the checkpoint does."""
+        """A digest that changes with every byte of the checkpoint."""
         return hashlib.sha256("".join(file.fingerprint for file in self.files).encode()).hexdigest()
 
     # -- weights
 
     def weights(self) -> Iterator[Weight]:
-        """Parameters in the model's order, then buffers; ties once, under the name that `ties` gives the others."""
+        """Yields parameters in the model's order, then buffers; a tied parameter once, without its aliases."""
         for fqn in self.order:
             if (key := self.weight_key(fqn)) is not None:
                 record = self.tensors[key]
@@ -250,27 +251,27 @@ class DeepSpeedCheckpoint(DeepSpeedContents):
             yield Weight(name, record.dtype, record.shape, record.pieces, is_buffer=True)
 
     def weight_key(self, fqn: str) -> str | None:
-        """The key of a parameter's best values; None if they are not in the checkpoint."""
+        """Returns the key of a parameter's values, those of its master if it has one; None if they are not saved."""
         name = self.ties.get(fqn, fqn)
         return next((key for key in (f"master/{name}", f"value/{name}") if key in self.tensors), None)
 
     @property
     def left_out(self) -> list[str]:
-        """Parameters whose values the checkpoint does not have."""
+        """Names of the parameters whose values are not in the checkpoint."""
         return [fqn for fqn in self.order if self.weight_key(fqn) is None]
 
     # -- optimizer
 
     @property
     def has_positions(self) -> bool:
-        """Whether there are states without names; see `name_positions`."""
+        """True if the checkpoint has states without names; see `name_positions`."""
         return any(state for group in self.positional for state in group)
 
     def name_positions(self, names: Sequence[Sequence[str]]) -> None:
-        """Names the states of fp32 training at stage 0, which are saved by position only; else does nothing.
+        """Names the states of fp32 training at stage 0, which DeepSpeed saves by position; else does nothing.
 
         Args:
-            names: of the parameters of each of the resuming optimizer's param groups, in order.
+            names: for each param group of the resuming optimizer, the names of its parameters in order.
 
         Raises:
             CheckpointError: numbers or shapes do not agree.
@@ -294,17 +295,17 @@ class DeepSpeedCheckpoint(DeepSpeedContents):
         return States(tensors, scalars)
 
     def _cut(self, flat: FlatStates, tensors: dict[str, TensorRecord], scalars: dict[str, dict[str, Any]]) -> None:
-        """Cuts the states of a flat tensor into those of its parameters; adds them to `tensors` and `scalars`."""
+        """Splits the states of a flat tensor by parameter, and adds them to `tensors` and `scalars`."""
         first = flat.states[0]
         other: dict[str, Any] = {}
         for kind, value in first.items():
-            # DeepSpeed steps one flat tensor, so a scalar (step) is of all its parameters, and alike on all ranks.
+            # DeepSpeed steps one flat tensor: a scalar (step) belongs to all its parameters and is equal on all ranks.
             if not isinstance(value, tuple) or not value[1].shape:
                 other[kind] = value
                 continue
             parts = [state.get(kind) for state in flat.states]
             if not all(isinstance(part, tuple) for part in parts):
-                raise CheckpointError(f"{self.folder}: state {kind} of {flat.names[0]}: not in the file of every rank")
+                raise CheckpointError(f"{self.folder}: state {kind} of {flat.names[0]}: missing in a rank's file")
             ranks = [self.elements(part) for part in parts if part is not None]
             if any(partition.numel > flat.partition_numel for partition in ranks):
                 raise CheckpointError(
@@ -323,7 +324,7 @@ class DeepSpeedCheckpoint(DeepSpeedContents):
     # -- reading
 
     def verify(self) -> None:
-        """Reads every file and compares it with the checksums in it; CheckpointError names what is damaged."""
+        """Reads every file and compares it with its checksums; raises CheckpointError that names a damaged record."""
         for file in self.files:
             file.verify()
 
@@ -333,11 +334,11 @@ def open_deepspeed_checkpoint(root: Path | str, tag: object = None) -> DeepSpeed
 
     Args:
         root: the folder with `latest`, or a tag's own folder.
-        tag: which; by default the one that `latest` names.
+        tag: tag of the checkpoint; None for the tag in `latest`.
 
     Raises:
-        CheckpointError: there is none, a file is missing, cut off or damaged, a pickle names what is not admitted, or
-            it is of a kind that cannot be read (tensor, pipeline or expert parallel).
+        CheckpointError: the checkpoint does not exist; a file is missing, cut off or damaged; a pickle contains a
+            forbidden name; or the checkpoint comes from tensor, pipeline or expert parallel training.
     """
     folder, name = resolve_folder(Path(root), tag)
     files = find_files(folder)
@@ -347,7 +348,7 @@ def open_deepspeed_checkpoint(root: Path | str, tag: object = None) -> DeepSpeed
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(
-            f"{folder}: not as DeepSpeed writes it ({type(error).__name__}: {error})", fix="use another checkpoint"
+            f"{folder}: not in DeepSpeed's format ({type(error).__name__}: {error})", fix="use another checkpoint"
         ) from error
 
 
@@ -363,7 +364,7 @@ def _open(folder: Path, name: str, files: CheckpointFiles) -> DeepSpeedCheckpoin
 
 
 def _open_sharded(checkpoint: DeepSpeedCheckpoint, files: CheckpointFiles) -> None:
-    # The optimizer files first: the world size and the layout (chunks or partitions) are only in them.
+    # Read the optimizer files first: only they contain the world size and the layout (chunks or partitions).
     ranks: list[tuple[int, Mapping[str, Any]]] = []
     for _, path in sorted(files.optims.items()):
         content = _open_file(checkpoint, path)
@@ -373,19 +374,19 @@ def _open_sharded(checkpoint: DeepSpeedCheckpoint, files: CheckpointFiles) -> No
     counts = set(count) if isinstance(count, list) else {count}
     if len(counts) != 1:
         raise CheckpointError(
-            f"{files.folder}: of expert parallel training", expected="data parallel only", got=sorted(counts)
+            f"{files.folder}: from expert parallel training", expected="data parallel only", got=sorted(counts)
         )
     checkpoint.world_size = int(counts.pop())
-    bf16_optimizer = "zero_stage" not in first  # BF16_Optimizer partitions as stage 1, and does not say so
+    bf16_optimizer = "zero_stage" not in first  # BF16_Optimizer partitions like stage 1, but does not save the stage
     checkpoint.stage = 1 if bf16_optimizer else _number(first["zero_stage"])
-    chunked = "fp32_flat_groups" in first  # as stage 3 has them
+    chunked = "fp32_flat_groups" in first  # the layout of stage 3
     files.require_ranks(checkpoint.world_size, models=chunked)
-    # At stages 1 and 2 there is one model file. At stage 3 each rank has one, with its chunks of frozen parameters.
+    # Stages 1 and 2 have one model file. At stage 3 each rank has one, with its chunks of frozen parameters.
     if chunked:
         models = [(len(checkpoint.files), _open_file(checkpoint, path)) for _, path in sorted(files.models.items())]
     else:
         if files.full_model is None:
-            raise CheckpointError(f"{files.folder}: incomplete, mp_rank_00_model_states.pt is missing")
+            raise CheckpointError(f"{files.folder}: incomplete: mp_rank_00_model_states.pt is missing")
         models = [(len(checkpoint.files), _open_file(checkpoint, files.full_model))]
     file, model = checkpoint.model_file, checkpoint.model = models[0]
     checkpoint.loss_scaler = _scaler(first)
@@ -456,10 +457,10 @@ def _scaler(body: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def open_source(checkpoint_dir: str | os.PathLike[str], tag: str | None = None) -> Source:
-    """The checkpoint of a tag, or the one `latest` names.
+    """Opens a checkpoint of this package or of DeepSpeed with a tag, or with the tag in `latest`.
 
     Raises:
-        ConversionError: there is none, or it is damaged, incomplete, or of a kind that cannot be read.
+        ConversionError: the checkpoint does not exist, or is damaged, incomplete or of an unsupported kind.
     """
     if is_deepspeed_checkpoint(Path(checkpoint_dir), tag):
         return deepspeed_source(checkpoint_dir, tag)
@@ -467,7 +468,7 @@ def open_source(checkpoint_dir: str | os.PathLike[str], tag: str | None = None) 
 
 
 def deepspeed_source(checkpoint_dir: str | os.PathLike[str], tag: str | None = None) -> Source:
-    """A checkpoint that DeepSpeed wrote. ConversionError as `open_source`."""
+    """Opens a DeepSpeed checkpoint. Raises ConversionError like `open_source`."""
     try:
         opened = open_deepspeed_checkpoint(Path(checkpoint_dir), tag)
     except CheckpointError as error:
@@ -486,7 +487,7 @@ def deepspeed_source(checkpoint_dir: str | os.PathLike[str], tag: str | None = N
 
 @dataclass(frozen=True)
 class _SourceFile:
-    """A `TorchFile` with the errors of `zero_to_fp32.py`."""
+    """A `TorchFile` that raises the errors of `zero_to_fp32.py`."""
 
     file: TorchFile
 

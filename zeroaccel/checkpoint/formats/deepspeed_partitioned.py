@@ -1,9 +1,9 @@
-"""Where DeepSpeed's partitioned files (stages 1 to 3, BF16_Optimizer) keep the elements of each parameter.
+"""Locates the elements of each parameter in DeepSpeed's partitioned files (stages 1 to 3, BF16_Optimizer).
 
-First the arithmetic: a rank's flat partition is a sequence of contiguous runs in files (`Elements`), which is cut into
-the pieces of each parameter. Then one function per layout, which `deepspeed_checkpoint.py` calls and which fills in a
-`DeepSpeedContents`. Keys of tensors are those of our own manifest: "master/FQN", "value/FQN", "buffer/NAME",
-"state/KIND/FQN".
+The first part is arithmetic: a rank's flat partition is a sequence of contiguous runs in files (`Elements`), from which
+`pieces` cuts the pieces of each parameter. Then there is a function per layout, which `deepspeed_checkpoint.py` calls
+to fill a `DeepSpeedContents`. Keys of tensors are those of this package's manifest: "master/FQN", "value/FQN",
+"buffer/NAME", "state/KIND/FQN".
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from zeroaccel.zero.access.safetensors_file import ITEMSIZE
 
 
 class FlatPosition(NamedTuple):
-    """Elements [start, start + length) of a parameter are at element `offset` of the partition of rank `rank`."""
+    """Elements [start, start + length) of a parameter, which begin at element `offset` of rank `rank`'s partition."""
 
     rank: int
     start: int
@@ -47,13 +47,13 @@ class Elements:
         self._runs: list[Piece] = []
 
     def append(self, file: int, length: int, offset: int) -> None:
-        """Adds `length` elements that begin at byte `offset` of a file."""
+        """Appends `length` elements that begin at byte `offset` of a file."""
         if length:
             self._runs.append((file, self.numel, length, offset))
             self.numel += length
 
     def cut(self, start: int, length: int) -> Iterator[tuple[int, int, int]]:
-        """(file, length, byte offset) of elements [start, start + length), which must exist."""
+        """Yields (file, length, byte offset) for elements [start, start + length), which must exist."""
         assert start >= 0 and start + length <= self.numel, "a cut outside of a sequence"
         index = bisect_right(self._runs, start, key=lambda run: run[1]) - 1
         while length:
@@ -64,10 +64,10 @@ class Elements:
 
 
 def pieces(positions: Sequence[FlatPosition], ranks: Sequence[Elements], where: str) -> tuple[Piece, ...]:
-    """The pieces of one parameter.
+    """Returns the pieces of one parameter.
 
     Raises:
-        CheckpointError: a rank has fewer elements than the parameter needs of it.
+        CheckpointError: a rank's partition has too few elements.
     """
     merged: list[Piece] = []
     for position in positions:
@@ -77,11 +77,11 @@ def pieces(positions: Sequence[FlatPosition], ranks: Sequence[Elements], where: 
                 f"{where}: the partition of rank {position.rank}",
                 expected=f"at least {position.offset + position.length} elements",
                 got=partition.numel,
-                fix="the files are of different saves, or of a layout that is not known",
+                fix="check that all files come from one save; their layout may also be unsupported",
             )
         start = position.start
         for file, length, offset in partition.cut(position.offset, position.length):
-            # A piece that continues the last one in the same file is one read instead of two.
+            # Merge a piece that continues the last one in the same file, to read them at once.
             last = merged[-1] if merged else None
             if last is not None and last[0] == file and last[3] + last[2] * partition.itemsize == offset:
                 merged[-1] = (file, last[1], last[2] + length, last[3])
@@ -94,29 +94,29 @@ def pieces(positions: Sequence[FlatPosition], ranks: Sequence[Elements], where: 
 def from_partitions(
     numels: Sequence[int], gaps: Sequence[int], partition_numel: int, world_size: int, where: str
 ) -> list[list[FlatPosition]]:
-    """Stages 1 and 2: a group is one flat vector of its parameters, cut into equal partitions.
+    """Computes positions for stages 1 and 2, where a group is one flat vector of its parameters in equal partitions.
 
     Args:
-        numels: of the parameters, in the order of the vector.
-        gaps: elements of padding behind each parameter.
-        partition_numel: elements per rank, with the padding at the end.
+        numels: number of elements of each parameter, in the order of the vector.
+        gaps: number of padding elements after each parameter.
+        partition_numel: number of elements per rank, including the padding at the end.
 
     Returns:
         The positions of each parameter.
 
     Raises:
-        CheckpointError: the vector is not as long as the parameters and their padding make it.
+        CheckpointError: the length of the vector does not match the parameters and their padding.
     """
     used = sum(numels) + sum(gaps)
     total = partition_numel * world_size
     # DeepSpeed pads the vector to a multiple of at most 2 W elements. Any other length means that names and elements do
-    # not belong together, which nothing later would notice.
+    # not belong together; no later check would detect that.
     if not used <= total < used + 2 * world_size + 1:
         raise CheckpointError(
             f"{where}: {world_size} partitions of {partition_numel} elements",
             expected=f"{used} elements and at most {2 * world_size} of padding",
             got=total,
-            fix="the files are of different saves, or of a layout that is not known",
+            fix="check that all files come from one save; their layout may also be unsupported",
         )
     by_parameter: list[list[FlatPosition]] = []
     cursor = 0
@@ -134,10 +134,10 @@ def from_partitions(
 
 
 def from_chunks(numels: Sequence[int], world_size: int) -> tuple[list[list[FlatPosition]], int]:
-    """Stage 3: every parameter is cut into W chunks of ceil(numel / W); a rank's partition is its chunks in order.
+    """Computes positions for stage 3: every parameter has W chunks of ceil(numel / W), a partition is a rank's chunks.
 
     Returns:
-        (the positions of each parameter, elements per rank with padding).
+        (the positions of each parameter, number of elements per rank including padding).
     """
     by_parameter: list[list[FlatPosition]] = []
     cursor = 0
@@ -163,7 +163,7 @@ InFile = tuple[int, StoredTensor]
 
 @dataclass
 class ParamGroup:
-    """A param group of the optimizer: its hyperparameters, and the names of its parameters in their order."""
+    """A param group of the optimizer: its hyperparameters, and the names of its parameters in order."""
 
     options: dict[str, Any]
     names: list[str] = field(default_factory=list)
@@ -174,9 +174,9 @@ class FlatStates:
     """Optimizer states of parameters that share one flat tensor on every rank.
 
     Attributes:
-        names, shapes, positions: of the parameters.
-        partition_numel: elements of each rank's flat tensor.
-        states: for each rank, the name of a state and its value; tensors come with their file.
+        names, shapes, positions: one entry per parameter.
+        partition_numel: number of elements in each rank's flat tensor.
+        states: for each rank, name of a state -> value; tensors are `InFile`.
     """
 
     names: Sequence[str]
@@ -191,10 +191,10 @@ class DeepSpeedContents:
     """Names, shapes and locations of a checkpoint's tensors; the functions below fill it in.
 
     Attributes:
-        files: by the numbers that pieces have.
-        shapes: fqn -> shape, for trainable parameters; `frozen` for others.
+        files: the files, indexed by the file numbers in pieces.
+        shapes: fqn -> shape, for trainable parameters; `frozen` has the others.
         dtypes: fqn -> the dtype in the model.
-        flats: optimizer states, not yet cut into parameters.
+        flats: optimizer states, not yet split by parameter.
     """
 
     files: list[TorchFile] = field(default_factory=list)
@@ -209,13 +209,13 @@ class DeepSpeedContents:
     flats: list[FlatStates] = field(default_factory=list)
 
     def record(self, tensor: InFile) -> TensorRecord:
-        """The record of a full tensor."""
+        """Returns the record of a full tensor."""
         stored = tensor[1]
         positions = [FlatPosition(0, 0, stored.numel, 0)] if stored.numel else []
         return TensorRecord(stored.dtype, stored.shape, pieces(positions, [self.elements(tensor)], stored.storage))
 
     def elements(self, tensor: InFile) -> Elements:
-        """The elements of a tensor, as a sequence of runs."""
+        """Returns the elements of a tensor, as a sequence of runs."""
         file, stored = tensor
         sequence = Elements(ITEMSIZE[stored.dtype])
         for _, length, offset in self.files[file].runs(stored):
@@ -223,37 +223,37 @@ class DeepSpeedContents:
         return sequence
 
     def read(self, record: TensorRecord) -> NDArray[np.uint8]:
-        """The bytes of a tensor."""
+        """Reads the bytes of a tensor."""
         itemsize = ITEMSIZE[record.dtype]
         parts = [self.files[file].read(offset, length * itemsize) for file, _, length, offset in record.pieces]
         return np.concatenate(parts) if parts else np.empty(0, np.uint8)
 
     def add_full_state(self, name: str, shape: tuple[int, ...], state: Mapping[str, Any]) -> None:
-        """Adds the states of one parameter, saved as full tensors."""
+        """Adds the states of one parameter, which are full tensors."""
         numel = math.prod(shape)
         self.flats.append(FlatStates([name], [shape], [[FlatPosition(0, 0, numel, 0)]], numel, [state]))
 
 
 def with_file(file: int, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a state; tensors with the number of their file."""
+    """Returns a state with its tensors as `InFile`."""
     return {kind: (file, value) if isinstance(value, StoredTensor) else value for kind, value in state.items()}
 
 
 def in_file(file: int, value: Any, where: str) -> InFile:
-    """CheckpointError unless the value is a tensor."""
+    """Returns a tensor as `InFile`; raises CheckpointError if the value is not a tensor."""
     if not isinstance(value, StoredTensor):
         raise CheckpointError(where, expected="a tensor", got=value)
     return file, value
 
 
 def named_shapes(group: Mapping[Any, Any]) -> dict[str, tuple[int, ...]]:
-    """name -> shape, from a model's file; ValueError if it is something else."""
+    """Returns name -> shape from a model file; raises ValueError if the content has another form."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in group.items():
         if type(name) is not str or not isinstance(shape, (tuple, list)) or len(shape) > _MOST_DIMS:
-            raise ValueError(f"the shape of parameter {str(name)[:100]!r} is none")
+            raise ValueError(f"the shape of parameter {str(name)[:100]!r} is invalid")
         if not all(is_size(size) for size in shape):
-            raise ValueError(f"the shape of parameter {name!r} is not of whole numbers")
+            raise ValueError(f"the shape of parameter {name!r} does not consist of whole numbers")
         shapes[name] = tuple(shape)
     return shapes
 
@@ -265,10 +265,10 @@ def _padding(value: Any, where: str) -> int:
 
 
 def read_module(contents: DeepSpeedContents, file: int, content: Mapping[str, Any], *, full: bool) -> None:
-    """Names, dtypes, ties, buffers and frozen parameters of a model file.
+    """Adds the names, dtypes, ties, buffers and frozen parameters of a model file.
 
     Args:
-        full: the module's tensors are unsharded (stages 0 to 2); at stage 3 only the buffers are.
+        full: True if the module's tensors are unsharded (stages 0 to 2); at stage 3 only the buffers are.
     """
     module = {name: value for name, value in content["module"].items() if isinstance(value, StoredTensor)}
     buffers = set(content["buffer_names"])
@@ -290,13 +290,13 @@ def read_module(contents: DeepSpeedContents, file: int, content: Mapping[str, An
             continue
         has_shape = name in contents.shapes or name in contents.frozen
         if not (full or has_shape or tensor.numel):
-            continue  # neither trained nor saved
+            continue  # not trained, and its value is not saved
         contents.order.append(name)
         contents.dtypes[name] = tensor.dtype
         if name not in contents.shapes and (full or not has_shape):
             contents.frozen[name] = tensor.shape
             contents.tensors[f"value/{name}"] = contents.record((file, tensor))
-    for name in (*contents.shapes, *contents.frozen):  # parameters that the module's dict does not have
+    for name in (*contents.shapes, *contents.frozen):  # parameters that are missing in the module's dict
         if name not in contents.dtypes and name not in contents.ties:
             contents.order.append(name)
 
@@ -304,12 +304,12 @@ def read_module(contents: DeepSpeedContents, file: int, content: Mapping[str, An
 def read_partitioned(
     contents: DeepSpeedContents, shapes: Shapes, ranks: Sequence[tuple[int, Mapping[str, Any]]], *, padded: bool
 ) -> None:
-    """Stages 1 and 2, and BF16_Optimizer.
+    """Adds the masters and states of stages 1 and 2, and of BF16_Optimizer.
 
     Args:
         shapes: for each param group, name -> shape in the order of the flat vector.
-        ranks: for each rank the number of its file and its optimizer's content.
-        padded: the partitions are saved with the padding at their end.
+        ranks: for each rank, the number of its file and its optimizer's content.
+        padded: True if the saved partitions include the padding at their end.
     """
     where = str(contents.files[ranks[0][0]].path)
     world_size = len(ranks)
@@ -319,7 +319,7 @@ def read_partitioned(
             in_file(file, _item(body["single_partition_of_fp32_groups"], group, address), address)
             for file, body in ranks
         ]
-        # BF16_Optimizer saves partitions with their padding; ZeRO's own optimizers cut it off and save its size.
+        # BF16_Optimizer saves partitions with their padding; the ZeRO optimizers remove it and save its size.
         cut_off = [
             0 if padded else _padding(_item(body["group_paddings"], group, address), address) for _, body in ranks
         ]
@@ -343,7 +343,7 @@ def _item(values: Any, index: int, where: str) -> Any:
     try:
         return values[index]
     except (IndexError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{where}: not in the file of every rank") from error
+        raise CheckpointError(f"{where}: missing in a rank's file") from error
 
 
 def _without_params(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -351,10 +351,10 @@ def _without_params(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _state(file: int, saved: Any, index: int, body: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of one flat parameter; tensors with their file."""
+    """Returns the state of one flat parameter, with its tensors as `InFile`."""
     if isinstance(saved, Mapping):
         state = saved["state"].get(index, {})
-    else:  # "elastic": a list, with the padding cut off, and the step count beside it
+    else:  # "elastic": a list of states without padding; the step count is separate
         state = dict(saved[index])
         if "base_optimizer_state_step" in body:
             state.setdefault("step", body["base_optimizer_state_step"])
@@ -383,11 +383,12 @@ def read_chunked(
     models: Sequence[tuple[int, Mapping[str, Any]]],
     ranks: Sequence[tuple[int, Mapping[str, Any]]],
 ) -> None:
-    """Stage 3: chunks of every parameter, sub-group by sub-group; frozen parameters in the model files.
+    """Adds the contents of stage 3: chunks of every parameter by sub-group, and frozen parameters in the model files.
 
     Args:
         shapes: for each sub-group, name -> shape.
-        models, ranks: for each rank the number of its file, and the content of its model and optimizer file.
+        models: for each rank, the number and the content of its model file.
+        ranks: for each rank, the number and the content of its optimizer file.
     """
     where = str(contents.files[ranks[0][0]].path)
     world_size = len(ranks)
@@ -403,9 +404,9 @@ def read_chunked(
                 f"{contents.files[ranks[rank][0]].path}: sub-groups",
                 expected=f"of {[numel for _, numel in expected]} elements",
                 got=own_sizes,
-                fix="the files are of different saves, or of a layout that is not known",
+                fix="check that all files come from one save; their layout may also be unsupported",
             )
-    # Sub-groups have no names in the files: only their sizes show that the shapes of the model file belong to them.
+    # Sub-groups have no names in the files: only their sizes show that they match the shapes in the model file.
     saved = [body["optimizer_state_dict"] for _, body in ranks]
     for index, (named, (positions, numel)) in enumerate(zip(shapes, expected, strict=True)):
         states = [_state(file, state, index, {}) for (file, _), state in zip(ranks, saved, strict=True)]
@@ -417,7 +418,7 @@ def read_chunked(
 
 
 def read_frozen_chunks(contents: DeepSpeedContents, models: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
-    """Frozen parameters of stage 3, from the model files of all ranks."""
+    """Adds the frozen parameters of stage 3 from the model files of all ranks."""
     for name, shape in contents.frozen.items():
         if f"value/{name}" in contents.tensors:
             continue

@@ -1,7 +1,8 @@
-"""A DeepSpeed checkpoint in the form that `loader.py` reads: a manifest, and a store over DeepSpeed's files.
+"""Presents a DeepSpeed checkpoint to `loader.py`: a manifest, and a store over DeepSpeed's files.
 
-Everything that loads ours then loads these, on any number of ranks. What DeepSpeed does not save (the classes of the
-optimizer and the scheduler) is taken from the resuming run, or concluded from the names of the states.
+The same code then loads both kinds, on any number of ranks. DeepSpeed does not save the classes of the optimizer and
+the scheduler: the manifest derives the optimizer's from the names of its states, and has the scheduler's from the
+resuming run.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def open_to_resume(
     scheduler_type: str | None = None,
     group_of: Mapping[str, int] | None = None,
 ) -> tuple[Path, TorchStore]:
-    """(the checkpoint's folder, its tensors). Arguments and errors as `open_deepspeed_checkpoint` and `manifest_of`."""
+    """Returns (folder, tensors) of a checkpoint. See `open_deepspeed_checkpoint` and `manifest_of` for arguments and
+    errors."""
     checkpoint = open_deepspeed_checkpoint(root, tag)
     manifest = manifest_of(checkpoint, scheduler_type=scheduler_type, group_of=group_of)
     return checkpoint.folder, TorchStore(checkpoint.folder, manifest, checkpoint.files)
@@ -45,26 +47,26 @@ def manifest_of(
     scheduler_type: str | None = None,
     group_of: Mapping[str, int] | None = None,
 ) -> Manifest:
-    """The manifest that our own save of the same run would have.
+    """Returns the manifest that this package's save of the same run would have.
 
     Args:
-        scheduler_type: the class name of the resuming run's scheduler.
-        group_of: fqn -> index of its param group in the resuming optimizer. Only fp32 training at stage 0 needs it, as
-            it saves states without names: they are given names in the model's order, group by group.
+        scheduler_type: class name of the resuming run's scheduler.
+        group_of: fqn -> index of its param group in the resuming optimizer. Required for fp32 training at stage 0 only,
+            which saves states without names: they get names in the model's order, group by group.
 
     Raises:
-        CheckpointError: states do not fit `group_of`, or are not one value per element.
+        CheckpointError: states do not fit `group_of`, or do not have one value per element.
     """
     if group_of is not None and checkpoint.has_positions:
         logger.warning(
-            "checkpoint %s: saved at stage 0, which gives optimizer states no names; taken to be in the model's order",
+            "checkpoint %s: saved at stage 0, with optimizer states without names; loaded in the model's order",
             checkpoint.folder,
         )
         ranked = {name: position for position, name in enumerate(checkpoint.order)}
         names = sorted(group_of, key=lambda name: ranked.get(name, len(ranked)))
         groups = range(max(group_of.values(), default=-1) + 1)
         checkpoint.name_positions([[name for name in names if group_of[name] == group] for group in groups])
-    # From here on nothing is DeepSpeed's but the files that the records point into.
+    # From here on, only the files that the records point into are in DeepSpeed's format.
     states = checkpoint.states
     tensors: dict[str, TensorRecord] = {**checkpoint.tensors, **states.tensors}
     plain = _PlainEncoder(checkpoint, tensors)
@@ -120,7 +122,7 @@ class _PlainEncoder:
     def __init__(self, checkpoint: DeepSpeedCheckpoint, tensors: dict[str, TensorRecord]) -> None:
         self._checkpoint = checkpoint
         self._tensors = tensors
-        # By id, with the tensor, which keeps the id its own while `encode` passes it to `_keep`.
+        # id -> (tensor, record); the reference keeps the id unique until `encode` passes the tensor to `_keep`.
         self._records: dict[int, tuple[Tensor, TensorRecord]] = {}
 
     def encode(self, value: Any, where: str) -> Any:
@@ -134,7 +136,7 @@ class _PlainEncoder:
     def _with_tensors(self, value: Any) -> Any:
         if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], StoredTensor):
             return self._tensor(value[0], value[1])
-        if isinstance(value, StoredTensor):  # client state, which is in the first model file
+        if isinstance(value, StoredTensor):  # client state is in the first model file
             return self._tensor(self._checkpoint.model_file, value)
         if isinstance(value, dict):
             return type(value)({key: self._with_tensors(item) for key, item in value.items()})
@@ -152,14 +154,14 @@ class _PlainEncoder:
 
 
 def _optimizer_type(checkpoint: DeepSpeedCheckpoint) -> str:
-    """By the states first, as DeepSpeed's names of optimizers are not those of torch's classes."""
+    """Derives the class from the states if possible, because DeepSpeed's optimizer names differ from torch's."""
     kinds = {key.split("/", 2)[1] for key in checkpoint.states.tensors}
     named = (checkpoint.config.get("optimizer") or {}).get("type")
     return optimizer_of_states(kinds) or str(named or "an optimizer without states")
 
 
 def _counters(checkpoint: DeepSpeedCheckpoint) -> dict[str, int]:
-    # DeepSpeed counts no micro-steps in its files; they follow from the steps and the accumulation of its config.
+    # DeepSpeed does not save the number of micro-steps; compute it from the steps and the config's accumulation.
     counters = checkpoint.counters
     config = checkpoint.config
     accumulation = config.get("gradient_accumulation_steps")

@@ -1,12 +1,12 @@
-"""DeepSpeed's checkpoints of full tensors: stage 0, and universal ones. Called by `deepspeed_checkpoint.py`.
+"""Reads DeepSpeed's checkpoints of full tensors: stage 0, and universal ones. `deepspeed_checkpoint.py` calls it.
 
-Stage 0 keeps the optimizer's content by position, without names, so names are found by the values: a master, rounded to
-the model's dtype, is the model's parameter bit for bit. Where two parameters of one size round to the same bits, the
-first in the model's order is taken first, which is the order they are in anyway.
+Stage 0 saves the optimizer's content by position, without names, so names are found by the values: a master, rounded to
+the model's dtype, equals the model's parameter bit for bit. If two parameters of the same size round to the same bits,
+the first in the model's order is used first, which is the order of the masters too.
 
 A universal checkpoint has a folder for each parameter, with a file for each of its values. Names and shapes come from
-the copy of the model's file in it, because a converted stage 3 has flat tensors. Frozen parameters and buffers come
-from there, too: in the folders they are not exact.
+its copy of the model file, because the tensors of a converted stage 3 are flat. Frozen parameters and buffers come from
+the model file too, because they are not exact in the folders.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from zeroaccel.errors import CheckpointError
 def read_unsharded(
     contents: DeepSpeedContents, file: int, optimizer: Mapping[str, Any] | None
 ) -> list[list[dict[str, Any]]]:
-    """Masters of 16-bit training by name, and the optimizer's states where they can be named.
+    """Adds the masters of 16-bit training by name, and the optimizer's states if their names can be found.
 
     Args:
-        optimizer: the content of "optimizer" in the model's file.
+        optimizer: the content of "optimizer" in the model file.
 
     Returns:
-        For each param group the states of its parameters by position, when they cannot be named; else [].
+        For each param group, the states of its parameters by position, if their names cannot be found; else [].
     """
     if optimizer is None:
         return []
     inner = optimizer.get("optimizer_state_dict", optimizer)
-    # Three forms: FP16_Optimizer (one flat master a group), FP16_UnfusedOptimizer (one master a parameter), and the
-    # plain optimizer's state dict of fp32 training, which has no masters to find names by.
+    # Three forms: FP16_Optimizer (a flat master per group), FP16_UnfusedOptimizer (a master per parameter), and the
+    # plain optimizer's state dict of fp32 training, which has no masters to find names with.
     where = f"{contents.files[file].path}: optimizer"
     if "fp32_groups_flat" in optimizer:
         for index, value in enumerate(optimizer["fp32_groups_flat"]):
@@ -84,26 +84,26 @@ def name_positions(
     names: Sequence[Sequence[str]],
     where: str,
 ) -> None:
-    """Gives the states of fp32 training at stage 0 the names of the resuming optimizer's parameters, by position.
+    """Assigns the resuming optimizer's parameter names to the states of fp32 training at stage 0, by position.
 
     Args:
-        names: of the parameters of each param group, in the optimizer's order.
+        names: for each param group, the names of its parameters in the optimizer's order.
 
     Raises:
         CheckpointError: numbers or shapes do not agree.
     """
     if [len(group) for group in positional] != [len(group) for group in names]:
-        # Parameters without a state may be among either: frozen ones, and those without elements.
+        # Either side may include parameters without a state: frozen ones, and those without elements.
         shapes = {**contents.frozen, **contents.shapes}
         positional = [[state for state in group if state] for group in positional]
         names = [[name for name in group if 0 not in shapes.get(name, ())] for group in names]
     sizes = [len(group) for group in positional]
     if sizes != [len(group) for group in names]:
         raise CheckpointError(
-            f"{where}: param groups (a checkpoint of fp32 training at stage 0 has no names for them)",
-            expected=f"groups of {[len(group) for group in names]} parameters, as the optimizer has them",
+            f"{where}: param groups (fp32 training at stage 0 saves them without names)",
+            expected=f"groups of {[len(group) for group in names]} parameters, like the optimizer's",
             got=sizes,
-            fix="build the optimizer as when it was saved, or pass load_optimizer_states=False",
+            fix="build the optimizer like the saved one, or pass load_optimizer_states=False",
         )
     for index, (states, group) in enumerate(zip(positional, names, strict=True)):
         for state, name in zip(states, group, strict=True):
@@ -131,7 +131,7 @@ def _add_group(contents: DeepSpeedContents, names: Sequence[str], inner: Mapping
 def _match_masters(
     contents: DeepSpeedContents, tensor: InFile, where: str
 ) -> tuple[list[str], list[list[FlatPosition]]]:
-    """The parameters that a tensor of masters consists of, and their positions in it; adds the masters."""
+    """Adds the masters in a tensor; returns the names of their parameters and their positions in it."""
     stored = tensor[1]
     elements = contents.elements(tensor)
     record = contents.record(tensor)
@@ -152,7 +152,7 @@ def _match_masters(
 
 
 def _match_master(contents: DeepSpeedContents, masters: NDArray[np.float32], where: str) -> str:
-    """The parameter whose bits the first masters round to."""
+    """Returns the name of the parameter that the first masters round to, bit for bit."""
     # Largest first: a small parameter, of zeros for example, may fit the beginning of a large one by chance.
     for name, shape in sorted(contents.frozen.items(), key=lambda item: -math.prod(item[1])):
         numel = math.prod(shape)
@@ -161,7 +161,7 @@ def _match_master(contents: DeepSpeedContents, masters: NDArray[np.float32], whe
         record = contents.tensors[f"value/{name}"]
         if np.array_equal(_rounded(masters[:numel], record.dtype), contents.read(record)):
             return name
-    raise CheckpointError(f"{where}: matches no parameter of the model", fix="the file is damaged or of another kind")
+    raise CheckpointError(f"{where}: matches no parameter", fix="the file may be damaged: use another checkpoint")
 
 
 def _rounded(values: NDArray[np.float32], dtype: str) -> NDArray[np.uint8]:
@@ -173,25 +173,25 @@ def _rounded(values: NDArray[np.float32], dtype: str) -> NDArray[np.uint8]:
 
 
 def read_universal(contents: DeepSpeedContents, folder: Path, model: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Masters, states and param groups; `contents` already has what the model's file says.
+    """Adds masters, states and param groups to `contents`, which already has the contents of the model file.
 
     Args:
-        folder: "zero", with a folder for each parameter.
-        model: the content of the model's file.
+        folder: the folder "zero", with a folder for each parameter.
+        model: the content of the model file.
 
     Returns:
         The optimizer's content besides tensors.
 
     Raises:
-        CheckpointError: a file is missing or of another size, or the values are known to be mixed up.
+        CheckpointError: a file is missing or has a wrong size, or DeepSpeed's conversion mixed up the values.
     """
     optimizer = TorchFile(folder / "optimizer_state.pt").content
     zero = (model.get("ds_config") or {}).get("zero_optimization") or {}
-    # Stages 1 and 2 alone reorder parameters so; stage 3 and BF16_Optimizer ignore the key.
+    # Only stages 1 and 2 reorder parameters for this key; stage 3 and BF16_Optimizer ignore it.
     if zero.get("round_robin_gradients") and "zero_stage" in optimizer and "fp32_flat_groups" not in optimizer:
         raise CheckpointError(
-            f"{folder}: converted from a run with round_robin_gradients, whose values the conversion mixes up",
-            fix="load the checkpoint it was converted from",
+            f"{folder}: DeepSpeed's conversion mixed up the values, because the run set round_robin_gradients",
+            fix="load the checkpoint from before the conversion",
         )
     steps = _steps(optimizer)
     shapes = [named_shapes(group) for group in model["param_shapes"]]
@@ -207,7 +207,7 @@ def read_universal(contents: DeepSpeedContents, folder: Path, model: Mapping[str
 
 
 def _steps(optimizer: Mapping[str, Any]) -> dict[int, Any]:
-    """Sub-group -> step count, where the parameters' folders have none (stage 3)."""
+    """Returns sub-group -> step count, for stage 3, whose parameters' folders have none."""
     state = (optimizer.get("optimizer_state_dict") or {}).get("state") or {}
     return {index: values["step"] for index, values in state.items() if "step" in values}
 
@@ -217,7 +217,7 @@ def _add_universal(contents: DeepSpeedContents, folder: Path, name: str, shape: 
     numel = math.prod(shape)
     path = folder / "fp32.pt"
     if path.parent.parent != folder.parent or not path.is_file():
-        raise CheckpointError(f"{path}: missing, so the values of parameter {name} are")
+        raise CheckpointError(f"{path}: missing; it should have the values of parameter {name}")
     state: dict[str, Any] = {}
     for path in sorted(folder.glob("*.pt")):
         file, value = _open(contents, path)
@@ -225,7 +225,7 @@ def _add_universal(contents: DeepSpeedContents, folder: Path, name: str, shape: 
             state["step"] = (file, value) if isinstance(value, StoredTensor) else value
             continue
         if not isinstance(value, StoredTensor) or value.numel != numel:
-            raise CheckpointError(f"{path}", expected=f"a tensor of {numel} elements, as {name} has", got=value)
+            raise CheckpointError(f"{path}", expected=f"a tensor of {numel} elements, like {name}", got=value)
         record = contents.record((file, value))
         if path.stem == "fp32":
             contents.tensors[f"master/{name}"] = TensorRecord(record.dtype, shape, record.pieces)
@@ -238,7 +238,7 @@ def _add_universal(contents: DeepSpeedContents, folder: Path, name: str, shape: 
 
 
 def _step_value(contents: DeepSpeedContents, folder: Path, step: StoredTensor) -> InFile:
-    """The step count of a sub-group, which is a tensor in the optimizer's file."""
+    """Returns the step count of a sub-group, a tensor in the optimizer's file, as `InFile`."""
     path = folder / "optimizer_state.pt"
     for index, file in enumerate(contents.files):
         if file.path == path:
@@ -254,6 +254,6 @@ def _open(contents: DeepSpeedContents, path: Path) -> tuple[int, Any]:
     content = file.content
     if isinstance(content, Mapping):
         if content.get("vocab_tensor") or "sub_param_shape" in content:
-            raise CheckpointError(f"{path}: of tensor parallel training", expected="data parallel only")
+            raise CheckpointError(f"{path}: from tensor parallel training", expected="data parallel only")
         content = content.get("param")
     return len(contents.files) - 1, content

@@ -1,10 +1,10 @@
-"""An interpreter for pickles of plain data, within bounds and without access to any Python object.
+"""An interpreter for pickles of plain data, with resource limits and without access to any Python object.
 
 A pickle is a small program for a stack machine, and Python's own unpickler lets it import and call anything. This one
-has the instructions that protocols 2 to 5 write for plain data. A name in a pickle is resolved by the caller to an
-`Admitted`, which can be called and nothing else: a class never gets on the stack, so no instruction can change one.
-`pickletools` reads the instructions and their arguments, which are no longer than the pickle. All else is charged to a
-budget before it is allocated. `torch_pickle.py` decides which names there are.
+supports the instructions that protocols 2 to 5 write for plain data. The caller resolves a name in a pickle to an
+`Admitted`, which supports only calls: a class never gets on the stack, so no instruction can change one.
+`pickletools` reads the instructions and their arguments, which are not longer than the pickle. The machine charges all
+other objects to a budget before it allocates them. `torch_pickle.py` defines the allowed names.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from zeroaccel.errors import CheckpointError
 
 _BUDGET_NBYTES = 256 << 20
-"""Memory that all objects of a pickle may take, by the estimates below."""
+"""Limit of the memory for all objects of a pickle, by the estimates below."""
 _LIST_NBYTES, _TUPLE_NBYTES, _DICT_NBYTES, _SET_NBYTES, _OBJECT_NBYTES = 96, 56, 160, 220, 200
 _ITEM_NBYTES, _ENTRY_NBYTES, _NUMBER_NBYTES, _TEXT_NBYTES, _MEMO_NBYTES = 16, 100, 32, 64, 64
 
@@ -25,9 +25,9 @@ _MOST_LEVELS = 100
 _LONGEST_NAME = 400
 _LONGEST_INTEGER_NBYTES = 128
 _MOST_UNUSUAL_KEYS = 10_000
-"""Keys that are tuples or floats: their hashes can be chosen so that all of them collide."""
+"""Limit of the number of keys that are tuples or floats, whose hashes an attacker can make collide."""
 _LARGEST_KEY = (1 << 61) - 2
-"""Up to here an integer is its own hash."""
+"""Largest integer that is its own hash."""
 _MOST_KEY_ITEMS = 64
 
 
@@ -35,7 +35,7 @@ class Admitted:
     """A name that a pickle may contain and call.
 
     Args:
-        name: dotted, as in the pickle.
+        name: the dotted name in the pickle.
         make: returns the result of a call; it may raise CheckpointError or TypeError.
     """
 
@@ -50,12 +50,12 @@ class Admitted:
 
 
 class StandIn:
-    """Stands for an object of a class that a pickle names: has its attributes, and no behaviour that depends on those.
+    """Stands for an object of a class in a pickle: it has the object's attributes, but not its methods.
 
     Attributes:
-        class_name: of the class it stands for.
-        arguments: of its constructor; a number for enumerations.
-        state: of an object whose attributes are no dict.
+        class_name: dotted name of the class.
+        arguments: arguments of the constructor; for an enumeration, its number.
+        state: state of an object whose attributes are not a dict.
     """
 
     def __init__(self, class_name: str, arguments: tuple[Any, ...] = ()) -> None:
@@ -63,13 +63,13 @@ class StandIn:
         self.arguments = arguments
 
     def take_state(self, state: Any) -> None:
-        """Sets the attributes of a BUILD instruction; TypeError if they do not fit."""
-        if type(state) is tuple and len(state) == 2 and state[0] is None:  # of a class with slots
+        """Sets the attributes of a BUILD instruction; raises TypeError if they are invalid."""
+        if type(state) is tuple and len(state) == 2 and state[0] is None:  # the class has slots
             state = state[1]
         if type(state) is not dict:
             state = {"state": state}
         if not all(type(name) is str for name in state):
-            raise TypeError("expected a dict of names")
+            raise TypeError("expected attribute names that are strings")
         if reserved := state.keys() & {"class_name", "arguments"}:
             raise TypeError(f"{', '.join(reserved)} cannot be replaced")
         vars(self).update(state)
@@ -79,19 +79,19 @@ class StandIn:
 
 
 class PickleMachine:
-    """One pickle.
+    """Interprets one pickle.
 
     Args:
-        content: all of it.
+        content: the complete pickle.
         where: the file, for messages.
-        admit: dotted name -> an `Admitted`, or a plain value; raises CheckpointError for names that are not admitted.
-        persistent: persistent id -> the object it stands for.
+        admit: returns an `Admitted` or a plain value for a dotted name; raises CheckpointError for other names.
+        persistent: returns the object for a persistent id.
     """
 
     def __init__(
         self, content: bytes, where: str, admit: Callable[[str], Any], persistent: Callable[[Any], Any]
     ) -> None:
-        self._content, self._at = content, 0  # the byte that is read
+        self._content, self._at = content, 0  # the current byte
         self._where = where
         self._admit, self._persistent = admit, persistent
         self._stack: list[Any] = []
@@ -102,11 +102,11 @@ class PickleMachine:
         self._instructions = self._table()
 
     def load(self) -> Any:
-        """The object, no part of which contains itself.
+        """Returns the object, no part of which contains itself.
 
         Raises:
-            CheckpointError: the pickle is damaged or cut off, has an instruction that plain data does not need, has a
-                name that is not admitted, or is beyond a bound.
+            CheckpointError: the pickle is damaged or cut off, exceeds a limit, or has a forbidden name or an
+                instruction that plain data does not need.
         """
         for opcode, argument in self._opcodes():
             if opcode.name == "STOP":
@@ -128,7 +128,7 @@ class PickleMachine:
             raise self._damaged(str(error)) from error
 
     def charge(self, nbytes: int) -> None:
-        """Takes this much of the budget; CheckpointError if there is not enough."""
+        """Takes `nbytes` from the budget; raises CheckpointError if it is exhausted."""
         self._room -= nbytes
         if self._room < 0:
             raise CheckpointError(
@@ -147,7 +147,7 @@ class PickleMachine:
 
     def _pop(self) -> Any:
         if len(self._stack) <= (self._marks[-1] if self._marks else 0):
-            raise self._damaged("it takes more from the stack than there is")
+            raise self._damaged("it takes an item from an empty stack")
         return self._stack.pop()
 
     def _top(self, kinds: tuple[type, ...]) -> Any:
@@ -166,7 +166,7 @@ class PickleMachine:
 
     def _since_mark(self) -> list[Any]:
         if not self._marks:
-            raise self._damaged("it goes back to a mark that is not there")
+            raise self._damaged("it goes back to a missing mark")
         start = self._marks.pop()
         items = self._stack[start:]
         del self._stack[start:]
@@ -191,7 +191,7 @@ class PickleMachine:
 
     def _get(self, index: int) -> None:
         if index not in self._memo:
-            raise self._damaged(f"nothing was kept under {index}")
+            raise self._damaged(f"it reads memo {index}, which is empty")
         self._push(self._memo[index])
 
     # -- values
@@ -201,7 +201,7 @@ class PickleMachine:
 
     def _long(self, value: int) -> None:
         if (nbytes := value.bit_length() // 8 + 1) > _LONGEST_INTEGER_NBYTES:
-            raise self._damaged(f"an integer of {nbytes} bytes, at most {_LONGEST_INTEGER_NBYTES} are read")
+            raise self._damaged(f"an integer of {nbytes} bytes, expected at most {_LONGEST_INTEGER_NBYTES}")
         self._push(value, _NUMBER_NBYTES + nbytes)
 
     def _text(self, text: str) -> None:
@@ -246,17 +246,18 @@ class PickleMachine:
         self._push(frozenset(self.keys(items)), _SET_NBYTES)
 
     def keys(self, items: Sequence[Any]) -> Sequence[Any]:
-        """The items, each checked by `check_key` and charged."""
+        """Checks and charges items that become keys; returns them."""
         self.charge(_ENTRY_NBYTES * len(items))
         for item in items:
             self.check_key(item)
         return items
 
     def check_key(self, key: Any, items_left: int = _MOST_KEY_ITEMS) -> int:
-        """CheckpointError unless a value is hashable and cheap to look up; returns how many items are left.
+        """Raises CheckpointError unless a value is hashable and cheap to look up; returns the number of items left.
 
-        Sets and dicts of keys with one hash take quadratic time, so values whose hash can be chosen are bounded: long
-        integers are refused, tuples and floats limited in number. Hashes of text are salted by Python.
+        Sets and dicts of keys with the same hash take quadratic time, so the machine limits values whose hash an
+        attacker can choose: it rejects long integers, and limits the number of tuples and floats. Python salts the
+        hashes of text.
         """
         if type(key) is tuple:
             items_left = self._unusual_key(items_left - len(key))
@@ -265,16 +266,16 @@ class PickleMachine:
         elif type(key) is float:
             self._unusual_key(items_left)
         elif type(key) is int and not -_LARGEST_KEY <= key <= _LARGEST_KEY:
-            raise self._damaged("a key of a dict: an integer of more than 61 bits")
+            raise self._damaged("a key of a dict is an integer of more than 61 bits")
         elif not (key is None or isinstance(key, (str, bytes, int, StandIn))):
-            raise self._damaged(f"a key of a dict that is a {type(key).__name__}")
+            raise self._damaged(f"a key of a dict is of type {type(key).__name__}")
         return items_left
 
     def _unusual_key(self, items_left: int) -> int:
         self._unusual_keys += 1
         if self._unusual_keys > _MOST_UNUSUAL_KEYS or items_left < 0:
             raise self._damaged(
-                f"keys of dicts that are tuples or fractions: at most {_MOST_UNUSUAL_KEYS} of {_MOST_KEY_ITEMS} items"
+                f"expected at most {_MOST_UNUSUAL_KEYS} tuples or floats as keys, of at most {_MOST_KEY_ITEMS} items"
             )
         return items_left
 
@@ -282,7 +283,7 @@ class PickleMachine:
 
     def _global(self, module: str, name: str) -> None:
         if len(module) + len(name) > _LONGEST_NAME:
-            raise self._damaged("a name without an end")
+            raise self._damaged("a name that is too long")
         self._push(self._admit(f"{module}.{name}"))
 
     def _stack_global(self) -> None:
@@ -296,12 +297,12 @@ class PickleMachine:
         try:
             result = named.make(*arguments)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise self._damaged(f"a call of {named.name} that makes nothing ({error})") from error
+            raise self._damaged(f"a call of {named.name} failed ({error})") from error
         self._push(result)
 
     def _call_with_keywords(self) -> None:
         if self._top((dict,)):
-            raise self._damaged("a call with keywords")
+            raise self._damaged("a call with keyword arguments")
         self._call()
 
     def _build(self) -> None:
@@ -311,17 +312,17 @@ class PickleMachine:
                 target.take_state(state)
             except (TypeError, ValueError) as error:
                 raise self._damaged(f"attributes of {target!r} ({error})") from error
-        elif type(target) is not OrderedDict:  # a state dict has `_metadata`, which is not needed here
+        elif type(target) is not OrderedDict:  # ignore a state dict's attribute `_metadata`
             raise CheckpointError(
                 f"{self._where}: its pickle, at byte {self._at}",
-                expected="attributes of objects that have some",
+                expected="attributes for an object that supports them",
                 got=f"attributes of {target!r}"[:100],
                 fix="do not load a file you do not trust",
             )
         self._stack.append(target)
 
     def _table(self) -> Mapping[str, Callable[..., None]]:
-        """Name of an instruction -> what it does, of its argument if it has one."""
+        """Returns name of an instruction -> function that executes it; takes the argument if there is one."""
         push = self._push
         return {
             "PROTO": self._protocol,
@@ -365,23 +366,23 @@ class PickleMachine:
 
     def _protocol(self, version: int) -> None:
         if version > 5:
-            raise self._damaged(f"protocol {version}, at most 5 is read")
+            raise self._damaged(f"protocol {version}, expected at most 5")
 
     def _frame(self, nbytes: int) -> None:
         if nbytes > len(self._content) - self._at:
-            raise self._damaged(f"a frame of {nbytes} bytes, and {len(self._content) - self._at} are left")
+            raise self._damaged(f"a frame of {nbytes} bytes, but only {len(self._content) - self._at} are left")
 
     # -- the result
 
     def _check_tree(self, result: Any) -> None:
-        """CheckpointError if an object contains itself, is nested too deep, or is shared so often that walks never end.
+        """Raises CheckpointError if an object contains itself, has too many levels, or has too many shared parts.
 
-        A list of two references to a list of two references, and so on, is short as a pickle and exponential when it is
-        walked or encoded; so sizes are added up as if every reference were a copy. Depth first without recursion: a
-        container is entered, its items are visited, and it is left with their sum.
+        A list of two references to a list of two references, and so on, is short as a pickle, but takes exponential
+        time to walk or encode. So this adds up sizes as if every reference were a copy. It walks depth first without
+        recursion: it enters a container, visits its items, and leaves it with the sum of their sizes.
         """
         most = 100_000 + 4 * len(self._content)
-        sizes: dict[int, tuple[int, int]] = {}  # id of a container -> (items, references counted as copies; levels)
+        sizes: dict[int, tuple[int, int]] = {}  # id of a container -> (number of items with copies, levels)
         open_ids: set[int] = set()
         todo: list[tuple[Any, bool]] = [(result, False)]
         while todo:
@@ -408,7 +409,7 @@ class PickleMachine:
             if levels >= _MOST_LEVELS:
                 raise self._damaged(f"objects nested more than {_MOST_LEVELS} levels deep")
             if total > most:
-                raise self._damaged("the same objects again and again, of more than they would be written out")
+                raise self._damaged("too many references to the same objects")
             sizes[id(value)] = total, levels + 1
 
 

@@ -1,7 +1,7 @@
-"""Files of `torch.save` (zip archives) as a plain object and the offsets of its tensors; nothing is unpacked.
+"""Reads files of `torch.save` (zip archives) as a plain object and the offsets of its tensors, without unpacking.
 
-Only the pickle is read. Tensors stay in the file until their bytes are requested by the offsets found here, which is
-possible because torch stores them uncompressed. Needs no torch.
+It reads only the pickle. Tensors stay in the file until a caller requests their bytes by the offsets found here, which
+is possible because torch stores them uncompressed. Needs no torch.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _PICKLE_LIMIT_NBYTES = 128 << 20
 _MOST_RUNS = 1 << 20
 _CHUNK_NBYTES = 1 << 22
 _DAMAGE = (zipfile.BadZipFile, zlib.error, struct.error, RuntimeError, EOFError, ValueError, LookupError)
-"""What zipfile raises for archives that are cut off or inconsistent; RuntimeError includes NotImplementedError."""
+"""Exceptions of zipfile for archives that are cut off or inconsistent; RuntimeError includes NotImplementedError."""
 
 
 class _Window(io.RawIOBase):
-    """Bytes [start, start + nbytes) of an open file, which it closes, as a file object, for zipfile."""
+    """A file object for zipfile with bytes [start, start + nbytes) of an open file, which it closes."""
 
     def __init__(self, file: io.RawIOBase, start: int, nbytes: int) -> None:
         self._file = file
@@ -64,18 +64,19 @@ class _Window(io.RawIOBase):
 
 
 class TorchFile:
-    """One file, or one of several that follow each other in a larger one.
+    """A file of `torch.save`, or one of several such files that are concatenated in a larger file.
 
     Args:
-        region: (first byte, bytes) of it in the larger file; None for a file of its own.
+        region: (first byte, number of bytes) in the larger file; None for a separate file.
 
     Attributes:
-        path: of the file.
-        nbytes: its size.
-        content: the unpickled object, with `StoredTensor` for tensors.
+        path: path of the file, or of the larger file.
+        nbytes: size of the file.
+        content: the unpickled object, with a `StoredTensor` for each tensor.
 
     Raises:
-        CheckpointError: it is missing, cut off, damaged, of torch's old format, or its pickle is not admitted.
+        CheckpointError: the file is missing, cut off, damaged or in torch's old format, or its pickle has a forbidden
+            name.
     """
 
     def __init__(self, path: Path, region: tuple[int, int] | None = None) -> None:
@@ -116,39 +117,37 @@ class TorchFile:
 
     @contextlib.contextmanager
     def _archive(self) -> Iterator[zipfile.ZipFile]:
-        # Opened ahead of the window: one without a file could not be closed, which Python 3.13 reports.
+        # Open the file before making the window: Python 3.13 warns about a window that has no file to close.
         window = _Window(self.path.open("rb", buffering=0), self._origin, self.nbytes)
         with io.BufferedReader(window) as file, zipfile.ZipFile(file) as archive:
             yield archive
 
     @property
     def fingerprint(self) -> str:
-        """A digest of all records' bytes, made of the checksums that torch wrote with them."""
+        """A digest of all records, from the checksums that torch wrote with them."""
         parts = [f"{name} {record.file_size} {record.CRC}" for name, record in sorted(self._records.items())]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def _check_records(self) -> None:
-        """Refuses compressed records: torch writes none, and so no record is larger than the file it is in."""
+        """Rejects compressed records, which torch does not write; so no record is larger than its file."""
         for name, record in self._records.items():
             if record.compress_type != zipfile.ZIP_STORED or record.file_size != record.compress_size:
-                raise CheckpointError(
-                    f"{self.path}: {name[:200]} is compressed", expected="a file as torch.save writes it"
-                )
+                raise CheckpointError(f"{self.path}: {name[:200]} is compressed", expected="a file of torch.save")
             if record.file_size > self.nbytes:
                 raise CheckpointError(f"{self.path}: ends at byte {self._origin + self.nbytes}, inside {name[:200]}")
 
     def _find_prefix(self) -> str:
-        """The archive's top folder, which has the name of the file when it was saved."""
+        """Returns the archive's top folder, which has the original name of the file."""
         pickles = [name for name in self._records if name.count("/") == 1 and name.endswith("/data.pkl")]
         if len(pickles) != 1:
             raise CheckpointError(f"{self.path}: not a file of torch.save", expected="one data.pkl in it", got=pickles)
         return pickles[0].removesuffix("data.pkl")
 
     def runs(self, tensor: StoredTensor) -> Iterator[tuple[int, int, int]]:
-        """(start, length, byte offset in the file) for each contiguous run of a tensor's elements, in order.
+        """Yields (start, length, byte offset in the file) for each contiguous run of a tensor's elements, in order.
 
         Raises:
-            CheckpointError: its record is missing, compressed, or shorter than the tensor needs.
+            CheckpointError: its record is missing or too short, or it has too many runs.
         """
         if tensor.numel == 0:
             return
@@ -158,7 +157,7 @@ class TorchFile:
         if (count := math.prod(tensor.shape[:outer])) > _MOST_RUNS:
             raise CheckpointError(
                 f"{self.path}: a tensor of shape {tensor.shape}",
-                expected=f"one that lies in at most {_MOST_RUNS} pieces",
+                expected=f"a tensor of at most {_MOST_RUNS} contiguous pieces",
                 got=count,
                 fix="save it after .contiguous()",
             )
@@ -168,10 +167,10 @@ class TorchFile:
             start += length
 
     def _start(self, tensor: StoredTensor) -> int:
-        """The byte at which the storage of a tensor begins."""
+        """Returns the byte at which the storage of a tensor begins."""
         name = f"{self._prefix}data/{tensor.storage}"
-        # The directory at the end of an archive has the offset of a record's local header only; the data follows a
-        # name and an extra field (torch's alignment padding) whose lengths are in that header.
+        # The directory at the end of an archive has only the offset of a record's local header. The data follows a
+        # name and an extra field (torch's alignment padding), whose lengths are in that header.
         if name not in self._starts:
             record = self._records.get(name)
             if record is None:
@@ -192,17 +191,17 @@ class TorchFile:
         return self._starts[name]
 
     def read(self, start: int, nbytes: int) -> NDArray[np.uint8]:
-        """Bytes [start, start + nbytes) of a tensor, (nbytes,); threads may call it at the same time.
+        """Reads bytes [start, start + nbytes) of a tensor, (nbytes,); threads may call it at the same time.
 
-        The record they are in is compared with its checksum first, entirely and once.
+        Before the first read from a record, it compares the entire record with its checksum.
 
         Raises:
-            CheckpointError: the file cannot be read, or is damaged there.
+            CheckpointError: reading fails, or the record is damaged.
         """
         self._check(start)
         data = np.empty(nbytes, np.uint8)
         try:
-            with self.path.open("rb", buffering=0) as file:  # opened for each read: there can be thousands of files
+            with self.path.open("rb", buffering=0) as file:  # open it for each read: there can be thousands of files
                 count = pread_into(file.fileno(), data.data, start)
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot be read ({error.strerror})") from error
@@ -211,7 +210,7 @@ class TorchFile:
         return data
 
     def _check(self, start: int) -> None:
-        """Compares the record of a byte with its checksum, on its first use."""
+        """Compares the record that contains a byte with its checksum, on its first use."""
         name = max(
             (name for name, first in self._starts.items() if first <= start), key=lambda name: self._starts[name]
         )
@@ -221,7 +220,7 @@ class TorchFile:
                 self._checked.add(name)
 
     def _verify(self, name: str) -> None:
-        """Reads a record: zipfile compares its CRC-32 at the end."""
+        """Reads a record; zipfile compares its CRC-32 at the end."""
         try:
             with self._archive() as archive, archive.open(self._records[name]) as content:
                 while content.read(_CHUNK_NBYTES):
@@ -232,17 +231,17 @@ class TorchFile:
             raise CheckpointError(f"{self.path}: damaged ({error})", fix="copy it again") from error
 
     def verify(self) -> None:
-        """Reads the entire file and compares it with the checksums torch wrote (CRC-32).
+        """Reads the entire file and compares it with torch's checksums (CRC-32).
 
         Raises:
-            CheckpointError: a record is damaged; it names the record.
+            CheckpointError: a record is damaged; the message names it.
         """
         for name in self._records:
             self._verify(name)
 
 
 def _inner_run(tensor: StoredTensor) -> tuple[int, int]:
-    """(elements of the longest contiguous inner run, number of outer dims it leaves)."""
+    """Returns (number of elements in the longest contiguous inner run, number of the dims outside of it)."""
     length = 1
     for dim in range(len(tensor.shape) - 1, -1, -1):
         if tensor.shape[dim] != 1 and tensor.strides[dim] != length:

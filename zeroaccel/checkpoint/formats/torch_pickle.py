@@ -1,8 +1,9 @@
 """Reads the pickles inside torch's files without running any code that they name.
 
-A pickle may name what is in the table below: plain types, tensors, and four stand-ins with the names of DeepSpeed's
-classes; any other name is refused. Tensors are returned as descriptions of where their bytes are, which `torch_file.py`
-turns into offsets in a file. `pickle_machine.py` executes the instructions. Needs neither torch nor numpy.
+A pickle may contain the names in the table below: plain types, tensors, and four classes of DeepSpeed, for which it
+gets stand-ins. Any other name is an error. For a tensor, the result has a description of the place of its bytes, which
+`torch_file.py` converts to offsets in a file. `pickle_machine.py` executes the instructions. Needs neither torch nor
+numpy.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _SET_NBYTES = 220
 
 
 class DtypeName(str):
-    """safetensors' name of a dtype that is a value in a pickle."""
+    """A dtype that is a value in a pickle, by safetensors' name."""
 
     __slots__ = ()
 
@@ -35,9 +36,9 @@ class StoredTensor:
     """A tensor as a pickle describes it.
 
     Attributes:
-        storage: the name of the record with its bytes.
-        storage_numel: elements in that record.
-        offset: of its first element, in elements; strides are in elements, too.
+        storage: name of the record with its bytes.
+        storage_numel: number of elements in that record.
+        offset: offset of its first element, in elements; strides are in elements too.
     """
 
     dtype: str
@@ -49,12 +50,12 @@ class StoredTensor:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def place(self) -> tuple[str, int, tuple[int, ...], tuple[int, ...]]:
-        """Equal for two names of the same tensor."""
+        """Place of the elements, which is equal for two names of the same tensor."""
         return self.storage, self.offset, self.shape, self.strides
 
 
@@ -82,14 +83,14 @@ _STAND_INS = frozenset(
 
 
 def load_pickle(content: bytes, where: str, also: Mapping[str, Any] | None = None) -> Any:
-    """The object of a pickle, with `StoredTensor` for tensors.
+    """Returns the object in a pickle, with a `StoredTensor` for each tensor.
 
     Args:
         where: the file, for messages.
-        also: dotted name -> its meaning, in addition to the table.
+        also: dotted name -> function or value, for names in addition to the table.
 
     Raises:
-        CheckpointError: it names something that is not admitted, or is no pickle.
+        CheckpointError: `content` is not a valid pickle, or has a forbidden name.
     """
     return _Restricted(content, where, also or {}).load()
 
@@ -117,7 +118,7 @@ class _Restricted:
             "collections.Counter": lambda *arguments: Counter(dict(self._pairs(arguments))),
             "collections.defaultdict": lambda *arguments: self._empty_defaultdict(arguments),
             **{f"builtins.{name}": make for name, make in plain.items()},
-            **{f"__builtin__.{name}": make for name, make in plain.items()},  # Python 2's, in pickles of protocol 2
+            **{f"__builtin__.{name}": make for name, make in plain.items()},  # Python 2's name, in protocol 2
             "_codecs.encode": self._encode,
             "torch.Size": lambda *arguments: tuple(_sizes(_items(arguments))),
             "torch.device": _device,
@@ -126,7 +127,7 @@ class _Restricted:
             "torch._utils._rebuild_parameter_with_state": self._parameter,
             "torch._tensor._rebuild_from_type_v2": self._subclass,
         }
-        # A new table for each pickle, so that none can change what the next one finds.
+        # A new table for each pickle, so that no pickle can change the table for the next one.
         self._admitted: dict[str, Any] = {
             **{name: Admitted(name, make) for name, make in calls.items()},
             **{name: Admitted(name, stand_in_of(name)) for name in _STAND_INS},
@@ -141,8 +142,8 @@ class _Restricted:
         if full not in self._admitted:
             raise CheckpointError(
                 f"{self._where}: its pickle refers to {full}",
-                expected="tensors, plain types and DeepSpeed's loss scalers, stage and fragment addresses only",
-                fix="do not load an untrusted file; save your own objects in it as plain data",
+                expected="tensors, plain types and DeepSpeed's loss scalers, stages and fragment addresses only",
+                fix="do not load an untrusted file; in your own files, save objects as plain data",
             )
         return self._admitted[full]
 
@@ -156,7 +157,7 @@ class _Restricted:
 
     def _empty_defaultdict(self, arguments: tuple[Any, ...]) -> dict[Any, Any]:
         if len(arguments) > 1:
-            raise TypeError("expected a function for absent keys")
+            raise TypeError("expected at most a default_factory")
         self._machine.charge(_SET_NBYTES)
         return {}
 
@@ -192,8 +193,8 @@ class _Restricted:
             raise CheckpointError(where, expected="a storage, an offset, a shape and strides", got=(record, offset))
         if len(shape) != len(strides) or len(shape) > _MOST_DIMS:
             raise CheckpointError(where, expected=f"at most {_MOST_DIMS} dims, each with a stride", got=len(shape))
-        # Everything that could later be allocated or read is bounded here: a view of one stored element can have any
-        # shape (stride 0), so its size is limited by that of its storage.
+        # Limit everything that may later be allocated or read: a view of one stored element can have any shape
+        # (stride 0), so the size of its storage limits its size.
         numbers = (offset, *shape, *strides)
         if not all(is_size(number) for number in numbers):
             raise CheckpointError(where, expected="offset, shape and strides", got=numbers)
@@ -208,7 +209,7 @@ class _Restricted:
         if tensor.numel > max(record.numel, _MOST_REPEATED_NUMEL):
             raise CheckpointError(
                 f"{self._where}: a tensor of shape {tensor.shape} that repeats the elements of storage {record.key}",
-                expected=f"at most its {record.numel} elements, or {_MOST_REPEATED_NUMEL}",
+                expected=f"at most the larger of {record.numel} and {_MOST_REPEATED_NUMEL} elements",
                 got=tensor.numel,
                 fix="save it after .contiguous()",
             )
@@ -222,13 +223,13 @@ class _Restricted:
     def _subclass(self, rebuild: Any, kind: Any, arguments: Any, _: Any) -> StoredTensor:
         rebuilds_tensor = isinstance(rebuild, Admitted) and rebuild.make in (self._tensor, self._parameter)
         if not rebuilds_tensor or not isinstance(kind, _Type) or type(arguments) is not tuple:
-            raise CheckpointError(f"{self._where}: a tensor of a class", expected="torch.Tensor", got=kind)
+            raise CheckpointError(f"{self._where}: class of a tensor", expected="torch.Tensor", got=kind)
         tensor: StoredTensor = rebuild.make(*arguments)
         return tensor
 
 
 def _items(arguments: tuple[Any, ...]) -> Sequence[Any]:
-    """The items of the only argument of a container's constructor."""
+    """Returns the items in the only argument of a container's constructor."""
     if not arguments:
         return ()
     if len(arguments) != 1 or type(arguments[0]) not in (list, tuple, set, frozenset):
@@ -250,12 +251,12 @@ def _complex(*arguments: Any) -> complex:
 
 def _string(*arguments: Any) -> str:
     if len(arguments) > 1 or any(type(value) is not str for value in arguments):
-        raise TypeError("expected a text")
+        raise TypeError("expected one string")
     return arguments[0] if arguments else ""
 
 
 def _no_bytes() -> bytes:
-    return b""  # protocol 2 writes other bytes as `_codecs.encode` of text
+    return b""  # protocol 2 writes non-empty bytes as `_codecs.encode` of text
 
 
 def _sizes(items: Sequence[Any]) -> Sequence[int]:
@@ -274,7 +275,7 @@ def _device(*arguments: Any) -> str:
 
 
 def stand_in_of(name: str) -> Callable[..., StandIn]:
-    """Makes objects that stand for those of a class."""
+    """Returns a constructor of stand-ins for the objects of a class."""
     return lambda *arguments: StandIn(name, arguments)
 
 
