@@ -87,7 +87,7 @@ def test_flags_before_set_before_answers(project: Path) -> None:
         ("--zero_stge 3", "No such option '--zero_stge'"),
         ("--set deepspeed_config.zero_stge=3", "--set deepspeed_config.zero_stge: unknown key; did you mean"),
         ("--set zero_stage", "--set: expected KEY=VALUE, as in deepspeed_config.zero_stage=3, got 'zero_stage'"),
-        ("--set num_processes.x=1", "--set num_processes.x: num_processes is no section; set a key of a section"),
+        ("--set num_processes.x=1", "--set num_processes.x: num_processes is not a section; set a key of a section"),
         ("--set max_restarts=-1", "max_restarts: expected a number of at least 0, got -1"),
         ("--answers nowhere.yaml", "file nowhere.yaml (--answers) does not exist"),
         ("--answers bad.yaml", "bad.yaml:1:1: zero_stge: no such question; did you mean zero_stage?"),
@@ -405,7 +405,7 @@ def test_convert_leaves_out_of_a_json_what_is_of_no_use(project: Path) -> None:
         "zero_optimization": {"stage": 2, "legacy_stage1": False},
         "compile": {"enabled": True},
     }
-    assert "compile.passes: nothing reads it" in said
+    assert "compile.passes: zeroaccel does not read it" in said
     assert "left out ds.json:1:30: amp: Apex is not supported; use bf16 or fp16" in said
     assert ": zero_optimization.round_robin_gradients: every rank owns" in said
 

@@ -332,7 +332,7 @@ def test_questions_fit_80_columns() -> None:
 def test_a_file_for_several_machines_ends_with_the_command_for_each() -> None:
     answers = {"num_machines": 3, "main_process_ip": "10.0.0.1"}
     assert start_lines(answers, "zeroaccel launch train.py") == [
-        "with 10.0.0.1 as machine 0, and this file on each:",
+        "with 10.0.0.1 as machine 0, and this file on each machine:",
         *(f"zeroaccel launch --machine_rank {rank} train.py   # on machine {rank}" for rank in range(3)),
     ]
     assert start_lines({**answers, "num_machines": 40}, "zeroaccel launch train.py")[-1].endswith("--machine_rank 39")
