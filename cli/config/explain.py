@@ -37,7 +37,7 @@ from ..launch.launch_flags import GROUPS, choices_of, flag
 @click.command()
 @click.option("--config_file", metavar="PATH", help="The launch file. [default: the file that a launch would use]")
 @click.option("--resolve", is_flag=True, help="Print every setting, also from the environment, with its source.")
-@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_obj
 def show(environ: Mapping[str, str], config_file: str | None, resolve: bool, as_json: bool) -> None:
     """Print the launch file, or with --resolve all settings that a launch would use.
@@ -142,7 +142,7 @@ def _about_json(key: str) -> Iterator[list[str]]:
         names = _usual(path, field)
         if key not in {".".join(path), ".".join(names), path[-1], names[-1]}:
             continue
-        lines = [f"{'.'.join(path)}: {field.description if field else 'zeroaccel does not read its value.'}"]
+        lines = [f"{'.'.join(path)}: {field.description if field else 'its value is not read here.'}"]
         lines.append("  in the JSON config")
         default = field.get_default(call_default_factory=True) if field else None
         keys = nested_section(field) if field else None

@@ -88,10 +88,7 @@ _SHOWN: Mapping[str, dict[str, Any]] = {
     "node_rank": {"metavar": "N", "help": "The same as --machine_rank."},
     "master_addr": {"metavar": "HOST", "help": "The same as --main_process_ip."},
     "master_port": {"metavar": "PORT", "help": "The same as --main_process_port."},
-    "no_ssh": {
-        "is_flag": True,
-        "help": "Use no ssh: you run the command on each machine, and the hostfile gives their number.",
-    },
+    "no_ssh": {"is_flag": True, "help": "Use no ssh: you run the command on each machine of the hostfile."},
     "launcher": {"metavar": "pdsh|ssh", "help": "How the machines of a hostfile are reached; both values mean ssh."},
     "bind_cores_to_rank": {"is_flag": True, "help": "The same as --enable_cpu_affinity."},
     "enable_each_rank_log": {"metavar": "FOLDER", "help": "The same as --log_dir FOLDER --redirects 3."},

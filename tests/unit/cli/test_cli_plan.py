@@ -272,7 +272,7 @@ def test_a_plan_that_is_only_shown_may_name_hosts_that_are_not_known_yet(machine
     assert plan.rank_environment(1)["RANK"] == "3"
     module = plan_launch(launch_settings({}), Program("nosuchpackage.train", kind="module"), {}, is_dry=True)
     assert module.warnings == (
-        "--module nosuchpackage.train: there is no module 'nosuchpackage' here or among the installed ones",
+        "--module nosuchpackage.train: there is no module 'nosuchpackage' in this folder or among the installed ones",
     )
 
 
