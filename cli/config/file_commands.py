@@ -48,7 +48,7 @@ def default(environ: Mapping[str, str], /, typed: TypedFlags) -> None:
 @question_flags
 @click.pass_obj
 def update(environ: Mapping[str, str], /, typed: TypedFlags) -> None:
-    """Change answers in a launch file: those that flags give or, without flags, by asking the questions again.
+    """Change answers in a launch file, by flags or, without flags, by asking the questions again.
 
     Answers that no longer apply are removed; keys without a question are kept. The old file is kept as a copy.
 

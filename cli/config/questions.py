@@ -359,14 +359,14 @@ QUESTIONS: tuple[Question, ...] = (
     Question("hostfile", "Where is the hostfile?", "file", (_SEVERAL, _BY_SSH), check=_file_check),
     Question(
         "exclusion_filter",
-        "Which machines or devices to exclude (node1:3)?",
+        "Which hostfile entries are excluded (node1:3)?",
         "text",
         (_SEVERAL, _BY_SSH),
         gate="Exclude some machines or devices of the hostfile?",
     ),
     Question(
         "inclusion_filter",
-        "Which machines or devices to use (node1@node2:0,2)?",
+        "Which hostfile entries are used (node1@node2:0,2)?",
         "text",
         (_SEVERAL, _BY_SSH, _NOT_FILTERED),
         gate="Use only some machines or devices of the hostfile?",

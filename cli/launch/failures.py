@@ -45,7 +45,7 @@ class Report:
         kind: an uncaught exception, one of `zeroaccel.errors`, a `sys.exit`, or Ctrl-C.
         headline: the exception without its traceback, or the place and the code of `sys.exit`.
         traceback: the full traceback, without a final newline; empty for `sys.exit`.
-        exit_code: the exit code of the process without the launcher's signal.
+        exit_code: exit code with which the process was about to exit.
         time: seconds since the epoch.
         printed: true if the message is already on the terminal.
         pid: process id; 0 if unknown.

@@ -250,7 +250,7 @@ class MultiNodeJob:
                 session.process.kill()
             return
         self._signal = number
-        self._log(f"{signal.Signals(number).name}: stopping all machines; a second signal ends the launcher at once")
+        self._log(f"{signal.Signals(number).name}: stopping all machines; a second signal ends the wait for them")
         self._stop_all(number)
 
     def _stop_all(self, number: int) -> None:

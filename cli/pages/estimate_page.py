@@ -85,8 +85,8 @@ def estimate_page(
     )
     if simulated < len(at):
         about += (
-            "; the others are interpolated between their neighbours, along tokens and 1 / ranks. Two more simulations "
-            "of every stage agreed with the interpolation to a part in 10,000"
+            "; the others come from formulas in tokens and 1 / ranks that were fitted to simulations. Two more "
+            "simulations of every stage agreed with the formulas to a part in 10,000"
         )
     return page(title, body, about=f"{about}.", data=settings, script=_SCRIPT)
 
