@@ -335,7 +335,7 @@ def _by_filter(explicit: ExplicitSettings) -> ExplicitSettings:
 
 
 def _by_hostfile(explicit: ExplicitSettings, flags: ForeignFlags) -> ExplicitSettings:
-    """Selects the first machines and slots of a hostfile by an inclusion filter, or without ssh by their counts."""
+    """Converts --num_nodes and --num_gpus into an inclusion filter of the hostfile, or with --no_ssh into counts."""
     path = explicit.values["hostfile"]
     num_nodes = explicit.values.get("num_machines") if explicit.sources.get("num_machines") == "--num_nodes" else None
     if num_nodes is not None or flags.num_gpus is not None:

@@ -59,10 +59,10 @@ def launch(
 ) -> int:
     """Run SCRIPT with its arguments in several processes that train together.
 
-    Options may be spelled with - or _. Each can also be set in the environment, as ZEROACCEL_ and its name, and in a
-    launch file, which `zeroaccel config` creates. Flags override the environment, and the environment overrides the
-    file. The file is the one of --config_file, else of ZEROACCEL_CONFIG, else zeroaccel.yaml in the project, else in
-    ~/.config/zeroaccel.
+    Options may be spelled with - or _. Each can also be set in the environment, as ZEROACCEL_ and its name in capitals,
+    and in a launch file, which `zeroaccel config` creates. Flags override the environment, and the environment
+    overrides the file. The file is the one of --config_file, else of ZEROACCEL_CONFIG, else zeroaccel.yaml in the
+    project, else in ~/.config/zeroaccel.
 
     The launcher sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each process. Unless you set it,
     OMP_NUM_THREADS is the number of the machine's cores divided by its processes.
