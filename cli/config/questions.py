@@ -380,9 +380,7 @@ QUESTIONS: tuple[Question, ...] = (
         least=0,
         check=_rank_exists,
     ),
-    Question(
-        "main_process_ip", "At which address do other machines reach machine 0?", "text", (_SEVERAL,), check=_address
-    ),
+    Question("main_process_ip", "What is the network address of machine 0?", "text", (_SEVERAL,), check=_address),
     _count("main_process_port", "Which port of machine 0 is for the rendezvous?", _SEVERAL, default=29500, check=_port),
     _count("num_processes", "How many processes run in total?", default=_processes, check=_divisible),
     _yes_no("use_deepspeed", "Shard the training with ZeRO, as DeepSpeed does?", default=True),

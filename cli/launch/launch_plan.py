@@ -116,7 +116,7 @@ class LaunchPlan:
         return self.num_local * self.settings.num_machines
 
     def rank_environment(self, local_rank: int) -> dict[str, str]:
-        """Returns the variables of a process on top of the launcher's own; "<...>" for values that the start decides."""
+        """Returns the variables of a process on top of the launcher's; "<...>" for values that the start decides."""
         settings = self.settings
         is_static = settings.rendezvous == "static"
         ranks_are_known = is_static or settings.num_machines == 1
