@@ -36,7 +36,7 @@ class Option:
     """A line to choose.
 
     Attributes:
-        impossible: why nobody can choose the line, in a few words; "" for a possible choice.
+        impossible: the reason for which the line is disabled, in a few words; "" if it can be chosen.
         chosen: the text that stays on the terminal after the choice; by default the title.
     """
 

@@ -228,13 +228,13 @@ def _processes(state: WizardState) -> int:
 def _divisible(value: Any, state: WizardState) -> tuple[str, str]:
     machines = state["num_machines"] or 1
     if value % machines:
-        return f"{machines} machines cannot share {value} processes evenly", f"give a multiple of {machines}"
+        return f"{machines} machines cannot share {value} processes evenly", f"give a multiple of {machines} in total"
     return "", ""
 
 
 def _divides_processes(value: Any, state: WizardState) -> tuple[str, str]:
     if (state["num_processes"] or value) % value:
-        return f"{value} does not divide {state['num_processes']} processes", "give those of one machine"
+        return f"{value} does not divide {state['num_processes']} processes", "give the processes of one machine"
     return "", ""
 
 
@@ -257,7 +257,7 @@ def _mesh_check(axis: str) -> Check:
 
 def _rank_exists(value: Any, state: WizardState) -> tuple[str, str]:
     last = state["num_machines"] - 1
-    return ("", "") if value <= last else (f"the machines have ranks 0 to {last}", "give that of this one")
+    return ("", "") if value <= last else (f"the machines have ranks 0 to {last}", "give the rank of this machine")
 
 
 def _undivided(size: str, otherwise: str) -> Condition:

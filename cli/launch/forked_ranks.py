@@ -75,7 +75,7 @@ class ForkServer:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
-        # Waits at all times: `ProcessWatch` would take an ended child that nobody waits for as a rank.
+        # Waits at all times: without a wait, `ProcessWatch` would take the ended child for a rank.
         threading.Thread(target=self._process.wait, daemon=True).start()
 
     def start(
