@@ -83,7 +83,7 @@ def _accelerators(machine: Machine) -> Iterator[Finding]:
         built = "" if torch.version.cuda else ", and this torch is built without CUDA"
         missing = "install a torch with CUDA to use the GPU of this machine" if Path("/dev/nvidiactl").exists() else ""
         yield Finding(
-            "accelerators", "falls back", f"none visible{built}; processes run on the CPU", old_driver() or missing
+            "accelerators", "falls back", f"none is visible{built}; processes run on the CPU", old_driver() or missing
         )
         yield Finding("bf16", "works", "on the CPU, in software if it has no bf16 instructions")
         return

@@ -33,7 +33,7 @@ _LOCAL = ("ext4", "ext3", "ext2", "xfs", "btrfs", "zfs", "f2fs", "apfs", "overla
 _DRIVERS = ("/dev/nvidiactl", "/dev/nvmap", "/dev/dxg", "/dev/kfd")
 _FIRST_WITH_BF16 = 8  # compute capability of Ampere
 _OF_THE_SYSTEM = ("/boot", "/dev", "/etc", "/proc", "/run", "/snap", "/sys")
-_LEAST_FREE = 2 * _GIB  # a disk with less is no place for optimizer states
+_LEAST_FREE = 2 * _GIB  # a disk with less free space is too small for optimizer states
 
 
 @dataclass(frozen=True)
@@ -305,7 +305,7 @@ def port_trouble(port: int) -> str:
         try:
             socket.create_server(("", port), family=family).close()
         except OSError as error:
-            if error.errno in (errno.EADDRINUSE, errno.EACCES):  # and not: no IPv6 here
+            if error.errno in (errno.EADDRINUSE, errno.EACCES):  # others: no IPv6 here
                 return os.strerror(error.errno).lower()
     return ""
 

@@ -219,7 +219,7 @@ def _values(records: dict[str, list[Record]]) -> str:
 def _show(plain: dict[str, list[Record]], chosen: dict[str, list[Record]]) -> None:
     name = next(iter(chosen))
     ours, reference = chosen[name], plain.get(name, [])
-    click.echo(f"{len(chosen)} record{'s' if len(chosen) > 1 else ''}, one per engine and rank; of {name}:")
+    click.echo(f"{len(chosen)} record{'s' if len(chosen) > 1 else ''}, one per engine and rank; losses of {name}:")
     stage = f"stage {reference[0].stage}" if reference else "nothing"
     other = f"stage {ours[0].stage}"
     click.echo(f"{'step':>4}  {'loss, ' + stage:>22}  {'loss, ' + other + ' as configured':>28}  {'difference':>10}")

@@ -42,7 +42,7 @@ from .ssh import MultiNodeJob, describe_node_jobs, is_only_this_machine, plan_no
 )
 @setting_flags
 @foreign_flag_options
-@click.option("--config_file", metavar="PATH", help="The launch file. [default: see below]")
+@click.option("--config_file", metavar="PATH", help="The launch file. [default: see above]")
 @click.option("-m", "--module", is_flag=True, help="Run SCRIPT as a module, like python -m.")
 @click.option("--no_python", is_flag=True, help="Run SCRIPT as a program, without Python.")
 @click.option("--dry_run", is_flag=True, help="Print each process's environment and command, and start nothing.")

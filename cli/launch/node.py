@@ -32,8 +32,8 @@ ARRIVAL_SECONDS = 20.0  # short, since "go" comes only when all machines are rea
 _ORPHANED_SECONDS = 5.0  # beyond --shutdown_timeout, for an orderly end once the connection is gone
 
 Order = Mapping[str, Any]
-"""token; folder: working directory; environment: variables to set; settings: as for `launch_settings`; program: as
-`Program`."""
+"""token; folder: working directory; environment: variables to set; settings: for `launch_settings`; program:
+fields of `Program`."""
 
 
 def main() -> int:
