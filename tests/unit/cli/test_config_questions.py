@@ -272,7 +272,7 @@ def test_nvme_needs_a_disk_with_room_for_the_plan(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nvme: this machine has no local disk with enough"):
         complete({"offload_optimizer_device": "nvme"}, Machine())
     nvme = {"offload_optimizer_device": "nvme", "offload_optimizer_nvme_path": str(tmp_path)}
-    with pytest.raises(ConfigError, match=r"GiB free, and 1073741824 GiB are needed; name a folder with more space"):
+    with pytest.raises(ConfigError, match=r"GiB free, but 1073741824 GiB are needed; name a folder with more space"):
         complete(nvme, _machine(tmp_path), needs={"offload_optimizer_nvme_path": 2**60})
     complete(nvme, _machine(tmp_path), needs={"offload_optimizer_nvme_path": 1})
 

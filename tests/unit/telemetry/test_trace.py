@@ -179,7 +179,7 @@ def test_a_page_of_many_ranks_and_units_stays_small() -> None:
     text = trace_page(StepTraceFile(_facts(units=units, clock_errors=(0,) * 16), ranks))
     assert len(text.encode()) <= MOST_NBYTES
     assert "120 more units" in text
-    assert "of 32 pairs of a rank and a step are here" in text
+    assert "of 32 pairs of a rank and a step; trace.json" in text
 
 
 def test_clocks_of_other_machines_are_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
