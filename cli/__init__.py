@@ -1,5 +1,5 @@
-"""The command line, installed as `zeroaccel.cli`; nothing in the package below imports it.
+"""The command line, installed as `zeroaccel.cli`; no other part of the package imports it.
 
-`main` knows the sub-commands by name and imports each when it is used. Starting jobs is `cli/launch/`, launch files are
-`cli/config/`; `machine` is the one place that looks at this machine.
+`main` has the table of sub-commands and imports each when it is used. `cli/launch/` starts jobs, `cli/config/` is about
+launch files; all facts about this machine come from `machine`.
 """

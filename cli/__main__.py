@@ -1,4 +1,4 @@
-"""`python -m zeroaccel.cli`, for where the `zeroaccel` command is not on the path."""
+"""`python -m zeroaccel.cli`, for when the `zeroaccel` command is not on PATH."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """`zeroaccel checkpoint` and `zero-to-fp32`: inspect, verify, reshard, convert and consolidate checkpoints.
 
-Shows what `zeroaccel.checkpoint` finds; reads no weights but to check or move them, and imports torch only for
-torch.distributed.checkpoint and .bin files. The options of `zero-to-fp32` are declared by the standalone program; this
-command also reads DeepSpeed's checkpoints, which that program does not. The page of `inspect` shows which rank's file
-holds which interval of which tensor.
+The commands use `zeroaccel.checkpoint`; they read weights only to check or move them, and import torch only for
+torch.distributed.checkpoint and .bin files. The standalone program declares the options of `zero-to-fp32`; unlike that
+program, this command also reads DeepSpeed's checkpoints. The page of `inspect` shows which rank's file holds which
+interval of each tensor.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from zeroaccel.zero.access.safetensors_file import ITEMSIZE
 from .pages.frame import COLOURS, Table, bar, check_page_path, escaped, figure, legend, page, write_page
 
 _FOLDER = click.Path(path_type=Path)
-_TAG = click.option("-t", "--tag", help="One checkpoint of the folder.")
+_TAG = click.option("-t", "--tag", help="Only the checkpoint of this tag.")
 
 
 @click.group()
@@ -48,13 +48,13 @@ def checkpoint() -> None:
 @checkpoint.command()
 @click.argument("folder", metavar="DIR", type=_FOLDER)
 @_TAG
-@click.option("--html", "html_path", type=click.Path(dir_okay=False), metavar="FILE", help="A page of one checkpoint.")
-@click.option("--json", "as_json", is_flag=True, help="Every interval of every tensor, for programs.")
+@click.option("--html", "html_path", type=click.Path(dir_okay=False), metavar="FILE", help="Write an HTML page.")
+@click.option("--json", "as_json", is_flag=True, help="Print every interval of every tensor as JSON.")
 def inspect(folder: Path, tag: str | None, html_path: str | None, as_json: bool) -> None:
     """Show the checkpoints in DIR: contents per rank, and completeness. Reads no weights.
 
-    Of a checkpoint that DeepSpeed wrote, its files and what they are of. --html and --json are of one checkpoint, that
-    of --tag or else the one that `latest` names, and say which rank's file has which interval of which tensor.
+    For a checkpoint of DeepSpeed, lists its files. --html and --json show which rank's file has which interval of each
+    tensor, for one checkpoint: that of --tag, or by default the one that `latest` names.
 
     \b
     Examples:
@@ -64,7 +64,7 @@ def inspect(folder: Path, tag: str | None, html_path: str | None, as_json: bool)
     check_page_path(html_path)
     if html_path is not None or as_json:
         if is_deepspeed_checkpoint(folder, tag):
-            fix = "import it by loading and saving it; without these flags its files are listed"
+            fix = "load and save it with zeroaccel first, or omit --html and --json to list its files"
             raise UsageError(f"{folder}", expected="a checkpoint of zeroaccel", got="one of DeepSpeed", fix=fix)
         is_one = tag is None and (folder / MANIFEST_NAME).exists()
         manifest = read_manifest(folder) if is_one else find_checkpoint(folder, tag)[1]
@@ -97,9 +97,9 @@ def inspect(folder: Path, tag: str | None, html_path: str | None, as_json: bool)
 @click.argument("folder", metavar="DIR", type=_FOLDER)
 @_TAG
 def verify(folder: Path, tag: str | None) -> None:
-    """Read every byte of the checkpoints of DIR and compare it with the checksums; exit code 1 if one is damaged.
+    """Read every byte of the checkpoints in DIR and check the checksums.
 
-    Of DeepSpeed's checkpoints the one that `latest` names, or the tag.
+    Exits with 1 if one is damaged. For DeepSpeed's checkpoints, checks that of --tag or the one that `latest` names.
 
     \b
     Examples:
@@ -131,7 +131,7 @@ def verify(folder: Path, tag: str | None) -> None:
             click.echo("\n".join(problems))
             damaged.append(each.name)
     if not damaged and tag is None and not (folder / MANIFEST_NAME).exists():
-        find_checkpoint(folder)  # what `latest` names must be there
+        find_checkpoint(folder)  # `latest` must name an existing checkpoint
     if damaged:
         raise CheckpointError(f"{folder}: damaged or incomplete: {', '.join(damaged)}")
 
@@ -139,10 +139,10 @@ def verify(folder: Path, tag: str | None) -> None:
 @checkpoint.command("reshard")
 @click.argument("folder", metavar="DIR", type=_FOLDER)
 @click.argument("out", type=_FOLDER)
-@click.option("--world_size", "--world-size", type=click.IntRange(1), required=True, help="Ranks to write files for.")
+@click.option("--world_size", "--world-size", type=click.IntRange(1), required=True, help="New number of ranks.")
 @_TAG
 def reshard_command(folder: Path, out: Path, world_size: int, tag: str | None) -> None:
-    """Write the checkpoint of DIR into OUT as files of another number of ranks, bit by bit the same values.
+    """Write the checkpoint in DIR into OUT for another number of ranks, with the same values bit by bit.
 
     \b
     Examples:
@@ -155,16 +155,16 @@ def reshard_command(folder: Path, out: Path, world_size: int, tag: str | None) -
 @checkpoint.command("import")
 @click.argument("folder", metavar="DCP_DIR", type=_FOLDER)
 @click.argument("out", type=_FOLDER)
-@click.option("-t", "--tag", help="Name of the checkpoint in OUT; that of the folder by default.")
-@click.option("--world_size", "--world-size", type=click.IntRange(1), default=1, help="Ranks to write files for.")
-@click.option("--tie", "ties", multiple=True, metavar="ALIAS=NAME", help="Two names of one parameter.")
-@click.option("--buffer", "buffers", multiple=True, metavar="NAME", help="A buffer, which DCP does not mark as such.")
+@click.option("-t", "--tag", help="Name of the checkpoint in OUT; by default that of the folder.")
+@click.option("--world_size", "--world-size", type=click.IntRange(1), default=1, help="Ranks of the checkpoint in OUT.")
+@click.option("--tie", "ties", multiple=True, metavar="ALIAS=NAME", help="Two names of one tied parameter.")
+@click.option("--buffer", "buffers", multiple=True, metavar="NAME", help="Name of a buffer, which DCP does not mark.")
 def import_command(
     folder: Path, out: Path, tag: str | None, world_size: int, ties: tuple[str, ...], buffers: tuple[str, ...]
 ) -> None:
-    """Write a checkpoint of torch.distributed.checkpoint (FSDP2) into OUT in this project's format.
+    """Convert a checkpoint of torch.distributed.checkpoint (FSDP2) to zeroaccel's format in OUT.
 
-    An engine also loads such a folder as it is.
+    An engine can also load such a folder without conversion.
 
     \b
     Examples:
@@ -183,7 +183,7 @@ def import_command(
 @click.argument("out", metavar="DCP_DIR", type=_FOLDER)
 @_TAG
 def export_command(folder: Path, out: Path, tag: str | None) -> None:
-    """Write the checkpoint of DIR as a folder of torch.distributed.checkpoint, for FSDP2.
+    """Convert the checkpoint in DIR to a folder of torch.distributed.checkpoint, for FSDP2.
 
     \b
     Examples:
@@ -256,7 +256,7 @@ _MOST_BARS, _MOST_ROWS = 150, 500
 
 
 def checkpoint_facts(manifest: Manifest) -> dict[str, Any]:
-    """All of it as plain data: elements [start, stop) of each tensor, and the rank whose file has them."""
+    """Returns the manifest as plain data: elements [start, stop) of each tensor, and the rank whose file has them."""
     tensors = {
         key: {
             "dtype": tensor.dtype,
@@ -286,10 +286,10 @@ def checkpoint_facts(manifest: Manifest) -> dict[str, Any]:
 
 
 def checkpoint_page(manifest: Manifest) -> str:
-    """The whole page. Of many tensors it shows the first ones, and says how many it leaves out."""
+    """Returns the page of a checkpoint as HTML. With many tensors it shows the first ones and the number of others."""
     facts = checkpoint_facts(manifest)
     title = f"Checkpoint {facts['tag']}: stage {facts['stage']}, {facts['world_size']} ranks, step {facts['step']}"
-    # One drawing per parameter: what is of one parameter is cut alike, master and states.
+    # One bar per parameter: its master and its states are sharded in the same way.
     drawn = [key for fqn in manifest.order if (key := manifest.weight_key(fqn)) is not None][:_MOST_BARS]
     ranks = sorted({file["rank"] for file in facts["files"]})
     files = Table(
@@ -314,7 +314,7 @@ def checkpoint_page(manifest: Manifest) -> str:
     intervals = Table("Elements [from, to) of each tensor", headings, rows[:_MOST_ROWS], texts=(0, 1, 2, 7))
     weights = len([fqn for fqn in manifest.order if manifest.weight_key(fqn) is not None])
     body = [
-        "<h2>Who has what</h2>",
+        "<h2>Intervals by rank</h2>",
         f"<p>Each bar is one parameter from its first element to its last; {len(drawn)} of {weights} are drawn.</p>",
         legend({f"rank {rank}": _colour(rank) for rank in ranks[: len(COLOURS)]}),
         _bars(facts, drawn),

@@ -1,8 +1,8 @@
-"""`zeroaccel compat`: the commands `deepspeed`, `ds` and `ds_report`, written into a folder on request, and their code.
+"""`zeroaccel compat`: writes the commands `deepspeed`, `ds` and `ds_report` into a folder, and implements them.
 
-`import deepspeed` in the ranks of a launch needs none of this. Scripts and test suites that call `deepspeed` by name
-find it where that folder is on PATH and PYTHONPATH; no other folder is touched. `deepspeed` is `zeroaccel launch` with
-zeroaccel as its engine, and with the hostfile that DeepSpeed looks for by itself.
+`import deepspeed` in the ranks of a launch works without them. They are for scripts and test suites that call
+`deepspeed` by name, with that folder on PATH and PYTHONPATH; no other folder is changed. `deepspeed` is `zeroaccel
+launch` with zeroaccel as its engine, and with DeepSpeed's default hostfile.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from zeroaccel.cli.compat import {name}
 {name}()
 """
 _PACKAGE = '''\
-"""Written by `zeroaccel compat install`: hands `import deepspeed` over to zeroaccel."""
+"""Written by `zeroaccel compat install`: makes `import deepspeed` import zeroaccel."""
 
 import sys
 
-if "deepspeed.launcher.runner" not in sys.orig_argv:  # then this package is run, and not imported
+if "deepspeed.launcher.runner" not in sys.orig_argv:  # otherwise the package is being run, not imported
     from zeroaccel.compat import install
 
     del sys.modules["deepspeed"]
@@ -51,7 +51,7 @@ _MARK = "This package is zeroaccel's.\n"
 
 @click.group()
 def compat() -> None:
-    """Install commands and modules under DeepSpeed's names.
+    """Install commands and modules with DeepSpeed's names.
 
     \b
     Examples:
@@ -64,9 +64,9 @@ def compat() -> None:
 def install(folder: Path) -> None:
     """Write the commands `deepspeed`, `ds` and `ds_report` and a `deepspeed` package into FOLDER.
 
-    FOLDER/bin goes on PATH, FOLDER/lib on PYTHONPATH; both lines are printed. `deepspeed ARGUMENTS` and `python -m
-    deepspeed.launcher.runner ARGUMENTS` are then `zeroaccel launch ARGUMENTS`. Nothing else is changed; removing the
-    folder takes all of it away.
+    Prints the lines that add FOLDER/bin to PATH and FOLDER/lib to PYTHONPATH. With these, `deepspeed ARGUMENTS` and
+    `python -m deepspeed.launcher.runner ARGUMENTS` run `zeroaccel launch ARGUMENTS`. Nothing else is changed; to
+    uninstall, remove the folder.
 
     \b
     Examples:
@@ -74,7 +74,7 @@ def install(folder: Path) -> None:
     """
     commands, package = folder / "bin", folder / "lib" / "deepspeed"
     if sys.executable.find(" ") >= 0 or len(sys.executable) > 120:
-        raise ConfigError(f"{sys.executable}: no command can name this interpreter in its first line")
+        raise ConfigError(f"{sys.executable}: the path is too long, or has a space, for the first line of a command")
     files = {
         commands / "deepspeed": _COMMAND.format(python=sys.executable, name="main"),
         commands / "ds": _COMMAND.format(python=sys.executable, name="main"),
@@ -86,7 +86,7 @@ def install(folder: Path) -> None:
     }
     theirs = [path for path in files if path.exists() and not _is_ours(path)]
     if theirs:
-        raise ConfigError(f"{theirs[0]}: exists, and is not of `zeroaccel compat install`", fix="name another folder")
+        raise ConfigError(f"{theirs[0]}: exists, but not from `zeroaccel compat install`", fix="name another folder")
     try:
         for path, text in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -99,7 +99,7 @@ def install(folder: Path) -> None:
     click.echo(f"export PATH={shlex.quote(str(commands.resolve()))}:$PATH")
     click.echo(f"export PYTHONPATH={shlex.quote(str(package.parent.resolve()))}:$PYTHONPATH")
     if (location := real_location()) is not None:
-        click.echo(f"note: with these lines, the DeepSpeed in {location} is no longer found", err=True)
+        click.echo(f"note: with these lines, Python no longer finds the DeepSpeed in {location}", err=True)
 
 
 def _is_ours(path: Path) -> bool:
@@ -111,18 +111,18 @@ def _is_ours(path: Path) -> bool:
 
 
 DEFAULT_HOSTFILE = Path("/job/hostfile")
-"""Where DeepSpeed looks for the machines of a job when it is not told."""
+"""DeepSpeed's default hostfile."""
 
 
 def main(args: Sequence[str] | None = None) -> None:
     """Runs `deepspeed ARGUMENTS`; does not return.
 
     Args:
-        args: the words behind the command's name; by default this process's.
+        args: the words after the command's name; by default those of this process.
     """
     words = list(sys.argv[1:] if args is None else args)
     hosts = ["--hostfile", str(DEFAULT_HOSTFILE)] if DEFAULT_HOSTFILE.is_file() else []
-    # In front: what was typed comes later and counts more.
+    # In front: flags that the user typed come later and override these.
     run(["launch", "--engine", "zeroaccel", *hosts, *words], prog_name="zeroaccel")
 
 

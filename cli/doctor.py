@@ -1,7 +1,7 @@
-"""`zeroaccel doctor` and `zeroaccel env`: what works on this machine, how fast, and what would mend the rest.
+"""`zeroaccel doctor` and `zeroaccel env`: the features of this machine, their speed, and remedies.
 
-Every finding is tried rather than guessed from versions, and speeds are measured; nothing is left behind on the
-machine. `env` prints versions and the settings in force, for bug reports.
+`doctor` tries every feature instead of guessing from versions, measures speeds, and leaves nothing on the machine.
+`env` prints versions and the settings in force, for bug reports.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _GIGA = 1e9
 
 @dataclass(frozen=True)
 class Finding:
-    """One feature.
+    """The state of one feature.
 
     Attributes:
-        verdict: BROKEN if it was asked for, or training needs it.
-        detail: what was measured, or what is used instead.
-        fix: one line that mends it; empty where nothing is to be done.
+        verdict: BROKEN if it fails although the user asked for it or training needs it.
+        detail: the measurement, or the replacement in use.
+        fix: one line with a remedy; empty if there is nothing to do.
     """
 
     feature: str
@@ -53,11 +53,11 @@ class Finding:
 
 
 def findings(environ: Mapping[str, str], folder: Path, *, measure: bool) -> Iterator[Finding]:
-    """Looks at everything, one feature after the other.
+    """Checks one feature after the other.
 
     Args:
-        folder: whose launch file is meant.
-        measure: also what takes seconds: copies, disks, two processes that talk.
+        folder: working folder, for the launch file.
+        measure: also measure copies, disks and communication between processes, which takes seconds.
     """
     machine = look(environ)
     yield from _accelerators(machine)
@@ -81,17 +81,17 @@ def _accelerators(machine: Machine) -> Iterator[Finding]:
 
     if not machine.devices:
         built = "" if torch.version.cuda else ", and this torch is built without CUDA"
-        missing = "install a torch with CUDA if this machine has a GPU" if Path("/dev/nvidiactl").exists() else ""
+        missing = "install a torch with CUDA to use the GPU of this machine" if Path("/dev/nvidiactl").exists() else ""
         yield Finding(
-            "accelerators", "falls back", f"none visible{built}; processes run on the CPU", old_driver() or missing
+            "accelerators", "falls back", f"none is visible{built}; processes run on the CPU", old_driver() or missing
         )
-        yield Finding("bf16", "works", "on the CPU, in software where it has no instructions for it")
+        yield Finding("bf16", "works", "on the CPU, in software if it has no bf16 instructions")
         return
     yield Finding("accelerators", "works", f"{len(machine.devices)} x {machine.devices[0].name}")
     if all(device.has_bf16 for device in machine.devices):
         yield Finding("bf16", "works")
     else:
-        yield Finding("bf16", "falls back", "the devices have none of their own", "train with --mixed_precision fp16")
+        yield Finding("bf16", "falls back", "the devices have no native bf16", "train with --mixed_precision fp16")
     import torch.distributed as dist
 
     from zeroaccel.offload.page_locked import lock_limit, lock_trouble
@@ -99,10 +99,10 @@ def _accelerators(machine: Machine) -> Iterator[Finding]:
     if dist.is_nccl_available():
         yield Finding("NCCL", "works", ".".join(map(str, torch.cuda.nccl.version())))
     else:
-        yield Finding("NCCL", "BROKEN", "this torch has none", "install a torch with CUDA from pytorch.org")
+        yield Finding("NCCL", "BROKEN", "this torch has no NCCL", "install a torch with CUDA from pytorch.org")
     limit = f"`ulimit -l` is {lock_limit()}"
     if trouble := lock_trouble(_LOCKED_NBYTES):
-        fix = "raise `ulimit -l` or the container's memory; without it, copies of offload block the host"
+        fix = "raise `ulimit -l` or the container's memory; otherwise the copies of offload block the host"
         yield Finding("page-locked memory", "falls back", f"{trouble}; {limit}", fix)
     else:
         yield Finding("page-locked memory", "works", limit)
@@ -118,22 +118,22 @@ def _device_kernels() -> Finding:
     try:
         compile_kernels(torch.device("cuda", 0))
     except KernelError as error:
-        detail = f"torch operations, with several times the memory traffic: {error}"
+        detail = f"torch operations replace them, with several times the memory traffic: {error}"
         return Finding("device kernels", "falls back", detail, "pip install 'zeroaccel[cuda]'")
     return Finding("device kernels", "works", "compiled by NVRTC")
 
 
 def _device_settings(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Variables that change how a device's memory and streams are used."""
+    """Checks variables that change the use of a device's memory and streams."""
     settings = ",".join(environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
     if "expandable_segments:true" in settings.lower().replace(" ", ""):
-        yield Finding("device memory", "works", "in segments that grow")
+        yield Finding("device memory", "works", "the allocator uses expandable segments")
     else:
-        detail = "in segments of fixed sizes, between which units of different sizes leave gaps"
-        fix = "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or add it to a value that is there"
+        detail = "the allocator uses segments of fixed size, in which units of different sizes leave gaps"
+        fix = "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or add this to the existing value"
         yield Finding("device memory", "falls back", detail, fix)
     if environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        detail = "CUDA_DEVICE_MAX_CONNECTIONS=1 has all streams share one queue: gathers wait for computation"
+        detail = "with CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share one queue, so gathers wait for computation"
         yield Finding("streams", "falls back", detail, "unset CUDA_DEVICE_MAX_CONNECTIONS")
 
 
@@ -145,7 +145,7 @@ def _kernels() -> Finding:
     param = torch.nn.Parameter(torch.ones(1 << 20))
     optimizer = Adam([param], lr=0.1)
     try:
-        for _ in range(2):  # the first may have to read the compiled kernel
+        for _ in range(2):  # the first run may have to load the compiled kernel
             start = time.perf_counter()
             param.grad = torch.ones_like(param)
             optimizer.step()
@@ -160,7 +160,7 @@ def _libraries() -> Iterator[Finding]:
     if shutil.which("c++") or shutil.which("g++") or shutil.which("clang++"):
         yield Finding("torch.compile", "works", "there is a C++ compiler")
     else:
-        detail = "no C++ compiler, so models run as they are; nothing else needs one"
+        detail = "there is no C++ compiler, so models run uncompiled; nothing else needs one"
         yield Finding("torch.compile", "falls back", detail, "install g++")
     for feature, package, extra in (
         ("Hugging Face models", "transformers", "hf"),
@@ -175,8 +175,8 @@ def _libraries() -> Iterator[Finding]:
     if shutil.which("ssh"):
         yield Finding("hostfiles", "works", "by ssh")
     else:
-        fix = "install an ssh client, or run the launch on each machine"
-        yield Finding("hostfiles", "missing", "there is no ssh", fix)
+        fix = "install an ssh client, or run `zeroaccel launch` on each machine"
+        yield Finding("hostfiles", "missing", "ssh is not installed", fix)
 
 
 def _names() -> Finding:
@@ -198,7 +198,7 @@ def _variables(environ: Mapping[str, str]) -> Finding:
 def _launch_file(environ: Mapping[str, str], folder: Path) -> Finding:
     source = find_launch_file(None, environ, folder)
     if source is None:
-        return Finding("launch file", "missing", "none, so flags and defaults count", "zeroaccel config")
+        return Finding("launch file", "missing", "launches use flags and defaults", "zeroaccel config")
     try:
         read_launch_file(*source).effective().settings()
     except ConfigError as error:
@@ -238,10 +238,10 @@ def _best(copy: object, rounds: int = 4) -> float:
 def _collectives(environ: Mapping[str, str], devices: int) -> Finding:
     flags = ["--num_processes", str(devices if devices > 1 else 2), *([] if devices > 1 else ["--cpu"])]
     lines, trouble = run_job([*flags, "--module", "zeroaccel.cli.smoke", "speeds"], environ, _JOB_SECONDS)
-    feature = f"{devices if devices > 1 else 2} processes that talk"
+    feature = f"{devices if devices > 1 else 2} ranks that communicate"
     if trouble or not lines:
-        detail = trouble.splitlines()[-1] if trouble else "they said nothing"
-        return Finding(feature, "BROKEN", detail, "zeroaccel test shows the whole message")
+        detail = trouble.splitlines()[-1] if trouble else "they printed no result"
+        return Finding(feature, "BROKEN", detail, "run `zeroaccel test` to see the full message")
     gather, reduce = lines[0]["all_gather"] / _GIGA, lines[0]["reduce_scatter"] / _GIGA
     by = "NCCL" if devices > 1 else "gloo"
     return Finding(
@@ -257,7 +257,7 @@ def _disks(machine: Machine, *, measure: bool) -> Iterator[Finding]:
             detail += f", {seen.write / _GIGA:.1f} GB/s write, {seen.read / _GIGA:.1f} GB/s read"
         yield Finding(f"offload to {disk.folder}", "works", detail)
     if not machine.disks:
-        detail = "no writable local disk with room"
+        detail = "there is no writable local disk with enough space"
         yield Finding("offload to disk", "missing", detail, "name a folder on a local disk as nvme_path")
     for folder in ("/dev/shm", "/tmp"):
         if Path(folder).is_dir() and (trouble := folder_trouble(folder)):
@@ -269,12 +269,12 @@ _COLOURS = {"works": "green", "falls back": "yellow", "missing": "yellow", "BROK
 
 
 @click.command()
-@click.option("--quick", is_flag=True, help="Measure nothing: no copies, no disks, no processes.")
-@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@click.option("--quick", is_flag=True, help="Skip the measurements of copies, disks and communication.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def doctor(quick: bool, as_json: bool) -> int:
     """Try each feature that zeroaccel uses on this machine, measure it, and print remedies.
 
-    Exits with 1 if something is BROKEN: needed, and not working. What is missing or replaced is no failure.
+    Exits with 1 if a feature is BROKEN, that is, needed but not working. Missing features and fallbacks are no failure.
 
     \b
     Examples:
@@ -292,7 +292,7 @@ def doctor(quick: bool, as_json: bool) -> int:
 
 
 def _show(finding: Finding) -> None:
-    # click leaves colours out where they cannot be shown; NO_COLOR is for us to heed
+    # click removes colours if the output cannot show them, but does not read NO_COLOR
     verdict = f"{finding.verdict:<10}"
     if not os.environ.get("NO_COLOR"):
         verdict = click.style(verdict, fg=_COLOURS[finding.verdict])
@@ -307,7 +307,7 @@ _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def env(as_json: bool) -> None:
     """Print versions of dependencies, the machine's hardware and the settings in force.
 
@@ -328,7 +328,7 @@ def env(as_json: bool) -> None:
     source = find_launch_file(None, os.environ, Path.cwd())
     facts["launch file"] = "none" if source is None else f"{source[0]} ({source[1]})"
     if source is not None and not source[0].is_file():
-        facts["launch file"] += ", which is no file"
+        facts["launch file"] += ", which is not a file"
     facts |= {
         name: "(set)" if any(word in name for word in _SECRET) else value
         for name, value in sorted(os.environ.items())

@@ -1,7 +1,7 @@
-"""`zeroaccel estimate`: the memory of training a model, per plan, as a table, JSON or a chart.
+"""`zeroaccel estimate`: the memory for training a model, per plan, as a table, JSON or a chart.
 
-The numbers are those of `zeroaccel.estimate`; `--meshes` compares meshes. Data goes to stdout, remarks to stderr. An
-.html chart is a page (`pages/`); a .png is drawn by matplotlib, an optional dependency.
+`zeroaccel.estimate` computes the numbers; `--meshes` compares meshes. Data goes to stdout, remarks to stderr. An .html
+chart is a page (`pages/`); matplotlib, an optional dependency, draws a .png.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _option = click.option
 
 
 class Size(_Type):
-    """80GB, 141GiB, 512MB; a bare number counts GB."""
+    """A size such as 80GB, 141GiB or 512MB; the unit of a bare number is GB."""
 
     name = "size"
 
@@ -57,7 +57,7 @@ class Size(_Type):
         "The work": "precision",
         "Adapters": "lora_rank",
         "Ranks and meshes": "ranks",
-        "What there is": "device_memory",
+        "Capacity of each machine": "device_memory",
         "Output": "as_json",
     },
 )
@@ -72,40 +72,41 @@ class Size(_Type):
     type=click.Choice(OPTIMIZERS),
     default="adam",
     show_default=True,
-    help="Decides the optimizer states.",
+    help="Optimizer, which determines the states.",
 )
-@_option("--residual_masters", is_flag=True, help='As data_types.master_weights "residual": 2 bytes instead of 4.')
-@_option("--peer_checkpoints", is_flag=True, help="With states in memory for lost ranks (checkpoint.peer).")
-@_option(
-    "--lora_rank", type=click.IntRange(0), default=0, metavar="N", help="Train LoRA of this rank; freeze the rest."
-)
+@_option("--residual_masters", is_flag=True, help='With data_types.master_weights "residual": 2 bytes instead of 4.')
+@_option("--peer_checkpoints", is_flag=True, help="Keep copies of states in memory for lost ranks (checkpoint.peer).")
+@_option("--lora_rank", type=click.IntRange(0), default=0, metavar="N", help="Train LoRA of rank N; freeze the model.")
 @_option(
     "--frozen_weights",
     type=click.Choice(CODES),
-    help="What stores frozen weights as codes: the JSON's key of this name, or bitsandbytes (bnb), with double "
-    "quantisation or without.",
+    help="Format of quantized frozen weights: by zeroaccel (the JSON key of this name), or by bitsandbytes (bnb), "
+    "with or without double quantization.",
 )
 @_option("--ranks", "--num_processes", type=COUNT, metavar="N", help="Processes. [default: one per accelerator, or 1]")
 @_option("--ranks_per_machine", type=COUNT, metavar="N", help="Ranks on one machine. [default: all]")
-@_option("--pp_size", "pp", type=COUNT, default=1, metavar="N", help="Stages of a pipeline. [default: 1]")
+@_option("--pp_size", "pp", type=COUNT, default=1, metavar="N", help="Stages of the pipeline. [default: 1]")
 @_option("--sp_size", "sp", type=COUNT, default=1, metavar="N", help="Ranks that share each sequence. [default: 1]")
 @_option("--tp_size", "tp", type=COUNT, default=1, metavar="N", help="Ranks that share each layer. [default: 1]")
-@_option("--ep_size", "ep", type=COUNT, default=1, metavar="N", help="Ranks that divide the experts. [default: 1]")
-@_option("--meshes", is_flag=True, help="A row per mesh of the ranks, for the same samples per step.")
+@_option("--ep_size", "ep", type=COUNT, default=1, metavar="N", help="Ranks that share the experts. [default: 1]")
+@_option("--meshes", is_flag=True, help="Compare all meshes of the ranks, with the same samples per step.")
 @_option(
     "--device_memory",
     type=Size(),
     metavar="SIZE",
-    help="Memory of one accelerator, as 80GB. [default: as here, if any]",
+    help="Memory of one accelerator, such as 80GB. [default: this machine's, if any]",
 )
 @_option(
-    "--host_memory", type=Size(), metavar="SIZE", help="Memory of one machine. [default: as here, beside accelerators]"
+    "--host_memory",
+    type=Size(),
+    metavar="SIZE",
+    help="Memory of one machine. [default: this machine's, with accelerators or --cpu]",
 )
-@_option("--disk", type=Size(), metavar="SIZE", help="Free for offload on one machine.")
-@_option("--cpu", is_flag=True, help="The ranks compute on the CPU of this machine.")
-@_option("--json", "as_json", is_flag=True, help="Print bytes as JSON.")
+@_option("--disk", type=Size(), metavar="SIZE", help="Free disk space for offload on one machine.")
+@_option("--cpu", is_flag=True, help="Train on the CPU, by default with this machine's memory.")
+@_option("--json", "as_json", is_flag=True, help="Print JSON, with sizes in bytes.")
 @_option("--html", "html_path", type=click.Path(dir_okay=False), metavar="FILE", help="Write a page with sliders.")
-@_option("--plot", type=click.Path(dir_okay=False), metavar="FILE", help="Write a chart, as .html or .png.")
+@_option("--plot", type=click.Path(dir_okay=False), metavar="FILE", help="Write a chart; FILE ends in .html or .png.")
 def estimate(
     model: str,
     ranks: int | None,
@@ -119,13 +120,13 @@ def estimate(
     plot: str | None,
     **workload: Any,
 ) -> None:
-    """Estimate the memory of each rank to train MODEL: device, host and disk, for every stage and offload.
+    """Estimate the memory for training MODEL on device, host and disk, for every stage and offload.
 
     MODEL is a number of parameters (7b), the name of a common model (llama-3.1-8b), the folder or config.json of a
-    Hugging Face model, or module:function, a function that returns a model, or a model and a function (model, batch,
+    Hugging Face model, or module:function. The function returns a model, or a model and a function (model, batch,
     sequence) -> loss.
 
-    The engine takes a step on tensors without data; it reads no weights and starts no process.
+    The engine simulates a step on tensors without data; the command reads no weights and starts no process.
 
     \b
     Examples:
@@ -138,7 +139,7 @@ def estimate(
     check_page_path(plot, "--plot", _CHARTS)
     check_page_path(html_path)
     if meshes and (html_path or plot or max(workload[axis] for axis in ("pp", "sp", "tp", "ep")) > 1):
-        raise click.UsageError("--meshes compares all meshes, in a table or as --json: leave out sizes, --html, --plot")
+        raise click.UsageError("--meshes compares all meshes, in a table or as --json: omit sizes, --html and --plot")
     with estimating(model) as line:
         what, requested, capacity = _question(model, ranks, device_memory, host_memory, disk, cpu, workload)
         if meshes:
@@ -172,7 +173,7 @@ def _html(title: str, model: str, what: Subject, requested: Workload, capacity: 
         at = positions(requested)
         forms, tables = ClosedForms(at), []
         for number, one in enumerate(at, 1):
-            line.doing = f"estimating what the sliders show: {number} of {len(at)}"
+            line.doing = f"estimating the sliders' positions: {number} of {len(at)}"
             tables.append(plan_table(what, one, capacity, simulate=forms))
     return estimate_page(title, model, requested, capacity, tables, len(forms.simulated))
 
@@ -191,7 +192,7 @@ def _question(
 
     from .machine import devices, memory_nbytes
 
-    # Defaults are this machine's, where the ranks would run here; elsewhere nothing is known, and "fits" stays open.
+    # Defaults are this machine's if the ranks would run here; otherwise nothing is known, and "fits" stays open.
     accelerators = () if cpu else devices()
     if accelerators and device_memory is None:
         device_memory = min(device.memory_nbytes for device in accelerators)
@@ -219,7 +220,7 @@ def _plans(what: Subject, requested: Workload, capacity: Capacity) -> list[PlanR
     try:
         return plan_table(what, requested, capacity)
     except UsageError as error:
-        fix = "" if requested.is_plain else "--meshes shows which meshes there are"
+        fix = "" if requested.is_plain else "--meshes lists the possible meshes"
         raise ConfigError(_in_flags(str(error)), fix=fix) from None
 
 
@@ -241,7 +242,7 @@ def _report(model: str, workload: Workload, capacity: Capacity, rows: list[PlanR
         for place in ("device", "host", "disk"):
             plan[place]["total"] = getattr(row.estimate, place).total
         plans.append({**plan, "fits": row.fits, "short_of": row.short_of, "recommended": row.recommended})
-    is_plain = workload.is_plain and not workload.lora_rank  # by formulas of a model that is all trained
+    is_plain = workload.is_plain and not workload.lora_rank  # the formulas are for a fully trained model
     traffic = [asdict(sent) for sent in traffic_table(rows[0].estimate.numel, workload)] if is_plain else []
     report = {"model": model, "workload": asdict(workload), "capacity": asdict(capacity), "plans": plans}
     return report | ({"traffic": traffic} if traffic else {})
@@ -276,7 +277,7 @@ def _show(model: str, workload: Workload, capacity: Capacity, rows: list[PlanRow
     if words := _parameters_in_host_memory(rows, workload):
         click.echo(words, err=True)
     if all(row.fits is None for row in rows):
-        click.echo("zeroaccel: --device_memory 80GB (or --cpu) says what fits", err=True)
+        click.echo("zeroaccel: add --device_memory 80GB (or --cpu) to see which plans fit", err=True)
     elif not any(row.fits for row in rows):
         click.echo("zeroaccel: no plan fits; use more ranks, a smaller batch, or --checkpointing", err=True)
 
@@ -289,7 +290,7 @@ def _plan_cells(row: PlanRow, local: int) -> list[str]:
 
 
 def _print_table(headings: Sequence[str], rows: _Rows, width: int, *, title: str = "", **look: Any) -> None:
-    """Prints (plan, whether it is recommended, cells) per row; a terminal has them in colour, in a table as `look`."""
+    """Prints (plan, true if recommended, cells) per row; on a terminal in colour, in a table styled by `look`."""
     from rich.console import Console
     from rich.table import Table
 
@@ -308,7 +309,7 @@ def _print_table(headings: Sequence[str], rows: _Rows, width: int, *, title: str
 
 
 def _parameters_in_host_memory(rows: list[PlanRow], workload: Workload) -> str:
-    """Why parameters on NVMe take host memory; "" without such a plan."""
+    """Returns a remark on the host memory of parameters on NVMe; "" without such a plan."""
     from zeroaccel.config.schema_zero import OffloadParam
 
     one = next((row.estimate for row in rows if row.estimate.offload_param == "nvme"), None)
@@ -316,8 +317,8 @@ def _parameters_in_host_memory(rows: list[PlanRow], workload: Workload) -> str:
         return ""
     settings, nbytes = OffloadParam(), one.host.params * workload.local_ranks
     return (
-        f"zeroaccel: parameters on nvme: {gb(nbytes)} GB of them are in host memory: the first {settings.max_in_cpu:,}"
-        " elements of each rank's shards stay there (offload_param.max_in_cpu), and of more, "
+        f"zeroaccel: parameters on nvme take {gb(nbytes)} GB of host memory: the first {settings.max_in_cpu:,}"
+        " elements of each rank's shards stay there (offload_param.max_in_cpu), and "
         f"{settings.buffer_count} buffers of {settings.buffer_size:,} elements read the rest"
     )
 
@@ -332,10 +333,10 @@ def _show_traffic(numel: int, workload: Workload) -> None:
 
 
 def draw(path: Path, title: str, rows: Sequence[PlanRow], workload: Workload, capacity: Capacity) -> None:
-    """Writes the chart; its kind follows from the ending of the file.
+    """Writes the chart in the format of the file's ending.
 
     Raises:
-        ConfigError: it cannot be written, or matplotlib is not installed.
+        ConfigError: the file cannot be written, or matplotlib is not installed.
     """
     if path.suffix != ".png":
         write_page(path, chart_page(title, workload, capacity, rows), "--plot")
@@ -351,8 +352,8 @@ def _draw_png(path: Path, title: str, rows: Sequence[PlanRow], limit: int | None
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        fix = "pip install 'zeroaccel[plot]', or name an .html file, which needs nothing"
-        raise ConfigError(f"--plot {path}: a .png is drawn by matplotlib, which is not installed", fix=fix) from None
+        fix = "pip install 'zeroaccel[plot]', or name an .html file"
+        raise ConfigError(f"--plot {path}: a .png needs matplotlib, which is not installed", fix=fix) from None
     figure = Figure(figsize=(10, 1.5 + 0.4 * len(rows)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(title=title, xlabel="GB per rank on the device, at the peak of a step")
@@ -373,7 +374,7 @@ def show_meshes(model: str, workload: Workload, capacity: Capacity, rows: Sequen
     """Prints the table, data to stdout and remarks to stderr.
 
     Args:
-        workload: as it was asked for, without a mesh.
+        workload: the requested workload, without a mesh.
     """
     if as_json:
         report = {"model": model, "workload": asdict(workload), "capacity": asdict(capacity)}
@@ -389,10 +390,10 @@ def show_meshes(model: str, workload: Workload, capacity: Capacity, rows: Sequen
     _print_table(headings, shown, 80, box=box.SIMPLE, pad_edge=False)
     remarks = ["memory: at the peak; inside, across: sent per step to ranks of the same machine, and of others"]
     if any(row.idle for row in rows):
-        remarks.append("idle: of a step, while stages of a pipeline wait for the first and the last micro-batches")
+        remarks.append("idle: share of a step in which pipeline stages wait for the first and the last micro-batches")
     remarks += dict.fromkeys(f"not possible: {_in_flags(row.refused)}" for row in rows if row.refused)
     if all(row.plan is None or row.plan.fits is None for row in rows):
-        remarks.append("--device_memory 80GB (or --cpu) says what fits")
+        remarks.append("add --device_memory 80GB (or --cpu) to see which meshes fit")
     elif not any(row.recommended for row in rows):
         remarks.append("no mesh fits; use more ranks, a smaller batch, or --checkpointing")
     for words in remarks:
@@ -400,7 +401,7 @@ def show_meshes(model: str, workload: Workload, capacity: Capacity, rows: Sequen
 
 
 def mesh_remarks(what: Subject, workload: Workload, capacity: Capacity, plan: PlanRow) -> Iterator[str]:
-    """What ranks of one mesh send under a plan, and whether more of it crosses machines than has to."""
+    """Yields lines about the traffic of one mesh under a plan, and about traffic between machines that is avoidable."""
     from zeroaccel.estimate import MeshRow, link_bytes, needless_crossing
 
     if workload.is_plain:
@@ -411,7 +412,7 @@ def mesh_remarks(what: Subject, workload: Workload, capacity: Capacity, plan: Pl
     more = " (+ to other machines)" if any(link.across for link in links) else ""
     yield f"GB that a rank sends per step, {plan.estimate.name}: {', '.join(parts)}{more}"
     if workload.pp > 1:
-        yield f"zeroaccel: memory is that of stage {plan.estimate.pipeline_stage} of the pipeline, which takes the most"
+        yield f"zeroaccel: memory is for pipeline stage {plan.estimate.pipeline_stage}, which needs the most"
     if words := needless_crossing(what, MeshRow(workload, plan, links), capacity):
         yield f"zeroaccel: {words}"
 

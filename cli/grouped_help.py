@@ -1,4 +1,4 @@
-"""Commands whose flags are listed in groups in their help, under headings of their own."""
+"""Commands whose help lists the flags in groups, under headings."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ CONTEXT = {
     "help_option_names": ["-h", "--help"],
     "max_content_width": 120,
 }
-"""How options are spelled and help is shown. Commands inherit it from their group."""
+"""Click's settings for the spelling of options and for help. Commands inherit them from their group."""
 
 
 class GroupedOptions(click.Command):
     """Lists its options under headings.
 
     Args:
-        headings: heading -> the option that begins its part, in the order in which options are declared.
+        headings: heading -> its first option, in the order of the options' declarations.
     """
 
     def __init__(self, *args: Any, headings: Mapping[str, str] = MappingProxyType({}), **attributes: Any) -> None:
@@ -28,7 +28,7 @@ class GroupedOptions(click.Command):
         self._begins = {name: heading for heading, name in headings.items()}
 
     def sections(self, ctx: click.Context) -> dict[str, list[tuple[str, str]]]:
-        """Heading -> (flag, what it does) of each option, in order."""
+        """Returns heading -> (flag, help) of each option, in order."""
         heading, sections = "Options", dict[str, list[tuple[str, str]]]()
         for param in self.get_params(ctx):
             heading = self._begins.get(str(param.name), heading)

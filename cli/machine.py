@@ -1,8 +1,8 @@
 """This machine: accelerators, memory, cores, disks, ports, addresses.
 
-The one place that looks, for launches, estimates and the questionnaire alike. Looking imports torch where there is a
-driver; the classes do not. Nothing is changed on the machine, but for one file that is written and removed where a disk
-is measured.
+Launches, estimates and the questionnaire get all their facts about the machine here. `devices` imports torch if there
+is a driver; the classes do not. The module changes nothing on the machine, except that `measure_disk` writes and
+removes one file.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from zeroaccel.offload.offload_folder import examine_folder
 _GIB = 2**30
 _NO_FILES = ("proc", "sysfs", "cgroup", "cgroup2", "devpts", "mqueue")
 _LOCAL = ("ext4", "ext3", "ext2", "xfs", "btrfs", "zfs", "f2fs", "apfs", "overlay")
-# Of CUDA, of CUDA on Jetson boards, of CUDA in WSL, of ROCm.
+# Device files of CUDA, CUDA on Jetson boards, CUDA in WSL, and ROCm.
 _DRIVERS = ("/dev/nvidiactl", "/dev/nvmap", "/dev/dxg", "/dev/kfd")
 _FIRST_WITH_BF16 = 8  # compute capability of Ampere
 _OF_THE_SYSTEM = ("/boot", "/dev", "/etc", "/proc", "/run", "/snap", "/sys")
-_LEAST_FREE = 2 * _GIB  # a disk with less is no place for optimizer states
+_LEAST_FREE = 2 * _GIB  # a disk with less free space is too small for optimizer states
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Device:
     """One accelerator.
 
     Attributes:
-        has_bf16: it computes in bf16 itself, rather than through fp32.
-        pci: its address on the bus, as the system writes it; empty where torch does not say.
+        has_bf16: true if it computes in bf16 natively, not through fp32.
+        pci: its address on the bus, as the system writes it; empty if torch does not report it.
     """
 
     name: str
@@ -53,10 +53,10 @@ class Device:
 
 @dataclass(frozen=True)
 class Disk:
-    """A folder on a local disk that could hold what is offloaded to "nvme".
+    """A folder on a local disk that could hold states offloaded to "nvme".
 
     Attributes:
-        write, read: bytes per second, or None where it was not measured.
+        write, read: bytes per second, or None before a measurement.
     """
 
     folder: str
@@ -68,12 +68,12 @@ class Disk:
 
 @dataclass(frozen=True)
 class Machine:
-    """What is here.
+    """The hardware of this machine.
 
     Attributes:
-        memory_nbytes: RAM of the machine, or of the container this runs in.
-        job: of a cluster's scheduler, in words; empty outside of one.
-        torch: its version.
+        memory_nbytes: RAM of the machine, or of the container around this process.
+        job: the job of a cluster's scheduler, in words; empty without a scheduler.
+        torch: version of torch.
     """
 
     devices: tuple[Device, ...] = ()
@@ -84,7 +84,7 @@ class Machine:
     torch: str = ""
 
     def lines(self) -> Iterator[tuple[str, str]]:
-        """The machine as pairs of a heading and what there is."""
+        """Yields the machine as pairs of a heading and its content."""
         if self.devices:
             first = self.devices[0]
             kinds = {(device.name, device.memory_nbytes) for device in self.devices}
@@ -105,17 +105,17 @@ class Machine:
             )
             yield "disk", f"{disk.folder} ({disk.file_system}), {gib(disk.free_nbytes)} free{speeds}"
         if not self.disks:
-            yield "disk", "no local disk with room for offload"
+            yield "disk", "no local disk with enough space for offload"
         if self.job:
             yield "job", self.job
         yield "torch", self.torch or "not installed"
 
 
 def look(environ: Mapping[str, str]) -> Machine:
-    """Looks at this machine.
+    """Examines this machine.
 
     Args:
-        environ: for the job of a scheduler.
+        environ: environment with the variables of a scheduler.
     """
     return Machine(
         devices=devices(),
@@ -128,9 +128,9 @@ def look(environ: Mapping[str, str]) -> Machine:
 
 
 def devices() -> tuple[Device, ...]:
-    """The CUDA devices that processes started from here will see; CUDA_VISIBLE_DEVICES counts."""
+    """Returns the CUDA devices that processes started from here will see, according to CUDA_VISIBLE_DEVICES."""
     if sys.platform == "linux" and not any(os.path.exists(driver) for driver in _DRIVERS):
-        return ()  # without waiting for torch
+        return ()  # without importing torch
     import torch
 
     if not torch.cuda.is_available():
@@ -150,7 +150,7 @@ def _pci_address(properties: Any) -> str:
 
 
 def memory_nbytes(cgroup: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
-    """Memory of this machine, or of the container this process runs in if that has less."""
+    """Returns the memory of this machine, or of the container around this process if that has less."""
     total = int(psutil.virtual_memory().total)
     try:
         return min(total, int(cgroup.read_text()))
@@ -159,7 +159,7 @@ def memory_nbytes(cgroup: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
 
 
 def local_disks() -> Iterator[Disk]:
-    """The writable folders of local disks: mount points, the home folder and the folder for temporary files."""
+    """Yields writable folders on local disks: mount points, the home folder and the folder for temporary files."""
     seen: set[int] = set()
     mounts = [part.mountpoint for part in psutil.disk_partitions() if part.fstype in _LOCAL]
     for folder in [*mounts, os.path.expanduser("~"), tempfile.gettempdir()]:
@@ -172,9 +172,9 @@ def local_disks() -> Iterator[Disk]:
 
 
 def measure_disk(disk: Disk, nbytes: int = 64 * 2**20) -> Disk:
-    """The same disk with its speeds, from one file of `nbytes` that is written through to it and read again.
+    """Returns the disk with its speeds, measured by writing one file of `nbytes` through to the disk and reading it.
 
-    What was read may still lie in the system's memory, so the file is dropped from there first where that can be done.
+    Before reading, it drops the file from the page cache, if the system allows that.
     """
     path = Path(disk.folder, f".zeroaccel-speed-{os.getpid()}")
     block = os.urandom(2**20)
@@ -201,7 +201,7 @@ def measure_disk(disk: Disk, nbytes: int = 64 * 2**20) -> Disk:
 
 
 def folder_trouble(folder: str, needed_nbytes: int = 0) -> str:
-    """Why what is offloaded to "nvme" could not live in a folder, and what to do; empty when it could."""
+    """Returns the reason why a folder cannot hold states offloaded to "nvme", and a remedy; "" if it can."""
     try:
         facts = examine_folder(folder, "")
     except ConfigError as error:
@@ -209,8 +209,8 @@ def folder_trouble(folder: str, needed_nbytes: int = 0) -> str:
     if facts.file_system in _NO_FILES:
         return f"{folder} is not on a disk; name a folder on a local disk"
     if facts.free_nbytes < needed_nbytes:
-        words = f"{folder} has {gib(facts.free_nbytes)} free, and {gib(needed_nbytes)} are needed"
-        return f"{words}; name a larger one, or free some"
+        words = f"{folder} has {gib(facts.free_nbytes)} free, but {gib(needed_nbytes)} are needed"
+        return f"{words}; name a folder with more space, or free some"
     return ""
 
 
@@ -222,7 +222,7 @@ def _job(environ: Mapping[str, str]) -> str:
 
 
 def allocator_variable() -> str:
-    """The variable that asks this torch for segments that grow, which torch 2.10 renamed; "" where it has none."""
+    """Returns this torch's variable for expandable segments, which torch 2.10 renamed; "" if it has none."""
     torch = version("torch")
     if "rocm" in torch:
         return ""
@@ -231,7 +231,7 @@ def allocator_variable() -> str:
 
 
 def version(package: str) -> str:
-    """Of an installed package; "" for one that is not."""
+    """Returns the version of an installed package, "" if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -239,7 +239,7 @@ def version(package: str) -> str:
 
 
 def gib(nbytes: int) -> str:
-    """A number of bytes, in GiB, for messages."""
+    """Formats a number of bytes in GiB."""
     return f"{nbytes / _GIB:.0f} GiB" if nbytes >= 10 * _GIB else f"{nbytes / _GIB:.1f} GiB"
 
 
@@ -248,10 +248,10 @@ def _speed(per_second: float) -> str:
 
 
 def divide_cores(cores: list[int], num_local: int) -> tuple[str, ...]:
-    """Divides cores evenly into one run per process, written as a list of numbers with commas.
+    """Divides cores evenly into one list per process, written as numbers with commas.
 
     Args:
-        cores: numbers of cores, neighbours next to each other.
+        cores: numbers of cores, with neighbouring cores next to each other.
 
     Raises:
         ConfigError: there are fewer cores than processes.
@@ -264,7 +264,7 @@ def divide_cores(cores: list[int], num_local: int) -> tuple[str, ...]:
 
 
 def neighbouring_cores(topology: Path = Path("/sys/devices/system/cpu")) -> list[int]:
-    """The cores this process may use, those of one package together, and hardware threads of one core side by side."""
+    """Returns the cores that this process may use, in the order of packages, cores and their hardware threads."""
     if not hasattr(os, "sched_getaffinity"):
         raise ConfigError("--enable_cpu_affinity: this system does not bind processes to cores", fix="leave it out")
 
@@ -272,16 +272,16 @@ def neighbouring_cores(topology: Path = Path("/sys/devices/system/cpu")) -> list
         folder = topology / f"cpu{core}" / "topology"
         try:
             return int((folder / "physical_package_id").read_text()), int((folder / "core_id").read_text()), core
-        except (OSError, ValueError):  # a container that does not show them; numbers are neighbours then
+        except (OSError, ValueError):  # a container hides them; use the numbers as order
             return 0, core, core
 
     return sorted(os.sched_getaffinity(0), key=place)
 
 
 def node_cores(pci: str, folder: Path = Path("/sys/bus/pci/devices")) -> list[int]:
-    """The cores of a PCI device's NUMA node that this process may use; none where they are all, or are not known.
+    """Returns the usable cores of a PCI device's NUMA node; nothing if these are all cores, or are unknown.
 
-    Memory follows them: the kernel takes a page from the node of the core that writes it first, while it has any.
+    Memory follows the cores: the kernel takes a page from the node of the core that writes it first, if one is free.
     """
     device = folder / pci
     if not pci or not hasattr(os, "sched_getaffinity"):
@@ -291,27 +291,27 @@ def node_cores(pci: str, folder: Path = Path("/sys/bus/pci/devices")) -> list[in
             return []
         ranges = [text.partition("-") for text in (device / "local_cpulist").read_text().strip().split(",") if text]
         local = {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}
-    except (OSError, ValueError):  # a container that does not show them
+    except (OSError, ValueError):  # a container hides them
         return []
     usable = os.sched_getaffinity(0)
     return sorted(local & usable) if usable - local else []
 
 
 def port_trouble(port: int) -> str:
-    """Why a server of this machine could not listen on `port`; empty when it could."""
+    """Returns the reason why a server on this machine cannot listen on `port`; "" if it can."""
     families = [socket.AF_INET, socket.AF_INET6] if socket.has_dualstack_ipv6() else [socket.AF_INET]
     for family in families:
-        # create_server sets SO_REUSEADDR as torch's store does: a port whose last job has just ended is free.
+        # create_server sets SO_REUSEADDR, like torch's store: a port whose last job has just ended is free.
         try:
             socket.create_server(("", port), family=family).close()
         except OSError as error:
-            if error.errno in (errno.EADDRINUSE, errno.EACCES):  # and not: no IPv6 here
+            if error.errno in (errno.EADDRINUSE, errno.EACCES):  # others: no IPv6 here
                 return os.strerror(error.errno).lower()
     return ""
 
 
 def is_known_host(host: str) -> bool:
-    """Whether `host` is an address or a name that resolves."""
+    """Returns True if `host` is an address or a name that resolves."""
     try:
         socket.getaddrinfo(host, None)
     except OSError:
@@ -320,7 +320,7 @@ def is_known_host(host: str) -> bool:
 
 
 def is_own_host(host: str) -> bool:
-    """Whether `host` is an address of this machine."""
+    """Returns True if `host` is an address of this machine."""
     try:
         socket.create_server((host, 0)).close()
     except OSError:
@@ -329,9 +329,9 @@ def is_own_host(host: str) -> bool:
 
 
 def own_address_towards(host: str) -> str:
-    """The address of this machine by which `host` can reach it.
+    """Returns the address of this machine at which `host` can reach it.
 
-    Its own name would be simpler, but in many containers and clusters that means nothing, or means "localhost".
+    The machine's own name would be simpler, but in many containers and clusters it does not resolve, or is localhost.
     """
     family, kind, protocol, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:

@@ -1,8 +1,8 @@
-"""The `zeroaccel` command: its sub-commands by name, and how errors end it.
+"""The `zeroaccel` command: the table of its sub-commands, and how errors end it.
 
-A sub-command is imported when it is used, so that help and mistakes are answered at once; nothing here, and nothing
-imported here, may import torch. Every mistake is one message on stderr and the exit code of its class in
-`zeroaccel.errors`; 2 for a command line that cannot be read, 130 for Ctrl-C.
+A sub-command is imported when it is used, so that help and error messages appear at once; this module and its imports
+must not import torch. Every error is one message on stderr and the exit code of its class in `zeroaccel.errors`; 2 for
+a wrong command line, 130 for Ctrl-C.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from .grouped_help import CONTEXT, GroupedOptions
 
 
 class StoredHelp(GroupedOptions):
-    """The help of a command from a file, in a tenth of the time that its flags take to be made from their settings.
+    """The help of a command from a file, in a tenth of the time that building its flags from the settings takes.
 
     Args:
-        path: of what `LaunchCommand.stored_help` wrote; a test compares the two.
+        path: path of the output of `LaunchCommand.stored_help`; a test compares the two.
     """
 
     def __init__(self, name: str, path: Path) -> None:
@@ -46,11 +46,11 @@ class StoredHelp(GroupedOptions):
 
 
 class LazyCommands(GroupedOptions, click.Group):
-    """The group. A name that it does not have is answered with the one that was probably meant.
+    """A group that imports its commands when they are used. For an unknown name, the error suggests a similar one.
 
     Args:
-        table: name -> (module, what the command is for). The module has the command under its name, with _ for -.
-        other_names: name of another program's command -> what there is instead.
+        table: name -> (module, purpose of the command). The module has the command under its name, with _ for -.
+        other_names: name of another program's command -> the replacement.
     """
 
     def __init__(
@@ -96,35 +96,35 @@ SUB_COMMANDS: Mapping[str, tuple[str, str]] = {
     "checkpoint": ("zeroaccel.cli.checkpoint", "Inspect, verify, reshard and convert checkpoints."),
     "compat": ("zeroaccel.cli.compat", "Install commands named `deepspeed`, for scripts that call them."),
     "config": ("zeroaccel.cli.config.config_command", "Create, validate and explain launch files."),
-    "doctor": ("zeroaccel.cli.doctor", "Check this machine: features, speed, remedies."),
+    "doctor": ("zeroaccel.cli.doctor", "Check the features and the speed of this machine, with remedies."),
     "env": ("zeroaccel.cli.doctor", "Print versions, machine and settings for a bug report."),
-    "estimate": ("zeroaccel.cli.estimate", "Estimate training memory for every stage and offload."),
+    "estimate": ("zeroaccel.cli.estimate", "Estimate training memory for each stage and offload."),
     "launch": ("zeroaccel.cli.launch.launch_command", "Run a script in several processes, on one or several machines."),
     "report": ("zeroaccel.cli.report", "Draw the metrics of one or two runs as an HTML page."),
     "test": ("zeroaccel.cli.verify", "Train a small model at every stage on this machine."),
-    "trace": ("zeroaccel.cli.trace", "Record a script's steps and show their time and waits."),
+    "trace": ("zeroaccel.cli.trace", "Record some steps of a script and show their times and waits."),
     "verify": ("zeroaccel.cli.verify", "Compare a script's first steps at stage 0 and as configured."),
     "zero-to-fp32": ("zeroaccel.cli.checkpoint", "Convert a sharded checkpoint to full weights."),
 }
-"""Name -> the module that has the command, and what it is for."""
+"""Name -> module of the command, and its purpose."""
 
 
 _OTHER_NAMES: Mapping[str, str] = {
-    "merge-weights": "zeroaccel zero-to-fp32 CHECKPOINT OUT makes full weights of a sharded checkpoint",
+    "merge-weights": "zeroaccel zero-to-fp32 CHECKPOINT OUT converts a sharded checkpoint to full weights",
     "estimate-memory": "zeroaccel estimate MODEL estimates training memory",
     "tpu-config": "zeroaccel does not support TPUs",
-    "to-fsdp2": "FSDP's settings are read as they are: zeroaccel config convert FILE",
-    "default-config": "zeroaccel config asks, and zeroaccel launch needs no file",
+    "to-fsdp2": "zeroaccel config convert FILE converts FSDP's settings",
+    "default-config": "zeroaccel config default writes a file, but zeroaccel launch needs none",
     "ds-report": "zeroaccel doctor checks this machine",
     "ds_report": "zeroaccel doctor checks this machine",
     "report-env": "zeroaccel env",
     "migrate": "zeroaccel config convert FILE",
 }
-"""Commands that accelerate and DeepSpeed have -> what there is here."""
+"""Commands of accelerate and DeepSpeed -> the replacement."""
 
 
 class CommandLine(LazyCommands):
-    """The command line: what is raised below ends it with one message and the right exit code."""
+    """The command line: ends with one message and an exit code for each kind of error."""
 
     def main(
         self,
@@ -134,7 +134,7 @@ class CommandLine(LazyCommands):
         standalone_mode: bool = True,
         **extra: Any,
     ) -> Any:
-        """Runs a command line. Does not return unless `standalone_mode` is off; then errors are raised."""
+        """Runs a command line. Does not return unless `standalone_mode` is off; then it raises errors."""
         if not standalone_mode:
             return super().main(args, prog_name, complete_var, False, **extra)
         try:
@@ -143,7 +143,7 @@ class CommandLine(LazyCommands):
             code = 130
         except click.UsageError as error:
             command = error.ctx.command_path if error.ctx else "zeroaccel"
-            code = _fail(f"{error.format_message()} ({command} --help shows what there is)", error.exit_code)
+            code = _fail(f"{error.format_message()} ({command} --help shows the options)", error.exit_code)
         except click.ClickException as error:
             code = _fail(error.format_message(), error.exit_code)
         except ZeroAccelError as error:
@@ -175,7 +175,7 @@ def _show_version(ctx: click.Context, _: click.Parameter, requested: bool) -> No
 )
 @click.pass_context
 def main(ctx: click.Context) -> None:
-    """ZeRO training for PyTorch: start jobs, and see what will happen before it does.
+    """Start ZeRO training jobs for PyTorch, and plan, check and inspect them.
 
     \b
     Examples:

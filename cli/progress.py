@@ -1,4 +1,4 @@
-"""A line that turns while something is computed, and says what and for how long, on a terminal."""
+"""A progress line on a terminal: a spinner, the current task and its time."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _FRAMES = "|/-\\"
 
 
 class ProgressLine:
-    """What the line says.
+    """The text of the progress line.
 
     Attributes:
-        doing: the words; may be replaced while it is shown.
-        ended: how many have ended in this program.
+        doing: the current task; the block may change it.
+        ended: number of lines that have ended in this program.
     """
 
     ended: ClassVar[int] = 0
@@ -35,13 +35,13 @@ class ProgressLine:
         self._width = 0
 
     def show_until_ended(self) -> None:
-        """Writes the line again and again, from 0.3 s on; what it wrote is gone afterwards."""
+        """Redraws the line, from 0.3 s on, until the task ends; then erases it."""
         begun = time.monotonic()
         if self._ended.wait(_PATIENCE_SECONDS):
             return
         for frame in itertools.cycle(_FRAMES):
             text = f"{frame} zeroaccel: {self.doing} ({time.monotonic() - begun:.1f} s)"
-            text = text[: shutil.get_terminal_size().columns - 1]  # a longer one would begin a new line each time
+            text = text[: shutil.get_terminal_size().columns - 1]  # a longer text would wrap
             sys.stderr.write("\r" + text.ljust(self._width))
             sys.stderr.flush()
             self._width = max(self._width, len(text))
@@ -51,17 +51,16 @@ class ProgressLine:
                 return
 
     def end(self) -> None:
-        """Lets the line go."""
+        """Ends the line."""
         ProgressLine.ended += 1
         self._ended.set()
 
 
 @contextmanager
 def ending_at_once() -> Iterator[None]:
-    """Ctrl-C ends the program with 130 while the block runs, which must write nothing and leave nothing behind.
+    """Makes Ctrl-C end the program at once, with code 130. The block must neither write files nor start processes.
 
-    Extension modules that are being imported, and what Python runs when an object is freed, lose the exception of
-    Ctrl-C, or turn it into another one.
+    Imports of extension modules, and finalizers of objects, lose the exception of Ctrl-C or turn it into another one.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -81,8 +80,8 @@ def ending_at_once() -> Iterator[None]:
 def import_estimates() -> None:
     """Imports `zeroaccel.estimate`, and torch with it; Ctrl-C ends the program meanwhile.
 
-    Cycles are not looked for among what is imported, now or later: nearly all of it lives until the program ends, and
-    looking through it again and again took a quarter of the CPU time of an estimate.
+    Excludes the imported objects from garbage collection for good: nearly all of them live until the program ends, and
+    collections that visit them took a quarter of the CPU time of an estimate.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -97,7 +96,7 @@ def import_estimates() -> None:
 
 @contextmanager
 def progress(doing: str) -> Iterator[ProgressLine]:
-    """Shows a line on a terminal's stderr while the block runs, unless it is over in 0.3 s. In a pipe it shows nothing.
+    """Shows a line on a terminal's stderr while the block runs, if it takes 0.3 s or more. In a pipe it shows nothing.
 
     Example:
         >>> with progress("adding") as line:
@@ -118,7 +117,7 @@ def progress(doing: str) -> Iterator[ProgressLine]:
 
 @contextmanager
 def estimating(model: str) -> Iterator[ProgressLine]:
-    """`progress` of an estimate of this model, which Ctrl-C ends at once."""
+    """Shows `progress` for an estimate of this model, which Ctrl-C ends at once."""
     with progress(f"estimating {model}") as line, ending_at_once():
         import_estimates()
         yield line

@@ -1,7 +1,7 @@
 """`zeroaccel report`: a page of every metric that the trackers of a run wrote, or of two runs beside each other.
 
-Reads what `JsonlTracker` and `CsvTracker` write, and so `jsonl_monitor` and `csv_monitor`: a file of JSON lines, or one
-file per metric with the columns step and value. What a run did not write is not shown.
+Reads the files of `JsonlTracker` and `CsvTracker`, which `jsonl_monitor` and `csv_monitor` also write: a file of JSON
+lines, or one file per metric with the columns step and value. The page shows only metrics that a run wrote.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _FOLDER = click.Path(path_type=Path)
 def report(run: Path, other: Path | None, out: str | None) -> None:
     """Draw the metrics of RUN, or of two runs beside each other, as one HTML page.
 
-    RUN is the folder that a jsonl_monitor or csv_monitor, or a tracker of such files, wrote into, or one above it.
+    RUN is the folder with the files of a jsonl_monitor, a csv_monitor or a tracker, or a folder above it.
 
     \b
     Examples:
@@ -71,10 +71,10 @@ def report(run: Path, other: Path | None, out: str | None) -> None:
 Line = list[tuple[float, float]]
 Run = Mapping[str, Sequence[tuple[float, float]]]
 
-# By the end of a metric's name: what it is shown in, and how many of its own units that is.
+# Ending of a metric's name -> unit on the page, and its size in the metric's own unit.
 _UNITS = {"_bytes_per_second": ("GB/s", 1e9), "_bytes": ("MB", 1e6), "_seconds": ("ms", 1e-3)}
 _PARTS = ("forward", "backward", "update")
-"""Phases of a step, beside each other; reductions at the end of backward are a part of it."""
+"""Phases of a step, side by side; the reductions at the end of backward are a part of backward."""
 _STEP = "Time_step_seconds"
 _MEASURED = ("Time_", "Memory_", "Sent_", "Offload_")
 _MOST_BODY = MOST_NBYTES * 9 // 10
@@ -82,10 +82,10 @@ _MOST_METRICS = 500
 
 
 def read_run(folder: Path) -> dict[str, Line]:
-    """Metric -> (step, value) in the order of the steps, of every file of a tracker in the folder or below it.
+    """Returns metric -> (step, value) in the order of steps, of every tracker's file in the folder or below it.
 
     Raises:
-        UsageError: there is none, or a line of one is damaged.
+        UsageError: there is no such file, or a line is damaged.
     """
     if not folder.is_dir():
         raise UsageError(str(folder), expected="the folder of a run", got="nothing there")
@@ -101,7 +101,7 @@ def read_run(folder: Path) -> dict[str, Line]:
             got="none with numbers in it",
             fix='train with "jsonl_monitor": {"enabled": true, "output_path": ...}, or log_with="jsonl"',
         )
-    # Named from the folder that all of them are in, so that two runs of other names have the same metrics.
+    # Names are relative to the files' common folder, so that runs with different names have the same metrics.
     shared = os.path.commonpath([file.parent for file in metrics])
     return {str(file.relative_to(shared)): sorted(line, key=lambda one: one[0]) for file, line in metrics.items()}
 
@@ -120,8 +120,8 @@ def _read_csv(file: Path) -> dict[Path, Line]:
 
 
 def _read_jsonl(file: Path) -> dict[Path, Line]:
-    """By names as the CSV tracker makes them of metrics. Lines without a step, and values that are no numbers, are not
-    drawn."""
+    """Reads JSON lines, with metrics named like the CSV tracker's files. Skips lines without a step, and values that
+    are not numbers."""
     metrics: dict[Path, Line] = defaultdict(list)
     for number, text in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
         try:
@@ -129,7 +129,7 @@ def _read_jsonl(file: Path) -> dict[Path, Line]:
         except ValueError:
             content = None
         if not isinstance(content, dict):
-            fix = "remove the damaged line; the last one is cut where the run was killed"
+            fix = "remove the damaged line; killing a run may cut off the last line"
             raise UsageError(f"{file}:{number}", expected="a JSON object", got=text, fix=fix)
         step = content.get("step")
         if not _is_number(step):
@@ -145,10 +145,10 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 def report_page(runs: Mapping[str, Run]) -> str:
-    """The whole page.
+    """Returns the page of the runs as HTML.
 
     Args:
-        runs: name -> what `read_run` found.
+        runs: name -> result of `read_run`.
 
     Example:
         >>> text = report_page({"first": {"Train_loss": [(1.0, 2.0), (2.0, 1.5)]}})
@@ -177,7 +177,7 @@ def report_page(runs: Mapping[str, Run]) -> str:
         finite_lines = {name: [one for one in line if math.isfinite(one[1])] for name, line in lines.items()}
         drawn = [f"<h2>{escaped(metric)}</h2>"]
         found = {value for line in finite_lines.values() for _, value in line}
-        if len(found) == 1:  # a line along the edge of an empty chart would say less
+        if len(found) == 1:  # a constant needs no chart
             drawn.append(f"<p>{found.pop():.6g} at every step.</p>")
         elif found:
             drawn.append(line_chart(finite_lines, f"{metric} over steps; the table below has values"))
@@ -190,14 +190,14 @@ def report_page(runs: Mapping[str, Run]) -> str:
 
 
 def _place(metric: str) -> tuple[int, str]:
-    """What a run is about first, then what it cost."""
+    """Sorts metrics of the training before measurements of its cost."""
     name = metric.partition(" (")[0].rpartition("/")[2]
     found = next((number for number, start in enumerate(_MEASURED, start=1) if name.startswith(start)), 0)
     return found, metric
 
 
 def _in_units(run: Run) -> dict[str, Sequence[tuple[float, float]]]:
-    """Times in ms, bytes in MB, rates in GB/s, with the unit in the name."""
+    """Converts times to ms, bytes to MB and rates to GB/s, with the unit in the name."""
     scaled: dict[str, Sequence[tuple[float, float]]] = {}
     for name, line in run.items():
         ending = next((ending for ending in _UNITS if name.endswith(ending)), "")
@@ -207,11 +207,11 @@ def _in_units(run: Run) -> dict[str, Sequence[tuple[float, float]]]:
     return scaled
 
 
-# -- where the time of a step goes
+# -- the time of a step by part
 
 
 def _time_split(runs: Mapping[str, Run]) -> list[str]:
-    """A bar and a row of means per run, of the runs that have timed their steps."""
+    """Returns a bar and a row of means for each run that has timed its steps."""
     means = {name: split for name, run in runs.items() if (split := _mean_split(run)) is not None}
     if not means:
         return []
@@ -238,7 +238,7 @@ def _time_split(runs: Mapping[str, Run]) -> list[str]:
 
 
 def _mean_split(run: Run) -> dict[str, float] | None:
-    """Milliseconds of the steps that have a length: in parts, of which one that is not timed is missing."""
+    """Returns the mean milliseconds of timed steps by part, without parts that were not timed; None without times."""
     lines = {name.rpartition("/")[2]: line for name, line in run.items()}
     steps = dict(lines.get(_STEP, ()))
     if not steps:
@@ -277,7 +277,7 @@ _MOST_ROWS = 40
 
 
 def _values(metric: str, lines: Mapping[str, Sequence[tuple[float, float]]]) -> str:
-    """At most `_MOST_ROWS` steps, evenly spread, the first and the last among them."""
+    """Returns a table of at most `_MOST_ROWS` steps, evenly spread, including the first and the last."""
     by_step: dict[float, dict[str, float]] = {}
     for name, line in lines.items():
         for step, value in line:

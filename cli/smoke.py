@@ -1,7 +1,7 @@
 """A small job for `zeroaccel test` and `doctor`: trains at every stage and compares, or measures the network.
 
-Run as a module by `launch`, on every rank; rank 0 prints one JSON line per result. Trains a model of a few thousand
-parameters for three steps at each stage and tier; what is sharded or offloaded must give stage 0's losses to the bit.
+`launch` runs it as a module on every rank; rank 0 prints one JSON line per result. It trains a model of a few thousand
+parameters for three steps at each stage and tier; sharding and offload must reproduce stage 0's losses to the bit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PLANS: tuple[tuple[int, str, str], ...] = (
     (3, "cpu", "cpu"),
     (3, "nvme", "nvme"),
 )
-"""(stage, where the optimizer is, where the parameters' shards are)."""
+"""(stage, tier of the optimizer states, tier of the parameters' shards)."""
 
 _STEPS, _BATCH, _WIDTH = 3, 4, 64
 _MESSAGE_NUMEL = 1 << 23  # 32 MiB in fp32
@@ -38,7 +38,7 @@ _ROUNDS = 5
 
 
 def train(stage: int, optimizer: str, param: str, folder: str) -> list[str]:
-    """The losses of a few steps of a fixed training, to the last bit. (all ranks)"""
+    """Returns the losses of a few steps of a fixed training as hexadecimal, to the last bit. (all ranks)"""
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(_WIDTH, 4 * _WIDTH), nn.GELU(), nn.Linear(4 * _WIDTH, _WIDTH)) for _ in range(3)]
     zero: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 100}
@@ -66,7 +66,7 @@ def train(stage: int, optimizer: str, param: str, folder: str) -> list[str]:
 
 
 def results() -> Iterator[dict[str, Any]]:
-    """One result per plan: its losses and whether they are those of the first. (all ranks)"""
+    """Yields one result per plan: its losses, and "same" if they equal those of the first. (all ranks)"""
     reference: list[str] = []
     with tempfile.TemporaryDirectory(prefix="zeroaccel-test-") as folder:
         for stage, optimizer, param in PLANS:
@@ -76,13 +76,13 @@ def results() -> Iterator[dict[str, Any]]:
                 losses = train(stage, optimizer, param, folder)
             except Exception as error:
                 yield {**plan, "error": f"{type(error).__name__}: {error}"}
-                return  # the ranks may have parted
+                return  # the ranks may have diverged
             reference = reference or losses
             yield {**plan, "same": losses == reference, "losses": losses, "seconds": time.perf_counter() - start}
 
 
 def speeds() -> dict[str, float]:
-    """Bytes per second that this rank receives in a gather and a reduction of 32 MiB, the best of a few. (all ranks)"""
+    """Measures bytes per second of a gather and a reduction of 32 MiB on this rank, the best of a few. (all ranks)"""
     topology = init_process_group()
     collectives = Collectives(topology)
     shard = torch.ones(_MESSAGE_NUMEL // topology.world_size, device=topology.device)
@@ -104,7 +104,7 @@ def speeds() -> dict[str, float]:
 
 
 def main() -> None:
-    """`speeds` as the first argument measures; otherwise every plan is tried."""
+    """Measures with `speeds` as the first argument; otherwise tries every plan."""
     topology = init_process_group()
     for result in [speeds()] if sys.argv[1:] == ["speeds"] else results():
         if topology.rank == 0:

@@ -1,9 +1,9 @@
-"""`zeroaccel trace`: run a script for a few steps, and show where their time went.
+"""`zeroaccel trace`: runs a script for a few steps, and shows where their time went.
 
-The ranks record, as `zeroaccel.zero.step_trace` is asked to by the environment; here the job is started, the page made
-of what they have written, and said what went wrong where there is nothing.
+The environment asks `zeroaccel.zero.step_trace` in the ranks to record. This module starts the job, makes the page from
+the recorded file, and explains why a file is missing.
 
-The page's drawing has a row per unit; the same numbers, in the mean over the recorded steps, are in the tables. The
+The page's drawing has a row per unit; the tables have the same numbers as means over the recorded steps. The page's
 script redraws the figure for another rank, step or magnification from the spans in the page.
 """
 
@@ -25,14 +25,14 @@ from zeroaccel.telemetry.trace_file import SHARES, Span, StepTraceFile, innermos
 from .pages.frame import COLOURS, MOST_NBYTES, Table, escaped, figure, legend, page, write_page
 from .verify import run_ordered
 
-_VARIABLE = "ZEROACCEL_TRACE"  # as `zeroaccel.zero.step_trace` has it, which imports torch
+_VARIABLE = "ZEROACCEL_TRACE"  # the same as in `zeroaccel.zero.step_trace`, which imports torch
 _FILE, _PAGE = "trace.json", "trace.html"
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option("--steps", type=click.IntRange(1), default=3, show_default=True, help="Optimizer steps to record.")
 @click.option(
-    "--warmup", type=click.IntRange(0), default=3, show_default=True, help="Steps before them, which are not typical."
+    "--warmup", type=click.IntRange(0), default=3, show_default=True, help="First steps to skip before recording."
 )
 @click.option(
     "-o",
@@ -41,18 +41,18 @@ _FILE, _PAGE = "trace.json", "trace.html"
     default=Path("zeroaccel-trace"),
     show_default=True,
     metavar="FOLDER",
-    help="Where trace.json and trace.html go.",
+    help="Folder for trace.json and trace.html.",
 )
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, required=True)
 def trace(steps: int, warmup: int, out: Path, arguments: tuple[str, ...]) -> int:
     """Run a script for a few steps, record them, and draw each rank's time.
 
-    ARGUMENTS are those of `zeroaccel launch`: its flags, the script, and the script's arguments. The first engine that
-    the script makes to train is recorded. After the steps the script is ended, at the end of engine.step(), with
-    success. Nothing that it computes is changed.
+    ARGUMENTS are those of `zeroaccel launch`: its flags, the script, and the script's arguments. The command records
+    the first training engine that the script creates. After the steps, the script ends with success at the end of
+    engine.step(). Recording does not change the computation.
 
-    FOLDER gets trace.html, a page, and trace.json, which Perfetto and Chrome open. With a trace.json in place of a
-    script, as engine.record_trace() writes it, only the page is made, beside it.
+    FOLDER receives trace.html, a page, and trace.json for Perfetto and Chrome. If ARGUMENTS is a trace.json, written by
+    this command or by engine.record_trace(), the command only makes its page beside it.
 
     \b
     Examples:
@@ -73,7 +73,7 @@ def trace(steps: int, warmup: int, out: Path, arguments: tuple[str, ...]) -> int
         done = int(progress.read_text()) if progress.exists() else None
     if done is None:
         raise UsageError(
-            "trace: the script made no engine that trains",
+            "trace: the script created no training engine",
             fix="it must call zeroaccel.initialize or Accelerator.prepare with an optimizer",
         )
     if done < warmup + steps:
@@ -91,24 +91,24 @@ def trace(steps: int, warmup: int, out: Path, arguments: tuple[str, ...]) -> int
 
 @contextmanager
 def _folder_for_results(folder: Path) -> Iterator[None]:
-    """Before a job is started: the folder is made, and a file in it. It goes again where the job leaves it empty."""
+    """Creates the folder before the job, and checks that it is writable. Removes a new folder that stays empty."""
     probe, is_new = folder / f".{os.getpid()}.partial", not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise UsageError(f"--out {folder}: {error.strerror}", fix="name a folder that can be written") from None
+        raise UsageError(f"--out {folder}: {error.strerror}", fix="name a writable folder") from None
     try:
         yield
     finally:
         if is_new:
-            with suppress(OSError):  # it is not empty
+            with suppress(OSError):  # the folder is not empty
                 folder.rmdir()
 
 
 def _show(recorded: StepTraceFile, page: Path) -> None:
-    """Writes the page, and says what matters most of it."""
+    """Writes the page, and prints the times per rank and the largest waits."""
     write_page(page, trace_page(recorded), "--out")
     ranks, steps = len(recorded.ranks), recorded.num_steps
     begin, end = recorded.ranks[0].steps[0][0], recorded.ranks[0].steps[-1][1]
@@ -130,7 +130,7 @@ _MOST_UNITS = 80
 _MOST_DATA_NBYTES = MOST_NBYTES * 6 // 10
 _MOST_NAMES = 120
 
-# Colour of each kind, in the order of the legend: what the thread does is drawn high, what goes on beside it low.
+# Colour of each kind, in the order of the legend. The first five are drawn high, the three in flight low.
 _KINDS = {
     "compute": COLOURS[0],
     "wait, nothing computed": COLOURS[1],
@@ -149,7 +149,7 @@ Bar = tuple[int, int, int, int, int]  # row, kind, begin and length in microseco
 
 
 def trace_page(trace: StepTraceFile) -> str:
-    """The whole page."""
+    """Returns the page of a trace as HTML."""
     ranks = range(len(trace.ranks))
     lengths = [end - begin for begin, end in trace.ranks[0].steps]
     shown = lengths.index(sorted(lengths)[(len(lengths) - 1) // 2])
@@ -198,7 +198,7 @@ def trace_page(trace: StepTraceFile) -> str:
 
 
 def _bars(trace: StepTraceFile, rows: Sequence[str], rank: int, step: int, names: dict[str, int]) -> list[Bar]:
-    """What is drawn of a rank's step. A bar shorter than a microsecond is left out."""
+    """Returns the bars of a rank's step, without those shorter than a microsecond."""
     start, _ = trace.ranks[rank].steps[step]
     row_of = {name: number for number, name in enumerate(rows)}
     last = len(rows) - 1
@@ -268,7 +268,7 @@ def _controls(trace: StepTraceFile, data: dict[str, object], shown: int) -> str:
         for step in steps
     )
     return (
-        '<form class="controls" id="controls" hidden aria-label="What is drawn">'
+        '<form class="controls" id="controls" hidden aria-label="Rank, step and magnification">'
         f'<label>rank<select id="rank">{of_ranks}</select></label>'
         f'<label>step<select id="step">{of_steps}</select></label>'
         '<label>magnify<input type="range" id="zoom" min="1" max="20" value="1" aria-valuetext="1 times">'
@@ -279,19 +279,19 @@ def _controls(trace: StepTraceFile, data: dict[str, object], shown: int) -> str:
 def _notes(trace: StepTraceFile, rows: Sequence[str], data: dict[str, object], total: int) -> str:
     facts, notes = trace.facts, []
     notes.append(
-        "Hatched is exposed communication: the rank waits and computes nothing. Thin bars go on beside the computation."
+        "Hatched bars are exposed communication: the rank waits and computes nothing. Thin bars run during computation."
     )
     if len(trace.facts.units) > _MOST_UNITS:
-        notes.append(f"{len(facts.units) - _MOST_UNITS} more units are in the row of all units; the table has them.")
+        notes.append(f"{len(facts.units) - _MOST_UNITS} more units are in the row of all units and in the table.")
     if len(data) < total:
-        notes.append(f"{len(data)} of {total} pairs of a rank and a step are here; trace.json has all of them.")
+        notes.append(f"The page has {len(data)} of {total} pairs of a rank and a step; trace.json has all of them.")
     if not facts.separates_units:
-        notes.append("The model is compiled, so its units have no spans of their own: their compute is under other.")
+        notes.append("The model is compiled, so its units have no separate spans: their compute is under other.")
     error = max(facts.clock_errors)
     if error:
         notes.append(f"The clocks of the machines are aligned to {error / 1e6:.3f} ms.")
     if facts.on_device:
-        notes.append("Times are those of the device's streams.")
+        notes.append("Times are measured on the device's streams.")
     return "".join(f"<p>{escaped(note)}</p>" for note in notes)
 
 
@@ -314,8 +314,8 @@ def _waits(trace: StepTraceFile) -> str:
     headings = ["collective", "operation", "phase", "waiting rank", "ms per step", "last to come", "ms into it"]
     table = Table("The three largest waits of all ranks", headings, rows, texts=(0, 1, 2)).html()
     return table + (
-        "<p>Where a rank comes late into the wait, the time is in what that rank does before; where none does, it is "
-        "in the transfer.</p>"
+        "<p>If a rank joins late, the cause is its work before the collective; if no rank is late, the transfer takes "
+        "the time.</p>"
     )
 
 
@@ -324,11 +324,11 @@ def _split(trace: StepTraceFile) -> str:
     for rank in range(len(trace.ranks)):
         split = trace.mean_split(rank)
         rows.append([f"rank {rank}", *(_ms(split[share]) for share in SHARES), _ms(sum(split.values()))])
-    return Table("ms per step, in the mean; each moment counts once", ["rank", *SHARES, "step"], rows).html()
+    return Table("Mean ms per step; each moment counts once", ["rank", *SHARES, "step"], rows).html()
 
 
 def _units(trace: StepTraceFile) -> str:
-    """Sums by unit, in the mean over ranks and steps."""
+    """Returns the table of times by unit, as means over ranks and steps."""
     columns = ("forward", "backward", "recompute", "wait", "sum", "update", "copy")
     totals: dict[str, dict[str, int]] = defaultdict(lambda: dict.fromkeys(columns, 0))
     for rank in range(len(trace.ranks)):
@@ -344,7 +344,7 @@ def _units(trace: StepTraceFile) -> str:
         [name, *(_ms(totals[name][column] / 1e9 / count) for column in columns)]
         for name in [*names[:_MOST_NAMES], *([_ALL_UNITS] if _ALL_UNITS in totals else [])]
     ]
-    caption = "ms per step by unit, in the mean over ranks and steps"
+    caption = "Mean ms per step by unit, over ranks and steps"
     caption += f"; {_MOST_NAMES} of {len(names)} units" if len(names) > _MOST_NAMES else ""
     headings = ["unit", "forward", "backward", "recompute", "exposed waits", "sums", "update", "waits for tiers"]
     return Table(caption, headings, rows).html()
@@ -360,7 +360,7 @@ const escaped=t=>t.replace(/&/g,'&amp;').replace(/</g,'&lt;').replace(/"/g,'&quo
 function show(){
   const one=data.spans[at('rank').value+'/'+at('step').value],zoom=Number(at('zoom').value);
   at('zoom').setAttribute('aria-valuetext',zoom+' times');controls.querySelector('output').textContent=zoom+' times';
-  at('missing').textContent=one?'':'This step of this rank is in trace.json only.';
+  at('missing').textContent=one?'':'This step of this rank is only in trace.json.';
   const width=data.width*zoom,whole=data.left+width+40,scale=width/Math.max(1,one?one.length:1);
   const height=svg.viewBox.baseVal.height;
   svg.setAttribute('viewBox','0 0 '+whole+' '+height);svg.setAttribute('width',whole);

@@ -1,4 +1,4 @@
-"""`zeroaccel test` and `zeroaccel verify`: train in a job of their own and compare stages to the last bit.
+"""`zeroaccel test` and `zeroaccel verify`: train in a separate job and compare stages to the last bit.
 
 `run_job` runs a `zeroaccel launch` as a child process and reads the JSON lines it prints; `doctor` uses it as well.
 `test` trains the model of `smoke` at every stage; `verify` runs the user's script twice, at stage 0 and as configured,
@@ -26,7 +26,7 @@ from .machine import devices as look_for_devices
 
 
 def launch_command(arguments: Sequence[str]) -> list[str]:
-    """The words of a `zeroaccel launch` by this interpreter."""
+    """Returns the words that run `zeroaccel launch` with this interpreter."""
     return [sys.executable, "-m", "zeroaccel.cli", "launch", *arguments]
 
 
@@ -36,7 +36,7 @@ def run_job(
     """Runs a job that prints JSON lines.
 
     Returns:
-        (the lines, why it failed): the second is empty after a success.
+        (the lines, the reason of a failure): the second is empty after a success.
     """
     try:
         done = subprocess.run(
@@ -55,7 +55,7 @@ def run_job(
 
 
 def run_ordered(arguments: Sequence[str], order: Mapping[str, str], stdout: int | None = None) -> int:
-    """Runs a job with an order in its environment, on this terminal; returns its exit code."""
+    """Runs a job on this terminal, with an order for the engine in its environment. Returns its exit code."""
     process = subprocess.Popen(launch_command(arguments), env={**os.environ, **order}, stdout=stdout)
     try:
         return process.wait()
@@ -69,12 +69,12 @@ _SECONDS = 300.0
 
 @click.command()
 @click.option("--num_processes", type=click.IntRange(1), metavar="N", help="[default: one per accelerator, or 2]")
-@click.option("--cpu", is_flag=True, help="On the CPU, although there are accelerators.")
+@click.option("--cpu", is_flag=True, help="Train on the CPU even if there are accelerators.")
 def test(num_processes: int | None, cpu: bool) -> int:
     """Train a small model for three steps at every stage and offload, in two processes or more.
 
-    The losses of every stage must be those of stage 0 to the last bit; on accelerators those of the CPU's optimizer may
-    differ in rounding, which is said and is no failure. Exits with 1 if anything failed.
+    The losses of every stage must equal those of stage 0 to the last bit. With accelerators, the rounding of the CPU's
+    optimizer may differ; the command reports this, but it is no failure. Exits with 1 if a stage fails.
 
     \b
     Examples:
@@ -109,14 +109,14 @@ def _told(result: dict, *, on_cpu: bool) -> tuple[str, str, bool]:  # type: igno
         return name, f"works, the same losses as stage 0 ({seconds})", False
     rounded = not on_cpu and result["optimizer"] != "none"
     if rounded:
-        return name, f"works, rounded differently by the CPU's optimizer ({seconds})", False
+        return name, f"works, but the CPU's optimizer rounds differently ({seconds})", False
     return name, f"FAILED: other losses than stage 0 ({seconds})", True
 
 
-_VARIABLE = "ZEROACCEL_VERIFY"  # as `zeroaccel.setup.orders` has it, which imports torch
+_VARIABLE = "ZEROACCEL_VERIFY"  # the same as in `zeroaccel.setup.orders`, which imports torch
 
 
-# What the plainest run that promises the same numbers has in place of the config's keys; the stage is added.
+# Keys that replace the config's in the simplest run with the same numbers; the stage is added.
 _PLAIN: dict[str, Any] = {
     "offload_optimizer": None,
     "offload_param": None,
@@ -138,9 +138,9 @@ class Record:
 
     @property
     def plain_stage(self) -> int:
-        """The lowest stage with the same order of sums.
+        """The lowest stage that adds gradients in the same order.
 
-        That is 0, except with several micro-steps per step: stages 2 and 3 sum over ranks first, then over micro-steps.
+        It is 0, except with several micro-steps per step: stages 2 and 3 sum over ranks first, then over micro-steps.
         """
         return 2 if self.accumulation > 1 and self.stage >= 2 else 0
 
@@ -152,8 +152,8 @@ def verify(steps: int, arguments: tuple[str, ...]) -> int:
     """Run a script's first steps as configured and at stage 0 without offload, and report the difference.
 
     ARGUMENTS are those of `zeroaccel launch`: its flags, the script, and the script's arguments. The difference should
-    be 0: where tensors live does not change what is computed. The script must set its seeds. After the steps it is
-    ended, at the end of engine.step(), with success.
+    be 0, since sharding and offload do not change the computation. The script must set its seeds. After the steps, it
+    ends with success at the end of engine.step().
 
     Exits with 0 if all losses and gradient norms are the same to the last bit, and with 1 if they are not.
 
@@ -168,7 +168,7 @@ def verify(steps: int, arguments: tuple[str, ...]) -> int:
         if not chosen:
             raise UsageError(
                 f"verify: the script took no step of a zeroaccel engine in {steps} steps",
-                fix="it must call engine.step(), or Accelerator's, before it ends",
+                fix="it must call engine.step(), or step() of Accelerator's optimizer, before it ends",
             )
         baseline = {**_PLAIN, "stage": next(iter(chosen.values()))[0].plain_stage}
         plain, code = _run(Path(folder, "plain"), steps, arguments, baseline)
@@ -179,12 +179,12 @@ def verify(steps: int, arguments: tuple[str, ...]) -> int:
             click.echo("the same to the last bit")
             return 0
 
-        # Before the engine is blamed: does the script repeat itself? Without seeds no two of its runs are equal.
+        # Repeats the run at the same stage: without seeds, no two of its runs are equal.
         again, code = _run(Path(folder, "again"), steps, arguments, baseline)
         if code:
             return code
         if _values(again) != _values(plain):
-            click.echo("DIFFERENT, but so are two runs at one stage: the script does not set all its seeds")
+            click.echo("DIFFERENT, but two runs at the same stage differ, too: the script does not set all its seeds")
         else:
             click.echo("DIFFERENT")
     return 1
@@ -193,7 +193,7 @@ def verify(steps: int, arguments: tuple[str, ...]) -> int:
 def _run(
     folder: Path, steps: int, arguments: tuple[str, ...], zero: Mapping[str, Any]
 ) -> tuple[dict[str, list[Record]], int]:
-    """(file -> records, exit code) of a run with these keys of `zero_optimization` replaced."""
+    """Runs the script with these keys of `zero_optimization` replaced. Returns (file -> records, exit code)."""
     order = json.dumps({"folder": str(folder), "steps": steps, "zero": dict(zero)})
     click.echo(f"zeroaccel: {'at stage ' + str(zero['stage']) if zero else 'as configured'}:", err=True)
     code = run_ordered(arguments, {_VARIABLE: order}, stdout=subprocess.DEVNULL)
@@ -212,14 +212,14 @@ def _read(path: Path) -> list[Record]:
 
 
 def _values(records: dict[str, list[Record]]) -> str:
-    """All numbers, as text, so that NaN is like NaN."""
+    """Returns all numbers as text, so that NaN equals NaN."""
     return repr({name: [(one.losses, one.norm) for one in steps] for name, steps in records.items()})
 
 
 def _show(plain: dict[str, list[Record]], chosen: dict[str, list[Record]]) -> None:
     name = next(iter(chosen))
     ours, reference = chosen[name], plain.get(name, [])
-    click.echo(f"{len(chosen)} record{'s' if len(chosen) > 1 else ''}, one per engine and rank; of {name}:")
+    click.echo(f"{len(chosen)} record{'s' if len(chosen) > 1 else ''}, one per engine and rank; losses of {name}:")
     stage = f"stage {reference[0].stage}" if reference else "nothing"
     other = f"stage {ours[0].stage}"
     click.echo(f"{'step':>4}  {'loss, ' + stage:>22}  {'loss, ' + other + ' as configured':>28}  {'difference':>10}")

@@ -1,8 +1,8 @@
-"""Answers: parsed, checked against the table of questions, and completed by defaults; the walk that asks for them.
+"""Parses answers, checks them against the table of questions, completes them by defaults, and asks for them.
 
-The one way in for flags, `--answers`, `--set`, `--yes` and the questionnaire: each answer passes `parse` and `accept`,
-so that a file made without a terminal is the file the questionnaire would have made. `Walk` asks one question after the
-other through an `Asker` (arrow keys, or a test), back at any step, and only those that apply.
+Flags, `--answers`, `--set`, `--yes` and the questionnaire all use this module: each answer passes `parse` and `accept`,
+so a file made without a terminal is the file that the questionnaire would make. `Walk` asks the questions that apply,
+one after the other, through an `Asker` (arrow keys, or a test); the user can go back at every step.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 class InvalidAnswer(Exception):
-    """An answer that cannot be taken.
+    """An answer that is not valid.
 
     Args:
-        words: what is wrong with it, without saying which answer it is.
-        fix: what to do.
+        words: the mistake, without the name of the question.
+        fix: the remedy.
     """
 
     def __init__(self, words: str, fix: str = "") -> None:
@@ -36,7 +36,7 @@ class InvalidAnswer(Exception):
 
 @dataclass(frozen=True)
 class Answers:
-    """All answers that apply, and the questions that still need one."""
+    """All answers that apply, and the questions that still need an answer."""
 
     state: WizardState
     missing: tuple[Question, ...]
@@ -47,10 +47,10 @@ class Answers:
 
 
 def parse(question: Question, text: str) -> Any:
-    """The value behind a text.
+    """Returns the value of an answer that was typed.
 
     Raises:
-        InvalidAnswer: it has not the form of an answer to this question.
+        InvalidAnswer: the text does not have the form of an answer to this question.
     """
     text = text.strip()
     lowered = text.lower()
@@ -80,7 +80,7 @@ def accept(question: Question, value: Any, state: WizardState) -> None:
     """Checks an answer of the right form.
 
     Raises:
-        InvalidAnswer: it cannot be chosen here, is out of range, or names something that is not there.
+        InvalidAnswer: it cannot be chosen in this state, is out of range, or names a file that does not exist.
     """
     if question.kind == "choice":
         reason = next(choice for choice in question.choices if choice.value == value).impossible(state)
@@ -94,7 +94,7 @@ def accept(question: Question, value: Any, state: WizardState) -> None:
 
 
 def with_answer(state: WizardState, question: Question, value: Any) -> WizardState:
-    """The situation after an answer; a JSON config is read when it is named.
+    """Returns the state after an answer. A JSON config is read when an answer names it.
 
     Raises:
         ConfigError: the JSON config is wrong.
@@ -114,17 +114,17 @@ def complete(
     with_defaults: bool = True,
     questions: Sequence[Question] = QUESTIONS,
 ) -> Answers:
-    """Goes through the table in order, taking the answer that is given, else the former one, else the default.
+    """Goes through the table in order and takes the explicit answer, else the former one, else the default.
 
     Args:
-        explicit: setting -> answer; each has to apply.
+        explicit: setting -> answer; each must apply.
         sources: setting -> source of its answer, for messages; by default its flag.
         former: answers of an earlier file; those that no longer apply are dropped.
         needs: as in `WizardState`.
         questions: the table, or its first part.
 
     Raises:
-        ConfigError: an answer cannot be taken, or does not apply.
+        ConfigError: an answer is not valid, or does not apply.
     """
     explicit = _with_mesh(explicit)
     former = None if former is None else _with_mesh(former)
@@ -134,7 +134,7 @@ def complete(
         key = question.key
         where = (sources or {}).get(key, question.flag)
         if not question.applies(state):
-            # An explicit answer must not be dropped in silence; one of a former file, or a default, is.
+            # An explicit answer must not be dropped silently; answers of a former file and defaults are.
             if key in explicit:
                 raise ConfigError(f"{where}: it does not apply: {question.why_not(state)}", fix="leave it out")
             continue
@@ -156,7 +156,7 @@ def complete(
 
 
 def _with_mesh(answers: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With the answer that sizes of a mesh imply."""
+    """Adds the answer to `use_parallelism_config` that sizes of a mesh imply."""
     if "use_parallelism_config" in answers or not any((answers.get(size) or 1) > 1 for size in MESH_SIZES):
         return answers
     return {**answers, "use_parallelism_config": True}
@@ -175,7 +175,7 @@ def _listed(words: Sequence[str]) -> str:
 
 
 BACK: Final = object()
-"""The reply that wants to see the question before."""
+"""The reply that goes back to the previous question."""
 
 
 class Quit(Exception):
@@ -183,9 +183,9 @@ class Quit(Exception):
 
 
 class Asker(Protocol):
-    """Shows one question and returns its answer, checked, or BACK where that is allowed.
+    """Shows one question and returns its checked answer, or BACK where `back` allows it.
 
-    Both raise Quit, or KeyboardInterrupt.
+    `value` and `yes_no` raise Quit or KeyboardInterrupt.
     """
 
     def value(self, question: Question, proposal: Any, state: WizardState, *, back: bool) -> Any: ...
@@ -193,15 +193,15 @@ class Asker(Protocol):
     def yes_no(self, words: str, proposal: bool, *, back: bool) -> Any: ...
 
     def remark(self, words: str) -> None:
-        """Says something that is no question."""
+        """Prints a remark, without asking."""
 
 
 @dataclass(frozen=True)
 class PlanAnswers:
-    """What a plan of memory answers.
+    """The answers that follow from a memory plan.
 
     Attributes:
-        answers: setting -> answer, which is not asked.
+        answers: setting -> answer; these questions are skipped.
         needs: as in `WizardState`.
         note: a remark on the plan.
     """
@@ -212,7 +212,7 @@ class PlanAnswers:
 
 
 Planner = Callable[[WizardState, bool], Any]
-"""(situation, whether one may go back) -> a `PlanAnswers`, None for no plan, or BACK."""
+"""(state, true if the user can go back) -> a `PlanAnswers`, None for no plan, or BACK."""
 
 
 @dataclass(frozen=True)
@@ -237,13 +237,13 @@ _STEPS = tuple(_steps())
 
 
 class Walk:
-    """How far the questions have been answered.
+    """Asks the questions in order, and goes back when the user wants to.
 
     Args:
-        explicit: answers by flags, which are not asked again.
-        proposals: answers to propose, as those of an earlier file.
-        planner: asks for answers that are taken without asking wherever they apply, once processes and precision are
-            known and where ZeRO's stage is open.
+        explicit: answers by flags; their questions are skipped.
+        proposals: answers to propose, such as those of an earlier file.
+        planner: asks for a memory plan once processes and precision are known, if ZeRO's stage is open. Its answers
+            replace the questions about stage and offload wherever they apply.
     """
 
     def __init__(
@@ -256,7 +256,7 @@ class Walk:
         self._machine, self._given, self._planner = machine, _with_mesh(explicit), planner
         self._assume(PlanAnswers())
         self._proposals = dict(proposals)
-        self._answers: dict[str, Any] = {}  # of the steps behind us only: those that do not apply are never among them
+        self._answers: dict[str, Any] = {}  # answers of the steps in `_behind` only, all of which apply
         self._open_gates: set[str] = set()
         self._behind: list[int] = []
         self._index = 0
@@ -265,13 +265,13 @@ class Walk:
         """Asks every question that applies and is not answered yet.
 
         Args:
-            back: whether one may go back from the first question.
+            back: true if the user can go back from the first question.
 
         Returns:
-            False if one did.
+            False if the user went back from the first question.
 
         Raises:
-            ConfigError: an answer that was given by a flag does not apply after all.
+            ConfigError: the answer of a flag turns out not to apply.
         """
         while self._index < len(_STEPS):
             step = _STEPS[self._index]
@@ -294,7 +294,7 @@ class Walk:
         return True
 
     def back(self) -> bool:
-        """Goes to the step before; false if there is none."""
+        """Goes to the previous step. Returns False if there is none."""
         if not self._behind:
             return False
         self._index = self._behind.pop()
@@ -305,18 +305,18 @@ class Walk:
         return True
 
     def _assume(self, plan: PlanAnswers) -> None:
-        """From now on takes the answers of a plan, but for those of flags."""
+        """Uses the answers of a plan from now on, except for those that flags give."""
         self._needs = plan.needs
         self._assumed = {key: value for key, value in plan.answers.items() if key not in self._given}
 
     def _decided_by_json(self, path: str) -> str:
-        """What is not asked because of a JSON config."""
+        """Returns a remark on the settings that a JSON config decides."""
         decided = json_facts(path).decided
         words = ", ".join(f"{key} {as_text(value)}" for key, value in decided.items())
-        return f"{path} decides {words or 'nothing of what is asked here'}" + ("; that is not asked" if words else "")
+        return f"{path} decides {words or 'nothing asked here'}" + ("; these questions are skipped" if words else "")
 
     def result(self) -> Answers:
-        """All answers."""
+        """Returns all answers."""
         return self._settle(len(QUESTIONS))
 
     def _settle(self, number: int) -> Answers:
@@ -331,7 +331,7 @@ class Walk:
         )
 
     def _situation(self, step: _Step) -> WizardState | None:
-        """What is known when a step comes up, or None if it is not to be asked."""
+        """Returns the state for asking a step, or None if the step is skipped."""
         question = step.question
         if step.kind == "plan":
             if self._planner is None or set(PLANNED) & set(self._given):

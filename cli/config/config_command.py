@@ -1,8 +1,8 @@
-"""`zeroaccel config` itself: a flag for each question, and the sub-commands by name, imported when used.
+"""`zeroaccel config` itself: a flag for each question, and the table of sub-commands, which are imported when used.
 
-Parses flags, `--answers` and `--set` into answers with their sources. Reads the environment for all
-sub-commands: whether there is a terminal to ask on, and where the user's files are. Imports neither torch nor pydantic
-before a command runs, so that help is immediate.
+The module parses flags, `--answers` and `--set` into answers with their sources. It reads the environment for all
+sub-commands: to find out if questions can be asked, and where the user's files are. It imports neither torch nor
+pydantic before a command runs, so that help appears at once.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class TypedFlags:
     """The flags of `question_flags` as they were typed.
 
     Attributes:
-        answers: setting -> text; None for what was not typed.
-        answers_file: what `--answers` names.
-        sets: the words of each `--set`.
-        config_file: the file that is named, if one is.
+        answers: setting -> text, None for flags that were not typed.
+        answers_file: path given to `--answers`.
+        sets: KEY=VALUE of each `--set`.
+        config_file: path given to `--config_file`.
     """
 
     answers: Mapping[str, str | None]
@@ -46,13 +46,13 @@ class TypedFlags:
     dry_run: bool
 
     def request(self, path: Path, *, no_asking: str, **more: Any) -> ConfigRequest:
-        """What they ask for.
+        """Returns the request that the flags make.
 
         Args:
-            more: fields of the request that no flag here is about.
+            more: further fields of the request.
 
         Raises:
-            ConfigError: something cannot be read, or is no answer.
+            ConfigError: a file cannot be read, or a value is not an answer to its question.
         """
         from .config_file import ConfigRequest
 
@@ -62,9 +62,9 @@ class TypedFlags:
 
 
 def question_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command a flag for each question, `--answers`, `--set`, and what to do with the answers.
+    """Gives a command a flag for each question, `--answers`, `--set`, and the flags for reading and writing.
 
-    The command is called with one argument for all of them, `typed`.
+    The command receives all of them as one argument, `typed`.
     """
 
     @functools.wraps(command)
@@ -76,14 +76,14 @@ def question_flags(command: Callable[..., None]) -> Callable[..., None]:
     wrapped: Callable[..., None] = with_typed
     options = [
         *(click.option(one.flag, one.key, metavar=_metavar(one), help=one.words) for one in QUESTIONS),
-        click.option("--answers", metavar="FILE", help="A YAML file of answers, by the names of the flags."),
-        click.option("--set", "sets", metavar="KEY=VALUE", multiple=True, help="Any key of the file, as a.b=c."),
+        click.option("--answers", metavar="FILE", help="YAML file of answers; its keys are names of flags."),
+        click.option("--set", "sets", metavar="KEY=VALUE", multiple=True, help="Set any key of the file, as in a.b=c."),
         click.option("--config_file", metavar="PATH", help="The file to write. [default: zeroaccel.yaml]"),
         click.option(
-            "-y", "--yes", is_flag=True, help="Take the default of everything that is not given; ask nothing."
+            "-y", "--yes", is_flag=True, help="Use the defaults for settings that are not given; ask no question."
         ),
-        click.option("--no_input", is_flag=True, help="Ask nothing; say which flags are missing."),
-        click.option("--dry_run", is_flag=True, help="Print the file; write nothing."),
+        click.option("--no_input", is_flag=True, help="Ask no question; fail if flags are missing, and list them."),
+        click.option("--dry_run", is_flag=True, help="Print the file instead of writing it."),
     ]
     for option in reversed(options):
         wrapped = option(wrapped)
@@ -93,7 +93,7 @@ def question_flags(command: Callable[..., None]) -> Callable[..., None]:
 def _gathered(
     typed: Mapping[str, str | None], answers_file: str | None, sets: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, str], dict[tuple[str, ...], Any]]:
-    """All answers, sources and extras: a flag counts more than `--set`, and that more than `--answers`."""
+    """Returns all answers, sources and extras; flags override `--set`, which overrides `--answers`."""
     from zeroaccel.config.launch.launch_settings import file_path
 
     texts: dict[str, tuple[str, str]] = {}
@@ -128,7 +128,7 @@ def _parsed(texts: Mapping[str, tuple[str, str]]) -> tuple[dict[str, Any], dict[
 
 
 def _in_file(path: str | None) -> list[tuple[str, str, str]]:
-    """(setting, text, place) of every answer in a file."""
+    """Returns (setting, text, place) of every answer in a file."""
     if path is None:
         return []
     from zeroaccel.config.diagnostics import hint
@@ -158,7 +158,7 @@ def _path_and_text(word: str) -> tuple[tuple[str, ...], str]:
 
 
 def _extra(path: tuple[str, ...], text: str, word: str) -> Any:
-    """The value of a key that no question is about; the key has to be one of a launch file."""
+    """Returns the value of a key that no question is about, after checking that launch files have this key."""
     from zeroaccel.config.launch.launch_settings import LaunchFile
     from zeroaccel.config.normalize import NormalizedConfig
     from zeroaccel.config.yaml_text import parse_yaml
@@ -187,13 +187,13 @@ HEADINGS: Mapping[str, str] = {
 """Heading of `question_flags` in help -> its first flag."""
 
 SUB_COMMANDS: Mapping[str, tuple[str, str]] = {
-    "convert": ("zeroaccel.cli.config.convert", "Make our files of accelerate's YAML or DeepSpeed's JSON."),
-    "default": ("zeroaccel.cli.config.file_commands", "Write a launch file for this machine, without a question."),
-    "explain": ("zeroaccel.cli.config.explain", "Say what a key means, what it may be, and where it can be given."),
+    "convert": ("zeroaccel.cli.config.convert", "Convert a file for accelerate or DeepSpeed into one for zeroaccel."),
+    "default": ("zeroaccel.cli.config.file_commands", "Write a launch file for this machine without asking questions."),
+    "explain": ("zeroaccel.cli.config.explain", "Explain a key: its meaning, its values, and where to set it."),
     "schema": ("zeroaccel.cli.config.explain", "Print the JSON Schema of a file, for editors."),
-    "show": ("zeroaccel.cli.config.explain", "Print the launch file, or every setting with who said it."),
-    "template": ("zeroaccel.cli.config.file_commands", "Print or write a file to start from."),
-    "update": ("zeroaccel.cli.config.file_commands", "Change answers of a launch file."),
+    "show": ("zeroaccel.cli.config.explain", "Print the launch file, or every setting with its source."),
+    "template": ("zeroaccel.cli.config.file_commands", "List the templates, or print or write one."),
+    "update": ("zeroaccel.cli.config.file_commands", "Change answers in a launch file."),
     "validate": ("zeroaccel.cli.config.convert", "Check launch files, JSON configs, hostfiles and job scripts."),
 }
 
@@ -201,25 +201,25 @@ SUB_COMMANDS: Mapping[str, tuple[str, str]] = {
 @click.group(
     cls=LazyCommands,
     table=SUB_COMMANDS,
-    headings={"The model, for a plan that fits": "model", **HEADINGS},
+    headings={"Model, to choose a stage and offload that fit": "model", **HEADINGS},
     invoke_without_command=True,
 )
-@click.option("--model", metavar="MODEL", help="What will be trained, as for `zeroaccel estimate`: plans what fits.")
+@click.option("--model", metavar="MODEL", help="Model to train, as in `zeroaccel estimate MODEL`.")
 @click.option(
-    "--sequence", type=click.IntRange(1), default=2048, metavar="N", help="Its tokens per sample. [default: 2048]"
+    "--sequence", type=click.IntRange(1), default=2048, metavar="N", help="Tokens per sample. [default: 2048]"
 )
 @click.option(
-    "--batch", type=click.IntRange(1), default=1, metavar="N", help="Its samples per micro-step. [default: 1]"
+    "--batch", type=click.IntRange(1), default=1, metavar="N", help="Samples per process and micro-step. [default: 1]"
 )
-@click.option("--checkpointing", is_flag=True, help="It recomputes activations.")
+@click.option("--checkpointing", is_flag=True, help="The model recomputes activations in backward.")
 @question_flags
 @click.pass_context
 def config(
     ctx: click.Context, /, model: str | None, sequence: int, batch: int, checkpointing: bool, typed: TypedFlags
 ) -> None:
-    """Make a launch file by answering questions, or without a question by flags.
+    """Create a launch file by answering questions, or without questions by flags and --yes.
 
-    What a flag answers is not asked. Every step can be left backwards; nothing is written before the end.
+    Flags answer their questions. You can go back from every question; the file is written at the end.
 
     \b
     Examples:
@@ -229,11 +229,11 @@ def config(
       zeroaccel config show --resolve
     """
     ctx.obj = os.environ
-    # A flag before the sub-command's name would belong to this command, and have no effect on the sub-command.
+    # A flag before the sub-command's name belongs to this command and has no effect on the sub-command.
     if ctx.invoked_subcommand is not None:
         for param in ctx.command.params:
             if ctx.get_parameter_source(str(param.name)) is ParameterSource.COMMANDLINE:
-                raise click.UsageError(f"{param.opts[-1]} goes behind {ctx.invoked_subcommand}.", ctx)
+                raise click.UsageError(f"{param.opts[-1]} must come after {ctx.invoked_subcommand}.", ctx)
         return
     from ..machine import look, measure_disk
     from ..progress import progress
@@ -243,12 +243,12 @@ def config(
     no_asking = why_not_ask(os.environ, yes=typed.yes, no_input=typed.no_input)
     planned = None if model is None else Model(model, sequence, batch, checkpointing)
     request = typed.request(Path(typed.config_file or "zeroaccel.yaml"), no_asking=no_asking, model=planned)
-    with progress("looking at this machine") as line:
+    with progress("examining this machine") as line:
         machine = look(os.environ)
-        if not no_asking:  # measuring takes seconds, and the speeds are for the user to see
+        if not no_asking:  # measuring takes seconds, and only a user at the terminal sees the speeds
             disks = []
             for disk in machine.disks:
-                line.doing = f"measuring the disk of {disk.folder}"
+                line.doing = f"measuring the disk at {disk.folder}"
                 disks.append(measure_disk(disk))
             machine = replace(machine, disks=tuple(disks))
     make_config_file(request, machine)

@@ -1,8 +1,8 @@
-"""Making a launch file: answers to YAML and back, the questionnaire or no questions, and the file on disk.
+"""Creates a launch file: converts answers to YAML and back, runs the questionnaire, and writes the file.
 
-Shared by `config`, `config default` and `config update`, which differ in the answers they start with. The text is
-checked by parsing it as a launch does. A file is replaced atomically, and its former content kept as a backup. Messages
-go to stderr; a dry run prints the file to stdout.
+Shared by `config`, `config default` and `config update`, which start with different answers. The text is checked by
+parsing it as a launch does. A file is replaced atomically, and its former content kept as a backup. Messages go to
+stderr; a dry run prints the file to stdout.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def changes(path: Path, text: str) -> str:
-    """The difference between a file and its new text, line by line; empty where there is none, or no file."""
+    """Returns the difference between a file and its new text, line by line; "" if they are equal or no file exists."""
     if not path.is_file():
         return ""
     before = path.read_text(errors="replace").splitlines()
@@ -46,10 +46,10 @@ def changes(path: Path, text: str) -> str:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Writes a file, so that at any moment the old or the new one is there, and says so; of an old one a copy stays.
+    """Writes a file atomically, keeps a copy of an old one, and logs its path.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the file cannot be written.
     """
     copied = ""
     try:
@@ -61,8 +61,8 @@ def write_file(path: Path, text: str) -> None:
         if before is not None and before != text.encode():
             backup = path.with_name(f"{path.name}.bak")
             write_durably(backup, before, mode=mode)
-            copied = f" (what was there is in {backup})"
-        write_durably(path.resolve(), text.encode(), mode=mode)  # the file a link leads to, not the link
+            copied = f" (the former content is in {backup})"
+        write_durably(path.resolve(), text.encode(), mode=mode)  # the target of a link, not the link
         if before is not None:
             path.chmod(mode)  # whatever the umask
     except OSError as error:
@@ -71,18 +71,18 @@ def write_file(path: Path, text: str) -> None:
 
 
 _OF_A_MACHINE: Mapping[str, Any] = {"machine_rank": 0, "main_process_ip": "localhost"}
-"""Settings that differ per machine, and what stands for them while a file is checked."""
+"""Settings that differ per machine -> a value for the checks of a file."""
 
 
 def render(answers: Mapping[str, Any], extras: Mapping[tuple[str, ...], Any] | None = None) -> str:
-    """The launch file.
+    """Returns the text of the launch file.
 
     Args:
         answers: setting -> answer, of the questions that apply.
-        extras: path of a key in the file -> value, for keys that no question is about.
+        extras: path of a key in the file -> value, for keys without a question.
 
     Raises:
-        ConfigError: a path leads through a value.
+        ConfigError: a path leads through a key that is not a section.
     """
     tree: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE", "distributed_type": _type(answers)}
     for question in QUESTIONS:
@@ -92,20 +92,20 @@ def render(answers: Mapping[str, Any], extras: Mapping[tuple[str, ...], Any] | N
     for path, value in (extras or {}).items():
         if not put(tree, path, value):
             raise ConfigError(
-                f"--set {'.'.join(path)}: {'.'.join(path[:-1])} is no section",
-                fix="set a key of a section, or that key",
+                f"--set {'.'.join(path)}: {'.'.join(path[:-1])} is not a section",
+                fix="set a key of a section, or set this key itself",
             )
     text: str = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
     return text
 
 
 def checked(text: str, name: str) -> ExplicitSettings:
-    """The settings behind a text, checked against each other and against their JSON config, and notes on them.
+    """Returns the settings of a text, checked against each other and against their JSON config, with notes.
 
-    Settings that differ per machine may be flags of the launch: where they are missing, that is a note.
+    Settings that differ per machine may be flags of the launch; if they are missing, a note lists them.
 
     Raises:
-        ConfigError: something in it is wrong; all of it is listed.
+        ConfigError: the text has mistakes; the message lists all of them.
     """
     tree = parse_yaml(text, name).value
     empty = blanks(tree) if isinstance(tree, dict) else ()
@@ -126,12 +126,12 @@ def checked(text: str, name: str) -> ExplicitSettings:
     check_json(settings)
     if not lacking:
         return settings
-    note = f"{name}: to be completed by {' and '.join(f'--{key}' for key in lacking)} of `zeroaccel launch`"
+    note = f"{name}: complete it with {' and '.join(f'--{key}' for key in lacking)} of `zeroaccel launch`"
     return settings.without([], note)
 
 
 def answers_of(file: LaunchConfig) -> tuple[dict[str, Any], dict[tuple[str, ...], Any]]:
-    """The answers that would make a file, and the keys of it that no question is about."""
+    """Returns the answers that make this file, and the keys of the file that no question is about."""
     values = dict(file.values)
     answers: dict[str, Any] = {}
     if (kind := values.pop("distributed_type", None)) is not None:
@@ -149,7 +149,7 @@ def answers_of(file: LaunchConfig) -> tuple[dict[str, Any], dict[tuple[str, ...]
 
 
 def command_line(answers: Mapping[str, Any], extras: Mapping[tuple[str, ...], Any], path: Path) -> str:
-    """The command that makes the same file without asking."""
+    """Returns the command that creates the same file without asking."""
     words = ["zeroaccel", "config", "--yes", "--config_file", str(path)]
     for question in QUESTIONS:
         if question.key in answers:
@@ -160,7 +160,7 @@ def command_line(answers: Mapping[str, Any], extras: Mapping[tuple[str, ...], An
 
 
 def launch_line(path: Path, folder: Path) -> str:
-    """The command that starts a script with this file."""
+    """Returns the command that starts a script with this file."""
     words = ["zeroaccel", "launch"]
     if path.resolve() != (folder / "zeroaccel.yaml").resolve():
         words += ["--config_file", str(path)]
@@ -171,10 +171,10 @@ _MOST_LINES = 8
 
 
 def start_lines(answers: Mapping[str, Any], command: str) -> list[str]:
-    """The command that starts the job; with several machines, that of each.
+    """Returns the command that starts the job, or the command for each of several machines.
 
     Args:
-        command: without what differs per machine.
+        command: the part that is the same on all machines.
     """
     machines = answers.get("num_machines") or 1
     if machines == 1 or answers.get("multinode_launcher") == "ssh":
@@ -184,23 +184,23 @@ def start_lines(answers: Mapping[str, Any], command: str) -> list[str]:
     lines = [f"{words} --machine_rank {rank} {script}   # on machine {rank}" for rank in shown]
     if machines > _MOST_LINES:
         lines.append(f"... and so on, to --machine_rank {machines - 1}")
-    return [f"with {answers.get('main_process_ip')} as machine 0, and this file on each:", *lines]
+    return [f"with {answers.get('main_process_ip')} as machine 0, and this file on each machine:", *lines]
 
 
 def last_lines(answers: Mapping[str, Any]) -> list[str]:
-    """What the file trains with, after a caution about layers that reach across machines."""
+    """Returns a summary of the training, after a caution if tensor parallelism spans machines."""
     machines, processes, tp = (answers.get(key) or 1 for key in ("num_machines", "num_processes", "tp_size"))
     lines = []
     if machines > 1 and tp > processes // machines:
         lines.append(
-            f"caution: tp_size {tp} shares layers across machines of {processes // machines} processes, which wait for "
-            "the network in every layer; `zeroaccel estimate --meshes` compares"
+            f"caution: tp_size {tp} divides layers across machines of {processes // machines} processes, so every "
+            "layer waits for the network; compare meshes with `zeroaccel estimate --meshes`"
         )
     stage = answers.get("zero_stage")
     if not answers.get("use_deepspeed"):
         sharding = "without ZeRO"
     elif stage is None:
-        sharding = f"with ZeRO as {answers.get('deepspeed_config_file') or 'its defaults'} says"
+        sharding = f"with ZeRO as configured by {answers.get('deepspeed_config_file') or 'its defaults'}"
     else:
         sharding = f"with ZeRO stage {stage}"
     return [*lines, f"trains:  {sharding}, {processes} process{'es' * (processes > 1)}"]
@@ -216,16 +216,16 @@ def _type(answers: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class ConfigRequest:
-    """What is wanted.
+    """A request for a launch file.
 
     Attributes:
-        path: where the file goes.
-        answers: setting -> answer, by flags and the like.
+        path: path of the file.
+        answers: setting -> answer, from flags, --set and --answers.
         sources: setting -> its source, for messages.
-        extras: path of a key of the file -> value, for keys that no question is about.
-        former: answers of the file as it is, for an update.
-        model: what will be trained, where --model names it.
-        no_asking: why no question is asked; empty if questions are.
+        extras: path of a key of the file -> value, for keys without a question.
+        former: answers of the existing file, for an update.
+        model: the model of --model.
+        no_asking: the reason why no question is asked; "" if questions are asked.
     """
 
     path: Path
@@ -240,9 +240,9 @@ class ConfigRequest:
 
 
 def why_not_ask(environ: Mapping[str, str], *, yes: bool, no_input: bool) -> str:
-    """Why no question can be asked; empty if there is a terminal to ask on.
+    """Returns the reason why no question can be asked; "" if there is a terminal to ask on.
 
-    A prompt without a terminal would wait for ever, or take the first line of a pipe for an answer.
+    A prompt without a terminal would wait forever, or read the first line of a pipe as an answer.
     """
     if yes:
         return "--yes is given"
@@ -252,16 +252,16 @@ def why_not_ask(environ: Mapping[str, str], *, yes: bool, no_input: bool) -> str
         return "CI is set"
     for stream, name in ((sys.stdin, "stdin"), (sys.stderr, "stderr")):
         if not stream.isatty():
-            return f"{name} is no terminal"
-    return "the terminal is a dumb one" if environ.get("TERM") == "dumb" else ""
+            return f"{name} is not a terminal"
+    return "TERM names a dumb terminal" if environ.get("TERM") == "dumb" else ""
 
 
 def make_config_file(request: ConfigRequest, machine: Machine) -> None:
-    """Makes the file.
+    """Creates the file.
 
     Raises:
-        ConfigError: an answer is wrong, or the file cannot be written.
-        click.UsageError: answers are missing, and no question can be asked.
+        ConfigError: an answer is wrong, or writing the file fails.
+        click.UsageError: answers are missing, and the command cannot ask questions.
         click.Abort: the user quits.
     """
     if request.no_asking:
@@ -283,7 +283,7 @@ def make_config_file(request: ConfigRequest, machine: Machine) -> None:
 
 
 def log(message: str = "") -> None:
-    """To the terminal, on stderr: stdout is for data."""
+    """Prints a message to stderr; stdout is for data."""
     click.echo(message, err=True)
 
 
@@ -305,14 +305,14 @@ def _without_asking(request: ConfigRequest, machine: Machine) -> Answers:
     if open_keys := [key for key in completed.answers if key not in request.answers]:
         flags = ", ".join(f"{by_key(key).flag} ({as_text(completed.answers[key])})" for key in open_keys)
         raise click.UsageError(
-            f"{request.no_asking}, so nobody is asked: give {flags}, or --yes for what is in brackets."
+            f"{request.no_asking}, so no question can be asked: give {flags}, or --yes to use the values in brackets."
         )
     return completed
 
 
 def _by_asking(request: ConfigRequest, machine: Machine, prompts: Prompts) -> Answers:
     show_machine(machine)
-    # An update is about a file that is there; what it trains was planned when it was made.
+    # An update keeps the plan of the existing file unless --model asks for a new one.
     has_plan = request.former is None or request.model is not None
     planner = PlanTable(prompts, request.model, machine, request.answers) if has_plan else None
     walk = Walk(machine, request.answers, request.former or {}, planner=planner)
@@ -327,7 +327,7 @@ def _by_asking(request: ConfigRequest, machine: Machine, prompts: Prompts) -> An
 def _is_wanted(
     request: ConfigRequest, completed: Answers, model: Model | None, machine: Machine, prompts: Prompts
 ) -> bool:
-    """Shows what would be written; false to go back to the last question."""
+    """Shows the file and asks for confirmation. Returns False to go back to the last question."""
     from .prompts import Option
 
     show_file(request.path, _text(request, completed))
@@ -357,7 +357,7 @@ def _finish(request: ConfigRequest, answers: Mapping[str, Any], text: str) -> No
 
 
 def show_machine(machine: Machine) -> None:
-    """One panel with what is here."""
+    """Prints a panel that describes the machine."""
     from rich.console import Console
     from rich.panel import Panel
     from rich.table import Table
@@ -369,7 +369,7 @@ def show_machine(machine: Machine) -> None:
 
 
 def show_file(path: Path, text: str) -> None:
-    """The file as it would be, and what changes where there is one."""
+    """Prints the new file, and its changes if the file exists."""
     from rich.console import Console
     from rich.syntax import Syntax
 
@@ -377,4 +377,4 @@ def show_file(path: Path, text: str) -> None:
     console.print(Syntax(text, "yaml", background_color="default"))
     if path.is_file():
         difference = changes(path, text)
-        console.print(Syntax(difference, "diff", background_color="default") if difference else f"{path} says the same")
+        console.print(Syntax(difference, "diff", background_color="default") if difference else f"{path} is the same")

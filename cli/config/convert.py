@@ -1,8 +1,8 @@
-"""`zeroaccel config convert` and `validate`: files of other launchers, and checks of every kind of file a launch reads.
+"""`zeroaccel config convert` and `validate`: convert other launchers' files, and check every file that a launch reads.
 
-`convert` makes a launch file of an accelerate YAML (DeepSpeed or FSDP settings), or a JSON config without the keys that
-are refused or have no effect here; each key left out is listed with its reason. `validate` checks launch files and JSON
-configs as a launch would, job scripts and Kubernetes objects by the flags and variables in them, hostfiles by line.
+`convert` turns an accelerate YAML (DeepSpeed or FSDP settings) into a launch file, and removes from a JSON config the
+keys that zeroaccel refuses or ignores; it lists each removed key with its reason. `validate` checks launch files and
+JSON configs as a launch does, the flags and variables in job scripts and Kubernetes objects, and hostfiles by line.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ _NO_COUNTERPART = ("megatron_lm_config", "fp8_config", "mpirun_config")
 
 @click.command()
 @click.argument("file")
-@click.option("-o", "--output", metavar="PATH", help="Write it there, rather than to stdout.")
-@click.option("--drop_unknown", is_flag=True, help="Leave unknown keys of a JSON config out, each with a line.")
+@click.option("-o", "--output", metavar="PATH", help="Write the result to PATH instead of stdout.")
+@click.option("--drop_unknown", is_flag=True, help="Leave out unknown keys of a JSON config, and list them.")
 def convert(file: str, output: str | None, drop_unknown: bool) -> None:
-    """Make a file for zeroaccel of FILE: an accelerate YAML with DeepSpeed or FSDP settings, or a DeepSpeed JSON.
+    """Convert FILE, an accelerate YAML with DeepSpeed or FSDP settings or a DeepSpeed JSON, for zeroaccel.
 
     \b
     Examples:
@@ -82,13 +82,13 @@ def convert(file: str, output: str | None, drop_unknown: bool) -> None:
 
 
 def convert_json(file: str, *, drop_unknown: bool = False) -> tuple[dict[str, Any], list[str]]:
-    """A JSON config without what is refused or has no effect, and a line, with its place, for each key left out.
+    """Returns a JSON config without refused keys and keys without effect, and a line with the place of each of them.
 
     Args:
-        drop_unknown: leave unknown keys out too, rather than refuse them.
+        drop_unknown: leave out unknown keys too, rather than refuse them.
 
     Raises:
-        ConfigError: the file cannot be read, or has a key that does not exist.
+        ConfigError: the file cannot be read, or has an unknown key.
     """
     document = read_document(Path(file))
     normalized = NormalizedConfig(Config, document.tree, "strict")
@@ -101,7 +101,7 @@ def convert_json(file: str, *, drop_unknown: bool = False) -> tuple[dict[str, An
         problems = [problem for problem in normalized.problems if problem.text == "unknown key"]
         lines = [problem.line(origin) for problem in problems]
         heading = [f"{file}: {len(lines)} unknown keys"] if len(lines) > 1 else []
-        raise ConfigError("\n  ".join([*heading, *lines]), fix="correct what is wrong, or add --drop_unknown")
+        raise ConfigError("\n  ".join([*heading, *lines]), fix="correct them, or leave them out with --drop_unknown")
     for path in normalized.unknown:
         _remove(tree, path)
         notes.append(f"left out {origin.where_written(path)}: unknown key")
@@ -123,21 +123,21 @@ def convert_json(file: str, *, drop_unknown: bool = False) -> tuple[dict[str, An
     for path, field in keys_of(Config):
         section = normalized.written.get(path[:-1])
         if field is None and section is not None and _remove(tree, (*section, path[-1])):
-            notes.append(f"left out {origin.where_written((*section, path[-1]))}: nothing reads it")
+            notes.append(f"left out {origin.where_written((*section, path[-1]))}: zeroaccel does not read it")
     return tree, notes
 
 
 def _key_of(path: KeyPath) -> str:
-    """The key of the table that a refusal is about: the path itself, or the section whose switch it names."""
+    """Returns the key in KEYS that a refusal is about: the path itself, or the section whose switch it names."""
     key = dotted(path)
     return key if key in KEYS else key.rpartition(".")[0]
 
 
 def convert_launch(text: str, name: str) -> tuple[dict[str, Any], list[str]]:
-    """A launch file with the keys that are read here, and a line for each that was left out or stands for another.
+    """Returns a launch file with the keys that zeroaccel reads, and a line for each key left out or replaced.
 
     Raises:
-        ConfigError: it is no YAML, or has a key that neither accelerate nor we have.
+        ConfigError: the text is not YAML, or has a key that neither accelerate nor zeroaccel knows.
     """
     parsed = parse_yaml(text, name)
     if not isinstance(parsed.value, dict):
@@ -148,7 +148,7 @@ def convert_launch(text: str, name: str) -> tuple[dict[str, Any], list[str]]:
     tree = {key: value for key, value in foreign.tree.items() if value not in ({}, [])}
     notes = [f"{dotted(path)}: {text}" for path, text in foreign.notes]
     for key in (*(key for key in LaunchFile.model_fields if key.startswith("tpu_")), "downcast_bf16"):
-        tree.pop(key, None)  # what is left of them has no effect
+        tree.pop(key, None)  # the values that passed have no effect
     tree.pop("main_training_function", None)
     for key in _NO_COUNTERPART:
         if tree.pop(key, None):
@@ -174,11 +174,11 @@ def convert_launch(text: str, name: str) -> tuple[dict[str, Any], list[str]]:
 
 
 def _remove(tree: dict[str, Any], path: KeyPath) -> bool:
-    """Removes a key, and what holds nothing else; false if it is gone already."""
+    """Removes a key. Returns False if the tree does not have it."""
     *above, last = map(str, path)
     for part in above:
         tree = tree.get(part, {})
-    return tree.pop(last, path) is not path  # which is no value of a file
+    return tree.pop(last, path) is not path  # a path is never a value of a file
 
 
 _LAUNCH = re.compile(r"\bzeroaccel\s+launch\s+(.*)")
@@ -188,14 +188,16 @@ _VARIABLE = re.compile(r"\b(ZEROACCEL_[A-Z0-9_]+)=")
 
 @click.command()
 @click.argument("files", nargs=-1, required=True)
-@click.option("--strict", "unknown_keys", flag_value="strict", help="Any unknown key of a JSON config is an error.")
-@click.option("--lenient", "unknown_keys", flag_value="lenient", help="None is, where DeepSpeed ignores it.")
+@click.option(
+    "--strict", "unknown_keys", flag_value="strict", help="Treat every unknown key of a JSON config as an error."
+)
+@click.option("--lenient", "unknown_keys", flag_value="lenient", help="Accept unknown keys that DeepSpeed ignores.")
 @click.pass_context
 def validate(ctx: click.Context, files: tuple[str, ...], unknown_keys: UnknownKeys | None) -> None:
     """Check FILES: launch files, JSON configs, hostfiles, job scripts and Kubernetes objects.
 
-    Tells everything that is wrong, with file, line and column, as a run would before it starts. Unknown keys of a JSON
-    config that look like known ones are errors, others notes. Exits with 0 if all are right, and 2 otherwise.
+    Reports every mistake with file, line and column, as a run would before it starts. Unknown keys of a JSON config are
+    errors if they resemble known keys, and notes otherwise. Exits with 0 if all files are valid, and with 2 otherwise.
 
     \b
     Examples:
@@ -209,7 +211,7 @@ def validate(ctx: click.Context, files: tuple[str, ...], unknown_keys: UnknownKe
             wrong += 1
             log(f"zeroaccel: {error}")
         else:
-            click.echo(f"{name}: {kind}, right")
+            click.echo(f"{name}: {kind}, valid")
             for note in notes:
                 click.echo(f"note: {note}")
     if wrong:
@@ -220,13 +222,13 @@ def validate_file(name: str, unknown_keys: UnknownKeys = "standard") -> tuple[st
     """Checks one file.
 
     Args:
-        unknown_keys: what unknown keys of a JSON config are, see `load_config`.
+        unknown_keys: treatment of unknown keys of a JSON config, see `load_config`.
 
     Returns:
-        What kind of file it is, and notes, with their places, on what is accepted without effect.
+        The kind of the file, and notes, with their places, on keys that are accepted without effect.
 
     Raises:
-        ConfigError: it is wrong.
+        ConfigError: the file is not valid.
     """
     path, text = Path(name), text_of_file(name)
     if text.startswith("#!") or path.suffix in (".sh", ".sbatch", ".slurm"):
@@ -247,7 +249,7 @@ def _structured(path: Path, text: str, unknown_keys: UnknownKeys) -> tuple[str, 
     if isinstance(tree, dict) and {"apiVersion", "kind"} <= set(tree):
         commands = list(_container_commands(tree))
         if not commands:
-            raise ConfigError(f"{path}: no container of it runs `zeroaccel launch`")
+            raise ConfigError(f"{path}: no container in it runs `zeroaccel launch`")
         for words in commands:
             _check_words(str(path), words)
         return f"Kubernetes {tree['kind']}", ()
@@ -257,8 +259,8 @@ def _structured(path: Path, text: str, unknown_keys: UnknownKeys) -> tuple[str, 
 
 
 def _json(path: Path, unknown_keys: UnknownKeys) -> tuple[str, ...]:
-    """The notes of a JSON config, of which all is checked that a run would."""
-    # Both import torch, which other files do not need.
+    """Checks a JSON config as a run does, and returns its notes."""
+    # Both modules import torch, which the checks of other files do not need.
     from zeroaccel.setup.compilation import compilation_of
     from zeroaccel.zero.from_config import check_training
 
@@ -273,7 +275,7 @@ def _looks_like_json(path: Path, text: str) -> bool:
 
 
 def _is_launch_json(text: str) -> bool:
-    """Whether JSON is a launch file, which accelerate writes so too, and not a config in DeepSpeed's format."""
+    """Returns True if JSON is a launch file, as accelerate may write it, and not a config in DeepSpeed's format."""
     try:
         tree = parse_plain_json(text)
     except ValueError:
@@ -305,11 +307,11 @@ def _check_script(name: str, text: str) -> None:
             has_launch = True
             _check_words(where, shlex.split(command.group(1)))
     if not has_launch:
-        raise ConfigError(f"{name}: no line of it runs `zeroaccel launch`")
+        raise ConfigError(f"{name}: no line runs `zeroaccel launch`")
 
 
 def _whole_lines(text: str) -> Iterator[tuple[int, str]]:
-    """The lines of a script with their numbers; those that go on in the next are joined, comments left out."""
+    """Yields the lines of a script with their numbers, without comments; joins lines that end with a backslash."""
     start, joined = 1, ""
     for number, line in enumerate(text.splitlines(), start=1):
         if not joined:
@@ -323,7 +325,7 @@ def _whole_lines(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _check_words(where: str, words: list[str]) -> None:
-    """Checks the words behind `zeroaccel launch`; values that a shell or a cluster fills in are taken for right."""
+    """Checks the words after `zeroaccel launch`; accepts values that a shell or a cluster fills in."""
     try:
         with launch.make_context("zeroaccel launch", list(words)) as context:
             typed = dict(context.params)

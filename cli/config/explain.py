@@ -1,6 +1,6 @@
-"""`zeroaccel config show`, `explain` and `schema`: what a launch would run with, and what keys mean.
+"""`zeroaccel config show`, `explain` and `schema`: the settings of a launch, and the meaning of keys.
 
-Everything goes to stdout, as data. Nothing is changed.
+The commands print to stdout, as data, and change nothing.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from ..launch.launch_flags import GROUPS, choices_of, flag
 
 
 @click.command()
-@click.option("--config_file", metavar="PATH", help="The launch file. [default: the one a launch would take]")
-@click.option("--resolve", is_flag=True, help="Every setting with its value and who said it, the environment included.")
-@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@click.option("--config_file", metavar="PATH", help="The launch file. [default: the file that a launch would use]")
+@click.option("--resolve", is_flag=True, help="Print every setting, also from the environment, with its source.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_obj
 def show(environ: Mapping[str, str], config_file: str | None, resolve: bool, as_json: bool) -> None:
-    """Print the launch file, or what a launch would run with.
+    """Print the launch file, or with --resolve all settings that a launch would use.
 
     \b
     Examples:
@@ -49,7 +49,7 @@ def show(environ: Mapping[str, str], config_file: str | None, resolve: bool, as_
     """
     source = find_launch_file(config_file, environ, Path.cwd())
     if source is None and not resolve:
-        raise ConfigError("there is no launch file", fix="make one: `zeroaccel config`")
+        raise ConfigError("there is no launch file", fix="create one with `zeroaccel config`")
     file = ExplicitSettings() if source is None else read_launch_file(*source)
     if source is not None:
         click.echo(f"{source[0]} ({source[1]})", err=True)
@@ -75,7 +75,7 @@ def show(environ: Mapping[str, str], config_file: str | None, resolve: bool, as_
 @click.command()
 @click.argument("key")
 def explain(key: str) -> None:
-    """Say what KEY means: a setting of a launch, or a key of the JSON config as zero_optimization.stage.
+    """Explain KEY: a setting of a launch, or a key of the JSON config such as zero_optimization.stage.
 
     \b
     Examples:
@@ -122,7 +122,7 @@ def _about_settings(key: str) -> Iterator[list[str]]:
 
 
 def _described(field: Any) -> tuple[str, str]:
-    """What a setting is, and its default: what its help says of it, where no value stands for it."""
+    """Returns the description of a setting and its default; words in the help override the value of the default."""
     about, bracket, default = (field.description or "").partition(" [default: ")
     value = field.get_default(call_default_factory=True)
     return about, default.rstrip("]") if bracket else "none" if value is None else _shown(value)
@@ -152,7 +152,7 @@ def _about_json(key: str) -> Iterator[list[str]]:
             lines.append(f"  default      {_shown(default)}")
         if field and (others := [mark.name for mark in spellings(field)]):
             lines.append(f"  also         {', '.join(others)}")
-        # Its own, or that of the section around it.
+        # The status of the key, or that of the innermost section around it.
         above = (".".join(path[:end]) for end in range(len(path), 0, -1))
         status = next((KEYS[name] for name in above if name in KEYS), None)
         if status is not None and status.kind is not Kind.WORKS:
@@ -162,7 +162,7 @@ def _about_json(key: str) -> Iterator[list[str]]:
 
 
 def _usual(path: tuple[str, ...], field: FieldInfo | None) -> tuple[str, ...]:
-    """The path of a key by its most usual other name, where it has one."""
+    """Returns the path of a key with the most usual of its other names, if it has one."""
     return (*path[:-1], next((mark.name for mark in spellings(field)), path[-1]) if field else path[-1])
 
 
@@ -180,7 +180,7 @@ def _shown(value: Any) -> str:
 
 
 def _by_group(rows: Sequence[tuple[str, str, str]]) -> dict[str, list[tuple[str, str, str]]]:
-    """The rows under the headings of `zeroaccel launch --help`; those of the JSON config last."""
+    """Groups the rows under the headings of `zeroaccel launch --help`; those of the JSON config come last."""
     by_name = {row[0]: row for row in rows}
     groups = {title: [by_name.pop(name) for name in names] for title, names in GROUPS.items()}
     return {**groups, "JSON config": list(by_name.values())}
@@ -202,6 +202,6 @@ def _table(groups: Mapping[str, Sequence[tuple[str, str, str]]]) -> None:
             table.add_row(f"\n{title}", style="bold")
         for name, value, source in rows:
             if source == "default" and name in LaunchSettings.model_fields:
-                value = _described(LaunchSettings.model_fields[name])[1]  # in words, where no value stands for it
+                value = _described(LaunchSettings.model_fields[name])[1]  # in words, if it is no fixed value
             table.add_row(f"  {name}", value, source, style="dim" if source == "default" else "")
     console.print(table)

@@ -1,7 +1,7 @@
 """`zeroaccel config default`, `update` and `template`: launch files without questions.
 
-`default` and `update` call `make_config_file` with every answer given: by this machine, or by the file as it is. The
-templates are in `templates/`, with a table of what each is for.
+`default` calls `make_config_file` with the defaults for this machine, `update` with the answers of the existing file.
+The package `zeroaccel.templates` has the templates and a table of their purposes.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from .config_file import answers_of, make_config_file, why_not_ask, write_file
 @question_flags
 @click.pass_obj
 def default(environ: Mapping[str, str], /, typed: TypedFlags) -> None:
-    """Write a launch file with the defaults for this machine, without a question.
+    """Write a launch file with the defaults for this machine, without asking questions.
 
-    What a flag says counts more than the default. A file that is there is only replaced with --yes.
+    Flags override the defaults. An existing file is replaced only with --yes.
 
     \b
     Examples:
@@ -41,16 +41,16 @@ def default(environ: Mapping[str, str], /, typed: TypedFlags) -> None:
         raise ConfigError(
             f"{path} exists", fix="--yes replaces it and keeps a copy; `zeroaccel config update` changes it"
         )
-    make_config_file(typed.request(path, no_asking="nobody is asked", yes=True), look(environ))
+    make_config_file(typed.request(path, no_asking="this command asks no questions", yes=True), look(environ))
 
 
 @click.command(cls=GroupedOptions, headings=HEADINGS)
 @question_flags
 @click.pass_obj
 def update(environ: Mapping[str, str], /, typed: TypedFlags) -> None:
-    """Change answers of a launch file: those of the flags, or, with none, by going through the questions again.
+    """Change answers in a launch file, by flags or, without flags, by asking the questions again.
 
-    Answers that no longer apply are left out; keys that no question is about stay. A copy of the file is kept.
+    Answers that no longer apply are removed; keys without a question are kept. The old file is kept as a copy.
 
     \b
     Examples:
@@ -59,12 +59,12 @@ def update(environ: Mapping[str, str], /, typed: TypedFlags) -> None:
     """
     source = find_launch_file(typed.config_file, environ, Path.cwd())
     if source is None:
-        raise ConfigError("there is no launch file", fix="name one by --config_file, or make one: `zeroaccel config`")
+        raise ConfigError("there is no launch file", fix="name one by --config_file, or run `zeroaccel config`")
     former, extras = answers_of(read_launch_file(*source))
     no_asking = why_not_ask(environ, yes=typed.yes, no_input=typed.no_input)
     request = typed.request(source[0], no_asking=no_asking, former=former)
     if request.answers or request.extras:
-        request = replace(request, no_asking="the answers are given")
+        request = replace(request, no_asking="flags give the answers")
     make_config_file(replace(request, extras={**extras, **request.extras}), look(environ))
 
 
@@ -73,10 +73,10 @@ _PACKAGE = "zeroaccel.templates"
 
 @click.command()
 @click.argument("name", required=False)
-@click.option("-o", "--output", metavar="PATH", help="Write it there, rather than to stdout.")
-@click.option("-y", "--yes", is_flag=True, help="Replace a file that is there; a copy of it is kept.")
+@click.option("-o", "--output", metavar="PATH", help="Write the template to PATH instead of stdout.")
+@click.option("-y", "--yes", is_flag=True, help="Replace an existing file; a copy of it is kept.")
 def template(name: str | None, output: str | None, yes: bool) -> None:
-    """Print a template; without NAME, list them.
+    """Print or write the template NAME; without NAME, list the templates.
 
     \b
     Examples:
@@ -90,7 +90,7 @@ def template(name: str | None, output: str | None, yes: bool) -> None:
         return
     chosen = next((each for each in sorted(about) if name in (each, Path(each).stem)), None)
     if chosen is None:
-        raise ConfigError(f"{name}: no such template", fix=hint(name, sorted(about), "leave NAME out for a list"))
+        raise ConfigError(f"{name}: no such template", fix=hint(name, sorted(about), "omit NAME to list the templates"))
     text = (resources.files(_PACKAGE) / chosen).read_text()
     if output is None:
         click.echo(text, nl=False)

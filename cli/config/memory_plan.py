@@ -1,7 +1,7 @@
-"""What will be trained, and the tables it turns on: every mesh, and every stage and offload, against this machine.
+"""Tables for the model to train: every mesh, and every stage and offload, compared with this machine.
 
-The numbers are those of `zeroaccel.estimate`; here they become answers to the questions of the mesh and of ZeRO, and
-the folder sizes that later answers are held to. With a flag, `--model`, the same happens without asking.
+`zeroaccel.estimate` computes the numbers; this module turns the chosen row into answers to the questions about the mesh
+and ZeRO, and into the sizes that folders for offload must hold. With `--model`, it chooses without asking.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Model:
-    """What will be trained.
+    """The model to train.
 
     Attributes:
         name: a number of parameters, the folder or config.json of a model, or module:function.
         sequence: tokens per sample.
         batch: samples per process and micro-step.
-        checkpointing: activations are recomputed.
+        checkpointing: true if the model recomputes activations.
     """
 
     name: str
@@ -43,10 +43,10 @@ class Model:
 
 
 def best_plan(model: Model, machine: Machine, answers: Mapping[str, Any]) -> PlanAnswers:
-    """The recommended plan.
+    """Returns the answers of the recommended plan.
 
     Raises:
-        ConfigError: the model cannot be found, or no plan fits.
+        ConfigError: the model is unknown, or no plan fits.
     """
     with progress(f"estimating {model.name}"):
         import_estimates()
@@ -58,12 +58,12 @@ def best_plan(model: Model, machine: Machine, answers: Mapping[str, Any]) -> Pla
     if workload.ranks > 1 and not _names_mesh(answers):
         best = _mesh_rows(model, workload, capacity)[0]
         if best.recommended and best.plan is not None:
-            note = f"{model.name} fits on a mesh only, {best.workload.mesh_name}"
+            note = f"{model.name} fits only on a mesh: {best.workload.mesh_name}"
             return _plan(best.plan, best.workload, note=note)
     least = min(rows, key=lambda row: row.estimate.device.total + row.estimate.host.total)
     raise ConfigError(
         f"--model {model.name}: no plan fits this machine: {_why(least, workload, capacity)}",
-        fix="more processes, a smaller --batch or --sequence, or --checkpointing take less",
+        fix="use more processes, a smaller --batch or --sequence, or --checkpointing",
     )
 
 
@@ -72,14 +72,14 @@ def _names_mesh(answers: Mapping[str, Any]) -> bool:
 
 
 class PlanTable:
-    """Asks what will be trained, on which mesh, and with which plan of memory; remembers what was said.
+    """Asks for the model, the mesh and the memory plan; remembers the answers.
 
     Args:
-        model: that of --model; None asks.
+        model: the model of --model; None asks for it.
         flags: answers by flags.
 
     Attributes:
-        model: what was named last.
+        model: the model that was named last.
     """
 
     def __init__(self, prompts: Prompts, model: Model | None, machine: Machine, flags: Mapping[str, Any]) -> None:
@@ -92,11 +92,11 @@ class PlanTable:
         self._answered = False
 
     def __call__(self, state: WizardState, back: bool) -> Any:
-        """As a `Planner` of `answers.Walk`."""
+        """Implements `Planner` of `answers.Walk`."""
         steps = [self._ask_name, self._ask_sequence, self._ask_batch, self._ask_mesh, self._ask_plan]
         if _processes(state) == 1 or _names_mesh(self._flags) or state["use_parallelism_config"] is not None:
             steps.remove(self._ask_mesh)
-        # Who comes back from the questions after it sees the last one again, with what was picked.
+        # A user who comes back from a later question sees the last question here again, with the former choice.
         index, result = (len(steps) - 1 if self._answered else self._first), None
         self._answered = False
         while index < len(steps):
@@ -110,10 +110,10 @@ class PlanTable:
         self._answered = True
         return result
 
-    # Each returns what is not None, or BACK; None ends without a plan.
+    # Each returns an answer or BACK; None ends without a plan.
 
     def _ask_name(self, _: WizardState, back: bool) -> Any:
-        words = "What will you train, as 7b or a folder? Nothing skips"
+        words = "What will you train (7b or a folder)? Empty to skip"
         while True:
             name = self._prompts.text(words, self._name, lambda _: "", back=back)
             if name in (BACK, ""):
@@ -152,7 +152,7 @@ class PlanTable:
         start = next((row for row in rows if _mesh_of(row.workload) == self._mesh and row.plan), None)
         start = start or next((row for row in rows if row.recommended), None)
         heading = f"{'mesh':<20}{'plan':<18}{'GiB':>7}{'sends, GB':>11}{'idle':>5}"
-        footing = "of a process, at its peak and per step; as many samples per step on each"
+        footing = "per process: peak memory, traffic per step; equal samples per step"
         words = f"Which mesh of {workload.ranks} processes?"
         reply = self._prompts.choose(words, options, start, back=back, heading=heading, footing=footing)
         if reply is not BACK:
@@ -170,7 +170,7 @@ class PlanTable:
             workload = workload.on_mesh(*sizes, ep=ep)
         rows = _rows(self.model, workload, capacity)
         options = [Option(_plan_title(row, workload), row, _short(row), row.estimate.name) for row in rows]
-        options.append(Option("none of these: ask me", _NO_PLAN))
+        options.append(Option("no plan: ask me instead", _NO_PLAN))
         start = next((row for row in rows if _settings_of(row) == self._plan and row.fits is not False), None)
         start = start or next((row for row in rows if row.recommended), None)
         on = workload.mesh_name if asked_mesh else f"{workload.ranks} process{'es' if workload.ranks > 1 else ''}"
@@ -196,8 +196,8 @@ _NO_PLAN = object()
 
 
 def _unknown(name: str) -> str:
-    """Why a model cannot be estimated; "" where it can."""
-    from zeroaccel.estimate import subject  # imports torch, which takes seconds: not before a model is named
+    """Returns the reason why a model cannot be estimated; "" if it can be."""
+    from zeroaccel.estimate import subject  # imports torch, which takes seconds: only once a model is named
 
     try:
         subject(name)
@@ -220,10 +220,10 @@ def _settings_of(row: PlanRow) -> tuple[int, str, str]:
 
 
 def memory_summary(model: Model, machine: Machine, answers: Mapping[str, Any], json: JsonFacts | None = None) -> str:
-    """What the final answers take, in one line.
+    """Returns one line about the memory that the final answers need.
 
     Args:
-        json: what a JSON config decides of them.
+        json: the settings that a JSON config decides.
     """
     decided = {} if json is None else {key: value for key, value in json.decided.items() if value is not None}
     answers = {**decided, **answers}
@@ -236,7 +236,7 @@ def memory_summary(model: Model, machine: Machine, answers: Mapping[str, Any], j
         plan = (answers["zero_stage"], *(answers.get(name, "none") for name in PLANNED[1:]))
         one = estimate(model.name, workload, [plan], on_cpu=capacity.on_cpu)[0]
     fits, short_of = check_capacity(one, workload, capacity)
-    words = {True: "which fits", False: f"which does not fit: {short_of}", None: "of unknown room"}[fits]
+    words = {True: "which fits", False: f"which does not fit: {short_of}", None: "but the capacity is unknown"}[fits]
     mesh = f" as {workload.mesh_name}" if not workload.is_plain else ""
     return f"{model.name} takes {_sizes(one, workload)}{mesh}, {words}"
 
@@ -246,7 +246,7 @@ def _positive(text: str) -> str:
 
 
 def _question(model: Model, machine: Machine, answers: Mapping[str, Any]) -> tuple[Workload, Capacity]:
-    """What is to be estimated, from the answers that are there and the defaults of the others."""
+    """Returns the workload and the capacity to estimate, from the answers so far and the defaults of the others."""
     from zeroaccel.estimate import Capacity, Workload
 
     on_cpu = answers.get("use_cpu", not machine.devices)
@@ -279,7 +279,7 @@ def _question(model: Model, machine: Machine, answers: Mapping[str, Any]) -> tup
     )
 
 
-@functools.lru_cache(maxsize=8)  # of a user who goes back and forth
+@functools.lru_cache(maxsize=8)  # for users who go back and return
 def _rows(model: Model, workload: Workload, capacity: Capacity) -> list[PlanRow]:
     try:
         with estimating(model.name):
@@ -302,7 +302,7 @@ def _mesh_rows(model: Model, workload: Workload, capacity: Capacity) -> list[Mes
 
 
 def _plan(row: PlanRow, workload: Workload, *, note: str = "") -> PlanAnswers:
-    """What a line of the tables means for the questions in PLANNED, and for those of the mesh."""
+    """Converts a row of the tables into answers to the questions in PLANNED and about the mesh."""
     one = row.estimate
     answers: dict[str, Any] = dict(zip(PLANNED, (one.stage, one.offload_optimizer, one.offload_param), strict=True))
     if workload.ranks > 1:
@@ -317,7 +317,7 @@ def _plan(row: PlanRow, workload: Workload, *, note: str = "") -> PlanAnswers:
 
 
 def _sizes(one: Any, workload: Workload) -> str:
-    """What a machine and a device hold under a plan."""
+    """Returns the memory that a plan needs per process, on the host and on disk."""
     parts = [f"{gib(one.device.total)} per process"]
     for memory, words in ((one.host, "more in memory"), (one.disk, "on disk")):
         if memory.total:
@@ -348,22 +348,22 @@ def _in_gib(nbytes: int) -> str:
 
 
 def _short(row: PlanRow) -> str:
-    """Why a plan does not fit, beside its line."""
+    """Returns the reason why a plan does not fit, for its row."""
     return f"no: {row.short_of}" if row.fits is False else ""
 
 
 def _legend(workload: Workload, capacity: Capacity) -> str:
-    """What the numbers of a table are, and what they have to fit into."""
+    """Returns a line about the capacity that the numbers of a table must fit into."""
     rooms = {"device": capacity.device, "host": capacity.host, "disk": capacity.disk}
     there = ", ".join(f"{name} {_in_gib(room)}" for name, room in rooms.items() if room)
-    return f"a tenth of {there} stays free; host, disk shared" if there else "what there is, is not known"
+    return f"a tenth of {there} stays free; host, disk per machine" if there else "the capacity is not known"
 
 
 def _why(row: PlanRow, workload: Workload, capacity: Capacity) -> str:
-    """Why a plan does not fit."""
+    """Returns a sentence about the memory that a plan lacks."""
     one, local = row.estimate, workload.local_ranks
     shared = one.host.total + (one.device.total if capacity.on_cpu else 0)
     needed = {"device": one.device.total, "host": shared * local, "disk": one.disk.total * local}[row.short_of]
     there = {"device": capacity.device, "host": capacity.host, "disk": capacity.disk}[row.short_of] or 0
     words = {"device": "on the device", "host": "in memory", "disk": "on disk"}[row.short_of]
-    return f"{one.name} needs {gib(needed)} {words}, of {gib(there)}, of which a tenth stays free"
+    return f"{one.name} needs {gib(needed)} {words}; {gib(there)} exist, a tenth of which stays free"

@@ -1,7 +1,7 @@
-"""Questions on a terminal: arrow keys for choices, typing for the rest, back and quit at every one.
+"""Questions on a terminal: arrow keys for choices, typing for the rest, back and quit at every question.
 
-The only file that knows questionary. Prompts go to stderr, since stdout is for data. Whether there is a terminal is
-asked before by `making`; here it is taken for granted.
+No other file imports questionary. Prompts go to stderr, since stdout is for data. `config_file.why_not_ask` has
+checked before that there is a terminal.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ _BACK_TEXT, _QUIT_TEXT = "<", ":q"
 
 @dataclass(frozen=True)
 class Option:
-    """A line to choose. With `impossible`, why it cannot be chosen in a word or two, it is shown and cannot.
+    """A line to choose.
 
     Attributes:
-        chosen: what stays on the terminal once it is chosen; by default the title.
+        impossible: the reason for which the line is disabled, in a few words; "" if it can be chosen.
+        chosen: the text that stays on the terminal after the choice; by default the title.
     """
 
     title: str
@@ -73,14 +74,14 @@ class Prompts:
         return self.choose(words, [Option("yes", True), Option("no", False)], proposal, back=back)
 
     def remark(self, words: str) -> None:
-        """Says something that is no question, in lines of the terminal's width."""
+        """Prints a remark in lines of the terminal's width."""
         width = shutil.get_terminal_size().columns - 1
         for line in words.split("\n"):
             is_long = len(line) > width and not line.startswith((" ", "?"))
             click.echo(textwrap.fill(line, width, break_long_words=False) if is_long else line, err=True)
 
     def _ask(self, question: questionary.Question) -> Any:
-        """The answer; what was typed while something was computed before the question is none."""
+        """Asks and returns the answer; discards keys that the user typed during a computation before the question."""
         if ProgressLine.ended != self._computed and sys.stdin.isatty():
             clear_typeahead(question.application.input)
             termios.tcflush(sys.stdin, termios.TCIFLUSH)
@@ -90,10 +91,10 @@ class Prompts:
     def choose(
         self, words: str, options: Sequence[Option], proposal: Any, *, back: bool, heading: str = "", footing: str = ""
     ) -> Any:
-        """One of `options`, by arrow keys; BACK where `back` allows it.
+        """Returns the value of one of `options`, chosen by arrow keys; BACK if `back` allows it.
 
         Args:
-            heading, footing: lines above and below them.
+            heading, footing: lines above and below the options.
         """
         choices: list[Any] = [
             questionary.Choice(one.title, value=one, disabled=one.impossible or None) for one in options
@@ -107,7 +108,7 @@ class Prompts:
         choices.append(questionary.Separator(footing or " "))
         if back:
             choices.append(questionary.Choice("back", value=BACK))
-        choices.append(questionary.Choice("quit, write nothing", value=_QUIT))
+        choices.append(questionary.Choice("quit without writing", value=_QUIT))
         is_table = any(one.chosen for one in options)
         question = questionary.select(
             words,
@@ -140,10 +141,10 @@ class Prompts:
         return reply if reply is BACK else parse(question, reply)
 
     def text(self, words: str, proposal: str, check: Callable[[str], str], *, back: bool, is_path: bool = False) -> Any:
-        """A line of text; an empty one takes the proposal, which is shown and replaced by what is typed.
+        """Returns a line of text; an empty line accepts the proposal, which is shown until the user types.
 
         Args:
-            check: returns what is wrong with a text, or nothing.
+            check: returns the mistake in a text, "" if it is valid.
         """
 
         def validate(text: str) -> bool | str:

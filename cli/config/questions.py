@@ -1,8 +1,8 @@
-"""The questions of `zeroaccel config`, as one table: words, kind, condition, choices, default, place in the file.
+"""The questions of `zeroaccel config` as one table: words, kind, conditions, choices, defaults and checks.
 
-Wizard, flags, `--answers`, `--yes` and every check are made from it, so that none can ask or allow what another does
-not. A question is about one setting of a launch and has its name. Pure data and functions of a `WizardState`: nothing
-here asks, prints, or imports torch or pydantic.
+The wizard, the flags, `--answers`, `--yes` and every check use this table, so that they ask for and accept the same
+answers. A question is about one setting of a launch and has its name. The module has only data and functions of a
+`WizardState`: nothing here asks, prints, or imports torch or pydantic.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 AUTO = "auto"
-"""Leaves a number to the script."""
+"""The answer that leaves a number to the script."""
 
 PLANNED = ("zero_stage", "offload_optimizer_device", "offload_param_device")
-"""The settings that a plan of stage and offload answers."""
+"""The settings that a plan of stage and offload decides."""
 MESH_SIZES = ("tp_size", "sp_size", "pp_size", "ep_size")
 
 Kind = Literal["choice", "yes_no", "count", "number", "text", "names", "file", "folder"]
@@ -36,15 +36,15 @@ FORMS: Mapping[Kind, tuple[str, str]] = {
     "file": ("PATH", "a path"),
     "folder": ("FOLDER", "a path"),
 }
-"""Kind of question -> what stands for an answer in help, and what is expected."""
+"""Kind of question -> placeholder of the answer in help, and its form in messages."""
 
 
 @dataclass(frozen=True)
 class WizardState:
-    """What is known when a question comes up: the answers so far, the machine, the JSON config if one is named.
+    """The answers so far, the machine, and the JSON config if one is named, when a question comes up.
 
     Attributes:
-        needs: setting -> bytes per machine that have to fit in the folder it names, from a memory plan.
+        needs: setting -> bytes per machine that the memory plan puts in the folder of this setting.
     """
 
     answers: Mapping[str, Any]
@@ -57,7 +57,7 @@ class WizardState:
 
     @property
     def stage(self) -> int:
-        """The stage of ZeRO; 0 without it."""
+        """The stage of ZeRO, or 0 without ZeRO."""
         if not self["use_deepspeed"]:
             return 0
         if self.json is not None and self.json.stage is not None:
@@ -67,11 +67,11 @@ class WizardState:
 
     @property
     def on_zero(self) -> bool:
-        """Whether a plan of stage and offload can be chosen: ZeRO is on, and no JSON config decides it."""
+        """True if the user can choose a plan of stage and offload: ZeRO is on, and no JSON config decides them."""
         return bool(self["use_deepspeed"]) and all(self.leaves_open(key) for key in PLANNED)
 
     def leaves_open(self, key: str) -> bool:
-        """Whether the launch sets this, rather than the JSON config."""
+        """Returns True if the launch decides this setting, rather than the JSON config."""
         return self.json is None or key in self.json.open_keys
 
 
@@ -80,8 +80,8 @@ class Choice:
     """One possible answer.
 
     Attributes:
-        about: what it means, in a few words.
-        impossible: why it cannot be chosen in a situation; empty when it can.
+        about: its meaning, in a few words.
+        impossible: returns the reason why it cannot be chosen in a state, "" if it can be.
     """
 
     value: Any
@@ -91,7 +91,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Condition:
-    """When a question applies, and the message where it does not."""
+    """A condition for a question to apply, and the message if it does not hold."""
 
     holds: Callable[[WizardState], bool]
     otherwise: str
@@ -106,13 +106,14 @@ def _fine(answer: Any, state: WizardState) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Question:
-    """One question, about the setting `key`; its place in the launch file is that of the setting.
+    """One question, about the setting `key` of the launch file.
 
     Attributes:
         words: the question.
-        default: the answer by default; None where there is none. With a gate, the proposal.
-        gate: a question that is asked first, to which "no", the default, leaves the setting out.
-        check: what is wrong with an answer that has the right form, and what to do.
+        default: returns the default answer, or None if there is none. With a gate, it is only proposed.
+        gate: a question that is asked first; its default "no" leaves the setting out.
+        check: returns what is wrong with an answer of the right form, and a remedy.
+        least: smallest number that is accepted.
     """
 
     key: str
@@ -128,9 +129,9 @@ class Question:
 
     @property
     def is_setting(self) -> bool:
-        """Whether the answer is a setting of the launch file under this name.
+        """True if the launch file has a setting of this name.
 
-        `use_deepspeed` is a distributed_type, and `use_parallelism_config` that any size of the mesh is above 1.
+        The file stores `use_deepspeed` as distributed_type, and `use_parallelism_config` as mesh sizes above 1.
         """
         return self.key not in ("use_deepspeed", "use_parallelism_config")
 
@@ -140,11 +141,11 @@ class Question:
         return f"--{self.key}"
 
     def applies(self, state: WizardState) -> bool:
-        """Whether the answer would mean anything."""
+        """Returns True if the answer has an effect in this state."""
         return all(condition.holds(state) for condition in self.conditions)
 
     def why_not(self, state: WizardState) -> str:
-        """Why the answer would mean nothing."""
+        """Returns the first reason why the answer has no effect in this state."""
         return next(one.otherwise for one in self.conditions if not one.holds(state))
 
 
@@ -183,19 +184,19 @@ _HOST = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)(\.(?!-)[a-z0-9_-]{1,63}(?<!-))*
 
 
 def _address(text: Any, _: WizardState) -> tuple[str, str]:
-    """Only how it is written: the machine itself may not know the name that the others use."""
-    word, fix = str(text).strip(), "a host name, or an address such as 10.0.0.1"
+    """Checks only the spelling: machine 0 may be unable to resolve the name that the other machines use for it."""
+    word, fix = str(text).strip(), "give a host name or an address such as 10.0.0.1"
     if re.fullmatch(r"[\d.]+", word) or ":" in word:
         try:
             ipaddress.ip_address(word)
         except ValueError:
-            return f"{word} is no IP address", fix
+            return f"{word} is not an IP address", fix
         return "", ""
-    return ("", "") if _HOST.fullmatch(word) and len(word) < 254 else (f"{word!r} is no host name", fix)
+    return ("", "") if _HOST.fullmatch(word) and len(word) < 254 else (f"{word!r} is not a host name", fix)
 
 
 def _port(port: Any, _: WizardState) -> tuple[str, str]:
-    return ("", "") if port < 2**16 else (f"{port} is no port", "at most 65535")
+    return ("", "") if port < 2**16 else (f"{port} is not a port", "give at most 65535")
 
 
 def _disk(state: WizardState) -> str | None:
@@ -204,7 +205,7 @@ def _disk(state: WizardState) -> str | None:
 
 
 def _no_disk(state: WizardState) -> str:
-    return "" if state.machine.disks else "no local disk with room was found on this machine"
+    return "" if state.machine.disks else "this machine has no local disk with enough free space"
 
 
 def _no_bf16(state: WizardState) -> str:
@@ -227,13 +228,13 @@ def _processes(state: WizardState) -> int:
 def _divisible(value: Any, state: WizardState) -> tuple[str, str]:
     machines = state["num_machines"] or 1
     if value % machines:
-        return f"{value} processes on {machines} machines", f"a multiple of {machines}: it counts those of all machines"
+        return f"{machines} machines cannot share {value} processes evenly", f"give a multiple of {machines} in total"
     return "", ""
 
 
 def _divides_processes(value: Any, state: WizardState) -> tuple[str, str]:
     if (state["num_processes"] or value) % value:
-        return f"{value} does not divide the {state['num_processes']} processes", "those of one machine, usually"
+        return f"{value} does not divide {state['num_processes']} processes", "give the processes of one machine"
     return "", ""
 
 
@@ -256,7 +257,7 @@ def _mesh_check(axis: str) -> Check:
 
 def _rank_exists(value: Any, state: WizardState) -> tuple[str, str]:
     last = state["num_machines"] - 1
-    return ("", "") if value <= last else (f"the machines are 0 to {last}", "give the number of this one")
+    return ("", "") if value <= last else (f"the machines have ranks 0 to {last}", "give the rank of this machine")
 
 
 def _undivided(size: str, otherwise: str) -> Condition:
@@ -271,19 +272,22 @@ _OPEN_MESH = Condition(
     "the JSON config decides it (--deepspeed_config_file)",
 )
 _MESH = Condition(
-    lambda s: bool(s["use_parallelism_config"]), "every process sees samples of its own (--use_parallelism_config)"
+    lambda s: bool(s["use_parallelism_config"]),
+    "parallelism other than data parallelism is off (--use_parallelism_config)",
 )
-_WHOLE_LAYERS = _undivided("tp_size", "layers that processes share are not quantised")
-_OWN_EXPERTS = _undivided("tp_size", "processes that share layers share their experts, too")
-_WHOLE_EXPERTS = _undivided("ep_size", "experts that processes divide are not stored as codes")
-_EACH = Condition(lambda s: s["multinode_launcher"] != "ssh", "the job is started on all machines from here (ssh)")
+_WHOLE_LAYERS = _undivided("tp_size", "tensor-parallel layers cannot be quantized")
+_OWN_EXPERTS = _undivided("tp_size", "tensor-parallel processes already share the experts")
+_WHOLE_EXPERTS = _undivided("ep_size", "expert-parallel layers cannot be quantized")
+_EACH = Condition(
+    lambda s: s["multinode_launcher"] != "ssh", "ssh starts the job on all machines (--multinode_launcher)"
+)
 _BY_SSH = Condition(
-    lambda s: s["multinode_launcher"] == "ssh", "the command is run on each machine (--multinode_launcher)"
+    lambda s: s["multinode_launcher"] == "ssh", "you run the command on each machine (--multinode_launcher)"
 )
 _NOT_FILTERED = Condition(lambda s: s["exclusion_filter"] is None, "there is an exclusion filter (--exclusion_filter)")
 _PARAMS = Condition(lambda s: s.stage == 3, "parameters are sharded at stage 3 only (--zero_stage)")
 _STATES = Condition(lambda s: s.stage >= 1, "optimizer states are sharded from stage 1 on (--zero_stage)")
-_COMPILED = Condition(lambda s: s["dynamo_backend"] not in (None, "no"), "nothing is compiled (--dynamo_backend)")
+_COMPILED = Condition(lambda s: s["dynamo_backend"] not in (None, "no"), "torch.compile is off (--dynamo_backend)")
 
 
 def _open(key: str) -> Condition:
@@ -292,7 +296,7 @@ def _open(key: str) -> Condition:
 
 def _nvme(what: str) -> Condition:
     key = f"offload_{what}_device"
-    return Condition(lambda s: s[key] == "nvme", f"nothing of it is offloaded to nvme (--{key})")
+    return Condition(lambda s: s[key] == "nvme", f"the device of this offload is not nvme (--{key})")
 
 
 def _yes_no(key: str, words: str, *conditions: Condition, default: bool = False) -> Question:
@@ -300,18 +304,18 @@ def _yes_no(key: str, words: str, *conditions: Condition, default: bool = False)
 
 
 def _choice(key: str, words: str, choices: Sequence[Choice], *conditions: Condition, gate: str = "") -> Question:
-    """A choice, of which the first is the default."""
+    """Makes a question with choices; the first one is the default."""
     return Question(key, words, "choice", conditions, tuple(choices), lambda _: choices[0].value, gate)
 
 
 def _count(key: str, words: str, *conditions: Condition, default: Any, check: Check = _fine, **more: Any) -> Question:
-    """A count of at least 1, by default the value `default` or what it returns."""
+    """Makes a question for a count of at least 1. default: a value, or a function that returns it."""
     value = default if callable(default) else lambda _: default
     return Question(key, words, "count", conditions, default=value, check=check, **{"least": 1, **more})
 
 
 def _in_json(key: str, *conditions: Condition) -> tuple[Condition, ...]:
-    """The conditions of a setting of ZeRO that the JSON config may decide."""
+    """Returns the conditions of a ZeRO setting that the JSON config may decide."""
     return (_ZERO, _open(key), *conditions)
 
 
@@ -341,46 +345,44 @@ def _steps(state: WizardState) -> int | str:
     return AUTO if stages == 1 else stages  # 1F1B needs one for each stage
 
 
-_LAUNCHERS = (Choice("standard", "the command on each machine"), Choice("ssh", "from this one, by ssh and a hostfile"))
+_LAUNCHERS = (Choice("standard", "you run the command on each"), Choice("ssh", "from this one, by ssh and a hostfile"))
 
 QUESTIONS: tuple[Question, ...] = (
     Question(
         "use_cpu",
-        "Run on the CPU only, even on a machine with accelerators?",
+        "Run on the CPU only, even if this machine has accelerators?",
         "yes_no",
         default=lambda s: not s.machine.devices,
     ),
     _count("num_machines", "How many machines will you use?", default=1),
-    _choice("multinode_launcher", "How is the job started on the others?", _LAUNCHERS, _SEVERAL),
+    _choice("multinode_launcher", "How is the job started on the other machines?", _LAUNCHERS, _SEVERAL),
     Question("hostfile", "Where is the hostfile?", "file", (_SEVERAL, _BY_SSH), check=_file_check),
     Question(
         "exclusion_filter",
-        "Which of the hostfile to leave out, as in node1:3?",
+        "Which hostfile entries are excluded (node1:3)?",
         "text",
         (_SEVERAL, _BY_SSH),
-        gate="Leave some machines or devices of the hostfile out?",
+        gate="Exclude some machines or devices of the hostfile?",
     ),
     Question(
         "inclusion_filter",
-        "Which of the hostfile to use, as in node1@node2:0,2?",
+        "Which hostfile entries are used (node1@node2:0,2)?",
         "text",
         (_SEVERAL, _BY_SSH, _NOT_FILTERED),
         gate="Use only some machines or devices of the hostfile?",
     ),
     _count(
         "machine_rank",
-        "What is the number of this machine, from 0?",
+        "What is the rank of this machine, counted from 0?",
         _SEVERAL,
         _EACH,
         default=0,
         least=0,
         check=_rank_exists,
     ),
-    Question("main_process_ip", "What address do the others reach machine 0 by?", "text", (_SEVERAL,), check=_address),
-    _count(
-        "main_process_port", "On which port of machine 0 do the processes meet?", _SEVERAL, default=29500, check=_port
-    ),
-    _count("num_processes", "How many processes, over all machines?", default=_processes, check=_divisible),
+    Question("main_process_ip", "What is the network address of machine 0?", "text", (_SEVERAL,), check=_address),
+    _count("main_process_port", "Which port of machine 0 is for the rendezvous?", _SEVERAL, default=29500, check=_port),
+    _count("num_processes", "How many processes run in total?", default=_processes, check=_divisible),
     _yes_no("use_deepspeed", "Shard the training with ZeRO, as DeepSpeed does?", default=True),
     Question(
         "deepspeed_config_file",
@@ -398,13 +400,11 @@ QUESTIONS: tuple[Question, ...] = (
         (Choice("no", "fp32"), Choice("fp16"), Choice("bf16", "", _no_bf16)),
         default=_precision,
     ),
-    _yes_no(
-        "use_parallelism_config", "Shall processes share layers, sequences, stages or experts?", _PROCESSES, _OPEN_MESH
-    ),
+    _yes_no("use_parallelism_config", "Use tensor, sequence, pipeline or expert parallelism?", _PROCESSES, _OPEN_MESH),
     _mesh_size("tp", "How many processes share each layer (tensor parallel)?"),
     _mesh_size("sp", "How many processes share each sequence (Ulysses)?"),
-    _mesh_size("pp", "How many stages has the pipeline?"),
-    _mesh_size("ep", "How many processes divide the experts of a mixture?", _OWN_EXPERTS),
+    _mesh_size("pp", "How many stages does the pipeline have?"),
+    _mesh_size("ep", "Over how many processes are MoE experts divided?", _OWN_EXPERTS),
     Question(
         "zero_stage",
         "Which stage of ZeRO?",
@@ -418,13 +418,13 @@ QUESTIONS: tuple[Question, ...] = (
         ),
         default=lambda _: 2,
     ),
-    _tier("optimizer", "Where do optimizer states live?", _STATES),
-    _tier("param", "Where do parameters live between uses?", _PARAMS),
-    _folder("param", "In which local folder do parameters live?"),
-    _folder("optimizer", "In which local folder do optimizer states live?"),
+    _tier("optimizer", "Where are optimizer states stored?", _STATES),
+    _tier("param", "Where are parameters stored between uses?", _PARAMS),
+    _folder("param", "In which local folder are parameters stored?"),
+    _folder("optimizer", "In which local folder are optimizer states stored?"),
     _count(
         "zero_hpz_partition_size",
-        "How many processes hold a second copy among them?",
+        "How many processes share a second copy of weights?",
         *_in_json("zero_hpz_partition_size", _PARAMS, _SEVERAL),
         default=lambda s: max(1, (s["num_processes"] or 1) // (s["num_machines"] or 1)),
         gate="Keep a second copy of weights on each machine (ZeRO++ hpZ)?",
@@ -434,14 +434,14 @@ QUESTIONS: tuple[Question, ...] = (
     _quantized("gradients", "Reduce gradients between machines as 4-bit integers (ZeRO++ qgZ)?"),
     _count(
         "gradient_accumulation_steps",
-        "How many gradient accumulation steps (auto: script)?",
+        "How many gradient accumulation steps (or auto)?",
         *_in_json("gradient_accumulation_steps"),
         default=_steps,
         takes_auto=True,
     ),
     Question(
         "gradient_clipping",
-        "What is the largest norm of the gradients?",
+        "To which maximum norm are gradients clipped?",
         "number",
         _in_json("gradient_clipping"),
         default=lambda _: 1.0,
@@ -449,10 +449,10 @@ QUESTIONS: tuple[Question, ...] = (
     ),
     _choice(
         "frozen_weights",
-        "As which codes are frozen matrices stored?",
-        [Choice("nf4", "0.56 bytes a value"), Choice("mxfp4", "0.53 bytes"), Choice("int8", "1 byte")],
+        "In which format are frozen weight matrices stored?",
+        [Choice("nf4", "0.56 bytes per value"), Choice("mxfp4", "0.53 bytes"), Choice("int8", "1 byte")],
         *_in_json("frozen_weights", _WHOLE_LAYERS, _WHOLE_EXPERTS),
-        gate="Train adapters on a frozen base that is stored as codes?",
+        gate="Train adapters on a frozen base model that is quantized?",
     ),
     _yes_no(
         "zero3_save_16bit_model",
@@ -467,29 +467,27 @@ QUESTIONS: tuple[Question, ...] = (
         "Which classes are mixture-of-experts layers (A,B)?",
         "names",
         _in_json("deepspeed_moe_layer_cls_names", _PARAMS),
-        gate="Does it have mixture-of-experts layers to gather at once?",
+        gate="Are there mixture-of-experts layers to gather as a whole?",
     ),
     _choice(
         "dynamo_backend",
-        "Which backend of torch.compile?",
+        "Which backend does torch.compile use?",
         [Choice(name) for name in ("inductor", "eager", "aot_eager", "cudagraphs", "onnxrt", "tvm")],
         gate="Compile the model with torch.compile (dynamo)?",
     ),
     _choice(
         "dynamo_mode",
-        "What should the compiler aim for?",
+        "Which mode does torch.compile use?",
         [Choice(name) for name in ("default", "reduce-overhead", "max-autotune")],
         _COMPILED,
     ),
-    _yes_no("dynamo_use_fullgraph", "Make a graph break an error?", _COMPILED),
+    _yes_no("dynamo_use_fullgraph", "Raise an error at a graph break?", _COMPILED),
     _yes_no("dynamo_use_dynamic", "Compile for changing shapes?", _COMPILED),
-    _yes_no(
-        "dynamo_use_regional_compilation", "Compile the repeated blocks rather than the model as a whole?", _COMPILED
-    ),
+    _yes_no("dynamo_use_regional_compilation", "Compile repeated blocks rather than the whole model?", _COMPILED),
 )
-"""In the order in which they are asked; a condition reads only answers to questions before it."""
+"""The questions in the order in which they are asked; a condition reads only answers to earlier questions."""
 
 
 def by_key(key: str) -> Question:
-    """The question about a setting."""
+    """Returns the question about a setting."""
     return next(question for question in QUESTIONS if question.key == key)

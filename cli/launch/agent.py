@@ -1,9 +1,9 @@
 """Runs a `LaunchPlan` on this machine through torch's elastic agent, in this process; returns a `JobEnd`.
 
-In order: the machines meet and compare what they have (`meet_machines`), the agent starts the ranks, `StopSignals` and
-`ProcessWatch` handle what the agent does not, and orphans are ended after a failure. `failures` explains the `JobEnd`.
-The agent's own log is kept from the terminal, since the `JobEnd` has all of it: `--debug` shows it, `--log_dir` keeps
-it. The only part of the launcher that imports all of torch.
+In order: the machines meet and compare their settings (`meet_machines`), the agent starts the ranks, `StopSignals` and
+`ProcessWatch` handle signals and processes that the agent does not, and the launcher ends orphans after a failure.
+`failures` explains the `JobEnd`. The agent's own log does not go to the terminal, since the `JobEnd` has all of it:
+`--debug` shows it, `--log_dir` keeps it. No other part of the launcher imports all of torch.
 """
 
 from __future__ import annotations
@@ -56,19 +56,19 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  #
 
 
 class StopSignals:
-    """The handlers of the stop signals while a job runs; the ones found before come back at the end.
+    """The handlers of the stop signals while a job runs; the former handlers are restored at the end.
 
-    1. Until there are processes, a signal ends the launcher as it would without handlers; at once where
+    1. Until there are processes, a signal ends the launcher as it would without handlers; at once if
        `may_wait_in_native_code`, since no Python handler runs there.
     2. After `processes_exist`, the first signal raises SignalException, upon which the elastic agent passes the signal
        on and waits; a second one calls `kill`.
-    3. After `processes_ended`, signals are ignored until the end: what is left to do takes seconds.
+    3. After `processes_ended`, signals are ignored until the end, as the remaining work takes seconds.
 
     Args:
-        seconds: the processes have them to end, after the first signal.
+        seconds: time that the processes have to end after the first signal.
 
     Attributes:
-        stopping: a signal has come.
+        stopping: true after the first signal.
     """
 
     def __init__(
@@ -108,12 +108,12 @@ class StopSignals:
             self._kill()
             return
         self.stopping = True
-        self._log(f"{name.name}: stopping the processes, which have {self._seconds:g} s; once more kills them")
+        self._log(f"{name.name}: stopping the processes within {self._seconds:g} s; a second signal kills them")
         raise SignalException(f"the launcher received {name.name}", sigval=name)
 
 
-_TORCH_WAITS = 600.0  # seconds, its rendezvous, by default
-# A machine is lost after 7 silent seconds; after 15 by torch's own settings.
+_TORCH_WAITS = 600.0  # seconds that torch's rendezvous waits by default
+# A machine counts as lost after 7 silent seconds; with torch's own settings after 15.
 _KEEP_ALIVE = {"keep_alive_interval": 1, "keep_alive_max_attempt": 7}
 _SAME_EVERYWHERE = ("num_processes", "num_machines", "max_restarts", "rdzv_backend", "use_cpu", "timeout")
 
@@ -121,11 +121,11 @@ _SAME_EVERYWHERE = ("num_processes", "num_machines", "max_restarts", "rdzv_backe
 def meet_machines(
     plan: LaunchPlan, log: Callable[[str], None], arrival_seconds: float | None
 ) -> PreflightRendezvous | None:
-    """Meets the launchers of the other machines; None where there are none, or where they come and go.
+    """Meets the launchers of the other machines; None on one machine, or if --num_machines is a range.
 
     Raises:
         CollectiveError: a machine did not come, or cannot be reached.
-        ConfigError: two machines want different things.
+        ConfigError: two machines have different settings.
     """
     settings = plan.settings
     if settings.num_machines == 1 or settings.machine_rank is None or settings.min_machines is not None:
@@ -142,7 +142,7 @@ def meet_machines(
 
 
 def node_info(plan: LaunchPlan) -> NodeInfo:
-    """What must be the same on all machines: versions, settings, the command and the config's contents."""
+    """Returns the facts that must be the same on all machines: versions, settings, command and config contents."""
     settings = plan.settings
     facts = {
         "the version of zeroaccel": zeroaccel.__version__,
@@ -156,7 +156,7 @@ def node_info(plan: LaunchPlan) -> NodeInfo:
     training = sorted(plan.program.environment.items())
     facts |= {name: value for name, value in training if name.startswith("ACCELERATE_")}
     script, config = Path(plan.program.name), settings.deepspeed_config_file
-    if settings.min_machines is not None and script.is_file():  # a machine may come late, from another tree
+    if settings.min_machines is not None and script.is_file():  # a late machine may have another checkout
         facts[f"the contents of {script}"] = _digest(script, "the script")
     if config is not None:
         facts[f"the contents of {config}"] = _digest(Path(config), "--deepspeed_config_file")
@@ -175,7 +175,7 @@ _TORCH_LOG = "torch.distributed.elastic"
 
 @dataclass(frozen=True)
 class JobEnd:
-    """How the job ended on this machine. Both fields are empty after a success.
+    """The end of the job on this machine. Both fields are empty after a success.
 
     Attributes:
         failures: the processes that failed.
@@ -189,10 +189,10 @@ class JobEnd:
 def prefixed_streams(
     settings: LaunchSettings, num_local: int, *, stdout_is_terminal: bool, stderr_is_terminal: bool
 ) -> Streams:
-    """The output of which ranks comes line by line, with the rank before it: as `tee` of torch's agent.
+    """Returns the streams whose lines begin with their rank, in the form of `tee` of torch's agent.
 
-    By default rank 0 writes to the terminal itself, so that its progress bars and debuggers work, and the lines of the
-    others are told from its own by their beginnings. In a pipe nothing is added to what programs read.
+    By default rank 0 writes to the terminal itself, so that its progress bars and debuggers work, and the lines of
+    other ranks have prefixes. In a pipe there are no prefixes, so programs read the plain output.
 
     Example:
         >>> from zeroaccel.config.launch.launch_settings import launch_settings
@@ -210,9 +210,9 @@ def prefixed_streams(
 
 
 class RankFiles(DefaultLogsSpecs):
-    """The files of each rank, its output and its error report; torch's agent asks for them at each start.
+    """The files of each rank, for its output and its error report; torch's agent asks for them at each start.
 
-    Adds `additions` to the environment of each rank, logs why the ranks are started again, and reads their reports.
+    Adds `additions` to the environment of each rank, logs why the ranks restart, and reads their reports.
 
     Attributes:
         ended: when the ranks of the last attempt ended; None before.
@@ -244,14 +244,14 @@ class RankFiles(DefaultLogsSpecs):
         for local_rank, environment in envs.items():
             environment.update(self._additions(local_rank))
             if self._prefixed.get(local_rank, 0) if isinstance(self._prefixed, dict) else self._prefixed:
-                environment["PYTHONUNBUFFERED"] = "1"  # to a file, Python would write in blocks
+                environment["PYTHONUNBUFFERED"] = "1"  # Python buffers output to a file
         self._reports = tuple(Path(path) for path in destinations.error_files.values())
         self._ranks = tuple(int(environment["RANK"]) for environment in envs.values())
         self._about_to_start()
         return destinations
 
     def end_of(self, rank: int, failure: ProcessFailure) -> RankEnd:
-        """What is known of a process that failed. Its traceback goes into its own log as well, where it has one."""
+        """Returns the end of a process that failed. Appends its traceback to its own log, if it has one."""
         path = self._reports[failure.local_rank]
         report = _report_at(path)
         log = path.with_name("stderr.log")
@@ -269,14 +269,14 @@ class RankFiles(DefaultLogsSpecs):
         )
 
     def ends(self) -> tuple[RankEnd, ...]:
-        """The ends that the ranks have reported themselves, where the agent cannot."""
+        """Returns the ends that the ranks have reported themselves, for cases in which the agent cannot."""
         return tuple(
             RankEnd(self._ranks[local_rank], local_rank, report.pid, report.exit_code, report.time, report)
             for local_rank, report in self._written().items()
         )
 
     def lost_by(self, killed: Sequence[int]) -> Sequence[int]:
-        """The local ranks by which an attempt ends, now: those killed, or the first to report a failure."""
+        """Returns the local ranks that ended an attempt now: those killed, or the first to report a failure."""
         self.ended = time.monotonic()
         if killed:
             return killed
@@ -288,7 +288,7 @@ class RankFiles(DefaultLogsSpecs):
         return "a process died without a report, or another machine had to start again"
 
     def _written(self) -> dict[int, Report]:
-        """Local rank -> its report, the earliest first."""
+        """Returns local rank -> its report, the earliest first."""
         reports = {rank: report for rank, path in enumerate(self._reports) if (report := _report_at(path)) is not None}
         return dict(sorted(reports.items(), key=lambda item: item[1].time))
 
@@ -297,10 +297,10 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class Places:
-    """The places of this machine that have a rank: `--num_processes MIN:MAX` leaves out one that loses its ranks.
+    """The places of this machine that have a rank: `--num_processes MIN:MAX` drops a place that loses its ranks.
 
-    A rank that the system has killed, or that failed first, comes back with all others at the next attempt. Where that
-    loses the rank of the same place again, the attempts after it have no rank there, and its device is idle.
+    A rank that the system has killed, or that failed first, restarts with all others at the next attempt. If the same
+    place loses its rank again, later attempts start no rank there, and its device is idle.
 
     Attributes:
         used: places, in the order of local ranks.
@@ -314,15 +314,15 @@ class Places:
         self._lost: frozenset[int] = frozenset()
 
     def note_loss(self, local_ranks: Iterable[int]) -> None:
-        """The ranks that an attempt has lost; called once per attempt that failed."""
+        """Notes the ranks that an attempt has lost; called once per failed attempt."""
         lost = frozenset(self.used[rank] for rank in local_ranks)
         again, self._lost = sorted(lost & self._lost), lost
         for place in again[: max(0, len(self.used) - self._fewest)]:
             self.used = tuple(other for other in self.used if other != place)
-            self._log(f"process {place} was lost twice in a row: going on with {len(self.used)} processes")
+            self._log(f"process {place} was lost twice in a row: continuing with {len(self.used)} processes")
 
     def additions(self, local_rank: int) -> dict[str, str]:
-        """What a rank gets on top of the launcher's own environment and of torch's."""
+        """Returns the variables of a rank on top of those of the launcher and torch."""
         found = self._plan.additions(self.used[local_rank])
         if len(self.used) == self._plan.num_local:
             return found
@@ -334,15 +334,15 @@ class Places:
 
 
 def run_plan(plan: LaunchPlan, log: Callable[[str], None], arrival_seconds: float | None = None) -> JobEnd:
-    """Starts the processes, waits for all of them, and leaves none behind unless all succeeded.
+    """Starts the processes and waits for all of them; ends the processes of a failed job.
 
     Args:
         log: prints a line for the user while the job runs.
-        arrival_seconds: how long the other machines may take to come; by default as long as torch's rendezvous waits.
+        arrival_seconds: time that the other machines have to come; by default that of torch's rendezvous.
 
     Raises:
         CollectiveError: the machines did not meet.
-        ConfigError: they want different things.
+        ConfigError: they have different settings.
     """
     settings = plan.settings
     launch_id, memory_folder = uuid.uuid4().hex, launch_memory(settings)
@@ -371,9 +371,9 @@ def run_plan(plan: LaunchPlan, log: Callable[[str], None], arrival_seconds: floa
     ranks = as_many_ranks_as(places, plan)
     with stop_signals, memory_folder as memory, _agent_log(settings), in_time, changing, ranks, watch, forks:
         try:
-            # Its store lives until the ranks have theirs: a slower machine may still be reading from it.
+            # The object keeps its store open until the ranks have theirs: a slower machine may still read from it.
             preflight = meet_machines(plan, log, arrival_seconds)
-            # The agent fills in ${local_rank} and turns $$ into $; the arguments are meant as they are.
+            # The agent replaces ${local_rank} and turns $$ into $; the arguments must reach the program unchanged.
             command = [word.replace("$", "$$") for word in plan.command[1:]]
             launch_agent(_launch_config(plan, files), plan.command[0], command)
             del preflight
@@ -385,7 +385,7 @@ def run_plan(plan: LaunchPlan, log: Callable[[str], None], arrival_seconds: floa
             return _end_by_signal(error, files.ends(), len(places.used))
         except (RendezvousError, DistError) as error:
             if (ends := files.ends()) or spare.job_ended():
-                return JobEnd(ends)  # the agent has lost the store, but the ranks have reported why they end
+                return JobEnd(ends)  # the agent has lost the store, but the ranks have reported their ends
             raise CollectiveError(_did_not_meet(plan, error)) from error
         finally:
             if not succeeded:
@@ -401,9 +401,9 @@ def processes_end_in_time(
     log: Callable[[str], None],
     about_to_end: Callable[[Sequence[int]], object],
 ) -> AbstractContextManager[None]:
-    """Has the elastic agent wait from SIGTERM to SIGKILL as `settings` say, and shorter once a process has failed.
+    """Makes the elastic agent wait from SIGTERM to SIGKILL as long as `settings` allow, less after a failure.
 
-    For the latter it has no setting, and for the former not in every release that is supported. Processes that are
+    The agent has no setting for the latter, and for the former not in every supported release. Processes that are
     stopped (SIGSTOP) are woken first: the agent's SIGTERM would not reach them before its SIGKILL.
 
     Args:
@@ -420,7 +420,7 @@ def processes_end_in_time(
             timeout = min(timeout, AFTER_FAILURE_SECONDS)
         start = time.monotonic()
         number = death_sig or signal.SIGTERM
-        own = set(context.pids().values())  # some of which may have ended, and be other processes' by now
+        own = set(context.pids().values())  # other processes may have some of these numbers by now
         wake_stopped([child for child in psutil.Process().children() if child.pid in own], number)
         close(context, number, timeout)  # type: ignore[arg-type]
         if stop_signals.stopping and time.monotonic() - start > timeout:
@@ -430,9 +430,9 @@ def processes_end_in_time(
 
 
 def as_many_ranks_as(places: Places, plan: LaunchPlan) -> AbstractContextManager[None]:
-    """Has torch's agent start a rank at each place that is used, whatever the attempt before had.
+    """Makes torch's agent start a rank at each place in use, independent of the previous attempt.
 
-    Machines that come and go are compared before they join.
+    With a range of machines, compares each machine with the first before it joins.
     """
     meet = SimpleElasticAgent._rendezvous
 
@@ -443,7 +443,7 @@ def as_many_ranks_as(places: Places, plan: LaunchPlan) -> AbstractContextManager
             try:
                 compare_with_first(handler._store, node_info(plan))
             except ConfigError:
-                handler.shutdown = lambda: True  # it would end the job of the others
+                handler.shutdown = lambda: True  # else it would end the other machines' job
                 raise
         return meet(agent, worker_group)
 
@@ -451,15 +451,15 @@ def as_many_ranks_as(places: Places, plan: LaunchPlan) -> AbstractContextManager
 
 
 def killed_ranks(handlers: Mapping[int, Any]) -> list[int]:
-    """The local ranks that a signal has ended by now, of the handlers of torch's agent."""
+    """Returns the local ranks that a signal has ended by now, from the handlers of torch's agent."""
     return [rank for rank, handler in handlers.items() if (handler.proc.poll() or 0) < 0]
 
 
 def _renew_stores(settings: LaunchSettings) -> None:
-    """Where ranks may be started again: gives the ranks a new store for every attempt.
+    """Gives the ranks a new store for every attempt, if they may be restarted.
 
-    The one that torch's agent would share with them keeps what the last attempt wrote, such as addresses of processes
-    that are gone, and a rank that reads one before it is written anew waits in vain (torch 2.13).
+    A store shared with torch's agent keeps entries of the last attempt, such as addresses of ended processes, and a
+    rank that reads one before it is written again waits in vain (torch 2.13).
     """
     if settings.max_restarts:
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -475,7 +475,7 @@ def _launch_config(plan: LaunchPlan, files: RankFiles) -> LaunchConfig:
     elif settings.machine_rank is not None or settings.num_machines == 1:
         conf["is_host"] = settings.is_main_machine  # otherwise torch compares addresses
     parameters = {field.name for field in fields(LaunchConfig)}
-    # Not in every release that is supported. Without it the agent handles all signals itself.
+    # Not every supported release has it. Without it the agent handles all signals itself.
     newer: dict[str, Any] = {"signals_to_handle": "SIGQUIT"}
     return LaunchConfig(
         min_nodes=settings.min_machines or settings.num_machines,
@@ -504,13 +504,13 @@ def _std(streams: Streams) -> Std | dict[int, Std]:
 def _report_at(path: Path) -> Report | None:
     try:
         data: Mapping[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError):  # none, or half of one
+    except (OSError, ValueError):  # no file, or half of one
         return None
     return read_report(data)
 
 
 def _stack_at(path: Path) -> str:
-    """What a crash left, without the frames of `runner` and `fork_server`."""
+    """Returns the stack that a crash left, without the frames of `runner` and `fork_server`."""
     try:
         lines = path.read_text(errors="replace").strip().splitlines()
     except OSError:

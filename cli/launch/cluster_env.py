@@ -1,8 +1,8 @@
-"""The machines of a job as the cluster's scheduler has them, read from the variables it sets. Pure.
+"""The machines of a job, read from the variables that a cluster's scheduler sets. Pure.
 
-Known are SLURM (inside a step of srun), OpenMPI's mpirun and the operators of Kubernetes that set torchrun's PET_
-variables, or MASTER_ADDR with RANK and WORLD_SIZE per pod. Each starts the same command on every machine; the settings
-that would differ between them are found here. `launch` puts them above the launch file and below flags.
+Supported are SLURM (inside a step of srun), OpenMPI's mpirun and the operators of Kubernetes that set torchrun's PET_
+variables, or MASTER_ADDR with RANK and WORLD_SIZE per pod. Each starts the same command on every machine; this module
+finds the settings that differ between machines. They override the launch file, and flags override them.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _Found = tuple[_Settings, str] | None  # settings, and their source
 
 
 def cluster_environment(environ: Mapping[str, str]) -> ExplicitSettings:
-    """num_machines, machine_rank, main_process_ip and _port as the scheduler has them; nothing outside of one.
+    """Returns num_machines, machine_rank, main_process_ip and _port from the scheduler; nothing without a scheduler.
 
     Raises:
         ConfigError: the scheduler has started several launchers on one machine.
     """
     if "TORCHELASTIC_RUN_ID" in environ or "LOCAL_RANK" in environ:
-        return ExplicitSettings()  # inside a rank of a job that runs already
+        return ExplicitSettings()  # inside a rank of a running job
     for read in (_slurm, _open_mpi, _torchrun_variables, _pods):
         settings, source = read(environ) or ({}, "")
         if settings.get("num_machines", 1) != 1:
@@ -33,7 +33,7 @@ def cluster_environment(environ: Mapping[str, str]) -> ExplicitSettings:
 
 
 def _slurm(environ: Mapping[str, str]) -> _Found:
-    # SLURM_STEP_ variables exist inside srun only; a batch script runs on the first machine alone.
+    # SLURM_STEP_ variables exist only inside srun; a batch script runs on the first machine alone.
     nodes = environ.get("SLURM_STEP_NUM_NODES", "")
     if not nodes.isdigit():
         return None
@@ -48,7 +48,8 @@ def _slurm(environ: Mapping[str, str]) -> _Found:
     if names:
         settings["main_process_ip"] = names[0]
     if environ.get("SLURM_JOB_ID", "").isdigit():
-        settings["main_process_port"] = 20000 + int(environ["SLURM_JOB_ID"]) % 10000  # of jobs that share a machine
+        # Jobs that share a machine need different ports.
+        settings["main_process_port"] = 20000 + int(environ["SLURM_JOB_ID"]) % 10000
     return settings, f"SLURM job {environ.get('SLURM_JOB_ID', '')}".rstrip()
 
 
@@ -94,7 +95,7 @@ def _with_address(settings: _Settings, host: str | None, port: str | None) -> _S
 
 
 def expand_nodelist(text: str) -> list[str]:
-    """The names in SLURM's short form.
+    """Returns the names of a list in SLURM's short form.
 
     Example:
         >>> expand_nodelist("gpu[01-03,7],login")

@@ -1,7 +1,7 @@
 """Explains how a job failed: the rank that failed first, its error, the state of the others, and the exit code.
 
 Pure: `agent` collects a `RankEnd` per failed rank of this machine, `launch_command` prints `explain_failure`. The rank
-that failed first is seldom the one that printed last: the others lose their connection to it, and say so at length.
+that failed first is seldom the one that printed last: the others lose their connection to it and print long errors.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ ReportKind = Literal["exception", "on_purpose", "exit", "interrupt"]
 
 _NEVER_A_CONSEQUENCE = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 AFTER_FAILURE_SECONDS = 6
-"""How long the other processes have to end after one has failed, from SIGTERM to SIGKILL; less with --shutdown_timeout.
+"""Time from SIGTERM to SIGKILL for the other processes after one has failed; less with a shorter --shutdown_timeout.
 
-A job whose ranks have parted ends within 15 s of the limit: by then, up to 8 s have gone by.
+A job whose ranks have diverged ends within 15 s after the limit, of which up to 8 s have already passed.
 """
 
 _PATIENCE_SECONDS = AFTER_FAILURE_SECONDS - 2.0  # times have a resolution of one second
 
-# How gloo, NCCL and the rendezvous store say that another process is gone, in exceptions of torch.distributed.
+# Messages of gloo, NCCL and the rendezvous store about a lost process, in exceptions of torch.distributed.
 _CONNECTION_ERRORS = re.compile(r"^([\w.]*\.)?(RuntimeError|Dist\w*Error)\b")
 _CONNECTION_WORDS = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket (closed|timeout)|remote process exited"
@@ -33,7 +33,7 @@ _CONNECTION_WORDS = re.compile(
     r"|(recv|send)(Value|Bytes) failed|failed to connect|wait timeout after",
     re.IGNORECASE,
 )
-# Ours name the rank that failed; that rank has a report of its own, unless all of them have this one.
+# zeroaccel's errors name the rank that failed; that rank has its own report, unless all ranks have this one.
 _COLLECTIVE_ERRORS = re.compile(r"^Collective\w*Error\b")
 
 
@@ -43,12 +43,12 @@ class Report:
 
     Attributes:
         kind: an uncaught exception, one of `zeroaccel.errors`, a `sys.exit`, or Ctrl-C.
-        headline: the exception without its traceback, or where and how `sys.exit` was called.
-        traceback: in full, without a final newline; empty for `sys.exit`.
-        exit_code: what it was about to exit with.
+        headline: the exception without its traceback, or the place and the code of `sys.exit`.
+        traceback: the full traceback, without a final newline; empty for `sys.exit`.
+        exit_code: exit code with which the process was about to exit.
         time: seconds since the epoch.
-        printed: it is on the terminal already.
-        pid: of the process; 0 where that is not known.
+        printed: true if the message is already on the terminal.
+        pid: process id; 0 if unknown.
     """
 
     kind: ReportKind
@@ -62,13 +62,13 @@ class Report:
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How one process ended that did not succeed.
+    """The end of a process that did not succeed.
 
     Attributes:
         status: its exit code, negative for a signal.
-        noticed: when the launcher noticed, in seconds since the epoch, as an integer.
+        noticed: time at which the launcher noticed, in whole seconds since the epoch.
         report: its own report, if it could write one.
-        fault: the Python stack a crash in native code left.
+        fault: the Python stack that a crash in native code left.
     """
 
     rank: int
@@ -81,12 +81,12 @@ class RankEnd:
 
     @property
     def exit_code(self) -> int:
-        """Its exit code, negative for a signal; its own where the launcher's signal met it on its way out."""
+        """Exit code, negative for a signal; that of the report if the launcher's signal came while it was exiting."""
         return self.report.exit_code if self.report is not None and self.status < 0 else self.status
 
 
 def read_report(data: Mapping[str, Any]) -> Report:
-    """Reads the report of `runner`, or one written by torch's own `record`."""
+    """Reads a report that `runner` or torch's own `record` has written."""
     if "zeroaccel" in data:
         return Report(**{**data["zeroaccel"], "traceback": data["zeroaccel"]["traceback"].rstrip()})
     message = data["message"]
@@ -97,7 +97,7 @@ def read_report(data: Mapping[str, Any]) -> Report:
 
 
 def first_failure(ends: Sequence[RankEnd]) -> RankEnd:
-    """The end that explains the others: of the most telling kind the earliest."""
+    """Returns the end that explains the others: the earliest of the kind that is most likely a cause."""
     start = min(end.noticed for end in ends)
 
     def order(end: RankEnd) -> tuple[int, float, int]:
@@ -112,12 +112,12 @@ def first_failure(ends: Sequence[RankEnd]) -> RankEnd:
 
 
 def exit_code(end: RankEnd) -> int:
-    """The launcher's exit code for this end: the same, or 128 + n for signal n as in a shell."""
+    """Returns the launcher's exit code for this end: the same, or 128 + n for signal n as in a shell."""
     return end.exit_code if end.exit_code > 0 else 128 - end.exit_code
 
 
 def preemption(ends: Sequence[RankEnd], num_ranks: int) -> str:
-    """What a preempted run has saved; "" where not all ranks have ended so."""
+    """Returns a line about the state that a preempted run has saved; "" unless all ranks were preempted."""
     reports = [end.report for end in ends if end.report is not None and exit_code(end) == Preempted.exit_code]
     return reports[0].headline if reports and len(reports) == num_ranks else ""
 
@@ -125,12 +125,12 @@ def preemption(ends: Sequence[RankEnd], num_ranks: int) -> str:
 def explain_failure(
     ends: Sequence[RankEnd], *, ranks: range, host: str, several_machines: bool = False, debug: bool = False
 ) -> str:
-    """The last words of a failed job on one machine, without a final newline.
+    """Returns the explanation of a failed job on one machine, without a final newline.
 
     Args:
-        ends: of the processes of this machine that did not succeed, at least one.
-        ranks: all of this machine's.
-        debug: show tracebacks also of errors that were raised on purpose.
+        ends: the ends of the processes of this machine that did not succeed, at least one.
+        ranks: all ranks of this machine.
+        debug: show tracebacks also for errors that were raised on purpose.
     """
     first = first_failure(ends)
     report = first.report
@@ -148,7 +148,7 @@ def explain_failure(
     if others := [rank for rank in ranks if rank not in named]:
         lines.append(_other_ranks(ends, first, others))
     if several_machines and _is_consequence(first):
-        lines.append("the cause is probably on another machine: see what its launcher says")
+        lines.append("the cause is probably on another machine: see the message of its launcher")
     return "\n".join(lines)
 
 
@@ -158,20 +158,20 @@ def _describe_rank(end: RankEnd, host: str) -> str:
 
 
 def _cause(end: RankEnd) -> str:
-    """What follows "failed first"."""
+    """Returns the text after "failed first"."""
     if end.report is not None:
         return f":\n{end.report.traceback}" if end.report.traceback else f": {end.report.headline}"
     if end.fault:
         return f":\n{end.fault.rstrip()}"
     if end.exit_code == -signal.SIGKILL:
-        return ": killed from outside; most often that is the system, out of memory"
+        return ": killed from outside, most often by the system because memory ran out"
     if end.exit_code < 0:
         return f": it received {_signal_name(end.exit_code)}"
-    return ": it left no traceback; what it printed is above"
+    return ": it left no traceback; its output is above"
 
 
 def _other_ranks(ends: Sequence[RankEnd], first: RankEnd, others: Iterable[int]) -> str:
-    """One line on the other processes of this machine; those that are not among the ends have succeeded."""
+    """Returns one line about the other processes of this machine; those without an end have succeeded."""
     start = min(end.noticed for end in ends)
     by_rank = {end.rank: _rank_outcome(end, first, start) for end in ends}
     groups: dict[str, list[int]] = {}
@@ -226,7 +226,7 @@ def _all_or_some(alike: Sequence[int], ranks: range, several_machines: bool) -> 
 
 
 def _named(ranks: Iterable[int]) -> str:
-    """ "rank 3", "ranks 0-2, 5"."""
+    """Returns a text such as "rank 3" or "ranks 0-2, 5"."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):
         if spans and spans[-1][1] == rank - 1:

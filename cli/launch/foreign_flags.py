@@ -1,7 +1,7 @@
-"""Flags of `zeroaccel launch` that are other launchers' names and ways: `deepspeed`'s, torchrun's and accelerate's.
+"""Flags of other launchers that `zeroaccel launch` accepts: `deepspeed`'s, torchrun's and accelerate's.
 
-Each is brought into our settings, or does nothing here as there, which is a note. What needs to know the machines or
-the devices, as `--include` and `--num_gpus`, is resolved by `resolve_devices` once the other settings are known.
+Each flag becomes a setting of zeroaccel or has no effect, which a note says. `resolve_devices` resolves the flags that
+depend on machines or devices, such as `--include` and `--num_gpus`, once the other settings are known.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .hostfile import Host, read_hostfile, select_hosts, slot_numbers
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
-# Flag -> the setting of ours that it is another name of.
+# Flag -> zeroaccel's setting with the same meaning.
 _SAME = {
     "num_nodes": "num_machines",
     "node_rank": "machine_rank",
@@ -31,13 +31,13 @@ _SAME = {
 }
 _FSDP, _FSDP_WORDS = "use_fsdp", "fsdp"
 _OF_TORCHRUN = ("nproc_per_node", "nnodes", "rdzv_endpoint")
-# Flags that other launchers take and that change nothing here: name -> why.
+# Flags of other launchers that have no effect here: name -> reason.
 _IDLE_SWITCHES: Mapping[str, str] = {
     "quiet": "the launcher reports the failing process once, without a second traceback",
     "downcast_bf16": "it is a setting of TPUs",
     "ipex": "that library is not used",
     "use_xpu": "the accelerators of this machine are used",
-    "force_multi": "machines are reached by ssh wherever a hostfile names others",
+    "force_multi": "the launcher uses ssh whenever a hostfile names other machines",
     "no_ssh_check": "the launcher reports an unreachable machine when the job starts",
     "save_pid": "the job ends with this process, so no file is needed",
     "detect_nvlink_pairs": "devices keep CUDA's order",
@@ -58,7 +58,7 @@ _IDLE_VALUES: Mapping[str, str] = {
     "local_addr": "the launcher finds the address towards machine 0",
     "local_ranks_filter": "the terminal shows every rank; --redirects and --log_dir select",
 }
-# Settings of accelerate's mesh that may only divide nothing.
+# Sizes of accelerate's mesh that must be 1.
 _AXES = {f"parallelism_config_{name}": name for name in OTHER_AXES}
 _REFUSED_VALUES: Mapping[str, tuple[str, str]] = {
     "autotuning": (
@@ -69,32 +69,32 @@ _REFUSED_VALUES: Mapping[str, tuple[str, str]] = {
     "venv_script": ("every machine runs the same interpreter", "start zeroaccel from that environment"),
 }
 
-_MACHINES_COME_AND_GO = "say --num_machines MIN:MAX"
+_MACHINES_COME_AND_GO = "use --num_machines MIN:MAX"
 ELASTIC_HINTS: Mapping[str, str] = {
-    "nproc": "say --nproc_per_node N",
-    "n_procs": "say --nproc_per_node N",
+    "nproc": "use --nproc_per_node N",
+    "n_procs": "use --nproc_per_node N",
     "enable_elastic_training": _MACHINES_COME_AND_GO,
     "elastic_training": _MACHINES_COME_AND_GO,
     "min_elastic_nodes": _MACHINES_COME_AND_GO,
     "max_elastic_nodes": _MACHINES_COME_AND_GO,
     "spares": f"{_MACHINES_COME_AND_GO}, and start the command on more than MAX machines: the others wait as spares",
 }
-"""Flags of elastic DeepSpeed and of other launchers that do not exist here -> what to say instead."""
+"""Flags of elastic DeepSpeed and of other launchers that do not exist here -> the flag to use instead."""
 
-# Those of the `deepspeed` command that have a meaning of their own here, as help shows them.
+# Flags of the `deepspeed` command, as help shows them.
 _SHOWN: Mapping[str, dict[str, Any]] = {
-    "num_gpus": {"metavar": "N", "help": "Processes on each machine, as --num_processes per machine."},
-    "num_nodes": {"metavar": "N", "help": "The same as --num_machines; with a hostfile, its first N machines."},
+    "num_gpus": {"metavar": "N", "help": "Number of processes on each machine."},
+    "num_nodes": {"metavar": "N", "help": "The same as --num_machines; with a hostfile, use its first N machines."},
     "node_rank": {"metavar": "N", "help": "The same as --machine_rank."},
     "master_addr": {"metavar": "HOST", "help": "The same as --main_process_ip."},
     "master_port": {"metavar": "PORT", "help": "The same as --main_process_port."},
-    "no_ssh": {"is_flag": True, "help": "Run the command on each machine; the hostfile gives their number."},
-    "launcher": {"metavar": "pdsh|ssh", "help": "Transport to the machines of a hostfile; both are ssh."},
+    "no_ssh": {"is_flag": True, "help": "Use no ssh: you run the command on each machine of the hostfile."},
+    "launcher": {"metavar": "pdsh|ssh", "help": "How the machines of a hostfile are reached; both values mean ssh."},
     "bind_cores_to_rank": {"is_flag": True, "help": "The same as --enable_cpu_affinity."},
     "enable_each_rank_log": {"metavar": "FOLDER", "help": "The same as --log_dir FOLDER --redirects 3."},
     "pass_local_rank": {
         "default": None,
-        "help": "Whether the script is given --local_rank=N. [default: if its argparse, click or fire takes it]",
+        "help": "Pass --local_rank=N to the script. [default: if its argparse, click or fire declares it]",
     },
 }
 _HIDDEN = ("launcher_args", _FSDP_WORDS, *_OF_TORCHRUN, *FSDP_KEYS, *_IDLE_VALUES, *_REFUSED_VALUES, *_AXES)
@@ -111,7 +111,7 @@ _SPELLINGS: Mapping[str, tuple[str, ...]] = {
 
 
 def foreign_flag_options(command: _Command) -> _Command:
-    """Gives the launch these flags. All are optional; absent means: not given."""
+    """Gives the launch these flags. All of them are optional; absent flags are None or false."""
     for name in reversed(tuple(_OPTIONS)):
         command = click.option(*_SPELLINGS.get(name, (f"--{name}",)), name, **_OPTIONS[name])(command)
     return command
@@ -119,16 +119,16 @@ def foreign_flag_options(command: _Command) -> _Command:
 
 @dataclass
 class ForeignFlags:
-    """What was typed of these flags.
+    """The flags of other launchers that were typed.
 
     Attributes:
-        values, sources: as for `ExplicitSettings`, of those that are other names of settings.
-        notes: one line for each that does nothing.
+        values, sources: as in `ExplicitSettings`, for flags that are other names of settings.
+        notes: one line for each flag without effect.
         fsdp: FSDP's settings.
         num_gpus: processes per machine.
-        pass_local_rank: whether ranks get --local_rank; None leaves it to the script.
+        pass_local_rank: true to pass --local_rank to ranks; None passes it if the script declares it.
         is_fsdp: --use_fsdp was typed.
-        no_ssh: the command is run on each machine.
+        no_ssh: --no_ssh was typed: the user runs the command on each machine.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -142,10 +142,10 @@ class ForeignFlags:
 
     @classmethod
     def take_from(cls, typed: dict[str, Any]) -> ForeignFlags:
-        """Takes these flags out of what click has of a command line.
+        """Removes these flags from click's parameters of a command line.
 
         Raises:
-            ConfigError: a value has not the form of its setting, or a flag has no counterpart.
+            ConfigError: a value does not have the form of its setting, or zeroaccel refuses a flag.
         """
         all_flags = {name: typed.pop(name, None) for name in _OPTIONS}
         typed_flags = {name: value for name, value in all_flags.items() if value not in (None, False)}
@@ -185,7 +185,7 @@ class ForeignFlags:
         if "launcher" in typed_flags:
             self._take_launcher(typed_flags["launcher"].lower())
         if "launcher_args" in typed_flags:
-            self.notes.append("--launcher_args: does nothing; arguments for ssh are in ZEROACCEL_SSH")
+            self.notes.append("--launcher_args: does nothing; set arguments for ssh in ZEROACCEL_SSH")
         if self.no_ssh:
             self._set("multinode_launcher", "standard", "--no_ssh")
 
@@ -195,7 +195,7 @@ class ForeignFlags:
         if "nnodes" in typed_flags:
             least, _, most = typed_flags["nnodes"].rpartition(":")
             for name, text in (("num_machines", most), ("min_machines", least)):
-                if text and (name == "num_machines" or text != most):  # 2:2 are two machines that stay
+                if text and (name == "num_machines" or text != most):  # 2:2 is a fixed number of machines
                     self._read(name, text, "--nnodes")
         if "rdzv_endpoint" in typed_flags:
             endpoint = typed_flags["rdzv_endpoint"]
@@ -205,7 +205,7 @@ class ForeignFlags:
                     self._read(name, text, "--rdzv_endpoint")
 
     def _take_local_processes(self, text: str) -> None:
-        """torchrun's --nproc_per_node: a number, or what of the machine is counted."""
+        """Reads torchrun's --nproc_per_node: a number, or "gpu", "cpu" or "auto" to count devices or cores."""
         flag = "--nproc_per_node"
         count: int | None = None
         if text == "cpu":
@@ -222,13 +222,13 @@ class ForeignFlags:
     def _take_launcher(self, name: str) -> None:
         if name in MPI_LAUNCHERS:
             self.notes.append(
-                f"--launcher {name}: the machines of the hostfile are reached by ssh, which trains the same"
+                f"--launcher {name}: ssh starts the machines of the hostfile instead, with the same results"
             )
             name = "ssh"
         self._set("multinode_launcher", name, "--launcher")
 
     def _read(self, name: str, text: str, flag: str) -> None:
-        """Reads a value; refuses a second flag that says otherwise."""
+        """Reads a value; refuses a second flag for the same setting with a different value."""
         value = from_text(name, text, lambda _: flag)
         if self.values.get(name, value) != value:
             here, there = f"{flag} {value}", f"{self.sources[name]} {self.values[name]}"
@@ -239,7 +239,7 @@ class ForeignFlags:
         self.values[name], self.sources[name] = value, flag
 
     def above(self, flags: ExplicitSettings) -> ExplicitSettings:
-        """These flags together with those that have our own names.
+        """Merges these flags with those under zeroaccel's own names.
 
         Raises:
             ConfigError: two names of one setting have different values.
@@ -253,10 +253,10 @@ class ForeignFlags:
 
 
 def resolve_devices(explicit: ExplicitSettings, flags: ForeignFlags) -> ExplicitSettings:
-    """Brings processes per machine, filters without a hostfile and hostfiles without ssh into the other settings.
+    """Converts processes per machine, filters without a hostfile and hostfiles without ssh into other settings.
 
     Raises:
-        ConfigError: a filter names another machine than this one, or devices that it lacks, or counts contradict.
+        ConfigError: a filter names another machine or devices that this machine lacks, or counts contradict.
     """
     if explicit.values.get("hostfile") is not None:
         return _by_hostfile(explicit, flags)
@@ -272,7 +272,7 @@ _OF_OTHER_MACHINES = ("main_process_ip", "machine_rank", "min_machines", "rdzv_b
 
 
 def _on_one_machine(explicit: ExplicitSettings) -> ExplicitSettings:
-    """--num_nodes picks machines of a hostfile; without one, and without a meeting point, there is this machine."""
+    """Drops --num_nodes, which selects machines of a hostfile, if neither hostfile nor rendezvous address exists."""
     count = explicit.values.get("num_machines", 1)
     is_bare = not any(explicit.values.get(name) is not None for name in _OF_OTHER_MACHINES)
     if explicit.sources.get("num_machines") != "--num_nodes" or count in (0, 1) or not is_bare:
@@ -282,7 +282,7 @@ def _on_one_machine(explicit: ExplicitSettings) -> ExplicitSettings:
 
 
 def _without_hostfile(explicit: ExplicitSettings, flags: ForeignFlags) -> ExplicitSettings:
-    """What reaches other machines means nothing where no file names them."""
+    """Drops the multi-node launcher, with a note, if no hostfile names other machines."""
     launcher = explicit.values.get("multinode_launcher")
     if launcher in (None, "ssh", "standard") and explicit.sources.get("multinode_launcher") != "--launcher":
         return explicit
@@ -294,14 +294,14 @@ def _with_processes(explicit: ExplicitSettings, num_processes: int, flag: str) -
     count = explicit.values.get("num_processes", num_processes)
     if count != num_processes and explicit.sources["num_processes"].startswith("--"):
         raise ConfigError(
-            f"{flag}: {num_processes} processes in all, and {explicit.sources['num_processes']} says {count}",
+            f"{flag}: {num_processes} processes in all, but {explicit.sources['num_processes']} is {count}",
             fix="keep one of the two",
         )
     return explicit.under(ExplicitSettings.of({"num_processes": num_processes}, flag))
 
 
 def _by_filter(explicit: ExplicitSettings) -> ExplicitSettings:
-    """A filter that names this machine: the devices it leaves, a process each."""
+    """Converts a filter that names this machine into devices, with one process for each."""
     name = next((one for one in _FILTERS if explicit.values.get(one) is not None), None)
     if name is None:
         return explicit
@@ -313,7 +313,7 @@ def _by_filter(explicit: ExplicitSettings) -> ExplicitSettings:
             fix="set hostfile too, or name this machine, as in localhost:0,1",
         )
 
-    # As the `deepspeed` command has it: without a hostfile, --include localhost:0,2 chooses devices of this machine.
+    # Like the `deepspeed` command: without a hostfile, --include localhost:0,2 chooses devices of this machine.
     numbers = slot_numbers(slots, where, "localhost:0,1", text)
     num_devices = 0 if explicit.values.get("use_cpu") else len(devices())
     if name == "exclusion_filter":
@@ -335,7 +335,7 @@ def _by_filter(explicit: ExplicitSettings) -> ExplicitSettings:
 
 
 def _by_hostfile(explicit: ExplicitSettings, flags: ForeignFlags) -> ExplicitSettings:
-    """The first machines and slots of a hostfile, as an inclusion filter; for each machine by itself without ssh."""
+    """Converts --num_nodes and --num_gpus into an inclusion filter of the hostfile, or with --no_ssh into counts."""
     path = explicit.values["hostfile"]
     num_nodes = explicit.values.get("num_machines") if explicit.sources.get("num_machines") == "--num_nodes" else None
     if num_nodes is not None or flags.num_gpus is not None:
@@ -362,7 +362,7 @@ def _chosen(host: Host, num_gpus: int | None) -> str:
 
 
 def _by_hand(explicit: ExplicitSettings) -> ExplicitSettings:
-    """--no_ssh: the hostfile only says how many machines and processes there are, and which machine is the first."""
+    """Applies --no_ssh: the hostfile only gives the numbers of machines and processes, and the first machine."""
     path = explicit.values["hostfile"]
     hosts = select_hosts(read_hostfile(path), *map(explicit.values.get, _FILTERS))
     by_hostfile = {

@@ -1,13 +1,13 @@
-"""A process that has imported what the ranks' script imports first; ranks are forks of it, so they start in no time.
+"""A process that has run the first imports of the ranks' script; ranks are forks of it, so they start at once.
 
     python -u fork_server.py SOCKET [--local_rank_as=OPTION] [-m] NAME ARGUMENTS...
 
-`forked_ranks` is the other end. Imported are the lines at the top of the script up to the first one that is no import,
-or an import of something else than Python's own modules and `PRELOADED`: with the script's `sys.path`, in its order,
-before any line of it has run. A fork goes on as `runner` with these words and an environment of its own. Its parent
-becomes the launcher: the process between them ends at once, and the launcher adopts orphans meanwhile.
+`forked_ranks` is the other end. The process runs the imports at the top of the script, up to the first line that is not
+an import of `PRELOADED` or of Python's own modules: with the script's `sys.path`, in its order, before any other line
+of the script. A fork continues as `runner` with these words and its own environment. Its parent becomes the launcher:
+the process between them ends at once, and the launcher adopts orphans meanwhile.
 
-Imports only the standard library and `runner`, as `runner` does.
+Imports only the standard library and `runner`, which itself imports only the standard library.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ PRELOADED = frozenset(
 )
 """Packages whose import changes nothing outside the process."""
 
-MOST_NBYTES = 150_000  # of a request
+MOST_NBYTES = 150_000  # size limit of a request
 _LOCAL_RANK_AS = "--local_rank_as="  # the same name is in `runner`
 _RESTARTED_IN_FORKS = frozenset({"jemalloc_bg_thd"})  # threads that their library starts again
 
 
 def first_imports(source: str) -> list[ast.Import | ast.ImportFrom]:
-    """The imports of `PRELOADED` that a script begins with.
+    """Returns the imports of `PRELOADED` at the beginning of a script.
 
     Example:
         >>> text = "import os, torch\\nimport torch.nn as nn\\nos.environ['A'] = ''\\nimport numpy"
@@ -62,7 +62,7 @@ def first_imports(source: str) -> list[ast.Import | ast.ImportFrom]:
 
 
 def preload(words: list[str]) -> None:
-    """Imports what the script of these words imports first. What fails here fails there again, and says so."""
+    """Runs the first imports of the script. It ignores errors: the script repeats and reports them."""
     words = words[words[0].startswith(_LOCAL_RANK_AS) :]
     path = _source_of(words)
     sys.path[0] = os.getcwd() if words[0] == "-m" else os.path.dirname(os.path.realpath(words[0]))
@@ -70,7 +70,7 @@ def preload(words: list[str]) -> None:
         for line in first_imports(Path(path).read_text()):
             exec(compile(ast.Module([line], []), path, "exec", dont_inherit=True), {"__name__": "__preload__"})
     if "torch" in sys.modules:
-        # Torch's optimizers import it when they are made: as much again as all of torch.
+        # Torch's optimizers import it when they are created, which takes as long as importing torch.
         importlib.import_module("torch._dynamo")
     if "zeroaccel.ops" in sys.modules:
         _load_kernels()
@@ -79,13 +79,13 @@ def preload(words: list[str]) -> None:
 def _source_of(words: list[str]) -> str:
     if words[0] != "-m":
         return words[0]
-    # The packages above a module would have to be imported to find it, which is for the ranks to do.
+    # Finding a submodule would import its packages, which only the ranks should do.
     spec = None if "." in words[1] else importlib.util.find_spec(words[1])
     return str(spec.origin) if spec is not None else os.devnull
 
 
 def _load_kernels() -> None:
-    """Runs the kernels of every step: numba loads much before the first of them."""
+    """Runs the kernels of every step, as numba loads much code before the first one."""
     import torch
 
     from zeroaccel.ops import reductions
@@ -96,7 +96,7 @@ def _load_kernels() -> None:
 
 
 def obstacle() -> str:
-    """Why forks of this process would not be as good as new interpreters; "" if they are."""
+    """Returns the reason why forks of this process cannot replace new interpreters; "" if they can."""
     if not (process := os.fork()):  # some libraries end their threads before a fork
         os._exit(0)
     os.waitpid(process, 0)
@@ -108,7 +108,7 @@ def obstacle() -> str:
 
 
 def serve(control: socket.socket, launcher: int) -> None:
-    """Forks a process for each request, until the other end is gone. Returns in the forks only."""
+    """Forks a process for each request until the other end closes. Returns in the forks only."""
     while True:
         data, files, *_ = socket.recv_fds(control, MOST_NBYTES, 2)
         if not data:
@@ -133,7 +133,7 @@ def serve(control: socket.socket, launcher: int) -> None:
 
 
 def _become(environment: dict[str, str], files: list[int], between: int, launcher: int) -> None:
-    """Makes this fork what a new process with this environment and these streams would be."""
+    """Gives this fork the state of a new process with this environment and these streams."""
     while os.getppid() == between:
         time.sleep(0.001)
     if os.getppid() != launcher:
@@ -148,13 +148,13 @@ def _become(environment: dict[str, str], files: list[int], between: int, launche
     if "numpy" in modules:
         modules["numpy"].random.seed()
     torch = modules.get("torch")
-    if torch is not None and torch.cuda._is_in_bad_fork():  # an import has asked for devices, which forks cannot use
+    if torch is not None and torch.cuda._is_in_bad_fork():  # an import has initialized CUDA, which forks cannot use
         program = str(Path(__file__).with_name("runner.py"))
         os.execv(sys.executable, [sys.executable, "-u", program, *sys.argv[2:]])
 
 
 def main() -> int:
-    """Serves, and in a fork runs the rank. Returns its exit code."""
+    """Serves requests, and in a fork runs the rank. Returns its exit code."""
     import runner  # type: ignore[import-not-found]  # from the folder of this program
 
     control = socket.socket(fileno=int(sys.argv[1]))
@@ -166,7 +166,7 @@ def main() -> int:
     control.send((obstacle() or "ready").encode())
     serve(control, launcher)
     del sys.argv[1]
-    sys.modules.pop("runner")  # the script may have one of its own
+    sys.modules.pop("runner")  # the script may have its own `runner`
     return int(runner.main())
 
 

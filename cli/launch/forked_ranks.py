@@ -1,7 +1,7 @@
-"""Has torch's elastic agent start ranks as forks of a process that has imported for all of them (`fork_server`).
+"""Makes torch's elastic agent start ranks as forks of a process that has run their first imports (`fork_server`).
 
-For jobs that may start again: most of a start is the import of torch and of the script's libraries, which a fork does
-not repeat. Where forks cannot stand in for new interpreters, the ranks are new interpreters, and a line says why.
+This is for jobs that may restart: most of a start is the import of torch and of the script's libraries, which a fork
+does not repeat. If forks cannot replace new interpreters, the ranks are new interpreters, and a line gives the reason.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _END_SECONDS = 5.0
 
 
 class ForkedProcess:
-    """A child of this process that `subprocess` has not started, in the words of `subprocess.Popen`."""
+    """A child of this process that `subprocess` has not started, with the interface of `subprocess.Popen`."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -40,7 +40,7 @@ class ForkedProcess:
         if self.returncode is None:
             try:
                 ended, status = os.waitpid(self.pid, os.WNOHANG)
-            except ChildProcessError:  # another part of this process has asked first
+            except ChildProcessError:  # another part of this process has waited for it
                 self.returncode = -signal.SIGKILL
             else:
                 self.returncode = os.waitstatus_to_exitcode(status) if ended else None
@@ -56,11 +56,11 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """This end of a `fork_server`, which is started at once and imports while the machines meet.
+    """This end of a `fork_server`, which starts at once and imports while the machines meet.
 
     Args:
-        words: of the program, as `runner` takes them.
-        environment: that all ranks have in common.
+        words: words of the program for `runner`.
+        environment: variables that all ranks have in common.
     """
 
     def __init__(self, words: list[str], environment: Mapping[str, str], log: Callable[[str], None]) -> None:
@@ -75,16 +75,16 @@ class ForkServer:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
-        # Whenever it ends: `ProcessWatch` takes a child whose end goes unnoticed for a rank.
+        # Waits at all times: without a wait, `ProcessWatch` would take the ended child for a rank.
         threading.Thread(target=self._process.wait, daemon=True).start()
 
     def start(
         self, environment: Mapping[str, str], stdout: IO[str] | None, stderr: IO[str] | None
     ) -> ForkedProcess | None:
-        """Starts a rank. None where it cannot, from then on.
+        """Starts a rank. Returns None if it cannot, and then for all later ranks.
 
         Args:
-            stdout, stderr: None for this process's own.
+            stdout, stderr: None for the streams of this process.
         """
         if self._is_ready is None:
             self._is_ready = self._has_become_ready()
@@ -103,7 +103,7 @@ class ForkServer:
         return None
 
     def close(self) -> None:
-        """Ends the server, and no rank."""
+        """Ends the server, but no rank."""
         self._control.close()
         self._process.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -122,7 +122,7 @@ class ForkServer:
 
 @contextmanager
 def _adopting_orphans() -> Iterator[None]:
-    """Descendants whose parents end meanwhile become children of this process."""
+    """Makes descendants whose parents end during the block children of this process."""
     prctl = ctypes.CDLL(None).prctl
     prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
@@ -133,10 +133,10 @@ def _adopting_orphans() -> Iterator[None]:
 
 @contextmanager
 def ranks_are_forks(plan: LaunchPlan, environment: Mapping[str, str], log: Callable[[str], None]) -> Iterator[None]:
-    """Lets the agent fork where the job may start again, on Linux; other programs than Python's are not forked.
+    """Lets the agent fork Python programs on Linux if the job may restart.
 
     Args:
-        environment: that the launcher adds for the ranks.
+        environment: variables that the launcher adds for the ranks.
     """
     if not plan.settings.max_restarts or plan.program.kind == "executable" or sys.platform != "linux":
         yield

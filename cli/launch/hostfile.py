@@ -1,7 +1,7 @@
-"""The hostfile: which machines take part with how many processes, and what filters leave of them. Reads a file only.
+"""The hostfile: the machines of a job with their numbers of processes, and filters that select some. Only reads a file.
 
 The format is DeepSpeed's: a line per machine, `node1 slots=8`, with # for comments. Filters name machines, joined by @,
-each with the slots that are meant, if not all: `node1@node2:0,2`. Reaching the machines is for `remote`.
+with some of their slots, or all by default: `node1@node2:0,2`. `ssh` connects to the machines.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Host:
     """A machine of the hostfile.
 
     Attributes:
-        name: as ssh takes it; may be user@name.
-        slots: numbers of the devices to use, a process each.
-        all_slots: whether these are all that the file gives it.
+        name: its name for ssh; may be user@name.
+        slots: numbers of the devices to use, with one process each.
+        all_slots: true if these are all its slots in the file.
     """
 
     name: str
@@ -36,15 +36,15 @@ class Host:
 
     @property
     def address(self) -> str:
-        """Its name without a user."""
+        """The name without a user."""
         return self.name.rpartition("@")[2]
 
 
 def read_hostfile(path: str) -> list[Host]:
-    """The machines in the order of the file.
+    """Returns the machines in the order of the file.
 
     Raises:
-        ConfigError: it cannot be read, or a line is not of the form, or a machine comes twice.
+        ConfigError: the file cannot be read, a line does not have the right form, or a machine appears twice.
     """
     where = f"--hostfile {path}"
     try:
@@ -55,7 +55,7 @@ def read_hostfile(path: str) -> list[Host]:
         raise ConfigError(f"{where}: expected a file, got a folder", fix="name a file in it") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{where}: not a text file") from None
-    except (OSError, ValueError, RuntimeError) as error:  # the last where a home is not known
+    except (OSError, ValueError, RuntimeError) as error:  # the last one for an unknown home
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(f"{where}: {reason}") from None
     hosts: dict[str, Host] = {}
@@ -69,7 +69,7 @@ def read_hostfile(path: str) -> list[Host]:
         if len(match["slots"] or "") > 4:
             raise ConfigError(f"{path}:{number}", expected="at most 9999 slots", got=text)
         if match["name"] in hosts:
-            raise ConfigError(f"{path}:{number}: {match['name']} comes a second time", fix="give each machine one line")
+            raise ConfigError(f"{path}:{number}: {match['name']} appears twice", fix="give each machine one line")
         hosts[match["name"]] = Host(match["name"], tuple(range(int(match["slots"] or 1))))
     if not hosts:
         raise ConfigError(f"{where}: names no machine", expected=f"a line per machine, {_FORM}")
@@ -77,11 +77,11 @@ def read_hostfile(path: str) -> list[Host]:
 
 
 def select_hosts(hosts: Iterable[Host], include: str | None, exclude: str | None) -> list[Host]:
-    """What a filter leaves, in the order of the hostfile; at most one of the two is given.
+    """Returns the machines that a filter selects, in the order of the hostfile; at most one of the two is given.
 
     Raises:
-        ConfigError: a filter names a machine or a slot that is not there, or leaves nothing, or machines are left with
-            different numbers of processes.
+        ConfigError: a filter names a machine or a slot that does not exist, or selects nothing, or the selected
+            machines have different numbers of processes.
     """
     by_name = {host.name: host for host in hosts}
     selected = list(by_name.values())
@@ -100,12 +100,12 @@ def select_hosts(hosts: Iterable[Host], include: str | None, exclude: str | None
         if not selected:
             raise ConfigError("--exclusion_filter: leaves no machine", fix="exclude fewer")
 
-    # Ranks are machine * ranks per machine + local rank, and torch's agent starts as many on each machine.
+    # A rank is machine * ranks per machine + local rank, and torch's agent starts equally many on each machine.
     counts = {len(host.slots): host.name for host in selected}
     if len(counts) > 1:
         (most, one), (least, other) = max(counts.items()), min(counts.items())
         raise ConfigError(
-            f"--hostfile: {one} has {most} processes and {other} {least}, and all machines must have the same number",
+            f"--hostfile: {one} has {most} processes and {other} {least}, but all machines must have the same number",
             fix="change slots=, or choose some of them with --inclusion_filter, as in node1:0,1@node2:0,1",
         )
     return selected
@@ -116,10 +116,10 @@ def _with(host: Host, slots: tuple[int, ...]) -> Host:
 
 
 def slot_numbers(text: str, where: str, form: str, got: str) -> list[int]:
-    """The numbers of a filter, as 0,2, in order; none for none.
+    """Returns the numbers of a filter such as 0,2 in order; none for an empty text.
 
     Raises:
-        ConfigError: it is not of the form.
+        ConfigError: the text does not have this form.
     """
     try:
         return sorted({int(number) for number in text.split(",")}) if text else []
@@ -128,7 +128,7 @@ def slot_numbers(text: str, where: str, form: str, got: str) -> list[int]:
 
 
 def _parse(text: str, by_name: Mapping[str, Host], where: str) -> dict[str, tuple[int, ...]]:
-    """Machine -> its slots, empty for all. The @ of user@name belongs to the name."""
+    """Returns machine -> its slots, empty for all. The @ of user@name belongs to the name."""
     named: dict[str, tuple[int, ...]] = {}
     words = text.split("@")
     while words:

@@ -1,7 +1,7 @@
 """`zeroaccel launch`: from flags, environment and launch file to a `LaunchPlan`, and to its exit code.
 
-What was given becomes `LaunchSettings`, those a `LaunchPlan`; a dry run prints the plan, otherwise `agent` carries it
-out and `failures` explains what went wrong. The only file of the command line that reads the launcher's environment.
+The command merges its sources into `LaunchSettings` and derives a `LaunchPlan`; a dry run prints the plan, otherwise
+`agent` runs it and `failures` explains errors. No other module of the launcher reads its environment.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from .ssh import MultiNodeJob, describe_node_jobs, is_only_this_machine, plan_no
 @click.command(
     cls=LaunchCommand,
     headings=HEADINGS,
-    context_settings={**CONTEXT, "allow_interspersed_args": False},  # what follows the script is the script's
+    context_settings={**CONTEXT, "allow_interspersed_args": False},  # words after SCRIPT belong to it
 )
 @setting_flags
 @foreign_flag_options
-@click.option("--config_file", metavar="PATH", help="The launch file. [default: see below]")
-@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as for python -m.")
-@click.option("--no_python", is_flag=True, help="SCRIPT is a program to run as it is.")
-@click.option("--dry_run", is_flag=True, help="Print the environment and the command of each process; start nothing.")
+@click.option("--config_file", metavar="PATH", help="The launch file. [default: see above]")
+@click.option("-m", "--module", is_flag=True, help="Run SCRIPT as a module, like python -m.")
+@click.option("--no_python", is_flag=True, help="Run SCRIPT as a program, without Python.")
+@click.option("--dry_run", is_flag=True, help="Print each process's environment and command, and start nothing.")
 @click.argument("script")
 @click.argument("script_args", nargs=-1, type=click.UNPROCESSED)
 def launch(
@@ -57,17 +57,17 @@ def launch(
     dry_run: bool,
     **typed: Any,
 ) -> int:
-    """Run SCRIPT with its arguments as several processes that train together.
+    """Run SCRIPT with its arguments in several processes that train together.
 
-    Options may be spelled with - or _. Each may also be given in the environment, as ZEROACCEL_ and its name, and in a
-    launch file, which `zeroaccel config` makes: a flag counts more than the environment, and that more than the file.
-    The file is the one of --config_file, else of ZEROACCEL_CONFIG, else zeroaccel.yaml in the project, else in
-    ~/.config/zeroaccel.
+    Options may be spelled with - or _. Each can also be set in the environment, as ZEROACCEL_ and its name in capitals,
+    and in a launch file, which `zeroaccel config` creates. Flags override the environment, and the environment
+    overrides the file. The file is the one of --config_file, else of ZEROACCEL_CONFIG, else zeroaccel.yaml in the
+    project, else in ~/.config/zeroaccel.
 
-    Each process finds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in its environment, and
-    OMP_NUM_THREADS, the cores of the machine divided by its processes, unless you have set it.
+    The launcher sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each process. Unless you set it,
+    OMP_NUM_THREADS is the number of the machine's cores divided by its processes.
 
-    Exits with the code of the process that failed first, 128 + n for signal n, and 2 if nothing could be started.
+    Exits with the code of the process that failed first, with 128 + n after signal n, and with 2 if nothing started.
 
     \b
     Examples:
@@ -78,10 +78,10 @@ def launch(
     """
     if module and no_python:
         raise click.UsageError("--module and --no_python exclude each other.", click.get_current_context())
-    # Flags of other launchers first: what is left in `typed` are settings of ours.
+    # Takes the flags of other launchers first; only zeroaccel's own settings remain in `typed`.
     others = ForeignFlags.take_from(typed)
     flags = others.above(settings_from_flags(typed))
-    check_variables(os.environ)  # a misspelt variable would be passed over in silence
+    check_variables(os.environ)  # otherwise a misspelt variable would have no effect
 
     # Merge the sources, then compare with the JSON config, so that a contradiction is found before any rank starts.
     source = find_launch_file(config_file, os.environ, Path.cwd())
@@ -97,7 +97,7 @@ def launch(
         script_args,
         kind,
         _local_rank_option(script, script_args, kind, others.pass_local_rank),
-        # What ranks and `Accelerator` read, with the source of each setting; and what `import deepspeed` gives.
+        # Variables that ranks and `Accelerator` read, with the sources of settings, and those for `import deepspeed`.
         launched_environment(settings, explicit.sources) | _facade(settings.engine, explicit.where("engine")),
         _bf16_by(explicit, config),
     )
@@ -111,8 +111,8 @@ def launch(
 
 
 def _gathered(flags: ExplicitSettings, others: ForeignFlags, source: tuple[Path, str] | None) -> ExplicitSettings:
-    """All settings, from flags, environment, scheduler and file."""
-    # A scheduler knows this machine better than a file that all machines may share.
+    """Merges all settings, from flags, environment, scheduler and file."""
+    # The scheduler's facts about this machine override a file that all machines may share.
     above = gather(flags, os.environ, cluster_environment(os.environ))
     if source is not None:
         over = above
@@ -127,7 +127,7 @@ def _gathered(flags: ExplicitSettings, others: ForeignFlags, source: tuple[Path,
 
 
 def _of_fsdp_flags(explicit: ExplicitSettings, others: ForeignFlags) -> ExplicitSettings:
-    """What FSDP's flags stand for where there is no file."""
+    """Translates FSDP's flags if there is no launch file."""
     if not others.is_fsdp:
         names = ", ".join(f"--{name}" for name in others.fsdp)
         return ExplicitSettings(notes=(f"{names}: no effect without --use_fsdp",))
@@ -146,13 +146,13 @@ def _of_fsdp_flags(explicit: ExplicitSettings, others: ForeignFlags) -> Explicit
 
 
 def _local_rank_option(script: str, arguments: tuple[str, ...], kind: ProgramKind, requested: bool | None) -> str:
-    """The option by which the script gets its local rank, if at all: by default the one it declares."""
+    """Returns the option that passes the local rank to the script, by default the one that it declares; or ""."""
     if requested is False or any(word.partition("=")[0] in ("--local_rank", "--local-rank") for word in arguments):
         return ""
     if kind == "executable":
         if requested:
-            text = "--pass_local_rank: a program of --no_python is started as it is"
-            raise ConfigError(text, fix="it finds LOCAL_RANK in its environment")
+            text = "--pass_local_rank: --no_python starts a program with its own arguments only"
+            raise ConfigError(text, fix="read LOCAL_RANK from its environment")
         return ""
     path = Path(script)
     if kind == "module":
@@ -178,9 +178,9 @@ def _launch_here(settings: LaunchSettings, program: Program, *, dry_run: bool) -
 
 
 def _with_folders(explicit: ExplicitSettings, config: Config | None) -> ExplicitSettings:
-    """A folder for each "nvme" without one: on the local disk with the most room, which is logged.
+    """Chooses the local disk with the most room for each "nvme" without a folder, and logs it.
 
-    Not with a hostfile: what disks the other machines have is not known here.
+    With a hostfile it chooses nothing: the launcher does not know the disks of the other machines.
     """
     lacking = [f"{what}_nvme_path" for what, (path, _) in _on_nvme(explicit, config).items() if path is None]
     disks = () if "hostfile" in explicit.values or not lacking else local_disks()
@@ -193,7 +193,7 @@ def _with_folders(explicit: ExplicitSettings, config: Config | None) -> Explicit
 
 
 def _bf16_by(explicit: ExplicitSettings, config: Config | None) -> str:
-    """The source that asks for bf16: a setting, or the JSON config; empty where none does."""
+    """Returns the source that asks for bf16, a setting or the JSON config; "" if there is none."""
     if explicit.values.get("mixed_precision") == "bf16":
         return f"{explicit.where('mixed_precision')} bf16"
     if config is not None and "bf16.enabled" not in config.unresolved and config.bf16.enabled:
@@ -202,7 +202,7 @@ def _bf16_by(explicit: ExplicitSettings, config: Config | None) -> str:
 
 
 def _check_folders(explicit: ExplicitSettings, config: Config | None) -> None:
-    """Looks at the folders for "nvme", which every process would find wrong otherwise, once the model is there."""
+    """Checks the folders for "nvme" before the start; otherwise every process would fail once it has its model."""
     for what, (path, where) in _on_nvme(explicit, config).items():
         if path is None:
             raise ConfigError(f'{where}: missing, and {what}_device is "nvme"', fix="give a folder on a local disk")
@@ -210,7 +210,7 @@ def _check_folders(explicit: ExplicitSettings, config: Config | None) -> None:
 
 
 def _on_nvme(explicit: ExplicitSettings, config: Config | None) -> dict[str, tuple[str | None, str]]:
-    """What is offloaded to files -> its explicit folder, or None, and the address of that setting."""
+    """Returns each offload to files -> its explicit folder, or None, and the address of that setting."""
     folders: dict[str, tuple[str | None, str]] = {}
     for what in ("offload_optimizer", "offload_param"):
         name = f"{what}_nvme_path"
@@ -226,7 +226,7 @@ def _on_nvme(explicit: ExplicitSettings, config: Config | None) -> dict[str, tup
 
 
 def _facade(engine: str | None, where: str) -> dict[str, str]:
-    """The variables that make `import deepspeed` give zeroaccel in the processes, where that is wanted."""
+    """Returns the variables that make `import deepspeed` import zeroaccel in ranks, unless the engine is DeepSpeed."""
     real = real_location()
     if engine == "deepspeed" and real is None:
         raise ConfigError(where, expected="an engine that is installed", got=engine, fix="pip install deepspeed")
@@ -260,7 +260,7 @@ def _run(plan: LaunchPlan) -> int:
     if not end.failures:
         return 0
     if saved := preemption(end.failures, plan.num_local):
-        _log(f"preempted: {saved}; start the same command again to go on")
+        _log(f"preempted: {saved}; run the same command again to continue")
         return Preempted.exit_code
     settings = plan.settings
     first_rank = min(failure.rank - failure.local_rank for failure in end.failures)
@@ -279,5 +279,5 @@ def _run(plan: LaunchPlan) -> int:
 
 
 def _log(message: str) -> None:
-    """To the terminal, on stderr: stdout belongs to the script."""
+    """Prints a message to stderr; stdout belongs to the script."""
     click.echo(f"zeroaccel: {message}", err=True)

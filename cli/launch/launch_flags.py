@@ -1,7 +1,7 @@
 """The flags of `zeroaccel launch`: one per setting, in the groups of help, with accelerate's names.
 
-Made from `setting_table` and the settings' own types and docstrings, so that flag, variable and file cannot differ.
-Turns parsed flags into `ExplicitSettings`; the command itself is in `launch_command`.
+The flags are made from `setting_table` and the types and docstrings of the settings, so that flag, variable and file
+cannot differ. Converts parsed flags into `ExplicitSettings`; the command itself is in `launch_command`.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ _KIND_METAVARS = {"switch": "true|false", "count": "N"}
 _FP8 = "8-bit training is not available; use --mixed_precision bf16"
 _REFUSED_BEGINNINGS: Mapping[str, str] = {
     "fp8_": _FP8,
-    "megatron_lm_": "a setting of Megatron-LM, which is another engine",
+    "megatron_lm_": "this is a setting of Megatron-LM, which is another engine",
     "use_megatron_lm": "Megatron-LM is another engine",
     "tpu": "there is no support for TPUs",
     "no_tpu": "there is no support for TPUs",
-    "mpirun_": "mpirun is not called from here; run `mpirun -n N zeroaccel launch ...` instead",
+    "mpirun_": "the launcher does not call mpirun; run `mpirun -n N zeroaccel launch ...` instead",
     "aws_": "there is no support for SageMaker",
-    "zero_nvme_path": "say which: --offload_optimizer_nvme_path or --offload_param_nvme_path",
+    "zero_nvme_path": "use --offload_optimizer_nvme_path or --offload_param_nvme_path",
 }
 
 
 HEADINGS: Mapping[str, str] = {
     **{group: names[0] for group, names in GROUPS.items()},
-    "As the deepspeed command has them": "num_gpus",
+    "Flags of the deepspeed command": "num_gpus",
     "This command": "config_file",
 }
 
 
 class LaunchCommand(GroupedOptions):
-    """Explains which of accelerate's options do not exist here."""
+    """The launch command; for options of other launchers that do not exist, it explains why."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
@@ -71,7 +71,7 @@ class LaunchCommand(GroupedOptions):
             raise click.UsageError(f"No such option {error.option_name}{fix}", ctx) from None
 
     def stored_help(self) -> str:
-        """What `launch_help.json` has to hold: all of help but its width. The same on every Python."""
+        """Returns the content of `launch_help.json`: the help before it is wrapped. It is the same on every Python."""
         ctx = click.Context(self, info_name="zeroaccel launch", **self.context_settings)
         parts = {
             "usage": self.collect_usage_pieces(ctx),
@@ -82,12 +82,12 @@ class LaunchCommand(GroupedOptions):
 
 
 def flag(setting: str) -> str:
-    """What a setting is called on the command line."""
+    """Returns the flag of a setting."""
     return SETTINGS[setting].flag or f"--{setting}"
 
 
 def setting_flags(command: _Command) -> _Command:
-    """Gives a command the flag of every setting. Absent means: not given, whatever the default."""
+    """Gives a command the flag of every setting. A flag that is absent is None, whatever the setting's default."""
     for name in reversed(list(SETTINGS)):
         command = _option(name)(command)
     for engine in _ENGINES:
@@ -96,18 +96,18 @@ def setting_flags(command: _Command) -> _Command:
 
 
 def settings_from_flags(typed: Mapping[str, Any]) -> ExplicitSettings:
-    """The settings that were typed.
+    """Returns the settings that were typed.
 
     Args:
-        typed: parameter -> what click has of it; None or false for what was not typed.
+        typed: parameter -> click's value; None or false for flags that were not typed.
 
     Raises:
-        ConfigError: a value has not the form of its setting.
+        ConfigError: a value does not have the form of its setting.
     """
     typed = {name: value for name, value in typed.items() if value is not None}
     for name, fewest in (("num_machines", "min_machines"), ("num_processes", "min_processes")):
         least, colon, most = str(typed.get(name, "")).partition(":")
-        if colon:  # as torchrun's --nnodes
+        if colon:  # like torchrun's --nnodes
             typed |= {name: most, fewest: least}
     values = {
         name: value if isinstance(value, bool) else from_text(name, value, flag)
@@ -118,7 +118,7 @@ def settings_from_flags(typed: Mapping[str, Any]) -> ExplicitSettings:
     for engine, kind in _ENGINES.items():
         if typed.get(engine):
             if values.get("distributed_type", kind) != kind:
-                raise click.UsageError(f"--{engine}: {sources['distributed_type']} says something else")
+                raise click.UsageError(f"--{engine}: {sources['distributed_type']} asks for another type")
             values["distributed_type"], sources["distributed_type"] = kind, f"--{engine}"
     return ExplicitSettings(values, sources)
 
@@ -141,5 +141,5 @@ def _metavar(name: str) -> str:
 
 
 def choices_of(setting: str) -> list[str]:
-    """The values that a setting may have, where these are few."""
+    """Returns the values that a setting may have, or nothing if any value of its type is allowed."""
     return [str(leaf) for leaf in leaves(LaunchSettings.model_fields[setting].annotation) if not isinstance(leaf, type)]

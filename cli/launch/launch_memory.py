@@ -1,7 +1,7 @@
-"""The memory that a launcher keeps for its ranks while it starts them again: a folder of a file system in memory.
+"""The memory that a launcher keeps for its ranks while it restarts them: a folder of a file system in memory.
 
-The folder outlives the ranks and ends with the launcher. One whose launcher was killed stays until the next launch of
-the same user: a launcher locks its own, and removes those without a lock.
+The folder outlives the ranks and ends with the launcher. If the launcher is killed, the folder stays until the next
+launch of the same user: a launcher locks its own folder, and removes folders without a lock.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _PREFIX = "zeroaccel-memory-"
 
 @contextmanager
 def launch_memory(settings: LaunchSettings, memory: Path = MEMORY) -> Iterator[dict[str, str]]:
-    """A folder in memory for a job that may be started again, until the end of the block; others have none.
+    """Creates a folder in memory for a job that may restart, until the end of the block; for other jobs, does nothing.
 
-    Removes what killed launchers have left. Yields the variables that tell the ranks of the folder.
+    Removes folders of killed launchers. Yields the variable that gives the folder to the ranks.
     """
     if not settings.max_restarts or not os.access(memory, os.W_OK):
         yield {}
@@ -36,7 +36,7 @@ def launch_memory(settings: LaunchSettings, memory: Path = MEMORY) -> Iterator[d
                 shutil.rmtree(left, ignore_errors=True)
                 os.close(lock)
     new = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=memory))
-    own = _locked(new)  # under a name that no other launcher looks for
+    own = _locked(new)  # its name is one that no other launcher searches
     folder = new.rename(memory / new.name[1:])
     try:
         yield {VARIABLE: str(folder)}
@@ -47,7 +47,7 @@ def launch_memory(settings: LaunchSettings, memory: Path = MEMORY) -> Iterator[d
 
 
 def _locked(folder: Path) -> int | None:
-    """A handle that locks the folder until it is closed, or its process ends; None where another one has it."""
+    """Returns a handle that locks the folder until the handle or its process ends; None if it is already locked."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,9 +1,9 @@
-"""What a launch starts on this machine, worked out before anything starts: ranks, environment, command.
+"""The plan of a launch on this machine, made before anything starts: ranks, environment, command.
 
-The dry run prints the plan and `agent` runs it, so that the two cannot differ. Everything that can be wrong with a
-launch on this machine is found here. `local_rank_option` reads the script's source to see whether it declares
---local_rank, which the `deepspeed` command and torch's older launcher pass as an argument; nothing is run. Imports
-torch only to count accelerators.
+The dry run prints the plan and `agent` runs it, so the two cannot differ. This module finds every mistake of a launch
+on this machine. `local_rank_option` reads the script's source, without running it, to find out if it declares
+--local_rank, which the `deepspeed` command and torch's older launcher pass as an argument. Imports torch only to count
+accelerators.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 29500  # torchrun's, for several machines
 FREE_PORT = 0
 CORES = "ZEROACCEL_CPU_CORES"  # the same name is in `runner`, which imports nothing
-LOCAL_RANK_AS = "--local_rank_as="  # likewise
+LOCAL_RANK_AS = "--local_rank_as="  # also in `runner`
 
 
 @dataclass(frozen=True)
 class Program:
-    """What every process runs.
+    """The program that every process runs.
 
     Attributes:
         name: a path for a script, a dotted name for a module, a path or a command for an executable.
-        local_rank_option: what each process is given its local rank by, as "--local_rank"; empty for not at all.
+        local_rank_option: the option that passes the local rank, such as "--local_rank"; "" passes none.
         environment: variables of the processes with the settings of training.
-        bf16_by: the source that asks for bf16, as the start of a message; empty where none does.
+        bf16_by: the source that asks for bf16, as the start of a message; "" if there is none.
     """
 
     name: str
@@ -67,14 +67,14 @@ class Program:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Program:
-        """A program whose `asdict` has travelled as JSON."""
+        """Returns the program from the JSON of its `asdict`."""
         return cls(**{**data, "arguments": tuple(data["arguments"])})
 
     def command(self) -> tuple[str, ...]:
-        """The words of the command; scripts and modules go through `runner`, which reports how they end."""
+        """Returns the words of the command; `runner` runs scripts and modules and reports how they end."""
         if self.kind == "executable":
             return (self.name, *self.arguments)
-        # By its path: `-m zeroaccel.cli.launch.runner` would look for zeroaccel in the working directory first.
+        # The path of runner: `-m zeroaccel.cli.launch.runner` would search zeroaccel in the working directory first.
         runner = str(Path(__file__).with_name("runner.py"))
         flag = ("-m",) if self.kind == "module" else ()
         rank = (f"{LOCAL_RANK_AS}{self.local_rank_option}",) if self.local_rank_option else ()
@@ -86,16 +86,16 @@ class LaunchPlan:
     """One machine's part of a job.
 
     Attributes:
-        command: what each process runs, as separate words.
+        command: words of the command of each process.
         num_local: processes on this machine.
         device: "cuda" or "cpu".
         environment: variables that every process here gets on top of the launcher's own.
-        host, port: where the processes of the job meet; port 0 is a free one, chosen at the start.
-        address: of this machine, as the others reach it.
-        headline: one line on what is started.
-        warnings: one line each, for what is allowed but seldom meant.
-        cores: per process the cores it is bound to, as "0,1"; empty when none is.
-        program: the user's; `command` runs it.
+        host, port: address of the rendezvous; port 0 is a free one, chosen at the start.
+        address: address at which the other machines reach this one.
+        headline: one line about the processes that start.
+        warnings: one line each, for settings that are allowed but seldom intended.
+        cores: per process the cores it is bound to, such as "0,1"; empty without binding.
+        program: the user's program; `command` runs it.
     """
 
     settings: LaunchSettings
@@ -116,7 +116,7 @@ class LaunchPlan:
         return self.num_local * self.settings.num_machines
 
     def rank_environment(self, local_rank: int) -> dict[str, str]:
-        """What one process gets on top of the launcher's own environment; "<...>" for what the start decides."""
+        """Returns the variables of a process on top of the launcher's; "<...>" for values that the start decides."""
         settings = self.settings
         is_static = settings.rendezvous == "static"
         ranks_are_known = is_static or settings.num_machines == 1
@@ -131,13 +131,13 @@ class LaunchPlan:
         }
 
     def additions(self, local_rank: int) -> dict[str, str]:
-        """What one process gets on top of the launcher's own environment and of torch's."""
+        """Returns the variables of one process on top of those of the launcher and torch."""
         cores = {CORES: self.cores[local_rank]} if self.cores else {}
-        # LOCAL_SIZE is what the `deepspeed` command calls LOCAL_WORLD_SIZE, and scripts written for it read.
+        # LOCAL_SIZE is the `deepspeed` command's name for LOCAL_WORLD_SIZE, which scripts written for it read.
         return {**self.environment, "LOCAL_SIZE": str(self.num_local), **cores}
 
     def describe(self) -> str:
-        """The dry run: per process its environment and its command, which a shell takes as printed."""
+        """Returns the text of a dry run: the environment and the command of each process, as a shell accepts them."""
         lines = [f"# {self.headline}"]
         for local_rank in range(self.num_local):
             variables = [f"{name}={shlex.quote(value)}" for name, value in self.rank_environment(local_rank).items()]
@@ -153,18 +153,18 @@ def plan_launch(
     here: bool = True,
     is_dry: bool = False,
 ) -> LaunchPlan:
-    """Works out what to start on this machine.
+    """Plans the processes of this machine.
 
     Args:
         environ: the launcher's environment.
-        here: False for a machine like this one, whose ports and folders cannot be looked at.
-        is_dry: the plan is only shown, so that the machines it names need not be known yet; a warning says which.
+        here: False for another machine like this one, whose ports and folders cannot be checked.
+        is_dry: the plan is only printed, so unknown machines cause a warning instead of an error.
 
     Raises:
-        ConfigError: the program is not there, the port is taken, the address is unknown, counts do not fit, or an
+        ConfigError: the program does not exist, the port is taken, the address is unknown, counts do not fit, or an
             accelerator has no bf16.
     """
-    # What can be wrong for every rank alike is one message here, rather than the same traceback from each of them.
+    # A mistake that would stop every rank is one message here, rather than the same traceback from each rank.
     about_program = _check_program(program, environ, is_dry=is_dry)
     host, port, about_host = _meeting_point(settings, here=here, is_dry=is_dry)
     _check_log_dir(settings)
@@ -203,14 +203,14 @@ def plan_launch(
 def _cores(
     settings: LaunchSettings, program: Program, num_local: int, visible: Sequence[Device], environ: Mapping[str, str]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The cores of each process, and what the headline says of them."""
+    """Returns the cores of each process, and their part of the headline."""
     if not settings.enable_cpu_affinity:
         of_nodes = _cores_of_nodes(settings, num_local, visible, environ) if program.kind != "executable" else ()
-        words = "bound to the cores and memory of their GPUs' NUMA nodes (--no_numa_affinity leaves them free)"
+        words = "bound to the cores and memory of their GPUs' NUMA nodes (--no_numa_affinity turns this off)"
         return of_nodes, (words,) if of_nodes else ()
     if program.kind == "executable":
         raise ConfigError(
-            "--enable_cpu_affinity: a program of --no_python is not bound", fix="leave out one of the two"
+            "--enable_cpu_affinity: programs of --no_python cannot be bound", fix="leave out one of the two"
         )
     return divide_cores(neighbouring_cores(), num_local), ()
 
@@ -218,10 +218,10 @@ def _cores(
 def _cores_of_nodes(
     settings: LaunchSettings, num_local: int, visible: Sequence[Device], environ: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """Per process the cores of its GPU's NUMA node; none unless all are known."""
+    """Returns per process the cores of its GPU's NUMA node, or nothing unless all are known."""
     ids = [*map(str, range(len(visible)))] if settings.gpu_ids == "all" else settings.gpu_ids.split(",")
     own = [visible[int(name)] for name in ids[:num_local] if name.isdigit() and int(name) < len(visible)]
-    # Beside CUDA_VISIBLE_DEVICES the numbers of --gpu_ids are of devices that this process may not see.
+    # With CUDA_VISIBLE_DEVICES, the numbers of --gpu_ids may name devices that this process does not see.
     is_hidden = settings.gpu_ids != "all" and "CUDA_VISIBLE_DEVICES" in environ
     if not settings.numa_affinity or settings.use_cpu or is_hidden or len(own) < num_local:
         return ()
@@ -230,7 +230,7 @@ def _cores_of_nodes(
 
 
 def _check_program(program: Program, environ: Mapping[str, str], *, is_dry: bool) -> tuple[str, ...]:
-    """Looks for what every process runs; warnings where it is only shown, and is installed on other machines."""
+    """Checks that the program exists. Returns warnings for a dry run, as a module may be on other machines only."""
     if program.kind == "executable":
         if shutil.which(program.name, path=environ.get("PATH")) is None:
             raise ConfigError(f"{program.name}: no such command, or not executable", fix="give its path")
@@ -259,19 +259,19 @@ def _check_script(path: Path) -> None:
 
 
 def _check_module(name: str, *, is_dry: bool) -> tuple[str, ...]:
-    # The parts below the first would have to be imported to be found, which is for the processes to do.
+    # Finding a submodule would import its packages, which only the processes should do.
     top = name.partition(".")[0]
     if importlib.machinery.PathFinder.find_spec(top, [os.getcwd()]) or (top and importlib.util.find_spec(top)):
         return ()
-    text = f"--module {name}: there is no module {top!r} here or among the installed ones"
+    text = f"--module {name}: there is no module {top!r} in this folder or among the installed ones"
     is_script = name.endswith(".py") or "/" in name
     if is_dry and not is_script:
         return (text,)
-    raise ConfigError(text, fix="a script is given without --module" if is_script else "")
+    raise ConfigError(text, fix="give a script without --module" if is_script else "")
 
 
 def _meeting_point(settings: LaunchSettings, *, here: bool, is_dry: bool = False) -> tuple[str, int, tuple[str, ...]]:
-    """Host and port, checked where this machine is the one to listen there; and warnings about them."""
+    """Returns host and port, checked if this machine listens there, and warnings about them."""
     several = settings.num_machines > 1
     host = settings.main_process_ip or LOOPBACK
     notes: tuple[str, ...] = ()
@@ -281,9 +281,9 @@ def _meeting_point(settings: LaunchSettings, *, here: bool, is_dry: bool = False
     if several and not is_known_host(host):
         if not is_dry:
             raise ConfigError("--main_process_ip", expected="an address or the name of a known host", got=host)
-        notes = (f"--main_process_ip {host}: not a host that this machine knows, without which nothing starts",)
+        notes = (f"--main_process_ip {host}: this machine does not know this host, so the launch would fail",)
     elif not several and not is_own_host(host):
-        text = f"--main_process_ip {host}: does nothing on one machine; --num_machines says that there are more"
+        text = f"--main_process_ip {host}: does nothing on one machine; set --num_machines if there are more"
         notes, host = (text,), LOOPBACK
     listens = here and settings.is_main_machine and (settings.machine_rank is not None or not several)
     if listens and port != FREE_PORT and (trouble := port_trouble(port)):
@@ -316,13 +316,13 @@ def _check_local_ranks(settings: LaunchSettings, num_local: int) -> None:
 
 
 def _num_devices(settings: LaunchSettings, environ: Mapping[str, str], num_visible: int) -> int:
-    """How many accelerators the processes of this machine will see, of those that this one sees."""
+    """Returns the number of accelerators that the processes of this machine will see."""
     if settings.use_cpu or settings.gpu_ids == "all":
         return num_visible
     ids = settings.gpu_ids.split(",")
     if not num_visible:
         return 0
-    # Where some are hidden, the numbers go beyond those that are visible; names of devices are for CUDA to find.
+    # If some devices are hidden, numbers may exceed those visible here; CUDA resolves names of devices.
     hidden = "CUDA_VISIBLE_DEVICES" in environ
     if not hidden and any(name.isdigit() and int(name) >= num_visible for name in ids):
         there = f"devices 0 to {num_visible - 1}"
@@ -331,9 +331,9 @@ def _num_devices(settings: LaunchSettings, environ: Mapping[str, str], num_visib
 
 
 def _threads(num_local: int, requested: int | None, environ: Mapping[str, str]) -> tuple[str | None, str]:
-    """OMP_NUM_THREADS, or None where the user has set it; and its part of the headline.
+    """Returns OMP_NUM_THREADS, or None if the user has set it, and its part of the headline.
 
-    Never 1 by default, as torchrun has it: on CPU that leaves all cores but one per process idle.
+    Unlike torchrun's, the default is not 1, which on CPU would leave all cores but one per process idle.
     """
     if requested is not None:
         return str(requested), f"{_count(requested, 'thread')} each"
@@ -364,7 +364,7 @@ def _environment(settings: LaunchSettings, threads: str | None) -> dict[str, str
 
 
 def _device_memory(environ: Mapping[str, str]) -> dict[str, str]:
-    """Segments that grow: between fixed ones, units of different sizes leave gaps that fit no other unit."""
+    """Turns on expandable segments: in fixed ones, units of different sizes leave gaps that fit no other unit."""
     variable = allocator_variable()
     is_set = any(name in environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))  # if only to ""
     return {variable: "expandable_segments:True"} if variable and not is_set else {}
@@ -401,15 +401,15 @@ def _count(number: int, noun: str) -> str:
 
 _SPELLINGS = ("--local_rank", "--local-rank")
 _DECLARING = ("add_argument", "option")
-_MAX_FILES = 60  # of a script's own modules; the option is declared in one of the first
+_MAX_FILES = 60  # number of a script's own modules to search; one of the first declares the option
 _MAX_NBYTES = 2_000_000
 
 
 def local_rank_option(script: Path) -> str | None:
-    """The option as the script spells it, "--local_rank" or "--local-rank"; None if it declares none.
+    """Returns the option as the script spells it, "--local_rank" or "--local-rank"; None if it declares none.
 
     Args:
-        script: a file of Python source; one that cannot be parsed declares nothing.
+        script: a file of Python source; a file with syntax errors declares nothing.
     """
     folder = script.resolve().parent
     waiting, seen = [script.resolve()], set[Path]()
@@ -459,7 +459,7 @@ def _takes_local_rank(function: ast.FunctionDef) -> bool:
 
 
 def _imported(tree: ast.Module, path: Path, folder: Path) -> Iterator[Path]:
-    """The files in the script's folder that a module imports."""
+    """Yields the files in the script's folder that a module imports."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:

@@ -1,7 +1,7 @@
-"""`--num_machines MIN:MAX`: what torch's rendezvous does otherwise where a machine is lost, or more than MAX have come.
+"""`--num_machines MIN:MAX`: changes torch's rendezvous for lost machines, and for more machines than MAX.
 
-Changes to torch's classes, each while a job runs: lost machines are not awaited, and spare machines wait for a loss.
-`agent.py` runs the job.
+The changes to torch's classes hold while a job runs: the rendezvous does not wait for lost machines, and spare machines
+wait for a loss. `agent.py` runs the job.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from zeroaccel.config.launch.launch_settings import LaunchSettings
 
-# For machines beyond the fewest, from the end of this machine's ranks; at the first start torch's 30.
+# Wait for more machines than MIN, from the end of this machine's ranks; at the first start torch's 30 s apply.
 _LAST_CALL_SECONDS = 3.0
-# At least so long once the last attempt is over everywhere: machines look once a second whether it is.
+# Shortest such wait: each machine checks once a second if the last attempt is over.
 _LAST_JOIN_SECONDS = 1.5
 _BETWEEN_ROUNDS_SECONDS = 0.3  # a machine leaves a round and joins the next one within milliseconds
 
@@ -35,10 +35,10 @@ _BETWEEN_ROUNDS_SECONDS = 0.3  # a machine leaves a round and joins the next one
 def machines_come_and_go(
     settings: LaunchSettings, ended: Callable[[], float | None], spare: SpareMachine
 ) -> Iterator[None]:
-    """While a job runs: lost machines are not awaited, and spare ones wait.
+    """Changes the rendezvous while a job runs: it does not wait for lost machines, and spare machines wait.
 
     Args:
-        ended: returns when the ranks of the last attempt ended; None before.
+        ended: returns the time at which the ranks of the last attempt ended; None before.
     """
     if settings.min_machines is None:
         yield
@@ -48,16 +48,16 @@ def machines_come_and_go(
 
 
 def _lost_machines_are_not_awaited(ended: Callable[[], float | None]) -> AbstractContextManager[None]:
-    """Has torch's rendezvous wait for more machines than the fewest at the first start only.
+    """Makes torch's rendezvous wait the full time for more machines than MIN at the first start only.
 
-    It would wait as long at every restart, of which a lost machine is the usual reason. One that comes later joins by
+    torch would wait as long at every restart, whose usual reason is a lost machine. A machine that comes later joins by
     another restart.
     """
 
     def last_call(timeouts: RendezvousTimeout) -> timedelta:
         if (since := ended()) is None:
             return timeouts._last_call
-        # While this one waited for a lost machine, the others have come.
+        # The other machines have come while this one waited for a lost machine.
         rest = max(_LAST_JOIN_SECONDS, _LAST_CALL_SECONDS - (time.monotonic() - since))
         return min(timedelta(seconds=rest), timeouts._last_call)
 
@@ -65,20 +65,20 @@ def _lost_machines_are_not_awaited(ended: Callable[[], float | None]) -> Abstrac
 
 
 class SpareMachine:
-    """A machine that waits while the job is full; the changed calls of torch's rendezvous.
+    """A machine that waits while the job is full; implements the changed calls of torch's rendezvous.
 
-    Of the spares as many join as machines are lost, in one order, and none while a machine that was in the job may only
-    be between two rounds: that one has states in its memory.
+    As many spares join as machines are lost, in a fixed order. No spare joins while a machine of the job may only be
+    between two rounds, since that machine has states in its memory.
 
     Attributes:
-        waits: it is no part of the job now.
+        waits: true while the machine is not a part of the job.
     """
 
     def __init__(self, num_machines: int, log: Callable[[str], None]) -> None:
         self._num_machines = num_machines
         self._log = log
         self.waits = False
-        self._free_since: float | None = None  # when this machine has seen a place for it
+        self._free_since: float | None = None  # time at which this machine first saw a free place
 
     def say_that_it_waits(self) -> None:
         if not self.waits:
@@ -86,25 +86,25 @@ class SpareMachine:
         self.waits, self._free_since = True, None
 
     def joins(self) -> None:
-        """It has become a part of the job."""
+        """Notes that the machine has become a part of the job."""
         if self.waits:
-            self._log("a machine is lost: this spare one takes its place")
+            self._log("a machine was lost: this spare machine replaces it")
         self.waits = False
 
     def job_ended(self) -> bool:
-        """Whether this machine was a spare one until the job, or machine 0, has ended; says so."""
+        """Returns True, and logs it, if this machine was a spare until the job or machine 0 has ended."""
         if self.waits:
-            self._log("the job has ended, or machine 0; this spare machine was not needed")
+            self._log("the job or machine 0 has ended; this spare machine was not needed")
         return self.waits
 
     def next_action(self, ctx: Any) -> _Action | None:
-        """Other than torch's; None where that is right."""
+        """Returns the next action of the rendezvous, or None to use torch's own."""
         state, node = ctx.state, ctx.node
         if state.closed:
             return None
         free = self._num_machines - len(state.participants) - len(state.wait_list)
         if node in state.wait_list and state.complete and len(state.participants) >= self._num_machines:
-            return _Action.REMOVE_FROM_WAIT_LIST  # it came late, and goes to the spares
+            return _Action.REMOVE_FROM_WAIT_LIST  # it came late and becomes a spare
         if node not in state.redundancy_list:
             return None
         wait = _Action.KEEP_ALIVE if _should_keep_alive(ctx) else _Action.SYNC
@@ -122,10 +122,10 @@ class SpareMachine:
 
 @contextmanager
 def _spare_machines_wait(num_machines: int, spare: SpareMachine) -> Iterator[None]:
-    """Has a machine that finds the job full wait until another one is lost.
+    """Makes a machine that finds the job full wait until another one is lost.
 
-    torch's rendezvous does so (2.13), with gaps: after a loss all spares ask to join, and may come before machines of
-    the job; those that come late end the attempt of the others, and time out; and torch's launcher fails where a spare
+    torch's rendezvous does the same (2.13), with gaps: after a loss all spares ask to join, and may come before
+    machines of the job; late ones end the attempt of the others, and time out; and torch's launcher fails if a spare
     was never needed.
     """
     executor, run, join = _DistributedRendezvousOpExecutor, SimpleElasticAgent.run, _RendezvousJoinOp.__call__

@@ -1,10 +1,10 @@
 """One machine's part of a job that another machine started over ssh (`python -m zeroaccel.cli.launch.node`).
 
 Protocol, in lines on stdin: an order, as JSON; "go" when all machines are ready; "stop N" to end by signal N. The end
-of stdin means that the launching machine is gone, and stops the job too. Records for `ssh` go to stderr among the
-output of the ranks, behind the order's token.
+of stdin means that the launching machine is gone, and also stops the job. Records for `ssh` go to stderr among the
+output of the ranks, after the order's token.
 
-Nothing secret is on a command line or in a file: variables come with the order.
+No command line and no file has secrets: variables come with the order.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from zeroaccel.errors import ConfigError, ZeroAccelError
 from .launch_plan import LaunchPlan, Program, plan_launch
 
 MODULE = "zeroaccel.cli.launch.node"
-ARRIVAL_SECONDS = 20.0  # short, since "go" is only sent when all machines are ready
+ARRIVAL_SECONDS = 20.0  # short, since "go" comes only when all machines are ready
 _ORPHANED_SECONDS = 5.0  # beyond --shutdown_timeout, for an orderly end once the connection is gone
 
 Order = Mapping[str, Any]
-"""token; folder: working directory; environment: variables to set; settings: as for `launch_settings`; program: as
-`Program`."""
+"""token; folder: working directory; environment: variables to set; settings: for `launch_settings`; program:
+fields of `Program`."""
 
 
 def main() -> int:
@@ -43,7 +43,7 @@ def main() -> int:
     send = _RecordWriter(order["token"])
     try:
         plan = _prepare(order)
-        # Imports torch, which takes seconds: before "ready", since from "go" on the other machines wait for this one.
+        # Importing torch takes seconds: do it before "ready", since after "go" the other machines wait for this one.
         from .agent import run_plan
 
         send({"ready": plan.headline, "warnings": plan.warnings})
@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def _take_stdin() -> IO[str]:
-    """Stdin as a file of this process alone: ranks inherit /dev/null instead, and cannot read commands."""
+    """Moves stdin to a file of this process alone: ranks inherit /dev/null instead and cannot read commands."""
     control = os.fdopen(os.dup(0), encoding="utf-8")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -74,13 +74,13 @@ def _prepare(order: Order) -> LaunchPlan:
         os.chdir(order["folder"])
     except OSError as error:
         reason = f"{order['folder']}: {(error.strerror or 'not there').lower()}"
-        raise ConfigError(f"{reason} on this machine", fix="the job runs in the same folder everywhere") from None
+        raise ConfigError(f"{reason} on this machine", fix="the job needs the same folder on all machines") from None
     os.environ.update(order["environment"])
     return plan_launch(launch_settings(order["settings"]), Program.from_json(order["program"]), os.environ)
 
 
 def _follow_commands(control: IO[str], send: _RecordWriter, shutdown_timeout: float) -> None:
-    """Acknowledges and follows "stop"; at the end of stdin the launching machine is gone, and the job ends as well."""
+    """Acknowledges and follows "stop"; ends the job at the end of stdin, when the launching machine is gone."""
     for line in control:
         word, _, number = line.partition(" ")
         if word == "stop":
@@ -99,7 +99,7 @@ class _RecordWriter:
 
     def __call__(self, record: Mapping[str, Any]) -> None:
         with contextlib.suppress(BrokenPipeError):
-            # In one write, which a pipe keeps together up to PIPE_BUF bytes: no output of a rank comes between.
+            # A pipe keeps one write of up to PIPE_BUF bytes together, so no output of a rank comes between.
             os.write(2, f"{self._token}{json.dumps(record)}\n".encode())
 
 

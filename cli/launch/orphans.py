@@ -1,9 +1,9 @@
 """Processes that torch's elastic agent does not see or does not end: orphans of a job, stopped ranks, lost stores.
 
-`end_orphans` finds what ranks have started by an inherited variable: neither a new session nor the death of a parent
-hides it. `ProcessWatch` supplements the agent, which waits for processes to end: a rank that is stopped (SIGSTOP)
-never does. And an agent that asks a store which no longer answers, as by `c10d` every second, looks at no process until
-the kernel gives the connection up, a quarter of an hour after the network was cut.
+`end_orphans` finds processes that ranks have started by an inherited variable, which survives a new session and the
+death of a parent. `ProcessWatch` supplements the agent, which waits for processes to end: a rank that is stopped
+(SIGSTOP) never does. And with `c10d` the agent asks the store every second; if the store no longer answers, the agent
+checks no process until the kernel closes the connection, a quarter of an hour after the network was cut.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from types import TracebackType
 import psutil
 
 LAUNCH_ID = "ZEROACCEL_LAUNCH_ID"
-"""The variable; its value is different for each launch."""
+"""Variable that marks the processes of a launch; its value is different for each launch."""
 
 
 def end_orphans(launch_id: str, grace_seconds: float = 3.0) -> int:
-    """Ends the processes of a launch: SIGTERM, and SIGKILL for those that stay. Returns how many there were."""
+    """Ends the processes of a launch by SIGTERM, and by SIGKILL those that stay. Returns their number."""
     orphans = list(_marked(launch_id))
     for process in orphans:
         _signal(process, kill=False)
@@ -65,18 +65,18 @@ def _signal(process: psutil.Process, *, kill: bool) -> None:
 
 _LOOK_SECONDS = 0.5
 _OTHERS_SECONDS = 6.0  # after the limit, for the other ranks' hang report
-_BLIND_SECONDS = 4.0  # that an ended process may stay unnoticed; the agent looks ten times a second
+_BLIND_SECONDS = 4.0  # for the agent to notice an ended process; it checks ten times a second
 
 
 class ProcessWatch:
     """Watches the child processes of this process, from `__enter__` to `__exit__`.
 
     Args:
-        limit: seconds a collective may wait, `math.inf` for no limit. A process that is stopped for longer, and a few
-            seconds that the other ranks need, is woken and ended.
-        port: of the store on the main machine. Connections to it are broken when the thread that runs the agent has
-            not noticed the end of a process for a while.
-        monitor_interval: seconds between two looks of the agent.
+        limit: seconds that a collective may wait, `math.inf` for no limit. The watch wakes and ends a process that is
+            stopped for this time and a few seconds more, which the other ranks need.
+        port: port of the store on the main machine. The watch breaks connections to it if the thread of the agent does
+            not notice the end of a process for some seconds.
+        monitor_interval: interval in seconds at which the agent checks its processes.
         log: prints a line for the user.
     """
 
@@ -87,8 +87,8 @@ class ProcessWatch:
         self._log = log
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="zeroaccel-process-watch", daemon=True)
-        self._stopped: dict[psutil.Process, float] = {}  # the seconds for which each has been seen stopped
-        self._ended: dict[psutil.Process, float] = {}  # and for which its end has gone unnoticed
+        self._stopped: dict[psutil.Process, float] = {}  # seconds for which each has been stopped
+        self._ended: dict[psutil.Process, float] = {}  # seconds for which the agent has not noticed its end
 
     def __enter__(self) -> ProcessWatch:
         self._thread.start()
@@ -108,14 +108,14 @@ class ProcessWatch:
 
     def _look(self, children: list[psutil.Process]) -> None:
         states = {child: _status(child) for child in children}
-        # Looks are counted, not the clock: a launcher that was stopped itself has not seen anything.
+        # Counts checks instead of reading the clock: a launcher that was itself stopped has checked nothing.
         self._stopped = _counted(self._stopped, [child for child in children if states[child] == psutil.STATUS_STOPPED])
         self._ended = _counted(self._ended, [child for child in children if states[child] == psutil.STATUS_ZOMBIE])
         for child, seconds in self._stopped.items():
             if seconds > self._limit + _OTHERS_SECONDS:
                 self._log(
                     f"the process {child.pid} has been stopped (SIGSTOP) for {seconds:.0f} s (the limit is "
-                    f"{self._limit:g} s); it is woken and ended"
+                    f"{self._limit:g} s); the launcher wakes and ends it"
                 )
                 wake_stopped([child], signal.SIGTERM)
         if max(self._ended.values(), default=0.0) > self._blind_seconds:
@@ -136,10 +136,10 @@ def _status(process: psutil.Process) -> str:
 
 
 def break_connections(port: int) -> int:
-    """Breaks this process's TCP connections to a port of any machine: threads that wait for an answer there fail.
+    """Breaks this process's TCP connections to a port of any machine, so threads that wait for an answer fail.
 
     Returns:
-        How many there were; 0 where the system does not show a process its files.
+        Number of connections; 0 if the system does not show a process its files.
     """
     broken = 0
     folder = "/proc/self/fd"

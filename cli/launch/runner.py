@@ -1,9 +1,9 @@
 """One process of a job: runs the user's script as `python script.py` would, and reports how it ended.
 
-Started by `agent` as `python runner.py [--local_rank_as=OPTION] [-m] NAME ARGUMENTS...`. What goes wrong is written to
-the file that torch's elastic agent names in TORCHELASTIC_ERROR_FILE, and not to the terminal: `failures` prints it
-after all output, once for all processes. Without that file, as when the command of a dry run is tried by hand, errors
-are printed as usual.
+`agent` starts it as `python runner.py [--local_rank_as=OPTION] [-m] NAME ARGUMENTS...`. It writes errors to the file
+that torch's elastic agent names in TORCHELASTIC_ERROR_FILE, and not to the terminal: `failures` prints them after all
+output, once for all processes. Without that file, for example if a user runs the command of a dry run, it prints errors
+as usual.
 
 Imports only the standard library, and nothing of zeroaccel: the script must find the interpreter as it expects it.
 """
@@ -28,9 +28,9 @@ from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
 FAULT_FILE = "fault.txt"
-"""In the folder of the error report: where a crash in native code leaves the Python stack."""
+"""File in the folder of the error report to which a crash in native code writes the Python stack."""
 
-_SIBLING_GRACE_SECONDS = 1.0  # for ranks that fail alike to report it, before the launcher ends them
+_SIBLING_GRACE_SECONDS = 1.0  # for other ranks to report the same failure, before the launcher ends them
 _PR_SET_PDEATHSIG = 1
 _LOCAL_RANK_AS = "--local_rank_as="
 
@@ -39,18 +39,18 @@ class Reporter:
     """Reports how this process ended, in a file that the launcher reads.
 
     Args:
-        path: of the file; the other processes of this machine have theirs in sibling folders, under the same name.
+        path: path of the file; the other processes of this machine use the same name in sibling folders.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._process = os.getpid()
         self._error: BaseException | None = None
-        self._reached = False  # whether the report of the error came down to us
+        self._reached = False  # true once our own hook has received the error
         if not faulthandler.is_enabled():
-            self._faults = open(path.with_name(FAULT_FILE), "w")  # noqa: SIM115 - open as long as the process lives
+            self._faults = open(path.with_name(FAULT_FILE), "w")  # noqa: SIM115 - open until the process ends
             faulthandler.enable(self._faults)
-        # At the bottom of the hooks: libraries put theirs on top of it, and most of them call the one they found.
+        # The innermost hook: libraries install theirs around it, and most of them call the hook that they replace.
         sys.excepthook = self._on_exception
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -69,17 +69,17 @@ class Reporter:
             sys.excepthook(type(error), error, error.__traceback__)
         except SystemExit as exit_:
             code = exit_.code if isinstance(exit_.code, int) else code
-        except Exception:  # of the hook; the interpreter prints it, and so do we
+        except Exception:  # an error of the hook; print it, as the interpreter does
             traceback.print_exc()
         if self._error is not None:
-            if not self._reached:  # some hook has printed it in its own way
+            if not self._reached:  # another hook has printed the error in its own way
                 self._write(report | {"printed": True})
             self._wait_for_siblings()
         return code
 
     def exited(self, exit_: SystemExit) -> int:
-        """Reports a `sys.exit` with anything but success. Returns the exit code."""
-        if isinstance(exit_.code, int) and hasattr(exit_, "headline"):  # the end of a run that has saved itself
+        """Reports a `sys.exit` that is not a success. Returns the exit code."""
+        if isinstance(exit_.code, int) and hasattr(exit_, "headline"):  # a preempted run that has saved its state
             headline, code = str(exit_.headline), exit_.code
         elif isinstance(exit_.code, int):
             headline, code = f"sys.exit({exit_.code}) at {_place(exit_)}", exit_.code
@@ -92,9 +92,9 @@ class Reporter:
         return code
 
     def _write(self, report: dict[str, Any]) -> bool:
-        """Writes the report as torch's elastic agent reads it, with ours inside. Returns whether it is written."""
+        """Writes the report in the form of torch's elastic agent, with ours inside. Returns True if it succeeds."""
         if os.getpid() != self._process:
-            return False  # a fork of it, which is not a rank
+            return False  # a fork of the rank, which is not a rank
         message = {
             "message": report["headline"],
             "extraInfo": {"py_callstack": report["traceback"], "timestamp": str(int(report["time"]))},
@@ -102,7 +102,7 @@ class Reporter:
         half = self._path.with_suffix(".half")
         try:
             half.write_text(json.dumps({"message": message, "zeroaccel": report}))
-            half.replace(self._path)  # the agent cannot read a file that a killed process left half written
+            half.replace(self._path)  # the agent cannot read a file that is only half written
         except OSError:
             return False
         return True
@@ -132,7 +132,7 @@ def _report_of(error: BaseException) -> dict[str, Any]:
     trace = "".join(rendered.format())
     if isinstance(error, KeyboardInterrupt):
         return _report("interrupt", headline, trace, 128 + signal.SIGINT)
-    # Looked up, not imported: a script that does not use zeroaccel cannot have raised one of its errors.
+    # No import: a script that does not use zeroaccel cannot have raised one of its errors.
     ours = getattr(sys.modules.get("zeroaccel.errors"), "ZeroAccelError", None)
     if ours is not None and isinstance(error, ours):
         return _report("on_purpose", f"{type(error).__name__}: {error}", trace, int(getattr(error, "exit_code", 1)))
@@ -140,7 +140,7 @@ def _report_of(error: BaseException) -> dict[str, Any]:
 
 
 def _place(exit_: SystemExit) -> str:
-    """file:line in function of the innermost frame that is not the standard library's."""
+    """Returns "file:line in function" of the innermost frame that is not in the standard library."""
     frames = traceback.extract_tb(exit_.__traceback__)
     library = os.path.dirname(os.__file__) + os.sep
     frame = next((frame for frame in reversed(frames) if not frame.filename.startswith(library)), frames[-1])
@@ -148,7 +148,7 @@ def _place(exit_: SystemExit) -> str:
 
 
 def _load_script(path: str) -> tuple[ModuleType, CodeType]:
-    """The module and the code of `python path`."""
+    """Returns the module and the code of `python path`."""
     sys.argv[0] = path
     absolute = os.path.abspath(path)
     _set_first_on_path(os.path.dirname(os.path.realpath(path)))
@@ -160,7 +160,7 @@ def _load_script(path: str) -> tuple[ModuleType, CodeType]:
 
 
 def _load_module(name: str) -> tuple[ModuleType, CodeType]:
-    """The module and the code of `python -m name`. Imports the packages above it."""
+    """Returns the module and the code of `python -m name`. Imports the packages above it."""
     sys.argv[0] = "-m"
     _set_first_on_path(os.getcwd())
     spec = importlib.util.find_spec(name)
@@ -191,13 +191,13 @@ def _run(arguments: list[str]) -> None:
     is_module = arguments[0] == "-m"
     sys.argv = arguments[1:] if is_module else arguments
     if option:
-        # First, as the `deepspeed` command has it: what the user gave comes after it and counts more.
+        # First, like the `deepspeed` command: the user's own option comes later and overrides it.
         sys.argv.insert(1, f"{option}={os.environ.get('LOCAL_RANK', '0')}")
     module, code = _load_module(sys.argv[0]) if is_module else _load_script(sys.argv[0])
     vars(module)["__builtins__"] = builtins
-    if "__annotations__" in globals():  # in some releases the interpreter gives one to `__main__`
+    if "__annotations__" in globals():  # in some releases `__main__` has them
         vars(module)["__annotations__"] = {}
-    # For good, and not only while it runs: threads and exit handlers pickle and import by this name afterwards.
+    # Permanently, and not only during the run: threads and exit handlers later pickle and import by this name.
     sys.modules["__main__"] = module
     exec(code, vars(module))
 
@@ -210,13 +210,13 @@ def _without_own_frames(error: BaseException) -> BaseException:
 
 
 def end_with_the_launcher() -> None:
-    """A launcher that is killed cannot end its processes; the kernel does it then."""
+    """Asks the kernel to end this process if the launcher is killed, and so cannot end its processes."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def main() -> int:
-    """Runs what the command line names. Returns the exit code, or raises where there is no launcher to report to."""
+    """Runs the script of the command line. Returns the exit code, or raises if there is no launcher to report to."""
     end_with_the_launcher()
     if cores := os.environ.get("ZEROACCEL_CPU_CORES"):
         os.sched_setaffinity(0, map(int, cores.split(",")))
@@ -239,7 +239,7 @@ def main() -> int:
 
 
 def _preempted() -> SystemExit | None:
-    """What the script would have raised if the library that saved it on a signal had not gone on to its end."""
+    """Returns Preempted if a library saved the state on a signal, but let the script continue to its end."""
     notice = getattr(sys.modules.get("zeroaccel.comm.stop_notice"), "stop_notice", None)
     saved = getattr(notice, "saved", "")
     end = getattr(sys.modules.get("zeroaccel.errors"), "Preempted", None)

@@ -1,9 +1,9 @@
-"""A job on the machines of a hostfile, started from this one over ssh: a `NodeJob` and a session for each.
+"""A job on the machines of a hostfile, started from this machine over ssh, with a `NodeJob` and a session for each.
 
-`plan_node_jobs` works out what each machine runs; everything that can be checked from here is. `MultiNodeJob` starts a
-`node` per machine, sends "go" when all are ready, and stops all when one fails. The program that reaches a machine is
-ssh, or ZEROACCEL_SSH: any command that takes `[-o option]... -- host command` and connects stdin, stdout and stderr.
-Output is printed as it comes, each line behind the name of its machine.
+`plan_node_jobs` plans the processes of each machine and checks everything that can be checked from here.
+`MultiNodeJob` starts a `node` per machine, sends "go" when all are ready, and stops all when one fails. It connects by
+ssh, or by ZEROACCEL_SSH: any command that takes `[-o option]... -- host command` and connects stdin, stdout and stderr.
+It prints output as it comes, each line after the name of its machine.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from .node import MODULE
 
 _OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=15")
 _READY_SECONDS = 120.0  # Python has to start there, from a file system that may be slow
-_SIBLING_GRACE_SECONDS = 3.0  # for machines that fail alike to report it, before the others are stopped
+_SIBLING_GRACE_SECONDS = 3.0  # for other machines to report the same failure, before they are stopped
 _STOP_SECONDS = 20.0  # beyond --shutdown_timeout, for an orderly end of all machines
-_ACKNOWLEDGE_SECONDS = 4.0  # for a machine to acknowledge "stop"; then it counts as cut off, and is not waited for
+_ACKNOWLEDGE_SECONDS = 4.0  # for a machine to acknowledge "stop"; then it counts as cut off
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -49,9 +49,9 @@ class NodeJob:
     """One machine and its part of the job.
 
     Attributes:
-        host: as ssh takes it.
+        host: name of the machine for ssh.
         order: see `node.Order`; without the token.
-        ranks: global ranks it starts.
+        ranks: global ranks that the machine starts.
     """
 
     host: str
@@ -66,10 +66,10 @@ class _SshSession:
     Attributes:
         ready: the node waits for "go".
         ends: the ranks that failed there.
-        error: an error before there were ranks, and its exit code.
+        error: an error before any rank started, and its exit code.
         code: exit code of the ssh process; None while it runs.
         acknowledged: the node has received "stop".
-        cut_off: it has not within `_ACKNOWLEDGE_SECONDS`.
+        cut_off: the node has not acknowledged "stop" within `_ACKNOWLEDGE_SECONDS`.
     """
 
     job: NodeJob
@@ -88,13 +88,13 @@ class _SshSession:
             self.stdin.flush()
 
     def close_stdin(self) -> None:
-        """Ends the input of the node, which stops its job then."""
+        """Closes the input of the node, which then stops its job."""
         with contextlib.suppress(OSError):
             self.stdin.close()
 
 
 def remote_command(ssh: Sequence[str], host: str, python_path: str | None) -> list[str]:
-    """The words that start a `node` on a machine. What the shell over there sees holds a path or two, all quoted."""
+    """Returns the words that start a `node` on a machine. The shell there receives one or two paths, all quoted."""
     words = ["exec", "env", *([f"PYTHONPATH={python_path}"] if python_path else []), sys.executable, "-u", "-m", MODULE]
     options = [word for option in _OPTIONS for word in ("-o", option)]
     return [*ssh, *options, "--", host, shlex.join(words)]
@@ -132,10 +132,10 @@ class MultiNodeJob:
 
         Args:
             ssh: the program that reaches a machine, with its own arguments.
-            python_path: PYTHONPATH over there.
+            python_path: PYTHONPATH on the other machines.
 
         Raises:
-            ConfigError: there is no such program.
+            ConfigError: the program `ssh` does not exist.
         """
         before = {number: signal.signal(number, self._on_signal) for number in _STOP_SIGNALS}
         try:
@@ -155,8 +155,8 @@ class MultiNodeJob:
         command = remote_command(ssh, job.host, python_path)
         pipe = subprocess.PIPE
         try:
-            # In a session of its own: Ctrl-C must reach the launcher only, which sends "stop" over stdin. A SIGINT to
-            # ssh would cut the connection before the node could end its ranks.
+            # ssh gets its own session: Ctrl-C must reach only the launcher, which sends "stop" over stdin. A SIGINT
+            # to ssh would cut the connection before the node could end its ranks.
             process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
         except OSError as error:
             fix = "install it, or name another command in ZEROACCEL_SSH"
@@ -203,14 +203,14 @@ class MultiNodeJob:
             if late and now > ready_by and self._stop_at is None:
                 self._log(f"{', '.join(late)} did not answer within {_READY_SECONDS:g} s")
                 self._stop_at = now
-            # Not at the first failure: the others may be about to report theirs, and the cause is the earliest.
+            # Not at the first failure: other machines may be about to report an earlier one, which is the cause.
             if self._stop_at is not None and now >= self._stop_at and self._give_up_at is None:
                 self._stop_all(signal.SIGTERM)
             if self._give_up_at is not None and (now > self._give_up_at or self._rest_is_cut_off(now)):
                 return
 
     def _rest_is_cut_off(self, now: float) -> bool:
-        """Whether no running session has acknowledged "stop" in time: their network is cut, or they are down."""
+        """Returns True if no running session has acknowledged "stop" in time: the network is cut or they are down."""
         running = [session for session in self._sessions if session.code is None]
         if self._signal or now < self._stop_sent_at + _ACKNOWLEDGE_SECONDS:
             return False
@@ -250,7 +250,7 @@ class MultiNodeJob:
                 session.process.kill()
             return
         self._signal = number
-        self._log(f"{signal.Signals(number).name}: stopping all machines; once more leaves them to stop by themselves")
+        self._log(f"{signal.Signals(number).name}: stopping all machines; a second signal ends the wait for them")
         self._stop_all(number)
 
     def _stop_all(self, number: int) -> None:
@@ -261,13 +261,13 @@ class MultiNodeJob:
             if session.code is None:
                 session.write(f"stop {number}")
                 if not all(one.ready for one in self._sessions):
-                    session.close_stdin()  # it waits for "go" and reads no "stop"
+                    session.close_stdin()  # it waits for "go" and does not read "stop"
 
     def _conclude(self) -> int:
         """Reports how the job ended, the cause last. Returns the exit code."""
         ends = [end for session in self._sessions for end in session.ends]
         if saved := preemption(ends, sum(len(session.job.ranks) for session in self._sessions)):
-            self._log(f"preempted: {saved}; start the same command again to go on")
+            self._log(f"preempted: {saved}; run the same command again to continue")
             return Preempted.exit_code
         if self._signal:
             running = [session.job.host for session in self._sessions if session.code is None]
@@ -284,7 +284,7 @@ class MultiNodeJob:
         for session in self._sessions:
             if session.error is not None:
                 message, code = session.error
-                # Machines that are set up alike fail alike: one line for all of them.
+                # Machines with the same set-up fail with the same message: one line for all of them.
                 hosts = [one.job.host for one in self._sessions if one.error is not None and one.error[0] == message]
                 self._log(f"{', '.join(hosts)}: {message}")
                 return code
@@ -298,7 +298,7 @@ class MultiNodeJob:
         if hosts := [session.job.host for session in self._sessions if session.cut_off]:
             self._log(
                 f"{', '.join(hosts)}: no answer within {_ACKNOWLEDGE_SECONDS:g} s; the network there is cut, or the "
-                "machine is down. What still runs there ends by itself when its ranks have waited for the limit"
+                "machine is down. Processes that still run there end when their collectives time out"
             )
 
     def _report_ranks(self, failed: Sequence[_SshSession]) -> int:
@@ -315,7 +315,7 @@ class MultiNodeJob:
 
 
 def _lines(source: BinaryIO) -> Iterator[str]:
-    """Lines as they come; a carriage return, as of progress bars, ends one too."""
+    """Yields lines as they come; a carriage return, as in progress bars, also ends a line."""
     rest = b""
     while chunk := os.read(source.fileno(), 1 << 16):
         *lines, rest = re.split(rb"\r\n|\n|\r", rest + chunk)
@@ -326,9 +326,9 @@ def _lines(source: BinaryIO) -> Iterator[str]:
 
 def _lost(session: _SshSession) -> str:
     if session.code == 255 and not session.ready:
-        return "ssh could not start anything there; what it said is above"
+        return "ssh could not start anything there; its message is above"
     if not session.ready:
-        return f"zeroaccel did not start there (exit code {session.code}); what it said is above"
+        return f"zeroaccel did not start there (exit code {session.code}); its message is above"
     return f"the connection was lost (exit code {session.code}), and with it the job"
 
 
@@ -350,7 +350,7 @@ _HOST_SETTINGS = ("hostfile", "inclusion_filter", "exclusion_filter", "multinode
 
 
 def ssh_words(text: str) -> list[str]:
-    """The program that reaches machines, from ZEROACCEL_SSH; the system's by default.
+    """Returns the words of the ssh program, from ZEROACCEL_SSH; the system's ssh by default.
 
     Raises:
         ConfigError: quotes do not match.
@@ -367,7 +367,7 @@ def plan_node_jobs(
     environ: Mapping[str, str],
     ssh: Sequence[str],
 ) -> list[NodeJob]:
-    """One job per machine of the hostfile.
+    """Plans one job per machine of the hostfile.
 
     Args:
         explicit: all settings of the launch, `hostfile` among them.
@@ -404,7 +404,7 @@ def plan_node_jobs(
 def describe_node_jobs(
     jobs: Sequence[NodeJob], ssh: Sequence[str], python_path: str | None, environ: Mapping[str, str]
 ) -> str:
-    """The dry run: per machine how it is reached, and what it would start if it were like this one."""
+    """Returns the text of a dry run: per machine its ssh command, and the processes if it were like this machine."""
     parts = []
     for job in jobs:
         order = job.order
@@ -453,7 +453,7 @@ def _check_known(host: Host, hostfile: str, ssh: Sequence[str]) -> None:
     if is_known_host(host.address):
         return
     done = None
-    if ssh[0] == "ssh":  # it may know the machine by a name of its own
+    if ssh[0] == "ssh":  # its config may have an alias for the machine
         done = subprocess.run([*ssh, "-G", "--", host.name], capture_output=True, text=True, check=False)
         names = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("hostname ")]
         if names and is_known_host(names[0]):
@@ -462,5 +462,5 @@ def _check_known(host: Host, hostfile: str, ssh: Sequence[str]) -> None:
 
 
 def is_only_this_machine(jobs: Sequence[NodeJob]) -> bool:
-    """Whether ssh is of no use: there is one machine, and it is the one this runs on."""
+    """Returns True if the only machine is this one, so that ssh is not needed."""
     return len(jobs) == 1 and is_own_host(jobs[0].host.rpartition("@")[2])

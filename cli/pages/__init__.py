@@ -1,1 +1,1 @@
-"""Pages that commands write: one self-contained HTML file each, with tables that say the same without script."""
+"""HTML pages that commands write: each is one self-contained file, with tables that need no JavaScript."""

@@ -1,8 +1,8 @@
 """The page of `zeroaccel estimate --html`: every plan beside the device's limit, and sliders.
 
-Each position of the sliders is estimated when the page is made: by a simulation, or by closed forms through a few of
-them (`zeroaccel.estimate.ClosedForms`), and the page says which. The script only looks up and moves what
-`estimate_page` has drawn for the workload that was asked for.
+The estimate of each slider position is made with the page: by a simulation, or by closed forms through a few
+simulations (`zeroaccel.estimate.ClosedForms`); the page has the number of each. The script only looks up numbers, and
+moves the bars that `estimate_page` has drawn for the requested workload.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LEFT, _WIDTH, _BAR, _GAP, _TOP = 320, 640, 22, 10, 12
 
 
 def positions(workload: Workload) -> list[Workload]:
-    """The workloads of the sliders, the requested one among them."""
+    """Returns the workloads of the sliders, including the requested one."""
     choices = product(
         [workload.ranks * factor for factor in (1, 2, 4)],
         [workload.batch * factor for factor in (1, 4)],
@@ -49,11 +49,11 @@ def estimate_page(
     tables: Sequence[Sequence[PlanRow]],
     simulated: int,
 ) -> str:
-    """The whole page.
+    """Returns the page of an estimate as HTML.
 
     Args:
         tables: for each of `positions` the rows of its `plan_table`.
-        simulated: how many of them were simulated themselves.
+        simulated: number of positions that were simulated directly.
     """
     at = positions(workload)
     order = [row.estimate.name for row in tables[at.index(workload)]]
@@ -80,19 +80,19 @@ def estimate_page(
         "width": _WIDTH,
     }
     about = (
-        f"A plan fits when a tenth of each memory stays free. Of the sliders' {len(at)} positions {simulated} were "
-        "simulated themselves"
+        f"A plan fits if a tenth of each memory stays free. Of the sliders' {len(at)} positions, {simulated} were "
+        "simulated directly"
     )
     if simulated < len(at):
         about += (
-            "; the others follow from simulations of their neighbours, along tokens and 1 / ranks, and two more "
-            "simulations of every stage agreed with that to a part in 10,000"
+            "; the others come from formulas in tokens and 1 / ranks that were fitted to simulations. Two more "
+            "simulations of every stage agreed with the formulas to a part in 10,000"
         )
     return page(title, body, about=f"{about}.", data=settings, script=_SCRIPT)
 
 
 def chart_page(title: str, workload: Workload, capacity: Capacity, rows: Sequence[PlanRow]) -> str:
-    """The page of `--plot`: the plans of one workload."""
+    """Returns the page of `--plot`, with the plans of one workload, as HTML."""
     shown = {row.estimate.name: _numbers(row, workload) for row in rows}
     return page(title, _plans(shown, list(shown), _limit(workload, capacity)))
 
@@ -111,7 +111,7 @@ def _plans(shown: dict[str, list[object]], order: Sequence[str], limit: int | No
 
 
 def command(model: str, workload: Workload, capacity: Capacity) -> str:
-    """The command line that estimates this workload, with the same verdict about what fits.
+    """Returns the command line that estimates this workload with the same capacity.
 
     Example:
         >>> from zeroaccel.estimate import Capacity, Workload
@@ -145,14 +145,14 @@ def _key(workload: Workload) -> str:
 
 
 def _numbers(row: PlanRow, workload: Workload) -> list[object]:
-    """Bytes by kind, host and disk per machine, and how it fits."""
+    """Returns bytes by kind, host and disk per machine, and the verdict."""
     one, local = row.estimate, workload.local_ranks
     kinds = [getattr(one.device, kind) for kind in KINDS]
     return [*kinds, one.host.total * local, one.disk.total * local, verdict(row, row.recommended)]
 
 
 def verdict(row: PlanRow, recommended: bool) -> str:
-    """Whether a plan fits, in a word or two."""
+    """Returns a word or two about the fit of a plan."""
     if row.fits is None:
         return "?"
     return "recommended" if recommended else "yes" if row.fits else f"no: {row.short_of}"
@@ -216,7 +216,7 @@ def _total(numbers: Sequence[object]) -> int:
 
 
 def gb(nbytes: object) -> str:
-    """A number of bytes, in GB."""
+    """Formats a number of bytes in GB."""
     assert isinstance(nbytes, int)
     if not nbytes:
         return "-"

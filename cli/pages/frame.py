@@ -1,8 +1,8 @@
-"""The frame of every page: style for dark and light, tables, and the drawings that pages share.
+"""The frame of every page: dark and light styles, tables, and shared drawings.
 
-A page is one file without a network: inline SVG, inline style, a short script. Whatever a drawing shows is in a table
-of the same page, so that neither script nor eyes are needed. Colours are those of Wong (Nature Methods 8:441, 2011),
-darker where they have to be seen on white. Pure text, without torch.
+A page is one file that needs no network: inline SVG, inline style, a short script. A table on the same page has the
+numbers of every drawing, for use without scripts and for screen readers. Colours are those of Wong (Nature Methods
+8:441, 2011), darker if they must be visible on white. Pure text, without torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zeroaccel.checkpoint.atomic_write import write_durably
 from zeroaccel.errors import ConfigError
 
 MOST_NBYTES = 300_000
-"""What a page may weigh; pages leave rows out, and say how many, before they weigh more."""
+"""Size limit of a page; to stay below it, pages omit rows and print their number."""
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b58900", "#cc79a7", "#56b4e9", "#7a6f9b", "#8c6d31")
 
@@ -69,15 +69,15 @@ themeButton.addEventListener('click',()=>{
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under a heading each.
+    """A table with headings and a caption.
 
     Attributes:
-        caption: what the rows are.
+        caption: description of the rows.
         headings: one per column.
-        rows: texts; the first of each names the row.
+        rows: texts of the cells; the first of each row is its name.
         texts: columns to align to the left.
-        best: the row to mark; None for none.
-        identity: of the element, for scripts.
+        best: the row to mark; None marks no row.
+        identity: id of the element, for scripts.
     """
 
     caption: str
@@ -88,7 +88,7 @@ class Table:
     identity: str = ""
 
     def html(self) -> str:
-        """The table as HTML."""
+        """Returns the table as HTML."""
         heads = "".join(
             f'<th scope="col"{self._class(index)}>{escaped(heading)}</th>'
             for index, heading in enumerate(self.headings)
@@ -110,13 +110,13 @@ class Table:
 
 
 def page(title: str, body: Sequence[str], *, about: str = "", data: Any = None, script: str = "") -> str:
-    """One HTML file.
+    """Returns the text of one HTML file.
 
     Args:
-        body: HTML, in order.
-        about: a sentence under the title.
-        data: for the script, as `data`.
-        script: run after the page is there.
+        body: pieces of HTML, in order.
+        about: a sentence below the title.
+        data: value of the variable `data` in the script.
+        script: JavaScript to run after the page is loaded.
 
     Example:
         >>> text = page("Memory", [Table("Plans", ["plan", "GB"], [["stage 3", "2.1"]]).html()])
@@ -138,10 +138,10 @@ def page(title: str, body: Sequence[str], *, about: str = "", data: Any = None, 
 
 
 def write_page(path: Path, text: str, flag: str = "--html") -> None:
-    """Writes the file whole or not at all.
+    """Writes the file atomically.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the file cannot be written.
     """
     try:
         write_durably(path, text.encode())
@@ -150,10 +150,10 @@ def write_page(path: Path, text: str, flag: str = "--html") -> None:
 
 
 def check_page_path(path: str | None, flag: str = "--html", kinds: Sequence[str] = (".html",)) -> None:
-    """Refuses, before anything is computed, a path that no page can be written to.
+    """Checks the path of a page before the computation starts.
 
     Raises:
-        ConfigError: it does not end in one of `kinds`, or its folder does not exist.
+        ConfigError: the path does not end in one of `kinds`, or its folder does not exist.
     """
     if path is None:
         return
@@ -164,12 +164,12 @@ def check_page_path(path: str | None, flag: str = "--html", kinds: Sequence[str]
 
 
 def escaped(value: object) -> str:
-    """The text of a value, for HTML."""
+    """Returns the text of a value, escaped for HTML."""
     return html.escape(str(value))
 
 
 def legend(names: Mapping[str, str]) -> str:
-    """Colours and what they stand for, as a list."""
+    """Returns a legend, name -> colour, as an HTML list."""
     items = "".join(
         f'<li><svg width="14" height="14" aria-hidden="true"><rect width="14" height="14" fill="{colour}"/></svg>'
         f"{escaped(name)}</li>"
@@ -179,13 +179,13 @@ def legend(names: Mapping[str, str]) -> str:
 
 
 def bar(x: float, y: float, width: float, height: int, colour: str, said: str) -> str:
-    """A rectangle of a figure, and what it says when it is pointed at."""
+    """Returns a rectangle of a figure with a tooltip, `said`."""
     shape = f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{height}" fill="{colour}">'
     return f"{shape}<title>{said}</title></rect>"
 
 
 def figure(drawing: str, width: int, height: int, label: str, identity: str = "") -> str:
-    """An SVG with a name; its numbers are in a table beside it."""
+    """Returns an SVG with a label; the caller adds a table of its numbers."""
     name = f' id="{identity}"' if identity else ""
     return (
         f'<figure tabindex="0" role="region" aria-label="{escaped(label)}"><svg{name} viewBox="0 0 {width} {height}" '
@@ -194,10 +194,10 @@ def figure(drawing: str, width: int, height: int, label: str, identity: str = ""
 
 
 def line_chart(series: Mapping[str, Sequence[tuple[float, float]]], label: str) -> str:
-    """Lines over steps, in one colour each.
+    """Returns a chart with one coloured line per series over steps.
 
     Args:
-        series: name -> (step, value), values finite.
+        series: name -> (step, value), with finite values.
     """
     width, height, left, bottom, top = 700, 240, 80, 30, 10
     points = [point for line in series.values() for point in line]
@@ -233,7 +233,7 @@ _MOST_POINTS = 400
 
 
 def _thinned(line: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
-    """At most `_MOST_POINTS`: of each run of points the lowest and the highest, so that no peak is lost."""
+    """Returns at most `_MOST_POINTS` points: the lowest and the highest of each interval, so that no peak is lost."""
     if len(line) <= _MOST_POINTS:
         return line
     size = -(-2 * len(line) // _MOST_POINTS)

@@ -90,12 +90,12 @@ def _until_stage(person: Terminal) -> None:
     person.at("How many processes", f"{CLEAR}2{ENTER}")
     for words in ("Shard the training with ZeRO", "Do you have a JSON", "Which precision?", "What will you train"):
         person.at(words)
-    person.at("Shall processes share")
+    person.at("Use tensor, sequence, pipeline or expert")
 
 
 def _accept_the_rest(person: Terminal) -> tuple[int, str]:
     """Takes what is proposed, from the question after gradient accumulation on: the exit status and what it said."""
-    for words in ("Clip gradients?", "on a frozen base", "Gather the whole model", "zero.Init", "mixture-of-experts"):
+    for words in ("Clip gradients?", "frozen base model", "Gather the whole model", "zero.Init", "mixture-of-experts"):
         person.at(words)
     person.at("Compile the model")
     person.at(f"Write {FILE}?")
@@ -107,13 +107,13 @@ def test_without_a_json_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         person.process.expect_exact("this machine")
         _until_stage(person)
         person.at("Which stage of ZeRO?", UP + ENTER)  # from 2 to 1
-        person.at("Where do optimizer states live?")
+        person.at("Where are optimizer states stored?")
         person.at("gradient accumulation steps", "0")  # replaces what is proposed
         person.process.expect_exact("expected a number of at least 1, got 0")
         person.process.send(f"{CLEAR}4{ENTER}")
         person.at("Clip gradients?", UP + ENTER)
-        person.at("largest norm", f"0.5{ENTER}")
-        person.at("on a frozen base")
+        person.at("maximum norm", f"0.5{ENTER}")
+        person.at("frozen base model")
         person.at("Compile the model")
         person.at(f"Write {FILE}?")
         code, said = person.ends()
@@ -141,8 +141,8 @@ def test_with_a_json_config_and_an_existing_file(tmp_path: Path) -> None:
         person.process.send(f"{CLEAR}broken.json")
         person.process.expect_exact("valid JSON: expecting property name")
         person.process.send(f"{CLEAR}ds.json{ENTER}")
-        person.process.expect_exact("ds.json decides zero_stage 2, mixed_precision bf16; that is not asked")
-        person.at("Shall processes share")
+        person.process.expect_exact("ds.json decides zero_stage 2, mixed_precision bf16; these questions are skipped")
+        person.at("Use tensor, sequence, pipeline or expert")
         person.at("Compile the model")  # everything else is decided
         person.process.expect_exact("-num_processes: 7")
         person.at(f"Write {FILE}?")
@@ -152,7 +152,7 @@ def test_with_a_json_config_and_an_existing_file(tmp_path: Path) -> None:
     assert "num_processes: 2\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n" in text
     assert "mixed_precision" not in text
     assert (tmp_path / f"{FILE}.bak").read_text() == "num_processes: 7\n"
-    assert "(what was there is in zeroaccel.yaml.bak)" in said
+    assert "(the former content is in zeroaccel.yaml.bak)" in said
 
 
 @pytest.mark.slow
@@ -163,17 +163,17 @@ def test_stage_3_on_nvme_after_going_back(tmp_path: Path, monkeypatch: pytest.Mo
         person.at("Do you have a JSON config")
         person.at("Which precision?")
         person.at("What will you train")
-        person.at("Shall processes share")
+        person.at("Use tensor, sequence, pipeline or expert")
         person.at("Which stage of ZeRO?")
-        person.at("Where do optimizer states live?", DOWN * 3 + ENTER)  # below the three tiers: back
+        person.at("Where are optimizer states stored?", DOWN * 3 + ENTER)  # below the three tiers: back
         person.at("Which stage of ZeRO?", DOWN + ENTER)  # and from 2 to 3
-        person.at("Where do optimizer states live?", DOWN * 2 + ENTER)
-        person.at("Where do parameters live", DOWN + ENTER)
-        person.at("In which local folder do optimizer states live?", f"{CLEAR}/proc{ENTER}")
+        person.at("Where are optimizer states stored?", DOWN * 2 + ENTER)
+        person.at("Where are parameters stored", DOWN + ENTER)
+        person.at("In which local folder are optimizer states stored?", f"{CLEAR}/proc{ENTER}")
         person.process.expect_exact("/proc is not on a disk")
         person.process.send(f"{CLEAR}{tmp_path}{ENTER}")
         person.at("gradient accumulation steps", f"{CLEAR}<{ENTER}")  # and back from a line of text
-        person.at("In which local folder do optimizer states live?")
+        person.at("In which local folder are optimizer states stored?")
         person.at("gradient accumulation steps")
         code, said = _accept_the_rest(person)
     assert code == 0
@@ -255,10 +255,10 @@ def test_addresses_and_ports_are_checked_and_shared_layers_across_machines_cauti
     monkeypatch.chdir(tmp_path)
     words = ["config", "--yes", "--num_machines", "2", "--num_processes", "4", "--use_cpu", "yes", "--zero_stage", "1"]
     for flag, value, message in (
-        ("--main_process_ip", "10.0.0.256", "10.0.0.256 is no IP address"),
-        ("--main_process_ip", "http://node", "is no IP address"),
-        ("--main_process_ip", "no de", "'no de' is no host name"),
-        ("--main_process_port", "70000", "70000 is no port"),
+        ("--main_process_ip", "10.0.0.256", "10.0.0.256 is not an IP address"),
+        ("--main_process_ip", "http://node", "is not an IP address"),
+        ("--main_process_ip", "no de", "'no de' is not a host name"),
+        ("--main_process_port", "70000", "70000 is not a port"),
     ):
         rest = ["--main_process_ip", "node0"] if flag != "--main_process_ip" else []
         result = CliRunner().invoke(main, [*words, *rest, flag, value])
@@ -267,5 +267,5 @@ def test_addresses_and_ports_are_checked_and_shared_layers_across_machines_cauti
     shared = ["--main_process_ip", "fe80::1", "--use_parallelism_config", "yes", "--tp_size", "4"]
     result = CliRunner().invoke(main, [*words, *shared])
     assert result.exit_code == 0, result.stderr
-    assert "caution: tp_size 4 shares layers across machines of 2 processes" in result.stderr
+    assert "caution: tp_size 4 divides layers across machines of 2 processes" in result.stderr
     assert result.stderr.splitlines()[-1] == "trains:  with ZeRO stage 1, 4 processes"

@@ -98,7 +98,7 @@ def test_nothing_is_written_over_what_is_not_ours(tmp_path: Path) -> None:
     (tmp_path / "bin" / "deepspeed").write_text("#!/bin/sh\n")
     result = run_command([*CLI, "compat", "install", tmp_path], timeout=60.0)
     assert result.returncode == 2
-    assert f"{tmp_path}/bin/deepspeed: exists, and is not of `zeroaccel compat install`" in result.stderr
+    assert f"{tmp_path}/bin/deepspeed: exists, but not from `zeroaccel compat install`" in result.stderr
     assert not (tmp_path / "lib").exists()
     (tmp_path / "file").touch()
     result = run_command([*CLI, "compat", "install", tmp_path / "file"], timeout=60.0)

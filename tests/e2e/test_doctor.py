@@ -85,7 +85,8 @@ def test_env_is_for_reports_and_keeps_secrets(tmp_path: Path) -> None:
     assert facts["ZEROACCEL_API_TOKEN"] == "(set)"
     assert "hidden" not in result.stdout
     result = _zeroaccel(tmp_path, "env", "--json", ZEROACCEL_CONFIG="nowhere.yaml")
-    assert json.loads(result.stdout)["launch file"] == "nowhere.yaml (environment ZEROACCEL_CONFIG), which is no file"
+    shown = json.loads(result.stdout)["launch file"]
+    assert shown == "nowhere.yaml (environment ZEROACCEL_CONFIG), which is not a file"
 
 
 WORKS = {"device memory": "works"}

@@ -136,7 +136,9 @@ def test_a_job_is_started_again_and_says_why(tmp_path: Path) -> None:
 def test_a_program_that_is_not_python_and_is_killed() -> None:
     result = _launch("--no-python", "sh", "-c", "if [ $RANK = 1 ]; then kill -KILL $$; fi; exec sleep 600")
     assert result.returncode == 128 + signal.SIGKILL
-    assert "SIGKILL) failed first: killed from outside; most often that is the system, out of memory" in result.stderr
+    assert (
+        "SIGKILL) failed first: killed from outside, most often by the system because memory ran out" in result.stderr
+    )
 
 
 @contextmanager
@@ -180,7 +182,7 @@ def test_a_signal_to_the_launcher_leaves_nothing_running(tmp_path: Path, number:
         else:
             assert result.returncode == 128 + number
             assert result.stderr.splitlines()[1:] == [
-                f"zeroaccel: {number.name}: stopping the processes, which have 30 s; once more kills them",
+                f"zeroaccel: {number.name}: stopping the processes within 30 s; a second signal kills them",
                 f"zeroaccel: stopped by {number.name}; all processes of this machine have ended",
             ]
         assert alive([process.pid for process in processes], 0.0) == []
@@ -263,7 +265,7 @@ def test_a_preempted_job_is_saved_and_says_so(tmp_path: Path, number: signal.Sig
         result = job.wait()
     assert result.returncode == Preempted.exit_code
     saved = tmp_path / "run" / "checkpoints" / "checkpoint_0"
-    last = f"zeroaccel: preempted: saved state {saved}; start the same command again to go on"
+    last = f"zeroaccel: preempted: saved state {saved}; run the same command again to continue"
     assert result.stderr.splitlines()[-1] == last
     again = run_command([*LAUNCH, script], timeout=60.0, cwd=tmp_path)
     assert again.returncode == 0, again.stderr
@@ -286,5 +288,5 @@ def test_a_trainer_that_is_preempted_goes_on_with_the_same_bits(tmp_path: Path) 
     last = run_command([*command[:-2], "0", "0"], timeout=100.0)
     assert last.returncode == Preempted.exit_code, last.stderr[-3000:]
     assert last.stderr.splitlines()[-1].startswith(
-        "zeroaccel: preempted: Trainer saved a checkpoint; start the same command"
+        "zeroaccel: preempted: Trainer saved a checkpoint; run the same command"
     )

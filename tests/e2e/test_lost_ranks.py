@@ -50,7 +50,7 @@ def test_a_rank_that_is_lost_twice_is_left_out(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "zeroaccel.cli", *words, PROGRAM, tmp_path, 8, 2, 3, faults]
     result = run_command(command, timeout=150.0)
     assert result.returncode == 0, result.stderr
-    assert result.stderr.count("process 1 was lost twice in a row: going on with 2 processes") == 1
+    assert result.stderr.count("process 1 was lost twice in a row: continuing with 2 processes") == 1
     assert [(tmp_path / f"resumed.{attempt}").exists() for attempt in range(4)] == [True, True, True, False]
     assert (tmp_path / "digest").exists()
 

@@ -102,8 +102,8 @@ def test_what_is_on_the_terminal_already_is_not_repeated() -> None:
     ("end", "words"),
     [
         (_end(1, 3, "sys.exit(3) at a.py:1 in f", "exit"), "exit code 3) failed first: sys.exit(3) at a.py:1 in f"),
-        (_end(1, 9), "exit code 9) failed first: it left no traceback; what it printed is above"),
-        (_end(1, -signal.SIGKILL), "SIGKILL) failed first: killed from outside; most often that is the system"),
+        (_end(1, 9), "exit code 9) failed first: it left no traceback; its output is above"),
+        (_end(1, -signal.SIGKILL), "SIGKILL) failed first: killed from outside, most often by the system"),
         (_end(1, -signal.SIGTERM), "SIGTERM) failed first: it received SIGTERM"),
         (_end(1, -signal.SIGSEGV, fault="Fatal: x\n  File"), "SIGSEGV) failed first:\nFatal: x\n  File"),
         (_end(1, -63), "signal 63) failed first: it received signal 63"),
@@ -122,7 +122,7 @@ def test_a_message_to_sys_exit_is_reported_once() -> None:
 
 def test_a_failure_that_points_elsewhere_says_so() -> None:
     told = _tell(_end(0, headline=CLOSED), ranks=1, several_machines=True)
-    assert told.endswith("the cause is probably on another machine: see what its launcher says")
+    assert told.endswith("the cause is probably on another machine: see the message of its launcher")
 
 
 def test_reports_of_torchs_own_recorder_are_read_too() -> None:

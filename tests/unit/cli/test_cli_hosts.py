@@ -28,7 +28,7 @@ def test_a_hostfile_is_read_as_deepspeed_reads_it(tmp_path: Path) -> None:
         ("node1 slots=4\nnode2 slot=4", r"hosts:2: expected a machine and its number .*, got 'node2 slot=4'"),
         ("node1 slots=0", "hosts:1: expected"),
         ("-oProxyCommand=x slots=1", "hosts:1: expected"),
-        ("node1\nnode1", "hosts:2: node1 comes a second time; give each machine one line"),
+        ("node1\nnode1", "hosts:2: node1 appears twice; give each machine one line"),
         ("# nothing", "names no machine: expected a line per machine"),
     ],
 )
@@ -69,7 +69,7 @@ def test_filters(include: str | None, exclude: str | None, left: dict[str, tuple
         ("node1:4", None, "--inclusion_filter: expected slots 0 to 3 of node1, got 4"),
         ("node1:a", None, "expected the form node1@node2:0,2, got 'node1:a'"),
         (None, "node1@node2@me@node3", "--exclusion_filter: leaves no machine"),
-        (None, "node1:0", "has 4 processes and node1 3, and all machines must have the same number"),
+        (None, "node1:0", "has 4 processes and node1 3, but all machines must have the same number"),
     ],
 )
 def test_wrong_filters(include: str | None, exclude: str | None, message: str) -> None:

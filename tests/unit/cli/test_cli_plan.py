@@ -144,7 +144,7 @@ def test_processes_are_bound_to_the_node_of_their_gpu(
     two_nodes.setattr(plan_module, "neighbouring_cores", lambda: list(range(8)))
     plan = _plan(values, {**PATH, **environ})
     assert plan.cores == cores
-    said = "bound to the cores and memory of their GPUs' NUMA nodes (--no_numa_affinity leaves them free)"
+    said = "bound to the cores and memory of their GPUs' NUMA nodes (--no_numa_affinity turns this off)"
     assert plan.headline.count(said) == (bool(cores) and "enable_cpu_affinity" not in values)
     assert [plan.additions(rank).get("ZEROACCEL_CPU_CORES") for rank in range(len(cores))] == list(cores)
 
@@ -267,12 +267,12 @@ def test_a_plan_that_is_only_shown_may_name_hosts_that_are_not_known_yet(machine
     assert (plan.host, plan.num_local) == ("host.invalid", 2)
     assert (
         plan.warnings[0]
-        == "--main_process_ip host.invalid: not a host that this machine knows, without which nothing starts"
+        == "--main_process_ip host.invalid: this machine does not know this host, so the launch would fail"
     )
     assert plan.rank_environment(1)["RANK"] == "3"
     module = plan_launch(launch_settings({}), Program("nosuchpackage.train", kind="module"), {}, is_dry=True)
     assert module.warnings == (
-        "--module nosuchpackage.train: there is no module 'nosuchpackage' here or among the installed ones",
+        "--module nosuchpackage.train: there is no module 'nosuchpackage' in this folder or among the installed ones",
     )
 
 
@@ -281,7 +281,7 @@ def test_an_address_of_another_machine_means_nothing_on_one(machine: pytest.Monk
     plan = _plan({"main_process_ip": host, "num_processes": 2})
     assert plan.host == "127.0.0.1"
     assert plan.warnings == (
-        f"--main_process_ip {host}: does nothing on one machine; --num_machines says that there are more",
+        f"--main_process_ip {host}: does nothing on one machine; set --num_machines if there are more",
     )
 
 

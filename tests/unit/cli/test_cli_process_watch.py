@@ -68,7 +68,7 @@ def test_a_process_that_is_stopped_longer_than_the_limit_is_ended() -> None:
     finally:
         process.kill()
     assert said[0].startswith(f"the process {process.pid} has been stopped (SIGSTOP) for ")
-    assert "(the limit is 0.3 s); it is woken and ended" in said[0]
+    assert "(the limit is 0.3 s); the launcher wakes and ends it" in said[0]
 
 
 @pytest.mark.usefixtures("quick")

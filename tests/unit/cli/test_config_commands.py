@@ -54,7 +54,7 @@ def test_a_model_is_planned_for(project: Path) -> None:
 
 def test_without_a_terminal_the_missing_flags_are_named(project: Path) -> None:
     said = typed("config --zero_stage 3", code=2).err
-    assert said.startswith("zeroaccel: stdin is no terminal, so nobody is asked: give --use_cpu (true), ")
+    assert said.startswith("zeroaccel: stdin is not a terminal, so no question can be asked: give --use_cpu (true), ")
     assert "--zero3_init_flag (true)" in said
     assert "--zero_stage" not in said
     assert said.count("\n") == 1
@@ -87,17 +87,17 @@ def test_flags_before_set_before_answers(project: Path) -> None:
         ("--zero_stge 3", "No such option '--zero_stge'"),
         ("--set deepspeed_config.zero_stge=3", "--set deepspeed_config.zero_stge: unknown key; did you mean"),
         ("--set zero_stage", "--set: expected KEY=VALUE, as in deepspeed_config.zero_stage=3, got 'zero_stage'"),
-        ("--set num_processes.x=1", "--set num_processes.x: num_processes is no section; set a key of a section"),
+        ("--set num_processes.x=1", "--set num_processes.x: num_processes is not a section; set a key of a section"),
         ("--set max_restarts=-1", "max_restarts: expected a number of at least 0, got -1"),
         ("--answers nowhere.yaml", "file nowhere.yaml (--answers) does not exist"),
         ("--answers bad.yaml", "bad.yaml:1:1: zero_stge: no such question; did you mean zero_stage?"),
         ("--config_file .", ". is a folder; name a file"),
         ("--deepspeed_config_file broken.json", "broken.json:1:2: not valid JSON"),
         ("valdate", "No such command 'valdate'. Did you mean validate?"),
-        ("--zero_stage 3 show", "--zero_stage goes behind show."),
-        ("--yes default", "--yes goes behind default."),
-        ("--model 7b default", "--model goes behind default."),
-        ("show", "there is no launch file; make one: `zeroaccel config`"),
+        ("--zero_stage 3 show", "--zero_stage must come after show."),
+        ("--yes default", "--yes must come after default."),
+        ("--model 7b default", "--model must come after default."),
+        ("show", "there is no launch file; create one with `zeroaccel config`"),
         ("update", "there is no launch file; name one by --config_file"),
         ("explain zero_stge", "zero_stge: no such key; did you mean zero_stage?"),
         ("template zero_stage3_bf61", "no such template; did you mean zero_stage3_bf16.json?"),
@@ -159,7 +159,7 @@ def test_validate_tells_every_file(project: Path) -> None:
     (project / "hosts").write_text("node1 slots=8\nnode2 slot=8\n")
     names = ["good.yaml", "bad.yaml", "ds.json", "accelerate.json", "job.sh", "flag.sh", "hosts"]
     said = typed("config validate", *names, code=2)
-    assert said.out.splitlines() == ["good.yaml: launch file, right", "accelerate.json: launch file, right"]
+    assert said.out.splitlines() == ["good.yaml: launch file, valid", "accelerate.json: launch file, valid"]
     assert said.err.splitlines() == [
         'zeroaccel: bad.yaml:1:1: num_proceses: unknown key; did you mean "num_processes"?',
         "zeroaccel: ds.json:1:24: zero_optimization.stage: expected 0, 1, 2 or 3, got 7",
@@ -174,10 +174,10 @@ def test_validate_reads_any_ending_by_its_content(project: Path) -> None:
     (project / "ds.cfg").write_text('{"train_batch_size": "8"}')
     (project / "hosts.conf").write_text("node1 slots=2\n")
     assert typed("config validate job.conf ds.cfg hosts.conf").out.splitlines() == [
-        "job.conf: launch file, right",
-        "ds.cfg: JSON config, right",
+        "job.conf: launch file, valid",
+        "ds.cfg: JSON config, valid",
         "note: ds.cfg:1:2: train_batch_size: '8' in quotes is read as 8",
-        "hosts.conf: hostfile, right",
+        "hosts.conf: hostfile, valid",
     ]
     (project / "job.conf").write_text("num_processes: [2\n")
     assert "job.conf:1:16: not valid YAML" in typed("config validate job.conf", code=2).err
@@ -223,7 +223,7 @@ def test_validate_takes_auto_for_right(project: Path) -> None:
     (project / "ds.json").write_text(json.dumps(tree))
     said = typed("config validate ds.json")
     assert said.out.splitlines() == [
-        "ds.json: JSON config, right",
+        "ds.json: JSON config, valid",
         "note: ds.json:1:58: bf16.loss_scale: bf16 needs no loss scale; the key belongs to fp16",
     ]
     assert said.err == ""
@@ -248,9 +248,9 @@ def test_validate_is_as_strict_as_it_is_reported(project: Path) -> None:
 def test_validate_says_what_a_launch_file_mistook(project: Path) -> None:
     (project / "l.yaml").write_text("machine_rank: 'MACHINE_RANK'\ndeepspeed_config:\n  bf16: {enabled: true}\n")
     right, section, blank = typed("config validate l.yaml").out.splitlines()
-    assert right == "l.yaml: launch file, right"
+    assert right == "l.yaml: launch file, valid"
     assert section.startswith("note: l.yaml:3:3: deepspeed_config.bf16: does nothing, here as in accelerate: it is for")
-    assert blank == "note: l.yaml: to be completed by --machine_rank of `zeroaccel launch`"
+    assert blank == "note: l.yaml: complete it with --machine_rank of `zeroaccel launch`"
 
 
 def test_validate_looks_into_the_json_that_a_launch_file_names(project: Path) -> None:
@@ -258,7 +258,7 @@ def test_validate_looks_into_the_json_that_a_launch_file_names(project: Path) ->
     (project / "l.yaml").write_text("num_processes: 2\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n")
     assert "ds.json:1:16: optimizer.type: expected a known optimizer" in typed("config validate l.yaml", code=2).err
     (project / "ds.json").write_text('{"comms_logger": {"enabled": true}}')
-    assert typed("config validate l.yaml").out.splitlines()[0] == "l.yaml: launch file, right"
+    assert typed("config validate l.yaml").out.splitlines()[0] == "l.yaml: launch file, valid"
 
 
 def test_convert_drops_unknown_keys_when_told(project: Path) -> None:
@@ -352,10 +352,10 @@ def test_validate_says_what_flags_have_to_complete(project: Path) -> None:
     (project / "odd.yaml").write_text("num_machines: 2\nnum_processes: 3\n")
     (project / "idle.yaml").write_text("deepspeed_config: {zero_stage: 2, offload_param_device: cpu}\n")
     assert typed("config validate two.yaml met.yaml idle.yaml").out.splitlines() == [
-        "two.yaml: launch file, right",
-        "note: two.yaml: to be completed by --machine_rank and --main_process_ip of `zeroaccel launch`",
-        "met.yaml: launch file, right",
-        "idle.yaml: launch file, right",
+        "two.yaml: launch file, valid",
+        "note: two.yaml: complete it with --machine_rank and --main_process_ip of `zeroaccel launch`",
+        "met.yaml: launch file, valid",
+        "idle.yaml: launch file, valid",
         "note: idle.yaml:1:35: offload_param_device cpu: does nothing, parameters are sharded at stage 3 "
         "only, and the stage is 2",
     ]
@@ -405,7 +405,7 @@ def test_convert_leaves_out_of_a_json_what_is_of_no_use(project: Path) -> None:
         "zero_optimization": {"stage": 2, "legacy_stage1": False},
         "compile": {"enabled": True},
     }
-    assert "compile.passes: nothing reads it" in said
+    assert "compile.passes: zeroaccel does not read it" in said
     assert "left out ds.json:1:30: amp: Apex is not supported; use bf16 or fp16" in said
     assert ": zero_optimization.round_robin_gradients: every rank owns" in said
 

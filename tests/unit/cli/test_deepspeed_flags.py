@@ -128,7 +128,7 @@ def test_lines_of_torchrun_are_lines_of_this_launcher(
         ),
         (
             "--hostfile hosts --launcher OpenMPI",
-            "--launcher openmpi: the machines of the hostfile are reached",
+            "--launcher openmpi: ssh starts the machines of the hostfile",
         ),
         ("--local_ranks_filter 0", "--local_ranks_filter: does nothing, the terminal shows every rank"),
         ("--start_method spawn", "--start_method: does nothing, every process is a separate program"),

@@ -37,7 +37,7 @@ def test_a_place_is_left_out_when_it_is_lost_twice_in_a_row() -> None:
     places.note_loss([1])
     places.note_loss([1, 3])
     assert places.used == (0, 2, 3)
-    assert log == ["process 1 was lost twice in a row: going on with 3 processes"]
+    assert log == ["process 1 was lost twice in a row: continuing with 3 processes"]
     places.note_loss([2])  # the local rank at the fourth place, which the attempt before has lost too
     assert places.used == (0, 2)
     for _ in range(3):

@@ -50,7 +50,7 @@ def test_spares_join_as_places_are_free(said: list[str]) -> None:
     for _ in range(3):
         assert second.next_action(context("t", "a", "", "st", **forming)) == _Action.SYNC
     first.joins()
-    assert said[-1] == "a machine is lost: this spare one takes its place"
+    assert said[-1] == "a machine was lost: this spare machine replaces it"
     assert (first.job_ended(), second.job_ended()) == (False, True)
 
 

@@ -179,7 +179,7 @@ def test_a_page_of_many_ranks_and_units_stays_small() -> None:
     text = trace_page(StepTraceFile(_facts(units=units, clock_errors=(0,) * 16), ranks))
     assert len(text.encode()) <= MOST_NBYTES
     assert "120 more units" in text
-    assert "of 32 pairs of a rank and a step are here" in text
+    assert "of 32 pairs of a rank and a step; trace.json" in text
 
 
 def test_clocks_of_other_machines_are_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,7 +289,7 @@ def test_the_command_names_the_waits_and_the_files(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (("train.py", "none"), 2, "the script made no engine that trains"),
+        (("train.py", "none"), 2, "the script created no training engine"),
         (("train.py", "2"), 2, "the script ended after 2 optimizer steps: expected 3 to warm up and 3 to record"),
         (("train.py", "5"), 2, "pass --warmup 2 --steps 3"),
         (("--steps", "90", "train.py", "16"), 2, "pass --warmup 3 --steps 13"),
