@@ -565,7 +565,7 @@ def test_whole_values_are_read_and_written(ranks: Ranks, tmp_path: Path, stage: 
     keys = offloaded(tmp_path, "nvme", "nvme") if stage == 3 else {}
     for gathered, shape, differs, states in ranks(4).run(_access, stage, keys):
         assert (
-            "(modifier_rank): model.layers.1.mlp.down_proj.weight: expected parameters that every rank has" in gathered
+            "(modifier_rank): model.layers.1.mlp.down_proj.weight: expected parameters that are whole" in gathered
         )
         assert "the value: expected shape (32, 48), got (16, 48)" in shape
         assert "the value: expected the same on all ranks, got 'different ones'" in differs
