@@ -417,7 +417,7 @@ class TierSet:
                 expected=f"at least {tensors}: one buffer for the masters and one for each state of {name}",
                 got=section.buffer_count,
             )
-        # The sub-group in the step, the next one, which is read, and the last one, which is written.
+        # Three sub-groups at a time: the one in the step, the next one (reading) and the last one (writing).
         at_a_time = 1 + section.pipeline_read + section.pipeline_write
         budget = section.buffer_count * 4 * max((group.range.numel for group in groups), default=0) * at_a_time
         self._plans["optimizer, nvme"] = _file_plan(f"{where}.nvme_path", section.nvme_path, sizes, pinned, budget)
@@ -570,5 +570,5 @@ def _check_update_time(optimizer: Optimizer, during: UpdateTime, where: str) -> 
     if during != "step" and not isinstance(optimizer, ShardStep):
         raise ConfigError(
             f'{where}.update_during "{during}": {type(optimizer).__name__} updates in step() only',
-            fix='configure Adam, AdamW, Lion, Adagrad, RMSprop or SGD in the optimizer section, or set the key to "step"',
+            fix='configure Adam, AdamW, Lion, Adagrad, RMSprop or SGD as "optimizer", or set the key to "step"',
         )
