@@ -1,9 +1,9 @@
 // Optimizer updates, the gradient norm, the decisions of a step, and 8- and 4-bit codes on a CUDA device.
 //
-// `device_kernels.py` compiles this file at run time and launches the kernels. The optimizers' kernels have the names of
-// the host's loops in `updates.py`. All kernels give the same bits as the host's loops: the same operations in the same
-// order, each with one rounding. So every float operation is an intrinsic that rounds to nearest, which a compiler may not
-// contract into an FMA. The sign and payload of a NaN may differ.
+// `device_kernels.py` compiles this file at run time and launches the kernels. The optimizers' kernels have the names
+// of the host's loops in `updates.py`. All kernels give the same bits as the host's loops: the same operations in the
+// same order, each with one rounding. So every float operation is an intrinsic that rounds to nearest, which a compiler
+// may not contract into an FMA. The sign and payload of a NaN may differ.
 //
 // A thread block has THREADS threads. `kind` is the dtype of an array: 0 float32, 1 bfloat16, 2 float16. `control` may
 // be null: then the kernel multiplies gradients by `factor`, and the update applies.
@@ -568,8 +568,8 @@ __device__ __forceinline__ double double_of(u64 bits) { return __longlong_as_dou
 
 // Adds the upper and the lower bits of the squares to `sums`, as integers; nothing if `largest` is not finite.
 //
-// It builds a float32 times the power of two of the norm's scale from bits, in float64: a conversion would be slower than
-// the memory. The square has at most 48 bits, so that only the addition of 2**52 rounds.
+// It builds a float32 times the power of two of the norm's scale from bits, in float64: a conversion would be slower
+// than the memory. The square has at most 48 bits, so that only the addition of 2**52 rounds.
 extern "C" __global__ void __launch_bounds__(THREADS) square_sums(
     const void* values, const int* largest, u64* sums, i64 numel, int kind) {
     __shared__ u64 of_warp[2][WARPS];
@@ -579,7 +579,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) square_sums(
     int exponent = top >= 0x800000u ? (int)(top >> 23) - 126 : top ? 32 - __clz((int)top) - 149 : 0;
     u64 offset = (u64)(i64)(1023 - 127 + SUM_BITS - exponent) << 52;
     double implicit = double_of((0x800000ull << 29) + offset);
-    bool counts_subnormal = exponent < -100;  // otherwise the square of a subnormal, with or without a leading one, rounds to 0
+    bool counts_subnormal = exponent < -100;  // else the square of a subnormal rounds to 0, in either form
     u64 high = 0, low = 0;
     for_each(values, numel, kind, [&](const u32* raws, int count) {
         u32 highs = 0, lows = 0;
@@ -844,7 +844,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sum_codes(
     }
 }
 
-// Decodes 4-bit indices of `levels` (16,): the format of `comm/level_codes.py`, in blocks whose size is a power of two of
+// Decodes 4-bit indices of `levels` (16,): the format of `comm/level_codes.py`, in blocks whose size is a power of two,
 // at least 8 values. Scales are float32, or exponents of powers of two. A thread decodes four bytes.
 extern "C" __global__ void __launch_bounds__(THREADS) decode_levels(
     const void* scales, const u8* codes, void* out, const float* levels, i64 numel, int kind, int block,

@@ -203,7 +203,8 @@ def test_a_driver_too_old_for_devices_is_named(
         assert init_process_group().device == torch.device("cpu")
         destroy()
     expected = (
-        "training is on the CPU: this machine's NVIDIA driver supports CUDA 11.4; this torch needs a driver for CUDA 12.8"
+        "training is on the CPU: this machine's NVIDIA driver supports CUDA 11.4; "
+        "this torch needs a driver for CUDA 12.8"
     )
     assert [expected in line and "update the driver, or install" in line for line in lines] == [True] * said
 

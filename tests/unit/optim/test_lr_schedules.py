@@ -106,7 +106,7 @@ def test_one_cycle_says_that_an_optimizer_without_betas_has_no_momentum_to_cycle
     OneCycle(optimizer, 1e-4, 1e-3, cycle_first_step_size=2).step()
     assert optimizer.param_groups[0]["momentum"] == 0.7
     assert written(optimizer) == pytest.approx([5.5e-4])
-    assert notes == ["OneCycle cycles no momentum: the optimizer has no betas"]
+    assert notes == ["OneCycle: cycle_momentum has no effect, because the optimizer has no betas"]
 
 
 def test_one_cycle_refuses_a_beta1_that_has_grown_to_one() -> None:
