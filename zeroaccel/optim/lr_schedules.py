@@ -160,7 +160,7 @@ class GroupSchedule(ABC):
             return [check(name, value)] * len(self._own_lrs)
         if len(value) != len(self._own_lrs):
             raise ConfigError(
-                address(name), expected=f"a number, or {len(self._own_lrs)} numbers, one per param group", got=value
+                address(name), expected=f"a number, or {len(self._own_lrs)} of them, one per param group", got=value
             )
         return [check(name, item) for item in value]
 

@@ -417,7 +417,7 @@ class TierSet:
                 expected=f"at least {tensors}: one buffer for the masters and one for each state of {name}",
                 got=section.buffer_count,
             )
-        # Three sub-groups at a time: the one in the step, the next one (reading) and the last one (writing).
+        # The sub-group in the step, the next one (reading) and the last one (writing).
         at_a_time = 1 + section.pipeline_read + section.pipeline_write
         budget = section.buffer_count * 4 * max((group.range.numel for group in groups), default=0) * at_a_time
         self._plans["optimizer, nvme"] = _file_plan(f"{where}.nvme_path", section.nvme_path, sizes, pinned, budget)
