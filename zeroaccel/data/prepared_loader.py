@@ -464,7 +464,7 @@ def _rules(loader: DataLoader[Any], settings: DataLoaderConfiguration, world_siz
     batches: Any = loader.batch_sampler
     if loader.batch_size is not None:
         size: int | None = loader.batch_size
-    elif batches is None:  # the dataset makes the batches
+    elif batches is None:  # the dataset yields whole batches
         size = 1
     else:
         size = getattr(batches, "batch_size", None)

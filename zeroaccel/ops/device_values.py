@@ -1,4 +1,4 @@
-"""Host queries of tensors that may be on a device: reads their values, and tests if two tensors start at one place.
+"""Host queries of tensors that may be on a device: reads their values, and tests if two start at the same place.
 
 A training step reads values of device tensors only with `read_values`. Reading a CUDA tensor blocks the host until the
 device has computed it; then the device's queue is empty until the host has queued new work. So a step reads all values

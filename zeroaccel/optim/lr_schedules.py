@@ -566,7 +566,7 @@ _TORCH: Mapping[str, Callable[..., Schedule]] = {
     and not name.startswith("_")
 }
 _REFUSED = {
-    "ReduceLROnPlateau": "it needs a metric at each step, which the engine does not have; create and step it yourself"
+    "ReduceLROnPlateau": "it needs a metric at each step, which the engine does not have; step it in the training loop"
 }
 
 VALID_LR_SCHEDULES: list[str] = list(_OWN)

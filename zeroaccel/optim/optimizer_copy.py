@@ -92,7 +92,7 @@ def isolated() -> Iterator[Callable[[], bool]]:
         A function that returns True if a random number has been drawn since.
     """
     with ExitStack() as stack:
-        stack.enter_context(_disable_current_modes())  # real steps even under fake tensors, and not profiled
+        stack.enter_context(_disable_current_modes())  # real steps even under fake tensors; modes do not count them
         if torch.empty(0).device.type != "cpu":  # torch 2.6's get_default_device() ignores `with torch.device`
             stack.enter_context(torch.device("cpu"))
         stack.enter_context(torch.enable_grad())

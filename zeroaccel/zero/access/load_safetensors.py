@@ -228,7 +228,7 @@ def _check(plan: _Plan, where: str, *, strict: bool, initialized: bool) -> None:
     if plan.misshapen or (strict and problems):
         raise UsageError(
             f"{where} does not fit the model: " + ". ".join(problems),
-            fix="load it into the model that saved it, or pass initialize_missing, or strict=False to skip misfits",
+            fix="load it into the model that saved it, or pass initialize_missing, or strict=False if names differ",
         )
     if problems:
         logger.warning("%s: %s", where, ". ".join(problems))

@@ -281,7 +281,7 @@ class TierSet:
             ConfigError: a disk has less free space than the ranks on it need together.
         """
         _check_space(needs)
-        # Disk space is reserved in full, so that a disk that is too small fails here and not in the middle of a run.
+        # The check is complete before memory is allocated, so that a small disk does not fail in the middle of a run.
         section = self._rules.optimizer_section
         for name, plan in self._plans.items():
             self.tiers[name] = tier = plan.make(self._rules.io)
