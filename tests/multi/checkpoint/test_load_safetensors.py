@@ -131,7 +131,7 @@ def test_what_does_not_fit_is_listed_on_every_rank(ranks: Ranks, saved: Path) ->
         assert "not in the model: embed.weight" in other
         assert wide.count("in the file, ") == len(Seen().state_dict()) - 4  # not unused, nothing, temperature; head
         assert "no such file or folder" in nowhere
-        assert "incomplete or no safetensors file" in cut
+        assert "not a valid safetensors file" in cut
         assert "'../a.safetensors'" in outside
         assert "c.safetensors: missing" in gone
 

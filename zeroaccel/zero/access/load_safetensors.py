@@ -56,9 +56,7 @@ class SafetensorsFolder:
             try:
                 self.tensors.update(tensor_locations(file))
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-                raise UsageError(
-                    f"{file}: incomplete or no safetensors file ({type(error).__name__}: {error})"
-                ) from error
+                raise UsageError(f"{file}: not a valid safetensors file ({type(error).__name__}: {error})") from error
 
     def read(self, name: str, start: int, into: Tensor) -> None:
         """Reads elements [start, start + n) of a tensor into `into`, (n,), converting to its dtype.

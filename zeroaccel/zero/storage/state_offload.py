@@ -70,9 +70,7 @@ class StateOffload:
             if kind not in KINDS:
                 raise UsageError("engine.offload_states(include)", expected=f"some of {', '.join(KINDS)}", got=kind)
         if _text(device) != "cpu":
-            fix = (
-                "to offload to files during the whole run, set offload_optimizer and offload_param in zero_optimization"
-            )
+            fix = "to offload to files for the whole run, set zero_optimization.offload_optimizer or offload_param"
             raise UsageError("engine.offload_states(device)", expected='"cpu"', got=_text(device), fix=fix)
         return kinds
 
