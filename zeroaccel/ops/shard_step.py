@@ -437,7 +437,7 @@ class ShardOptimizer(NativeOptimizer):
         if (control.dtype, control.numel(), control.device) != (torch.float32, 2, param.device):
             raise UsageError(
                 f"{type(self).__name__}, grad_scale as a tensor",
-                expected=f"2 torch.float32 elements on {param.device}: the factor, and 1 to apply the update",
+                expected=f"2 torch.float32 elements on {param.device}: the factor, and whether the update applies",
                 got=f"{control.numel()} {control.dtype} elements on {control.device}",
                 fix="pass the control of zeroaccel.ops.step_control on the device of the master",
             )
