@@ -1,7 +1,8 @@
 """Creates tiers, and the storages of every buffer, from a config's offload sections and the planned buffers.
 
-Only this file chooses storage classes: two tables map the placement of a buffer's weights and masters to classes. It
-creates tiers and reserves NVMe space before the first weight moves; the ranks agree on errors (`initialization.py`).
+Only this file chooses storage classes: two tables map the placement of a buffer's weights and masters to classes.
+`TierSet` creates tiers and reserves NVMe space before the first weight moves; the ranks agree on errors
+(`initialization.py`).
 """
 
 from __future__ import annotations
@@ -218,7 +219,7 @@ class TierSet:
     """The tiers of one rank.
 
     1. The constructor checks the settings. 2. The ranks exchange `needs`. 3. `open` allocates memory and disk space.
-    4. `close` ends with the engine.
+    4. The engine calls `close` at its end.
 
     Args:
         plans: every buffer, in the order of the units.
