@@ -1,7 +1,7 @@
-"""Data loaders: how samples are sharded over the ranks, in which order, and the position to resume from.
+"""Data loaders: sharding of samples over the ranks, their order, and the position for resuming.
 
-`prepare_data_loader` shards a user's loader; `build_dataloader` makes a loader of a dataset for
-`zeroaccel.initialize(training_data=...)`. The engine knows no loaders.
+`prepare_data_loader` shards a user's loader; `build_dataloader` creates a loader for the dataset of
+`zeroaccel.initialize(training_data=...)`. The engine does not depend on loaders.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Shards one order of samples over the ranks, round by round, as accelerate's BatchSamplerShard does.
+"""Shards an order of samples over the ranks, round by round, like accelerate's BatchSamplerShard.
 
 A *round* is one batch of every rank. The ranks' batches are consecutive parts of it, in the order of the ranks, so that
-an all-gather of a round has the order of a single process, with repeated samples at the very end. Pure: no torch, no
-process group; the same order makes the same rounds on every rank.
+an all-gather of a round has the order of a single process, with repeated samples at the end. The module uses neither
+torch nor a process group; the same order gives the same rounds on every rank.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ShardingRules:
-    """How an order is sharded.
+    """Settings for sharding an order.
 
     Attributes:
-        world_size: W.
-        split: each batch of the order is divided among the ranks; otherwise each rank gets complete batches.
-        even: the last round is filled up with the first samples, so that all ranks get equally many full batches.
-        drop_last: an incomplete round is dropped.
-        batch_size: samples per batch of the order; None where batches differ, which then stay as they are.
+        world_size: number of ranks, W.
+        split: divide each batch of the order among the ranks; otherwise each rank gets complete batches.
+        even: fill the last round with the first samples, so that all ranks get the same number of full batches.
+        drop_last: drop an incomplete round.
+        batch_size: number of samples per batch of the order; None for batches of different sizes, which are not
+            divided.
     """
 
     world_size: int
@@ -35,7 +36,7 @@ class ShardingRules:
 
     @property
     def part(self) -> int | None:
-        """Samples per rank and round."""
+        """Number of samples per rank and round; None for batches of different sizes."""
         if self.batch_size is None:
             return None
         return self.batch_size // self.world_size if self.split else self.batch_size
@@ -46,9 +47,9 @@ class RankBatch(Generic[T]):
     """One rank's batch of a round.
 
     Attributes:
-        samples: of the batch.
-        num_real: samples of the round, over all ranks, that are not repetitions; None where none is repeated.
-        last: it is this rank's last batch.
+        samples: samples of the batch.
+        num_real: number of samples of the round, over all ranks, that are not repeated; None if no sample is.
+        last: True if it is this rank's last batch.
     """
 
     samples: list[T]
@@ -63,51 +64,51 @@ class _Round(Generic[T]):
 
 
 def shard_batches(batches: Iterable[Sequence[T]], rules: ShardingRules) -> Iterator[list[RankBatch[T]]]:
-    """Rounds, each a list of the ranks' batches: fewer than W where the last ranks get none.
+    """Yields rounds, each a list of the ranks' batches: fewer than W if the last ranks get no batch.
 
     Args:
-        batches: the order, in batches; all of `rules.batch_size` but the last.
+        batches: the order, in batches; all except the last have `rules.batch_size` samples.
     """
     return _with_last(_rounds(batches, rules))
 
 
 def shard_items(items: Iterable[T], rules: ShardingRules) -> Iterator[list[RankBatch[T]]]:
-    """As `shard_batches`, of an order that is not cut into batches. `rules.batch_size` is needed."""
-    assert rules.batch_size is not None, "items are cut into batches of a known size"
+    """Like `shard_batches`, for an order of single items. Requires `rules.batch_size`."""
+    assert rules.batch_size is not None, "shard_items needs a batch size"
     size = rules.batch_size
     source = iter(items)
     return shard_batches(iter(lambda: list(islice(source, size)), []), rules)
 
 
 def batches_of_rank(rounds: Iterable[list[RankBatch[T]]], rank: int) -> Iterator[RankBatch[T]]:
-    """The batches of one rank; without `even` it may have one fewer than the ranks before it."""
+    """Yields the batches of one rank; without `even`, it may get one fewer than earlier ranks."""
     return (batches[rank] for batches in rounds if rank < len(batches))
 
 
 def count_rounds(batches: int, rules: ShardingRules, *, rank: int = 0, last_size: int | None = None) -> int:
-    """How many batches `rank` gets of an order of that many batches.
+    """Returns the number of batches that `rank` gets from an order of `batches` batches.
 
     Args:
-        last_size: samples in the order's last batch, where it is known.
+        last_size: number of samples in the order's last batch; None if unknown.
     """
     if rules.split:
         part = rules.part
-        assert part, "batches that are split have a size"
+        assert part, "splitting batches needs a batch size"
         size = rules.batch_size if last_size is None else last_size
-        # The last batch may be too small: for a full round, or for this rank to get a part of it.
+        # The last batch may be too small for a full round, or for this rank to get a part of it.
         dropped = rules.drop_last and size != rules.batch_size
         missed = not rules.even and not rules.drop_last and size is not None and size <= rank * part
         return batches - (batches > 0 and (dropped or missed))
     full, remainder = divmod(batches, rules.world_size)
     if rules.drop_last:
-        # The last of the full rounds is incomplete in samples where the last batch is small.
+        # The last full round has too few samples if the last batch is small.
         small = last_size is not None and rules.batch_size is not None and last_size != rules.batch_size
         return full - (small and remainder == 0 and full > 0)
     return full + (remainder > 0 if rules.even else remainder > rank)
 
 
 def _with_last(rounds: Iterator[_Round[T]]) -> Iterator[list[RankBatch[T]]]:
-    """Reads one round ahead, to know which is the last of each rank."""
+    """Reads one round ahead, to mark the last batch of each rank."""
     following = next(rounds, None)
     while (current := following) is not None:
         following = next(rounds, None)
@@ -117,19 +118,19 @@ def _with_last(rounds: Iterator[_Round[T]]) -> Iterator[list[RankBatch[T]]]:
 
 def _rounds(batches: Iterable[Sequence[T]], rules: ShardingRules) -> Iterator[_Round[T]]:
     part = rules.part
-    assert part != 0, "a part has at least one sample"
+    assert part != 0, "a part needs at least one sample"
     full = rules.world_size * (part or 1)
     first: list[Any] = []
     for group in _groups(batches, 1 if rules.split else rules.world_size):
-        # Batches of several sizes stay as they are: a round is made of them, and else of samples.
+        # A round consists of samples, or of whole batches if these have different sizes.
         items: list[Any] = list(map(list, group)) if part is None else list(chain.from_iterable(group))
         first = first or list(items)
         num_real = len(items)
         if num_real < full and rules.drop_last:
             return
         if num_real < full and rules.even:
-            # Filled with the first ones of the epoch, as torch's DistributedSampler does; `cycle`, as there may be
-            # fewer of them than are missing.
+            # Fill with the first samples of the epoch, like torch's DistributedSampler; `cycle`, because the epoch may
+            # have fewer samples than are missing.
             items += islice(cycle(first), full - num_real)
         parts = items if part is None else [items[start : start + part] for start in range(0, len(items), part)]
         num_samples = num_real if part is not None else sum(map(len, items[:num_real]))

@@ -1,12 +1,12 @@
-"""Where a prepared loader's batches come from: an order that all ranks share, and torch's loader over a rank's part.
+"""Sources of a prepared loader's batches: an order that all ranks share, and torch's loader for a rank's part of it.
 
-`Order` makes the epochs of a sampler the same on all ranks, and again on request: the generator it draws from gets rank
-0's state at the start of every epoch, and the state is remembered. A sampler without a generator is drawn under a seed
-that all ranks share.
+`Order` makes the epochs of a sampler equal on all ranks, and reproducible: at the start of every epoch the sampler's
+generator gets rank 0's state, which `Order` stores. A sampler without a generator runs under a seed that all ranks
+share.
 
-Sources read an epoch of that order from any of its rounds on, by torch's `DataLoader` with the user's settings of
-workers, collation and pinned memory. Which samples a rank gets is `batch_sharding.py`'s, the position in an epoch
-`prepared_loader.py`'s.
+Sources read an epoch of that order, starting at any round, with torch's `DataLoader` and the user's settings for
+workers, collation and pinned memory. `batch_sharding.py` assigns samples to ranks, `prepared_loader.py` keeps the
+position in an epoch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from zeroaccel.data.batch_sharding import (
 from zeroaccel.nested import map_tensors
 
 Share = Callable[[Tensor, str], None]
-"""Broadcasts a tensor from rank 0; the text says what it is."""
+"""Broadcasts a tensor from rank 0; the text is the name of the collective in messages and traces."""
 
 _CPU = torch.device("cpu")
 
@@ -48,11 +48,11 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class _Epoch:
-    """One epoch before it is drawn.
+    """One epoch, before the sampler draws it.
 
     Attributes:
-        batches: lists of indices, or what the sampler yields.
-        worker_seed: of the loader's workers.
+        batches: the sampler's items: lists of indices, or single indices.
+        worker_seed: seed of the loader's workers.
     """
 
     batches: Iterable[Any]
@@ -63,12 +63,12 @@ class Order:
     """The epochs of one sampler.
 
     Args:
-        sampler: a batch sampler or a sampler; one whose `generator` is None gets a generator.
-        seed: the same on all ranks.
-        seedable: draw epoch e of a `RandomSampler` from the seed `seed + e` alone.
-        share: how ranks get rank 0's state of a generator; None where there are no other ranks.
-        worker_generator: from which torch's loader draws the seed of its workers.
-        stream: `sampler` is an iterable dataset, in an order of its own.
+        sampler: a batch sampler or a sampler; if its `generator` is None, it gets a generator.
+        seed: seed, the same on all ranks.
+        seedable: draw epoch e of a `RandomSampler` from only the seed `seed + e`.
+        share: broadcasts rank 0's state of a generator; None without other ranks.
+        worker_generator: generator from which torch's loader draws the seed of its workers.
+        stream: True if `sampler` is an iterable dataset, which determines its own order.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Order:
             self._worker_generator = worker_generator
 
     def begin(self, number: int) -> _Epoch:
-        """Epoch `number`. (all ranks, where there is `share`)"""
+        """Begins epoch `number` and returns it. (all ranks, with `share`)"""
         for sampler in self._chain:
             if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                 set_epoch(number)
@@ -112,18 +112,18 @@ class Order:
             generator.set_state(state)
         self._start = generator.get_state()
         if self._worker_generator is not None:
-            # torch's loader draws its workers' seed before the order; a shared generator has to advance the same way.
+            # torch's loader draws its workers' seed before the order; a shared generator must advance in the same way.
             seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
         return _Epoch(self._sampler, seed)
 
     def state(self, *, started: bool) -> Tensor | None:
-        """The generator's state from which the epoch that has begun, or else the next one, is drawn."""
+        """Returns the generator's state at the start of the current epoch (`started`) or of the next one."""
         if self._owner is None or self._seedable:
             return None
         return self._start if started else self._owner.generator.get_state()
 
     def restore(self, state: Tensor | None) -> None:
-        """The next epoch to begin is drawn from `state`."""
+        """Sets the generator's state for the next epoch."""
         if state is not None and self._owner is not None and not self._seedable:
             self._owner.generator.set_state(state)
 
@@ -131,7 +131,7 @@ class Order:
         sequential = all(type(sampler) in (BatchSampler, SequentialSampler) for sampler in self._chain)
         if self._stream or sequential or not isinstance(self._sampler, Sized):
             return self._sampler  # type: ignore[no-any-return]
-        # A sampler of the user's may draw from any global generator: it runs at once, with all of them seeded alike.
+        # A user's sampler may draw from any global generator: seed all of them, and run it in full.
         with preserved_random_state(_CPU):
             random.seed(seed)
             np.random.seed(seed % 2**32)
@@ -140,7 +140,7 @@ class Order:
 
 
 def _chain(sampler: Any) -> list[Any]:
-    """A batch sampler, the sampler in it, and so on."""
+    """Returns a batch sampler, its inner sampler, that sampler's inner one, and so on."""
     chain: list[Any] = []
     while sampler is not None and sampler not in chain:
         chain.append(sampler)
@@ -160,16 +160,16 @@ class LoadedBatch(NamedTuple):
 
 
 Epochs = Callable[[int, int], Iterator[LoadedBatch]]
-"""Reads this rank's batches of an epoch: (number of the epoch, round from which on)."""
+"""Reads this rank's batches of an epoch: (number of the epoch, first round)."""
 
 
 def _of_rank(rounds: Iterable[list[RankBatch[Any]]], rank: int | None) -> Iterator[RankBatch[Any]]:
-    """The batches of one rank, or with None those of all ranks in their order."""
+    """Yields the batches of one rank, or with None those of all ranks in order."""
     return chain.from_iterable(rounds) if rank is None else batches_of_rank(rounds, rank)
 
 
 def _reader_of(loader: DataLoader[Any], generator: torch.Generator, dataset: Any, **changed: Any) -> DataLoader[Any]:
-    """With the user's settings, and a generator of its own: torch's loader would else draw from the global one."""
+    """Returns a loader with the user's settings and its own generator; torch's would draw from the global one."""
     settings: dict[str, Any] = {
         "num_workers": loader.num_workers,
         "collate_fn": loader.collate_fn,
@@ -186,12 +186,12 @@ def _reader_of(loader: DataLoader[Any], generator: torch.Generator, dataset: Any
 
 
 class IndexedSource:
-    """A dataset with indices, which this process reads by torch's loader.
+    """A dataset with indices, which this process reads with torch's loader.
 
     Args:
-        loader: the user's.
-        order: of its sampler.
-        rank: whose batches; None for those of all ranks, one after another.
+        loader: the user's loader.
+        order: order of its sampler.
+        rank: rank whose batches it reads; None for those of all ranks in order.
     """
 
     def __init__(self, loader: DataLoader[Any], rules: ShardingRules, order: Order, rank: int | None) -> None:
@@ -217,14 +217,14 @@ class IndexedSource:
             yield LoadedBatch(batch, *self._fields.popleft())
 
     def _next_indices(self) -> Iterator[Any]:
-        # The reader may prefetch, so the fields wait in a queue for the batch that they belong to.
+        # The reader may prefetch, so the fields wait in a queue for their batch.
         for batch in self._batches:
             self._fields.append((batch.num_real, batch.last))
             yield batch.samples[0] if self._single else batch.samples
 
 
 class StreamSource:
-    """As `IndexedSource`, of an iterable dataset. Skipped rounds are read and dropped; it alone knows later ones."""
+    """Like `IndexedSource`, for an iterable dataset. It reads and drops skipped rounds to reach the later ones."""
 
     def __init__(
         self, loader: DataLoader[Any], rules: ShardingRules, order: Order, rank: int | None, seed: int
@@ -240,11 +240,11 @@ class StreamSource:
         self._order.begin(number)
         self._generator.manual_seed(self._seed + number)
         rounds: Iterator[list[LoadedBatch]] = iter(self._reader)
-        # Random numbers that the dataset draws for skipped rounds were drawn before the state was saved already.
+        # The saved state already includes the random numbers that the dataset drew for skipped rounds.
         with preserved_random_state(_CPU) if skip and self._reader.num_workers == 0 else nullcontext():
             for _ in islice(rounds, skip):
                 pass
-        if self._reader.num_workers:  # each worker knows its own last round only
+        if self._reader.num_workers:  # each worker marks its own last round
             rounds = _with_last_of_all(rounds)
         for batches in rounds:
             yield from (LoadedBatch(*batch) for batch in batches)
@@ -253,11 +253,11 @@ class StreamSource:
 def dispatched_epoch(
     read: Epochs, collectives: Collectives, rank: int, world_size: int, number: int, skip: int
 ) -> Iterator[LoadedBatch]:
-    """Rank 0 reads the batches of all ranks and sends them; the other ranks' datasets are never touched. (all ranks)
+    """Reads the batches of all ranks on rank 0 and sends them; other ranks do not read their datasets. (all ranks)
 
     Args:
-        read: all ranks' batches; called on rank 0 only.
-        rank, world_size: of this rank's share; ranks with the same `rank` get the same batches.
+        read: reads all ranks' batches; called only on rank 0.
+        rank, world_size: this rank's share of the data; ranks with the same `rank` get the same batches.
         number, skip: see `Epochs`.
     """
     loaded = read(number, skip) if collectives.rank == 0 else iter(())
@@ -271,10 +271,10 @@ def dispatched_epoch(
 
 
 def length_of(loader: DataLoader[Any], rules: ShardingRules, rank: int) -> int:
-    """Batches of `rank` per epoch; TypeError where the sampler, or a stream, has no length."""
+    """Returns the number of batches of `rank` per epoch; TypeError if the sampler or stream has no length."""
     if isinstance(loader.dataset, IterableDataset):
         items: int = len(loader.dataset)  # type: ignore[arg-type]
-        assert rules.batch_size, "streams are cut into batches of a known size"
+        assert rules.batch_size, "the length of a stream needs a batch size"
         batches = -(-items // rules.batch_size)
         return count_rounds(batches, rules, rank=rank, last_size=items - (batches - 1) * rules.batch_size)
     sampler: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
@@ -284,12 +284,12 @@ def length_of(loader: DataLoader[Any], rules: ShardingRules, rank: int) -> int:
             samples = batches if loader.batch_sampler is None else len(sampler.sampler)
             last_size = rules.batch_size if samples >= batches * rules.batch_size else samples % rules.batch_size
         except (AttributeError, TypeError):
-            last_size = None  # a batch sampler of the user's own
+            last_size = None  # the user's own batch sampler
     return count_rounds(batches, rules, rank=rank, last_size=last_size)
 
 
 class _Indices:
-    """A sampler over the current epoch of a source."""
+    """A sampler that yields the current epoch of a source."""
 
     def __init__(self, start: Callable[[], Iterator[Any]]) -> None:
         self._start = start
@@ -299,7 +299,7 @@ class _Indices:
 
 
 class _BatchStream(IterableDataset[Any]):
-    """Lists of rank batches: one rank's, singly, or all ranks' of a round."""
+    """Yields lists of batches: one batch of one rank, or all ranks' batches of a round."""
 
     def __init__(self, items: Iterable[Any], rules: ShardingRules, rank: int | None) -> None:
         self._items, self._rules, self._rank = items, rules, rank
@@ -312,7 +312,7 @@ class _BatchStream(IterableDataset[Any]):
 
 
 class _CollateBatches:
-    """Collates each batch of a list; a class, because workers pickle it."""
+    """Collates each batch of a list. It is a class, because workers pickle it."""
 
     def __init__(self, collate: Callable[[Any], Any], *, single: bool) -> None:
         self._collate, self._single = collate, single
@@ -325,7 +325,7 @@ class _CollateBatches:
 
 
 def _with_last_of_all(rounds: Iterator[Any]) -> Iterator[Any]:
-    """Rounds with `last` true in the last of all rounds only; workers read ahead anyway, so that this costs nothing."""
+    """Sets `last` only in the last of all rounds; workers read ahead anyway, so this costs no time."""
     following = next(rounds, None)
     while (current := following) is not None:
         following = next(rounds, None)
@@ -333,7 +333,7 @@ def _with_last_of_all(rounds: Iterator[Any]) -> Iterator[Any]:
 
 
 def _compact(loaded: LoadedBatch) -> LoadedBatch:
-    # Pickle sends the storage of a tensor, all of it also for a small view.
+    # Pickle sends the whole storage of a tensor, even for a small view.
     return LoadedBatch(map_tensors(_own_storage, loaded.batch), loaded.num_real, loaded.last)
 
 

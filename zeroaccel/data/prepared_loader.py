@@ -1,7 +1,7 @@
 """The loader that a training loop iterates over after `prepare`: this rank's batches, on its device, with a position.
 
-`prepare_data_loader` checks a user's `DataLoader` and makes a `PreparedLoader` of it. Its position (epoch, batches
-yielded) is plain data: a loader that loads it goes on with the very next batch.
+`prepare_data_loader` checks a user's `DataLoader` and wraps it in a `PreparedLoader`. Its position (epoch, batches
+yielded) is plain data: a loader that loads it continues with the next batch.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from zeroaccel.nested import batch_size_of, to_device
 
 
 class LoaderProgress(Protocol):
-    """Registers the loaders that are being iterated: an accelerator's `GradientState`."""
+    """Registers loaders during their iteration; implemented by an accelerator's `GradientState`."""
 
     def add_dataloader(self, loader: Any) -> None:
-        """An iteration over `loader` begins."""
+        """Called when an iteration over `loader` begins."""
 
     def next_batch(self) -> None:
-        """The loader is about to read a batch."""
+        """Called before the loader reads a batch."""
 
     def remove_dataloader(self, loader: Any) -> None:
-        """The iteration has ended or was abandoned."""
+        """Called after the iteration has ended or was abandoned."""
 
 
 @dataclass
@@ -52,9 +52,9 @@ class _Position:
     """A position in the data.
 
     Attributes:
-        epoch: counts iterations over the loader.
-        batches: of the epoch, yielded so far.
-        next_: the next iteration begins here; False once one has begun, as the next is then another epoch.
+        epoch: number of the epoch; each iteration over the loader is one.
+        batches: number of batches of the epoch yielded so far.
+        next_: True if the next iteration starts here; False during an iteration, as the next one is another epoch.
     """
 
     epoch: int = 0
@@ -62,12 +62,12 @@ class _Position:
     next_: bool = True
 
     def end(self) -> None:
-        """The epoch is over: the position is the start of the one after it."""
+        """Moves the position to the start of the next epoch."""
         self.epoch, self.batches, self.next_ = self.epoch + 1, 0, True
 
 
 class _Around(DataLoader[Any]):
-    """A `DataLoader` by type; attributes that it does not have are those of the loader it reads."""
+    """A `DataLoader` by type that delegates missing attributes to the loader it reads."""
 
     _loader: DataLoader[Any]
 
@@ -79,23 +79,23 @@ class _Around(DataLoader[Any]):
 
 
 class PreparedLoader(_Around):
-    """One rank's batches, made by `prepare_data_loader`. Every iteration is the next epoch.
+    """A loader of one rank's batches, from `prepare_data_loader`. Every iteration is the next epoch.
 
-    A `DataLoader` by type; attributes that are not listed here (`dataset`, `batch_size`, `collate_fn`...) are those of
-    the user's loader, with whose settings it reads.
+    It is a `DataLoader` by type; other attributes (`dataset`, `batch_size`, `collate_fn`...) are those of the user's
+    loader, whose settings it uses.
 
     Args:
-        loader: the user's.
-        rules: by which its order is sharded.
-        rank: whose batches.
-        epochs: read them.
-        order: of the epochs; None on a rank that draws none, as rank 0 sends all batches.
+        loader: the user's loader.
+        rules: sharding of its order.
+        rank: rank whose batches it yields.
+        epochs: reads these batches.
+        order: order of the epochs; None on a rank that draws none, because rank 0 sends all batches.
         place: moves a batch to its device.
         progress: registers every iteration.
 
     Attributes:
-        end_of_dataloader: whether the batch yielded last was this rank's last of the epoch.
-        remainder: samples of the last round, over all ranks, that are not repetitions; -1 where none is repeated.
+        end_of_dataloader: True if the last batch yielded was this rank's last batch of the epoch.
+        remainder: number of samples of the last round, over all ranks, that are not repeated; -1 if no sample is.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class PreparedLoader(_Around):
         place: Callable[[Any], Any],
         progress: LoaderProgress | None = None,
     ) -> None:
-        # No super().__init__: a DataLoader checks and stores settings, of which this has none.
+        # No super().__init__: a DataLoader checks and stores settings, which this class does not have.
         self._loader = loader
         self._rules, self._rank = rules, rank
         self._epochs, self._order = epochs, order
@@ -124,25 +124,25 @@ class PreparedLoader(_Around):
         return self.iterate(None)
 
     def __len__(self) -> int:
-        """Batches of this rank per epoch; TypeError where the data have no length."""
+        """Returns the number of batches of this rank per epoch; TypeError if the data have no length."""
         return length_of(self._loader, self._rules, self._rank)
 
     @property
     def epoch(self) -> int:
-        """The epoch that the next batch belongs to; a resumed run loops over `range(loader.epoch, n)`."""
+        """Epoch of the next batch; a resumed run loops over `range(loader.epoch, n)`."""
         return self._position.epoch
 
     @property
     def batches_given(self) -> int:
-        """Batches of `epoch` that have been yielded."""
+        """Number of batches of `epoch` yielded so far."""
         return self._position.batches
 
     @property
     def total_batch_size(self) -> int:
-        """Samples of all ranks' batches together.
+        """Number of samples in all ranks' batches of a round.
 
         Raises:
-            UsageError: batches differ in size.
+            UsageError: the batches have different sizes.
         """
         if self._samples_per_round is None:
             raise UsageError(
@@ -154,17 +154,17 @@ class PreparedLoader(_Around):
 
     @property
     def total_dataset_length(self) -> int:
-        """Items of the dataset, over all ranks; TypeError where it has no length."""
+        """Number of items of the dataset, over all ranks; TypeError if it has no length."""
         return len(self._loader.dataset)  # type: ignore[arg-type]
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration is this epoch, from its first batch, unless a position in it has been loaded."""
+        """Starts the next iteration at this epoch's first batch, or at the loaded position if it is in this epoch."""
         position = self._position
         if not (position.next_ and position.epoch == epoch):
             self._position = _Position(epoch)
 
     def iterate(self, start: int | None) -> Iterator[Any]:
-        """The next epoch from batch `start` on; with None from the position."""
+        """Yields the next epoch from batch `start`, or with None from the position."""
         if self._progress is not None:
             self._progress.next_batch()
         position = self._position
@@ -200,7 +200,7 @@ class PreparedLoader(_Around):
         if samples == 0:
             return f"{text}: the dataset is empty"
         if samples is not None and self._loader.drop_last and self._samples_per_round is not None:
-            needed = f"fewer than the {self._samples_per_round} of a round of all ranks, and drop_last is set"
+            needed = f"fewer than the {self._samples_per_round} that all ranks need for one batch each, with drop_last"
             return f"{text}: the dataset has {samples} samples, {needed}; use a smaller batch size or drop_last=False"
         return f"{text}: the dataset or its sampler yields nothing"
 
@@ -208,15 +208,15 @@ class PreparedLoader(_Around):
         self.end_of_dataloader = loaded.last
         self.remainder = -1
         if loaded.num_real is not None:
-            # Without a batch size the dataset makes the batches, and `num_real` counts batches.
+            # Without a batch size the dataset yields whole batches, and `num_real` counts batches.
             single = self._loader.batch_size is None and self._loader.batch_sampler is None
             self.remainder = loaded.num_real * ((batch_size_of(loaded.batch) or 1) if single else 1)
         position.batches += 1
-        if loaded.last:  # a state that is saved during the last batch resumes with the next epoch
+        if loaded.last:  # a state saved during the last batch resumes with the next epoch
             position.end()
 
     def state_dict(self) -> dict[str, Any]:
-        """The position as plain data and a tensor."""
+        """Returns the position as plain data and a tensor."""
         position = self._position
         return {
             "epoch": position.epoch,
@@ -228,27 +228,27 @@ class PreparedLoader(_Around):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The next iteration goes on after the batch that was yielded last when `state` was made.
+        """Sets the position: the next iteration continues after the last batch yielded before `state` was saved.
 
-        On another number of ranks it starts at the same sample if a round starts there, else at the start of the round
-        before, with a warning.
+        On another number of ranks it starts at the same sample if a round starts there. Otherwise it starts at the
+        beginning of that sample's round, and logs a warning.
 
         Raises:
-            CheckpointError: it is not the state of a loader of this length.
+            CheckpointError: `state` is not from a loader of this length.
         """
         where = "position of a loader"
         missing = {"epoch", "batches", "order", "length", "world_size", "samples_per_round"} - set(state)
         if missing:
-            raise CheckpointError(where, expected="one that a prepared loader saved", got=f"no {sorted(missing)}")
+            raise CheckpointError(where, expected="the state of a prepared loader", got=f"no {sorted(missing)}")
         batches: int = state["batches"]
         if state["world_size"] != self._rules.world_size or state["samples_per_round"] != self._samples_per_round:
             batches = self._converted(batches, state["samples_per_round"], where)
         elif state["length"] != (length := self._length_or_none()):
             raise CheckpointError(
                 where,
-                expected=f"one in an epoch of {length} batches per rank",
+                expected=f"a position in an epoch of {length} batches per rank",
                 got=f"{state['length']} batches",
-                fix="use the dataset and the batch size that the state was saved with",
+                fix="use the dataset and the batch size of the saved run",
             )
         self._position = _Position(state["epoch"], batches)
         if self._order is not None:
@@ -261,13 +261,13 @@ class PreparedLoader(_Around):
         if samples_then is None or now is None:
             raise CheckpointError(
                 where,
-                expected="the number of ranks it was saved with, as batches have no common size",
-                fix="resume on as many ranks, or from the end of an epoch",
+                expected="the number of ranks of the saved run, because the batches have different sizes",
+                fix="resume on the same number of ranks, or from the end of an epoch",
             )
         rounds, repeated = divmod(batches * samples_then, now)
         if repeated:
             logger.warning(
-                "loader: saved after %d samples, which is no multiple of %d; the last %d of them come again",
+                "loader: the state was saved after %d samples, not a multiple of %d; the last %d are repeated",
                 batches * samples_then,
                 now,
                 repeated,
@@ -282,7 +282,7 @@ class PreparedLoader(_Around):
 
 
 class _SkippingLoader(_Around):
-    """A loader whose epochs start at a later batch; otherwise the loader itself."""
+    """A loader whose epochs start at a later batch."""
 
     def __init__(self, loader: DataLoader[Any], skipped: int) -> None:
         self._loader, self._skipped = loader, skipped
@@ -304,9 +304,9 @@ class _SkippingLoader(_Around):
 
 
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
-    """`dataloader` with each of its epochs starting at batch `num_batches`.
+    """Returns a loader like `dataloader` in which each epoch starts at batch `num_batches`.
 
-    The result of a prepared loader shares its position. If `load_state_dict` has set the position, skipping the same
+    The result for a prepared loader shares its position. If `load_state_dict` has set the position, skipping the same
     batches again has no effect.
 
     Example:
@@ -327,18 +327,18 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
 
 @dataclass
 class DataLoaderConfiguration:
-    """How loaders are sharded over the ranks.
+    """Settings for sharding loaders over the ranks.
 
     Attributes:
-        split_batches: each batch of the loader is divided among the ranks; otherwise each rank gets batches of the
-            loader's size, and a global batch is W times as large.
-        dispatch_batches: rank 0 reads all batches and sends them; by default for iterable datasets.
-        even_batches: the last round is filled up with the first samples, so that all ranks get equally many full
-            batches. Without it a rank may get a batch fewer, and must not wait for the others.
-        use_seedable_sampler: the order of epoch e is drawn from `data_seed + e` alone.
-        data_seed: of the order of samples; by default rank 0's `torch.initial_seed()`.
+        split_batches: divide each batch of the loader among the ranks; otherwise each rank gets batches of the loader's
+            size, and a global batch is W times as large (W ranks).
+        dispatch_batches: rank 0 reads all batches and sends them; default: only for iterable datasets.
+        even_batches: fill the last round with the first samples, so that all ranks get the same number of full batches.
+            Without it a rank may get one batch fewer, and the loop must not run collectives in that round.
+        use_seedable_sampler: draw the order of epoch e from only `data_seed + e`.
+        data_seed: seed of the order of samples; default: rank 0's `torch.initial_seed()`.
         non_blocking: copy to the device without waiting, which needs `pin_memory`.
-        use_stateful_dataloader: that a loader has `state_dict()` and `load_state_dict()`. All have them.
+        use_stateful_dataloader: has no effect: every prepared loader has `state_dict()` and `load_state_dict()`.
 
     Example:
         >>> from zeroaccel import Accelerator, DataLoaderConfiguration
@@ -368,19 +368,19 @@ def prepare_data_loader(
     watch: LoaderProgress | None = None,
     cut: Callable[[Any], Any] | None = None,
 ) -> PreparedLoader:
-    """This rank's shard of a loader; a prepared one is returned as it is. (all ranks, where there are collectives)
+    """Returns a loader of this rank's shard; a prepared loader is returned unchanged. (all ranks, with `collectives`)
 
     Args:
-        loader: yields the batches of a single process; the same on all ranks.
-        settings: by default `DataLoaderConfiguration()`.
-        collectives: for sharing a random order, and for dispatching.
-        rank, world_size: of the shard; by default those of `collectives`, or 0 of 1.
-        device: to which batches are moved; None leaves them.
+        loader: loader with the batches of a single process; the same on all ranks.
+        settings: sharding; default: `DataLoaderConfiguration()`.
+        collectives: communication to share a random order and to dispatch batches.
+        rank, world_size: index of the shard, and number of shards; default: those of `collectives`, or 0 and 1.
+        device: device for batches; None does not move them.
         watch: registers every iteration.
-        cut: takes this rank's part of a batch that several ranks have, as parts of its sequences.
+        cut: returns this rank's part of a batch that several ranks share, for example a part of its sequences.
 
     Raises:
-        UsageError: it is no loader, is sharded already, or cannot be sharded in the way the settings ask for.
+        UsageError: `loader` is not a loader, is already sharded, or does not support the settings.
     """
     if isinstance(loader, PreparedLoader):
         return loader
@@ -398,7 +398,7 @@ def prepare_data_loader(
     share = _share(collectives) if collectives is not None and world_size > 1 else None
     seed = _seed(settings.data_seed, share)
     sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
-    # Under dispatch only rank 0 draws the order, so there is no state to share.
+    # With dispatch, only rank 0 draws the order, so there is no state to share.
     order = Order(
         loader.dataset if stream else sampler,
         seed=seed,
@@ -443,20 +443,20 @@ def _check(loader: Any) -> None:
         raise UsageError(
             where,
             expected="a loader with torch's __iter__, because prepare() reads its dataset in another order",
-            got=f"{type(loader).__name__}, with an __iter__ of its own",
-            fix="move what it does into the dataset or collate_fn, or do not prepare it and shard the data yourself",
+            got=f"{type(loader).__name__}, which defines its own __iter__",
+            fix="move its logic into the dataset or collate_fn, or do not prepare it and shard the data yourself",
         )
     samplers = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
     if any(isinstance(sampler, DistributedSampler) for sampler in samplers):
         raise UsageError(
             where,
             expected="a loader of the whole dataset, which prepare() shards over the ranks",
-            got="one with a DistributedSampler, which has sharded it already",
-            fix="leave the sampler out (shuffle=True if it shuffled), or do not prepare this loader",
+            got="a loader with a DistributedSampler, which has already sharded it",
+            fix="remove the sampler (and set shuffle=True if it shuffled), or do not prepare this loader",
         )
     if loader.num_workers and not getattr(loader, "in_order", True):
         raise UsageError(
-            where, expected="batches in their order, as a position is a count of them", got="in_order=False"
+            where, expected="in_order=True, because a position is a number of batches", got="in_order=False"
         )
 
 
@@ -464,7 +464,7 @@ def _rules(loader: DataLoader[Any], settings: DataLoaderConfiguration, world_siz
     batches: Any = loader.batch_sampler
     if loader.batch_size is not None:
         size: int | None = loader.batch_size
-    elif batches is None:  # the dataset makes the batches
+    elif batches is None:  # the dataset yields whole batches
         size = 1
     else:
         size = getattr(batches, "batch_size", None)
@@ -473,10 +473,10 @@ def _rules(loader: DataLoader[Any], settings: DataLoaderConfiguration, world_siz
         raise UsageError(
             "split_batches=True: the loader's batch size",
             expected=f"a multiple of the {world_size} ranks, which share each batch",
-            got=size if batches is not None or loader.batch_size is not None else "batches that the dataset makes",
+            got=size if batches is not None or loader.batch_size is not None else "whole batches from the dataset",
             fix="choose another batch_size, or set split_batches to False",
         )
-    # A batch sampler of the user's own says itself what it drops.
+    # A user's own batch sampler may have its own drop_last.
     drop_last = bool(loader.drop_last or getattr(batches, "drop_last", False))
     return ShardingRules(world_size, split, settings.even_batches, drop_last, size)
 

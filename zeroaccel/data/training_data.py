@@ -1,7 +1,7 @@
 """The loader of `zeroaccel.initialize(training_data=...)`: each rank's shard of a dataset, in micro-batches.
 
-Every rank gets the same number of batches for any length of the dataset: a rank with one batch fewer would leave the
-others waiting in a collective. Knows no process group and no device; batches are on the CPU as `collate_fn` makes them.
+Every rank gets the same number of batches for any length of the dataset: with fewer batches on one rank, the others
+would wait in a collective. The module uses no process group and no device; batches stay on the CPU, as collated.
 """
 
 from __future__ import annotations
@@ -29,28 +29,27 @@ def build_dataloader(
     num_workers: int = 0,
     pin_memory: bool = False,
 ) -> DataLoader[Any]:
-    """A loader of this rank's shard of `dataset`.
+    """Returns a loader of this rank's shard of `dataset`.
 
-    A dataset with indices is shuffled, differently in each epoch: every new iteration over the loader is the next one
-    (`loader.sampler.set_epoch(n)` chooses another, as on resuming). Of an iterable dataset, item i goes to rank
-    i mod world_size, so all ranks must see the same order in it; if it has `set_epoch`, that is called before each
-    iteration. Where the length is not a multiple of the world size, the last ranks repeat an earlier item; with
-    `drop_last` an iterable's last incomplete round is dropped instead.
+    A dataset with indices is shuffled differently in each epoch: every iteration over the loader is the next epoch
+    (`loader.sampler.set_epoch(n)` sets another one, for example to resume). For an iterable dataset, rank
+    i mod world_size gets item i, so the items must have the same order on all ranks; the loader calls its `set_epoch`,
+    if any, before each iteration. If the length is not a multiple of the world size, the last ranks repeat an earlier
+    item; with `drop_last`, an iterable's last incomplete round is dropped instead.
 
     Args:
         dataset: has `__getitem__` and `__len__` (indices), or `__iter__`.
-        micro_batch_size: items per batch.
-        rank, world_size: of the shard.
-        collate_fn: makes a batch of a list of items; torch's default stacks tensors.
-        drop_last: leave out a last batch that is not full.
-        seed: of the shuffling, the same on all ranks.
-        shuffle: of a dataset with indices.
-        num_workers: processes that read a dataset with indices.
+        micro_batch_size: number of items per batch.
+        rank, world_size: index of the shard, and number of shards.
+        collate_fn: converts a list of items to a batch; torch's default stacks tensors.
+        drop_last: drop an incomplete last batch.
+        seed: seed for shuffling, the same on all ranks.
+        shuffle: shuffle a dataset with indices.
+        num_workers: number of processes that read a dataset with indices.
         pin_memory: copy batches to page-locked memory.
 
     Raises:
-        UsageError: the dataset cannot be read in one of the two ways, or has no batch for this rank; or an argument is
-            out of range.
+        UsageError: the dataset has neither interface, or no batch for this rank; or an argument is out of range.
 
     Example:
         >>> from zeroaccel.data import build_dataloader
@@ -71,7 +70,7 @@ def build_dataloader(
     else:
         _check_iterable(dataset, num_workers)
         part = _RoundRobin(dataset, rank, world_size, drop_last)
-    # A generator of its own, as the loader otherwise draws from torch's and shifts the run's random numbers.
+    # A separate generator, because the loader would otherwise draw from torch's and shift the run's random numbers.
     generator = torch.Generator().manual_seed(seed + rank)
     return DataLoader(
         part,
@@ -86,7 +85,7 @@ def build_dataloader(
 
 
 class _EpochSampler(DistributedSampler[Any]):
-    """Advances to the next epoch, and so to another order, with every iteration."""
+    """Advances to the next epoch, and so to another order, at every iteration."""
 
     def __iter__(self) -> Iterator[Any]:
         order = super().__iter__()
@@ -95,7 +94,7 @@ class _EpochSampler(DistributedSampler[Any]):
 
 
 class _RoundRobin(IterableDataset[Any]):
-    """Every `world_size`-th item of an iterable, equally many on each rank."""
+    """Every `world_size`-th item of an iterable, with the same number of items on each rank."""
 
     def __init__(self, items: Iterable[Any], rank: int, world_size: int, drop_last: bool) -> None:
         self._items = items
@@ -118,7 +117,7 @@ class _RoundRobin(IterableDataset[Any]):
                 yield first[self._rank % len(first)]
 
     def __len__(self) -> int:
-        """Items of this rank; TypeError, as from any such object, where the iterable does not know its length."""
+        """Returns the number of items of this rank; TypeError if the iterable has no length."""
         items = len(self._items)  # type: ignore[arg-type]
         return items // self._world_size if self._drop_last else -(-items // self._world_size)
 
@@ -129,14 +128,14 @@ def _has_indices(dataset: Any) -> bool:
             "training_data",
             expected="a dataset",
             got=dataset,
-            fix="pass loader.dataset, or leave training_data out and loop over the loader",
+            fix="pass loader.dataset, or omit training_data and iterate over the loader",
         )
     if isinstance(dataset, Mapping):
         raise UsageError(
             "training_data",
             expected="one dataset",
             got=f"{type(dataset).__name__} with the keys {', '.join(map(str, dataset))}",
-            fix="pass one of its values",
+            fix="pass one of its datasets, such as its training split",
         )
     return not isinstance(dataset, IterableDataset) and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
 
@@ -163,11 +162,11 @@ def _check_iterable(dataset: Any, num_workers: int) -> None:
             "training_data",
             expected="a dataset that can be read again in each epoch",
             got=dataset,
-            fix="pass an object whose __iter__ starts anew, or a list",
+            fix="pass an object whose __iter__ returns a new iterator, or a list",
         )
     if num_workers:
         raise UsageError(
             "build_dataloader: num_workers",
-            expected="0 for a dataset that is only iterable, as each worker would read all of it",
+            expected="0 for a dataset that is only iterable, because each worker would read all of it",
             got=num_workers,
         )

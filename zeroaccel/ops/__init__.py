@@ -1,6 +1,6 @@
 """Arithmetic on flat shards: optimizer steps, the gradient norm, the sum over ranks.
 
-On the level of comm, below zero, and imports neither: nothing here knows of ranks, stages or tiers.
+A layer below `zero`, beside `comm`, which imports neither: this package does not depend on ranks, stages or tiers.
 """
 
 from zeroaccel.ops.elementwise import CPUSGD, SGD, Adagrad, Adam, CPUAdagrad, CPUAdam, CPULion, Lion, RMSprop

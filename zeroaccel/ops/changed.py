@@ -1,6 +1,6 @@
-"""Marks 16-bit elements whose bits have changed: one bit each, in a pass over both and without a copy.
+"""Marks 16-bit elements whose bits have changed, with one bit per element, in one pass without a copy.
 
-`zero/changed_bits.py` keeps the bits. On a device the same runs as torch operations, in tiles.
+`zero/changed_bits.py` keeps the bits. On a device, torch operations compute the same in tiles.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from torch import Tensor
 from zeroaccel.ops.dispatch import launch, unowned_array
 from zeroaccel.ops.number_formats import Array, compiled
 
-_TILE_NUMEL = 1 << 24  # bounds what a device needs besides: 32 MiB
+_TILE_NUMEL = 1 << 24  # limits temporary memory on a device to 32 MiB
 
 
 def mark_changed(before: Tensor, after: Tensor, bits: Tensor) -> None:
-    """Sets the bit of each element that differs, and leaves the others.
+    """Sets the bit of each element that differs; the other bits do not change.
 
     Args:
-        before, after: (N,) of one 16-bit dtype, on one device.
-        bits: (N / 8 rounded up,) uint8; bit i % 8 of byte i // 8 is that of element i.
+        before, after: (N,) tensors of the same 16-bit dtype on the same device.
+        bits: (N / 8 rounded up,) uint8; bit i % 8 of byte i // 8 belongs to element i.
 
     Example:
         >>> bits = torch.zeros(2, dtype=torch.uint8)
@@ -55,7 +55,7 @@ def _mark(before: Array, after: Array, bits: Array) -> None:
 
 
 def _mark_on_device(before: Tensor, after: Tensor, bits: Tensor) -> None:
-    weights = 2 ** torch.arange(8, dtype=torch.uint8, device=bits.device)  # made there: no copy from the host
+    weights = 2 ** torch.arange(8, dtype=torch.uint8, device=bits.device)  # created on the device, without a copy
     for first in range(0, before.numel(), _TILE_NUMEL):
         differs = before[first : first + _TILE_NUMEL] != after[first : first + _TILE_NUMEL]
         padded = torch.nn.functional.pad(differs, (0, -differs.numel() % 8))

@@ -1,9 +1,8 @@
-"""Sums that a coupled optimizer takes over all parameters, to the same bits however these are sharded.
+"""Sums over all parameters for coupled optimizers, with the same bits for any sharding.
 
-An optimizer that estimates its step size from all parameters, or clips by their common norm, cannot be stepped on a
-shard, unless the sums it needs go over the shards of all ranks. A class declares by the protocol `CoupledOptimizer`
-that it takes them from a `Reductions` that the engine passes in. Knows nothing of processes: the all-reduce is a
-function.
+An optimizer that estimates its step size from all parameters, or clips by their common norm, can be stepped on a shard
+only if its sums cover the shards of all ranks. A class that implements the protocol `CoupledOptimizer` takes them from
+a `Reductions` that the engine passes in. This module does not depend on processes: the all-reduce is a function.
 """
 
 from __future__ import annotations
@@ -22,23 +21,23 @@ AllReduce = Callable[[Tensor, Literal["sum", "max"]], None]
 
 _BITS = 50
 _HALF = 25
-_TILE_NUMEL = 1 << 22  # bounds the float64 and int64 temporaries: 32 MiB each
+_TILE_NUMEL = 1 << 22  # limits the float64 and int64 temporaries to 32 MiB each
 
 
 def _one_process(tensor: Tensor, op: Literal["sum", "max"]) -> None:
-    """The all-reduce over one rank."""
+    """All-reduces over one rank, which changes nothing."""
 
 
 class Reductions:
     """Sums and maxima over the elements of all parameters.
 
-    A sum of floats depends on its order, and so on how parameters are cut into shards. So `sum` adds integers: each
-    value is rounded to a multiple of 2**-50 of a power of two above the largest, and what is added then is exact up to
-    2**38 elements. The same bits on one process and on any number of shards; off by at most N * 2**-50 of the largest.
+    A sum of floats depends on its order, and so on the sharding. `sum` adds integers instead: it rounds each value to a
+    multiple of 2**-50 times a power of two above the largest; then the addition is exact up to 2**38 elements. One
+    process and any number of shards give the same bits, with an error of at most N * 2**-50 of the largest value.
 
     Args:
-        all_reduce: over the ranks among which the parameters are divided; by default there is one.
-        counts: whether this rank's elements are in sums; of elements that several ranks hold, one rank counts.
+        all_reduce: all-reduce over the ranks that share the parameters; default: one rank.
+        counts: include this rank's elements in sums; of several ranks with the same elements, one must count.
 
     Example:
         >>> Reductions().sum([torch.tensor([1.0, 2.0]), torch.tensor([0.5])])
@@ -50,13 +49,13 @@ class Reductions:
         self._counts = counts
 
     def sum(self, tensors: Sequence[Tensor]) -> float:
-        """The sum of all elements of `tensors`, of those of every rank. (all ranks, each with as many calls)
+        """Returns the sum of all elements of every rank's `tensors`. (all ranks, with the same number of calls)
 
         Args:
-            tensors: floating, any shapes, e.g. one per parameter that this process has; may be none.
+            tensors: floating-point tensors of any shape, such as one per parameter of this process; may be empty.
 
         Returns:
-            NaN where an element is not finite.
+            The sum, or NaN if an element is not finite.
         """
         largest = self.largest(tensors)
         if not math.isfinite(largest):
@@ -64,7 +63,7 @@ class Reductions:
         exponent = math.frexp(largest)[1]
         halves = torch.zeros(2, dtype=torch.int64)
         for tile in _tiles(tensors) if self._counts else ():
-            # Two products, since one power of two may be beyond what a float64 holds.
+            # Two products, because one power of two may exceed the range of float64.
             scaled = (
                 tile.double().mul_(math.ldexp(1.0, -exponent // 2)).mul_(math.ldexp(1.0, -exponent - -exponent // 2))
             )
@@ -75,7 +74,7 @@ class Reductions:
         return math.ldexp(float(total), exponent - _BITS)
 
     def largest(self, tensors: Sequence[Tensor]) -> float:
-        """The largest magnitude of any element of any rank; 0.0 of none, inf where one is not finite. (all ranks)"""
+        """Returns the largest magnitude over all ranks; 0.0 without elements, inf if one is not finite. (all ranks)"""
         largest = 0.0
         for tile in _tiles(tensors):
             own = float(tile.abs().max())
@@ -93,11 +92,11 @@ def _tiles(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
 
 @runtime_checkable
 class CoupledOptimizer(Protocol):
-    """An optimizer whose rule couples parameters by sums that it takes from `Reductions`, and by nothing else.
+    """An optimizer that couples parameters only by sums from `Reductions`, and is elementwise in all other respects.
 
-    Otherwise it is elementwise. Its constructor makes a `Reductions()` of its own, so that it works alone; at stages 1
-    to 3 the engine replaces that by one over all shards. `step()` must ask for the same sums in the same order on every
-    rank, also on a rank that has no parameters.
+    Its constructor creates a `Reductions()`, so that it works without an engine; at stages 1 to 3 the engine replaces
+    it by one over all shards. `step()` must compute the same sums in the same order on every rank, including ranks
+    without parameters.
 
     Example:
         class GloballyScaled(torch.optim.Optimizer):
@@ -117,4 +116,4 @@ class CoupledOptimizer(Protocol):
     """
 
     def use_reductions(self, reductions: Reductions) -> None:
-        """Takes sums from `reductions` from now on."""
+        """Sets the source of all later sums."""

@@ -1,18 +1,18 @@
 // Optimizer updates, the gradient norm, the decisions of a step, and 8- and 4-bit codes on a CUDA device.
 //
-// `device_kernels.py` compiles this file at run time and launches what it defines. The kernels of optimizers bear the
-// names of the host's loops in `updates.py`. All give the bits of the host's loops: the same operations in the same order,
-// one rounding each. Hence every float operation is an intrinsic that rounds to nearest, which a compiler may not contract
-// into an FMA. The sign and payload of a NaN are the device's own.
+// `device_kernels.py` compiles this file at run time and launches the kernels. The optimizers' kernels have the names
+// of the host's loops in `updates.py`. All kernels give the same bits as the host's loops: the same operations in the
+// same order, each with one rounding. So every float operation is an intrinsic that rounds to nearest, which a compiler
+// may not contract into an FMA. The sign and payload of a NaN may differ.
 //
 // A thread block has THREADS threads. `kind` is the dtype of an array: 0 float32, 1 bfloat16, 2 float16. `control` may
-// be null: then gradients are multiplied by `factor`, and the update applies.
+// be null: then the kernel multiplies gradients by `factor`, and the update applies.
 //
-// Includes nothing, so that NVRTC needs no headers; the tests compile it as C++ for the host, too.
+// The file includes no headers, so that NVRTC needs none; the tests also compile it as C++ for the host.
 
 #define THREADS 256
 #define WARPS 8
-#define ITEMS 4 /* elements per thread of an update, loaded before the first is computed */
+#define ITEMS 4 /* elements per thread of an update; a thread loads them all before it computes */
 #define FULL_WARP 0xffffffffu
 #define FLOAT32 0
 #define BFLOAT16 1
@@ -34,7 +34,7 @@ __device__ __forceinline__ u32 load_raw(const void* array, i64 index, int kind) 
     return kind == FLOAT32 ? ((const u32*)array)[index] : ((const u16*)array)[index];
 }
 
-// Loads this thread's items of an array; beyond the end they are zeros.
+// Loads this thread's items of an array; items beyond the end are zeros.
 __device__ __forceinline__ void load_items(const void* array, i64 first, i64 numel, int kind, u32 (&raws)[ITEMS]) {
 #pragma unroll
     for (int k = 0; k < ITEMS; ++k) {
@@ -50,7 +50,7 @@ __device__ __forceinline__ u32 float16_to_bits(u32 half) {
     return sign | (magnitude < 0x0400u ? subnormal : normal);
 }
 
-// The bits of the float32 that a loaded pattern stands for.
+// Returns the bits of the float32 value of a loaded pattern.
 __device__ __forceinline__ u32 bits_of_raw(u32 raw, int kind) {
     return kind == FLOAT32 ? raw : kind == BFLOAT16 ? raw << 16 : float16_to_bits(raw);
 }
@@ -65,7 +65,7 @@ __device__ __forceinline__ u16 encode_bfloat16(u32 bits) {
 __device__ __forceinline__ u16 encode_float16(u32 bits) {
     u32 magnitude = bits & 0x7fffffffu, sign = (bits >> 16) & 0x8000u;
     u32 normal = (magnitude + 0x0fffu + ((magnitude >> 13) & 1u) - ((127u - 15u) << 23)) >> 13;
-    // In [0.5, 1) a float32's last place is worth 2**-24, as in a subnormal float16: the addition does the rounding.
+    // In [0.5, 1) a float32's last place is 2**-24, as in a subnormal float16, so the addition rounds.
     u32 subnormal = __float_as_uint(__fadd_rn(__uint_as_float(magnitude), 0.5f)) - 0x3f000000u;
     u32 number = magnitude < (127u - 14u) << 23 ? subnormal : normal;
     u32 beyond = magnitude > INFINITY_BITS ? 0x7e00u : 0x7c00u;
@@ -116,7 +116,7 @@ __device__ __forceinline__ u32 warp_max(u32 value) {
 #endif
 }
 
-// The bits of a block's least normal magnitude; all ones for a block that is not finite.
+// Returns the bits of a block's smallest normal magnitude; all ones for a block that is not finite.
 __device__ __forceinline__ u32 lowest_of(u32 exponent, u32 reach) {
     return exponent == 255u ? 0xffffffffu : (exponent - reach + 1u) << 23;
 }
@@ -144,7 +144,7 @@ __device__ __forceinline__ float decode_unsigned(u32 code, u32 exponent) {
     return lowest == 0xffffffffu ? __uint_as_float(NAN_BITS) : decode_magnitude(code, lowest);
 }
 
-// The exponent byte of the warp's block.
+// Returns the exponent byte of the warp's block.
 __device__ __forceinline__ u32 block_exponent(float value) {
     u32 exponent = (warp_max(__float_as_uint(value) & 0x7fffffffu) + 0xfffffu) >> 23;
     return exponent >= 254u ? 255u : exponent < 40u ? 40u : exponent;
@@ -163,12 +163,12 @@ __device__ __forceinline__ u8 encode_unsigned(float value, u32 exponent, u32 ran
     return lowest == 0xffffffffu ? 0 : (u8)code;
 }
 
-// ---- optimizer updates: the formulas stand at the host's loops ----
+// ---- optimizer updates: the host's loops document the formulas ----
 //
-// The warp meets (`__syncwarp`) after the arithmetic of each item. Without that the compiler copies all that follows for
-// each way through a division or a root, and takes a second per kernel.
+// The warp synchronises (`__syncwarp`) after the arithmetic of each item. Without it the compiler duplicates all later
+// code for each path through a division or a root, and takes a second per kernel.
 
-// Takes the factor from the control; whether the update applies.
+// Reads the factor from the control; returns true if the update applies.
 __device__ __forceinline__ bool applies(const float* control, float* factor) {
     if (!control) return true;
     *factor = control[0];
@@ -180,7 +180,7 @@ __device__ __forceinline__ i64 first_item() { return (i64)blockIdx.x * (THREADS 
 struct Adam {
     float decay, l2, weight1, beta2, weight2, inverse_root, eps, negative_step;
 
-    // Advances x, m and v by the scaled gradient, which the L2 term joins.
+    // Advances x, m and v by the scaled gradient plus the L2 term.
     __device__ __forceinline__ void step(float* x, float* m, float* v, float scaled) const {
         float d = __fadd_rn(scaled, __fmul_rn(l2, *x));
         *m = __fadd_rn(*m, __fmul_rn(weight1, __fsub_rn(d, *m)));
@@ -247,7 +247,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) adam_blocks(
         float x = __uint_as_float(xs[k]), before = x;
         float m = decode_signed(m_codes[k], m_exponents[k]), v = decode_unsigned(v_codes[k], v_exponents[k]);
         rule.step(&x, &m, &v, __fmul_rn(number_of(gs[k], grad_kind), factor));
-        // All lanes of a warp take part in the maximum; those beyond the end count as zeros.
+        // All lanes of a warp take part in the maximum; lanes beyond the end contribute zeros.
         u32 m_exponent = block_exponent(i < numel ? m : 0.0f), v_exponent = block_exponent(i < numel ? v : 0.0f);
         if (i < numel) {
             u32 random = random_bits(before, m, key);
@@ -318,7 +318,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) adagrad(
     }
 }
 
-// `momentum_buffer` is null without momentum, `grad_avg` where it is not centered.
+// `momentum_buffer` is null without momentum, `grad_avg` unless centered.
 extern "C" __global__ void __launch_bounds__(THREADS) rmsprop(
     float* master, float* square_avg, float* momentum_buffer, float* grad_avg, const void* grad, void* out,
     const float* control, float factor, float l2, float alpha, float weight, float eps, float momentum,
@@ -383,9 +383,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) sgd(
     }
 }
 
-// ---- optimizers of whole tensors: row y of the grid has tensor y of each argument ----
+// ---- optimizers of whole tensors: row y of the grid processes tensor y of each argument ----
 
-#define MANY 64 /* tensors of a launch; their addresses are arguments */
+#define MANY 64 /* maximum number of tensors of a launch; their addresses are arguments */
 
 struct Tensors {
     void* at[MANY];
@@ -413,13 +413,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) adam_many(
     }
 }
 
-// The sum of a block's values, of thread 0. All threads take part; the order of the sum depends on nothing else.
+// Returns the sum of a block's values in thread 0. All threads take part; the order of the sum is fixed.
 __device__ __forceinline__ double block_sum(double value) {
     __shared__ double sums[WARPS];
     for (int distance = 16; distance; distance >>= 1) {
         value = __dadd_rn(value, __shfl_xor_sync(FULL_WARP, value, distance));
     }
-    __syncthreads();  // of an earlier sum
+    __syncthreads();  // for an earlier sum
     if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = value;
     __syncthreads();
     double total = sums[0];
@@ -427,7 +427,8 @@ __device__ __forceinline__ double block_sum(double value) {
     return total;
 }
 
-// Moments and `update`, and of each thread block the sums of the squares of master and update: (2, tensors, blocks).
+// Computes moments and `update`, and for each thread block the sums of squares of master and update:
+// (2, tensors, blocks).
 extern "C" __global__ void __launch_bounds__(THREADS) lamb_moments(
     Tensors masters, Tensors exp_avgs, Tensors exp_avg_sqs, Tensors grads, Tensors updates, Numels numels,
     double* square_sums, float factor, float beta1, float weight1, float beta2, float weight2, float eps, float decay,
@@ -461,7 +462,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) lamb_moments(
     }
 }
 
-// `norms` are of masters, then of updates: (2, tensors).
+// `norms` are the norms of the masters and of the updates: (2, tensors).
 extern "C" __global__ void __launch_bounds__(THREADS) lamb_apply(
     Tensors masters, Tensors updates, Tensors outs, Numels numels, const float* norms, float step_size,
     float least_ratio, float most_ratio, int out_kind) {
@@ -520,8 +521,8 @@ struct alignas(16) Words {
     u32 at[4];
 };
 
-// Calls `use(raws, count)` for all elements of an array, up to 8 at a time, in no order: 16 bytes a load where the array
-// begins at a multiple of that.
+// Calls `use(raws, count)` for all elements of an array, up to 8 at a time, in any order; loads 16 bytes at once if the
+// array begins at a multiple of 16 bytes.
 template <class Use> __device__ __forceinline__ void for_each(const void* values, i64 numel, int kind, Use use) {
     i64 per_load = kind == FLOAT32 ? 4 : 8, thread = (i64)blockIdx.x * THREADS + threadIdx.x;
     i64 threads = (i64)gridDim.x * THREADS, loads = (u64)values % sizeof(Words) ? 0 : numel / per_load;
@@ -543,7 +544,7 @@ template <class Use> __device__ __forceinline__ void for_each(const void* values
     }
 }
 
-// Raises `largest` to the bits of the largest magnitude, inf below NaN.
+// Raises `largest` to the bits of the largest magnitude; NaN is above inf.
 extern "C" __global__ void __launch_bounds__(THREADS) max_abs(
     const void* values, int* largest, i64 numel, int kind) {
     __shared__ u32 of_warp[WARPS];
@@ -565,20 +566,20 @@ extern "C" __global__ void __launch_bounds__(THREADS) max_abs(
 
 __device__ __forceinline__ double double_of(u64 bits) { return __longlong_as_double((i64)bits); }
 
-// Adds to `sums` the upper and the lower bits of the squares, as integers; nothing where the largest is not finite.
+// Adds the upper and the lower bits of the squares to `sums`, as integers; nothing if `largest` is not finite.
 //
-// A float32 times the power of two of the norm's scale is put together from its bits, in float64: a conversion would be
-// slower than the memory. The square has at most 48 bits, so that only the addition of 2**52 rounds.
+// It builds a float32 times the power of two of the norm's scale from bits, in float64: a conversion would be slower
+// than the memory. The square has at most 48 bits, so that only the addition of 2**52 rounds.
 extern "C" __global__ void __launch_bounds__(THREADS) square_sums(
     const void* values, const int* largest, u64* sums, i64 numel, int kind) {
     __shared__ u64 of_warp[2][WARPS];
     u32 top = (u32)*largest;
     if (top >= INFINITY_BITS) return;
-    // 2**exponent is the least power of two above the largest; `offset` is what a float32's exponent lacks as a double.
+    // 2**exponent is the smallest power of two above the largest; `offset` converts a float32's exponent to a double's.
     int exponent = top >= 0x800000u ? (int)(top >> 23) - 126 : top ? 32 - __clz((int)top) - 149 : 0;
     u64 offset = (u64)(i64)(1023 - 127 + SUM_BITS - exponent) << 52;
     double implicit = double_of((0x800000ull << 29) + offset);
-    bool counts_subnormal = exponent < -100;  // else the square of one, with or without a leading one, rounds to zero
+    bool counts_subnormal = exponent < -100;  // else the square of a subnormal rounds to 0, in either form
     u64 high = 0, low = 0;
     for_each(values, numel, kind, [&](const u32* raws, int count) {
         u32 highs = 0, lows = 0;
@@ -639,7 +640,7 @@ extern "C" __global__ void finalize(
         u64 high = sums[0] + (sums[1] >> SUM_BITS), low = sums[1] & ((1u << SUM_BITS) - 1);
         double upper = __dmul_rn((double)(high >> 11), 68719476736.0);  // 2**36
         double root = __dsqrt_rn(__dadd_rn(upper, (double)(((high & 2047u) << SUM_BITS) | low)));
-        // The largest is that of float32 values, and so a normal number as float64.
+        // The largest is a float32 value, and so a normal number in float64.
         u64 bits = (u64)__double_as_longlong(largest);
         i64 exponent = bits ? (i64)(bits >> 52) - 1022 : 0;
         norm = __dmul_rn(root, double_of((u64)(exponent - SUM_BITS + 1023) << 52));
@@ -647,7 +648,7 @@ extern "C" __global__ void finalize(
     double clip = 1.0, unscaled = finite ? __ddiv_rn(norm, scale) : infinity;
     if (clipping > 0.0) {
         double ratio = __ddiv_rn(clipping, __dadd_rn(unscaled, 1e-6));
-        clip = ratio < 1.0 ? ratio : 1.0;  // also 1 for NaN: without a norm nothing is clipped
+        clip = ratio < 1.0 ? ratio : 1.0;  // 1 for NaN too: without a norm there is no clipping
     }
     if (grad_factor < clip) clip = grad_factor;
     control[0] = __double2float_rn(__ddiv_rn(clip, scale));
@@ -659,9 +660,9 @@ extern "C" __global__ void finalize(
     summary[4] = facts[5];
 }
 
-// ---- codes: the format of `comm/quantized.py`; a warp has a block, blockIdx.y is the row ----
+// ---- codes: the format of `comm/quantized.py`; a warp processes a block, blockIdx.y is the row ----
 
-// The low bits of a float32 below 2**22 rounded to an integer, ties to even, in two's complement.
+// Returns, in the low bits, a float32 below 2**22 rounded to an integer, ties to even, in two's complement.
 __device__ __forceinline__ u32 to_integer(float value) { return __float_as_uint(__fadd_rn(value, 12582912.0f)); }
 
 __device__ __forceinline__ bool is_nan(float value) { return (__float_as_uint(value) & 0x7fffffffu) > INFINITY_BITS; }
@@ -673,11 +674,11 @@ enum { LEVELS_OF_4_BITS = 7, LEVELS_OF_E4M3 = 448 };
 
 __device__ __forceinline__ int bits_of_levels(int levels) { return levels == LEVELS_OF_4_BITS ? 4 : 8; }
 
-// Of a float32 that rounds to at most 448, to nearest, ties to even.
+// Encodes a float32 that rounds to at most 448; rounds to nearest, ties to even.
 __device__ __forceinline__ u8 encode_e4m3(float value) {
     u32 bits = __float_as_uint(value), magnitude = bits & 0x7fffffffu;
     u32 normal = (magnitude + 0x7ffffu + ((magnitude >> 20) & 1u) - ((127u - 7u) << 23)) >> 20;
-    // In [2**14, 2**15) a float32's last place is worth 2**-9, as in a subnormal e4m3: the addition does the rounding.
+    // In [2**14, 2**15) a float32's last place is 2**-9, as in a subnormal e4m3, so the addition rounds.
     u32 subnormal = __float_as_uint(__fadd_rn(__uint_as_float(magnitude), 16384.0f)) - ((127u + 14u) << 23);
     return (u8)((magnitude < (127u - 6u) << 23 ? subnormal : normal) | ((bits >> 24) & 0x80u));
 }
@@ -689,21 +690,21 @@ __device__ __forceinline__ float decode_e4m3(u32 code) {
     return __uint_as_float(sign | (magnitude < 8u ? subnormal : normal));
 }
 
-// The number of a code, of a byte or of the half of one.
+// Decodes a code, which is a byte or half a byte, to its number.
 __device__ __forceinline__ float number_of_byte(u32 byte, int levels, bool upper) {
     if (levels == LEVELS_OF_E4M3) return decode_e4m3(byte);
     if (levels != LEVELS_OF_4_BITS) return (float)(signed char)byte;
     return (float)((signed char)(upper ? byte : byte << 4) >> 4);
 }
 
-// That of value i of n: a byte, or 4 bits with value i + ceil(n / 2) in the upper half of byte i.
+// Decodes value i of n: its code is a byte, or 4 bits, with value i + ceil(n / 2) in the upper half of byte i.
 __device__ __forceinline__ float number_at(const u8* numbers, int i, int n, int levels) {
     int half = levels == LEVELS_OF_4_BITS ? (n + 1) / 2 : n;
     return number_of_byte(numbers[i < half ? i : i - half], levels, i >= half);
 }
 
-// Row r of `codes` becomes the code of row order[r] of `values`, or of row r where `order` is null; rows
-// [skip_first, skip_last) stay as they are.
+// Writes the code of row order[r] of `values`, or of row r if `order` is null, to row r of `codes`; rows
+// [skip_first, skip_last) do not change.
 extern "C" __global__ void __launch_bounds__(THREADS) encode(
     const void* values, const int* order, u8* codes, i64 numel, i64 code_nbytes, int kind, int levels, int block,
     int skip_first, int skip_last) {
@@ -745,7 +746,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) encode(
             numbers[i] = finite ? (u8)(low | high) : 0;
         }
     }
-    // The padding is zeroed, so that equal values have equal codes, byte for byte.
+    // Zeroes the padding, so that equal values have bytewise equal codes.
     if (index == blocks - 1) {
         for (i64 i = 4 * blocks + (numel * bits + 7) / 8 + lane; i < code_nbytes; i += 32) code[i] = 0;
     }
@@ -771,7 +772,7 @@ __device__ __forceinline__ bool takes_four(const void* array, i64 first, int kin
     return ((u64)array + first * itemsize) % (4 * itemsize) == 0;
 }
 
-// Stores or adds four numbers of a code, from the bytes of a word, at a multiple of their size.
+// Stores or adds the numbers of four codes in the bytes of a word, at a multiple of their size.
 __device__ __forceinline__ void decode_word(
     u32 word, float scale, void* out, i64 first, int kind, int levels, bool upper, int adds) {
     Words before;
@@ -786,7 +787,7 @@ __device__ __forceinline__ void decode_word(
     store_four(out, first, values, kind);
 }
 
-// Row r of `out` becomes the values of row r of `codes`, or gets them added where `adds`, in float32.
+// Writes the values of row r of `codes` to row r of `out`, or with `adds` adds them, in float32.
 extern "C" __global__ void __launch_bounds__(THREADS) decode(
     const u8* codes, void* out, i64 numel, i64 code_nbytes, int kind, int levels, int block, int adds) {
     int row = blockIdx.y, index = warp_index(), lane = threadIdx.x % 32, bits = bits_of_levels(levels);
@@ -814,8 +815,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode(
     }
 }
 
-// totals[r] = ((0 + c0) + c1) + ..., in float32, where the c are the values of codes[rank][r]; that of rank `own` is row
-// order[own * rows + r] of `values` itself, or that row where `order` is null.
+// Computes totals[r] = ((0 + c0) + c1) + ... in float32, with the values c of codes[rank][r]; for rank `own` they are
+// row order[own * rows + r] of `values`, or row own * rows + r if `order` is null.
 extern "C" __global__ void __launch_bounds__(THREADS) sum_codes(
     const u8* codes, const void* values, const int* order, float* totals, i64 numel, i64 code_nbytes, int kind,
     int levels, int block, int ranks, int own) {
@@ -843,8 +844,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) sum_codes(
     }
 }
 
-// The values of 4-bit indices of `levels` (16,): the format of `comm/level_codes.py`, in blocks of a power of two of at
-// least 8 values. Scales are float32, or exponents of powers of two. A thread has four bytes.
+// Decodes 4-bit indices of `levels` (16,): the format of `comm/level_codes.py`, in blocks whose size is a power of two,
+// at least 8 values. Scales are float32, or exponents of powers of two. A thread decodes four bytes.
 extern "C" __global__ void __launch_bounds__(THREADS) decode_levels(
     const void* scales, const u8* codes, void* out, const float* levels, i64 numel, int kind, int block,
     int has_exponents) {

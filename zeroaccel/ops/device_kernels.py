@@ -1,9 +1,9 @@
 """The kernels of `device_kernels.cu` on a CUDA device: compiled once per process, launched on torch's current stream.
 
-`kernels_for` is how the rest of the package gets at them; where it answers None, callers use torch operations with the
-same bits. Every kernel is launched by `DeviceKernels.launch`, which names what is read and written.
+The rest of the package gets them from `kernels_for`; if it returns None, callers use torch operations with the same
+bits. `DeviceKernels.launch` launches all kernels; its arguments list the tensors that they read and write.
 
-Launching allocates nothing and does not wait for the device.
+A launch allocates no memory and does not wait for the device.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from zeroaccel.ops.kernel_cache import cached_image
 from zeroaccel.ops.nvrtc import DriverModule, KernelError, open_nvrtc
 
 SOURCE = Path(__file__).with_suffix(".cu")
-"""What is compiled."""
+"""The CUDA source of all kernels."""
 
 Argument = Tensor | np.generic | Sequence[Tensor | None] | Sequence[int] | None
-"""Of a kernel: a tensor is its address, None a null pointer, and a number has the C type of its dtype; a list is one of
-the structures of `MANY` addresses or counts."""
+"""A kernel argument: a tensor passes its address, None a null pointer, a number the C type of its dtype, and a list a
+structure of `MANY` addresses or counts."""
 
 MANY = 64
-"""Tensors that one launch takes: MANY of the source."""
+"""Maximum number of tensors of one launch; `MANY` in the source."""
 
-_THREADS = 256  # per block: THREADS of the source
-_ITEMS = 4  # per thread of an update: ITEMS of the source
+_THREADS = 256  # threads per block: THREADS in the source
+_ITEMS = 4  # elements per thread of an update: ITEMS in the source
 _WARPS = _THREADS // 32
-_MAX_BLOCKS = 1024  # of a reduction: each ends in an atomic operation on one word
+_MAX_BLOCKS = 1024  # maximum for a reduction, each of whose blocks ends in an atomic operation on one word
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _C_TYPES: Mapping[type[np.generic], Any] = {
     **{np.float32: ctypes.c_float, np.float64: ctypes.c_double},
@@ -46,7 +46,7 @@ _C_TYPES: Mapping[type[np.generic], Any] = {
 
 
 def kernel_names(source: str) -> list[str]:
-    """The names of the kernels that a CUDA source defines.
+    """Returns the names of the kernels that a CUDA source defines.
 
     Example:
         >>> kernel_names('extern "C" __global__ void __launch_bounds__(256) adam(float* master) {}')
@@ -56,17 +56,17 @@ def kernel_names(source: str) -> list[str]:
 
 
 class KernelRunner(Protocol):
-    """What has compiled kernels."""
+    """Runs compiled kernels."""
 
     def run(self, name: str, grid: tuple[int, int], threads: int, arguments: Sequence[object]) -> None:
         """See `nvrtc.DriverModule.run`."""
 
 
 class DeviceKernels:
-    """The kernels on one device. Tensors are contiguous, and lie there.
+    """The kernels on one device. All tensors must be contiguous and on this device.
 
     Args:
-        runner: has the compiled source.
+        runner: runs the compiled source.
     """
 
     def __init__(self, runner: KernelRunner) -> None:
@@ -82,14 +82,14 @@ class DeviceKernels:
         blocks: int,
         rows: int = 1,
     ) -> None:
-        """Launches one kernel; all others of this class come down to it.
+        """Launches one kernel; all other methods use this one.
 
         Args:
-            arguments: of the kernel, in its order.
-            reads: the tensors among them that it reads; None stands for none.
-            writes: likewise, that it writes. What it adds to is in both.
-            blocks: of threads, in x.
-            rows: likewise, in y.
+            arguments: the kernel's arguments in order.
+            reads: the arguments that it reads; None entries are ignored.
+            writes: the arguments that it writes; a tensor that it adds to is in both.
+            blocks: number of thread blocks in x.
+            rows: number of thread blocks in y.
         """
         self._runner.run(name, (blocks, rows), _THREADS, [_c_value(argument) for argument in arguments])
 
@@ -104,14 +104,14 @@ class DeviceKernels:
         control: Tensor | None,
         scalars: Sequence[np.generic],
     ) -> None:
-        """An optimizer's update in one pass, as the loop of that name in `updates`.
+        """Runs an optimizer's update in one pass, like the loop of the same name in `updates`.
 
         Args:
-            state: the float32 master (L,), then what the loop has before its gradient.
+            state: the float32 master (L,), then the loop's other arguments before the gradient.
             grad: (L,) float32, bfloat16 or float16.
-            out: (L,) in one of these dtypes, gets the rounded master; None for nothing.
-            control: (2,) float32, see `step_control`; None to multiply gradients by the first of the scalars.
-            scalars: of the loop, from its grad_scale on.
+            out: (L,) in one of these dtypes, gets the rounded master; None for no copy.
+            control: (2,) float32, see `step_control`; None to multiply gradients by the first scalar.
+            scalars: the loop's scalars, starting with grad_scale.
         """
         moment = next((_KINDS.get(tensor.dtype, 0) for tensor in state[1:] if tensor is not None), 0)
         kinds = (_KINDS[grad.dtype], moment, 0 if out is None else _KINDS[out.dtype])
@@ -137,13 +137,13 @@ class DeviceKernels:
         writes: str,
         beside: Sequence[Tensor] = (),
     ) -> None:
-        """One launch for an update of several tensors, at most `MANY`.
+        """Updates several tensors, at most `MANY`, in one launch.
 
         Args:
-            columns: of each of the kernel's arguments with a tensor per row, the tensors, by a letter.
-            numbers: the kernel's other arguments, behind the counts of elements.
-            reads, writes: the letters of the columns that are read, and written.
-            beside: those tensors among the numbers that are written; others are read.
+            columns: letter -> tensors, one per row, for each kernel argument with a tensor per row.
+            numbers: the kernel's other arguments, after the numbers of elements.
+            reads, writes: letters of the columns that the kernel reads, and writes.
+            beside: tensors among `numbers` that the kernel writes; it reads the others.
         """
         first = next(iter(columns.values()))
         numels = [tensor.numel() for tensor in first if tensor is not None]
@@ -209,14 +209,14 @@ class DeviceKernels:
         order: Tensor | None = None,
         skip: tuple[int, int] = (0, 0),
     ) -> None:
-        """Makes the codes of rows; see `comm/quantized.py`.
+        """Writes the codes of rows; see `comm/quantized.py`.
 
         Args:
             values: (M, n) float32, bfloat16 or float16.
             codes: (K, nbytes) uint8.
-            code_format: the largest number of a code (127, 7; 448 in e4m3), and values per block.
-            order: (K,) int32, the row of `values` that each code is of; None for the same one.
-            skip: the rows of `codes` from the first up to the second are left as they are.
+            code_format: largest number of a code (127 or 7; 448 in e4m3), and values per block.
+            order: (K,) int32, index of the row of `values` for each row of `codes`; None for the same index.
+            skip: rows [first, second) of `codes` do not change.
         """
         numel = values.shape[1]
         if numel and codes.shape[0] > skip[1] - skip[0]:
@@ -231,8 +231,8 @@ class DeviceKernels:
         Args:
             codes: (K, nbytes) uint8.
             out: (K, n) float32, bfloat16 or float16.
-            code_format: the largest number of a code (127, 7; 448 in e4m3), and values per block.
-            adds: whether the values are added to `out`, which is float32 then.
+            code_format: largest number of a code (127 or 7; 448 in e4m3), and values per block.
+            adds: add the values to `out`, which must be float32.
         """
         numel = out.shape[1]
         if numel:
@@ -247,12 +247,12 @@ class DeviceKernels:
         Args:
             scales: (n / block_numel,) float32, or uint8 for powers of two.
             codes: (n / 2,) uint8.
-            out: (n,) float32, bfloat16 or float16, whole blocks.
+            out: (n,) float32, bfloat16 or float16, in whole blocks.
             levels: (16,) float32.
             block_numel: a power of two, at least 8.
         """
         numel = out.numel()
-        assert numel % block_numel == 0, f"{numel} values are no whole blocks"
+        assert numel % block_numel == 0, f"{numel} values are not whole blocks"
         if numel:
             numbers = _int32(_KINDS[out.dtype], block_numel, scales.dtype is torch.uint8)
             arguments: list[Argument] = [scales, codes, out, levels, np.int64(numel), *numbers]
@@ -268,15 +268,15 @@ class DeviceKernels:
         code_format: tuple[int, int],
         order: Tensor | None = None,
     ) -> None:
-        """Adds up what the ranks sent, in their order; this rank's own rows were not encoded.
+        """Sums the ranks' rows in the order of the ranks; this rank's own rows are not encoded.
 
         Args:
             codes: (W, R, nbytes) uint8.
-            values: (M, n) float32, bfloat16 or float16, among them this rank's own.
+            values: (M, n) float32, bfloat16 or float16, including this rank's own rows.
             own: this rank.
             totals: (R, n) float32.
-            code_format: the largest number of a code (127, 7; 448 in e4m3), and values per block.
-            order: (W * R,) int32, the row of `values` of each rank's rows; None for the same one.
+            code_format: largest number of a code (127 or 7; 448 in e4m3), and values per block.
+            order: (W * R,) int32, index of the row of `values` for each rank's rows; None for the same index.
         """
         (ranks, rows, _), numel = codes.shape, totals.shape[1]
         if numel:
@@ -300,12 +300,12 @@ def _c_value(argument: Argument) -> object:
 
 
 def update_blocks(numels: Sequence[int]) -> int:
-    """Thread blocks for the largest of the tensors that an update has in one launch."""
+    """Returns the number of thread blocks for the largest tensor of an update."""
     return max(1, -(-max(numels) // (_THREADS * _ITEMS)))
 
 
 def dtype_kind(tensor: Tensor | None) -> np.int32:
-    """Of a kernel's argument: the number of a tensor's dtype, 0 of none."""
+    """Returns the number of a tensor's dtype as a kernel argument; 0 for None."""
     return np.int32(0 if tensor is None else _KINDS[tensor.dtype])
 
 
@@ -322,7 +322,7 @@ def _code_numbers(numel: int, codes: Tensor, *numbers: int) -> list[Argument]:
 
 
 def _code_blocks(numel: int, code_format: tuple[int, int]) -> int:
-    """Thread blocks for a row: a warp per block of values."""
+    """Returns the number of thread blocks for a row, with one warp per block of values."""
     return -(-numel // (code_format[1] * _WARPS))
 
 
@@ -333,7 +333,7 @@ _lock = threading.Lock()
 
 
 def kernels_for(device: torch.device) -> DeviceKernels | None:
-    """The kernels on a device; None where there are none, which the log says once, with the reason.
+    """Returns the kernels on a device; None if they are not available, with the reason in the log, once.
 
     Compiles at the first call for a device.
     """
@@ -347,13 +347,13 @@ def kernels_for(device: torch.device) -> DeviceKernels | None:
 
 
 def compile_kernels(device: torch.device) -> DeviceKernels:
-    """Compiles the kernels for a CUDA device with an index, or takes them from the user's cache, and loads them.
+    """Compiles the kernels for a CUDA device with an index, or reads them from the user's cache, and loads them.
 
     Raises:
-        KernelError: there is no compiler or no driver, or one of them fails.
+        KernelError: the compiler or the driver is missing, or fails.
     """
     if torch.version.hip:
-        raise KernelError("they are written for CUDA, and this torch is built for ROCm")
+        raise KernelError("the kernels need CUDA, and this torch is built for ROCm")
     if torch.version.cuda is None:
         raise KernelError("this torch is built without CUDA")
     nvrtc = open_nvrtc()
@@ -370,7 +370,7 @@ def _compile(device: torch.device) -> DeviceKernels | None:
     except (KernelError, OSError) as error:
         log_once(
             logging.WARNING,
-            f"{device}: zeroaccel's kernels are not available, so updates, norms and codes run as torch operations:"
-            f" the same bits, but several times the memory traffic: {error}",
+            f"{device}: zeroaccel's kernels are not available; updates, norms and codes run as torch operations, with"
+            f" the same results but several times the memory traffic: {error}",
         )
         return None

@@ -1,8 +1,8 @@
-"""Threads of the package: each begins on the device that its work is for. No other module starts one.
+"""Starts the package's threads, each on the device of its work. No other module starts threads.
 
-A thread's current CUDA device is number 0, whatever that of the thread which starts it. Leaving `torch.cuda.stream()`
-selects it again, and a call that belongs to no tensor goes there: CUDA then makes a context on GPU 0, of about half a
-GiB, for each rank of the machine.
+The current CUDA device of a new thread is number 0, whichever device its parent uses. Leaving `torch.cuda.stream()`
+selects device 0 again, and calls without a tensor use it: CUDA then creates a context of about half a GiB on GPU 0 for
+each rank of the machine.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ CPU = torch.device("cpu")
 
 
 def start_thread(run: Callable[[], object], name: str, device: torch.device, *, daemon: bool = False) -> Thread:
-    """Starts a thread that calls `run` once its current device is `device`."""
+    """Starts a thread that selects `device` and then calls `run`."""
     thread = Thread(target=partial(_begin, device, run), name=name, daemon=daemon)
     thread.start()
     return thread
 
 
 def executor(workers: int, name: str, device: torch.device) -> ThreadPoolExecutor:
-    """Threads for calls, each with `device` as its current one."""
+    """Returns an executor whose threads have `device` as their current device."""
     return ThreadPoolExecutor(workers, name, initializer=partial(_select, device))
 
 

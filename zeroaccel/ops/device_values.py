@@ -1,8 +1,8 @@
-"""What the host asks of tensors that may lie on a device: their values, and whether two begin at one place.
+"""Host queries of tensors that may be on a device: reads their values, and tests if two start at the same place.
 
-`read_values` is the one place where a training step reads values of a device tensor. A read of a CUDA tensor blocks the
-host until the device has computed it, and until the host has caught up again the device has nothing queued. So a step
-takes all values that it needs in one call, and counting the calls counts the waits (`tests/cuda_model`).
+A training step reads values of device tensors only with `read_values`. Reading a CUDA tensor blocks the host until the
+device has computed it; then the device's queue is empty until the host has queued new work. So a step reads all values
+in one call, and the number of calls is the number of waits (`tests/cuda_model`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def read_values(tensor: Tensor) -> list[Any]:
-    """The elements as Python numbers, in order; of a device tensor, once the current stream has computed them.
+    """Returns the elements as Python numbers, in order, after the current stream has computed them.
 
     Example:
         >>> import torch
@@ -21,20 +21,20 @@ def read_values(tensor: Tensor) -> list[Any]:
         [1, 2, 3, 4]
 
     Args:
-        tensor: (N,) or any shape, any dtype and device. One copy to host memory, however many elements there are.
+        tensor: N elements in any shape, any dtype and device. All elements take one copy to host memory.
 
     Returns:
-        N numbers: float, int or bool by the dtype.
+        N numbers: float, int or bool, depending on the dtype.
     """
     values: list[Any] = tensor.detach().reshape(-1).tolist()
     return values
 
 
 def begin_together(first: Tensor, second: Tensor) -> bool:
-    """Whether the first elements of two tensors are at one place of one storage.
+    """Returns True if the first elements of two tensors are at the same position of the same storage.
 
-    By storage and offset, not by `data_ptr`: any two tensors without elements have one address, 0, and tensors without
-    memory of their own, as fake ones, have none.
+    Compares storage and offset, not `data_ptr`: all tensors without elements have the address 0, and fake tensors have
+    no address.
 
     Example:
         >>> import torch
@@ -43,8 +43,8 @@ def begin_together(first: Tensor, second: Tensor) -> bool:
         (True, False)
 
     Args:
-        first, second: any shapes, devices; of one dtype.
+        first, second: tensors of the same dtype, with any shapes and devices.
     """
-    assert first.dtype == second.dtype, f"offsets count elements, of {first.dtype} and {second.dtype}"
+    assert first.dtype == second.dtype, f"begin_together: expected one dtype, got {first.dtype} and {second.dtype}"
     one_storage = first.untyped_storage()._cdata == second.untyped_storage()._cdata
     return one_storage and first.storage_offset() == second.storage_offset()

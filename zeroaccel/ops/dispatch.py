@@ -1,11 +1,11 @@
-"""Dispatch to `kernels`: CPU tensors viewed as arrays, and one span of a call per thread.
+"""Dispatch to `kernels`: views CPU tensors as arrays, and divides a call into one span per thread.
 
-Every compiled loop over tensors runs through `launch`, which names what it reads and writes.
+Every compiled loop over tensors runs through `launch`, whose arguments list the tensors it reads and writes.
 
-Threads are Python's, over kernels that release the GIL, because Numba's own parallel layers end the process when it
-forks after OpenMP started (every DataLoader worker does) or when two threads enter their work queue at once. A
-hand-over costs about 50 us, so short calls run on the calling thread. Neither the number of threads nor the spans may
-change a result; that is the kernels' contract.
+Python threads run the kernels, which release the GIL, because Numba's own parallel layers end the process if it forks
+after OpenMP started (as for DataLoader workers) or if two threads enter their work queue at once. Passing work to a
+thread costs about 50 us, so short calls run on the calling thread. By the kernels' contract, neither the number of
+threads nor the spans change a result.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from zeroaccel.ops.number_formats import Array
 _Result = TypeVar("_Result")
 
 LOOP_DEVICES = ("cpu", "meta")
-"""Devices whose tensors `launch` takes: those of the second have no values, and nothing is computed of them."""
+"""Devices whose tensors `launch` accepts; for "meta" tensors, which have no values, it computes nothing."""
 
 _MIN_SPAN_NUMEL = 1 << 17  # elements: about 60 us of Adam
 _ALIGNMENT_NUMEL = 64  # spans start on cache lines, whatever the dtype
@@ -40,10 +40,10 @@ _num_threads: int | None = None
 
 
 def array_of(tensor: Tensor) -> Array:
-    """A flat view, not a copy, in the form that `kernels` reads: float32, uint8, bfloat16 as uint16, float16 as int16.
+    """Returns a flat view for `kernels`: float32 and uint8 unchanged, bfloat16 as uint16, float16 as int16.
 
     Args:
-        tensor: contiguous, on the CPU, in one of the four dtypes.
+        tensor: contiguous CPU tensor in one of the four dtypes.
     """
     assert tensor.is_contiguous(), f"a kernel needs contiguous memory, got strides {tensor.stride()}"
     flat = tensor.detach().view(-1)
@@ -53,7 +53,7 @@ def array_of(tensor: Tensor) -> Array:
 
 
 class _Memory:
-    """NumPy's array interface over the memory of a tensor."""
+    """NumPy's array interface on the memory of a tensor."""
 
     def __init__(self, tensor: Tensor) -> None:
         dtype = np.dtype(_PATTERNS[tensor.dtype])
@@ -66,21 +66,21 @@ class _Memory:
 
 
 def unowned_array(tensor: Tensor) -> Array:
-    """As `array_of`, also of int16, for the length of a call: the array does not keep the memory alive.
+    """Like `array_of`, also for int16 and for use within one call: the array does not keep the memory alive.
 
-    A storage that `Tensor.numpy` has seen can never be freed by resizing again, as those of sharded units must be.
+    After `Tensor.numpy`, a storage can no longer be freed by resizing, which sharded units require.
     """
     assert tensor.is_contiguous(), f"a kernel needs contiguous memory, got strides {tensor.stride()}"
     return np.asarray(_Memory(tensor)) if tensor.numel() else np.empty(0, _PATTERNS[tensor.dtype])
 
 
 def threads() -> int:
-    """How many threads a call is spread over: those of `use_threads`, else of torch's own operations."""
+    """Returns the number of threads of a call: the value set by `use_threads`, else that of torch's operations."""
     return _num_threads or torch.get_num_threads()
 
 
 def use_threads(count: int | None) -> None:
-    """Sets how many threads calls are spread over in this process; None for torch's number."""
+    """Sets the number of threads of calls in this process; None for torch's number."""
     global _num_threads
     _num_threads = count
 
@@ -96,8 +96,8 @@ def launch(
 ) -> list[_Result]:
     """Runs a compiled loop over `numel` elements of host memory, in spans, on up to `threads` threads.
 
-    Autograd, torch's dispatcher and its profilers do not see what a compiled loop touches: it is named here, for those
-    who follow accesses, such as the stream model of the tests.
+    Autograd, torch's dispatcher and its profilers do not see a compiled loop's memory accesses. `reads` and `writes`
+    declare them for code that tracks accesses, such as the stream model of the tests.
 
     Example:
         >>> values, total = torch.ones(3), torch.zeros(3)
@@ -109,25 +109,25 @@ def launch(
         tensor([1., 1., 1.])
 
     Args:
-        kernel: its name.
-        numel: elements that the spans divide.
-        bind: views the tensors as arrays; returns what is called with each span, [start, stop) in elements.
-        reads, writes: every tensor that is touched, on the CPU; one that is read and written is in both.
-        divisible: False for one span, whose elements share bytes that only one thread may write.
+        kernel: name of the loop.
+        numel: number of elements that the spans divide.
+        bind: views the tensors as arrays; returns the function that processes a span, [start, stop) in elements.
+        reads, writes: all CPU tensors that the loop accesses; a tensor that is read and written is in both.
+        divisible: False to use one span, if elements share bytes that only one thread may write.
 
     Returns:
-        What the calls return, in the order of the spans; nothing for tensors without values.
+        The results of the calls in the order of the spans; an empty list for tensors without values.
     """
     if writes and (writes[0].is_meta or hasattr(writes[0], "fake_device")):
-        return []  # of an estimate: there are no values
+        return []  # tensors of an estimate have no values
     work = bind()
     return in_spans(numel, work) if divisible else [work(0, numel)]
 
 
 def in_spans(numel: int, work: Callable[[int, int], _Result]) -> list[_Result]:
-    """Calls ``work(start, stop)`` over spans that make up [0, numel), on up to `threads` threads.
+    """Divides [0, numel) into spans and calls ``work(start, stop)`` for each, on up to `threads` threads.
 
-    Returns when every span is done, with the results in order; an exception in `work` is raised here, also only then.
+    Returns the results in order, or raises an exception of `work`, after all spans are done.
     """
     spans = max(1, min(threads(), numel // _MIN_SPAN_NUMEL))
     if spans == 1:
@@ -138,7 +138,7 @@ def in_spans(numel: int, work: Callable[[int, int], _Result]) -> list[_Result]:
     try:
         first = work(0, edges[1])
     finally:
-        wait(others)  # they write into memory that the caller owns
+        wait(others)  # they write into the caller's memory
     return [first, *(other.result() for other in others)]
 
 
@@ -150,7 +150,7 @@ def _threads() -> ThreadPoolExecutor:
 
 
 def _forget_threads() -> None:
-    """A forked child has the pool object but none of its threads."""
+    """Drops the pool in a forked child, which does not inherit its threads."""
     global _pool
     _pool = None
 

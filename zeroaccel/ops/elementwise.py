@@ -1,8 +1,8 @@
 """The native elementwise optimizers: Adam and AdamW, Adagrad, Lion, RMSprop, SGD.
 
-Each class names its kernel of `updates`, its state, its coefficients, and the kernel's formula in torch operations for
-other devices than the CPU; how a step runs is in `shard_step.py`. Elementwise rules may be stepped on any piece of a
-parameter, so ZeRO steps them on shards.
+Each class defines its kernel of `updates`, its state, its coefficients, and the kernel's formula in torch operations
+for devices other than the CPU; `shard_step.py` runs the steps. An elementwise rule can step any piece of a parameter,
+so ZeRO steps it on shards.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from zeroaccel.ops.shard_step import (
 class Adagrad(ShardOptimizer):
     """Adagrad (Duchi et al. 2011), with the arguments of torch.optim.Adagrad.
 
-    ``state[param] = {"step": int, "sum": Tensor}``, shaped like the parameter; float32, or as `moments_dtype` says.
+    ``state[param] = {"step": int, "sum": Tensor}``, shaped like the parameter, in float32 or in `moments_dtype`.
 
     Args:
-        params: float32 by the time they are stepped; parameters or groups, as for any torch optimizer.
+        params: parameters or groups, as for any torch optimizer; they must be float32 when they are stepped.
         lr: learning rate, at least 0.
         lr_decay: at least 0; step t uses lr / (1 + (t - 1) * lr_decay).
-        weight_decay: at least 0; weight_decay * weights joins the gradient (L2).
-        initial_accumulator_value: what the sums of squares start from, at least 0.
+        weight_decay: at least 0; adds weight_decay * weights to the gradient (L2).
+        initial_accumulator_value: initial value of the sums of squares, at least 0.
         eps: added to the denominator, at least 0.
         moments_dtype: "fp32" (4 bytes per parameter) or "bf16" (2), rounded stochastically; see the notes in `updates`.
 
     Raises:
-        UsageError: for a hyperparameter out of its range.
+        UsageError: a hyperparameter is out of range.
     """
 
     kernel = staticmethod(updates.adagrad)
@@ -81,31 +81,31 @@ class Adagrad(ShardOptimizer):
 
 
 CPUAdagrad = Adagrad
-"""DeepSpeed's name of the class; here it serves every device."""
+"""DeepSpeed's name of the class, which here supports every device."""
 
 
 class Adam(ShardOptimizer):
     """Adam (Kingma & Ba 2015) with decoupled weight decay (Loshchilov & Hutter 2019) by default.
 
-    ``state[param] = {"step": int, "exp_avg": Tensor, "exp_avg_sq": Tensor}``, shaped like the parameter; float32, or as
-    `moments_dtype` says, with ``"exp_avg_exponents"`` and ``"exp_avg_sq_exponents"`` where these are 8-bit codes. A
-    state_dict of torch.optim.Adam or AdamW loads, and theirs take ours.
+    ``state[param] = {"step": int, "exp_avg": Tensor, "exp_avg_sq": Tensor}``, shaped like the parameter, in float32 or
+    in `moments_dtype`, with ``"exp_avg_exponents"`` and ``"exp_avg_sq_exponents"`` for 8-bit codes. State dicts are
+    interchangeable with torch.optim.Adam and AdamW.
 
     Args:
-        params: float32 by the time they are stepped; parameters or groups, as for any torch optimizer.
+        params: parameters or groups, as for any torch optimizer; they must be float32 when they are stepped.
         lr: learning rate, at least 0.
         bias_correction: divide the moments by 1 - beta**step.
         betas: decay rates of the two moments, in [0, 1).
         eps: added to the denominator, at least 0.
         weight_decay: at least 0.
-        amsgrad: must be False; the parameter is there because configurations name it.
-        adamw_mode: True is AdamW: the weights shrink by lr * weight_decay; False is L2: weight_decay * weights joins
-            the gradient.
+        amsgrad: must be False; accepted because configs may set it.
+        adamw_mode: True for AdamW, which shrinks the weights by lr * weight_decay; False for L2, which adds
+            weight_decay * weights to the gradient.
         moments_dtype: "fp32" (8 bytes per parameter), "bf16" (4) or "int8" (2.06), the last two rounded stochastically;
             see the notes in `updates`.
 
     Raises:
-        UsageError: for a hyperparameter out of its range, or `amsgrad`.
+        UsageError: a hyperparameter is out of range, or `amsgrad` is set.
 
     Example:
         >>> weights = torch.nn.Parameter(torch.ones(4))
@@ -161,7 +161,7 @@ class Adam(ShardOptimizer):
 
 
 def adam_coefficients(group: Hyperparameters, step: int, *, corrected: bool, decoupled: bool) -> list[float]:
-    """Of Adam's kernels, from its decay on."""
+    """Returns the coefficients of Adam's kernels, starting with the decay."""
     lr, weight_decay, (beta1, beta2) = float(group["lr"]), float(group["weight_decay"]), group["betas"]
     return [
         1 - lr * weight_decay if decoupled else 1.0,
@@ -176,23 +176,23 @@ def adam_coefficients(group: Hyperparameters, step: int, *, corrected: bool, dec
 
 
 CPUAdam = Adam
-"""DeepSpeed's name of the class; here it serves every device."""
+"""DeepSpeed's name of the class, which here supports every device."""
 
 
 class Lion(ShardOptimizer):
     """Lion (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", Algorithm 2); weight decay is decoupled.
 
-    ``state[param] = {"step": int, "exp_avg": Tensor}``, shaped like the parameter; float32, or as `moments_dtype` says.
+    ``state[param] = {"step": int, "exp_avg": Tensor}``, shaped like the parameter, in float32 or in `moments_dtype`.
 
     Args:
-        params: float32 by the time they are stepped; parameters or groups, as for any torch optimizer.
+        params: parameters or groups, as for any torch optimizer; they must be float32 when they are stepped.
         lr: learning rate, at least 0: the size of every element's step.
         betas: weights of the momentum in the sign and in the momentum's own update, in [0, 1).
-        weight_decay: at least 0; the weights shrink by lr * weight_decay.
+        weight_decay: at least 0; shrinks the weights by lr * weight_decay.
         moments_dtype: "fp32" (4 bytes per parameter) or "bf16" (2), rounded stochastically; see the notes in `updates`.
 
     Raises:
-        UsageError: for a hyperparameter out of its range.
+        UsageError: a hyperparameter is out of range.
     """
 
     kernel = staticmethod(updates.lion)
@@ -211,40 +211,40 @@ class Lion(ShardOptimizer):
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay}, moments_dtype)
 
     def _coefficients(self, group: Hyperparameters, step: int) -> list[float]:
-        lr, (beta1, beta2) = float(group["lr"]), group["betas"]  # the step counts for the rounding alone
+        lr, (beta1, beta2) = float(group["lr"]), group["betas"]  # only the rounding uses the step
         return [1 - lr * float(group["weight_decay"]), beta1, 1 - beta1, beta2, 1 - beta2, -lr]
 
     def _update_tile(self, x: Tensor, buffers: Sequence[Tensor], d: Tensor, coefficients: Sequence[float]) -> None:
         (m,) = buffers
         decay, beta1, weight1, beta2, weight2, negative_lr = coefficients
         c = (m * beta1).add_(d * weight1)
-        # Zero stays itself, and so does NaN, of which torch says that its sign is 0.
+        # Keeps zero, and NaN, whose sign is 0 in torch.
         direction = torch.where(c.abs() > 0, c.sign(), c)
         x.mul_(decay).add_(direction.mul_(negative_lr))
         m.mul_(beta2).add_(d.mul_(weight2))
 
 
 CPULion = Lion
-"""DeepSpeed's name of the class; here it serves every device."""
+"""DeepSpeed's name of the class, which here supports every device."""
 
 
 class RMSprop(ShardOptimizer):
     """RMSprop (Hinton 2012), with the arguments of torch.optim.RMSprop.
 
-    ``state[param] = {"step": int, "square_avg": Tensor}``, float32 and shaped like the parameter; with momentum also
-    ``"momentum_buffer"``, centered also ``"grad_avg"``.
+    ``state[param] = {"step": int, "square_avg": Tensor}``, float32 and shaped like the parameter; also
+    ``"momentum_buffer"`` with momentum, and ``"grad_avg"`` if centered.
 
     Args:
-        params: float32 by the time they are stepped; parameters or groups, as for any torch optimizer.
+        params: parameters or groups, as for any torch optimizer; they must be float32 when they are stepped.
         lr: learning rate, at least 0.
-        alpha: of the mean of squares, in [0, 1).
+        alpha: decay rate of the mean of squares, in [0, 1).
         eps: added to the denominator, at least 0.
-        weight_decay: at least 0; weight_decay * weights joins the gradient (L2).
+        weight_decay: at least 0; adds weight_decay * weights to the gradient (L2).
         momentum: at least 0.
-        centered: divide by the deviation from the mean gradient.
+        centered: divide by the standard deviation of the gradient instead of its root mean square.
 
     Raises:
-        UsageError: for a hyperparameter out of its range.
+        UsageError: a hyperparameter is out of range.
     """
 
     kernel = staticmethod(updates.rmsprop)
@@ -293,7 +293,7 @@ class RMSprop(ShardOptimizer):
         d += x * l2
         s.mul_(alpha).add_((d * weight).mul_(d))
         root = s.sqrt()
-        if len(others) > bool(momentum):  # the last of them is the mean gradient
+        if len(others) > bool(momentum):  # the last one is the mean gradient
             a = others[-1]
             a += (d - a).mul_(weight)
             root = (s - a * a).clamp_(min=0.0).sqrt()
@@ -310,15 +310,15 @@ class SGD(ShardOptimizer):
     ``state[param] = {"momentum_buffer": Tensor}``, float32 and shaped like the parameter; empty without momentum.
 
     Args:
-        params: float32 by the time they are stepped; parameters or groups, as for any torch optimizer.
+        params: parameters or groups, as for any torch optimizer; they must be float32 when they are stepped.
         lr: learning rate, at least 0.
         momentum: at least 0.
-        dampening: the gradient joins the momentum times 1 - dampening, except at a parameter's first step.
-        weight_decay: at least 0; weight_decay * weights joins the gradient (L2).
-        nesterov: step along gradient + momentum * buffer; needs momentum and no dampening.
+        dampening: adds (1 - dampening) * gradient to the momentum, except at a parameter's first step.
+        weight_decay: at least 0; adds weight_decay * weights to the gradient (L2).
+        nesterov: step along gradient + momentum * buffer; requires momentum and no dampening.
 
     Raises:
-        UsageError: for a hyperparameter out of its range.
+        UsageError: a hyperparameter is out of range.
     """
 
     kernel = staticmethod(updates.sgd)
@@ -370,4 +370,4 @@ class SGD(ShardOptimizer):
 
 
 CPUSGD = SGD
-"""The same class, named like its siblings."""
+"""Another name of the class, like `CPUAdam`."""

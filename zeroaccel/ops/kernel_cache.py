@@ -1,8 +1,8 @@
-"""Compiled kernels in a folder of the user, so that a process loads in milliseconds what takes a second to compile.
+"""A cache of compiled kernels in a folder of the user: loading takes milliseconds, compilation a second.
 
-A file is named by everything that decides its content, and begins with a checksum of it. Processes of one machine may
-write the same file at once: each writes a temporary one and renames it. Other users can neither read nor write it, as
-what is in it runs in this user's processes.
+A file's name is a hash of everything that determines its content; the file begins with a checksum. Several processes
+may write the same file at once: each writes a temporary file and renames it. Other users can neither read nor write the
+files, because this user's processes execute them.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ _DIGEST_NBYTES = 32
 
 
 def cached_image(key: Sequence[str], compile_image: Callable[[], bytes], folder: Path | None = None) -> bytes:
-    """What `compile_image` makes, from the cache where it is there and sound; else it is compiled, and cached.
+    """Returns the image from the cache if its file is intact; otherwise compiles it and caches the result.
 
     Args:
-        key: all that decides the result: the source, the architecture, the compiler's version and options.
-        folder: by default `zeroaccel/kernels` in the user's cache (XDG_CACHE_HOME, or ~/.cache).
+        key: everything that determines the result: the source, the architecture, the compiler's version and options.
+        folder: default: `zeroaccel/kernels` in the user's cache folder (XDG_CACHE_HOME, or ~/.cache).
     """
     name = hashlib.sha256("\0".join(key).encode()).hexdigest()
     path = (folder or cache_folder()) / name
     image = _read(path)
     if image is None:
         image = compile_image()
-        with suppress(OSError):  # a home that is full, or read-only: the next process compiles again
+        with suppress(OSError):  # if the home folder is full or read-only, the next process compiles again
             _write(path, image)
     return image
 
 
 def cache_folder() -> Path:
-    """Where this user's compiled kernels are (XDG Base Directory Specification)."""
+    """Returns the folder of this user's compiled kernels (XDG Base Directory Specification)."""
     home = os.environ.get("XDG_CACHE_HOME", "")
     base = Path(home) if os.path.isabs(home) else Path(os.path.expanduser("~"), ".cache")
     return base / "zeroaccel" / "kernels"
 
 
 def _is_private(folder: Path) -> bool:
-    """Whether only this user can have put a file there."""
+    """Returns True if only this user can create files in the folder."""
     status = folder.stat()
     return status.st_uid == os.getuid() and not status.st_mode & 0o077
 

@@ -1,10 +1,10 @@
 """Compiled loops over flat CPU arrays: gradient norms, sums over ranks, 8- and 4-bit codes.
 
-`dispatch` views tensors as arrays and gives each thread its span; `updates` are the optimizers' loops.
+`dispatch` views tensors as arrays and gives each thread its span; `updates` has the optimizers' loops.
 
 Element i of a result depends on element i of the inputs and on the coefficients, never on i, on the length of the
-call or on the threads. Do not add a float reduction: its order would be an accident. Reductions are over integers,
-which are exact in any order.
+call or on the threads. Do not add a reduction over floats: its result would depend on the order of the spans.
+Reductions add integers, which are exact in any order.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from zeroaccel.ops.number_formats import (
 )
 
 NORM_BITS = 25
-"""`square_sums` cuts a square of 2 * NORM_BITS bits into two halves of this many."""
+"""`square_sums` splits a square of 2 * NORM_BITS bits into two halves of this many bits."""
 
 SCALE_FLOOR = 2.0**-120
-"""The least scale of a block of codes: its reciprocal is finite, and what it rounds to zero is below 2**-121."""
+"""Smallest scale of a block of codes: its reciprocal is finite, and values that it rounds to zero are below 2**-121."""
 
-_BLOCK_NUMEL = 2048  # floats that `sum_rows` holds at once: 8 KiB, well inside any L1 cache
+_BLOCK_NUMEL = 2048  # floats in the buffer of `sum_rows`: 8 KiB, which fits into any L1 cache
 
 
 # ---- reductions ----
@@ -41,10 +41,10 @@ _BLOCK_NUMEL = 2048  # floats that `sum_rows` holds at once: 8 KiB, well inside 
 
 @compiled
 def largest_pattern(patterns: Array, mask: Any) -> int:
-    """The largest of ``patterns & mask``; 0 for none.
+    """Returns the largest of ``patterns & mask``; 0 for an empty array.
 
-    `patterns` are floats seen as integers of their width, and `mask` (of that dtype) clears the sign. Such integers
-    order like the magnitudes, inf above every number and NaN above inf: nothing is lost, and the maximum vectorises.
+    `patterns` are floats viewed as integers of their width, and `mask` (of that dtype) clears the sign. Such integers
+    order like the magnitudes, inf above every number and NaN above inf. The maximum is exact and vectorises.
     """
     largest = mask & 0
     for i in range(patterns.size):
@@ -54,10 +54,10 @@ def largest_pattern(patterns: Array, mask: Any) -> int:
 
 @compiled
 def square_sums(values: Array, scale: np.float64) -> tuple[int, int]:
-    """Of the integers ``rint((value * scale)**2)``, at most ``2**(2 * NORM_BITS)``, sums the upper and the lower bits.
+    """Sums the upper and the lower bits of the integers ``rint((value * scale)**2)``, at most ``2**(2 * NORM_BITS)``.
 
-    float64 inside. The square of a float32 has at most 48 bits, so that only the rint rounds (ties to even): it is the
-    addition of 2**52, after which the low 52 bits of the pattern are the integer. AVX2 has no conversion to int64.
+    Computes in float64. The square of a float32 has at most 48 bits, so only the rint rounds (ties to even). Adding
+    2**52 does it: the low 52 bits of the pattern are then the integer. AVX2 has no conversion to int64.
     """
     high = np.int64(0)
     low = np.int64(0)
@@ -71,10 +71,10 @@ def square_sums(values: Array, scale: np.float64) -> tuple[int, int]:
 
 @compiled
 def sum_rows(out: Array, flat: Array, row_numel: int, start: int, stop: int, scale: np.float32) -> None:
-    """``out[j] = scale * (((c0[j] + c1[j]) + c2[j]) + ...)`` for j in [start, stop).
+    """Computes ``out[j] = scale * (((c0[j] + c1[j]) + c2[j]) + ...)`` for j in [start, stop).
 
     Row cr is ``flat[r * row_numel : (r + 1) * row_numel]``. The sum is float32, in the order of the rows, and rounded
-    once into `out`, which may be one of the rows: a block of it is written when that block of every row has been read.
+    once into `out`, which may be one of the rows: the loop writes a block after it has read that block of every row.
     """
     total = np.empty(_BLOCK_NUMEL, np.float32)
     for begin in range(start, stop, _BLOCK_NUMEL):
@@ -97,15 +97,15 @@ def sum_rows(out: Array, flat: Array, row_numel: int, start: int, stop: int, sca
 
 @inlined
 def _block_scale(part: Any, highest: Any) -> Any:
-    """The scale that maps the largest magnitude to `highest`; NaN where the block holds an inf or a NaN."""
+    """Returns the scale that maps the largest magnitude to `highest`; NaN if the block contains an inf or a NaN."""
     scale = _exact_scale(part, highest)
-    # Products with the integers are exact in float32 with 17 significant bits: what was decoded has this scale again.
+    # With 17 significant bits, products with the integers are exact in float32: decoded values have the same scale.
     return float_of(bits_of(scale) & np.uint32(0xFFFFFF80)) if not np.isnan(scale) else scale
 
 
 @inlined
 def _exact_scale(part: Any, highest: Any) -> Any:
-    """As `_block_scale`, with all its bits."""
+    """Like `_block_scale`, without rounding."""
     largest = magnitude_pattern(part, 0)
     for i in range(1, part.size):
         largest = max(largest, magnitude_pattern(part, i))
@@ -117,16 +117,16 @@ def _exact_scale(part: Any, highest: Any) -> Any:
 
 @inlined
 def _to_integer(value: Any) -> Any:
-    """The bits of a float32 below 2**22 rounded to an integer, ties to even, in two's complement.
+    """Rounds a float32 below 2**22 to an integer, ties to even; returns its two's complement in the low bits.
 
-    1.5 * 2**23 has a last place of 1 and low bits of 0: the addition rounds, and leaves the integer in the low bits.
+    The last place of 1.5 * 2**23 is 1 and its low bits are 0: adding it rounds and puts the integer in the low bits.
     """
     return bits_of(value + np.float32(12582912.0))
 
 
 @compiled
 def encode8(values: Array, scales: Array, codes: Array, block: int, first: int, last: int) -> None:
-    """``codes[i] = rint(values[i] / scale)`` in [-127, 127]; the scale of a block with an inf or a NaN is NaN."""
+    """Writes ``codes[i] = rint(values[i] / scale)`` in [-127, 127]; a block with an inf or a NaN gets the scale NaN."""
     for index in range(first, last):
         part = values[index * block : min((index + 1) * block, values.size)]
         target = codes[index * block : index * block + part.size]
@@ -139,7 +139,7 @@ def encode8(values: Array, scales: Array, codes: Array, block: int, first: int, 
 
 @compiled
 def decode8(out: Array, scales: Array, codes: Array, block: int, first: int, last: int) -> None:
-    """``out[i] = codes[i] * scale``."""
+    """Writes ``out[i] = codes[i] * scale``."""
     for index in range(first, last):
         part = out[index * block : min((index + 1) * block, out.size)]
         source = codes[index * block : index * block + part.size]
@@ -154,7 +154,7 @@ def decode8(out: Array, scales: Array, codes: Array, block: int, first: int, las
 
 @compiled
 def add8(total: Array, scales: Array, codes: Array, block: int, first: int, last: int) -> None:
-    """``total[i] += codes[i] * scale``, in float32."""
+    """Computes ``total[i] += codes[i] * scale`` in float32."""
     for index in range(first, last):
         part = total[index * block : min((index + 1) * block, total.size)]
         source = codes[index * block : index * block + part.size]
@@ -165,7 +165,7 @@ def add8(total: Array, scales: Array, codes: Array, block: int, first: int, last
 
 @compiled
 def encode4(values: Array, scales: Array, codes: Array, block: int, first: int, last: int) -> None:
-    """As `encode8`, in [-7, 7]: byte i of a block of n values holds value i low and value i + ceil(n / 2) high."""
+    """Like `encode8`, in [-7, 7]: byte i of a block of n values has value i (low) and value i + ceil(n / 2) (high)."""
     for index in range(first, last):
         part = values[index * block : min((index + 1) * block, values.size)]
         half = (part.size + 1) // 2
@@ -185,7 +185,7 @@ def encode4(values: Array, scales: Array, codes: Array, block: int, first: int, 
 
 @compiled
 def decode4(out: Array, scales: Array, codes: Array, block: int, first: int, last: int) -> None:
-    """As `decode8`, of what `encode4` wrote."""
+    """Like `decode8`, for the codes of `encode4`."""
     for index in range(first, last):
         part = out[index * block : min((index + 1) * block, out.size)]
         half = (part.size + 1) // 2
@@ -204,7 +204,7 @@ def decode4(out: Array, scales: Array, codes: Array, block: int, first: int, las
 
 @compiled
 def add4(total: Array, scales: Array, codes: Array, block: int, first: int, last: int) -> None:
-    """As `add8`, of what `encode4` wrote."""
+    """Like `add8`, for the codes of `encode4`."""
     for index in range(first, last):
         part = total[index * block : min((index + 1) * block, total.size)]
         half = (part.size + 1) // 2
@@ -224,10 +224,10 @@ def add4(total: Array, scales: Array, codes: Array, block: int, first: int, last
 def encode_levels(
     values: Array, scales: Array, codes: Array, block: int, highest: Any, bounds: Array, first: int, last: int
 ) -> None:
-    """Of blocks of values, the number of `bounds` below each ``value / scale``, two to a byte as `encode4`.
+    """Writes for each value of the blocks the number of `bounds` below ``value / scale``, two per byte as `encode4`.
 
     Args:
-        scales: ``largest / highest``, as the format of the array rounds it; NaN for a block with an inf or a NaN.
+        scales: gets ``largest / highest``, rounded to the array's format; NaN for a block with an inf or a NaN.
         bounds: (15,) ascending.
     """
     for index in range(first, last):
@@ -251,7 +251,7 @@ def encode_levels(
 
 @compiled
 def decode_levels(out: Array, scales: Array, codes: Array, block: int, levels: Array, first: int, last: int) -> None:
-    """``out[i] = levels[codes[i]] * scale``, of what `encode_levels` wrote."""
+    """Writes ``out[i] = levels[codes[i]] * scale``, for the codes of `encode_levels`."""
     for index in range(first, last):
         part = out[index * block : min((index + 1) * block, out.size)]
         half = (part.size + 1) // 2

@@ -1,8 +1,8 @@
 """Storage formats of optimizer moments: float32, bfloat16, or 8-bit blocks; in torch operations, on any device.
 
-The formats and their rounding are described in `updates`, whose loops read and write them in one pass on the CPU. Here
-they are made, converted (a checkpoint has one value per element, whatever the format), and updated on other devices,
-where these operations give the bits of the kernels. Knows no optimizer.
+`updates` describes the formats and their rounding; its loops read and write them in one pass on the CPU. This module
+creates and converts moments (checkpoints store one value per element), and updates them on other devices, with the same
+bits as the kernels. It does not depend on the optimizers.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from torch import Tensor
 from zeroaccel.ops.updates import BLOCK_NUMEL
 
 MOMENT_DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
-"""By the name that configurations use: the dtype of the tensor with a value, or a code, per element."""
+"""Name in configs -> dtype of the tensor with one value, or one code, per element."""
 
 _WORD = 0xFFFFFFFF
 _INF = 0x7F800000
-_DROPPED_BITS = 20  # of a magnitude's 23 bits of mantissa, those that a code does not have
+_DROPPED_BITS = 20  # the low bits of a magnitude's 23-bit mantissa that a code does not store
 
 
 def exponents_name(name: str) -> str:
-    """The state entry for the exponents of the blocks of ``state[name]``: uint8, one per BLOCK_NUMEL elements."""
+    """Returns the state key of the block exponents of ``state[name]``: uint8, one per BLOCK_NUMEL elements."""
     return f"{name}_exponents"
 
 
 def random_bits(weight: Tensor, moment: Tensor, key: int) -> Tensor:
-    """(L,) int64 in [0, 2**32): the hash of `updates`, of weights before the step and the moment after it."""
+    """Returns the hash of `updates`, (L,) int64 in [0, 2**32), from weights before and the moment after the step."""
     seed = _bits(weight) ^ ((_bits(moment) * 0x9E3779B9) & _WORD) ^ key
     seed = ((seed ^ (seed >> 16)) * 0x7FEB352D) & _WORD
     seed = ((seed ^ (seed >> 15)) * 0x846CA68B) & _WORD
@@ -37,12 +37,12 @@ def random_bits(weight: Tensor, moment: Tensor, key: int) -> Tensor:
 
 
 def decode(codes: Tensor, exponents: Tensor, *, signed: bool) -> Tensor:
-    """The float32 values of 8-bit blocks.
+    """Returns the float32 values of 8-bit blocks.
 
     Args:
         codes: (L,) uint8.
         exponents: (ceil(L / BLOCK_NUMEL),) uint8.
-        signed: whether a code's highest bit is a sign.
+        signed: True if a code's highest bit is a sign.
     """
     exponent = exponents.to(torch.int32).repeat_interleave(BLOCK_NUMEL)[: codes.numel()]
     reach = 15 if signed else 31
@@ -59,10 +59,10 @@ def decode(codes: Tensor, exponents: Tensor, *, signed: bool) -> Tensor:
 
 
 def encode(values: Tensor, *, signed: bool, random: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(codes, exponents) of (L,) float32 values; the inverse of `decode` where `values` came from there.
+    """Returns (codes, exponents) of (L,) float32 values; exact for values that `decode` returned.
 
     Args:
-        random: (L,) int64 of which 16 bits decide the rounding; without it, to nearest, ties to even.
+        random: (L,) int64 whose low 16 bits decide the rounding; None rounds to nearest, ties to even.
     """
     numel, reach = values.numel(), 15 if signed else 31
     blocks = -(-numel // BLOCK_NUMEL)
@@ -86,7 +86,7 @@ def encode(values: Tensor, *, signed: bool, random: Tensor | None = None) -> tup
 
 
 def write_rounded(out: Tensor, values: Tensor, random: Tensor) -> None:
-    """Writes float32 `values` into the bfloat16 `out`, rounded up or down by 16 bits of `random`."""
+    """Writes float32 `values` into the bfloat16 `out`, rounded up or down according to 16 bits of `random`."""
     bits = _bits(values)
     rounded = ((bits + (random & 0xFFFF)) >> 16) << 16
     finite = (bits & _INF) < _INF
@@ -94,7 +94,7 @@ def write_rounded(out: Tensor, values: Tensor, random: Tensor) -> None:
 
 
 def to_format(value: Tensor, name: str, dtype: torch.dtype, *, signed: bool) -> dict[str, Tensor]:
-    """The state entries of `value` (any floating dtype, one value per element) in another format.
+    """Returns the state entries of `value` (any floating dtype, one value per element) in another format.
 
     Values that the format cannot represent are rounded to nearest, ties to even.
     """
@@ -105,7 +105,7 @@ def to_format(value: Tensor, name: str, dtype: torch.dtype, *, signed: bool) -> 
 
 
 def per_element(state: Mapping[str, Any], name: str, *, signed: bool) -> Tensor:
-    """``state[name]`` with one number per element: itself, or its 8-bit blocks decoded, exactly, to bfloat16."""
+    """Returns ``state[name]`` with one number per element; decodes 8-bit blocks to bfloat16, exactly."""
     moment: Tensor = state[name]
     if moment.dtype is not torch.uint8:
         return moment

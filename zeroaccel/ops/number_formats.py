@@ -1,12 +1,12 @@
-"""Compilation of the loops, and 16-bit floats loaded and stored as float32 inside them.
+"""Compilation of the loops, and loads and stores of 16-bit floats as float32 inside them.
 
-`kernels` and `updates` hold the loops; they see NumPy arrays, never tensors. The array's dtype is that of
-its numbers: float32 is itself, uint16 holds bfloat16 bits, int16 float16 bits, uint8 powers of two (E8M0 of the OCP
+`kernels` and `updates` contain the loops, on NumPy arrays and never tensors. An array's dtype identifies its number
+format: float32; uint16 for bfloat16 bits, int16 for float16 bits, uint8 for powers of two (E8M0 of the OCP
 specification of microscaling formats: the exponent of a float32, 255 for NaN).
 
-No fast-math, no contraction into FMA (Numba's default), so that the vector body and the scalar tail of a loop round
-alike. Every scalar is float32 unless a docstring says otherwise; a Python float would silently promote the arithmetic
-to float64.
+There is no fast-math and no contraction into FMA (Numba's default), so that the vector body and the scalar tail of a
+loop round in the same way. Every scalar is float32 unless a docstring states another type; a Python float would
+silently promote the arithmetic to float64.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def inlined(function: _Function) -> _Function:
-    """Decorator of the scalar functions that the loops call."""
+    """Decorates a scalar function that the loops call."""
     return cast(_Function, numba.njit(error_model="numpy")(function))
 
 
 def compiled(function: _Function) -> _Function:
-    """Decorator of a loop: compiled at the first call per set of dtypes, then loaded from disk; runs without the GIL.
+    """Decorates a loop: compiles it at the first call per set of dtypes, then loads it from disk; releases the GIL.
 
-    Numba caches in `NUMBA_CACHE_DIR`, else next to the function's file, else in the user's cache folder.
-    `error_model="numpy"` makes a division by zero inf or NaN; Python's has a branch there, and no vectors.
+    Numba caches in `NUMBA_CACHE_DIR`, else next to the function's file, else in the user's cache folder. With
+    `error_model="numpy"` a division by zero gives inf or NaN; Python's model needs a branch, and does not vectorise.
     """
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
     try:
         dispatcher = numba.njit(cache=True, **options)(function)
-    except RuntimeError:  # Numba raises it where none of those folders can be written
+    except RuntimeError:  # from Numba, if it cannot write to any of these folders
         log_once(
             logging.WARNING,
-            "no folder for compiled kernels can be written: each process compiles its own; set NUMBA_CACHE_DIR",
+            "no cache folder for compiled kernels is writable, so each process compiles its own; set NUMBA_CACHE_DIR",
         )
         return cast(_Function, numba.njit(**options)(function))
     dispatcher._cache._cache_file._source_stamp = _stamp()
@@ -53,7 +53,7 @@ def compiled(function: _Function) -> _Function:
 
 
 def _stamp() -> list[tuple[float, int]]:
-    """The files a cached loop depends on: Numba itself would notice a change of the function's own file only."""
+    """Returns a stamp of all files of a cached loop; Numba itself checks only the function's own file."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     return [(status.st_mtime, status.st_size) for status in (file.stat() for file in files)]
 
@@ -61,7 +61,7 @@ def _stamp() -> list[tuple[float, int]]:
 # ---- 16-bit floats ----
 
 
-# Numba computes integers in 64 bits; a cast at the end of each line lets the compiler narrow it to more lanes.
+# Numba computes integers in 64 bits; casts at the end of each line let the compiler narrow them and use more lanes.
 
 
 @inlined
@@ -81,14 +81,14 @@ def decode_bfloat16(pattern: Any) -> Any:
 
 @inlined
 def _round_bfloat16(value: Any) -> Any:
-    """Nearest, ties to even, of a number. A mantissa that rounds over carries into the exponent, as it should."""
+    """Rounds a number to nearest, ties to even. A mantissa that overflows carries into the exponent, as required."""
     bits = bits_of(value)
     return np.uint16(np.uint32(bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
 
 
 @inlined
 def encode_bfloat16(value: Any) -> Any:
-    """As `_round_bfloat16`, and NaN stays NaN."""
+    """Like `_round_bfloat16`, and keeps NaN."""
     bits = bits_of(value)
     rounded = _round_bfloat16(value)
     quiet_nan = np.uint32((bits >> 16) | 0x40)
@@ -107,30 +107,30 @@ def _decode_float16(pattern: Any) -> Any:
 
 @inlined
 def _decode_finite_float16(pattern: Any) -> Any:
-    """Of a number: its bits in the places of a float32 are too small by 2**112, subnormal ones as well."""
+    """Decodes a finite number: its bits, shifted into a float32, are too small by 2**112, subnormal ones too."""
     return float_of(np.uint32((np.int32(pattern) << 13) & 0x8FFFE000)) * np.float32(2.0**112)
 
 
 @inlined
 def _round_float16(value: Any) -> Any:
-    """As `_encode_float16`, of a number that is not beyond the range."""
+    """Like `_encode_float16`, for a number within the range."""
     magnitude = np.uint32(bits_of(value) & 0x7FFFFFFF)
     sign = np.uint32((bits_of(value) >> 16) & 0x8000)
     normal = np.uint32(np.uint32(magnitude + 0x0FFF + ((magnitude >> 13) & 1) - ((127 - 15) << 23)) >> 13)
-    # In [0.5, 1) a float32's last place is worth 2**-24, as in a subnormal float16: the addition does the rounding.
+    # In [0.5, 1) a float32's last place is 2**-24, as in a subnormal float16, so the addition rounds.
     subnormal = np.uint32(bits_of(float_of(magnitude) + np.float32(0.5)) - bits_of(np.float32(0.5)))
     return np.int16(sign | (subnormal if magnitude < (127 - 14) << 23 else normal))
 
 
 @inlined
 def _encode_float16(value: Any) -> Any:
-    """Nearest, ties to even; from 65520 on it is inf."""
+    """Rounds to nearest, ties to even; values from 65520 become inf."""
     magnitude = np.uint32(bits_of(value) & 0x7FFFFFFF)
     sign = np.uint32((bits_of(value) >> 16) & 0x8000)
     rounded = _round_float16(value)
     if magnitude > 0x7F800000:
         return np.int16(sign | 0x7E00)
-    if magnitude >= (127 + 16) << 23:  # 2**16; what rounds up to it from below becomes inf by itself
+    if magnitude >= (127 + 16) << 23:  # 2**16; rounding up to it gives the bits of inf
         return np.int16(sign | 0x7C00)
     return rounded
 
@@ -142,42 +142,42 @@ def _decode_power(exponent: Any) -> Any:
 
 @inlined
 def _encode_power(value: Any) -> Any:
-    """The least power of two that is not below a positive normal float32."""
+    """Encodes the smallest power of two that is at least a positive normal float32."""
     return np.uint8(np.uint32(bits_of(value) + 0x7FFFFF) >> 23) if not np.isnan(value) else np.uint8(255)
 
 
 def load(array: Any, index: Any) -> Any:
-    """``array[index]`` as a float32, whichever of the formats the array holds. Exists only in compiled code."""
+    """Returns ``array[index]`` as a float32 for every format. Exists only in compiled code."""
     raise NotImplementedError
 
 
 def store(array: Any, index: Any, value: Any) -> None:
-    """Writes a float32 to ``array[index]``, rounded to the array's format; nothing where the array is None."""
+    """Writes a float32 to ``array[index]``, rounded to the array's format; does nothing if the array is None."""
     raise NotImplementedError
 
 
 def load_number(array: Any, index: Any) -> Any:
-    """As `load`, of what is neither inf nor NaN: faster for float16."""
+    """Like `load`, for a finite number: faster for float16."""
     raise NotImplementedError
 
 
 def store_number(array: Any, index: Any, value: Any) -> None:
-    """As `store`, of a number within the range of the format: faster for 16 bits."""
+    """Like `store`, for a number within the range of the format: faster for 16 bits."""
     raise NotImplementedError
 
 
 def magnitude_pattern(array: Any, index: Any) -> Any:
-    """``array[index]`` without its sign, as an unsigned integer of its width."""
+    """Returns ``array[index]`` without its sign, as an unsigned integer of the same width."""
     raise NotImplementedError
 
 
 def of_pattern(array: Any, pattern: Any) -> Any:
-    """The float32 that a `magnitude_pattern` of the array stands for."""
+    """Returns the float32 value of a `magnitude_pattern` of the array."""
     raise NotImplementedError
 
 
 def _load_for(array: Any, index: Any) -> Callable[..., Any] | None:
-    """Numba calls it with types for the implementation of `load`; the annotations of both have to be equal."""
+    """Returns the implementation of `load` for Numba's types; both must have the same annotations."""
 
     def plain(array: Any, index: Any) -> Any:
         return array[index]
@@ -196,7 +196,7 @@ def _load_for(array: Any, index: Any) -> Callable[..., Any] | None:
 
 
 def _store_for(array: Any, index: Any, value: Any) -> Callable[..., None] | None:
-    """As `_load_for`, of `store`."""
+    """Like `_load_for`, for `store`."""
 
     def nothing(array: Any, index: Any, value: Any) -> None:
         pass
@@ -220,7 +220,7 @@ def _store_for(array: Any, index: Any, value: Any) -> Callable[..., None] | None
 
 
 def _store_number_for(array: Any, index: Any, value: Any) -> Callable[..., None] | None:
-    """As `_load_for`, of `store_number`."""
+    """Like `_load_for`, for `store_number`."""
 
     def bfloat16(array: Any, index: Any, value: Any) -> None:
         array[index] = _round_bfloat16(value)
@@ -232,7 +232,7 @@ def _store_number_for(array: Any, index: Any, value: Any) -> Callable[..., None]
 
 
 def _load_number_for(array: Any, index: Any) -> Callable[..., Any] | None:
-    """As `_load_for`, of `load_number`."""
+    """Like `_load_for`, for `load_number`."""
 
     def float16(array: Any, index: Any) -> Any:
         return _decode_finite_float16(array[index])
@@ -241,7 +241,7 @@ def _load_number_for(array: Any, index: Any) -> Callable[..., Any] | None:
 
 
 def _magnitude_pattern_for(array: Any, index: Any) -> Callable[..., Any]:
-    """As `_load_for`, of `magnitude_pattern`."""
+    """Like `_load_for`, for `magnitude_pattern`."""
 
     def wide(array: Any, index: Any) -> Any:
         return np.uint32(bits_of(array[index]) & 0x7FFFFFFF)
@@ -253,7 +253,7 @@ def _magnitude_pattern_for(array: Any, index: Any) -> Callable[..., Any]:
 
 
 def _of_pattern_for(array: Any, pattern: Any) -> Callable[..., Any] | None:
-    """As `_load_for`, of `of_pattern`."""
+    """Like `_load_for`, for `of_pattern`."""
 
     def plain(array: Any, pattern: Any) -> Any:
         return float_of(pattern)

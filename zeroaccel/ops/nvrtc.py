@@ -1,10 +1,10 @@
-"""CUDA source to a loaded module: NVIDIA's run-time compiler and driver, called through ctypes.
+"""Compiles and loads CUDA source with NVIDIA's run-time compiler and driver, called through ctypes.
 
-CUDA builds of torch come with the compiler's library, so no toolkit and no other package is needed. torch's own wrapper
-of it (`torch.cuda._compile_kernel`) is private, asks for an installed toolkit's headers, compiles one kernel at a time,
-and passes integers as 32 bits and every float as a double, which kernels of float32 scalars and long arrays cannot use.
+CUDA builds of torch include the compiler's library, so no toolkit or other package is needed. torch's own wrapper
+(`torch.cuda._compile_kernel`) is private, needs the headers of an installed toolkit, compiles one kernel at a time, and
+passes integers as 32 bits and every float as a double, unsuitable for kernels with float32 scalars and long arrays.
 
-Knows no kernel: `device_kernels.py` has those.
+`device_kernels.py` has the kernels.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from pathlib import Path
 import torch
 
 _OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
-_TORCHS_OWN = "libcaffe2_nvrtc.so"  # of torch: linked against the compiler's library, wherever that lies
+_TORCHS_OWN = "libcaffe2_nvrtc.so"  # torch's library, linked against the compiler's, wherever that is
 
 
-# Of cuda.h: no binary for the device, an unsupported version of PTX, a driver that does not match, one without support.
+# From cuda.h: no binary for the device, unsupported PTX version, driver mismatch, compatibility not supported.
 _OF_OLD_DRIVERS = frozenset({209, 222, 803, 804})
 _OLD_DRIVER = (
-    "; the driver is older than CUDA {}, of this torch: update it, or install a torch for the CUDA of nvidia-smi"
+    "; this torch needs a driver for CUDA {}: update the driver, or install a torch for the CUDA that nvidia-smi shows"
 )
 
 
 class KernelError(RuntimeError):
-    """Kernels cannot be compiled, loaded or launched; the message says why, in words."""
+    """Kernels cannot be compiled, loaded or launched; the message gives the reason."""
 
 
 class Nvrtc:
-    """The compiler.
+    """NVIDIA's run-time compiler.
 
     Args:
-        library: with the functions of NVRTC.
+        library: a library with the functions of NVRTC.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -43,13 +43,13 @@ class Nvrtc:
         library.nvrtcGetErrorString.restype = ctypes.c_char_p
 
     def facts(self) -> tuple[str, ...]:
-        """What decides the result of `compile`, apart from its arguments: the version, and the options."""
+        """Returns the compiler's version and options, which determine the result of `compile` with its arguments."""
         major, minor = ctypes.c_int(), ctypes.c_int()
         self._call("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
         return f"NVRTC {major.value}.{minor.value}", *_OPTIONS
 
     def architectures(self) -> list[int]:
-        """The compute capabilities that it knows, 80 for 8.0, ascending."""
+        """Returns the supported compute capabilities, such as 80 for 8.0, ascending."""
         count = ctypes.c_int()
         self._call("nvrtcGetNumSupportedArchs", ctypes.byref(count))
         found = (ctypes.c_int * count.value)()
@@ -57,10 +57,10 @@ class Nvrtc:
         return sorted(found)
 
     def target(self, capability: tuple[int, int]) -> str:
-        """The architecture to compile for: the device's own, or for a newer device a virtual one that it also runs.
+        """Returns the target architecture: the device's own, or a virtual one that a newer device also supports.
 
         Raises:
-            KernelError: this compiler supports no device as old as that.
+            KernelError: the device is too old for this compiler.
         """
         wanted = 10 * capability[0] + capability[1]
         fitting = [arch for arch in self.architectures() if arch <= wanted]
@@ -69,13 +69,13 @@ class Nvrtc:
         return f"sm_{wanted}" if fitting[-1] == wanted else f"compute_{fitting[-1]}"
 
     def compile(self, source: str, name: str, target: str) -> bytes:
-        """What the driver loads: machine code for "sm_80" and the like, PTX for "compute_80".
+        """Returns the compiled image: machine code for targets such as "sm_80", PTX for "compute_80".
 
         Args:
-            name: of the file, in messages.
+            name: file name in the compiler's messages.
 
         Raises:
-            KernelError: with the compiler's own messages.
+            KernelError: compilation failed; includes the compiler's messages.
         """
         program = ctypes.c_void_p()
         self._call("nvrtcCreateProgram", ctypes.byref(program), source.encode(), name.encode(), 0, None, None)
@@ -109,35 +109,33 @@ class Nvrtc:
 
 
 def open_nvrtc() -> Nvrtc:
-    """The compiler of this torch, or one in a package beside it.
+    """Opens this torch's compiler, or one from another installed package.
 
     Raises:
-        KernelError: there is none.
+        KernelError: there is no compiler.
     """
     for path in _candidates():
         try:
             library = ctypes.CDLL(path)
-            library.nvrtcCreateProgram  # noqa: B018  # a library that only is linked against it answers, too
+            library.nvrtcCreateProgram  # noqa: B018  # also works if the library is only linked against NVRTC
         except (OSError, AttributeError):
             continue
         return Nvrtc(library)
-    raise KernelError("libnvrtc was not found: it comes with CUDA builds of torch, and with zeroaccel[cuda]")
+    raise KernelError("libnvrtc was not found: install a CUDA build of torch, or zeroaccel[cuda], which include it")
 
 
 def old_driver() -> str:
-    """Why CUDA finds no device beside a driver: that is too old for this torch; "" where it is not."""
+    """Returns a message if the driver is too old for this torch, so that CUDA finds no device; otherwise ""."""
     number = ctypes.c_int()
     try:
         status = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
     except (OSError, AttributeError):  # no driver
         return ""
     newest = number.value // 1000, number.value % 1000 // 10
-    # Within a major version of CUDA an older driver serves a newer torch.
+    # Within a major version of CUDA, an older driver supports a newer torch.
     if status or newest[0] >= int((torch.version.cuda or "0").split(".")[0]):
         return ""
-    return (
-        f"this machine's NVIDIA driver knows CUDA up to {newest[0]}.{newest[1]}{_OLD_DRIVER.format(torch.version.cuda)}"
-    )
+    return f"this machine's NVIDIA driver supports CUDA {newest[0]}.{newest[1]}{_OLD_DRIVER.format(torch.version.cuda)}"
 
 
 def _candidates() -> Iterator[str]:
@@ -145,25 +143,25 @@ def _candidates() -> Iterator[str]:
     major = (torch.version.cuda or "").split(".")[0]
     if major:
         yield f"libnvrtc.so.{major}"
-    # Packages of NVIDIA's libraries: nvidia/cuda_nvrtc/lib up to CUDA 12, nvidia/cu13/lib since.
+    # NVIDIA's packages: nvidia/cuda_nvrtc/lib up to CUDA 12, nvidia/cu13/lib since CUDA 13.
     package = importlib.util.find_spec("nvidia")
     for folder in package.submodule_search_locations or () if package is not None else ():
-        # Another version than torch's serves, too: what it makes depends on the device and its driver only.
+        # A version other than torch's works too: its output depends only on the device and the driver.
         names = sorted(Path(folder).glob("*/lib/libnvrtc.so.*"), key=lambda name: (name.suffix != f".{major}", name))
         yield from (str(name) for name in names)
     yield "libnvrtc.so"
 
 
 class DriverModule:
-    """Compiled kernels loaded into a device, in torch's own context of it.
+    """Compiled kernels loaded on a device, in torch's context.
 
     Args:
-        image: from `Nvrtc.compile`.
+        image: result of `Nvrtc.compile`.
         device: a CUDA device with an index, which torch has initialised.
-        names: of the kernels.
+        names: names of the kernels.
 
     Raises:
-        KernelError: the driver does not load it, or it has no kernel of one of the names.
+        KernelError: the driver cannot load the image, or a kernel is missing in it.
     """
 
     def __init__(self, image: bytes, device: torch.device, names: Iterable[str]) -> None:
@@ -178,7 +176,7 @@ class DriverModule:
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), handle)
         self._module = ctypes.c_void_p()
         self._in_context("cuModuleLoadData", ctypes.byref(self._module), image)
-        # All at once: the driver loads a kernel when it is asked for, and may wait for the whole device then.
+        # All at once, because the driver loads a kernel at its first use, which may synchronise the whole device.
         self._functions = {name: self._function(name) for name in names}
 
     def _function(self, name: str) -> ctypes.c_void_p:
@@ -187,22 +185,22 @@ class DriverModule:
         return function
 
     def run(self, name: str, grid: tuple[int, int], threads: int, arguments: Sequence[object]) -> None:
-        """Launches a kernel on torch's current stream of the device, and returns before it has run.
+        """Launches a kernel on torch's current stream of the device, asynchronously.
 
         Args:
-            grid: blocks in x and y.
-            threads: per block.
+            grid: number of blocks in x and y.
+            threads: number of threads per block.
             arguments: ctypes values, in the kernel's order.
 
         Raises:
-            KernelError: the driver refuses; also where something before has failed on the device.
+            KernelError: the launch failed, possibly because of an earlier error on the device.
         """
         stream = ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream)
         addresses = argument_addresses(arguments)
         self._in_context("cuLaunchKernel", self._functions[name], *grid, 1, threads, 1, 1, 0, stream, addresses, None)
 
     def _in_context(self, function: str, *arguments: object) -> None:
-        # A thread that has not used the device has no context, and another device's may be the current one.
+        # A thread that has not used the device has no context, or that of another device is current.
         self._call("cuCtxPushCurrent_v2", self._context)
         try:
             self._call(function, *arguments)
@@ -219,5 +217,5 @@ class DriverModule:
 
 
 def argument_addresses(arguments: Sequence[object]) -> ctypes.Array[ctypes.c_void_p]:
-    """The addresses of ctypes values, which have to outlive it."""
+    """Returns the addresses of ctypes values, which must outlive the array."""
     return (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(value) for value in arguments))  # type: ignore[arg-type]

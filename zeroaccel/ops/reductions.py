@@ -1,7 +1,7 @@
-"""Reductions to the same bits in any layout: the L2 norm of a gradient, and sums in the order of the ranks.
+"""Reductions with the same bits in any layout: the L2 norm of a gradient, and sums in the order of the ranks.
 
-The norm must not depend on how elements are spread over tensors, ranks and devices. A sum of floats depends on its
-order, so the norm is a sum of integers, in three moves that the caller joins with two all-reduces:
+The norm must not depend on how elements are divided among tensors, ranks and devices. A sum of floats depends on its
+order, so the norm is a sum of integers. The caller connects its three steps with two all-reduces:
 
     largest = max(max_abs(t) for t in tensors)                  # all-reduce MAX
     exponent = norm_exponent(largest)
@@ -10,13 +10,13 @@ order, so the norm is a sum of integers, in three moves that the caller joins wi
 
 The sums are exact up to 2**38 elements over all ranks (2.7e11). Squares are rounded to multiples of 2**-50 of
 ``4**exponent``, at most 4 times the largest square, so the norm's relative error is at most N * 2**-50 for N elements,
-and about sqrt(N) * 2**-50 where they do not conspire. The CPU and the torch path give equal integers.
+and typically about sqrt(N) * 2**-50. The CPU and the torch path give equal integers.
 
-`max_abs_into` and `square_sums_into` are the same on a device without a wait of the host: they add to values that stay
-there. `step_control.py` makes the norm of these.
+`max_abs_into` and `square_sums_into` compute the same on a device without blocking the host: they add to values on the
+device, from which `step_control.py` computes the norm.
 
-`sum_ranks` is the local half of a reduce-scatter over all-to-all, on the CPU only: elsewhere the backend reduces.
-Nothing here knows of ranks or process groups.
+`sum_ranks` is the local half of a reduce-scatter by all-to-all, on the CPU only: elsewhere the backend reduces. This
+module does not depend on ranks or process groups.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from zeroaccel.ops.device_values import read_values
 from zeroaccel.ops.dispatch import array_of, launch
 
 SUM_BITS = kernels.NORM_BITS
-"""Bits of a square that go into the lower one of its two sums."""
+"""Number of low bits of a square that go into the lower of its two sums."""
 
 _BITS = SUM_BITS
 _INFINITY = 0x7F800000
-_TILE_NUMEL = 1 << 22  # bounds the float64 and int64 temporaries off the CPU: 32 MiB each
+_TILE_NUMEL = 1 << 22  # limits the float64 and int64 temporaries on devices other than the CPU to 32 MiB each
 
 
 def max_abs(tensor: Tensor) -> float:
-    """The largest absolute value; 0.0 of an empty tensor; inf if there is an inf **or a NaN**.
+    """Returns the largest absolute value; 0.0 for an empty tensor; inf if there is an inf **or a NaN**.
 
-    One word for "not finite", because a MAX, be it Python's or a collective's, drops a NaN as often as not.
+    inf represents both, because maxima, in Python and in collectives, may drop a NaN.
 
     Args:
         tensor: contiguous float32, bfloat16 or float16.
@@ -69,7 +69,7 @@ def max_abs(tensor: Tensor) -> float:
 
 
 def max_abs_into(tensor: Tensor, largest: Tensor) -> None:
-    """``largest = max(largest, max_abs(tensor))``, as bits; the host does not wait.
+    """Computes ``largest = max(largest, max_abs(tensor))``, as bits, without blocking the host.
 
     Example:
         >>> largest = torch.zeros(1, dtype=torch.int32)
@@ -81,7 +81,7 @@ def max_abs_into(tensor: Tensor, largest: Tensor) -> None:
     Args:
         tensor: contiguous float32, bfloat16 or float16, any number of elements.
         largest: (1,) int32 on the same device, bits of a float32 without a sign; 0 before the first call. At least
-            0x7f800000 where an element is inf or NaN.
+            0x7f800000 if an element is inf or NaN.
     """
     if tensor.numel() == 0:
         return
@@ -104,12 +104,12 @@ def _raise_largest(flat: Tensor, largest: Tensor) -> None:
 
 
 def square_sums_into(tensor: Tensor, largest: Tensor, sums: Tensor) -> None:
-    """``sums += square_sums(tensor, norm_exponent(largest))``; the host does not wait.
+    """Computes ``sums += square_sums(tensor, norm_exponent(largest))`` without blocking the host.
 
     Args:
         tensor: contiguous float32, bfloat16 or float16, any number of elements.
-        largest: (1,) int32 on the same device, see `max_abs_into`: of all tensors, of every rank.
-        sums: (2,) int64 on the same device; zeros before the first call. Of no meaning where `largest` is not finite.
+        largest: (1,) int32 on the same device, from `max_abs_into` over all tensors of all ranks.
+        sums: (2,) int64 on the same device; zeros before the first call. Meaningless if `largest` is not finite.
     """
     if tensor.numel() == 0:
         return
@@ -126,34 +126,34 @@ def square_sums_into(tensor: Tensor, largest: Tensor, sums: Tensor) -> None:
 
 
 def _norm_scale(largest: Tensor) -> Tensor:
-    """(1,) float64 by which values are multiplied before they are squared."""
+    """Returns the factor of values before they are squared, (1,) float64."""
     return power_of_two(_BITS - torch.frexp(largest.view(torch.float32).to(torch.float64))[1])
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
-    """``2.0**exponent`` in float64, exact: integers, which are limited to [-1000, 1000], become bits."""
+    """Returns ``2.0**exponent`` in float64, exactly: builds the bits from integers, limited to [-1000, 1000]."""
     return ((exponent.to(torch.int64).clamp(-1000, 1000) + 1023) << 52).view(torch.float64)
 
 
 def norm_exponent(largest: float) -> int:
-    """The least integer e with ``2**e > largest``; 0 for 0.0. Not for inf, which is itself the norm."""
-    assert math.isfinite(largest), f"the norm of gradients that are not finite has no scale, got {largest}"
+    """Returns the smallest integer e with ``2**e > largest``; 0 for 0.0. `largest` must be finite."""
+    assert math.isfinite(largest), f"norm_exponent: the largest magnitude is not finite: {largest}"
     return math.frexp(largest)[1]
 
 
 def square_sums(tensor: Tensor, exponent: int) -> tuple[int, int]:
-    """Sums ``(x / 2**exponent)**2`` in units of 2**-50, cut in two: the sum is ``(high * 2**25 + low) * 2**-50``.
+    """Sums ``(x / 2**exponent)**2`` in units of 2**-50, in two parts: the sum is ``(high * 2**25 + low) * 2**-50``.
 
     Args:
         tensor: contiguous float32, bfloat16 or float16, every magnitude below 2**exponent.
         exponent: from `norm_exponent`, the same on every rank.
 
     Returns:
-        (high, low): each below 2**63 as long as all the elements that are added up are at most 2**38.
+        (high, low): each below 2**63 for sums over at most 2**38 elements.
     """
     if tensor.device.type != "cpu":
         totals = torch.zeros(2, dtype=torch.int64, device=tensor.device)
-        # A number that has this exponent.
+        # A number with this exponent.
         below = torch.full((1,), math.ldexp(0.5, exponent), dtype=torch.float32, device=tensor.device)
         square_sums_into(tensor, below.view(torch.int32), totals)
         high, low = read_values(totals)
@@ -176,12 +176,12 @@ def _add_square_sums(flat: Tensor, scale: float | Tensor, totals: Tensor) -> Non
 
 
 def norm_from(high: int, low: int, exponent: int) -> float:
-    """The norm that the added results of `square_sums` stand for."""
+    """Returns the norm from the added results of `square_sums`."""
     return math.ldexp(math.sqrt((high << _BITS) + low), exponent - _BITS)
 
 
 def l2_norm(tensors: Iterable[Tensor]) -> float:
-    """The norm of all elements of `tensors` (as for `max_abs`) on this rank alone; inf if one is not finite.
+    """Returns the norm of all elements of this rank's `tensors` (see `max_abs`); inf if one is not finite.
 
     Example:
         >>> l2_norm([torch.tensor([3.0, 0.0]), torch.tensor([4.0])])
@@ -197,7 +197,7 @@ def l2_norm(tensors: Iterable[Tensor]) -> float:
 
 
 def sum_ranks(out: Tensor, flat_chunks: Tensor, scale: float) -> None:
-    """``out = round(scale * (((c0 + c1) + c2) + ...))``, for the chunks c0, c1, ... of ranks 0, 1, ...
+    """Computes ``out = round(scale * (((c0 + c1) + c2) + ...))`` for the chunks c0, c1, ... of ranks 0, 1, ...
 
     Sums and scales in float32; rounds to the dtype of `out` (nearest, ties to even; overflow to inf, NaN kept).
 
@@ -208,14 +208,14 @@ def sum_ranks(out: Tensor, flat_chunks: Tensor, scale: float) -> None:
         tensor([2., 3.])
 
     Args:
-        out: (S,), contiguous, on the CPU; float32, bfloat16 or float16, not necessarily as the chunks. May be one of
-            the chunks, but must not overlap them otherwise.
+        out: (S,), contiguous, on the CPU; float32, bfloat16 or float16, possibly another dtype than the chunks'. May be
+            one of the chunks, but must not overlap them in any other way.
         flat_chunks: (W, S), contiguous, on the CPU, in one of the three dtypes: row r came from rank r.
-        scale: a float32 factor, 1 / W for a mean.
+        scale: a float32 factor, such as 1 / W for a mean.
     """
     ranks, numel = flat_chunks.shape
-    assert ranks >= 1, "there is no rank to sum over"
-    assert out.shape == (numel,), f"out must have the shape of a chunk, ({numel},), got {tuple(out.shape)}"
+    assert ranks >= 1, "sum_ranks needs at least one rank"
+    assert out.shape == (numel,), f"out: expected the shape of a chunk, ({numel},), got {tuple(out.shape)}"
 
     def bind() -> Callable[[int, int], None]:
         target, flat, factor = array_of(out), array_of(flat_chunks), np.float32(scale)
@@ -225,11 +225,11 @@ def sum_ranks(out: Tensor, flat_chunks: Tensor, scale: float) -> None:
 
 
 def scale_rounded_once(out: Tensor, flat: Tensor, scale: float) -> None:
-    """out = round(scale * flat), the product in float32 and rounded once, without a float32 copy of either.
+    """Computes out = round(scale * flat) with one rounding of the float32 product, mostly without a float32 copy.
 
     Args:
-        out, flat: (n,), float32, bfloat16 or float16, of one device; not necessarily of one dtype.
-        scale: is rounded to float32.
+        out, flat: (n,), float32, bfloat16 or float16, on the same device; the dtypes may differ.
+        scale: factor, which is rounded to float32.
     """
     # torch multiplies 16-bit elements by a Python number in float32 and rounds the product to the dtype of the input.
     if out.dtype == flat.dtype or flat.dtype is torch.float32:

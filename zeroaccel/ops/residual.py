@@ -1,12 +1,12 @@
-"""A float32 split into its bfloat16 and a 16-bit residual, with one more bit where these are ambiguous.
+"""Splits a float32 into its bfloat16 and a 16-bit residual, with one more bit for ambiguous values.
 
 [Note: residual] Let w be x rounded to bfloat16 (nearest, ties to even), and r the low 16 bits of x as a signed number.
-Then, as integers, bits(x) = (bits(w) << 16) + r: if r is negative, x was rounded up to w, and the sum carries back. One
-pattern fails: low bits 0x8000 are half way, and an even upper half stays where it is. Those few have their bit in
-`ties`, one for each element, which adds 1 << 16 again. So every float32 comes back but a NaN, of which the sign and the
-upper bits do, in 17 bits per element besides the weight.
+Then, as integers, bits(x) = (bits(w) << 16) + r: if r is negative, x was rounded up to w, and the sum subtracts it
+again. One pattern fails: low bits 0x8000 are half way, and an even upper half is not rounded up. For these few elements
+the bit in `ties`, which has one per element, adds 1 << 16 again. So 17 bits per element in addition to the weight
+restore every float32 except a NaN, of which they restore the sign and the upper bits.
 
-`number_formats` rounds; `ResidualMasters` (`swapped_masters.py`) keeps masters in this form.
+`number_formats` rounds; `ResidualMasters` (`swapped_masters.py`) stores masters in this form.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from torch import Tensor
 from zeroaccel.ops.dispatch import launch, unowned_array
 from zeroaccel.ops.number_formats import Array, bits_of, compiled, float_of, inlined
 
-_BYTES = 16  # of ties that are examined together: hardly ever is there one among their 128 elements
-_TIE = 0x8000  # the low 17 bits of a number half way that stays even
+_BYTES = 16  # bytes of ties that one test covers: their 128 elements rarely contain a tie
+_TIE = 0x8000  # the low 17 bits of a number half way with an even upper half
 
 
 def ties_nbytes(numel: int) -> int:
-    """Bytes of the tie bits of that many elements."""
+    """Returns the number of bytes of tie bits for `numel` elements."""
     return -(-numel // 8)
 
 
 def join(weights: Tensor, residuals: Tensor, ties: Tensor, out: Tensor, first: int = 0) -> None:
-    """Writes the float32 values of which these are the parts.
+    """Writes the float32 values that consist of these parts.
 
     Args:
         weights: (L,) bfloat16.
         residuals: (L,) int16.
-        ties: uint8; bit i % 8 of byte i // 8 is that of element i.
+        ties: uint8; bit i % 8 of byte i // 8 belongs to element i.
         out: (L,) float32.
-        first: number of the first element in `ties`.
+        first: position of the first element's bit in `ties`.
     """
 
     def bind() -> Callable[[int, int], None]:
@@ -48,7 +48,7 @@ def join(weights: Tensor, residuals: Tensor, ties: Tensor, out: Tensor, first: i
 
 
 def split(values: Tensor, residuals: Tensor, ties: Tensor, first: int = 0) -> None:
-    """Writes the residuals of rounding `values` to bfloat16; the inverse of `join`. Arguments as there.
+    """Writes the residuals and ties of rounding `values` to bfloat16; the inverse of `join`, with the same arguments.
 
     Bits of `ties` that belong to other elements do not change.
     """
@@ -58,7 +58,7 @@ def split(values: Tensor, residuals: Tensor, ties: Tensor, first: int = 0) -> No
         return lambda start, stop: _split(x[start:stop], r[start:stop], t, first + start)
 
     numel = values.numel()
-    # Where the first element is within a byte of `ties`, spans would share bytes.
+    # If the first element's bit is within a byte of `ties`, spans would share bytes.
     launch("split", numel, bind, reads=[values, ties], writes=[residuals, ties], divisible=first % 8 == 0)
 
 
@@ -68,7 +68,7 @@ def _join(weights: Array, residuals: Array, ties: Array, out: Array, first: int)
         upper = np.uint32(np.uint32(weights[i]) << 16)
         joined = np.uint32(upper + np.uint32(np.int32(residuals[i])))
         out[i] = float_of(upper if _is_nan(upper) else joined)
-    # A second pass adds the ties. Branch-free, the first one vectorises; here hardly any block has one to add.
+    # A second pass adds the ties, which few blocks have. The first pass vectorises because it has no branches.
     first_byte, end_byte = first >> 3, (first + out.size + 7) >> 3
     for begin in range(first_byte, end_byte, _BYTES):
         block = ties[begin : min(begin + _BYTES, end_byte)]

@@ -1,9 +1,9 @@
-"""Stepping one shard at a time: the protocol the engine uses, and its implementation by the native optimizers.
+"""Stepping one shard at a time: the protocol that the engine uses, and its implementation in the native optimizers.
 
-`ShardStep` is the protocol: advance one flat master shard, not the entire model, so that the caller decides when each
-shard is swapped in. `ShardOptimizer` implements it over a kernel of `updates` (CPU), of `device_kernels` (CUDA) or over
-torch operations (any other device), and is an ordinary torch.optim.Optimizer besides. Nothing here knows of ranks,
-stages or tiers, and no step communicates.
+`ShardStep` is the protocol: it advances one flat master shard, not the entire model, so that the caller decides when
+each shard is swapped in. `ShardOptimizer` implements it with a kernel of `updates` (CPU), of `device_kernels` (CUDA) or
+with torch operations (any other device), and is also an ordinary torch.optim.Optimizer. This module does not depend on
+ranks, stages or tiers, and steps do not communicate.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from zeroaccel.ops.updates import BLOCK_NUMEL
 
 Hyperparameters = dict[str, Any]
 HostMemory = Callable[[Sequence[int], torch.dtype], Tensor]
-"""(shape, dtype) -> (*shape) of that dtype in host memory, of any contents."""
+"""(shape, dtype) -> uninitialised tensor in host memory."""
 
 _GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_TILE_NUMEL = 1 << 25  # bounds the float32 copy of a 16-bit gradient off the CPU: 128 MiB
-_ROUNDED_TILE_NUMEL = 1 << 22  # the same for moments that are rounded, which takes some int64 temporaries
+_TILE_NUMEL = 1 << 25  # limits the float32 copy of a 16-bit gradient on devices other than the CPU to 128 MiB
+_ROUNDED_TILE_NUMEL = 1 << 22  # the limit for moments with rounding, which needs some int64 temporaries
 
 
 @runtime_checkable
@@ -41,31 +41,31 @@ class ShardStep(Protocol):
     def step_shard(
         self, group: Hyperparameters, param: Tensor, grad: Tensor, *, grad_scale: float | Tensor, out: Tensor | None
     ) -> None:
-        """Advances `param` in place by one step; its state is ``self.state[param]``, made at its first step.
+        """Advances `param` in place by one step; the first step creates its state, ``self.state[param]``.
 
         Args:
-            group: the hyperparameters: the entry of `param_groups` that holds `param`.
+            group: the hyperparameters: the entry of `param_groups` that contains `param`.
             param: float32, any shape: the master weights, or any piece of them.
-            grad: float32, bfloat16 or float16, of as many elements, on the same device. Left unchanged.
-            grad_scale: every gradient is multiplied by it first (1 / loss scale, times the clipping factor). A tensor
-                is a `control` of `step_control.py`: (2,) float32 on the same device, of the factor, and of whether
-                the update applies; where it does not, neither `param` nor its state nor `out` is written, but the step
-                is counted (see `ShardOptimizer.undo_count`).
+            grad: float32, bfloat16 or float16, with as many elements, on the same device. Not modified.
+            grad_scale: factor of every gradient (1 / loss scale, times the clipping factor). A tensor is a `control` of
+                `step_control.py`: (2,) float32 on the same device, with the factor and a flag for whether the update
+                applies. If not, `param`, its state and `out` do not change, but the step counts (see
+                `ShardOptimizer.undo_count`).
             out: gets `param` rounded to its dtype (nearest, ties to even; overflow to inf, NaN kept), if given.
 
         Raises:
-            UsageError: for a dtype, size or device that does not fit.
+            UsageError: a dtype, size or device does not match.
         """
         ...
 
 
 class TensorStep(NamedTuple):
-    """A whole tensor to be stepped.
+    """The tensors of one whole parameter's step.
 
     Attributes:
         param: float32, the master weights in their shape.
         grad: (numel,) float32, bfloat16 or float16.
-        out: (numel,) gets the new weights rounded to its dtype; None for nothing.
+        out: (numel,) gets the new weights rounded to its dtype; None for no copy.
     """
 
     param: Tensor
@@ -75,18 +75,21 @@ class TensorStep(NamedTuple):
 
 @runtime_checkable
 class ManyStep(Protocol):
-    """An optimizer of whole tensors that steps many of them in few launches."""
+    """An optimizer of whole tensors that steps many tensors in few kernel launches."""
 
     def step_many(
         self, group: Hyperparameters, steps: Sequence[TensorStep], *, grad_scale: float, kernels: DeviceKernels
     ) -> None:
-        """Advances tensors of one param group, on the device of the kernels; the meaning is that of `step`."""
+        """Advances tensors of one param group, on the device of the kernels, by the same formulas as `step`."""
 
 
 def batches_alike(
     steps: Iterable[TensorStep], key: Callable[[TensorStep], object], most_numel: int
 ) -> Iterator[list[TensorStep]]:
-    """Steps with equal keys and dtypes: as many as one launch takes, and of so many elements, or a larger one alone."""
+    """Yields batches of steps with equal keys and dtypes, for one launch each.
+
+    A batch has at most `MANY` steps and `most_numel` elements; a larger tensor gets its own batch.
+    """
     alike: dict[object, list[list[TensorStep]]] = {}
     for step in steps:
         dtypes = step.grad.dtype, None if step.out is None else step.out.dtype
@@ -121,20 +124,19 @@ class NativeOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def _step_group(self, group: Hyperparameters, stepped: list[tuple[Tensor, Tensor]]) -> None:
-        """Advances the parameters of a group that have a gradient, each beside it."""
+        """Advances parameters of a group; `stepped` has (parameter, gradient) pairs."""
 
 
 class ShardOptimizer(NativeOptimizer):
     """An elementwise optimizer that reads the gradient once, updates state and master, and writes a rounded copy.
 
-    A result does not depend on how the elements are divided into parameters, nor on the number of threads. On CUDA a
-    kernel does what that of the CPU does. Where it cannot be compiled, and elsewhere, the same formula runs as torch
-    operations, in several passes. Each of them rounds once, by IEEE 754, so that a device which follows that standard
-    gives the same bits. Two rules ensure it: no operation that a backend
-    may contract (lerp, addcmul, addcdiv, add with alpha), and no division by a scalar, which CUDA turns into a product
-    with its reciprocal.
+    A result depends neither on how the elements are divided into parameters nor on the number of threads. On CUDA, a
+    kernel computes the same as the CPU's. If it cannot be compiled, and on other devices, torch operations compute the
+    same formula in several passes. Each operation rounds once, by IEEE 754, so that a device that follows the standard
+    gives the same bits. Two rules ensure this: no operations that a backend may contract (lerp, addcmul, addcdiv, add
+    with alpha), and no division by a scalar, which CUDA replaces by a product with its reciprocal.
 
-    A subclass names its kernels, its state, its coefficients, and that formula.
+    A subclass defines its kernels, its state, its coefficients, and that formula.
 
     Attributes:
         moments_dtype: "fp32", "bf16" or "int8", the format of the moments; see the notes in `updates`. A loaded state
@@ -145,11 +147,11 @@ class ShardOptimizer(NativeOptimizer):
     block_kernel: ClassVar[Callable[..., None] | None] = None
     """The kernel for moments in 8-bit blocks."""
     hybrid: HybridUpdate | None = None
-    """Splits updates of host memory with a device; for Adam with float32 moments."""
+    """Shares updates of host memory with a device; for Adam with float32 moments."""
     host_memory: HostMemory | None = None
-    """Makes the memory of states of parameters in host memory; None for torch's allocator."""
+    """Allocates states of parameters in host memory; None for torch's allocator."""
     moments: ClassVar[Mapping[str, bool]] = {}
-    """Name in the state -> whether it has signs, of each moment that may have fewer bits."""
+    """Name in the state of each moment that `moments_dtype` applies to -> True if the moment has signs."""
 
     def __init__(self, params: ParamsT, defaults: Hyperparameters, moments_dtype: str = "fp32") -> None:
         where = f"{type(self).__name__}, moments_dtype"
@@ -160,21 +162,21 @@ class ShardOptimizer(NativeOptimizer):
             moments_dtype,
         )
         self.moments_dtype = moments_dtype
-        self._new_states: set[int] = set()  # ids of the parameters whose last step made their state
+        self._new_states: set[int] = set()  # ids of the parameters whose last step created their state
         super().__init__(params, defaults)
 
     @classmethod
     def moments_dtypes(cls) -> tuple[str, ...]:
-        """What `moments_dtype` may be."""
+        """Returns the supported values of `moments_dtype`."""
         if not cls.moments:
             return ("fp32",)
         return ("fp32", "bf16") if cls.block_kernel is None else ("fp32", "bf16", "int8")
 
     def _advance(self, group: Hyperparameters, param: Tensor) -> tuple[list[Tensor | None], list[float | np.uint32]]:
-        """Counts a step of `param`; returns the kernel's buffers, made if need be, and its coefficients.
+        """Counts a step of `param`; returns the kernel's buffers, created if necessary, and its coefficients.
 
-        Those of a kernel that rounds stochastically: its moments, in blocks codes and exponents in turn; and a key,
-        another for each step, before `_coefficients`.
+        For a kernel with stochastic rounding, the buffers are its moments (8-bit blocks: codes and exponents
+        alternately), and the coefficients are a key, which differs at each step, and `_coefficients`.
         """
         self._make_moments(param, fill=group.get("initial_accumulator_value", 0.0))
         state = self.state[param]
@@ -186,15 +188,15 @@ class ShardOptimizer(NativeOptimizer):
         return [state[name] for name in names], [key, *self._coefficients(group, step)]
 
     def _coefficients(self, group: Hyperparameters, step: int) -> list[float]:
-        """Of a kernel that rounds stochastically, those behind its key."""
+        """Returns the coefficients after the key, for a kernel with stochastic rounding."""
         raise NotImplementedError
 
     @abstractmethod
     def _update_tile(self, x: Tensor, buffers: Sequence[Tensor], d: Tensor, coefficients: Sequence[float]) -> None:
-        """The kernel's formula, in place on the flat master `x` and the buffers.
+        """Applies the kernel's formula in place to the flat master `x` and the buffers.
 
-        `d` is the scaled float32 gradient, free to be overwritten; `coefficients` are already rounded to float32, and
-        have no key.
+        `d` is the scaled float32 gradient, which may be overwritten; `coefficients` are already rounded to float32, and
+        exclude the key.
         """
 
     def __getstate__(self) -> dict[str, Any]:
@@ -203,12 +205,12 @@ class ShardOptimizer(NativeOptimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         defaults = dict(state.get("defaults") or self.defaults)
         super().__setstate__(state)
-        self.defaults = defaults  # torch adds `differentiable` to them, which is none of ours
+        self.defaults = defaults  # torch adds `differentiable`, which these optimizers do not have
         self._new_states = set()
-        for group in self.param_groups:  # a state_dict of torch's counterpart lacks our switches
+        for group in self.param_groups:  # a state_dict of torch's own class lacks this class's additional settings
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
-        # The saved moments may be in another format (torch's are float32): they are converted once, here.
+        # Converts saved moments in another format (torch's are float32).
         dtype = moments.MOMENT_DTYPES[self.moments_dtype]
         for entries in self.state.values():
             for name, signed in self.moments.items():
@@ -220,18 +222,18 @@ class ShardOptimizer(NativeOptimizer):
                 self._move_states(entries)
 
     def _move_states(self, entries: dict[str, Any]) -> None:
-        """Moves a parameter's loaded states into memory of `host_memory`."""
+        """Moves a parameter's loaded states into memory from `host_memory`."""
         for name, value in entries.items():
             if isinstance(value, Tensor) and value.dim() > 0 and value.device.type == "cpu":
                 entries[name] = self._empty_state(value, value.shape, value.dtype).copy_(value)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's; moments in 8-bit blocks are decoded, so that any format can load them."""
+        """Returns torch's state_dict, with 8-bit blocks decoded, so that any format can load it."""
         packed = super().state_dict()
         return {**packed, "state": {key: self.portable(entries) for key, entries in packed["state"].items()}}
 
     def portable(self, entries: Mapping[str, Any]) -> dict[str, Any]:
-        """A parameter's state with one number per element, whatever the format of its moments; loses nothing."""
+        """Returns a parameter's state with one number per element for any format of its moments; lossless."""
         exponents = {moments.exponents_name(name) for name in self.moments}
         plain = {name: value for name, value in entries.items() if name not in exponents}
         for name, signed in self.moments.items():
@@ -240,7 +242,7 @@ class ShardOptimizer(NativeOptimizer):
         return plain
 
     def _make_moments(self, param: Tensor, fill: float = 0.0) -> None:
-        """Makes the moments of `param` in their format, if it has none yet."""
+        """Creates missing moments of `param` in their format."""
         state = self.state[param]
         dtype = moments.MOMENT_DTYPES[self.moments_dtype]
         for name, signed in self.moments.items():
@@ -280,7 +282,7 @@ class ShardOptimizer(NativeOptimizer):
             if not applies:
                 return
             control = None
-        # Kernels need flat contiguous memory. Of a tensor that is not, `flats` has a copy, which is written back below.
+        # Kernels need flat contiguous memory. For other tensors, `flats` has a copy, which is written back below.
         written = [param, *buffers, out]
         flats = [_flat(tensor) for tensor in written]
         factor = 1.0 if isinstance(grad_scale, Tensor) else grad_scale
@@ -296,17 +298,17 @@ class ShardOptimizer(NativeOptimizer):
             if tensor is None or flat is None:
                 continue
             if tensor.is_contiguous():
-                torch.autograd.graph.increment_version(tensor)  # autograd does not see what a kernel writes
+                torch.autograd.graph.increment_version(tensor)  # autograd does not see a kernel's writes
             else:
                 tensor.copy_(flat.view(tensor.shape))
 
     def undo_count(self, params: Iterable[Tensor]) -> None:
-        """Takes back that the last step of `params` counted, after their control said that it does not apply.
+        """Decrements the step count of `params`, after a step whose control said that the update does not apply.
 
-        A state that this step has made is dropped, as there is none before the first one.
+        Removes a state that this step has created.
 
         Args:
-            params: each stepped once since its steps were last known to apply.
+            params: parameters that were each stepped once since their steps were last known to apply.
         """
         for param in params:
             if id(param) in self._new_states:
@@ -316,7 +318,7 @@ class ShardOptimizer(NativeOptimizer):
                 self.state[param]["step"] -= 1
 
     def _note_state(self, param: Tensor) -> None:
-        """Notes before a step whether it makes the state."""
+        """Records before a step whether it will create the state."""
         if self.state.get(param):
             self._new_states.discard(id(param))
         else:
@@ -356,7 +358,7 @@ class ShardOptimizer(NativeOptimizer):
             kernels.update(self.kernel_name(), written[:-1], grad, written[-1], control, scalars)
 
     def kernel_name(self) -> str:
-        """Of the kernel for the format of the moments: the same among the loops of `updates` and on a CUDA device."""
+        """Returns the name of the kernel for the moments' format, both in `updates` and on a CUDA device."""
         kernel = type(self).block_kernel if self.moments_dtype == "int8" else type(self).kernel
         assert kernel is not None, f"{type(self).__name__} has no kernel for moments in blocks"
         return kernel.__name__
@@ -367,7 +369,7 @@ class ShardOptimizer(NativeOptimizer):
         keys = [int(value) for value in scalars if isinstance(value, np.uint32)]
         grad_scale, *coefficients = [float(value) for value in scalars if isinstance(value, np.float32)]
         rounded = any(flat is not None and flat.dtype in (torch.uint8, torch.bfloat16) for flat in written[1:-1])
-        # In tiles, so that the float32 copy of a 16-bit gradient never is as large as the shard.
+        # In tiles, so that the float32 copy of a 16-bit gradient is smaller than the shard.
         length = _ROUNDED_TILE_NUMEL if rounded else _TILE_NUMEL
         for start in range(0, grad.numel(), length):
             stop = min(start + length, grad.numel())
@@ -380,7 +382,7 @@ class ShardOptimizer(NativeOptimizer):
             else:
                 self._update_tile(master, buffers, d, coefficients)
             if control is not None:
-                # The host does not know whether the update applies: where it does not, the old values are put back.
+                # The host does not know whether the update applies; if not, this restores the old values.
                 applies = control[1] != 0
                 for flat, old in zip(tile, before, strict=True):
                     flat.copy_(torch.where(applies, flat, old))
@@ -392,7 +394,7 @@ class ShardOptimizer(NativeOptimizer):
     def _update_rounded_tile(
         self, x: Tensor, stored: Sequence[Tensor], d: Tensor, key: int, coefficients: Sequence[float]
     ) -> None:
-        """`_update_tile` on float32 copies of the moments, which are then rounded stochastically."""
+        """Runs `_update_tile` on float32 copies of the moments, and rounds these stochastically."""
         signs, before = list(self.moments.values()), x.clone()
         if self._in_blocks(stored):
             pairs = list(zip(stored[::2], stored[1::2], strict=True))
@@ -400,8 +402,8 @@ class ShardOptimizer(NativeOptimizer):
         else:
             values = [value.to(torch.float32) for value in stored]
         self._update_tile(x, values, d, coefficients)
-        # The kernel's hash: of the weight before the step and the new moment, never of a position. One moment rounds by
-        # the low half of the bits, the other by the high half.
+        # The kernel's hash of the weight before the step and the new moment, never of a position. The first moment
+        # rounds with the low half of the bits, the second with the high half.
         random = moments.random_bits(before, values[0], key)
         for index, (value, signed) in enumerate(zip(values, signs, strict=True)):
             bits = random >> 16 if index else random
@@ -419,7 +421,7 @@ class ShardOptimizer(NativeOptimizer):
         where = f"{type(self).__name__}, parameter of shape {tuple(param.shape)}"
         if param.dtype is not torch.float32:
             raise UsageError(
-                where, expected="float32 (the master weights)", got=param.dtype, fix="keep a float32 copy and step that"
+                where, expected="float32 (the master weights)", got=param.dtype, fix="step a float32 copy instead"
             )
         for name, tensor in (("gradient", grad), ("out", out)):
             if tensor is None:
@@ -437,7 +439,7 @@ class ShardOptimizer(NativeOptimizer):
                 f"{type(self).__name__}, grad_scale as a tensor",
                 expected=f"2 torch.float32 elements on {param.device}: the factor, and whether the update applies",
                 got=f"{control.numel()} {control.dtype} elements on {control.device}",
-                fix="pass the control of zeroaccel.ops.step_control, on the device of the master",
+                fix="pass the control of zeroaccel.ops.step_control on the device of the master",
             )
 
     def _check_buffers(self, param: Tensor, buffers: Sequence[Tensor | None]) -> None:
@@ -459,19 +461,19 @@ _Flat = TypeVar("_Flat", Array, Tensor)
 
 
 def _span(flat: _Flat, numel: int, start: int, stop: int) -> _Flat:
-    """Elements [start, stop) of `numel`, or the exponents of the blocks that these make up."""
+    """Returns elements [start, stop) of `numel`, or the exponents of the blocks that contain them."""
     if len(flat) == numel:
         return flat[start:stop]
     return flat[start // BLOCK_NUMEL : -(-stop // BLOCK_NUMEL)]
 
 
 def _flat(tensor: Tensor | None) -> Tensor | None:
-    """The elements in a row: a view where the memory allows, else a copy."""
+    """Returns the elements as a flat tensor: a view if the memory is contiguous, else a copy."""
     return None if tensor is None else tensor.detach().contiguous().view(-1)
 
 
 def require(condition: bool, where: str, expected: str, got: object) -> None:
-    """Raises UsageError unless `condition` (which a NaN makes false) holds for a hyperparameter."""
+    """Raises UsageError unless `condition` holds for a hyperparameter; write it so that a NaN makes it false."""
     if not condition:
         raise UsageError(where, expected=expected, got=got)
 

@@ -1,7 +1,7 @@
-"""The decisions of a step as values on the device: overflow, norm, clipping and "skip", without a wait of the host.
+"""The decisions of a step as values on the device: overflow, norm, clipping and "skip", without blocking the host.
 
-Kernels of the optimizers read what is decided here (`control`), so the host may queue an update before it knows whether
-the update takes place. What the host wants to know itself (`summary`) it reads once, when it likes:
+The optimizers' kernels read the decision (`control`), so the host can queue an update before it knows whether the
+update applies. The host reads its own information (`summary`) once, at any time:
 
 ```text
 facts: (6,) float64     [largest, history, -history, settings, -settings, stop], joined over the ranks by one
@@ -11,8 +11,8 @@ control: (2,) float32   [factor of every gradient, whether the update applies (1
 summary: (5,) float64   [finite (1 or 0), norm, same history (1 or 0), same settings (1 or 0), stop (1 or 0)]
 ```
 
-The arithmetic is that of the host: `reductions.norm_from` and `zero/grad_norm.py:clip_factor` in float64, to the
-bit. Knows no ranks and no optimizer.
+The arithmetic is bitwise identical to the host's, `reductions.norm_from` and `zero/grad_norm.py:clip_factor` in
+float64. The module does not depend on ranks or optimizers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from zeroaccel.ops.reductions import SUM_BITS, power_of_two
 
 
 def write_facts(largest: Tensor, history: int, settings: int, stop: bool, facts: Tensor) -> None:
-    """Writes what the ranks compare at a step, in the form of which one maximum tells all.
+    """Writes the values that the ranks compare at a step, in a form in which one maximum compares them all.
 
     Example:
         >>> largest, facts = torch.tensor([2.5]).view(torch.int32), torch.empty(6, dtype=torch.float64)
@@ -36,11 +36,11 @@ def write_facts(largest: Tensor, history: int, settings: int, stop: bool, facts:
         [2.5, 7.0, -7.0, 9.0, -9.0, 1.0]
 
     Args:
-        largest: (1,) int32, of `reductions.max_abs_into`.
-        history: digest below 2**52 of the collectives this rank has issued.
-        settings: likewise, of its optimizer's hyperparameters.
-        stop: this rank was asked to stop.
-        facts: (6,) float64 on the device of `largest`; gets inf as the largest where it is inf or NaN.
+        largest: (1,) int32, from `reductions.max_abs_into`.
+        history: digest below 2**52 of this rank's collectives so far.
+        settings: digest below 2**52 of its optimizer's hyperparameters.
+        stop: True if this rank has a request to stop.
+        facts: (6,) float64 on the device of `largest`; gets inf if `largest` is inf or NaN.
     """
     kernels = kernels_for(facts.device)
     if kernels is not None:
@@ -53,7 +53,7 @@ def write_facts(largest: Tensor, history: int, settings: int, stop: bool, facts:
 
 
 def largest_of_facts(facts: Tensor, largest: Tensor) -> None:
-    """Writes the largest magnitude of all ranks, from the joined `facts`, in the form of `reductions.max_abs_into`."""
+    """Writes the largest magnitude of all ranks from the reduced `facts`, in the form of `reductions.max_abs_into`."""
     kernels = kernels_for(facts.device)
     if kernels is not None:
         kernels.largest_of_facts(facts, largest)
@@ -72,7 +72,7 @@ def finalize(
     control: Tensor,
     summary: Tensor,
 ) -> None:
-    """Decides whether and by which factor the update applies, from what the ranks have joined.
+    """Decides from the reduced `facts` and `sums` whether the update applies, and by which factor.
 
     Example:
         >>> facts = torch.tensor([2.0, 7.0, -7.0, 9.0, -9.0, 0.0], dtype=torch.float64)
@@ -84,14 +84,14 @@ def finalize(
 
     Args:
         facts: (6,) float64, see `write_facts`.
-        sums: (2,) int64, of `reductions.square_sums_into` with the largest of `facts`; None where no norm is wanted.
-        scale: the loss scale, which the gradients are still multiplied by.
-        clipping: the largest norm of the unscaled gradients; 0 for any.
-        grad_factor: of the program; the smaller one of this and the clipping factor counts.
-        skip_overflow: whether gradients that are not finite leave everything as it is.
+        sums: (2,) int64, from `reductions.square_sums_into` with the largest of `facts`; None to compute no norm.
+        scale: loss scale, which the gradients still include.
+        clipping: maximum norm of the unscaled gradients; 0 for no limit.
+        grad_factor: the program's factor; the smaller one of this and the clipping factor applies.
+        skip_overflow: skip the update if gradients are not finite.
         control: (2,) float32, gets [min(clip factor, grad_factor) / scale, whether the update applies].
-        summary: (5,) float64, gets [finite, norm, same history, same settings, stop]; the norm is still scaled, and
-            NaN where it was not computed or the three checks are not all 1.
+        summary: (5,) float64, gets [finite, norm, same history, same settings, stop]; the norm includes the loss scale,
+            and is NaN without `sums`, or unless the three checks are all 1.
     """
     kernels = kernels_for(facts.device)
     if kernels is not None:
@@ -100,7 +100,7 @@ def finalize(
         return
 
     def number(value: float) -> Tensor:
-        # A 0-dim tensor: CUDA turns a division by a Python number into a product with its reciprocal.
+        # A 0-dim tensor: CUDA replaces a division by a Python number by a product with its reciprocal.
         return torch.full((), value, dtype=torch.float64, device=facts.device)
 
     finite, same_history, same_settings = facts[0].isfinite(), facts[1] == -facts[2], facts[3] == -facts[4]
@@ -110,7 +110,7 @@ def finalize(
     clip = number(1.0)
     if clipping > 0.0:
         ratio = number(clipping) / (unscaled + 1e-6)
-        clip = torch.where(ratio < 1.0, ratio, 1.0)  # also 1 for NaN: without a norm nothing is clipped
+        clip = torch.where(ratio < 1.0, ratio, 1.0)  # 1 for NaN too: without a norm there is no clipping
     factor = torch.where(clip > grad_factor, grad_factor, clip) / number(scale)
     applies = same_history & same_settings
     if skip_overflow:
@@ -121,10 +121,10 @@ def finalize(
 
 
 def _norm(largest: Tensor, sums: Tensor) -> Tensor:
-    """() float64: `reductions.norm_from` with the exponent of `largest`, of float64 operations.
+    """Computes `reductions.norm_from`, with the exponent of `largest`, by float64 operations; returns () float64.
 
-    The sum is (high << 25) + low, up to 88 bits. Two parts of at most 52 and 36 bits are exact as float64, so that
-    their addition is the one rounding, as in the conversion of the host's integer.
+    The sum is (high << 25) + low, up to 88 bits. Two parts of at most 52 and 36 bits are exact in float64, so that
+    only their addition rounds, like the conversion of the host's integer.
     """
     low_bits, split = (1 << SUM_BITS) - 1, 11
     high, low = sums[0] + (sums[1] >> SUM_BITS), sums[1] & low_bits
@@ -135,5 +135,5 @@ def _norm(largest: Tensor, sums: Tensor) -> Tensor:
 
 
 def _sqrt(value: Tensor) -> Tensor:
-    """The nearest float64. On Intel CPUs torch takes MKL's root, which is not always that; a device's is."""
+    """Returns the correctly rounded root. On Intel CPUs torch uses MKL's, which is not always correctly rounded."""
     return torch.full_like(value, math.sqrt(value.item())) if value.device.type == "cpu" else value.sqrt()

@@ -1,15 +1,14 @@
-"""The native optimizers whose rule looks at an entire tensor, so that they are never stepped on a shard: LAMB and Muon.
+"""The native optimizers whose rule needs whole tensors, so that they cannot step a shard: LAMB and Muon.
 
-LAMB (You et al. 2019, arXiv:1904.00962, algorithm 2) is an Adam whose step is as long, tensor by tensor, as the weights
-are large; settings and arithmetic are those of DeepSpeed's FusedLamb, which applies the bias correction to the step and
-clamps the trust ratio. Muon (K. Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) pushes the singular
-values of a hidden matrix's momentum to about 1 by a few Newton-Schulz iterations, and steps all else by AdamW.
+LAMB (You et al. 2019, arXiv:1904.00962, algorithm 2) is an Adam whose step length is proportional to the norm of each
+tensor; settings and arithmetic are those of DeepSpeed's FusedLamb, which applies the bias correction to the step and
+clamps the trust ratio. Muon (K. Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) moves the singular
+values of a hidden matrix's momentum to about 1 by a few Newton-Schulz iterations; AdamW steps all other parameters.
 
-On a CUDA device tensors are stepped together, so that a step has no launch per tensor: LAMB's of any shapes, Muon's
-matrices of one shape, in batched products. A batch of another size may have other bits there: cuBLAS chooses a kernel
-for it.
+On a CUDA device, one launch steps several tensors: LAMB's of any shapes, Muon's matrices of the same shape in batched
+products. Results of Muon may depend on the size of the batch, for which cuBLAS chooses a kernel.
 
-Nothing here knows of ranks: the engine keeps such parameters unsplit in an owner layout.
+This module does not depend on ranks: the engine keeps such parameters whole in an owner layout.
 """
 
 from __future__ import annotations
@@ -37,32 +36,32 @@ from zeroaccel.ops.shard_step import (
     require_unit_interval,
 )
 
-_MOST_NUMEL = 1 << 27  # of tensors in one launch: bounds what lies between two launches to 512 MiB
+_MOST_NUMEL = 1 << 27  # elements of one launch: limits the temporaries between two launches to 512 MiB
 
 
 class Lamb(NativeOptimizer):
     """LAMB (You et al. 2019); see the module.
 
-    With g the gradient, x the weights and t the step, per tensor::
+    With the gradient g, the weights x and the step t, for each tensor::
 
         m = beta1 m + (1 - beta1) g          v = beta2 v + (1 - beta2) g^2
         u = m / (sqrt(v) + eps) + weight_decay x
         x = x - lr sqrt(1 - beta2^t) / (1 - beta1^t) clamp(|x| / |u|, min_coeff, max_coeff) u
 
-    The ratio is 1 where either norm is 0. State per tensor: `step`, and `exp_avg` and `exp_avg_sq` of its shape.
+    The ratio is 1 if either norm is 0. State per tensor: `step`, and `exp_avg` and `exp_avg_sq` in its shape.
 
     Args:
-        lr: at least 0.
-        bias_correction: False leaves out the fraction in the step.
+        lr: learning rate, at least 0.
+        bias_correction: False omits the fraction in the step.
         betas: decay rates of m and v, in [0, 1).
         eps: added to the square root, at least 0.
-        eps_inside_sqrt: u is m / sqrt(v + eps) instead.
+        eps_inside_sqrt: use m / sqrt(v + eps) in u instead.
         weight_decay: at least 0.
         max_coeff, min_coeff: bounds of the trust ratio, 0 <= min_coeff <= max_coeff.
-        amsgrad: must be False; the parameter is there because configurations name it.
+        amsgrad: must be False; accepted because configs may set it.
 
     Raises:
-        UsageError: for a hyperparameter out of its range, or `amsgrad`.
+        UsageError: a hyperparameter is out of range, or `amsgrad` is set.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class Lamb(NativeOptimizer):
         require_unit_interval("Lamb, betas", betas)
         require(0 <= min_coeff <= max_coeff, "Lamb, min_coeff", f"a number from 0 to max_coeff, {max_coeff}", min_coeff)
         if amsgrad:
-            raise UsageError("Lamb, amsgrad", expected="False", got=amsgrad, fix="LAMB has no such variant")
+            raise UsageError("Lamb, amsgrad", expected="False", got=amsgrad, fix="LAMB has no AMSGrad variant")
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -100,7 +99,7 @@ class Lamb(NativeOptimizer):
             self._advance(group, param, grad)
 
     def _counted(self, param: Tensor) -> dict[str, Any]:
-        """The state of a parameter, made if need be, with one more step."""
+        """Returns the state of a parameter, created if necessary, with the step count incremented."""
         state: dict[str, Any] = self.state[param]
         if not state:
             state.update(step=0, exp_avg=_zeros(param), exp_avg_sq=_zeros(param))
@@ -146,7 +145,7 @@ class Lamb(NativeOptimizer):
     def _advance(self, group: Hyperparameters, param: Tensor, grad: Tensor) -> None:
         state = self._counted(param)
         (beta1, beta2), eps, m, v = group["betas"], group["eps"], state["exp_avg"], state["exp_avg_sq"]
-        # No fused operations (addcmul, lerp): some backends contract them, and the bits would depend on the device.
+        # No fused operations (addcmul, lerp): some backends contract them, so that the bits depend on the device.
         m.mul_(beta1).add_(grad * (1 - beta1))
         v.mul_(beta2).add_(grad.square() * (1 - beta2))
         update = m / ((v + eps).sqrt_() if group["eps_inside_sqrt"] else v.sqrt().add_(eps))
@@ -158,23 +157,23 @@ class Lamb(NativeOptimizer):
         param.sub_(update.mul_(ratio * step_size))
 
 
-_POLYNOMIAL = (3.4445, -4.7750, 2.0315)  # of the post: steep at 0, and around 1 near 1
+_POLYNOMIAL = (3.4445, -4.7750, 2.0315)  # from the post: steep at 0, and about 1 near 1
 _MIN_NORM = 1e-7
-_GRAM_RESTART = 2  # iterations before the Gram matrix, which squares the errors, is computed anew from the matrix
+_GRAM_RESTART = 2  # iterations before the Gram matrix, which squares the errors, is computed again from the matrix
 _MUON = {"lr": 0.02, "momentum": 0.95, "nesterov": True, "ns_steps": 5, "ns_method": "standard", "weight_decay": 0.0}
 _ADAMW = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}
 
 
 class Muon(NativeOptimizer):
-    """Muon in the param groups with ``"use_muon": True``, AdamW in those with False.
+    """Muon for param groups with ``"use_muon": True``, AdamW for those with False.
 
-    A muon group steps matrices (rows, columns); of a tensor of three dimensions each matrix (experts of a layer); of
-    one of more, (first, all others) as one matrix (a convolution). With g the gradient, and x the weights::
+    A muon group steps matrices (rows, columns): each matrix of a tensor with three dimensions (experts of a layer), and
+    (first, all others) as one matrix if there are more (a convolution). With the gradient g and the weights x::
 
         b = momentum b + (1 - momentum) g          u = momentum b + (1 - momentum) g with nesterov, else b
         x = x (1 - lr weight_decay) - lr sqrt(max(1, rows / columns)) orthogonalized(u)
 
-    Its state is `momentum_buffer`. An AdamW group computes what `torch.optim.AdamW(foreach=False)` does.
+    Its state is `momentum_buffer`. An AdamW group computes the same as `torch.optim.AdamW(foreach=False)`.
 
     Example:
         >>> matrix, bias = torch.nn.Parameter(torch.eye(2)), torch.nn.Parameter(torch.zeros(2))
@@ -184,15 +183,15 @@ class Muon(NativeOptimizer):
         >>> optimizer.step()
 
     Args:
-        params: param groups, each with "use_muon". What a group lacks is taken from the other arguments.
-        lr: of both kinds of groups; absent, 0.02 of muon groups and 3e-4 of AdamW groups.
-        momentum, nesterov, ns_steps, ns_method: of muon groups; see `orthogonalized` for the last two.
-        betas, eps: of AdamW groups.
-        weight_decay: of both, decoupled.
+        params: param groups, each with "use_muon". The other arguments are defaults for settings that a group lacks.
+        lr: learning rate of both kinds of groups; None is 0.02 for muon groups and 3e-4 for AdamW groups.
+        momentum, nesterov, ns_steps, ns_method: for muon groups; see `orthogonalized` for the last two.
+        betas, eps: for AdamW groups.
+        weight_decay: decoupled weight decay, for both kinds of groups.
 
     Raises:
-        UsageError: a group without "use_muon", a parameter of less than two dimensions in a muon group, or a
-            hyperparameter out of its range.
+        UsageError: a group lacks "use_muon", a parameter in a muon group has fewer than two dimensions, or a
+            hyperparameter is out of range.
     """
 
     def __init__(
@@ -220,16 +219,16 @@ class Muon(NativeOptimizer):
         super().__init__(params, arguments)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, with the settings of its rule and no others."""
+        """Adds a group, with only the settings of its rule."""
         where = f"Muon, param group {len(self.param_groups)}"
         if not isinstance(use_muon := param_group.get("use_muon"), bool):
-            raise UsageError(where, expected='"use_muon": True or False', got=use_muon, fix="split the parameters")
+            raise UsageError(where, expected='"use_muon": True or False', got=use_muon, fix="set it in each group")
         own = _MUON if use_muon else _ADAMW
         for name, default in own.items():
             if param_group.get(name) is None:
                 argument = self.defaults[name]
                 param_group[name] = default if argument is None else argument
-        # torch fills a group up with all defaults: for this call they are only those of the group's own rule.
+        # torch adds all defaults to a group, so during this call they are only those of the group's own rule.
         others = set(self.defaults) - set(own)
         before, self.defaults = self.defaults, {k: v for k, v in self.defaults.items() if k not in others}
         try:
@@ -348,23 +347,26 @@ class Muon(NativeOptimizer):
 
 
 def orthogonalized(matrices: Tensor, steps: int = 5, method: str = "standard") -> Tensor:
-    """About U V^T of each matrix's U S V^T: singular values that are not tiny come to between 0.6 and 1.3.
+    """Returns about U V^T for each matrix U S V^T: all but tiny singular values become between 0.6 and 1.3.
 
     Args:
-        matrices: (..., rows, columns), floating. Left unchanged.
-        steps: of the iteration.
-        method: "standard" iterates on the matrix, "gram" on its smaller Gram matrix, which takes fewer operations the
-            more oblong it is.
+        matrices: (..., rows, columns), floating-point. Not modified.
+        steps: number of iterations.
+        method: "standard" iterates on the matrix; "gram" on its smaller Gram matrix, which needs fewer operations the
+            more rows and columns differ.
 
     Returns:
-        float32, of the same shape. Computed in bfloat16 by "standard", as in the post, and in float32 by "gram", whose
-        Gram matrices square the errors.
+        float32, of the same shape. "standard" computes in bfloat16, as in the post, "gram" in float32, because Gram
+        matrices square the errors.
     """
     return _orthogonal(matrices.to(_dtype_of(method)), steps, method).to(torch.float32)
 
 
 def _orthogonal(x: Tensor, steps: int, method: str, *, fused: bool = False) -> Tensor:
-    """`orthogonalized`, in the dtype of x. Fused, (n, rows, columns): products and sums in one launch, rounded once."""
+    """Computes `orthogonalized` in the dtype of x.
+
+    With `fused`, x is (n, rows, columns), and one launch computes a product and a sum with one rounding.
+    """
     # A wide matrix has the smaller Gram matrix x x^T.
     is_tall = x.shape[-2] > x.shape[-1]
     x = x.mT if is_tall else x
@@ -378,8 +380,8 @@ def _dtype_of(method: str) -> torch.dtype:
 
 
 def _stretch(shape: Sequence[int]) -> float:
-    # The entries of an orthogonal matrix are about 1/sqrt(its longer side); scaled, they are 1/sqrt(columns) of a tall
-    # one too.
+    # The entries of an orthogonal matrix are about 1/sqrt(its longer side); this scales them to 1/sqrt(columns) for a
+    # tall matrix too.
     return math.sqrt(max(1.0, shape[-2] / shape[-1]))
 
 
@@ -392,7 +394,7 @@ def _floats(*numbers: float) -> list[np.float32]:
 
 
 def _columns(batch: Sequence[TensorStep], states: Mapping[Tensor, Any], *names: str) -> dict[str, list[Any]]:
-    """Of tensors for one launch: masters "x", gradients "g", copies "o", and states "0", "1" by their names."""
+    """Returns the tensors of one launch: masters "x", gradients "g", copies "o", and the named states "0", "1"."""
     columns: dict[str, list[Any]] = {
         "x": [step.param for step in batch],
         "g": [step.grad for step in batch],
@@ -402,7 +404,7 @@ def _columns(batch: Sequence[TensorStep], states: Mapping[Tensor, Any], *names: 
 
 
 def _note_written(batch: Sequence[TensorStep]) -> None:
-    """Autograd does not see what a kernel writes."""
+    """Increments the versions of the written tensors, because autograd does not see a kernel's writes."""
     for tensor in (tensor for step in batch for tensor in (step.param, step.out) if tensor is not None):
         torch.autograd.graph.increment_version(tensor)
 
@@ -420,7 +422,10 @@ def _by_matrix(x: Tensor, steps: int, *, fused: bool) -> Tensor:
 
 
 def _by_gram_matrix(x: Tensor, steps: int) -> Tensor:
-    """With p(G) = a + b G + c G^2, x goes to p(G) x and its Gram matrix G to p(G) G p(G): x is multiplied once."""
+    """Iterates on the Gram matrix G of x, and multiplies x only at the end.
+
+    With p(G) = a + b G + c G^2, an iteration maps x to p(G) x and G to p(G) G p(G).
+    """
     a, b, c = _POLYNOMIAL
     done = 0
     while done < steps:

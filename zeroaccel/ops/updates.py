@@ -1,21 +1,21 @@
 """The optimizers' compiled loops over flat CPU arrays: one read and one write of memory per step.
 
-`shard_step` calls them, `number_formats` is what they are made of.
+`shard_step` calls the loops, which are built from the functions of `number_formats`.
 
 Element i of a result depends on element i of the inputs and on the coefficients, never on i, on the length of the
 call or on the threads. A moment may be float32, bfloat16 (as uint16), or the codes (uint8) of [Note: 8-bit blocks].
 
-[Note: stochastic rounding] A moment changes by a thousandth of itself per step, which nearest rounding to a few bits
-would lose for ever. A 16-bit or 8-bit moment is therefore rounded up with the probability that makes its mean right
-(Connolly, Higham & Mary 2021, "Stochastic rounding and its probabilistic backward error analysis"). The random
-bits are a hash of the weight, the new moment and a key that counts steps, never of a position, so that shards and
-threads change nothing here either.
+[Note: stochastic rounding] A moment changes by about a thousandth of its value per step. Rounding to nearest with few
+bits would discard every change. A 16-bit or 8-bit moment is therefore rounded up with the probability that makes its
+expected value exact (Connolly, Higham & Mary 2021, "Stochastic rounding and its probabilistic backward error
+analysis"). The random bits are a hash of the weight, the new moment and a key that counts steps, never of a position,
+so that the results do not depend on shards or threads.
 
-[Note: 8-bit blocks] BLOCK_NUMEL elements share the exponent of the largest among them, in one byte, as in the
-microscaling formats (Rouhani et al. 2023, "Microscaling data formats for deep learning"). An element has three bits of
-mantissa below its leading one, and an exponent relative to the block's: four bits and a sign for a moment with signs,
-five bits for a sum of squares. A positive square never becomes 0, as it is divided by. A block with an inf or NaN is
-NaN throughout. The values of a block are exact in bfloat16, and encoding them again gives the same block.
+[Note: 8-bit blocks] BLOCK_NUMEL elements share the exponent of their largest element, in one byte, as in the
+microscaling formats (Rouhani et al. 2023, "Microscaling data formats for deep learning"). An element has three mantissa
+bits below its leading one, and an exponent relative to the block's: four bits and a sign for a moment with signs, five
+bits for a sum of squares. A positive square never becomes 0, because it is a divisor. In a block with an inf or NaN,
+all values are NaN. The values of a block are exact in bfloat16, and encoding them again gives the same block.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from zeroaccel.ops.number_formats import (
 )
 
 BLOCK_NUMEL = 32
-"""Elements of an 8-bit block: what parameters and shards are aligned to, so that a shard never ends inside a block."""
+"""Elements of an 8-bit block. Parameters and shards are aligned to it, so that a shard never ends inside a block."""
 
-_ROW = 1024  # elements whose moments a loop holds decoded at once
+_ROW = 1024  # elements whose decoded moments a loop buffers at once
 
 
 def store_moment(array: Any, index: Any, value: Any, random: Any) -> None:
-    """Writes a moment: to float32 as it is, to bfloat16 by [Note: stochastic rounding] with 16 random bits."""
+    """Writes a moment: to float32 unchanged, to bfloat16 by [Note: stochastic rounding] with 16 random bits."""
     raise NotImplementedError
 
 
 def part_of(array: Any, start: Any, stop: Any) -> Any:
-    """``array[start:stop]``, of None None."""
+    """Returns ``array[start:stop]``, or None if `array` is None."""
     raise NotImplementedError
 
 
@@ -83,7 +83,7 @@ overload(store_moment)(_store_moment_for)
 
 @inlined
 def _random(weight: Any, moment: Any, key: Any) -> Any:
-    """32 bits that look random; the constants of the last lines are Wellons' "lowbias32"."""
+    """Returns 32 pseudorandom bits; the constants of the last lines are those of Wellons' "lowbias32"."""
     seed = np.uint32(bits_of(weight) ^ np.uint32(bits_of(moment) * np.uint32(0x9E3779B9)) ^ key)
     seed = np.uint32(np.uint32(seed ^ (seed >> 16)) * np.uint32(0x7FEB352D))
     seed = np.uint32(np.uint32(seed ^ (seed >> 15)) * np.uint32(0x846CA68B))
@@ -98,14 +98,14 @@ def _encode_bfloat16_stochastic(value: Any, random: Any) -> Any:
 
 
 # ---- 8-bit blocks ----
-# `lowest` is the bits of a block's least normal magnitude: 2**-14 of its exponent for codes with a sign, 2**-30 else.
+# `lowest` is the bits of a block's smallest normal magnitude: 2**-14 of its exponent for signed codes, else 2**-30.
 
 
 @inlined
 def _block_exponent(largest: Any) -> Any:
-    """The exponent byte of a block: that of its largest magnitude (as bits), rounded up to what a code can hold.
+    """Returns a block's exponent byte: that of its largest magnitude (as bits) after rounding up to a code's precision.
 
-    At least 40, which keeps every code clear of subnormal floats; 255 stands for a block that is not finite.
+    At least 40, so that no code decodes to a subnormal float; 255 marks a block that is not finite.
     """
     exponent = np.uint32(np.uint32(largest + 0xFFFFF) >> 23)
     return np.uint32(255 if exponent >= 254 else (40 if exponent < 40 else exponent))
@@ -125,9 +125,9 @@ def _encode_magnitude(bits: Any, lowest: Any, random: Any) -> Any:
     return np.uint32(np.uint32(steps + np.uint32(np.uint32(random & 0xFFFF) << 4)) >> 20)
 
 
-# A scratch array has four rows of _ROW floats: two moments, the random bits, and for every element the bits of the
-# least normal magnitude of its block. One array, because LLVM gives up on vectors when it has many pointers to compare;
-# each row is indexed from 0, because a sum as an index might be negative for all it knows.
+# A scratch array has four rows of _ROW floats: two moments, the random bits, and for every element the bits of its
+# block's smallest normal magnitude. It is one array, because LLVM does not vectorise when it has to compare many
+# pointers; indices of a row start at 0, because LLVM must assume that a sum as an index may be negative.
 
 
 @inlined
@@ -137,7 +137,7 @@ def _rows(scratch: Any) -> tuple[Any, Any, Any, Any]:
 
 @inlined
 def _spread(row: Any, exponents: Any, reach: Any) -> None:
-    """Writes the fourth row; all ones for a block that is not finite."""
+    """Writes the fourth row; all bits are ones for a block that is not finite."""
     for block in range(exponents.size):
         exponent = np.uint32(exponents[block])
         lowest = np.uint32(np.uint32(exponent - reach + 1) << 23)
@@ -206,7 +206,7 @@ def _encode_unsigned(codes: Any, exponents: Any, scratch: Any) -> None:
 
 
 # ---- optimizer updates: (master, states..., grad, out, grad_scale, coefficients...) ----
-# In the formulas x is the master, d the gradient after `grad_scale`; each operator is one rounding to float32.
+# In the formulas, x is the master and d the gradient after `grad_scale`; each operator rounds once to float32.
 
 
 @compiled
@@ -237,7 +237,7 @@ def adam(
     x = x + (negative_step * m) / (sqrt(v) * inverse_root + eps)
                                             negative_step = -lr / (1 - beta1**t), inverse_root = 1 / sqrt(1 - beta2**t)
     ```
-    The order of torch.optim.AdamW(foreach=False), but that it divides by the root, and that its line for m is one FMA.
+    The order is that of torch.optim.AdamW(foreach=False), which however divides by the root and computes m by one FMA.
     """
     for i in range(master.size):
         x = master[i]
@@ -273,7 +273,7 @@ def adam_blocks(
     eps: np.float32,
     negative_step: np.float32,
 ) -> None:
-    """`adam` with its moments in 8-bit blocks, which begin at element 0."""
+    """`adam` with moments in 8-bit blocks, which begin at element 0."""
     scratch = np.empty(4 * _ROW, np.float32)
     ms, vs, randoms, _ = _rows(scratch)
     for begin in range(0, master.size, _ROW):
@@ -389,10 +389,10 @@ def rmsprop(
     ```text
     d = grad * grad_scale + l2 * x
     s = s * alpha + (weight * d) * d        weight = 1 - alpha
-    a = a + weight * (d - a)                without `grad_avg` left out, and c = s
-    c = max(s - a * a, 0)                   torch takes the root of what rounding makes negative: NaN
+    a = a + weight * (d - a)                only with `grad_avg`; without it, c = s
+    c = max(s - a * a, 0)                   torch omits the max: rounding below 0 gives NaN
     d = d / (sqrt(c) + eps)
-    d = b = momentum * b + d                left out without `momentum_buffer`
+    d = b = momentum * b + d                only with `momentum_buffer`
     x = x + negative_lr * d
     ```
     """
@@ -438,7 +438,7 @@ def sgd(
     d = grad_weight * d + buffer_weight * b (0, 1), or with Nesterov (1, momentum)
     x = x + negative_lr * d
     ```
-    Without a buffer the two lines in the middle are left out.
+    Without a buffer, the two middle lines are omitted.
     """
     for i in range(master.size):
         x = master[i]

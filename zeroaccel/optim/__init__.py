@@ -1,1 +1,1 @@
-"""Optimizers and schedules: made from a config, judged for sharding, compared between ranks."""
+"""Optimizers and schedules: creates them from a config, classifies them for sharding, compares them between ranks."""

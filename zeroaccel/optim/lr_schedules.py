@@ -1,19 +1,19 @@
 """Learning-rate schedules: the five of DeepSpeed's `scheduler` section, and torch's by name.
 
-The five give, step for step, the rates that DeepSpeed 0.19 gives, so that a migrated run keeps them. Each is a function
-of one counter, `n = last_batch_iteration`: -1 when made, one more at every `step()`. They write `lr` (and OneCycle
-`betas[0]`) into `param_groups`, of any object that has them, and touch nothing else. Differences from DeepSpeed: a
-group with a learning rate of its own keeps it, beta2 is not written, a warm-up may have 0 steps, and loading a state
-also writes its rates.
+The five give the same rates as DeepSpeed 0.19 at every step, so that a migrated run keeps them. Each is a function of
+one counter, `n = last_batch_iteration`: -1 at the start, incremented at every `step()`. They write `lr` (and OneCycle
+`betas[0]`) into `param_groups` of any object that has them, and change nothing else. Differences from DeepSpeed: a
+group with its own learning rate keeps it, beta2 is not written, a warm-up may have 0 steps, and loading a state also
+writes its rates.
 
-[Note: first steps of a warm-up] The rate written when the schedule is made serves the first optimizer step, and the
-warm-up fraction at n = 0 is still 0. So the first *two* optimizer steps run at `warmup_min_lr`; with the default of 0
-they change nothing. A warm-up of 1 step counts as 2. A warm-up of 0 steps has neither rule: it is at the peak at once.
+[Note: first steps of a warm-up] The rate written at creation applies to the first optimizer step, and the warm-up
+fraction at n = 0 is still 0. So the first *two* optimizer steps run at `warmup_min_lr`; with the default of 0 they
+change nothing. A warm-up of 1 step counts as 2. A warm-up of 0 steps starts at the peak.
 
-[Note: rates of a group's own] A group whose rate differs from `optimizer.defaults["lr"]` has one of its own (without
-`defaults`, the first group's rate stands for it). A scalar peak applies to the other groups; a list has one value per
-group and applies to all. As in torch, the rate a group had first is kept in it as `initial_lr`, so that a second
-schedule over the same optimizer starts from that and not from where the first one stopped.
+[Note: rates of a group's own] A group has its own rate if it differs from `optimizer.defaults["lr"]` (without
+`defaults`, from the first group's rate). A scalar peak applies to the other groups; a list has one value per group and
+applies to all. As in torch, the group stores its first rate as `initial_lr`, so that a second schedule for the same
+optimizer starts from it and not from the last rate of the first schedule.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from zeroaccel.logs import log_once
 
 
 class ParamGroups(Protocol):
-    """What a schedule needs of an optimizer; `defaults["lr"]` is used where there is one."""
+    """The attribute of an optimizer that a schedule needs; it also uses `defaults["lr"]` if present."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups; each has `lr`."""
+        """Param groups, each with `lr`."""
 
 
 def address(name: str) -> str:
-    """Where a setting stands in the config."""
+    """Returns the path of a setting in the config."""
     return f"scheduler.params.{name}"
 
 
 def number(name: str, value: object, low: float = 0.0, below: float = math.inf) -> float:
-    """A finite number in [low, below)."""
+    """Checks a setting that must be a finite number in [low, below); returns it."""
     if not isinstance(value, bool) and isinstance(value, Real) and low <= float(value) < below:
         return float(value)
     limit = "" if below == math.inf else f" and less than {below:g}"
@@ -58,7 +58,7 @@ def number(name: str, value: object, low: float = 0.0, below: float = math.inf) 
 
 
 def integer(name: str, value: object, low: int) -> int:
-    """An integer; 1e3 is one."""
+    """Checks a setting that must be an integer, such as 1e3; returns it."""
     checked = as_integer(value)
     if checked is not None and checked >= low:
         return checked
@@ -66,18 +66,18 @@ def integer(name: str, value: object, low: int) -> int:
 
 
 def flag(name: str, value: object) -> bool:
-    """True or false, and nothing that merely counts as one."""
+    """Checks a setting that must be a boolean; returns it."""
     if isinstance(value, bool):
         return value
     raise ConfigError(address(name), expected="true or false", got=value)
 
 
 class GroupSchedule(ABC):
-    """A function of `last_batch_iteration` that is written into param groups.
+    """A schedule as a function of `last_batch_iteration`, which it writes into param groups.
 
     1. A subclass reads its settings, one value per group.
     2. `_start` sets the counter and writes the first rates.
-    3. `step` and `load_state_dict` move the counter and write again.
+    3. `step` and `load_state_dict` set the counter and write again.
     """
 
     def __init__(self, optimizer: ParamGroups) -> None:
@@ -94,28 +94,28 @@ class GroupSchedule(ABC):
 
     @abstractmethod
     def get_lr(self) -> list[float]:
-        """The rate of each group at `last_batch_iteration`."""
+        """Returns the rate of each group at `last_batch_iteration`."""
 
     def get_last_lr(self) -> list[float]:
-        """The rates last written, one per group; from the start on, as the first are written then."""
+        """Returns the last rates written, one per group; the constructor writes the first."""
         return list(self._last_lr)
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Moves on by one optimizer step, or to a given one, and writes its rates."""
+        """Advances by one optimizer step, or to the given one, and writes its rates."""
         self.last_batch_iteration = (
             self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
         )
         self._write()
 
     def state_dict(self) -> dict[str, Any]:
-        """The counter; everything else comes from the settings."""
+        """Returns the counter; all other values come from the settings."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Resumes at the saved counter and writes the rates that belong to it.
+        """Sets the saved counter and writes its rates.
 
         Raises:
-            CheckpointError: the state is not one of these schedules'.
+            CheckpointError: the state is not from one of these schedules.
         """
         counter = state_dict.get("last_batch_iteration")
         if not isinstance(counter, int) or counter < -1:
@@ -123,7 +123,7 @@ class GroupSchedule(ABC):
                 f"state of the lr scheduler {type(self).__name__}",
                 expected="last_batch_iteration, a whole number of at least -1",
                 got=dict(state_dict),
-                fix="resume with the scheduler that was saved, or without scheduler state",
+                fix="resume with the scheduler of the saved run, or without scheduler state",
             )
         self.last_batch_iteration = counter
         self._write()
@@ -133,14 +133,14 @@ class GroupSchedule(ABC):
         self._write()
 
     def _groups(self) -> list[dict[str, Any]]:
-        """The groups as they are now: an optimizer that loads its state replaces them."""
+        """Returns the current groups; an optimizer that loads its state replaces them."""
         groups = self.optimizer.param_groups
         if len(groups) != len(self._own_lrs):
             raise UsageError(
                 f"lr scheduler {type(self).__name__}",
-                expected=f"the {len(self._own_lrs)} param groups it was made for",
+                expected=f"the {len(self._own_lrs)} param groups it was created with",
                 got=len(groups),
-                fix="add param groups before the scheduler is made",
+                fix="add param groups before you create the scheduler",
             )
         return groups
 
@@ -148,14 +148,14 @@ class GroupSchedule(ABC):
         self._last_lr = self.get_lr()
         for group, lr in zip(self._groups(), self._last_lr, strict=True):
             if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(lr)  # a compiled or captured step holds this very tensor
+                group["lr"].fill_(lr)  # a compiled or captured step refers to this tensor
             else:
                 group["lr"] = lr
 
     # -- one value per group
 
     def _spread(self, name: str, value: object, check: Callable[[str, object], float] = number) -> list[float]:
-        """A scalar for every group, or a list with one value each."""
+        """Returns one checked value per group, from a scalar for all groups or a list."""
         if not isinstance(value, (list, tuple)):
             return [check(name, value)] * len(self._own_lrs)
         if len(value) != len(self._own_lrs):
@@ -165,7 +165,7 @@ class GroupSchedule(ABC):
         return [check(name, item) for item in value]
 
     def _own_groups(self, name: str, value: object) -> list[int]:
-        """The groups whose own rate stands against the setting; none where it gives one value per group."""
+        """Returns the groups whose own rate overrides the setting; none if it is a list with one value per group."""
         if isinstance(value, (list, tuple)):
             return []
         own = [index for index, lr in enumerate(self._own_lrs) if lr != self._default_lr]
@@ -173,18 +173,18 @@ class GroupSchedule(ABC):
             shown = ", ".join(f"{index} (lr {self._own_lrs[index]:g})" for index in own)
             log_once(
                 logging.WARNING,
-                f"{address(name)} = {value} is for param groups with the optimizer's lr of {self._default_lr:g}; "
-                f"groups with their own keep it: {shown}. A list sets one value per group.",
+                f"{address(name)} = {value} applies to param groups with the optimizer's lr of {self._default_lr:g}; "
+                f"groups with their own lr keep it: {shown}. A list sets one value per group.",
             )
         return own
 
     def _scaled(self, name: str, values: list[float], own: list[int], reference: list[float]) -> list[float]:
-        """`values`, where a group with its own rate gets as much less or more as its rate is of the reference."""
+        """Multiplies the value of each group with its own rate by the ratio of this rate to the reference."""
         for index in own:
             if reference[index] == 0:
                 raise ConfigError(
                     address(name),
-                    expected="one value per param group, as a rate of 0 gives no scale for groups with their own lr",
+                    expected="one value per param group: a rate of 0 gives no scale for groups with their own lr",
                     got=values[index],
                 )
             values[index] *= self._own_lrs[index] / reference[index]
@@ -192,12 +192,12 @@ class GroupSchedule(ABC):
 
 
 def _first_lr(group: dict[str, Any]) -> float:
-    """The rate the group had before any schedule, kept in the group. See [Note: rates of a group's own]."""
+    """Returns the group's rate before any schedule, stored in the group. See [Note: rates of a group's own]."""
     return float(group.setdefault("initial_lr", float(group["lr"])))
 
 
 def _separate(groups: list[dict[str, Any]], default: object) -> None:
-    """Gives each group a rate tensor of its own: torch lets all groups and `defaults` share one."""
+    """Gives each group its own rate tensor, because in torch all groups and `defaults` may share one."""
     seen = {id(default)}
     for group in groups:
         if isinstance(group["lr"], Tensor) and id(group["lr"]) in seen:
@@ -205,19 +205,19 @@ def _separate(groups: list[dict[str, Any]], default: object) -> None:
         seen.add(id(group["lr"]))
 
 
-# -- the five
+# -- the five native schedules
 
 
 @dataclass(frozen=True)
 class _WarmUp:
-    """The way from 0 at the first steps to 1 after `num_steps`. See [Note: first steps of a warm-up]."""
+    """A fraction that rises from 0 at the first steps to 1 after `num_steps`; [Note: first steps of a warm-up]."""
 
     num_steps: int
     linear: bool
 
     @staticmethod
     def of(num_steps: object, kind: object) -> _WarmUp:
-        """From `warmup_num_steps` and `warmup_type`."""
+        """Creates a warm-up from `warmup_num_steps` and `warmup_type`."""
         if kind not in ("log", "linear"):
             raise ConfigError(address("warmup_type"), expected='"log" or "linear"', got=kind)
         steps = integer("warmup_num_steps", num_steps, low=0)
@@ -227,13 +227,13 @@ class _WarmUp:
         return self.num_steps > 0 and n < self.num_steps
 
     def fraction(self, n: int) -> float:
-        """ln(n + 1) / ln(N) or n / N, where the warm-up covers n."""
+        """Returns ln(n + 1) / ln(N) or n / N, for an n that the warm-up covers."""
         if n < 0:
             return 0.0
         return n / self.num_steps if self.linear else 1.0 / math.log(self.num_steps) * math.log(n + 1)
 
     def total(self, total_num_steps: object) -> int:
-        """Checks `total_num_steps`, of which the warm-up is the beginning."""
+        """Checks `total_num_steps`, which includes the warm-up; returns it."""
         total = integer("total_num_steps", total_num_steps, low=1)
         if total < self.num_steps:
             log_once(
@@ -245,21 +245,21 @@ class _WarmUp:
 
 
 class WarmupLR(GroupSchedule):
-    """From `warmup_min_lr` up to `warmup_max_lr` in `warmup_num_steps` steps, constant after.
+    """Raises the rate from `warmup_min_lr` to `warmup_max_lr` in `warmup_num_steps` steps; then it is constant.
 
     ``min + (max - min) * f`` with f = ln(n + 1) / ln(N) ("log") or n / N ("linear") for n < N, then 1.
 
     Args:
         optimizer: has `param_groups`.
         warmup_min_lr: start, a number or one per group.
-        warmup_max_lr: peak, a number or one per group; None takes each group's own lr.
-            A number leaves groups with their own lr as they are.
-        warmup_num_steps: N; 0 begins at the peak, and 1 counts as 2.
+        warmup_max_lr: peak, a number or one per group; None uses each group's lr. A number does not apply to groups
+            with their own lr.
+        warmup_num_steps: N; 0 starts at the peak, and 1 counts as 2.
         warmup_type: "log" or "linear".
-        last_batch_iteration: n to begin at; -1 is the start.
+        last_batch_iteration: first value of n; -1 is the start.
 
     Raises:
-        ConfigError: a value is of the wrong kind, or a list does not fit the groups.
+        ConfigError: a value has the wrong type or range, or a list has not one value per group.
 
     Example:
         >>> import torch
@@ -293,28 +293,28 @@ class WarmupLR(GroupSchedule):
         self._start(last_batch_iteration)
 
     def get_lr(self) -> list[float]:
-        """The rate of each group at `last_batch_iteration`."""
+        """Returns the rate of each group at `last_batch_iteration`."""
         n = self.last_batch_iteration
         fraction = self._warm_up.fraction(n) if self._warm_up.covers(n) else self._after(n)
         return [low + (high - low) * fraction for low, high in zip(self._min_lrs, self._max_lrs, strict=True)]
 
     def _after(self, n: int) -> float:
-        """The fraction of the way from min to max once the warm-up is over."""
+        """Returns the fraction between min and max after the warm-up."""
         return 1.0
 
 
 class WarmupDecayLR(WarmupLR):
-    """`WarmupLR`, then a straight line back to `warmup_min_lr` at `total_num_steps`.
+    """`WarmupLR`, then linear decay to `warmup_min_lr` at `total_num_steps`.
 
     After the warm-up ``f = max(0, (T - n) / max(1, T - N))``.
 
     Args:
-        optimizer, warmup_min_lr, warmup_num_steps, warmup_type, last_batch_iteration: as for `WarmupLR`.
-        total_num_steps: T, steps of the run.
-        warmup_max_lr: as for `WarmupLR`, but 0.001 where it is not given.
+        optimizer, warmup_min_lr, warmup_num_steps, warmup_type, last_batch_iteration: see `WarmupLR`.
+        total_num_steps: T, number of steps of the run.
+        warmup_max_lr: see `WarmupLR`; the default is 0.001.
 
     Raises:
-        ConfigError: as for `WarmupLR`.
+        ConfigError: see `WarmupLR`.
     """
 
     def __init__(
@@ -331,24 +331,24 @@ class WarmupDecayLR(WarmupLR):
         super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
 
     def _after(self, n: int) -> float:
-        # n is -1 here only when there is no warm-up: the first step, at the peak like the one at n = 0.
+        # n is -1 here only without a warm-up: this is the first step, at the peak, as at n = 0.
         return max(0.0, (self._total - max(n, 0)) / max(1, self._total - self._warm_up.num_steps))
 
 
 class WarmupCosineLR(GroupSchedule):
-    """Each group's lr times a ratio: up from `warmup_min_ratio` to 1, then half a cosine down to `cos_min_ratio`.
+    """Each group's lr times a ratio: from `warmup_min_ratio` up to 1, then by half a cosine down to `cos_min_ratio`.
 
-    The ratio is 0 at n = -1, ``min + (1 - min) * f`` during the warm-up (f as for `WarmupLR`), and then
+    The ratio is 0 at n = -1, ``min + (1 - min) * f`` during the warm-up (f as in `WarmupLR`), and then
     ``c + (1 - c) * (1 + cos(pi * p)) / 2`` with ``p = min(1, (n - N + 1) / max(1, T - N))`` and c = `cos_min_ratio`.
 
     Args:
-        optimizer, warmup_num_steps, warmup_type, last_batch_iteration: as for `WarmupLR`.
-        total_num_steps: T, steps of the run.
+        optimizer, warmup_num_steps, warmup_type, last_batch_iteration: see `WarmupLR`.
+        total_num_steps: T, number of steps of the run.
         warmup_min_ratio: ratio at n = 0.
         cos_min_ratio: ratio at the end.
 
     Raises:
-        ConfigError: a value is of the wrong kind.
+        ConfigError: a value has the wrong type or range.
     """
 
     def __init__(
@@ -369,7 +369,7 @@ class WarmupCosineLR(GroupSchedule):
         self._start(last_batch_iteration)
 
     def get_lr(self) -> list[float]:
-        """The rate of each group at `last_batch_iteration`."""
+        """Returns the rate of each group at `last_batch_iteration`."""
         ratio = self._ratio(self.last_batch_iteration)
         return [lr * ratio for lr in self._own_lrs]
 
@@ -386,27 +386,27 @@ def _momentum(name: str, value: object) -> float:
 
 
 class OneCycle(GroupSchedule):
-    """One triangle of the rate up and down, beta1 opposite to it, then a slow decay (arXiv:1803.09820).
+    """One triangular cycle of the rate, with beta1 in the opposite direction, then a slow decay (arXiv:1803.09820).
 
-    With b = n + 1 and the cycle's halves of F and S steps, the height is b / F going up and (F + S - b) / S coming
-    down; ``lr = min + (max - min) * height`` and ``beta1 = max_mom - (max_mom - min_mom) * height``. After the cycle,
-    with ``k = (n - F - S + 1) / decay_step_size``: ``lr = min / (1 + decay_lr_rate * k)`` and
+    With b = n + 1 and halves of F and S steps, the height is b / F in the first half and (F + S - b) / S in the second;
+    ``lr = min + (max - min) * height`` and ``beta1 = max_mom - (max_mom - min_mom) * height``. After the cycle, with
+    ``k = (n - F - S + 1) / decay_step_size``: ``lr = min / (1 + decay_lr_rate * k)`` and
     ``beta1 = max_mom * (1 + decay_mom_rate * k)``. The first optimizer step runs at `cycle_min_mom`, as in DeepSpeed.
 
     Args:
-        optimizer: has `param_groups`; without `betas` in them, no momentum is cycled.
-        cycle_min_lr, cycle_max_lr: foot and peak, a number or one per group. A numeric peak leaves groups with their
-            own lr that as their peak, and their foot is in proportion.
+        optimizer: has `param_groups`; without `betas` in them, the momentum does not change.
+        cycle_min_lr, cycle_max_lr: minimum and peak, a number or one per group. If the peak is a number, groups with
+            their own lr keep it as their peak, with a proportional minimum.
         decay_lr_rate, decay_mom_rate: speed of the decay.
-        cycle_first_step_size, cycle_second_step_size: F and S; S is F where it is None.
-        cycle_first_stair_count, cycle_second_stair_count: stairs in each half; 0 is a slope. None takes the first's.
-        decay_step_size: steps per unit of decay; 0 does not decay.
-        cycle_momentum: whether beta1 follows. beta2 never does.
+        cycle_first_step_size, cycle_second_step_size: F and S; None sets S to F.
+        cycle_first_stair_count, cycle_second_stair_count: stairs in each half; 0 for a slope. None repeats the first.
+        decay_step_size: steps per unit of decay; 0 for no decay.
+        cycle_momentum: True to change beta1 in the cycle. beta2 never changes.
         cycle_min_mom, cycle_max_mom: range of beta1, a number or one per group.
-        last_batch_iteration: n to begin at; -1 is the start.
+        last_batch_iteration: first value of n; -1 is the start.
 
     Raises:
-        ConfigError: a value is of the wrong kind; or, at the step where it happens, beta1 has grown to 1.
+        ConfigError: a value has the wrong type or range; or beta1 reaches 1 at a step.
     """
 
     def __init__(
@@ -440,7 +440,7 @@ class OneCycle(GroupSchedule):
         self._decay_mom_rate = number("decay_mom_rate", decay_mom_rate)
         self._max_lrs = self._spread("cycle_max_lr", cycle_max_lr)
         self._min_lrs = self._spread("cycle_min_lr", cycle_min_lr)
-        # A group with its own rate keeps it as its peak; its minimum is scaled alike, so its cycle has the same shape.
+        # A group with its own rate keeps it as its peak, and its minimum is scaled by the same factor.
         own = self._own_groups("cycle_max_lr", cycle_max_lr)
         if not isinstance(cycle_min_lr, (list, tuple)):
             self._min_lrs = self._scaled("cycle_min_lr", self._min_lrs, own, self._max_lrs)
@@ -451,11 +451,11 @@ class OneCycle(GroupSchedule):
         self._cycles_momentum = flag("cycle_momentum", cycle_momentum)
         if self._cycles_momentum and not any("betas" in group for group in optimizer.param_groups):
             self._cycles_momentum = False
-            log_once(logging.WARNING, "OneCycle cycles no momentum: the optimizer has no betas")
+            log_once(logging.WARNING, "OneCycle: cycle_momentum has no effect, because the optimizer has no betas")
         self._start(last_batch_iteration)
 
     def get_lr(self) -> list[float]:
-        """The rate of each group at `last_batch_iteration`."""
+        """Returns the rate of each group at `last_batch_iteration`."""
         n = self.last_batch_iteration
         if n < self._first + self._second:
             height = self._height(n + 1)
@@ -463,9 +463,9 @@ class OneCycle(GroupSchedule):
         return [low / (1.0 + self._decay_lr_rate * self._decay(n)) for low in self._min_lrs]
 
     def get_mom(self) -> list[tuple[float, ...]] | None:
-        """The betas of each group at `last_batch_iteration`; None where no momentum is cycled.
+        """Returns the betas of each group at `last_batch_iteration`; None if the momentum does not change.
 
-        Before the first `step()` the top of the range, while the groups have `cycle_min_mom`; both as in DeepSpeed.
+        Before the first `step()` it returns `cycle_max_mom`, while the groups have `cycle_min_mom`, as in DeepSpeed.
         """
         if not self._cycles_momentum:
             return None
@@ -480,7 +480,7 @@ class OneCycle(GroupSchedule):
         return [high * (1.0 + self._decay_mom_rate * self._decay(n)) for high in self._max_moms]
 
     def _height(self, b: int) -> float:
-        """0 at the foot, 1 at the peak."""
+        """Returns the height in the cycle, 0 at the minimum and 1 at the peak."""
         at = b % (self._first + self._second)
         rising = at <= self._first
         remaining = at if rising else self._first + self._second - at
@@ -499,7 +499,7 @@ class OneCycle(GroupSchedule):
             if beta1 >= 1:
                 raise ConfigError(
                     address("decay_mom_rate"),
-                    expected="beta1 to stay below 1",
+                    expected="a rate that keeps beta1 below 1",
                     got=f"{beta1:g} at step {self.last_batch_iteration + 1}",
                     fix="lower it, or raise decay_step_size",
                 )
@@ -508,21 +508,21 @@ class OneCycle(GroupSchedule):
 
 
 class LRRangeTest(GroupSchedule):
-    """A rate that grows without end, to find the largest that trains (arXiv:1803.09820).
+    """A rate that grows without limit, to find the largest usable one (arXiv:1803.09820).
 
-    ``min * (1 + rate * (n + 1) / size)``, the fraction rounded down with `lr_range_test_staircase`.
+    ``min * (1 + rate * (n + 1) / size)``, with the fraction rounded down if `lr_range_test_staircase` is set.
 
     Args:
         optimizer: has `param_groups`.
-        lr_range_test_min_lr: start, a number or one per group. A number is for groups with the optimizer's lr; a
-            group with its own starts as many times above or below it.
-        lr_range_test_step_size: steps in which the rate grows by `lr_range_test_step_rate` times the start.
+        lr_range_test_min_lr: start, a number or one per group. A number applies to groups with the optimizer's lr; for
+            a group with its own lr, it is scaled by the ratio of the two.
+        lr_range_test_step_size: number of steps in which the rate grows by `lr_range_test_step_rate` times the start.
         lr_range_test_step_rate: see above.
         lr_range_test_staircase: grow once per `lr_range_test_step_size` steps.
-        last_batch_iteration: n to begin at; -1 is the start.
+        last_batch_iteration: first value of n; -1 is the start.
 
     Raises:
-        ConfigError: a value is of the wrong kind, or a list does not fit the groups.
+        ConfigError: a value has the wrong type or range, or a list has not one value per group.
     """
 
     def __init__(
@@ -545,7 +545,7 @@ class LRRangeTest(GroupSchedule):
         self._start(last_batch_iteration)
 
     def get_lr(self) -> list[float]:
-        """The rate of each group at `last_batch_iteration`."""
+        """Returns the rate of each group at `last_batch_iteration`."""
         grown = (self.last_batch_iteration + 1) / self._size
         factor = 1.0 + self._rate * (math.floor(grown) if self._staircase else grown)
         return [low * factor for low in self._min_lrs]
@@ -566,24 +566,24 @@ _TORCH: Mapping[str, Callable[..., Schedule]] = {
     and not name.startswith("_")
 }
 _REFUSED = {
-    "ReduceLROnPlateau": "it needs a metric at each step, which the engine does not have; step one in the training loop"
+    "ReduceLROnPlateau": "it needs a metric at each step, which the engine does not have; step it in the training loop"
 }
 
 VALID_LR_SCHEDULES: list[str] = list(_OWN)
-"""Names of the schedules that are not torch's."""
+"""Names of the native schedules."""
 
 
 def build_scheduler(type: str, params: Mapping[str, Any], optimizer: ParamGroups) -> Schedule:
-    """The scheduler that a config's `scheduler` section names.
+    """Creates the scheduler of a config's `scheduler` section.
 
     Args:
         type: one of `VALID_LR_SCHEDULES`, or the exact name of a class of `torch.optim.lr_scheduler`.
         params: its arguments without the optimizer.
-        optimizer: anything with `param_groups`; a `torch.optim.Optimizer` where the scheduler is torch's.
+        optimizer: any object with `param_groups`; for torch's schedulers a `torch.optim.Optimizer`.
 
     Raises:
         ConfigError: the type is unknown, or an argument is unknown, missing or wrong.
-        UsageError: a scheduler of torch's over something that is not a torch optimizer.
+        UsageError: torch's schedulers need a torch optimizer.
     """
     kind = _OWN.get(type) or _TORCH.get(type)
     if kind is None or type in _REFUSED:
@@ -593,14 +593,14 @@ def build_scheduler(type: str, params: Mapping[str, Any], optimizer: ParamGroups
             f"scheduler.type {type}",
             expected="a torch.optim.Optimizer to schedule",
             got=optimizer,
-            fix=f"use one of {', '.join(VALID_LR_SCHEDULES)}, which take anything with param_groups",
+            fix=f"use one of {', '.join(VALID_LR_SCHEDULES)}, which support any object with param_groups",
         )
     _check_arguments(type, kind, params)
     try:
         return kind(optimizer=optimizer, **params)
     except ZeroAccelError:
         raise
-    except (TypeError, ValueError, AttributeError, LookupError) as error:  # whatever torch's constructors make of it
+    except (TypeError, ValueError, AttributeError, LookupError) as error:  # from torch's constructors
         raise ConfigError(f"scheduler.params of {type}: {error}") from error
 
 
@@ -621,4 +621,4 @@ def _check_arguments(name: str, kind: Callable[..., Schedule], params: Mapping[s
             raise ConfigError(address(key), expected=f"an argument of {name}", got=params[key], fix=fix)
     for key, parameter in allowed.items():
         if parameter.default is parameter.empty and key not in params:
-            raise ConfigError(address(key), expected=f"a value, which {name} cannot do without")
+            raise ConfigError(address(key), expected=f"a value, which {name} requires")

@@ -1,8 +1,8 @@
-"""Copies of optimizers that can be stepped without a trace, and what their steps show.
+"""Trial steps on copies of optimizers, without side effects.
 
-A copy (`OptimizerCopy`) shows which states an optimizer will have (`element_states`), whether it steps the
-parameters of its groups at all (`groups_out_of_reach`), and whether parameters depend on each other (`coupling`).
-Nothing here communicates; the optimizer, its parameters and all random states stay as they are.
+Steps of an `OptimizerCopy` show which states an optimizer will have (`element_states`), if it steps the parameters in
+its groups (`groups_out_of_reach`), and if parameters depend on each other (`coupling`). This module does not
+communicate; it does not change the optimizer, its parameters or random states.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ _HOOKS_OF_ALL = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 _STEPS = 12
-_SHAPES = ((8, 12), (4, 6))  # some rules take matrices only
+_SHAPES = ((8, 12), (4, 6))  # some rules support only matrices
 _MOST_GROUPS = 4
-_SCALES = (1.0, 0.02, 30.0, 5.0)  # of the gradients, by tensor
-_RAMP = (1.0, 2.0, 0.5, 10.0, 0.1, 100.0, 1.0, 30.0, 0.01, 1e5, 3.0, 1.0)  # of the gradients, by step
+_SCALES = (1.0, 0.02, 30.0, 5.0)  # scales of the gradients, by tensor
+_RAMP = (1.0, 2.0, 0.5, 10.0, 0.1, 100.0, 1.0, 30.0, 0.01, 1e5, 3.0, 1.0)  # scales of the gradients, by step
 _RTOL = 1e-5
 _ROUNDINGS = 4 * torch.finfo(torch.float32).eps
 
 
 class OptimizerCopy:
-    """A copy of an optimizer, without its parameters and its state, to be stepped inside `isolated`.
+    """A copy of an optimizer, without its parameters and its state, for steps inside `isolated`.
 
-    Made by hand, since `Optimizer.__getstate__` would drop the attributes of a subclass. Copied are attributes, param
-    groups and inner optimizers. Not copied is a `step` of the instance, a scheduler's wrapper that steps the original.
-    Of the hooks around a step those are part of the optimizer that are its own methods; others look at the training,
-    and do not run.
+    It does not use `Optimizer.__getstate__`, which drops the attributes of a subclass. It copies attributes, param
+    groups and inner optimizers, but not a `step` of the instance, which is a scheduler's wrapper that steps the
+    original. It keeps step hooks that are methods of the optimizer itself; other hooks observe the training and do not
+    run.
 
     Args:
-        optimizer: the original; it is not changed.
+        optimizer: the original, which does not change.
 
     Attributes:
         optimizer: the copy. Its groups have no `params`, its state is empty, its tensors are in host memory.
 
     Raises:
-        Exception: whatever an attribute raises that cannot be copied.
+        Exception: any error of an attribute that cannot be copied.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -74,40 +74,40 @@ class OptimizerCopy:
             group["params"] = []
 
     def place(self, params: Sequence[tuple[int, Tensor]]) -> None:
-        """Puts parameters in, as (param group, values) each, and has them trained."""
+        """Adds parameters, given as (param group, values), and switches the copy to training."""
         for index, param in params:
             self.optimizer.param_groups[index]["params"].append(param)
         if _has_elements(self._original):
             renew_state(self.optimizer)
-        train = getattr(self.optimizer, "train", None)  # which some optimizers have
+        train = getattr(self.optimizer, "train", None)  # a method of some optimizers
         if callable(train):
             train()
 
 
 @contextmanager
 def isolated() -> Iterator[Callable[[], bool]]:
-    """For steps of copies: the same random states each time, restored afterwards, and torch without modes and hooks.
+    """Isolates steps of copies: fixed random states, restored afterwards, and torch without modes and hooks.
 
     Yields:
-        Whether a random number has been drawn since.
+        A function that returns True if a random number has been drawn since.
     """
     with ExitStack() as stack:
-        stack.enter_context(_disable_current_modes())  # its steps are real also where tensors are fake, and not counted
-        if torch.empty(0).device.type != "cpu":  # torch 2.6's get_default_device() does not know of `with torch.device`
+        stack.enter_context(_disable_current_modes())  # real steps even under fake tensors; modes do not count them
+        if torch.empty(0).device.type != "cpu":  # torch 2.6's get_default_device() ignores `with torch.device`
             stack.enter_context(torch.device("cpu"))
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(torch.compiler.set_stance("force_eager"))  # a rule may be compiled, for every shape anew
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # a compiled rule would recompile for each shape
         hooks = [getattr(optimizer_module, name, {}) for name in _HOOKS_OF_ALL]
         hooked = [dict(registered) for registered in hooks]
         threads = torch.get_num_threads()
         before = _random_states()
         devices = ACCELERATOR.module
         on_devices = devices.get_rng_state_all() if devices.is_initialized() else None
-        torch.default_generator.manual_seed(0)  # torch.manual_seed would also seed devices that are yet to start
+        torch.default_generator.manual_seed(0)  # torch.manual_seed would also seed uninitialised devices
         random.seed(0)
         np.random.seed(0)
         seeded = _random_states()
-        torch.set_num_threads(1)  # tensors are small: threads of a busy machine took twenty times as long for factors
+        torch.set_num_threads(1)  # tensors are small: on a busy machine, threads made factorisations 20 times slower
         for registered in hooks:
             registered.clear()
         try:
@@ -124,10 +124,10 @@ def isolated() -> Iterator[Callable[[], bool]]:
 
 
 def has_stepped(optimizer: Optimizer) -> bool:
-    """Whether its state comes from steps, rather than from its constructor, as that of torch's Adagrad does.
+    """Returns True if its state comes from steps and not from its constructor, such as the state of torch's Adagrad.
 
-    Empty states, as the `train()` of a schedule-free optimizer leaves them, and flags are no state. A state that counts
-    no steps is compared with what the constructor makes for its parameter.
+    Empty states, as after `train()` of a schedule-free optimizer, and flags do not count. A state without a step
+    counter is compared with the one that the constructor creates for its parameter.
     """
     for index, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
@@ -143,7 +143,7 @@ def has_stepped(optimizer: Optimizer) -> bool:
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same values; NaN, as sharded parameters show, is like NaN."""
+    """Returns True if two tensors have the same values; NaNs, which sharded parameters show, are equal."""
     return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
 
 
@@ -153,7 +153,7 @@ def _is_new(optimizer: Optimizer, index: int, param: Tensor) -> bool:
         with isolated():
             fresh = type(optimizer)([group], **_settings(optimizer)).state.get(param, {})
     except Exception:
-        return False  # it is not known what the constructor makes
+        return False  # the constructor's state is unknown
     state = optimizer.state[param]
     return fresh.keys() == state.keys() and all(
         _same(value, fresh[name]) if isinstance(value, Tensor) and isinstance(fresh[name], Tensor) else True
@@ -162,34 +162,34 @@ def _is_new(optimizer: Optimizer, index: int, param: Tensor) -> bool:
 
 
 def renew_state(optimizer: Optimizer) -> None:
-    """Makes the state that the constructor makes, for the parameters that are in the groups now, and no other."""
+    """Creates the constructor's state for only the parameters that are now in the groups."""
     groups = [dict(group) for group in optimizer.param_groups]
     optimizer.state = type(optimizer)(groups, **_settings(optimizer)).state
 
 
 def _settings(optimizer: Optimizer) -> dict[str, Any]:
-    """What of its defaults its constructor takes; some keep counters there."""
+    """Returns the defaults that the constructor accepts; some classes keep counters in them."""
     accepted = inspect.signature(type(optimizer)).parameters
     accepts_all = any(accepted[name].kind is inspect.Parameter.VAR_KEYWORD for name in accepted)
     return {name: value for name, value in optimizer.defaults.items() if accepts_all or name in accepted}
 
 
 def element_states(optimizer: Optimizer, group: int, shape: tuple[int, ...]) -> dict[str, torch.dtype]:
-    """Name -> dtype of the states that a parameter of this shape gets and that have one value per element.
+    """Returns name -> dtype of the states with one value per element that a parameter of this shape gets.
 
-    Found by a step without values where the rule can do without, since a matrix may be large and its rule slow.
+    Runs a trial step with fake tensors if the rule supports them, because a matrix may be large and its rule slow.
 
     Args:
-        group: index of the param group whose rule it is.
+        group: index of the param group whose rule applies.
 
     Raises:
-        Exception: whatever the optimizer raises at a step in host memory.
+        Exception: any error of a step in host memory.
     """
     with isolated():
         try:
             with FakeTensorMode(allow_non_fake_inputs=True):
                 state = _state_after_step(optimizer, group, shape)
-        except Exception:  # it looks at values, which these tensors have not
+        except Exception:  # the rule needs values, which fake tensors do not have
             state = _state_after_step(optimizer, group, shape)
     return {name: v.dtype for name, v in state.items() if isinstance(v, Tensor) and v.dim() and v.shape == shape}
 
@@ -204,7 +204,7 @@ def _state_after_step(optimizer: Optimizer, group: int, shape: tuple[int, ...]) 
 
 
 def _holds_generator(optimizer: Optimizer) -> bool:
-    """Whether it draws from a generator of its own."""
+    """Returns True if the optimizer has a random generator."""
     values = [*vars(optimizer).values(), *(value for group in optimizer.param_groups for value in group.values())]
     return any(isinstance(value, _GENERATORS) for value in values)
 
@@ -218,15 +218,15 @@ def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def _shell(optimizer: Any, memo: dict[int, Any], copies: list[tuple[Any, Any]]) -> Any:
-    """An empty object for the copy of `optimizer` and of each optimizer inside; registers them in `memo`."""
+    """Creates an empty object for the copy of `optimizer` and of each inner optimizer; registers them in `memo`."""
     shell = object.__new__(type(optimizer))
     memo[id(optimizer)] = shell
     copies.append((optimizer, shell))
     for name, value in vars(optimizer).items():
         if name == "state":
             memo[id(value)] = defaultdict(dict)
-    # Walked by hand ahead of `deepcopy`: tensors of the optimizer are copied to host memory, and inner optimizers (a
-    # Lookahead's base, for instance) get shells of their own instead of being copied with their parameters.
+    # Before `deepcopy`, this walk copies tensors of the optimizer to host memory, and creates shells for inner
+    # optimizers (such as a Lookahead's base), so that they are not copied with their parameters.
     pending = [value for name, value in vars(optimizer).items() if name != "state"]
     seen: set[int] = set()
     while pending:
@@ -251,7 +251,7 @@ def _own_hooks(hooks: Mapping[int, Any], original: Any, shell: Any) -> OrderedDi
 
 
 def _has_elements(optimizer: Any) -> bool:
-    """Whether its state, of no step yet, has tensors, which the constructor made."""
+    """Returns True if the state before the first step has tensors, which the constructor created."""
     states = getattr(optimizer, "state", {}).values()
     return any(isinstance(v, Tensor) for state in states if isinstance(state, Mapping) for v in state.values())
 
@@ -266,10 +266,10 @@ def _same_states(one: tuple[Tensor, Any, Any], other: tuple[Tensor, Any, Any]) -
 
 
 def groups_out_of_reach(optimizer: Optimizer) -> list[int]:
-    """Param groups that its step does not update where their parameters are replaced, as shards replace them.
+    """Returns the param groups that a step does not update after their parameters are replaced, as by shards.
 
-    It refers to the parameters themselves by another way than its groups, as one does that is made of optimizers with
-    groups of their own. Found by a step of a copy, where there is such a way.
+    Such an optimizer refers to parameters outside its groups, for example through inner optimizers with separate
+    groups. If there are such references, a step of a copy tests it.
     """
     elsewhere = set(map(id, _parameters_elsewhere(optimizer)))
     suspects = [
@@ -282,12 +282,12 @@ def groups_out_of_reach(optimizer: Optimizer) -> list[int]:
         try:
             params = _stepped(optimizer, [(index, start) for index, _ in enumerate(optimizer.param_groups)], 2)
         except Exception:
-            return []  # another check says what it needs
+            return []  # another check reports the reason
         return [index for index in suspects if torch.equal(params[index], start)]
 
 
 def _parameters_elsewhere(optimizer: Optimizer) -> Iterator[Tensor]:
-    """The parameters that its attributes refer to by another way than its own param groups and states."""
+    """Yields the parameters that attributes refer to outside the optimizer's own param groups and states."""
     groups = {id(group) for group in optimizer.param_groups} | {id(group["params"]) for group in optimizer.param_groups}
     pending: list[Any] = [optimizer]
     seen = {id(optimizer.param_groups), *groups}
@@ -322,10 +322,10 @@ class _NoCollectives(TorchDispatchMode):
 
 
 def coupling(optimizer: Optimizer) -> str:
-    """Why its update of a parameter depends on other parameters, as a clause about "it"; "" where that is not seen.
+    """Returns the reason that an update of a parameter depends on other parameters, as a clause about "it", or "".
 
-    Small tensors, two for each of a few param groups, take twelve steps together and each alone. A rule that begins
-    later, or draws random numbers, is not seen.
+    Compares twelve steps of small tensors, two for each of a few param groups, together and each alone. This does not
+    detect rules that start later or draw random numbers.
     """
     if _holds_generator(optimizer):
         return ""
@@ -338,7 +338,7 @@ def coupling(optimizer: Optimizer) -> str:
         except _CommunicationError:
             return "its step communicates between ranks by itself"
         except Exception:
-            return ""  # it takes no such tensors, and would raise at a step
+            return ""  # the rule does not support such tensors, and will raise at a step
         try:
             alone = [_stepped(optimizer, [start], _STEPS, index)[0] for index, start in enumerate(starts)]
         except Exception as error:
@@ -349,15 +349,15 @@ def coupling(optimizer: Optimizer) -> str:
 
 
 def _stepped(optimizer: Optimizer, starts: Sequence[tuple[int, Tensor]], steps: int, first: int = 0) -> list[Tensor]:
-    """The values after some steps of a copy that has these parameters, (param group, values) each, and no other.
+    """Returns the values after `steps` steps of a copy with only these parameters, given as (param group, values).
 
     Args:
-        first: the number of the first of them, by which its gradients go.
+        first: number of the first parameter, which determines its gradients.
     """
     twin = OptimizerCopy(optimizer)
     for group in twin.optimizer.param_groups:
         rate = group.get("lr")
-        if isinstance(rate, (int, float, Tensor)):  # a warm-up may begin at 0, where nothing would differ
+        if isinstance(rate, (int, float, Tensor)):  # a warm-up may start at 0, which would hide all differences
             rate_used = min(max(0.1, float(rate)), 1.0)
             group["lr"] = torch.full_like(rate, rate_used) if isinstance(rate, Tensor) else rate_used
     params = [nn.Parameter(start.clone()) for _, start in starts]
@@ -373,12 +373,12 @@ def _stepped(optimizer: Optimizer, starts: Sequence[tuple[int, Tensor]], steps: 
 
 
 def _start(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Values of many magnitudes: in a small one also a small update shows."""
+    """Returns values of many magnitudes: small updates are visible in small values."""
     values, magnitudes = (torch.rand(shape, generator=generator) for _ in "ab")
     return (values - 0.5) * 10 ** (-8 * magnitudes)
 
 
 def _agree(one: Tensor, other: Tensor, start: Tensor) -> bool:
-    """Whether two results are the same but for rounding, measured by how far they are from the start."""
+    """Returns True if two results are equal up to rounding, relative to their distance from the start."""
     allowed = (one - start).abs() * _RTOL + one.abs() * _ROUNDINGS
     return bool((((one - other).abs() <= allowed) | (one == other) | (one.isnan() & other.isnan())).all())

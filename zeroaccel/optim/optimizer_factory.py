@@ -1,7 +1,7 @@
 """Builds the optimizer of a config's `optimizer` section, over the model's own parameters.
 
-Muon needs two param groups per group: matrices that it orthogonalises, and all others, for its AdamW. They are chosen
-by the flags that DeepSpeed's users set on parameters, and without a flag by the model's embeddings and heads.
+Muon needs two param groups per group: matrices that it orthogonalises, and all other parameters, for its AdamW. The
+flags that DeepSpeed's users set on parameters select them; without flags, the model's embeddings and heads go to AdamW.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ _NAMES = ("embed", "lm_head")
 
 
 def muon_groups(params: Iterable[Any], settings: Mapping[str, Any], model: nn.Module | None) -> list[dict[str, Any]]:
-    """Param groups for `Muon`: each group of `params` split in two by "use_muon", without empty halves.
+    """Returns param groups for `Muon`: each group of `params` split in two by "use_muon", without empty halves.
 
-    Muon takes a parameter whose attribute `use_muon` is true. Without the attribute it takes those of two dimensions
-    or more, but embeddings and heads: parameters of `nn.Embedding`, of what `get_output_embeddings()` of a Hugging
-    Face model returns, and those with "embed" or "lm_head" in their names. A group that has "use_muon" itself is as it
-    is. A group's own lr counts, then `muon_lr` or `adam_lr`, then `lr`.
+    Muon takes parameters whose attribute `use_muon` is true. Without the attribute it takes parameters with two or more
+    dimensions, except embeddings and heads: parameters of `nn.Embedding`, of the module that a Hugging Face model's
+    `get_output_embeddings()` returns, and those with "embed" or "lm_head" in their names. A group with a "use_muon"
+    entry is not split. The lr is the group's own, else `muon_lr` or `adam_lr`, else `lr`.
 
     Raises:
-        ConfigError: a parameter without the attribute, where the model is not known, or a flag that is not a boolean.
+        ConfigError: a parameter has no attribute and belongs to no known model, or a flag is not a boolean.
     """
     items = list(params)
     groups = items if items and isinstance(items[0], dict) else [{"params": items}]
@@ -54,7 +54,7 @@ def muon_groups(params: Iterable[Any], settings: Mapping[str, Any], model: nn.Mo
     split: list[dict[str, Any]] = []
     for group in groups:
         members = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
-        # A group that says itself what it is for, e.g. one made by a script for DeepSpeed's Muon, is not split again.
+        # A group that has the entry already, for example from a script for DeepSpeed's Muon, is not split again.
         if "use_muon" in group:
             halves = {bool(group["use_muon"]): members}
         else:
@@ -74,7 +74,7 @@ def muon_groups(params: Iterable[Any], settings: Mapping[str, Any], model: nn.Mo
 
 
 class _MuonRule:
-    """Decides by flag, or by dimensions and name: embeddings and heads are not for Muon."""
+    """Selects Muon's parameters by flag, or by dimensions and name: embeddings and heads are not for Muon."""
 
     def __init__(self, model: nn.Module | None) -> None:
         self._names: dict[int, str] = {}
@@ -103,7 +103,7 @@ class _MuonRule:
             raise ConfigError(
                 where,
                 expected="True or False, for an optimizer of type Muon",
-                got="none, and a parameter of no model that is known",
+                got="no attribute, and a parameter that is not in the model",
                 fix="set it on every parameter",
             )
         return (
@@ -125,12 +125,12 @@ def _adam(params: Any, *, adam_w_mode: bool = True, torch_adam: bool = False, **
 
 
 def _adamw(params: Any, *, torch_adam: bool = False, **settings: Any) -> Optimizer:
-    settings.pop("adam_w_mode", None)  # AdamW is decoupled by name, with any flag
+    settings.pop("adam_w_mode", None)  # AdamW is always decoupled, whatever the flag
     return _adam(params, torch_adam=torch_adam, **settings)
 
 
 _OWN: Mapping[str, tuple[Callable[..., Optimizer], Callable[..., Optimizer], tuple[str, ...]]] = {
-    # name -> (builder, whose signature lists the settings, settings besides those)
+    # name -> (builder, class whose signature lists the settings, additional settings)
     "adam": (_adam, Adam, ("adam_w_mode", "torch_adam", "foreach", "fused", "fp32_optimizer_states")),
     "adamw": (_adamw, Adam, ("adam_w_mode", "torch_adam", "foreach", "fused", "fp32_optimizer_states")),
     "lion": (Lion, Lion, ()),
@@ -140,13 +140,13 @@ _OWN: Mapping[str, tuple[Callable[..., Optimizer], Callable[..., Optimizer], tup
     "lamb": (Lamb, Lamb, ()),
 }
 _REFUSED = {
-    "lbfgs": "its step() evaluates the model again through a closure, which an engine has not",
-    "sparseadam": "it takes sparse gradients only, and gradients that are reduced over ranks are dense; use Adam",
+    "lbfgs": "its step() evaluates the model again through a closure, which an engine does not support",
+    "sparseadam": "it needs sparse gradients, but gradients reduced over ranks are dense; use Adam",
 }
 
 
 def known_optimizers() -> list[str]:
-    """Every name `optimizer.type` takes, own kernels first."""
+    """Returns all names that `optimizer.type` accepts, those with native kernels first."""
     own = ["Adam", "AdamW", "Lion", "Adagrad", "RMSprop", "SGD", "Lamb", "Muon"]
     return own + sorted(name for name in _TORCH if name not in own and name.lower() not in _REFUSED)
 
@@ -157,20 +157,19 @@ def build_optimizer(
     params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
     model: nn.Module | None = None,
 ) -> Optimizer:
-    """An optimizer of the named type.
+    """Returns an optimizer of the named type.
 
-    Adam, AdamW, Lion, Adagrad, RMSprop and SGD (any case) have kernels of their own that update, unscale, clip and
-    round in one pass; `moments_dtype` ("fp32", "bf16", "int8"; not of RMSprop and SGD) is theirs
-    alone; `torch_adam: true` takes torch's.
-    "Adam" means decoupled weight decay unless `adam_w_mode` is false, as in DeepSpeed. Lamb and Muon (any case) are
-    `ops.lamb` and `ops.muon`, on full tensors. Any other `torch.optim` class goes by its exact name, and each of them
-    by "torch.optim." before it.
+    Adam, AdamW, Lion, Adagrad, RMSprop and SGD (any case) have native kernels that update, unscale, clip and round in
+    one pass. Only they (except RMSprop and SGD) support `moments_dtype` ("fp32", "bf16", "int8"); `torch_adam: true`
+    uses torch's class. "Adam" has decoupled weight decay unless `adam_w_mode` is false, as in DeepSpeed. Lamb and Muon
+    (any case) are `ops.Lamb` and `ops.Muon`, on full tensors. Other `torch.optim` classes have their exact names;
+    "torch.optim." before a name selects torch's class.
 
     Args:
-        model: owns the parameters; for Muon its embeddings and heads are found, see `muon_groups`.
+        model: model of the parameters, whose embeddings and heads Muon excludes, see `muon_groups`.
 
     Raises:
-        ConfigError: an unknown type, a type that cannot be sharded, or a setting the type does not have.
+        ConfigError: the type is unknown or not supported, or a setting is unknown or wrong.
 
     Example:
         >>> import torch
@@ -191,7 +190,7 @@ def build_optimizer(
         return _built(kind, Muon, groups, settings)
     if name in _OWN:
         build, signature, extra = _OWN[name]
-        # torch's own knobs of speed mean nothing to a kernel, so scripts that set them keep running.
+        # torch's performance settings do not apply to a kernel; they are ignored, so that scripts with them run.
         if not settings.get("torch_adam"):
             settings = {key: value for key, value in settings.items() if key not in {"foreach", "fused"}}
             _apply_state_dtype(settings)
@@ -216,20 +215,20 @@ def _settings_of(signature: Callable[..., Any]) -> list[str]:
 
 
 def _apply_state_dtype(settings: dict[str, Any]) -> None:
-    """Translates DeepSpeed's key for moments in 16 bits into `moments_dtype`."""
+    """Translates DeepSpeed's key for 16-bit moments to `moments_dtype`."""
     if settings.pop("fp32_optimizer_states", True):
         return
     if settings.setdefault("moments_dtype", "bf16") == "fp32":
         raise ConfigError(
             "optimizer.params.moments_dtype",
-            expected='"bf16" beside "fp32_optimizer_states": false',
+            expected='"bf16" with "fp32_optimizer_states": false',
             got="fp32",
-            fix="remove one of the two",
+            fix="remove one of the two keys",
         )
 
 
 def _materialized(params: Iterable[Any]) -> list[Any]:
-    """Param groups are copied: the optimizer's dictionaries are not the caller's."""
+    """Copies param groups, so that the optimizer does not change the caller's dictionaries."""
     return [dict(item) if isinstance(item, dict) else item for item in params]
 
 

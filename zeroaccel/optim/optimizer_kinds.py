@@ -1,12 +1,12 @@
-"""How an optimizer steps on shards: on flat ranges, on full tensors, or on everything at once; and in several calls.
+"""Classifies optimizers for sharding: they step flat ranges, full tensors, or all parameters; and in several calls.
 
-Known classes are listed here; a declared kind takes precedence; any other class steps on full tensors, which is right
-for an elementwise rule too, unless a step of a copy shows that parameters depend on each other.
+This module lists known classes; a declared kind takes precedence. Any other class steps full tensors, which is correct
+for elementwise rules too, unless steps of a copy show that parameters depend on each other.
 
-[Note: several calls per step] A step calls `optimizer.step()` once per buffer, so that one buffer's gradients at a time
-are in fp32 and one sub-group at a time is in memory. What a class counts per call (a `group["step"]`, an attribute) is
-restored before each call but the first: every call sees the numbers that the step began with, and the last
-one leaves them as one call would. A coupled rule, which looks at all parameters at once, gets one call with all.
+[Note: several calls per step] A step calls `optimizer.step()` once per buffer, so that only one buffer's gradients are
+in fp32, and only one sub-group is in memory, at a time. The engine restores per-call counters of a class (a
+`group["step"]`, an attribute) before each call except the first: every call sees the values from the start of the step,
+and the last call leaves them as a single call would. A coupled rule, which needs all parameters at once, gets one call.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ _OPTIONAL = inspect.Parameter("closure", inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
 class OptimizerKind(enum.Enum):
-    """What the update of one element of a parameter depends on."""
+    """The values on which the update of one element of a parameter depends."""
 
     ELEMENTWISE = "elementwise"
-    """On its own gradients, values and states, and on counters of steps: steps on flat shards."""
+    """Its own gradients, values and states, and step counters: steps flat shards."""
     PER_TENSOR = "per_tensor"
-    """On its tensor, by shape, norm or factors: steps on full tensors."""
+    """Its tensor's shape, norm or factors: steps full tensors."""
     COUPLED = "coupled"
-    """On other parameters too: steps where every rank has everything, or by sums over all shards."""
+    """Other parameters too: every rank needs all parameters, or the rule uses sums over all shards."""
 
 
 @dataclass(frozen=True)
 class OptimizerKinds:
-    """How an optimizer may be sharded.
+    """The kinds of an optimizer's param groups, which determine its sharding.
 
     Attributes:
-        groups: the kind of each param group; all COUPLED where one is.
-        reason: why it is not elementwise, as a clause about "it"; "" where all groups are elementwise.
+        groups: kind of each param group; all are COUPLED if one is.
+        reason: reason that it is not elementwise, as a clause about "it"; "" if all groups are elementwise.
         source: "known", "declared" or "unknown".
     """
 
@@ -81,12 +81,12 @@ _ELEMENTWISE = (
     torch.optim.SGD,
 )
 _MATRICES = "it orthogonalises whole matrices"
-_NORMS = "its trust ratio is of the norms of whole parameters"
-_PER_TENSOR = {  # not in every release of torch
+_NORMS = "its trust ratio depends on the norms of whole parameters"
+_PER_TENSOR = {  # not in every torch release
     "Adafactor": "its second moments are factored over the rows and columns of a matrix",
     "Muon": _MATRICES,
 }
-# Classes of packages, by package and class; benchmarks/optimizer_table.py compares their bits with torch's.
+# Third-party classes as package.class; benchmarks/optimizer_table.py compares their bits with torch's.
 _ELEMENTWISE_BY_NAME = frozenset(
     {
         "lion_pytorch.Lion",
@@ -102,11 +102,11 @@ _ELEMENTWISE_BY_NAME = frozenset(
 )
 _COUPLED_PACKAGES = ("dadaptation", "prodigyopt")
 _COUPLED = "it estimates one step size from all parameters"
-_UNKNOWN = 'its class is not known, which an elementwise rule can change by declaring optimizer.kind "elementwise"'
+_UNKNOWN = 'its class is not known (if its rule is elementwise, set optimizer.kind to "elementwise")'
 
 
 def check_steppable(optimizer: Optimizer) -> None:
-    """Whether an engine can step it, and from the beginning; before its parameters are sharded.
+    """Checks, before sharding, that an engine can step the optimizer and that it has no state yet.
 
     Raises:
         ConfigError: its `step` needs a closure.
@@ -115,32 +115,32 @@ def check_steppable(optimizer: Optimizer) -> None:
     name = type(optimizer).__name__
     if inspect.signature(optimizer.step).parameters.get("closure", _OPTIONAL).default is inspect.Parameter.empty:
         raise ConfigError(
-            f"optimizer {name}: its step() evaluates the model again through a closure, which an engine has not",
-            fix="choose another, such as AdamW",
+            f"optimizer {name}: its step() evaluates the model again through a closure, which is not supported",
+            fix="choose another optimizer, such as AdamW",
         )
     if has_stepped(optimizer):
         raise UsageError(
             f"optimizer {name}",
             expected="no state yet",
             got=f"state for {len(optimizer.state)} parameters",
-            fix="initialize before the first step; resume with engine.load_checkpoint",
+            fix="call initialize() before the first step; to resume, use engine.load_checkpoint()",
         )
 
 
 def classify(optimizer: Optimizer, declared: OptimizerKind | str | None = None) -> OptimizerKinds:
-    """How `optimizer` may be sharded. Every rank gets the same answer, if every rank has the same optimizer.
+    """Returns the kinds of the optimizer's param groups. Ranks with the same optimizer get the same result.
 
-    zeroaccel's own optimizers, torch's and some of packages are known, by their exact classes: a subclass may have
-    another rule. An unknown class counts as a rule per tensor, which is right for elementwise rules too, or as a
-    coupled one where twelve steps of a copy show it; neither the optimizer nor a random state is changed by that.
+    The table has the exact classes of zeroaccel, torch and some packages; a subclass may have another rule. An unknown
+    class counts as per tensor, which is correct for elementwise rules too, or as coupled if twelve steps of a copy show
+    it; the check changes neither the optimizer nor random states.
 
     Args:
-        optimizer: before its first step.
-        declared: the kind of all its groups, an `OptimizerKind` or its value, instead of what is known.
+        optimizer: an optimizer before its first step.
+        declared: kind of all its groups, an `OptimizerKind` or its value, which overrides the table.
 
     Raises:
-        ConfigError: `declared` is no kind, or is known to be wrong, or the optimizer takes sparse gradients only, or
-            does not step the parameters of its groups, but those that it was made with.
+        ConfigError: `declared` is not a kind, or is known to be wrong; or the optimizer needs sparse gradients, or
+            steps the parameters of its constructor instead of those in its groups.
 
     Example:
         >>> import torch
@@ -150,19 +150,19 @@ def classify(optimizer: Optimizer, declared: OptimizerKind | str | None = None) 
     name, count = type(optimizer).__name__, len(optimizer.param_groups)
     if type(optimizer) is torch.optim.SparseAdam:
         raise ConfigError(
-            f"optimizer {name}: it takes sparse gradients only, and gradients that are reduced over ranks are dense",
+            f"optimizer {name}: it needs sparse gradients, but gradients reduced over ranks are dense",
             fix="use Adam",
         )
-    # A declaration takes precedence over knowledge, except where it would train something else: a rule that is known to
-    # look at full tensors, stepped on flat shards, gives other updates without any error.
+    # A declaration overrides the table, except if it would silently change the training: a rule that is known to need
+    # full tensors gives different updates on flat shards, without any error.
     known = _known(optimizer)
     if known is None and (out_of_reach := groups_out_of_reach(optimizer)):
         raise ConfigError(
             f"optimizer {name}",
-            expected="to step the parameters of its param_groups, which the engine replaces by its shards",
+            expected="a step() that updates the parameters in param_groups, which the engine replaces by its shards",
             got=f"no update of those in group{'s' if out_of_reach[1:] else ''} {', '.join(map(str, out_of_reach))}: "
-            "it refers to the parameters that it was made with, in an attribute",
-            fix="let it share the groups of optimizers inside it (self.param_groups = inner.param_groups), "
+            "an attribute refers to the parameters that it was created with",
+            fix="let it share the groups of its inner optimizers (self.param_groups = inner.param_groups), "
             "or pass one optimizer with a group for each setting",
         )
     if declared is not None:
@@ -170,11 +170,11 @@ def classify(optimizer: Optimizer, declared: OptimizerKind | str | None = None) 
         if kind is OptimizerKind.ELEMENTWISE and known is not None and known.reason:
             raise ConfigError(
                 f"kind of optimizer {name}",
-                expected=f'"{max(known.groups, key=list(OptimizerKind).index).value}", since {known.reason}',
+                expected=f'"{max(known.groups, key=list(OptimizerKind).index).value}", because {known.reason}',
                 got=kind.value,
                 fix="remove optimizer.kind or the argument optimizer_kind",
             )
-        reason = "" if kind is OptimizerKind.ELEMENTWISE else f'its kind is declared to be "{kind.value}"'
+        reason = "" if kind is OptimizerKind.ELEMENTWISE else f'its kind is declared as "{kind.value}"'
         return OptimizerKinds((kind,) * count, reason, "declared")
     if known is not None:
         return known
@@ -219,9 +219,10 @@ _PLAIN = (bool, int, float, complex, str, type(None))
 
 
 class StepCounters:
-    """A copy of the entries of param groups, and of the attributes, that are plain values; `restore` writes it back.
+    """A copy of the plain values in an optimizer's param groups and attributes; `restore` writes them back.
 
-    An entry that is no number, text or tensor, nor made of such (a module, a random generator), is not copied.
+    Plain values are numbers, strings, tensors and containers of these. Others, such as a module or a random generator,
+    are not copied.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -248,7 +249,7 @@ def _entries(source: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_counted(name: str) -> bool:
-    """False for what the engine changes, and for torch's dictionaries of hooks, to which hook handles refer."""
+    """Returns False for entries that the engine changes, and for torch's hook dictionaries, which handles refer to."""
     return name not in ("params", "state", "param_groups", "defaults") and not name.startswith("_optimizer_")
 
 
@@ -262,7 +263,7 @@ def _is_plain(value: Any) -> bool:
 
 @contextmanager
 def restricted(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Lets `optimizer.step` see only these of its parameters, in their groups and in the order there."""
+    """Restricts `optimizer.step` to some of its parameters, in the order of their groups, inside the block."""
     before = [group["params"] for group in optimizer.param_groups]
     chosen = {id(param) for param in params}
     try:
@@ -275,7 +276,7 @@ def restricted(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> Iterator
 
 
 def batches(items: Iterable[_T], limit_numel: int, numel_of: Callable[[_T], int]) -> Iterator[list[_T]]:
-    """Consecutive items of at most `limit_numel` elements together; a larger one goes alone."""
+    """Yields batches of consecutive items with at most `limit_numel` elements; a larger item gets its own batch."""
     batch: list[_T] = []
     total = 0
     for item in items:

@@ -1,16 +1,15 @@
-"""Comparison of optimizers and schedulers across ranks: as lines of text at the start, as a digest at every step.
+"""Compares optimizers and schedulers across ranks: as text at the start, as a digest at every step.
 
 A fact is an address and a text: `optimizer.param_groups[0]['lr']` and `0.1`. Equal settings have equal texts on every
-rank: 0 and 0.0, two NaNs, a tensor and its value. For a value without a text of its own the type stands, and functions
-go by their names. Left out is what belongs to one rank: its shards of parameters, its number, which rank prints.
+rank: 0 and 0.0, two NaNs, a tensor and its value. A value without a stable text is represented by its type, a function
+by its name. Facts exclude settings of a single rank: its shards of parameters, its number, which rank prints.
 
-At every step each rank reduces the settings of its param groups to one number, which travels in the collective of the
-gradient norm (`zero/grad_reducer.py`). Only where these numbers differ are the groups exchanged, and every rank raises
-the same error, before anything is updated.
+At every step each rank reduces the settings of its param groups to one number, and the collective of the gradient norm
+(`zero/grad_reducer.py`) compares these numbers. Only if they differ, the ranks exchange the groups, and every rank
+raises the same error before any update.
 
-[Note: numbers that change late] A loop may take the gradient norm, with which the groups are compared, and set a
-learning rate afterwards, before `step()`. Settings that an update used without a comparison are compared at the next
-step.
+[Note: numbers that change late] A loop may compute the gradient norm, which compares the groups, and then set a
+learning rate before `step()`. The next step compares the settings that such an update used without a comparison.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ from zeroaccel.errors import UsageError
 
 Facts = dict[str, str]
 
-_MOST_NUMEL = 16  # elements of a tensor whose values count as settings
+_MOST_NUMEL = 16  # maximum number of elements of a tensor whose values are compared
 _MOST_DEPTH = 6
-_MOST_VALUES = 8  # different values shown at a time
+_MOST_VALUES = 8  # maximum number of different values in a message
 _ABSENT = "absent"
 _SCRIPTS = ("__main__", "__mp_main__")
 _OF_ONE_RANK = frozenset(
@@ -62,7 +61,7 @@ _OF_ONE_RANK = frozenset(
 
 
 class _Text(str):
-    """The text for a value that is neither a string nor a number; shown without quotes."""
+    """The text of a value that is neither a string nor a number; shown without quotes."""
 
     __slots__ = ()
 
@@ -71,18 +70,18 @@ class _Text(str):
 
 
 def settings(group: Mapping[str, Any]) -> list[str]:
-    """The names in a param group, or of an object's attributes, that are the same on every rank; sorted."""
+    """Returns the sorted names of a param group's entries, or of attributes, that must be equal on every rank."""
     return sorted(name for name in group if isinstance(name, str) and name not in _OF_ONE_RANK)
 
 
 def canonical(value: Any, depth: int = 0) -> Any:
-    """Texts, floats, booleans, None and tuples of them: two settings are equal where their `repr` is.
+    """Converts a setting to strings, floats, booleans, None or tuples; two settings are equal if their `repr` is.
 
-    Numbers become floats, but for integers that no float is equal to. A tensor becomes its values; one of more than 16
-    elements, or that is trained, its dtype and shape.
+    Numbers become floats, except integers that no float equals. A tensor becomes its values, or its dtype and shape if
+    it has more than 16 elements or is trained.
     """
     kind = type(value)
-    if kind is float:  # the kinds of most settings first, as this is called in every step
+    if kind is float:  # the most common types first, because this runs in every step
         return value + 0.0  # no negative zero
     if value is None or kind is bool or kind is str:
         return value
@@ -97,7 +96,7 @@ def canonical(value: Any, depth: int = 0) -> Any:
     if isinstance(value, Mapping):
         return _with_names("", value, depth)
     if isinstance(value, (Tensor, numpy.ndarray)):
-        # A trained tensor is a parameter and no setting: its values may be this rank's own.
+        # A trained tensor is a parameter and not a setting: its values may differ between ranks.
         trained = isinstance(value, Tensor) and (value.requires_grad or value.is_meta)
         if trained or math.prod(value.shape) > _MOST_NUMEL:
             return _Text(f"{value.dtype} of shape {tuple(value.shape)}")
@@ -118,8 +117,8 @@ def _number(value: Any) -> float | bool | str:
 
 
 def _named(value: Any, depth: int) -> _Text:
-    """What is neither a number nor a text nor a container of them."""
-    # No id() and no default repr anywhere below: addresses differ from rank to rank.
+    """Converts a value that is neither a number, a string nor a container."""
+    # Uses neither id() nor the default repr: addresses differ from rank to rank.
     if isinstance(value, functools.partial):
         function, *args = (_shown(canonical(item, depth + 1)) for item in (value.func, *value.args))
         return _with_names(f"partial of {function}", value.keywords, depth, args)
@@ -147,7 +146,7 @@ def _named(value: Any, depth: int) -> _Text:
 
 
 def _with_names(head: str, named: Mapping[Any, Any], depth: int, args: Sequence[str] = ()) -> _Text:
-    """`head(0.5, total=100)`."""
+    """Returns a text such as `head(0.5, total=100)`."""
     parts = sorted(f"{name}={_shown(canonical(item, depth + 1))}" for name, item in named.items())
     return _Text(f"{head}({', '.join([*args, *parts])})")
 
@@ -157,12 +156,12 @@ def _kind(value: object) -> _Text:
 
 
 def _qualified(kind: type) -> _Text:
-    # A script's own classes: its module has another name in a process that another one has started.
+    # For a script's own classes: the module's name differs in a process that another process has started.
     return _Text(kind.__qualname__ if kind.__module__ in _SCRIPTS else f"{kind.__module__}.{kind.__qualname__}")
 
 
 def _shown(value: Any) -> str:
-    """A canonical value in readable form; equal texts for equal values only."""
+    """Returns a canonical value in readable form; different values have different texts."""
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         return str(int(value))
     if isinstance(value, tuple):
@@ -174,10 +173,10 @@ def _shown(value: Any) -> str:
 
 
 def param_group_facts(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]] | None = None) -> Facts:
-    """The settings of all param groups.
+    """Returns the settings of all param groups.
 
     Args:
-        names: the settings of each group to include; by default all that do not belong to one rank.
+        names: settings of each group to include; default: all except those of a single rank.
     """
     facts = {}
     for index, group in enumerate(groups):
@@ -188,7 +187,7 @@ def param_group_facts(groups: Sequence[Mapping[str, Any]], names: Sequence[Seque
 
 
 def optimizer_facts(optimizer: Optimizer | None) -> Facts:
-    """Class, defaults and param groups."""
+    """Returns class, defaults and param groups of an optimizer."""
     if optimizer is None:
         return {"optimizer": "none"}
     facts = {"optimizer": str(_kind(optimizer)), "len(optimizer.param_groups)": str(len(optimizer.param_groups))}
@@ -198,7 +197,7 @@ def optimizer_facts(optimizer: Optimizer | None) -> Facts:
 
 
 def training_facts(optimizer: Optimizer | None, scheduler: Any) -> Facts:
-    """Of both: classes first, then arguments, and last what a scheduler writes or takes from the optimizer."""
+    """Returns the facts of both: classes, then arguments, then values that a scheduler writes or derives."""
     optimizers, schedulers = optimizer_facts(optimizer), scheduler_facts(scheduler)
     classes = {"optimizer": optimizers["optimizer"], "lr_scheduler": schedulers["lr_scheduler"]}
     defaults = {address: text for address, text in optimizers.items() if ".param_groups" not in address}
@@ -207,13 +206,13 @@ def training_facts(optimizer: Optimizer | None, scheduler: Any) -> Facts:
 
 
 def _is_derived(address: str) -> bool:
-    """Whether a scheduler's attribute follows from its arguments and the rates of the groups."""
+    """Returns True if a scheduler derives the attribute from its arguments and the groups' rates."""
     name = address.rpartition(".")[2]
     return name == "base_lrs" or (name.startswith("_") and "lr" in name)
 
 
 def scheduler_facts(scheduler: Any, where: str = "lr_scheduler") -> Facts:
-    """Class and attributes of a scheduler, and of the schedulers that it is made of."""
+    """Returns class and attributes of a scheduler, and of its inner schedulers."""
     if scheduler is None:
         return {where: "none"}
     facts = {where: str(_kind(scheduler))}
@@ -229,7 +228,7 @@ def scheduler_facts(scheduler: Any, where: str = "lr_scheduler") -> Facts:
 
 
 def _schedulers(value: Any) -> Iterator[tuple[str, Any]]:
-    """The schedulers in an attribute, each with its place."""
+    """Yields the schedulers in an attribute, each with its index."""
     items = enumerate(value) if isinstance(value, (list, tuple)) else [("", value)]
     for index, item in items:
         if hasattr(item, "step") and hasattr(item, "state_dict") and not isinstance(item, (type, Optimizer)):
@@ -241,12 +240,12 @@ def _schedulers(value: Any) -> Iterator[tuple[str, Any]]:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first fact that is not the same on all ranks.
+    """The first fact that differs between ranks.
 
     Attributes:
-        address: of the fact.
-        values: "0.1 on ranks 0, 2 and 0.05 on rank 1".
-        others: how many more facts differ.
+        address: address of the fact.
+        values: its values, such as "0.1 on ranks 0, 2 and 0.05 on rank 1".
+        others: number of other facts that differ.
     """
 
     address: str
@@ -259,22 +258,22 @@ class Difference:
 
 
 def require_same(where: str, everyone: Sequence[Mapping[str, str]], names: Names = rank_list) -> None:
-    """Raises UsageError at the first difference, as `difference` finds it.
+    """Raises UsageError at the first difference that `difference` finds.
 
     Args:
-        where: the call that compares.
+        where: name of the call that compares, for the message.
     """
     if (differs := difference(everyone, names)) is not None:
-        fix = "make the optimizer and its scheduler from the same settings on every rank"
+        fix = "create the optimizer and its scheduler with the same settings on every rank"
         raise UsageError(f"{where}: {differs}", expected="one value on all ranks", fix=fix)
 
 
 def difference(everyone: Sequence[Mapping[str, str]], names: Names = rank_list) -> Difference | None:
-    """Where the facts of the ranks differ; None where they do not.
+    """Returns the first difference between the ranks' facts, or None.
 
     Args:
-        everyone: the facts of each rank, by rank.
-        names: puts ranks into words.
+        everyone: facts of each rank, by rank.
+        names: converts ranks to text.
     """
     addresses = list(dict.fromkeys(address for facts in everyone for address in facts))
     differing = [address for address in addresses if len({facts.get(address, _ABSENT) for facts in everyone}) > 1]
@@ -293,7 +292,7 @@ def difference(everyone: Sequence[Mapping[str, str]], names: Names = rank_list) 
 
 
 def _group_name(address: str, facts: Mapping[str, str]) -> str:
-    """` of the group 'decay'`, for an address in a param group that has a name."""
+    """Returns a text such as ` of the group 'decay'` if the address is in a param group with a name, else ""."""
     group, bracket, name = address.rpartition("['")
     named = facts.get(f"{group}['name']", "None") if bracket and name != "name']" else "None"
     return "" if named in ("None", _ABSENT) else f" of the group {named}"
@@ -310,14 +309,14 @@ _SCHEDULED = ("lr", "betas", "momentum", "weight_decay")
 class HyperparameterCheck:
     """Compares an optimizer's param groups with those of the other ranks.
 
-    Each step: 1. `digest` is compared in a collective of the caller's, 2. where it differs, all ranks call `refuse`,
-    3. `note_update` where the update comes later than the comparison.
+    Each step: 1. the caller compares `digest` in its own collective; 2. if it differs, all ranks call `refuse`;
+    3. `note_update`, if the update runs later than the comparison.
 
-    What is compared are the settings that the groups had when this was made, so that a counter which an optimizer
-    adds to those groups that have elements on this rank stays its own. One process alone has nothing to compare.
+    The check compares the settings that the groups had at its creation, and so ignores a counter that an optimizer adds
+    later only to groups with elements on this rank. With one process it does nothing.
 
     Args:
-        collectives: over the ranks that are to agree.
+        collectives: collectives over the ranks that must agree.
     """
 
     def __init__(self, optimizer: Optimizer, collectives: Collectives) -> None:
@@ -326,13 +325,13 @@ class HyperparameterCheck:
         self._names = [settings(group) for group in optimizer.param_groups]
         self._groups = [_Group(names) for names in self._names]
         self._compared = self._digest = 0
-        self._count = -1  # of groups in the digest
+        self._count = -1  # number of groups in the digest
         self._used: list[tuple[Any, ...]] = []
         self._late: dict[str, str] = {}
         self._uncompared: dict[str, str] = {}
 
     def digest(self) -> int:
-        """A hash below 2^52 of all settings, which a float64 carries exactly through the collective."""
+        """Returns a hash of all settings below 2^52, which float64, the collective's dtype, represents exactly."""
         if self._collectives.world_size == 1:
             return 0
         self._used = [group.values for group in self._groups]
@@ -341,10 +340,10 @@ class HyperparameterCheck:
         return _hashed(f"{self._compared} {self._uncompared}") if self._uncompared else self._compared
 
     def compare(self, step: int) -> None:
-        """Compares at once, with a collective of its own. (all ranks)
+        """Compares the settings with a separate collective. (all ranks)
 
         Raises:
-            UsageError: as `refuse`.
+            UsageError: see `refuse`.
         """
         if self._collectives.world_size == 1:
             return
@@ -355,7 +354,7 @@ class HyperparameterCheck:
             self.refuse(step)
 
     def note_update(self) -> None:
-        """An update uses the settings as they are now. See [Note: numbers that change late]."""
+        """Records the current settings, which an update uses. See [Note: numbers that change late]."""
         if self._collectives.world_size > 1 and self._current_digest() != self._compared:
             self._late = self._facts()
 
@@ -363,10 +362,10 @@ class HyperparameterCheck:
         """Exchanges the settings and raises at the first difference. (all ranks)
 
         Args:
-            step: the number of the step, from 0.
+            step: number of the step, starting with 0.
 
         Raises:
-            UsageError: always; the same on every rank.
+            UsageError: always, the same on every rank.
         """
         used = [
             dict(zip(group.names, values, strict=True)) for group, values in zip(self._groups, self._used, strict=False)
@@ -377,9 +376,9 @@ class HyperparameterCheck:
         ranks: list[_RankSettings] = self._collectives.gather_objects(own, "compare param groups")
         named, used_now = self._collectives.named, [rank.used for rank in ranks]
         late = difference(used_now, named) if any(rank.is_late for rank in ranks) else None
-        # On an accelerator the difference may be known a step late, when the settings are equal again.
+        # On an accelerator the host may detect the difference a step late, when the settings are equal again.
         differs = late or difference([rank.now for rank in ranks], named) or difference(used_now, named)
-        assert differs is not None, "param groups with different digests and the same settings"
+        assert differs is not None, "param groups have different digests but the same settings"
         when = f"the update in step {step - 1}" if late else f"step {step}"
         scheduled = any(f"['{name}']" in differs.address for name in _SCHEDULED)
         raise UsageError(f"{when}: {differs}", expected="one value on all ranks", fix=_FIX + _METRIC * scheduled)
@@ -388,7 +387,7 @@ class HyperparameterCheck:
         return param_group_facts(self._optimizer.param_groups, self._names)
 
     def _current_digest(self) -> int:
-        """The hash of the settings as they are now; cached, as this runs every step."""
+        """Returns the hash of the current settings; cached, because this runs at every step."""
         groups = self._optimizer.param_groups
         while len(self._names) < len(groups):
             self._names.append(settings(groups[len(self._names)]))
@@ -400,16 +399,16 @@ class HyperparameterCheck:
         return self._digest
 
 
-_FIX = "set it from what is the same on every rank"
+_FIX = "set it from values that are equal on every rank"
 _METRIC = (
-    "; a schedule that follows a loss, such as ReduceLROnPlateau, has to be given the same loss everywhere: "
+    "; a schedule that follows a loss, such as ReduceLROnPlateau, needs the same loss on every rank: "
     'scheduler.step(accelerator.reduce(loss.detach(), "mean")), or zeroaccel.operations.reduce without an Accelerator'
 )
 
 
 @dataclass(frozen=True)
 class _RankSettings:
-    """The param groups of one rank: now, and as the last update used them; whether that was without a comparison."""
+    """One rank's current param groups, those that the last update used, and if this was without a comparison."""
 
     now: dict[str, str]
     used: dict[str, str]
@@ -417,14 +416,14 @@ class _RankSettings:
 
 
 class _Group:
-    """The settings of one param group as a text, which is formatted anew only where a setting has changed.
+    """The settings of one param group as a text; only changed settings are formatted again.
 
-    Values of types that cannot change in place are compared by identity: a schedule writes new objects.
+    Values of immutable types are compared by identity: a schedule writes new objects.
 
     Attributes:
-        names: of the settings.
-        values: of the settings when they were read last, as they stood in the group.
-        text: of the values.
+        names: names of the settings.
+        values: their values in the group at the last read.
+        text: text of the values.
     """
 
     __slots__ = ("_frozen", "_texts", "_values_of", "names", "text", "values")
@@ -433,13 +432,13 @@ class _Group:
         self.names = names
         self.text = ""
         self.values: tuple[Any, ...] = (_Group,) * len(names)
-        # itemgetter of a single name returns no tuple.
+        # itemgetter with a single name does not return a tuple.
         self._values_of: Callable[[Mapping[str, Any]], Any] = itemgetter(*names) if len(names) > 1 else self._one_by_one
         self._texts = [""] * len(names)
         self._frozen = [False] * len(names)
 
     def read(self, group: Mapping[str, Any]) -> bool:
-        """Reads the values of a group; returns whether the text has changed."""
+        """Reads the values of a group; returns True if the text has changed."""
         try:
             values: tuple[Any, ...] = self._values_of(group)
         except KeyError:

@@ -140,7 +140,7 @@ CASES: dict[str, tuple[Callable[..., object], str]] = {
     ),
     "another model": (_other_model, "expected its model in the same prepare(), got 'Sequential'"),
     "placed model": (_placed_model, "expected a model on one device"),
-    "dealt loader": (_sharded_loader, "one with a DistributedSampler"),
+    "dealt loader": (_sharded_loader, "a loader with a DistributedSampler"),
     "indivisible loader": (_indivisible_loader, "a multiple of the 2 ranks"),
     "precision": (lambda rank: Accelerator(mixed_precision="fp8" if rank else "no"), "8-bit training is not available"),
     "plugins": (lambda rank: Accelerator(deepspeed_plugins={"one": 3} if rank else None), "'one': expected a ZeroPl"),  # type: ignore[dict-item]

@@ -122,16 +122,16 @@ def test_what_does_not_fit_is_listed_on_every_rank(ranks: Ranks, saved: Path) ->
     (saved / "gone.index.json").write_text(json.dumps({"weight_map": {"x": "c.safetensors"}}))
     for found in ranks(2).run(_mistakes, str(saved)):
         unset, meta, half_there, other, wide, nowhere, cut, outside, gone = found
-        assert "buffers that are never saved, on the meta device: inverse" in unset
+        assert "non-persistent buffers on the meta device, which no file stores: inverse" in unset
         assert "the meta device'; load it with zero.load_safetensors" in meta
-        assert "not initialised" in half_there
+        assert "nor initialised" in half_there
         assert "layers.1.up.weight" in half_there
         assert "layers.0" not in half_there
-        assert "not in the files, and not initialised: weight, bias" in other
+        assert "neither in the files nor initialised: weight, bias" in other
         assert "not in the model: embed.weight" in other
         assert wide.count("in the file, ") == len(Seen().state_dict()) - 4  # not unused, nothing, temperature; head
         assert "no such file or folder" in nowhere
-        assert "not a whole safetensors file" in cut
+        assert "not a valid safetensors file" in cut
         assert "'../a.safetensors'" in outside
         assert "c.safetensors: missing" in gone
 

@@ -145,7 +145,7 @@ def test_mistakes_are_reported_on_every_rank_before_training(ranks: Ranks, tmp_p
         (case("none", "nvme", folder=Path("/dev/shm")), "which is a tmpfs"),
         (case("cpu", ratio=1.5), "offload_optimizer.ratio: expected a number of at most 1, got 1.5"),
         (case("cpu", ratio=-0.1), "offload_optimizer.ratio: expected a number of at least 0, got -0.1"),
-        (case("nvme", buffer_count=2), "buffer_count: expected at least 3: one for the masters"),
+        (case("nvme", buffer_count=2), "buffer_count: expected at least 3: one buffer for the masters"),
         (
             {**case("nvme"), "client": True},
             "_DeviceOnly cannot step in host memory (RuntimeError: device kernels only)",

@@ -142,7 +142,7 @@ def test_a_group_that_differs_on_one_rank_is_reported_before_the_update(ranks: R
     assert said == norm_said
     assert said.startswith(f"step 2: optimizer.param_groups[1]['{'lr' if name == 'lr tensor' else ''}"), said
     assert SET[name][1] in said
-    assert ": expected one value on all ranks; set it from what is the same on every rank" in said
+    assert ": expected one value on all ranks; set it from values that are equal on every rank" in said
     assert (METRIC in said) == (name in ("lr", "lr tensor", "betas", "decay"))
     assert (unchanged, same, counts) == (True, True, (2, 0))
 
@@ -484,7 +484,7 @@ def test_optimizers_and_schedulers_are_compared_at_the_start(ranks: Ranks) -> No
     for name, (_, text) in MADE.items():
         assert one[name].startswith("initialize: "), name
         assert text in one[name], (name, one[name])
-        assert "expected one value on all ranks; make the optimizer and its scheduler from the same" in one[name]
+        assert "expected one value on all ranks; create the optimizer and its scheduler with the same" in one[name]
 
 
 def test_what_is_prepared_is_compared(ranks: Ranks) -> None:

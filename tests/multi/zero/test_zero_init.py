@@ -207,7 +207,7 @@ def test_nothing_is_left_and_mistakes_are_named(ranks: Ranks) -> None:
         assert len(called) == 2
         for error in called:
             assert "forward of Linear: weight of Linear number 0 is sharded by zero.Init" in error
-            assert "hand the model to zeroaccel.initialize()" in error
+            assert "pass the model to zeroaccel.initialize()" in error
         assert "a floating-point torch.dtype" in dtype
         assert "'tape'" in device
         assert "nvme_path" in nvme

@@ -322,7 +322,7 @@ def test_skipping_in_a_loader_that_is_not_prepared() -> None:
         (
             3,
             True,
-            "epoch 0 has no batch: the dataset has 3 samples, fewer than the 4 of a round of all ranks, and drop_last",
+            "epoch 0 has no batch: the dataset has 3 samples, fewer than the 4 that all ranks need for one batch",
         ),
         (4, True, ""),
     ],
@@ -393,7 +393,7 @@ def test_another_number_of_ranks_goes_on_at_the_same_sample(caplog: pytest.LogCa
     for loader in three:
         loader.load_state_dict(state)
     assert three[0].batches_given == 2
-    assert "the last 4 of them come again" in caplog.text
+    assert "the last 4 are repeated" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -403,18 +403,18 @@ def test_another_number_of_ranks_goes_on_at_the_same_sample(caplog: pytest.LogCa
         (
             lambda: DataLoader(Numbers(4), sampler=DistributedSampler(Numbers(4), 2, 0)),
             {},
-            "DistributedSampler, which has sharded it already",
+            "DistributedSampler, which has already sharded it",
         ),
         (lambda: DataLoader(Numbers(4), 3), {"split_batches": True}, "a multiple of the 2 ranks.* got 3"),
         (
             lambda: DataLoader(ReadyBatches(), batch_size=None),
             {"split_batches": True},
-            "batches that the dataset makes",
+            "whole batches from the dataset",
         ),
         (
             lambda: type("Own", (DataLoader,), {"__iter__": lambda self: iter(())})(Numbers(4)),
             {},
-            "Own, with an __iter__ of its own",
+            "Own, which defines its own __iter__",
         ),
         (lambda: DataLoader(Numbers(4)), {"dispatch_batches": True}, "collectives with dispatch_batches"),
     ],
@@ -429,5 +429,5 @@ def test_the_position_of_other_data_is_refused() -> None:
     (longer,) = prepared(lambda: DataLoader(Numbers(12), 2), 1)
     with pytest.raises(CheckpointError, match="an epoch of 6 batches per rank, got '4 batches'"):
         longer.load_state_dict(loader.state_dict())
-    with pytest.raises(CheckpointError, match="one that a prepared loader saved"):
+    with pytest.raises(CheckpointError, match="the state of a prepared loader"):
         longer.load_state_dict({"epoch": 1})

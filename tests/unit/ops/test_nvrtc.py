@@ -163,7 +163,7 @@ def test_an_old_driver_is_named_with_what_to_do(status: int, is_old: bool, monke
     module._driver = SimpleNamespace(cuModuleLoadData=lambda: status, cuGetErrorString=lambda status, words: None)
     with pytest.raises(KernelError, match=rf"cuModuleLoadData on cuda:3:  \({status}\)") as raised:
         module._call("cuModuleLoadData")
-    said = "the driver is older than CUDA 13.0, of this torch: update it, or install a torch for the CUDA of nvidia-smi"
+    said = "driver for CUDA 13.0: update the driver, or install a torch for the CUDA that nvidia-smi shows"
     assert str(raised.value).endswith(said) == is_old
 
 

@@ -259,9 +259,9 @@ def test_an_optimizer_that_shares_can_be_copied() -> None:
 def test_a_share_that_cannot_be_had_is_refused(ratio: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "kernels_for", lambda device: None)
     cuda = torch.device("cuda")
-    refused = f"offload_optimizer.ratio: expected 1.0, got {ratio}; a share for the device needs "
+    refused = f"offload_optimizer.ratio: expected 1.0, got {ratio}; a ratio below 1 requires "
     for optimizer, needed in (
-        (Adam([torch.zeros(1)]), "kernels on cuda, which could not be compiled (the log says why)"),
+        (Adam([torch.zeros(1)]), "kernels on cuda, which could not be compiled (see the log)"),
         (Adam([torch.zeros(1)], moments_dtype="bf16"), "Adam or AdamW with fp32 moments"),
         (Lion([torch.zeros(1)]), "Adam or AdamW with fp32 moments"),
     ):

@@ -106,7 +106,7 @@ def test_one_cycle_says_that_an_optimizer_without_betas_has_no_momentum_to_cycle
     OneCycle(optimizer, 1e-4, 1e-3, cycle_first_step_size=2).step()
     assert optimizer.param_groups[0]["momentum"] == 0.7
     assert written(optimizer) == pytest.approx([5.5e-4])
-    assert notes == ["OneCycle cycles no momentum: the optimizer has no betas"]
+    assert notes == ["OneCycle: cycle_momentum has no effect, because the optimizer has no betas"]
 
 
 def test_one_cycle_refuses_a_beta1_that_has_grown_to_one() -> None:
@@ -116,7 +116,7 @@ def test_one_cycle_refuses_a_beta1_that_has_grown_to_one() -> None:
     scheduler.step()
     scheduler.step()
     scheduler.step()  # 0.9 * 1.1
-    with pytest.raises(ConfigError, match=r"decay_mom_rate: expected beta1 .* got '1\.08 at step 4'"):
+    with pytest.raises(ConfigError, match=r"decay_mom_rate: expected a rate that keeps beta1 .* got '1\.08 at step 4'"):
         scheduler.step()
 
 
@@ -248,7 +248,7 @@ def test_a_group_added_later_is_an_error() -> None:
     optimizer = adam()
     scheduler = WarmupLR(optimizer)
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
-    with pytest.raises(UsageError, match="the 1 param groups it was made for, got 2"):
+    with pytest.raises(UsageError, match="the 1 param groups it was created with, got 2"):
         scheduler.step()
 
 

@@ -59,7 +59,7 @@ def test_any_class_of_torch_goes_by_its_name(name: str) -> None:
         ("torch.optim.LBFGS", {}, ("torch.optim.LBFGS", "closure")),
         ("Lamb", {"eps_inside_mode": True}, ("optimizer.params.eps_inside_mode", "'eps_inside_sqrt'")),
         ("Lamb", {"min_coeff": 20.0}, ("Lamb, min_coeff", "20.0")),
-        ("Lamb", {"amsgrad": True}, ("Lamb, amsgrad", "no such variant")),
+        ("Lamb", {"amsgrad": True}, ("Lamb, amsgrad", "no AMSGrad variant")),
         ("Muon", {"per_head_muon": True}, ("optimizer.params.per_head_muon", "Muon")),
         ("Muon", {}, ("parameter of shape (4, 4), attribute use_muon", "set it on every parameter")),
         ("AdamW", {"learning_rate": 1.0}, ("optimizer.params.learning_rate", "AdamW")),

@@ -1,12 +1,12 @@
 """`zero.Init`: models larger than one rank's memory, sharded module by module while their constructors run.
 
-A module's parameters are sharded when it becomes part of another module, when another module gets its first parameter,
-or at the end: by then its constructor has filled them. torch reports both by its registration hooks, so no class is
-patched. A constructor that comes back to a sharded parameter, to initialise it or to compute with it, finds it
-unsharded. The ranks must run the same constructors; the values that count are those of rank 0, as always.
+`Init` shards a module's parameters when the module is registered in another one, when another module registers its
+first parameter, or at the end of the block: by then the module's constructor has filled them. torch's registration
+hooks report both events, so no class is patched. If a constructor uses a sharded parameter again, to initialise it or
+to compute with it, the parameter is unsharded first. All ranks must run the same constructors; rank 0's values count.
 
-`ModuleShards` is also the target of `load_safetensors.py`, for modules whose values come from files. `build.py` moves
-the parameters into the units of an engine. At one rank nothing is sharded, only cast and moved.
+`load_safetensors.py` also uses `ModuleShards`, for modules whose values come from files. `build.py` moves the
+parameters into the units of an engine. With one rank, parameters are only cast and moved.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _HOW_TO_CALL = (
-    "hand the model to zeroaccel.initialize() or Accelerator.prepare() first, and call what they return; its values "
-    "are read inside zero.GatheredParameters"
+    "pass the model to zeroaccel.initialize() or Accelerator.prepare() first, and call the engine or model that they "
+    "return; to read its values, use zero.GatheredParameters"
 )
-_UNSHARDED_NBYTES = 64 << 20  # of modules that stay unsharded while constructors use them
+_UNSHARDED_NBYTES = 64 << 20  # limit for the modules that stay unsharded while constructors use them
 
 
 def _without_modes(method: Callable[P, R]) -> Callable[P, R]:
-    """Runs a method without torch's function modes: `_UseMode` must not take sharding for a use of the parameters."""
+    """Disables torch's function modes in a method: `_UseMode` must not treat sharding as a use of the parameters."""
 
     @functools.wraps(method)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -68,13 +68,13 @@ def _without_modes(method: Callable[P, R]) -> Callable[P, R]:
 
 @dataclass(frozen=True)
 class ShardTarget:
-    """Where shards go.
+    """Dtype and storage of the shards.
 
     Attributes:
-        dtype: what floating-point parameters become; None leaves each as it is.
-        device: of the shards.
-        folder: for shards in files, which are gone when the process is; None for memory.
-        from_precision: `dtype` is that of a config's precision, rather than an argument.
+        dtype: dtype to which floating-point parameters are cast; None keeps each parameter's dtype.
+        device: device of the shards.
+        folder: folder for shards in files, which disappear with the process; None for shards in memory.
+        from_precision: True if `dtype` comes from a config's precision and not from an argument.
     """
 
     dtype: torch.dtype | None
@@ -83,10 +83,10 @@ class ShardTarget:
     from_precision: bool = False
 
     def dtype_of(self, name: str, param: nn.Parameter) -> torch.dtype:
-        """The dtype that a parameter gets.
+        """Returns the dtype of a parameter's shard.
 
         Raises:
-            UsageError: as the engine for the precision would: the parameter has 64 bits, and the precision 32.
+            UsageError: the parameter is float64 and the config's precision is fp32, which the engine refuses too.
         """
         if scales_of(param) is not None:
             return param.dtype
@@ -95,7 +95,7 @@ class ShardTarget:
         return self.dtype if self.dtype is not None and param.is_floating_point() else param.dtype
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """(numel,) uninitialised, in memory or mapped from a file without a name."""
+        """Returns an uninitialised tensor (numel,), in memory or mapped from a file without a name."""
         if self.folder is None or not numel:
             return torch.empty(numel, dtype=dtype, device=self.device)
         try:
@@ -103,7 +103,7 @@ class ShardTarget:
             try:
                 return torch.from_file(f"/proc/self/fd/{handle}", shared=True, size=numel, dtype=dtype)
             finally:
-                os.close(handle)  # the mapping keeps the file's blocks, which are freed when the process ends, however
+                os.close(handle)  # the mapping keeps the file's blocks; they are freed however the process ends
         except (OSError, RuntimeError) as error:
             raise ConfigError(
                 f"offload_param.nvme_path {self.folder}: no room for a shard of {numel} elements ({error})"
@@ -113,12 +113,12 @@ class ShardTarget:
 class ModuleShards:
     """The sharded parameters of one `zero.Init`, or of one load.
 
-    Life of a module: 1. `shard` when it is built (or `reserve` where its values come later), 2. `unshard_for_use`
-    whenever one of its parameters is used after all, 3. `reshard_all` and `watch_uses` when that is over. From then
-    until an engine takes its parameters, a call of the module is refused, and so is a read of a parameter.
+    Life of a module: 1. `shard` after its constructor (or `reserve` for values to be read later), 2. `unshard_for_use`
+    whenever a constructor uses one of its parameters again, 3. `reshard_all` and `watch_uses` at the end. From then
+    until an engine takes over the parameters, calling the module or reading a parameter raises an error.
 
     Args:
-        how_to_call: the fix in that refusal.
+        how_to_call: remedy in the error message of such a call.
     """
 
     def __init__(self, collectives: Collectives, destination: ShardTarget, how_to_call: str = _HOW_TO_CALL) -> None:
@@ -128,12 +128,12 @@ class ModuleShards:
         self._how_to_call = how_to_call
         self._refusals: dict[int, list[RemovableHandle]] = {}
         self._unsharded: OrderedDict[int, ParamUnit] = OrderedDict()
-        self._recent: ParamUnit | None = None  # unpinned last, with its values
+        self._recent: ParamUnit | None = None  # the last unit that was unpinned and still has its values
         self._count = 0
 
     @_without_modes
     def shard(self, module: nn.Module) -> None:
-        """Shards the module's own parameters, with the values they have on rank 0. (all ranks)"""
+        """Shards the module's own parameters with rank 0's values. (all ranks)"""
         named = _to_shard(module)
         if not named:
             return
@@ -144,8 +144,8 @@ class ModuleShards:
                 param.data = param.data.to(self.destination.device, dtype)
             return
         buffers = []
-        # One buffer per dtype, as in the units of an engine. Only this module's own parameters are in full now, besides
-        # the shards of all modules before it.
+        # One buffer per dtype, as in the units of an engine. Memory holds only this module's parameters in full, and
+        # shards of all earlier modules.
         for dtype, same in self._by_dtype(module, named).items():
             params = [param for _, param in same]
             built_as = [dtype_before(param) for param in params]
@@ -162,7 +162,7 @@ class ModuleShards:
 
     @_without_modes
     def reserve(self, module: nn.Module, names: Sequence[str]) -> None:
-        """Shards the module's own parameters of these names that are on the meta device; the values are zeros."""
+        """Creates shards of zeros for those of the module's own parameters `names` that are on the meta device."""
         buffers: list[FlatBuffer] = []
         named = [(name, param) for name, param in _to_shard(module, meta=True) if name in names]
         for dtype, same in self._by_dtype(module, named).items():
@@ -170,7 +170,7 @@ class ModuleShards:
             for _, param in same:
                 leave_meta(param, torch.empty(0, dtype=dtype, device=self.destination.device))
             buffer = self._buffer(layout, [param for _, param in same], dtype)
-            buffer.free()  # its pages were never touched, so they never were memory
+            buffer.free()  # its pages were never written, so they never used memory
             buffer.store_in(self._storage(buffer))
             buffer.shard.stage().values.zero_()
             buffers.append(buffer)
@@ -179,7 +179,7 @@ class ModuleShards:
 
     @_without_modes
     def unshard_for_use(self, params: Sequence[nn.Parameter]) -> None:
-        """Unshards the units of these parameters, which are about to be used. (all ranks)"""
+        """Unshards the units of these parameters before they are used. (all ranks)"""
         units: dict[int, ParamUnit] = {}
         for param in params:
             handle = handle_of(param)
@@ -190,20 +190,20 @@ class ModuleShards:
             unit.wait()
             self._unsharded[key] = unit
             self._unsharded.move_to_end(key)
-        # Initialisers touch one module many times in a row (weights, bias, a norm of both), so the last ones stay
-        # unsharded; the bound keeps a constructor that walks the model from unsharding all of it.
+        # Initialisers use one module several times in a row (weights, bias, a norm of both), so the most recent units
+        # stay unsharded; the limit prevents a constructor that walks the model from unsharding all of it.
         while len(self._unsharded) > len(units) and _nbytes(self._unsharded.values()) > _UNSHARDED_NBYTES:
             self._reshard_one(next(iter(self._unsharded.values())))
 
     @_without_modes
     def reshard_all(self) -> None:
-        """Reshards all unsharded units, with the values of rank 0. (all ranks)"""
+        """Reshards all unsharded units with rank 0's values. (all ranks)"""
         for unit in list(self._unsharded.values()):
             self._reshard_one(unit)
 
     @_without_modes
     def watch_uses(self) -> None:
-        """From now on what reads or writes a sharded parameter raises; see [Note: sharded parameters]."""
+        """Makes any later read or write of a sharded parameter raise; see [Note: sharded parameters]."""
         for unit in self.registry.units:
             unit.watch_uses()
 
@@ -211,12 +211,12 @@ class ModuleShards:
         del self._unsharded[id(unit)]
         replaced = [p for b in unit.buffers for p in b.params if (h := handle_of(p)) is not None and h.replaced]
         self.registry.drop(replaced)
-        # The ranks' random numbers may differ in a constructor; the values of rank 0 are those of a model that was
-        # built without `zero.Init` and broadcast.
+        # The ranks' random numbers may differ in a constructor. Rank 0's values equal those of a model that is built
+        # without `zero.Init` and broadcast.
         for buffer in unit.buffers:
             self.collectives.broadcast(buffer.full, 0, f"values of {unit.name}")
             buffer.shard.replace(buffer.full[buffer.own.at(0)])
-        # Parameters with other storage or another shape go into a unit of their own.
+        # Parameters whose storage or shape the constructor replaced go into a new unit.
         new_data = [(param, param.data) for param in replaced]
         unit.reshard(keep_views=True)
         for param, data in new_data:
@@ -286,12 +286,12 @@ class ModuleShards:
 
 
 def _to_shard(module: nn.Module, *, meta: bool = False) -> list[tuple[str, nn.Parameter]]:
-    """The module's own parameters that are ordinary and not sharded yet, each once."""
+    """Returns the module's own unsharded parameters of type `nn.Parameter` or with codes, each once."""
     if not meta:
         attach_codes(module, recurse=False)
     named: dict[int, tuple[str, nn.Parameter]] = {}
     for name, param in module._parameters.items():
-        # A subclass may not be cut at any element, unless its values are codes.
+        # A tensor subclass cannot be split at an arbitrary element, except one that stores codes.
         if param is None or param.is_meta != meta or handle_of(param) is not None:
             continue
         if scales_of(param) is None and type(param) is not nn.Parameter:
@@ -303,7 +303,7 @@ def _to_shard(module: nn.Module, *, meta: bool = False) -> list[tuple[str, nn.Pa
 
 
 def leave_meta(param: nn.Parameter, data: Tensor) -> None:
-    """Gives a meta parameter a real tensor; the object stays, as optimizers and tied modules refer to it."""
+    """Gives a meta parameter a real tensor; the object stays, because optimizers and tied modules refer to it."""
     real = nn.Parameter(data, requires_grad=param.requires_grad)
     vars(real).update(vars(param))
     built_as = param.dtype
@@ -323,25 +323,25 @@ _ACTIVE: list[Init] = []
 class Init:
     """Shards each module at the end of its constructor, inside the block. (all ranks)
 
-    After the block, pass the model to `initialize()`; training has the bits of a model built without the block. Until
-    then, read and write its values inside `GatheredParameters`; calling it raises EngineStateError. May be nested:
-    the innermost counts. On one rank it only casts. Codes of bitsandbytes are sharded with their scales. Buffers are
-    not sharded; nor are parameters on the meta device, and parameters of other subclasses.
+    After the block, pass the model to `initialize()`; training is bitwise identical to that of a model built without
+    the block. Until then, read and write values inside `GatheredParameters`; calling the model raises EngineStateError.
+    Blocks may be nested: the innermost one applies. On one rank parameters are only cast. `Init` shards bitsandbytes
+    codes with their scales, but no buffers, parameters on the meta device or parameters of other subclasses.
 
     Args:
         module: an existing model, sharded at once, before the block.
-        config_dict_or_path: a config, which gives defaults: its precision for `dtype`, its `offload_param` for
+        config_dict_or_path: a config with defaults: its precision for `dtype`, its `offload_param` for
             `remote_device`.
-        dtype: of floating-point parameters.
+        dtype: dtype of floating-point parameters.
         remote_device: "cpu" keeps shards in host memory, "nvme" in files, which disappear with the process.
-        nvme_path: a folder for those; by default the config's `offload_param.nvme_path`.
+        nvme_path: folder for these files; default: the config's `offload_param.nvme_path`.
         pin_memory: has no effect; the engine copies shards once, at the start.
-        enabled: False makes it do nothing.
+        enabled: False turns sharding off.
         collectives: the communication backend.
 
     Raises:
-        ConfigError: the config is wrong, or the ranks cannot find each other.
-        UsageError: an unknown `remote_device` or `dtype`.
+        ConfigError: the config is invalid, or the rendezvous of the ranks failed.
+        UsageError: `remote_device` or `dtype` is unknown.
 
     Example:
         >>> import torch
@@ -375,7 +375,7 @@ class Init:
                 settings, topology.device, dtype=dtype, remote_device=remote_device, nvme_path=nvme_path
             )
             self._shards = ModuleShards(collectives or Collectives(topology), where, self._HOW_TO_CALL)
-            # An existing model is sharded module by module too, so that it is never in memory twice.
+            # An existing model is sharded module by module as well, so that memory never holds it twice.
             for part in module.modules() if module is not None else ():
                 self._shards.shard(part)
             self._shards.watch_uses()
@@ -397,20 +397,20 @@ class Init:
             return
         _ACTIVE.remove(self)
         self._undo.close()
-        if error is None:  # else the other ranks may not come here
+        if error is None:  # after an error the other ranks may not reach this point
             self.finish_all()
             self._shards.reshard_all()
             self._shards.watch_uses()
 
     def note(self, module: nn.Module) -> None:
-        """A parameter is being registered in `module`. (all ranks)"""
-        # The first parameter of another module: constructors nest, so those before it are past their own parameters.
+        """Records that `module` registers a parameter. (all ranks)"""
+        # The first parameter of another module: constructors nest, so all earlier modules have their own parameters.
         if id(module) not in self._under_construction:
             self.finish_all()
             self._under_construction[id(module)] = weakref.ref(module)
 
     def finish_all(self) -> None:
-        """The constructors of all modules so far are over, or past their parameters. (all ranks)"""
+        """Shards all modules under construction, whose own parameters are complete. (all ranks)"""
         modules, self._under_construction = self._under_construction, {}
         for reference in modules.values():
             module = reference()
@@ -418,12 +418,12 @@ class Init:
                 self._shards.shard(module)
 
     def finish(self, module: nn.Module) -> None:
-        """The module is built. (all ranks)"""
+        """Shards a module whose constructor has returned. (all ranks)"""
         if self._shards is not None and self._under_construction.pop(id(module), None) is not None:
             self._shards.shard(module)
 
     def use(self, params: Sequence[nn.Parameter]) -> None:
-        """Parameters are about to be used while models are built. (all ranks)"""
+        """Unshards parameters that a constructor uses again. (all ranks)"""
         if self._shards is not None:
             self._shards.unshard_for_use(params)
 
@@ -436,14 +436,14 @@ def destination(
     remote_device: str | None,
     nvme_path: str | os.PathLike[str] | None = None,
 ) -> ShardTarget:
-    """Where shards go; arguments before the config. Arguments as of `Init`."""
+    """Returns dtype and storage of the shards; arguments, which are those of `Init`, override the config."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise UsageError("zero.Init(dtype)", expected="a floating-point torch.dtype", got=dtype)
     if remote_device not in (None, "none", "cpu", "nvme", device.type):
         raise UsageError("zero.Init(remote_device)", expected='"cpu" or "nvme"', got=remote_device)
     offload = None if settings is None else settings.zero_optimization.offload_param
     place = remote_device or (None if offload is None else offload.device)
-    # Files are only mapped memory here: the engine's own tiers take the shards over, with their own files.
+    # Files are only mapped memory here: the engine moves the shards to its own tiers, which have their own files.
     folder = None
     if place == "nvme":
         path = nvme_path or (None if offload is None else offload.nvme_path)
@@ -457,7 +457,7 @@ def destination(
     return ShardTarget(dtype, torch.device("cpu") if place in ("cpu", "nvme") else device, folder, from_precision)
 
 
-# -- callbacks of torch; the outermost Init registers them for all
+# -- torch's callbacks; the outermost Init registers them for all blocks
 
 
 def _parameter_registered(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -466,15 +466,15 @@ def _parameter_registered(module: nn.Module, name: str, param: nn.Parameter | No
 
 def _module_registered(parent: nn.Module, name: str, module: nn.Module | None) -> None:
     if module is not None:
-        for active in _ACTIVE:  # built inside an inner one, or before it
+        for active in _ACTIVE:  # an inner block, or an outer one, may have recorded the module
             active.finish(module)
 
 
 class _UseMode(TorchFunctionMode):
-    """Unshards parameters before any function of torch receives them, except for those that read metadata only."""
+    """Unshards parameters before they reach a torch function, except functions that read only metadata."""
 
-    # A mode rather than a parameter subclass: it sees the calls on plain `nn.Parameter`s of classes that are not ours,
-    # such as `torch.nn.init.normal_(self.weight)` after the module was registered.
+    # A mode rather than a parameter subclass: it sees the calls on plain `nn.Parameter`s of third-party classes, such
+    # as `torch.nn.init.normal_(self.weight)` after the module was registered.
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

@@ -1,15 +1,15 @@
 """Unsharded parameters outside forward and backward: to read them, to write them, to generate (FSDP: full params).
 
-`GatheredParameters` is for some parameters and may write; `gathered` is for a model in evaluation and only reads;
-`iter_named_full_params` streams. All are collective. `param_registry.py` finds a parameter's buffer and counts the uses
-of a unit; gathers for ranks that go different ways are in `coordinator.py`, optimizer states and gradients in
-`safe_get_set.py`.
+`GatheredParameters` reads and writes some parameters; `gathered` reads all, for a model in evaluation;
+`iter_named_full_params` streams them. All are collective. `param_registry.py` finds a parameter's buffer and counts the
+holders of a unit; `coordinator.py` gathers for ranks that run different forwards; `safe_get_set.py` accesses optimizer
+states and gradients.
 
-[Note: writes] A write inside `GatheredParameters` counts if a `modifier_rank` was named: that rank's values go to all
-ranks, into the shard and, where they differ from what the master rounds to, into the master; elements that were not
-written keep all their fp32 bits. Without a named rank the values are compared, by a hash, with those at the beginning:
-a write is an error, or with `discard_writes` is undone, as in DeepSpeed (TRL merges an adapter so, and unmerges it with
-the rounding of two additions).
+[Note: writes] With a `modifier_rank`, that rank's values at the end of `GatheredParameters` replace those of all ranks,
+in the shard and, where they differ from the rounded master, in the master; elements that the block did not write keep
+all their fp32 bits. Without one, hashes compare the values with those at the start: a write is an error, or is undone
+with `discard_writes`, as in DeepSpeed (TRL merges an adapter this way, and unmerging adds the rounding of two
+additions).
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from zeroaccel.zero.tensor_subclasses import scales_of, set_local
 
 
 class _UnownedWrite(UsageError):
-    """A write that no rank was named for."""
+    """A write without a `modifier_rank`."""
 
 
 class GatheredParameters:
     """Unshards parameters inside the with-block. (all ranks, with the same parameters)
 
-    Works at every stage, for models of an engine and of `zero.Init`; may be nested. It ignores None and all other
-    entries of `params`.
+    Works at every stage, for models of an engine and of `zero.Init`; may be nested. It ignores None and other entries
+    of `params` that neither of them shards.
 
     Example:
         >>> layer = torch.nn.Linear(2, 2)
@@ -53,14 +53,14 @@ class GatheredParameters:
 
     Args:
         params: one parameter, or any number of them.
-        modifier_rank: the rank whose writes count. Without it, a write is an error.
+        modifier_rank: rank whose writes all ranks receive. Without it, a write is an error.
         fwd_module: accepted for DeepSpeed's signature; not needed.
-        enabled: False makes it do nothing.
-        discard_writes: without a `modifier_rank` the block undoes its writes at the end, and warns of them.
+        enabled: False turns the block off.
+        discard_writes: without a `modifier_rank`, undo writes at the end of the block and log a warning.
 
     Raises:
-        UsageError: on every rank, on leaving: the block wrote a parameter without a `modifier_rank`, or replaced its
-            storage, without `discard_writes`. On entering: there is no rank `modifier_rank`, or it has only a part
+        UsageError: on every rank, at the end: the block wrote a parameter without a `modifier_rank`, or replaced its
+            storage, without `discard_writes`. At the start: rank `modifier_rank` does not exist, or it has only a part
             of a parameter.
     """
 
@@ -83,7 +83,7 @@ class GatheredParameters:
         self._saving = ExitStack()
 
     def __enter__(self) -> None:
-        # In the order of the units, which is the same on all ranks: each is gathered by a collective.
+        # In the order of the units, which is the same on all ranks: each gather is a collective.
         own = [param for param in self._params if isinstance(param, Tensor)]
         params = [each for param in own for each in (param, *(scales_of(param) or {}).values())]
         unique = {id(handle.param): handle for param in params if (handle := handle_of(param)) is not None}
@@ -99,15 +99,15 @@ class GatheredParameters:
             registry.acquire(_units(handles), handles)
             for handle in handles:
                 registry.write_detector.enter(handle.buffer, handle.index, writes=self._rank is not None)
-                if self._discards and handle.buffer.persistent:  # of a sharded one the shard has them
+                if self._discards and handle.buffer.persistent:  # for a sharded buffer, the shard keeps the values
                     self._before[id(handle)] = handle.buffer.view(handle.index).detach().clone()
                 if self._rank is not None and handle.buffer.masters.reads_weights:
-                    # These masters can be read only while the weights are as they are.
+                    # These masters can be read only until the weights change.
                     handle.require_settled("new values")
                     self._masters[id(handle)] = handle.buffer.masters.read(handle.reach(handle.buffer.rank))
         if torch.is_grad_enabled() and not all(handle.unit.persistent for handle in self._handles):
-            # Of a leaf autograd saves the parameter itself, which is sharded when a later backward comes to it. What a
-            # hook returns is saved instead: an alias that goes on referring to the values.
+            # For a leaf, autograd saves the parameter itself, which is sharded by the time of a later backward. This
+            # hook makes it save an alias, which keeps referring to the values.
             self._saving.enter_context(saved_tensors_hooks(Tensor.detach, _as_it_is))
 
     def __exit__(
@@ -116,7 +116,7 @@ class GatheredParameters:
         self._saving.close()
         handles, self._handles = self._handles, []
         for registry, own in _by_registry(handles):
-            # A loop over named parameters comes back to this unit at once.
+            # A loop over named parameters often needs the same unit again next.
             keep_values = kind is None and (self._rank is None or not any(h.buffer.shard.rounds_writes for h in own))
             try:
                 self._settle(registry, own, error)
@@ -135,16 +135,16 @@ class GatheredParameters:
                 registry.release(_units(own), keep_values=keep_values)
 
     def _settle(self, registry: ParamRegistry, handles: Sequence[ParamHandle], raised: BaseException | None) -> None:
-        # Errors may differ between ranks: all agree before the broadcast, so that none waits there for one that raised.
+        # Errors may differ between ranks. All agree before the broadcast, so that no rank waits there for a failed one.
         error = raised if isinstance(raised, Exception) else None
         if raised is None:
             error = _replaced(handles, self._discards)
             if error is None and self._rank is None:
                 error = _written(registry, handles)
         elif error is None:
-            return  # the program is ending (KeyboardInterrupt, SystemExit): no collective any more
+            return  # the program is ending (KeyboardInterrupt, SystemExit): run no more collectives
         label = f"GatheredParameters({handles[0].slot.fqn}, {len(handles)} in all)"
-        # One small all-reduce where no rank failed: a loop over a model comes here once per parameter.
+        # Only one small all-reduce if no rank failed: a loop over a model runs this once per parameter.
         failed = torch.tensor([float(error is not None)])
         registry.everyone.all_reduce(failed, "max", label)
         try:
@@ -153,7 +153,7 @@ class GatheredParameters:
         except Exception:
             if raised is None:
                 raise
-            return  # this rank's own exception goes on as it is; the others have raised a CollectiveError
+            return  # this rank's own exception propagates; the other ranks have raised a CollectiveError
         if self._rank is None:
             return
         for handle in handles:
@@ -163,7 +163,7 @@ class GatheredParameters:
             registry.write_detector.refresh(handle.buffer, handle.index)
 
     def _undo(self, handles: Sequence[ParamHandle], write: _UnownedWrite) -> None:
-        log_once(logging.WARNING, f"{str(write).partition(';')[0]:.300}: the values from before the block are kept")
+        log_once(logging.WARNING, f"{str(write).partition(';')[0]:.300}: the write was undone")
         with torch.no_grad():
             for handle in handles:
                 view = handle.buffer.view(handle.index)
@@ -174,10 +174,10 @@ class GatheredParameters:
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Accepted, and not needed: the engine sees by itself that a parameter is read outside its module.
+    """Checks its arguments only: the engine detects reads of a parameter outside its module without this call.
 
     Raises:
-        UsageError: they are not a module and a parameter.
+        UsageError: the arguments are not a module and a parameter.
     """
     if not isinstance(module, nn.Module) or not isinstance(parameter, nn.Parameter):
         raise UsageError(
@@ -195,23 +195,23 @@ def gathered(registry: ParamRegistry, coordinator: ParamCoordinator, budget: int
         if budget is not None and (type(budget) is not int or budget < 0):
             raise UsageError("engine.gathered(budget)", expected="a number of bytes, or None", got=budget)
         if coordinator.on_demand is not None:
-            raise UsageError("engine.gathered()", expected="not to be nested")
+            raise UsageError("engine.gathered()", expected="no other engine.gathered() around it")
         if collectives.part_holders is not None:
             raise UsageError(
                 "engine.gathered()",
-                expected="ranks that have all experts, as they may run different forwards here",
+                expected="all experts on every rank, because the ranks may run different forwards here",
                 got="experts that are divided among ranks (ep)",
-                fix="run the same number of forwards on every rank, without it (synced_gpus=True of generate)",
+                fix="leave it out and run the same number of forwards on every rank: generate(synced_gpus=True)",
             )
-    # Another budget on one rank would be another list of units, and gathers in another order.
+    # With different budgets the ranks would choose different units, and gather in different orders.
     budgets = collectives.gather_objects(budget, "engine.gathered: budget")
     if len(set(budgets)) > 1:
         raise UsageError("engine.gathered(budget)", expected="the same on all ranks", got=budgets)
     sharded = [unit for unit in registry.units if not unit.persistent]
     pinned = _that_fit(sharded, budget)
     registry.acquire(pinned)
-    registry.complete()  # ranks that go different ways know of full units only
-    coordinator.end_step()  # a unit left unsharded on some ranks only would be gathered by the others alone
+    registry.complete()  # ranks that run different forwards gather only whole units
+    coordinator.end_step()  # if a unit stayed unsharded on some ranks, only the others would gather it
     coordinator.on_demand = on_demand = OnDemandUnshard(sharded, collectives)
     try:
         yield
@@ -234,29 +234,29 @@ def iter_named_full_params(registry: ParamRegistry) -> Iterator[tuple[str, Tenso
 
 
 def store(handle: ParamHandle, before: Tensor | None = None) -> None:
-    """Takes the values in the unsharded parameter, equal on all ranks, into the shard and the master.
+    """Copies the values of the unsharded parameter, equal on all ranks, into the shard and the master.
 
     Args:
-        before: the masters as they were, where they can no longer be read.
+        before: masters before the write, if they can no longer be read.
     """
     buffer = handle.buffer
     own = handle.slot.range & buffer.own
     buffer.note_written(own)
     with torch.no_grad():
-        if not buffer.persistent:  # whose shard is the full buffer itself
+        if not buffer.persistent:  # a persistent buffer is its own shard
             buffer.shard.write(own, buffer.full[own.at(0)])
             handle.unit.drop_secondary()
         handle.require_settled("new values")
-        # A replicated optimizer has the masters of the full parameter on every rank, and so all of them follow.
+        # A replicated optimizer has the masters of the full parameter on every rank; each rank updates all of them.
         part = handle.slot.range & buffer.masters.range
         buffer.masters.follow_weights(part, buffer.full[part.at(0)], before)
 
 
 def overwrite(handle: ParamHandle, value: Tensor) -> None:
-    """Gives a parameter, which must be unsharded, another value: here, in the shard and in the master.
+    """Writes a value to a parameter, which must be unsharded, and to its shard and its master.
 
     Args:
-        value: of the parameter's shape, any dtype, equal on all ranks; the master keeps bits that 16 bits drop.
+        value: tensor of the parameter's shape, any dtype, equal on all ranks; the master stores it in fp32.
     """
     buffer, slot = handle.buffer, handle.slot
     own = slot.range & buffer.own
@@ -264,7 +264,7 @@ def overwrite(handle: ParamHandle, value: Tensor) -> None:
     handle.registry.before_write()
     buffer.note_written(own)
     with torch.no_grad():
-        # The master takes the value itself, not what the shard rounds it to: fp32 values keep their bits.
+        # The master receives the value itself, not the shard's rounded one: fp32 values keep their bits.
         flat = value.detach().reshape(-1).to(buffer.full.device)
         new = FlatTensor(slot.range, flat.float() if flat.dtype is torch.float64 else flat)
         buffer.full[slot.range.at(0)].copy_(new.values)
@@ -306,20 +306,20 @@ def _replaced(handles: Sequence[ParamHandle], discards: bool) -> UsageError | No
         return None
     return (_UnownedWrite if discards else UsageError)(
         f"GatheredParameters: {', '.join(names)}",
-        expected="parameters to be changed in place",
-        got="other storage assigned to .data",
-        fix="copy into it: param.data.copy_(values)",
+        expected="parameters that change in place",
+        got="new storage assigned to .data",
+        fix="copy into the parameter: param.data.copy_(values)",
     )
 
 
 def _refuse_split(handles: Sequence[ParamHandle]) -> None:
-    """One rank cannot write what it has a part of only."""
+    """Raises UsageError if an axis of the mesh splits a parameter: one rank cannot write the whole of it."""
     for handle in handles:
         if handle.slot.split is not None:
             raise UsageError(
                 f"GatheredParameters(modifier_rank): {handle.slot.fqn}",
-                expected="parameters that every rank has whole",
-                got=f"a part of shape {handle.slot.shape} of one that an axis of the mesh splits",
+                expected="parameters that are whole on every rank",
+                got=f"a part of shape {handle.slot.shape}, because an axis of the mesh splits the parameter",
                 fix="write it with zero.safe_set_full_fp32_param",
             )
 
@@ -332,6 +332,6 @@ def _written(registry: ParamRegistry, handles: Sequence[ParamHandle]) -> UsageEr
     differs = any(handle.buffer.persistent for handle in handles)
     return _UnownedWrite(
         f"GatheredParameters: {', '.join(names)} written without a modifier_rank",
-        fix="pass the rank whose values count: GatheredParameters(params, modifier_rank=0)"
-        + ("; this rank's copy is no longer that of the others" if differs else "; the values are as they were before"),
+        fix="pass the rank whose values all ranks should get: GatheredParameters(params, modifier_rank=0)"
+        + ("; this rank's copy may now differ from the others'" if differs else "; the write has been undone"),
     )

@@ -1,8 +1,8 @@
-"""Weights from safetensors files straight into shards: each rank reads only the bytes it keeps.
+"""Loads weights from safetensors files straight into shards: each rank reads only the bytes that it keeps.
 
 For models on the meta device, of `zero.Init`, or of ordinary parameters. A parameter that is neither in the files nor
-initialised is an error; all misfits are reported together, before anything is read. Shards are laid out by
-`deferred_init.py`; saving is done by `checkpoint/`.
+initialised is an error; one message lists all misfits before any values are read. `deferred_init.py` lays out the
+shards; `checkpoint/` saves.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ _CHUNK_NBYTES = 8 << 20
 
 
 class SafetensorsFolder:
-    """The tensors of one safetensors file, or of a folder of them, by name; read on request only.
+    """The tensors of a safetensors file or of a folder of such files, by name; values are read only on request.
 
     Args:
-        path: a file, a folder with one or more, or an index (`*.index.json`) that says which file has what.
+        path: a file, a folder with at least one, or an index (`*.index.json`) that maps tensors to files.
 
     Attributes:
         tensors: name -> location.
-        read_nbytes: read so far, without headers.
+        read_nbytes: number of bytes read so far, without headers.
 
     Raises:
-        UsageError: there is none, or one is damaged.
+        UsageError: a file is missing or damaged.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -56,13 +56,13 @@ class SafetensorsFolder:
             try:
                 self.tensors.update(tensor_locations(file))
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-                raise UsageError(f"{file}: not a whole safetensors file ({type(error).__name__}: {error})") from error
+                raise UsageError(f"{file}: not a valid safetensors file ({type(error).__name__}: {error})") from error
 
     def read(self, name: str, start: int, into: Tensor) -> None:
-        """Elements [start, start + n) of a tensor into `into`, (n,), in its dtype.
+        """Reads elements [start, start + n) of a tensor into `into`, (n,), converting to its dtype.
 
         Raises:
-            UsageError: the file ends before.
+            UsageError: the file ends within the tensor.
         """
         stored, dtype = self.tensors[name], dtype_of(self.tensors[name].dtype)
         step = _CHUNK_NBYTES // dtype.itemsize
@@ -72,7 +72,7 @@ class SafetensorsFolder:
                 part = into[low : low + step]
                 data = bytearray(part.numel() * dtype.itemsize)
                 if pread_into(handle, memoryview(data), stored.offset + (start + low) * dtype.itemsize) < len(data):
-                    raise UsageError(f"{stored.path}: ends within tensor {name}", fix="download or save it again")
+                    raise UsageError(f"{stored.path}: ends within tensor {name}", fix="download or save the file again")
                 part.copy_(torch.frombuffer(data, dtype=dtype))
                 self.read_nbytes += len(data)
         finally:
@@ -92,26 +92,27 @@ def load_safetensors(
 ) -> int:
     """Fills a model from safetensors files. (all ranks)
 
-    Parameters on the meta device become shards: a rank has 1/W of them in memory, and reads 1/W of the bytes. Those of
-    `zero.Init` are filled in their shards, and ordinary ones in full, on every rank. Pass the model to `initialize()`
-    afterwards. Tied parameters are found under any of their names.
+    Parameters on the meta device become shards: each rank keeps 1/W of them (W ranks) and reads 1/W of the bytes.
+    Parameters of `zero.Init` are filled in their shards, ordinary ones in full on every rank. Pass the model to
+    `initialize()` afterwards. The files may store a tied parameter under any of its names.
 
     Args:
-        path: a file, a folder of them, or an index.
-        dtype: for floating-point parameters on the meta device; None for the model's. Others keep theirs.
-        remote_device: as of `zero.Init`.
-        strict: every parameter and persistent buffer must be in the files, and nothing else. False warns instead, and
+        path: a file, a folder of files, or an index.
+        dtype: dtype of floating-point parameters on the meta device; None for the model's. Others keep theirs.
+        remote_device: see `zero.Init`.
+        strict: require every parameter and persistent buffer in the files, and nothing else. False warns instead, and
             leaves missing parameters on the meta device.
-        initialize_missing: called with each module that has parameters or buffers of its own which are not in the
-            files; it gives them values, as on rank 0.
-        rename: from a name of the model to that in the files.
+        initialize_missing: called with each module whose own parameters or buffers are missing in the files, to fill
+            them; all ranks get rank 0's values.
+        rename: maps a name in the model to the name in the files.
         collectives: the communication backend.
 
     Returns:
-        Bytes of tensors this rank has read.
+        Number of tensor bytes that this rank has read.
 
     Raises:
-        UsageError: shapes or names do not fit, all of them listed; a file is missing or damaged; on every rank.
+        UsageError: shapes or names do not match (the message lists them), or a file is missing or damaged; on every
+            rank.
     """
     topology = init_process_group()
     collectives = collectives or Collectives(topology)
@@ -120,7 +121,7 @@ def load_safetensors(
         plan = _match(model, folder.tensors, rename or (lambda name: name))
         _check(plan, str(path), strict=strict, initialized=initialize_missing is not None)
         where = destination(None, topology.device, dtype=dtype, remote_device=remote_device)
-    # Modules with missing values first: an initialiser needs full tensors, and gets them one module at a time.
+    # Modules with missing values first: an initialiser needs full tensors, allocated for one module at a time.
     shards = ModuleShards(collectives, where)
     if initialize_missing is not None:
         for module in plan.incomplete:
@@ -128,7 +129,7 @@ def load_safetensors(
             with GatheredParameters(module.parameters(recurse=False), modifier_rank=0):
                 initialize_missing(module)
             shards.shard(module)
-    # Each rank reads its own ranges only. A file may be damaged or unreadable on one node, hence the agreement.
+    # Each rank reads only its own ranges. A file may be damaged or unreadable on one node, so the ranks agree.
     with agreed(collectives, "load_safetensors: read"), torch.no_grad():
         for module, names in plan.parameters.items():
             if all(module._parameters[own] is not None for own in names):
@@ -141,14 +142,14 @@ def load_safetensors(
 
 @dataclass
 class _Plan:
-    """What goes where.
+    """The tensor in the files for each parameter and buffer, and the misfits.
 
     Attributes:
-        parameters: module -> its own name of a parameter -> name in the files; each parameter once.
-        buffers: (module, its own name of a buffer) -> name in the files.
-        incomplete: modules that own something that is in no file.
-        missing, unexpected, misshapen: what does not fit, for people.
-        unset: buffers on the meta device that no file has to have.
+        parameters: module -> the module's name of a parameter -> name in the files; each parameter once.
+        buffers: (module, its name of a buffer) -> name in the files.
+        incomplete: modules with own parameters or buffers that are in no file.
+        missing, unexpected, misshapen: misfits, as text for the error message.
+        unset: non-persistent buffers on the meta device, which files do not store.
     """
 
     parameters: dict[nn.Module, dict[str, str]]
@@ -162,7 +163,7 @@ class _Plan:
 
 def _match(model: nn.Module, there: Mapping[str, TensorLocation], rename: Callable[[str], str]) -> _Plan:
     plan = _Plan({}, {}, [], [], [], [], [])
-    # Tied parameters are one tensor under several names, and libraries save it under any one of them.
+    # Tied parameters are one tensor under several names, and libraries may save it under any of them.
     names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(rename(name))
@@ -216,16 +217,16 @@ def _check(plan: _Plan, where: str, *, strict: bool, initialized: bool) -> None:
     problems = ["other shapes: " + listed(plan.misshapen, "; ")] if plan.misshapen else []
     absent = [] if initialized else plan.missing
     if absent:
-        problems.append("not in the files, and not initialised: " + listed(absent))
+        problems.append("neither in the files nor initialised: " + listed(absent))
     if plan.unset and not initialized:
-        problems.append("buffers that are never saved, on the meta device: " + listed(plan.unset))
+        problems.append("non-persistent buffers on the meta device, which no file stores: " + listed(plan.unset))
     if plan.unexpected:
         problems.append("not in the model: " + listed(plan.unexpected))
-    # Other shapes are an error even without `strict`: a tensor of another shape is of another model.
+    # A different shape is an error even without `strict`: the tensor belongs to another model.
     if plan.misshapen or (strict and problems):
         raise UsageError(
             f"{where} does not fit the model: " + ". ".join(problems),
-            fix="load it into the model it was saved from, pass initialize_missing, or strict=False for what fits",
+            fix="load it into the model that saved it, or pass initialize_missing, or strict=False if names differ",
         )
     if problems:
         logger.warning("%s: %s", where, ". ".join(problems))
@@ -233,7 +234,7 @@ def _check(plan: _Plan, where: str, *, strict: bool, initialized: bool) -> None:
 
 def _load_module(module: nn.Module, names: Mapping[str, str], folder: SafetensorsFolder, shards: ModuleShards) -> None:
     on_meta = [param for own in names if (param := module._parameters[own]) is not None and param.is_meta]
-    # One rank has nothing to shard: its parameters get memory of their own and are filled in full.
+    # One rank does not shard: it allocates its parameters and fills them in full.
     if on_meta and shards.collectives.world_size > 1:
         shards.reserve(module, list(names))
     elif on_meta:
@@ -270,7 +271,7 @@ def _load_buffer(module: nn.Module, own: str, name: str, folder: SafetensorsFold
 def _make_real(
     module: nn.Module, device: torch.device, names: Mapping[str, str] | None = None, dtype: torch.dtype | None = None
 ) -> None:
-    """Allocates the module's own parameters and buffers that are on the meta device, without values."""
+    """Allocates memory for the module's own meta parameters and buffers; the values are uninitialised."""
     for own, param in module._parameters.items():
         if param is not None and param.is_meta and (names is None or own in names):
             kind = dtype if dtype is not None and param.is_floating_point() else param.dtype
@@ -291,7 +292,7 @@ def _files(path: Path) -> list[Path]:
         index = sorted(path.glob("*.safetensors.index.json"))
         files = _indexed(index[0]) if index else sorted(path.glob("*.safetensors"))
         if not files:
-            raise UsageError(f"{path}", expected="a folder with *.safetensors in it")
+            raise UsageError(f"{path}", expected="a folder with *.safetensors files")
         return files
     if not path.is_file():
         raise UsageError(f"{path}: no such file or folder")
@@ -305,7 +306,7 @@ def _indexed(path: Path) -> list[Path]:
         raise UsageError(f"{path}: not an index of safetensors files ({type(error).__name__}: {error})") from error
     for name in names:
         if not isinstance(name, str) or Path(name).name != name:
-            raise UsageError(f"{path}: a file name", expected="one in the same folder", got=name)
+            raise UsageError(f"{path}: file name", expected="the name of a file in the same folder", got=name)
         if not (path.parent / name).is_file():
-            raise UsageError(f"{path.parent / name}: missing, though {path.name} names it")
+            raise UsageError(f"{path.parent / name}: missing, although {path.name} lists it")
     return [path.parent / name for name in names]

@@ -1,9 +1,9 @@
-"""The parameter registry: from a bare `nn.Parameter` to its unit, for calls that get nothing but parameters.
+"""The parameter registry finds the unit of a bare `nn.Parameter`, for calls whose only arguments are parameters.
 
-A process-wide weak table maps a parameter to its `ParamRegistry`. That of an engine lives as long as the engine; that
-of a `zero.Init` lives as long as its parameters, which therefore refer to it. A registry counts the holders of each
-unsharded unit. It moves nothing itself: its owner says how a unit is pinned. Values are read and written in
-`full_params.py` and `safe_get_set.py`.
+A process-wide weak table maps a parameter to its `ParamRegistry`. An engine's registry lives as long as the engine; the
+registry of a `zero.Init` lives as long as its parameters, which refer to it. A registry counts the holders of each
+unsharded unit. It moves no data: its owner passes the functions that pin and unpin a unit. `full_params.py` and
+`safe_get_set.py` read and write values.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ _REGISTRY = "_zero_registry"
 
 
 class Pin(Protocol):
-    """What a registry unshards a unit with; with `wanted`, those parameters of it at least."""
+    """Unshards a unit, or with `wanted` at least those of its parameters."""
 
     def __call__(self, unit: ParamUnit, wanted: Sequence[tuple[FlatBuffer, int]] | None = None, /) -> None: ...
 
 
 class Unpin(Protocol):
-    """What a registry reshards a unit with."""
+    """Reshards a unit."""
 
     def __call__(self, unit: ParamUnit, /, *, keep_values: bool = False) -> None: ...
 
 
 @dataclass(frozen=True)
 class Training:
-    """What an engine has besides weights.
+    """An engine's optimizer, gradients and loss scale.
 
     Attributes:
         updates: the weight update, which may overlap with other work; None without an optimizer.
@@ -62,7 +62,7 @@ class Training:
 
 @dataclass(frozen=True, eq=False)
 class ParamHandle:
-    """A parameter's position: registry, unit, flat buffer and slot. `order` sorts handles alike on all ranks."""
+    """A parameter's position: registry, unit, flat buffer and slot. `order` is the same on all ranks."""
 
     registry: ParamRegistry
     unit: ParamUnit
@@ -81,24 +81,24 @@ class ParamHandle:
         return self.buffer.params[self.index]
 
     def reach(self, rank: int) -> FlatRange:
-        """The parameter's elements that are in the shard of `rank`; may be empty."""
+        """Returns the range of the parameter's elements in the shard of `rank`; may be empty."""
         return self.slot.range & self.buffer.layout.shard(rank)
 
     def require_settled(self, call: str) -> None:
-        """Raises EngineStateError while masters are ahead of the weights, where `call` would meet a mixture."""
+        """Raises EngineStateError while masters are ahead of the weights: `call` would see old and new values."""
         training = self.registry.training
         if training is not None and training.updates is not None:
             training.updates.require_settled(f"{call} of {self.slot.fqn}")
 
     @property
     def is_absent(self) -> bool:
-        """Whether the parameter reads as NaN here."""
+        """True if the parameter is not gathered on this rank, and therefore reads as NaN."""
         is_sharded = self.unit.state is ShardState.SHARDED and not self.buffer.persistent
         return is_sharded and self.index not in self.buffer.shown
 
     @property
     def replaced(self) -> bool:
-        """Whether the program assigned other storage, or another shape, than the unit's."""
+        """True if the program replaced the parameter's storage or shape in the unit."""
         data = local(self.param)
         return data.shape != self.slot.shape or not self.buffer.owns(data)
 
@@ -107,14 +107,14 @@ class ParamRegistry:
     """The parameters of one owner, with a count of holders for each unsharded unit.
 
     Args:
-        pin: unshards a unit and keeps it so, whatever forward and backward do.
-        unpin: undoes it; with `keep_values`, the next `pin` of the same unit gathers nothing.
-        on_empty: called with a unit whose parameters have all been dropped.
-        training: None where there is no engine yet; the parameters then keep the registry alive.
+        pin: unshards a unit and keeps it unsharded during forward and backward.
+        unpin: undoes `pin`; with `keep_values`, the next `pin` of the same unit needs no gather.
+        on_empty: called with a unit after the registry has dropped all its parameters.
+        training: None before there is an engine; the parameters then keep the registry alive.
 
     Attributes:
         write_detector: detects writes to unsharded parameters, for `full_params.py`.
-        before_write: blocks while a save in the background copies weights and states.
+        before_write: blocks while a background save copies weights and states.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class ParamRegistry:
         self.collectives = collectives
         self.training = training
         self.write_detector = WriteDetector()
-        self.before_write: Callable[[], object] = list  # of nothing
+        self.before_write: Callable[[], object] = list  # does nothing
         self._units: dict[int, ParamUnit] = {}
         self._num_params: dict[int, int] = {}
         self._pin, self._unpin, self._on_empty = pin, unpin, on_empty
@@ -141,15 +141,15 @@ class ParamRegistry:
 
     def __reduce__(self) -> Any:
         raise EngineStateError(
-            "pickling a model of zero.Init: its values are shared among the ranks",
-            fix="hand it to initialize() and save a checkpoint",
+            "pickling a model of zero.Init: each rank has only a shard of its values",
+            fix="pass the model to initialize() and save a checkpoint",
         )
 
     def add(self, units: Iterable[ParamUnit]) -> None:
         """Registers units and their parameters."""
         for unit in units:
-            # (registry, unit, parameter) numbers instead of names: cheap to compare, and the same on all ranks, as all
-            # register the same units in the same order. `GatheredParameters` gathers in this order.
+            # (registry, unit, parameter) numbers instead of names: cheap to compare, and equal on all ranks, because
+            # all register the same units in the same order. `GatheredParameters` gathers in this order.
             number = next(self._order)
             self._units[number] = unit
             count = 0
@@ -158,13 +158,13 @@ class ParamRegistry:
                     self._positions[param] = (unit, buffer, index, (self._number, number, count))
                     _REGISTRIES[param] = self._own
                     if self.training is None:
-                        # No engine holds this registry, so its parameters do.
+                        # No engine refers to this registry, so its parameters keep it alive.
                         vars(param)[_REGISTRY] = self
                     count += 1
             self._num_params[number] = count
 
     def drop(self, params: Iterable[nn.Parameter]) -> None:
-        """Removes parameters, which another owner takes over; a unit without any is removed too."""
+        """Removes parameters that another owner takes over, and units without any left."""
         for param in params:
             position = self._positions.pop(param, None)
             if position is not None:
@@ -190,31 +190,31 @@ class ParamRegistry:
 
     @property
     def everyone(self) -> Collectives:
-        """Over the ranks that have the parameters, or parts of them."""
+        """Collectives over all ranks that have the parameters or parts of them."""
         return self.collectives.everyone
 
     @property
     def units(self) -> tuple[ParamUnit, ...]:
-        """In the order of registration, which is the same on all ranks."""
+        """Registered units, in the order of registration, which is the same on all ranks."""
         return tuple(self._units.values())
 
     def handle(self, param: Tensor) -> ParamHandle | None:
-        """The handle of a parameter; None if it is not registered here."""
+        """Returns the handle of a parameter, or None if this registry does not have it."""
         fields = self._positions.get(param)
         return None if fields is None else ParamHandle(self, *fields)
 
     def is_acquired(self, unit: ParamUnit) -> bool:
-        """Whether the unit has holders."""
+        """Returns True if the unit has holders."""
         return id(unit) in self._holders
 
     def acquire(self, units: Sequence[ParamUnit], handles: Sequence[ParamHandle] = ()) -> None:
-        """Unshards units until `release`; counted. (all ranks, with the same units in the same order)
+        """Adds a holder to units, which stay unsharded until `release`. (all ranks, same units in the same order)
 
         Args:
-            handles: the parameters that are wanted, where not all of the units are.
+            handles: the parameters to unshard, if not all of the units' parameters.
         """
-        # Counted per unit, since nested `GatheredParameters` may name parameters of one unit: an inner one gathers what
-        # the outer ones have not, and only the last reshards.
+        # Counted per unit, because nested `GatheredParameters` may name parameters of one unit: an inner block gathers
+        # those that are still sharded, and only the last release reshards.
         for unit in units:
             count = self._holders.get(id(unit), 0)
             if not count or unit.state is ShardState.SHARDED:
@@ -223,10 +223,10 @@ class ParamRegistry:
             self._holders[id(unit)] = count + 1
 
     def release(self, units: Sequence[ParamUnit], *, keep_values: bool = False) -> None:
-        """Undoes one `acquire` of each.
+        """Undoes one `acquire` of each unit.
 
         Args:
-            keep_values: of the last unit, for an `acquire` of it that may follow. (on all ranks alike)
+            keep_values: keep the last unit's values for an `acquire` that may follow; the same on all ranks.
         """
         for unit in units:
             count = self._holders.pop(id(unit)) - 1
@@ -242,7 +242,7 @@ class ParamRegistry:
                 self._pin(unit)
 
     def require_free(self, call: str) -> None:
-        """Raises EngineStateError while a unit has holders, as `call` would change its weights."""
+        """Raises EngineStateError while a unit has holders, because `call` would change its weights."""
         if self._holders:
             raise EngineStateError(
                 f"{call} while parameters are gathered",
@@ -252,10 +252,10 @@ class ParamRegistry:
 
 
 def handle_of(param: object) -> ParamHandle | None:
-    """The handle of a parameter in any registry; None for anything that no engine or `zero.Init` shards."""
+    """Returns the handle of a parameter in any registry, or None if no engine or `zero.Init` has it."""
     if not isinstance(param, torch.Tensor):
         return None
-    # Weak on both sides: the table must keep neither a discarded model nor a destroyed engine alive.
+    # Weak references on both sides: the table must keep neither a discarded model nor a destroyed engine alive.
     reference = _REGISTRIES.get(param)
     registry = None if reference is None else reference()
     return None if registry is None else registry.handle(param)

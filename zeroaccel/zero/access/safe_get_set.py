@@ -1,13 +1,12 @@
 """Masters, gradients and optimizer states of single parameters, at every stage.
 
-The "full" calls are collective, with tensors of the parameter's shape, equal on all ranks; the "local" ones have this
-rank's elements of it, (n,), in row-major order. All values are fp32, but for states of another dtype. For a parameter
-of no engine getters return None, and setters raise. (Interface: DeepSpeed's `deepspeed.utils.safe_*`, with three
-differences: gradients come without the loss scale; setters update the 16-bit copies too; there are local calls at
-every stage.)
+The "full" calls are collective; their tensors have the parameter's shape and are equal on all ranks. The "local" calls
+use this rank's elements, (n,), in row-major order. All tensors are fp32, whatever the stored dtype. If no engine has
+the parameter, getters return None and setters raise. (Interface: DeepSpeed's `deepspeed.utils.safe_*`, with three
+differences: gradients exclude the loss scale; setters update the 16-bit copies too; local calls exist at every stage.)
 
-Masters and states are read and written through `MasterStorage`, gradients in the reducer's buffers, all by ranges of
-the flat buffer: everything here is written once over those, and does not know where values live.
+This module reads and writes masters and states through `MasterStorage`, and gradients in the reducer's buffers, all by
+ranges of the flat buffer; so it is independent of where the values are stored.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ from zeroaccel.zero.storage.masters import MasterPiece
 
 @dataclass(frozen=True)
 class _Values:
-    """One kind of values of a parameter, read and written by ranges of its flat buffer on this rank.
+    """The masters, gradients or one state of a parameter, read and written by ranges of its flat buffer on this rank.
 
     Attributes:
-        is_replicated: every rank has all of the parameter's, rather than those of its shard.
-        factor: a value that a caller sees is a stored one times this.
+        is_replicated: True if every rank has the values of the whole parameter, not only of its shard.
+        factor: factor from the stored value to the value that a caller sees.
     """
 
     read: Callable[[FlatRange], Tensor]
@@ -48,7 +47,7 @@ class _Values:
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """The weights the optimizer works on, or of a frozen parameter its values. (all ranks)
+    """Returns the fp32 master weights of a parameter, or the values of a frozen one. (all ranks)
 
     Example:
         >>> import torch
@@ -68,17 +67,17 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Replaces the master and the copies in the parameter's own dtype. (all ranks, with the same value)
 
     Raises:
-        UsageError: no engine keeps the parameter; `value` has another shape, or differs between ranks.
+        UsageError: no engine has the parameter; `value` has another shape, or differs between ranks.
     """
     handle = _required(param, "safe_set_full_fp32_param")
     _set_masters(handle, _checked(handle, value, "safe_set_full_fp32_param"))
 
 
 def _set_masters(handle: ParamHandle, flat: Tensor) -> None:
-    """Replaces the master and the copies of it by `flat`, (numel,) fp32."""
+    """Replaces the master and its copies by `flat`, (numel,) fp32."""
     values = FlatTensor(handle.slot.range, flat)
     _write(handle, _masters(handle), values)
-    with torch.no_grad():  # after the master: in fp32 that is part of these already
+    with torch.no_grad():  # after the master, which in fp32 shares memory with these
         buffer, own = handle.buffer, _own(handle)
         buffer.note_written(own)
         buffer.shard.write(own, values[own])
@@ -88,7 +87,7 @@ def _set_masters(handle: ParamHandle, flat: Tensor) -> None:
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """This rank's elements of the weights the optimizer works on."""
+    """Returns this rank's elements of the fp32 master weights."""
     return _get(param, _masters)
 
 
@@ -96,7 +95,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Replaces this rank's elements of the master and of the copies in the parameter's dtype. (all ranks)
 
     Raises:
-        UsageError: no engine keeps the parameter, or `value` has another number of elements.
+        UsageError: no engine has the parameter, or `value` has another number of elements.
     """
     handle = _required(param, "safe_set_local_fp32_param")
     own = _checked_local(handle, value, "safe_set_local_fp32_param")
@@ -108,7 +107,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """The mean gradient over ranks, without loss scale, not clipped; None if there is none. (all ranks)
+    """Returns the mean gradient over ranks, without loss scale, before clipping; None if there is none. (all ranks)
 
     Call it between a backward and the step. With accumulation it returns the gradient so far; at stages that do not
     shard gradients, it reduces the parameter's whole buffer, and the boundary reduces it again.
@@ -121,14 +120,14 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
 
     Raises:
         EngineStateError: there is no gradient to replace.
-        UsageError: as `safe_set_full_fp32_param`.
+        UsageError: see `safe_set_full_fp32_param`.
     """
     handle, values = _required_gradient(param, "safe_set_full_grad")
     _write(handle, values, FlatTensor(handle.slot.range, _checked(handle, value, "safe_set_full_grad")))
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
-    """This rank's elements of `safe_get_full_grad`."""
+    """Returns this rank's elements of the gradient that `safe_get_full_grad` returns."""
     return _get(param, partial(_gradients, call="safe_get_local_grad"))
 
 
@@ -142,10 +141,10 @@ def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """One tensor of the optimizer's state, such as "exp_avg". (all ranks)
+    """Returns one tensor of the optimizer's state, such as "exp_avg". (all ranks)
 
     Raises:
-        UsageError: there is no state of that name, or not before the first step; on every rank.
+        UsageError: no state has that name, or no step has run yet; on every rank.
 
     Example:
         >>> import zeroaccel
@@ -171,7 +170,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """This rank's elements of one tensor of the optimizer's state. (all ranks)"""
+    """Returns this rank's elements of one tensor of the optimizer's state. (all ranks)"""
     return _get(param, partial(_states, key=optim_state_key))
 
 
@@ -187,11 +186,11 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_sta
         _write(handle, values, FlatTensor(_own(handle), own))
 
 
-# -- where values are
+# -- finding values
 
 
 def _own(handle: ParamHandle) -> FlatRange:
-    """The parameter's elements in this rank's shard; may be empty."""
+    """Returns the range of the parameter's elements in this rank's shard; may be empty."""
     return handle.slot.range & handle.buffer.own
 
 
@@ -202,7 +201,7 @@ def _masters(handle: ParamHandle) -> _Values:
 
 
 def _gradients(handle: ParamHandle, call: str, *, so_far: bool = False) -> _Values | None:
-    """Those of the coming step; or, to be read, those that are accumulated and not reduced yet. (then all ranks)"""
+    """Returns the gradients of the next step, or with `so_far` a reduced copy of the accumulated ones (all ranks)."""
     training = handle.registry.training
     if training is None:
         return None
@@ -215,10 +214,10 @@ def _gradients(handle: ParamHandle, call: str, *, so_far: bool = False) -> _Valu
             return None
         if gradient.shard is None or gradient.flat is not None:
             raise EngineStateError(
-                f"{call}({handle.slot.fqn}): gradients are not summed over the ranks before the accumulation boundary",
+                f"{call}({handle.slot.fqn}): the ranks' gradients are not summed before the accumulation boundary",
                 fix="call it between the last backward of a step and engine.step()",
             )
-        # In fp32, so that a value that is set keeps its bits.
+        # In fp32, so that a value from a setter keeps its bits.
         shard = gradient.shard = gradient.shard.float()
     reduced = FlatTensor(handle.buffer.own, shard)
 
@@ -226,7 +225,7 @@ def _gradients(handle: ParamHandle, call: str, *, so_far: bool = False) -> _Valu
         reduced[part].copy_(values)
         training.reducer.changed()
 
-    # Reduced gradients have the loss scale in them until the step: a caller sees them without.
+    # Reduced gradients include the loss scale until the step; `factor` removes it for the caller.
     alone = handle.buffer.holders(handle.registry.collectives).world_size == 1
     return _Values(reduced.__getitem__, write, alone, 1.0 / training.loss_scale().value)
 
@@ -235,7 +234,7 @@ def _states(handle: ParamHandle, key: str) -> _Values:
     handle.require_settled(f"state {key!r}")
     masters = handle.buffer.masters
     optimizer = None if handle.registry.training is None else handle.registry.training.optimizer
-    # A rank without elements of the parameter has no state to look at: all agree, so that all raise or none does.
+    # A rank without elements of the parameter has no state to check: the ranks agree, so that all raise or all go on.
     with agreed(handle.registry.everyone, f"optimizer state {key} of {handle.slot.fqn}"):
         if optimizer is None or handle.slot.fqn not in optimizer.group_of:
             raise UsageError(f"parameter {handle.slot.fqn}", expected="one that an optimizer updates", got="frozen")
@@ -246,7 +245,7 @@ def _states(handle: ParamHandle, key: str) -> _Values:
 
 
 def _check_state(piece: MasterPiece, key: str, optimizer: Optimizer, fqn: str) -> None:
-    """Raises UsageError where a state is not there, or has no value per element."""
+    """Raises UsageError if a state is missing, or does not have one value per element."""
     state = optimizer.state.get(piece.param, {})
     value = state.get(key)
     if isinstance(value, Tensor) and value.dtype is torch.uint8:
@@ -254,21 +253,24 @@ def _check_state(piece: MasterPiece, key: str, optimizer: Optimizer, fqn: str) -
             f"{type(optimizer).__name__}, state {key!r} of {fqn}",
             expected="one number per element",
             got='8-bit blocks (moments_dtype "int8")',
-            fix='set moments_dtype to "bf16" or "fp32", or read it from a checkpoint',
+            fix='set moments_dtype to "bf16" or "fp32", or read the state from a checkpoint',
         )
     if not isinstance(value, Tensor) or value.numel() != piece.param.numel():
         names = [n for n, v in state.items() if isinstance(v, Tensor) and v.numel() == piece.param.numel()]
         raise UsageError(
             f"{type(optimizer).__name__}, state {key!r} of {fqn}",
-            expected=f"one of {names}" if names else "a step before it: there is no state yet",
+            expected=f"one of {names}" if names else "a step before this call: there is no state yet",
         )
 
 
-# -- reading and writing them
+# -- reading and writing values
 
 
 def _get(param: nn.Parameter, locate: Callable[[ParamHandle], _Values | None], what: str = "") -> Tensor | None:
-    """The values of a whole parameter, for a message called `what`; without one this rank's elements. None for none."""
+    """Returns the values of the whole parameter, or without `what`, their name in messages, this rank's elements.
+
+    Returns None if there are no values.
+    """
     handle = handle_of(param)
     values = None if handle is None else locate(handle)
     if handle is None or values is None:
@@ -277,12 +279,12 @@ def _get(param: nn.Parameter, locate: Callable[[ParamHandle], _Values | None], w
 
 
 def _local(handle: ParamHandle, values: _Values) -> Tensor:
-    """(n,) fp32: a copy of this rank's elements."""
+    """Returns a copy of this rank's elements, (n,) fp32."""
     return _copied(handle, values, _own(handle))
 
 
 def _full(handle: ParamHandle, values: _Values, what: str) -> Tensor:
-    """fp32, of the whole parameter's shape: a copy, equal on all ranks."""
+    """Returns a copy of the whole parameter in its shape, fp32, equal on all ranks."""
     if values.is_replicated:
         full = _copied(handle, values, handle.slot.range)
     else:
@@ -298,7 +300,7 @@ def _copied(handle: ParamHandle, values: _Values, part: FlatRange) -> Tensor:
 
 
 def _assembled(handle: ParamHandle, own: Tensor, label: str) -> Tensor:
-    """(numel,) fp32 from each rank's elements, each of which is sent to each other rank, and nothing else."""
+    """Returns (numel,) fp32, all-gathered from each rank's elements without padding."""
     numels = [handle.reach(rank).numel for rank in range(handle.buffer.layout.world_size)]
     out = torch.empty(handle.slot.numel, dtype=torch.float32, device=own.device)
     handle.buffer.holders(handle.registry.collectives).all_gather(out, own, label, numels).wait()
@@ -306,7 +308,7 @@ def _assembled(handle: ParamHandle, own: Tensor, label: str) -> Tensor:
 
 
 def _write(handle: ParamHandle, values: _Values, new: FlatTensor) -> None:
-    """Writes those of `new` that this rank has."""
+    """Writes the elements of `new` that this rank has."""
     part = new.range if values.is_replicated else new.range & _own(handle)
     handle.registry.before_write()
     with torch.no_grad():
@@ -314,7 +316,7 @@ def _write(handle: ParamHandle, values: _Values, new: FlatTensor) -> None:
             values.write(part, new[part] / values.factor)
 
 
-# -- what a caller may ask for
+# -- checks of arguments
 
 
 def _required(param: nn.Parameter, call: str) -> ParamHandle:
@@ -336,7 +338,10 @@ def _required_gradient(param: nn.Parameter, call: str) -> tuple[ParamHandle, _Va
 
 
 def _checked(handle: ParamHandle, value: Tensor, call: str) -> Tensor:
-    """(numel,) fp32, of a value that is the same on all ranks: of a split parameter, this rank's part of it."""
+    """Returns the value as (numel,) fp32, or this rank's part of it if the parameter is split.
+
+    Raises UsageError on every rank if the shape does not match or the ranks pass different values.
+    """
     collectives, slot = handle.registry.everyone, handle.slot
     where = f"{call}({slot.fqn})"
     flat = torch.empty(0)
@@ -344,7 +349,7 @@ def _checked(handle: ParamHandle, value: Tensor, call: str) -> Tensor:
         if tuple(value.shape) != slot.whole_shape:
             raise UsageError(f"{where}: the value", expected=f"shape {slot.whole_shape}", got=tuple(value.shape))
         flat = value.detach().to(device=handle.buffer.full.device, dtype=torch.float32).contiguous().view(-1)
-    # Different values would leave shards, masters and persistent copies of the ranks apart, and no later check sees it.
+    # Different values would make shards, masters and persistent copies differ between ranks; no later check detects it.
     (digest,) = read_values(fingerprint(torch.cat([flat, flat.new_zeros(flat.numel() % 2)])))
     if len(set(collectives.gather_objects(digest, f"{where}: value"))) > 1:
         raise UsageError(f"{where}: the value", expected="the same on all ranks", got="different ones")

@@ -1,13 +1,13 @@
-"""The safetensors format: dtypes, the header written and parsed within bounds, and bytes read at an offset.
+"""The safetensors format: dtypes, writing and parsing the header, and reading bytes at an offset.
 
-Lies in `zero/access/` because that is the lowest folder which reads weights (`load_safetensors.py`); rank files and
-exported models of `checkpoint/` are safetensors files too, and `accelerate/run_state.py` reads its own with it. Not the
-`safetensors` package, which cuts rows: a flat shard begins and ends anywhere in a tensor, and a rank file is checked
-block by block while it is read. One other parser exists on purpose: `checkpoint/zero_to_fp32.py` is copied beside
-checkpoints and may import nothing of this package. Imports torch only for `dtype_name` and `dtype_of`.
+The module is in `zero/access/`, the lowest folder that reads weights (`load_safetensors.py`); `checkpoint/` uses it for
+rank files and exported models, `accelerate/run_state.py` for its own file. The `safetensors` package does not suffice:
+it slices rows, while a flat shard begins and ends anywhere in a tensor, and a rank file is checked block by block as it
+is read. `checkpoint/zero_to_fp32.py` has a parser of its own on purpose: it is copied into checkpoints and cannot
+import this package. Only `dtype_name` and `dtype_of` import torch.
 
-Layout of a file: 8 bytes, the header's length (little-endian); the header, JSON: name -> dtype, shape and data_offsets;
-the tensors' bytes, row-major, to which the offsets count.
+Layout of a file: 8 bytes with the header's length (little-endian); the header in JSON: name -> dtype, shape and
+data_offsets; the tensors' bytes, row-major. Offsets count from the first of these bytes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TORCH_NAMES: Mapping[str, str] = {
     **{"I32": "int32", "U32": "uint32", "F32": "float32"},
     **{"C64": "complex64", "F64": "float64", "I64": "int64", "U64": "uint64"},
 }
-"""safetensors' name of a dtype -> torch's."""
+"""safetensors' name of a dtype -> torch's name."""
 
 ITEMSIZE: Mapping[str, int] = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
@@ -45,18 +45,18 @@ ITEMSIZE: Mapping[str, int] = {
 """Bytes per element of safetensors' dtypes."""
 
 MOST_HEADER_NBYTES = 100_000_000
-"""The bound that the format itself sets."""
+"""Limit of the safetensors format for the header's size in bytes."""
 
 
 @lru_cache(maxsize=1)
 def _dtypes() -> Mapping[str, torch.dtype]:
-    import torch  # not at import: the readers of headers and manifests do without torch
+    import torch  # here, because readers of headers and manifests do not need torch
 
     return {name: getattr(torch, torch_name) for name, torch_name in TORCH_NAMES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """safetensors' name; CheckpointError for a dtype it has none for."""
+    """Returns safetensors' name of a dtype; raises CheckpointError if the format does not support it."""
     for name, candidate in _dtypes().items():
         if candidate is dtype:
             return name
@@ -64,7 +64,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The torch dtype of a safetensors name; CheckpointError for an unknown one."""
+    """Returns the torch dtype of a safetensors name; raises CheckpointError for an unknown name."""
     if name not in TORCH_NAMES:
         raise CheckpointError(f"dtype {name!r}", expected=f"one of {', '.join(TORCH_NAMES)}")
     return _dtypes()[name]
@@ -72,12 +72,12 @@ def dtype_of(name: str) -> torch.dtype:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """Where everything lies in a file, known before a byte is written.
+    """The layout of a file, computed before writing it.
 
     Attributes:
-        header: the bytes before the data.
-        offsets: name -> first byte in the file, in the order of the file.
-        nbytes: the size of the file.
+        header: bytes before the data.
+        offsets: name -> offset of the tensor's first byte in the file, in the order of the file.
+        nbytes: size of the file.
     """
 
     header: bytes
@@ -86,11 +86,11 @@ class FileLayout:
 
 
 def lay_out_tensors(tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str]) -> FileLayout:
-    """The layout of a file of tensors that follow each other without gaps.
+    """Returns the layout of a file whose tensors follow each other without gaps.
 
     Args:
-        tensors: (name, dtype, shape); in descending order of item sizes, each one is aligned to its own.
-        metadata: text that safetensors keeps in the header.
+        tensors: (name, dtype, shape); in descending order of item size, each is aligned to its own item size.
+        metadata: text for the header's `__metadata__`.
 
     Example:
         >>> layout = lay_out_tensors([("w", "F32", (2, 3)), ("b", "BF16", (3,))], {"format": "pt"})
@@ -111,16 +111,16 @@ def lay_out_tensors(tensors: Iterable[tuple[str, str, Sequence[int]]], metadata:
 
 
 def parse_header(text: bytes) -> dict[str, Any]:
-    """The entries of a header, without the 8 bytes of its length; ValueError unless it is a JSON object."""
+    """Returns the entries of a header, given without the 8 bytes of its length; ValueError if it is no JSON object."""
     entries = parse_plain_json(text)
     if not isinstance(entries, dict):
-        raise ValueError(f"it is not an object but {str(entries)[:100]!r}")
+        raise ValueError(f"the header is not a JSON object but {str(entries)[:100]!r}")
     return entries
 
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """A tensor in a file; `offset` is its first byte there."""
+    """A tensor in a file; `offset` is the position of its first byte."""
 
     path: Path
     dtype: str
@@ -129,37 +129,38 @@ class TensorLocation:
 
 
 def tensor_locations(path: Path) -> Iterator[tuple[str, TensorLocation]]:
-    """Name and location of each tensor of a file; reads nothing but the header.
+    """Yields name and location of each tensor of a file; reads only the header.
 
     Raises:
-        ValueError, KeyError, TypeError, AttributeError: it is not a safetensors file, or was cut off. OSError.
+        ValueError, KeyError, TypeError, AttributeError: the file is not a safetensors file, or is truncated.
+        OSError: the file cannot be read.
     """
     size = path.stat().st_size
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= size - 8:
-            raise ValueError("its header is longer than the file")
+            raise ValueError("the header does not fit into the file")
         if length > MOST_HEADER_NBYTES:
-            raise ValueError(f"its header has {length} bytes, at most {MOST_HEADER_NBYTES} are read")
+            raise ValueError(f"the header has {length} bytes; the limit is {MOST_HEADER_NBYTES}")
         entries = parse_header(file.read(length))
     for name, entry in entries.items():
         if name == "__metadata__":
             continue
         start, end = entry["data_offsets"]
         if not all(is_size(number) for number in (start, end, *entry["shape"])):
-            raise ValueError(f"tensor {name}: offsets and a shape of whole numbers")
+            raise ValueError(f"tensor {name}: offsets or shape are not whole numbers")
         location = TensorLocation(path, entry["dtype"], tuple(entry["shape"]), 8 + length + start)
         # Sizes first: a shape of 2**62 elements must not reach an allocation.
         if end - start != math.prod(location.shape) * ITEMSIZE[location.dtype] or 8 + length + end > size:
-            raise ValueError(f"tensor {name} is not as long as its shape, or goes beyond the end")
+            raise ValueError(f"tensor {name}: its length does not match its shape, or it extends beyond the file")
         yield name, location
 
 
 def pread_into(handle: int, buffer: memoryview, offset: int) -> int:
-    """Fills `buffer` from byte `offset` of a file; returns how many bytes there were.
+    """Fills `buffer` from byte `offset` of a file; returns the number of bytes read, which is less at the file's end.
 
-    One `preadv` returns at most 0x7ffff000 bytes on Linux, and fewer when it is interrupted. Moves no file position, so
-    threads may share `handle`.
+    One `preadv` returns at most 0x7ffff000 bytes on Linux, and fewer if interrupted. The file position does not move,
+    so threads may share `handle`.
     """
     done = 0
     while done < buffer.nbytes and (count := os.preadv(handle, [buffer[done:]], offset + done)):

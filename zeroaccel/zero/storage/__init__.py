@@ -1,1 +1,1 @@
-"""Where shards and masters live: on the device, in host memory, in files."""
+"""Storage of shards and masters: on the device, in host memory, in files."""

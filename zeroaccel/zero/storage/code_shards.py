@@ -1,8 +1,8 @@
-"""Frozen weights as codes, in any tier: `ShardStorage` over another one that has the bytes of the code.
+"""Frozen weights as codes, in any tier: a `ShardStorage` on top of another one that stores the code's bytes.
 
-The values that a code stands for are the weights: what was rounded away is gone. The buffer's layout is aligned to
-blocks, so that a parameter's values do not depend on its neighbours, on the ranks or on the stage. Gathers send codes,
-which each rank decodes into the full buffer; a code that every rank has whole is decoded without any.
+The decoded values are the weights; encoding discards the rounded bits. The buffer's layout is aligned to blocks, so
+that a parameter's values do not depend on its neighbours, on the ranks or on the stage. Gathers send codes, which each
+rank decodes into the full buffer; if every rank has the whole code, decoding needs no gather.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class CodeShard(ShardStorage):
     """Codes of this rank's weights of one frozen buffer.
 
     Args:
-        format: a name of `FORMATS`.
-        make: the storage of the code's bytes, in a tier.
+        format: a key of `FORMATS`.
+        make: creates the storage of the code's bytes in a tier.
         whole: every rank has the code of all N elements.
     """
 
@@ -55,7 +55,7 @@ class CodeShard(ShardStorage):
     def write(self, part: FlatRange, values: Tensor) -> None:
         if not part:
             return
-        # Values of a block share a scale: blocks that are written in part are decoded, and encoded again.
+        # The values of a block share a scale: a block that `part` covers only partly is decoded and encoded again.
         blocks, code = self._code_of(part)
         changed = self._decoded(code, blocks.numel)
         changed[part.at(blocks.start)].copy_(values)
@@ -100,7 +100,7 @@ class CodeShard(ShardStorage):
         return _DecodedGather(gather, lambda: self._decode_rows(codes, full))
 
     def keep_secondary(self, full: Tensor, collectives: Collectives) -> None:
-        """`all_gather` has copied a part of the codes, which is less than of the values."""
+        """Does nothing: `all_gather` has copied a part of the codes, which are smaller than the values."""
 
     def _decode_rows(self, codes: Tensor, full: Tensor) -> None:
         ranks = self._bytes.world_size
@@ -124,7 +124,7 @@ class CodeShard(ShardStorage):
         self._codes.swap_in()
 
     def stage_absent(self) -> None:
-        self._codes.stage().values.fill_(0xFF)  # scales that are NaN in every format
+        self._codes.stage().values.fill_(0xFF)  # these scales are NaN in every format
 
     def release(self) -> None:
         self._codes.release()
@@ -142,7 +142,7 @@ class CodeShard(ShardStorage):
         return values
 
     def _code_of(self, part: FlatRange) -> tuple[FlatRange, Tensor]:
-        """The blocks that have elements of `part`, and a copy of their code."""
+        """Returns the blocks that contain elements of `part`, and a copy of their code."""
         block = self._codec.block_numel
         origin = self.range.start
         first, last = (part.start - origin) // block, -(-(part.end - origin) // block)
@@ -154,7 +154,7 @@ class CodeShard(ShardStorage):
         return blocks, code
 
     def _runs(self, blocks: FlatRange) -> tuple[FlatRange, FlatRange]:
-        """The bytes of the scales and of the codes of whole blocks."""
+        """Returns the byte range of the scales and that of the codes, for whole blocks."""
         codec, start = self._codec, self._codes.range.start
         scale = codec.scales_nbytes(codec.block_numel)
         per_block = codec.block_numel * codec.bits // 8
@@ -168,7 +168,7 @@ class CodeShard(ShardStorage):
 
 
 class _DecodedGather:
-    """A gather of codes that are decoded when it has been waited for; a `Work`."""
+    """A gather of codes that decodes them at the end of `wait`; a `Work`."""
 
     def __init__(self, gather: Work, then: Callable[[], None]) -> None:
         self._gather = gather
@@ -187,10 +187,10 @@ class _DecodedGather:
 
 
 def code_nbytes(format: str, numel: int) -> int:
-    """Bytes of the code of `numel` elements of a buffer, which are whole blocks."""
+    """Returns the code's number of bytes for `numel` elements, a multiple of the block."""
     return FORMATS[format].nbytes(numel)
 
 
 def block_numel(format: str) -> int:
-    """What parameters and shards of a buffer in this format are aligned to."""
+    """Returns the alignment, in elements, of parameters and shards of a buffer in this format."""
     return FORMATS[format].block_numel

@@ -1,12 +1,12 @@
-"""Copies between pinned host memory and a device, on a stream for each direction beside the computation.
+"""Copies between pinned host memory and a device, on one stream per direction that runs beside the computation.
 
-[Note: streams] Tensors are allocated and used on the current stream. A copy first waits for what the current stream has
-been sent so far, since the allocator may have handed out memory that earlier work there still reads. A stream that uses
-a copy waits for its event and for no other: later copies may be queued behind it. Memory of the device that a copy uses
-goes back to the allocator only after the current stream has waited for it; memory of the host may be changed only after
-the host has, which `finish_reads` and `finish` are for.
+[Note: streams] Tensors are allocated and used on the current stream. A copy first waits for all work queued on the
+current stream, because the allocator may have returned memory that earlier work there still reads. A stream that uses a
+copy waits for that copy's event only: later copies may be queued behind it. Device memory that a copy uses is freed
+only after the current stream has waited for the copy; host memory may change only after the host has waited, with
+`finish_reads` or `finish`.
 
-Where the device is the CPU there is none of this: host and device are one memory.
+On a CPU this module is not used: host and device are one memory.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from zeroaccel.telemetry.timeline import span
 
 
 class CopyHandle:
-    """A tensor on its way to host memory.
+    """An asynchronous copy of a tensor to host memory.
 
     Args:
-        host: where it goes.
-        source: on the device.
-        ready: when the source has its values.
-        copied: when the copy is through.
+        host: target in host memory.
+        source: tensor on the device.
+        ready: event after which the source has its values.
+        copied: event after the copy.
     """
 
     def __init__(self, host: Tensor, source: Tensor, ready: torch.Event, copied: torch.Event) -> None:
@@ -40,17 +40,17 @@ class CopyHandle:
 
     @property
     def on_device(self) -> bool:
-        """Whether the source occupies memory of the device."""
+        """True if the source still occupies device memory."""
         return self._source is not None
 
     @property
     def is_source_ready(self) -> bool:
-        """Whether the source has its values, so that what it is made of can be freed."""
+        """True if the source has its values, so that the inputs of its computation can be freed."""
         return bool(self._ready.query())
 
     @property
     def is_copied(self) -> bool:
-        """Whether the copy is through."""
+        """True if the copy is complete."""
         return bool(self._copied.query())
 
     def wait_for_source(self) -> None:
@@ -59,13 +59,13 @@ class CopyHandle:
             self._ready.wait(self._current_stream(self._source))
 
     def drop_source(self) -> None:
-        """Gives the source's memory back. The current stream waits for the copy, the host does not."""
+        """Frees the source's memory. The current stream waits for the copy, the host does not."""
         if self._source is not None:
             self._copied.wait(self._current_stream(self._source))
             self._source = None
 
     def wait(self) -> Tensor:
-        """The tensor in host memory, once it is there. The host waits."""
+        """Blocks the host until the copy is complete; returns the tensor in host memory."""
         self._copied.synchronize()
         return self.landed()
 
@@ -75,43 +75,43 @@ class CopyHandle:
         return stream
 
     def landed(self) -> Tensor:
-        """The tensor in host memory, of a copy that the host has waited for in another way (`CopyStream.finish`)."""
+        """Returns the tensor in host memory after the host has waited with `CopyStream.finish`."""
         self._source = None
         return self._host
 
 
 class CopyStream:
-    """The copies of one engine.
+    """The copy streams of one engine.
 
     Args:
         device: an accelerator.
-        pinned: page-lock host memory; without it copies block, and overlap nothing.
+        pinned: page-lock host memory; without it, copies block and do not overlap with computation.
     """
 
     def __init__(self, device: torch.device, *, pinned: bool) -> None:
         self.pinned = pinned
         self._device = device
         self._streams = torch.get_device_module(device)
-        self._arena = HostArena(pinned=pinned)  # what is copied to the host is as large in every step
-        # The device has an engine for each direction: gradients leave while weights come.
+        self._arena = HostArena(pinned=pinned)  # copies to the host have the same sizes in every step
+        # The device has a copy engine for each direction: gradients leave while weights arrive.
         self._to_device = self._streams.Stream(device)
         self._to_host = self._streams.Stream(device)
-        self._joining = self._streams.Stream(device)  # waits for what makes a source, apart from the copies before it
-        # Behind the copies of each direction that the host has not seen through.
+        self._joining = self._streams.Stream(device)  # waits for the work behind a source, not for earlier copies
+        # Events after the last copy of each direction for which the host has not waited.
         self._last_read: torch.Event | None = None
         self._last_write: torch.Event | None = None
 
     def stream(self) -> AbstractContextManager[None]:
-        """Makes the stream of the copies to the device the current one, for work that follows a copy."""
+        """Returns a context in which the stream of copies to the device is current, for work after a copy."""
         made: AbstractContextManager[None] = self._streams.stream(self._to_device)
         return made
 
     def to_device(self, target: Tensor, source: Tensor) -> torch.Event:
-        """Starts target = source, from host memory, which must not change before `finish_reads`.
+        """Starts to copy `source`, in host memory, to `target`; `source` must not change before `finish_reads`.
 
         Returns:
-            The event behind the copy, for the stream that uses it. The allocator of pinned memory keeps a source that
-            is freed meanwhile.
+            The event after the copy, for the stream that uses it. If the source is freed before, the allocator of
+            pinned memory keeps it until the copy is complete.
         """
         # Before the copy: the allocator may have reused memory of `target` that kernels of this stream still read.
         self._to_device.wait_stream(self._streams.current_stream(self._device))
@@ -126,14 +126,14 @@ class CopyStream:
     def to_host(
         self, source: Tensor, work: Work, examine: Callable[[Tensor], None] = lambda source: None
     ) -> CopyHandle:
-        """Starts to copy a tensor of the device into host memory, which is used again once no view of it is left.
+        """Starts to copy a device tensor into host memory, which is reused when its last view is gone.
 
         Args:
-            work: makes the values of `source`, in memory of the current stream. The copy waits for it, the current
+            work: computes the values of `source`, in memory of the current stream. The copy waits for it, the current
                 stream does not.
             examine: launches kernels that read the source, before the copy; see `join`.
         """
-        # The arena's condition holds: all copies into its memory are on one stream.
+        # The arena requires that all copies into its memory are on one stream, as here.
         host = self._arena.empty(source.shape, source.dtype)
         ready, copied = self._streams.Event(), self._streams.Event()
         self._joining.wait_stream(self._streams.current_stream(self._device))
@@ -149,22 +149,22 @@ class CopyStream:
         return CopyHandle(host, source, ready, copied)
 
     def write_host(self, target: Tensor, source: Tensor) -> None:
-        """Starts target = source, in host memory, which has the values after `finish_writes`."""
+        """Starts to copy `source` to `target`, in host memory; the values are there after `finish_writes`."""
         self._to_host.wait_stream(self._streams.current_stream(self._device))
         with self._streams.stream(self._to_host), span("copy", "to host", lane="copies to host"):
             target.copy_(source, non_blocking=self.pinned)
             self._last_write = self._streams.Event()
             self._last_write.record()
-        # The caller drops the source at once; its memory is used again when the copy is through, not before.
+        # The caller drops the source at once; the allocator must not reuse its memory before the copy is complete.
         source.record_stream(self._to_host)
 
     def _await_writes(self) -> None:
-        """Makes copies to the device wait for the values of host memory that still come from it."""
+        """Makes copies to the device wait for unfinished copies to the host."""
         if self._last_write is not None:
             self._to_device.wait_event(self._last_write)
 
     def join(self) -> None:
-        """Makes the current stream wait until every source of a copy to the host was made and examined."""
+        """Makes the current stream wait for `work` and `examine` of every copy to the host."""
         self._streams.current_stream(self._device).wait_stream(self._joining)
 
     def wait(self) -> None:
@@ -172,19 +172,19 @@ class CopyStream:
         self._streams.current_stream(self._device).wait_stream(self._to_device)
 
     def finish_reads(self) -> None:
-        """Returns when no copy to the device reads host memory any more, which may then be changed."""
+        """Blocks until no copy to the device reads host memory; the host may then change it."""
         if self._last_read is not None and not self._last_read.query():
             self._last_read.synchronize()
         self._last_read = None
 
     def finish_writes(self) -> None:
-        """Returns when host memory has what `write_host` copies there."""
+        """Blocks until the copies of `write_host` are complete."""
         if self._last_write is not None and not self._last_write.query():
             self._last_write.synchronize()
         self._last_write = None
 
     def finish(self) -> None:
-        """Returns when the copies of both directions are through. One wait of the host, on one event."""
+        """Blocks until the copies of both directions are complete. The host waits once, for one event."""
         if self._last_read is not None:
             self._to_host.wait_event(self._last_read)
             self._last_read = None

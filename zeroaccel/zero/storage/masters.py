@@ -1,8 +1,8 @@
-"""Where the fp32 masters of a flat buffer and the optimizer's states of them live: one class per way to keep them.
+"""Storage of a flat buffer's fp32 masters and of their optimizer states, with one class per kind of storage.
 
-`FlatBuffer` has one `MasterStorage`. The optimizer step goes through its `chunks`; checkpoints and `safe_get_full_*`
-read and write ranges of masters and states; none of them knows which class it is. Here are those in memory;
-`swapped_masters.py` has those in a tier. `placement.py` has the table that chooses.
+`FlatBuffer` has one `MasterStorage`. The optimizer step iterates over its `chunks`; checkpoints and `safe_get_full_*`
+read and write ranges of masters and states. These callers do not depend on the class. This module has the classes for
+masters in memory, `swapped_masters.py` those for masters in a tier. A table in `placement.py` chooses the class.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from zeroaccel.zero.storage.shards import Elements, FillRange, ShardStorage, in_
 
 
 def stand_in(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-    """One NaN (0 of an integer) in a shape: what is shown of a tensor that is not in memory."""
+    """Returns one NaN (0 for integers) expanded to a shape, which replaces a tensor that is not in memory."""
     return torch.full((), math.nan if dtype.is_floating_point else 0, dtype=dtype).expand(tuple(shape))
 
 
 @dataclass(eq=False)
 class MasterPiece:
-    """A run of masters that one param group updates, one parameter to the optimizer.
+    """A run of masters in one param group, which the optimizer sees as one parameter.
 
     Attributes:
         group: index of the param group.
-        shape: (range.numel,) for an elementwise rule, that of the parameter for a rule that looks at full tensors.
+        shape: (range.numel,) for an elementwise rule, the parameter's shape for a rule that needs full tensors.
         param: fp32 leaf of that shape, a view of the masters; a NaN stand-in while they are not in memory.
     """
 
@@ -52,18 +52,18 @@ class MasterPiece:
 def cut_pieces(
     layout: FlatLayout, param_groups: Sequence[int], rank: int, *, replicated: bool, by_parameter: bool
 ) -> list[MasterPiece]:
-    """The pieces that a rank steps of one buffer.
+    """Returns the pieces of one buffer that a rank steps.
 
     Args:
-        param_groups: of each slot.
-        replicated: of all shards, see [Note: equal pieces], rather than of this rank's.
-        by_parameter: full parameters in their own shapes, rather than runs of one group.
+        param_groups: param group of each slot.
+        replicated: pieces of all shards, see [Note: equal pieces], instead of this rank's shard.
+        by_parameter: full parameters in their own shapes, instead of runs of one group.
     """
     if by_parameter:
         return [
             MasterPiece(slot.range, group, slot.shape)
             for index, (slot, group) in enumerate(zip(layout.slots, param_groups, strict=True))
-            if slot.numel and (replicated or layout.owners[index] == rank)  # norms of nothing divide by zero
+            if slot.numel and (replicated or layout.owners[index] == rank)  # some rules divide by norms
         ]
     ranks = range(layout.world_size) if replicated else (rank,)
     runs = (run for each in ranks for run in layout.group_runs(param_groups, each))
@@ -71,9 +71,9 @@ def cut_pieces(
 
 
 def make_states(optimizer: Optimizer, pieces: Sequence[MasterPiece]) -> None:
-    """Makes the states of some pieces that the optimizer's constructor makes, as that of torch's Adagrad does."""
-    # The constructor makes states for all that is in the groups, and replaces `optimizer.state`: it sees these pieces
-    # only, and the states of the others are put back.
+    """Creates the states of some pieces for optimizers whose constructor creates states, such as torch's Adagrad."""
+    # The constructor creates states for all parameters in the groups and replaces `optimizer.state`. So it gets only
+    # these pieces, and the states of the others are restored afterwards.
     before, params = dict(optimizer.state), [group["params"] for group in optimizer.param_groups]
     try:
         for index, group in enumerate(optimizer.param_groups):
@@ -88,13 +88,13 @@ def make_states(optimizer: Optimizer, pieces: Sequence[MasterPiece]) -> None:
 
 @dataclass(frozen=True)
 class MasterPlace:
-    """What a storage is made for.
+    """The buffer, weights and device for which a `MasterStorage` is created.
 
     Attributes:
-        key: of the buffer, in tiers.
+        key: key of the buffer in tiers.
         shard: the weights in the parameters' dtype that belong to the masters.
-        pieces: that this rank steps.
-        device: where masters in memory of their own live.
+        pieces: pieces that this rank steps.
+        device: device of masters that have memory of their own.
         replicated: every rank has the masters of all N elements.
         pinned: masters in host memory are page-locked.
     """
@@ -110,28 +110,28 @@ class MasterPlace:
 
     @property
     def range(self) -> FlatRange:
-        """The elements whose masters this rank has."""
+        """Elements whose masters this rank has."""
         return self.layout.range if self.replicated else self.layout.shard(self.rank)
 
 
 class MasterStorage(ABC):
-    """The fp32 weights of one flat buffer that the optimizer updates, and its states of them.
+    """The fp32 weights of one flat buffer that the optimizer updates, and their optimizer states.
 
-    A new way to keep them implements the abstract methods and, where masters are not in memory all the time,
-    `prefetch`, `release` and `settle`. Then it needs a line in `placement.MASTER_STORAGES`.
+    A new class implements the abstract methods and, if its masters are not in memory all the time, `prefetch`,
+    `release` and `settle`. It also needs an entry in `placement.MASTER_STORAGES`.
 
-    1. `initialize` with the first weights. 2. `bind` to the optimizer. 3. At every step the optimizer goes through
-    `chunks`, and writes what they round to into `stage_weights()`. In between, ranges are read and written; writing
-    masters leaves the weights alone, which are the caller's to write too.
+    1. `initialize` with the first weights. 2. `bind` to the optimizer. 3. At every step the optimizer iterates over
+    `chunks`, and writes the rounded masters to `stage_weights()`. Between steps, callers read and write ranges; writing
+    masters does not change the weights, which the caller must write too.
 
     Attributes:
-        range: the elements whose masters are here: this rank's S, or all N of a replicated optimizer.
-        is_replicated: every rank has all N, by intent (the shard of an owner may happen to be all).
-        pieces: that this rank steps, in the order of the buffer.
-        shard: the weights that belong to them.
+        range: elements whose masters are here: this rank's S, or all N for a replicated optimizer.
+        is_replicated: every rank has all N by design (an owner's shard may happen to contain all).
+        pieces: pieces that this rank steps, in the order of the buffer.
+        shard: the weights that belong to the masters.
         aliases_weights: masters and weights are the same memory.
-        reads_weights: masters can be read only while the weights are those they round to.
-        waited_seconds: for a tier, in all steps so far.
+        reads_weights: masters can be read only while the weights equal the rounded masters.
+        waited_seconds: time spent waiting for a tier in all steps so far.
     """
 
     aliases_weights = False
@@ -146,30 +146,30 @@ class MasterStorage(ABC):
         self._bound_to: Optimizer | None = None
         self._makes_states = False
 
-    # -- what a way to keep masters implements
+    # -- the interface that subclasses implement
 
     @abstractmethod
     def initialize(self, source: Tensor) -> None:
-        """Takes the first masters, (range.numel,) of any floating dtype; before the weights can be read."""
+        """Stores the first masters, (range.numel,) of any floating dtype, before the weights can be read."""
 
     @abstractmethod
     def elements(self, part: FlatRange, state: str | None = None) -> Elements:
-        """Masters of `part`, or its values of an optimizer state that has one per element: a live view, or a reader."""
+        """Returns masters of `part`, or values of a state with one per element: a live view, or a reader of them."""
 
     @abstractmethod
     def write(self, part: FlatRange, values: Tensor, state: str | None = None) -> None:
         """Replaces masters, or values of a state, and returns when they are stored.
 
         Raises:
-            OffloadError: they cannot be read back or stored.
+            OffloadError: reading or storing them failed.
         """
 
     @abstractmethod
     def chunks(self, following: MasterStorage | None = None) -> Iterator[Sequence[MasterPiece]]:
-        """The pieces in step order, some at a time, masters and states in memory until the next are asked for.
+        """Yields groups of pieces in step order; their masters and states stay in memory until the next iteration.
 
         Args:
-            following: is stepped next, so that it can be prefetched while the last chunk is stepped.
+            following: storage of the next step, to prefetch while the optimizer steps the last chunk.
 
         Raises:
             OffloadError: a tier failed.
@@ -177,70 +177,70 @@ class MasterStorage(ABC):
 
     @abstractmethod
     def load(self, fill: FillRange, flush: Callable[[], None]) -> None:
-        """Has masters filled, all or in part; `flush` makes it happen where memory is only on loan."""
+        """Registers masters to be filled, all or in part; calls `flush` before it returns memory that is on loan."""
 
     @abstractmethod
     def load_states(self, state_of: Callable[[MasterPiece], dict[str, Any]], flush: Callable[[], None]) -> None:
-        """Replaces the optimizer's state of each piece, by none where the dictionary is empty; `flush` as in `load`."""
+        """Replaces the optimizer's state of each piece; an empty dictionary removes it. `flush`: see `load`."""
 
     @abstractmethod
     def publish(self) -> None:
-        """After `load`: makes the weights those that the masters round to."""
+        """Replaces the weights by the rounded masters, after `load`."""
 
     def prefetch(self) -> None:
-        """Starts to bring what `chunks` yields first."""
+        """Starts to read the masters and states that `chunks` yields first."""
         return None
 
     def release(self) -> None:
-        """Gives up what was prefetched: the step broke off. Idempotent."""
+        """Discards prefetched values after a step that failed. Idempotent."""
         return None
 
     def settle(self) -> None:
-        """Returns when every store is done; raises OffloadError if one failed."""
+        """Waits until every store is complete; raises OffloadError if one failed."""
         return None
 
     def tensors(self) -> Iterator[Tensor]:
-        """The memory of masters that are not the weights themselves."""
+        """Yields the memory of the masters, unless they share it with the weights."""
         return iter(())
 
     def as_weights(self, dtype: torch.dtype) -> Tensor | None:
-        """(range.numel,) the masters, if they are in memory and in this dtype; None where they would be rounded."""
+        """Returns the masters, (range.numel,), if they are in memory and have this dtype; else None."""
         return None
 
-    # -- what follows from that
+    # -- methods on top of the interface
 
     def bind(self, optimizer: Optimizer, *, makes_states: bool) -> None:
-        """Names the optimizer that has the states.
+        """Sets the optimizer that has the states.
 
         Args:
-            makes_states: its constructor makes states, which it therefore does not make at its first step.
+            makes_states: the optimizer creates states in its constructor and not at its first step.
         """
         self._bound_to, self._makes_states = optimizer, makes_states
 
     def stage_weights(self) -> FlatTensor | None:
-        """Where a step writes the new weights besides the masters; None where those are the weights."""
+        """Returns the memory to which a step writes the new weights; None if the masters are the weights."""
         return self.shard.stage()
 
     def read(self, part: FlatRange, state: str | None = None) -> Tensor:
-        """(n,) as `elements`, in memory.
+        """Returns the values of `elements`, (n,), in memory.
 
         Raises:
-            OffloadError: they cannot be read back.
+            OffloadError: reading them failed.
         """
         return in_memory(self.elements(part, state))
 
     def follow_weights(self, part: FlatRange, weights: Tensor, before: Tensor | None = None) -> None:
-        """Makes masters those of new weights; where these are what a master rounds to, it keeps its fp32 bits.
+        """Sets masters to new weights; a master that rounds to its new weight keeps its fp32 bits.
 
         Args:
-            weights: (n,) that are in force already.
-            before: the masters as they were, where `reads_weights`.
+            weights: (n,) new weights, which are already stored.
+            before: masters before the change, required if `reads_weights`.
         """
         masters = self.read(part) if before is None else before
         new = weights.to(masters.device)
         if new.dtype is not torch.float32:
-            # Compared by bits, so that a NaN or a signed zero that was written counts as itself. Without this, saving
-            # 16-bit values and loading them back would round every master.
+            # The comparison is bitwise, so that it distinguishes NaNs and signed zeros. Without it, saving 16-bit
+            # values and loading them back would round every master.
             same = masters.to(new.dtype).view(torch.int16) == new.view(torch.int16)
             new = torch.where(same, masters, new.float())
         self.write(part, new)
@@ -252,13 +252,13 @@ class MasterStorage(ABC):
 
 
 class NoMasters(MasterStorage):
-    """Of weights that no optimizer updates: the weights themselves are read, and are the shard's to write."""
+    """Weights that no optimizer updates: reads return the weights, which only `ShardStorage` writes."""
 
     aliases_weights = True
 
     def __init__(self, place: MasterPlace) -> None:
         super().__init__(place)
-        # Of a persistent buffer every rank can read all of it, without a collective.
+        # Every rank can read all of a persistent buffer without a collective.
         self.range = place.shard.range
         self.is_replicated = place.shard.range == place.layout.range
 
@@ -289,7 +289,7 @@ class NoMasters(MasterStorage):
 
 
 class SeparateMasters(MasterStorage):
-    """Masters in memory of their own, where the optimizer steps: on the device or in host memory."""
+    """Masters in separate memory, on the device of the optimizer step or in host memory."""
 
     def __init__(self, place: MasterPlace) -> None:
         super().__init__(place)
@@ -298,7 +298,7 @@ class SeparateMasters(MasterStorage):
         self._masters = FlatTensor(self.range, stand_in((self.range.numel,)))
 
     def initialize(self, source: Tensor) -> None:
-        # From the original weights, so that an fp32 model keeps the bits that 16-bit parameters drop.
+        # From the original weights, so that an fp32 model keeps the bits that 16-bit parameters lose.
         if not self._pinned:
             self._point_at(source.to(self._device, torch.float32, copy=True))
             return
@@ -322,8 +322,8 @@ class SeparateMasters(MasterStorage):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _state(self, piece: MasterPiece, name: str, part: FlatRange) -> Tensor:
-        # Of 8-bit moments only the blocks asked for are decoded: a checkpoint reads a piece parameter by parameter.
-        # Pieces and slots start at multiples of a block, so that `part` does too.
+        # For 8-bit moments, only the requested blocks are decoded: a checkpoint reads a piece parameter by parameter.
+        # Pieces and slots start at multiples of a block, and so does `part`.
         within = part.at(piece.range.start)
         entries: Mapping[str, Any] = self._optimizer.state[piece.param]
         if isinstance(self._optimizer, ShardOptimizer) and entries[name].dtype is torch.uint8:
@@ -344,11 +344,11 @@ class SeparateMasters(MasterStorage):
 
     def chunks(self, following: MasterStorage | None = None) -> Iterator[Sequence[MasterPiece]]:
         if following is not None:
-            following.prefetch()  # it may be in a tier, while these are in memory
+            following.prefetch()  # it may be in a tier although these masters are in memory
         yield self.pieces
 
     def load(self, fill: FillRange, flush: Callable[[], None]) -> None:
-        fill(self.range, self._masters.values)  # what stays in memory can wait for a flush of many
+        fill(self.range, self._masters.values)  # this memory stays allocated, so one flush can serve many storages
 
     def load_states(self, state_of: Callable[[MasterPiece], dict[str, Any]], flush: Callable[[], None]) -> None:
         for piece in self.pieces:
@@ -368,7 +368,7 @@ class SeparateMasters(MasterStorage):
 
 
 class AliasedMasters(SeparateMasters):
-    """Masters of fp32 parameters that are the weights themselves, in one memory: an update writes only once."""
+    """Masters of fp32 parameters that share memory with the weights, so that an update writes only once."""
 
     aliases_weights = True
 
@@ -397,7 +397,7 @@ class AliasedMasters(SeparateMasters):
 
 
 def _block_part(value: Any, numel: int, part: slice) -> Any:
-    """Elements of a state's tensor, or the exponents of the 8-bit blocks that they make up."""
+    """Returns elements of a state's tensor, or the exponents of the 8-bit blocks that contain them."""
     if not isinstance(value, Tensor) or value.dim() == 0:
         return value
     if value.numel() == numel:

@@ -1,7 +1,7 @@
-"""From the offload sections of a config and the planned buffers to tiers, and to the storages of every buffer.
+"""Creates tiers, and the storages of every buffer, from a config's offload sections and the planned buffers.
 
-The one file that chooses: two tables map how a buffer's weights and masters are placed to the classes that keep them.
-Tiers are made, and NVMe space is reserved, before the first weight moves; the ranks agree on errors
+Only this file chooses storage classes: two tables map the placement of a buffer's weights and masters to classes.
+`TierSet` creates tiers and reserves NVMe space before the first weight moves; the ranks agree on errors
 (`initialization.py`).
 """
 
@@ -60,7 +60,7 @@ from zeroaccel.zero.storage.swapped_masters import (
 )
 
 SHARD_STORAGES: dict[str, Callable[[ShardPlace], ShardStorage]] = {
-    "persistent": MemoryShard.persistent,  # unsharded all the time
+    "persistent": MemoryShard.persistent,  # always unsharded
     "device": MemoryShard.on_device,
     "host": MemoryShard.on_host,  # offload_param.device "cpu", and the first shards of "nvme" (max_in_cpu)
     "nvme": NvmeShard,  # offload_param.device "nvme"
@@ -68,28 +68,28 @@ SHARD_STORAGES: dict[str, Callable[[ShardPlace], ShardStorage]] = {
 
 MASTER_STORAGES: dict[str, Callable[[MasterPlace, StateSwapper], MasterStorage]] = {
     "none": lambda place, swapper: NoMasters(place),  # frozen
-    "aliased": lambda place, swapper: AliasedMasters(place),  # fp32 parameters in the memory where they are stepped
+    "aliased": lambda place, swapper: AliasedMasters(place),  # fp32 parameters on the device of the optimizer step
     "separate": lambda place, swapper: SeparateMasters(place),
     "swapped": SwappedMasters,  # offload_optimizer.device "nvme"
     "residual": ResidualMasters,  # data_types.master_weights "residual"
 }
 
 _HOST = torch.device("cpu")
-_NO_SWAPPER = StateSwapper(HostTier({}, pinned=False), {})  # of masters that are in memory
+_NO_SWAPPER = StateSwapper(HostTier({}, pinned=False), {})  # for masters in memory
 
 
 @dataclass(frozen=True, eq=False)
 class BufferPlan:
-    """One flat buffer to be made: index arithmetic, before any weight is moved.
+    """The plan of one flat buffer: index arithmetic, before any weight moves.
 
     Attributes:
-        key: its name in tiers: "layers.0/1".
-        rank: this one, among those that it is sharded over.
-        param_groups: of each slot; empty where no optimizer updates it.
-        persistent: unsharded on every rank all the time.
+        key: its name in tiers, such as "layers.0/1".
+        rank: this rank's index among the ranks that share the buffer.
+        param_groups: param group of each slot; empty for a frozen buffer.
+        persistent: every rank always has the unsharded buffer.
         replicated: every rank steps all of it.
-        by_parameter: it is stepped parameter by parameter, in their shapes.
-        code_format: of a frozen buffer that is stored as codes; "" of any other.
+        by_parameter: the optimizer steps it parameter by parameter, in their shapes.
+        code_format: format of a frozen buffer stored as codes; "" for any other buffer.
         whole: every rank has the codes of all elements.
     """
 
@@ -107,29 +107,29 @@ class BufferPlan:
 
     @property
     def trainable(self) -> bool:
-        """Whether an optimizer updates it."""
+        """True if an optimizer updates the buffer."""
         return bool(self.param_groups)
 
     @property
     def shard_nbytes(self) -> int:
-        """Bytes of this rank's shard."""
+        """Number of bytes of this rank's shard."""
         numel = self.layout.shard_numel(self.rank)
         return code_nbytes(self.code_format, numel) if self.code_format else numel * self.dtype.itemsize
 
     def pieces(self) -> list[MasterPiece]:
-        """What this rank steps of it."""
+        """Returns the pieces that this rank steps."""
         replicated, by_parameter = self.replicated, self.by_parameter
         return cut_pieces(self.layout, self.param_groups, self.rank, replicated=replicated, by_parameter=by_parameter)
 
 
 @dataclass(frozen=True)
 class OffloadRules:
-    """What a config says of offload.
+    """The offload settings of a config.
 
     Attributes:
-        param, optimizer: where they live.
-        splits_masters: masters of bf16 weights are kept as residuals (`data_types.master_weights`).
-        where: the path of `zero_optimization` in the config, for errors.
+        param, optimizer: residence of the parameters and of the optimizer's masters and states.
+        splits_masters: store masters of bf16 weights as residuals (`data_types.master_weights`).
+        where: path of `zero_optimization` in the config, for error messages.
     """
 
     param: Residence
@@ -143,7 +143,7 @@ class OffloadRules:
 
     @classmethod
     def of(cls, config: Config, tiers: TierPlan) -> OffloadRules:
-        """The rules of a config and of its residences."""
+        """Returns the rules for a config and the residences that `tiers` plans."""
         zero, aio = config.zero_optimization, config.aio
         return cls(
             tiers.param,
@@ -158,11 +158,11 @@ class OffloadRules:
 
 @dataclass(frozen=True)
 class SpaceNeed:
-    """What one file will take, for all ranks to compare.
+    """The disk space that one file needs, for all ranks to compare.
 
     Attributes:
-        disk: the same for files that share their free space.
-        where: the config key of the folder, and the folder.
+        disk: identifier of the disk; equal for files that share free space.
+        where: config key of the folder, and the folder.
     """
 
     disk: tuple[str, int]
@@ -173,11 +173,11 @@ class SpaceNeed:
 
 @dataclass(frozen=True)
 class _TierPlan:
-    """A tier to be made, in host memory.
+    """The plan of a tier in host memory.
 
     Attributes:
         sizes: key -> bytes.
-        pinned: its host memory is page-locked.
+        pinned: page-lock its host memory.
     """
 
     sizes: Mapping[str, int]
@@ -189,7 +189,7 @@ class _TierPlan:
 
 @dataclass(frozen=True)
 class _FilePlan(_TierPlan):
-    """A tier to be made in a file of a folder, which host memory of so many bytes is read into and written from."""
+    """The plan of a tier in a file; `budget_nbytes` of host memory buffer its reads and writes."""
 
     where: str
     folder: OffloadFolder
@@ -216,21 +216,23 @@ class _FilePlan(_TierPlan):
 
 
 class TierSet:
-    """The tiers of one rank. 1. Made, which looks at everything; 2. `needs`, which the ranks exchange; 3. `open`, which
-    takes memory and disk space; 4. `close`, with the engine.
+    """The tiers of one rank.
+
+    1. The constructor checks the settings. 2. The ranks exchange `needs`. 3. `open` allocates memory and disk space.
+    4. The engine calls `close` at its end.
 
     Args:
         plans: every buffer, in the order of the units.
         optimizer: None for inference.
 
     Attributes:
-        device: where the engine computes.
-        tiers: those that are open, by what is in them and where: "params, host", "params, nvme", "optimizer, nvme".
-        swapper: of masters and optimizer states, where they are in a tier; None where they stay in memory.
-        copies: between host memory and the device, where they are two and anything is on the host.
+        device: compute device of the engine.
+        tiers: open tiers, by contents and place: "params, host", "params, nvme", "optimizer, host", "optimizer, nvme".
+        swapper: the swapper of masters and optimizer states; None if they stay in memory.
+        copies: the copy stream between host memory and the device; None on a CPU, or without offload.
 
     Raises:
-        ConfigError: a folder will not do, or the optimizer cannot step in host memory.
+        ConfigError: a folder is unsuitable, or the optimizer cannot step in host memory.
     """
 
     def __init__(
@@ -247,14 +249,14 @@ class TierSet:
         self.swapper: StateSwapper | None = None
         self._plans: dict[str, _TierPlan] = {}
         self._sub_groups: dict[str, list[SubGroup]] = {}
-        # On a CPU host and device are one memory: offload to "cpu" then changes nothing but the report.
+        # On a CPU, host and device are one memory: offload to "cpu" then changes only the report.
         offloads = rules.param != "device" or rules.optimizer != "device"
         if offloads and device.type != "cpu":
             pinned = rules.param_section.pin_memory and rules.optimizer_section.pin_memory
             self.copies = CopyStream(device, pinned=pinned)
         if optimizer is not None and (rules.optimizer != "device" or rules.splits_masters):
-            # A step is tried before anything is offloaded: an optimizer with CUDA kernels only fails here, by name, and
-            # its states are known before space for them is reserved.
+            # A trial step runs before anything is offloaded: an optimizer that has only CUDA kernels fails here with a
+            # clear message, and the trial shows the states for which the tier reserves space.
             states_of = cache(partial(_states_on_host, optimizer))
             for group, shape in _examples(plans).items():
                 states_of(group, shape)
@@ -267,20 +269,20 @@ class TierSet:
             self._plan_shards([plan for plan in plans if not plan.persistent])
 
     def needs(self) -> list[SpaceNeed]:
-        """What the files of this rank will take."""
+        """Returns the disk space that this rank's files need."""
         return [plan.need for plan in self._plans.values() if isinstance(plan, _FilePlan)]
 
     def open(self, needs: Sequence[SpaceNeed]) -> None:
-        """Takes memory and disk space.
+        """Allocates memory and disk space.
 
         Args:
-            needs: of all ranks.
+            needs: `needs` of all ranks.
 
         Raises:
             ConfigError: a disk has less free space than the ranks on it need together.
         """
         _check_space(needs)
-        # Before any memory is taken: a disk that is too small must not be found out in the middle of a run.
+        # The check is complete before memory is allocated, so that a small disk does not fail in the middle of a run.
         section = self._rules.optimizer_section
         for name, plan in self._plans.items():
             self.tiers[name] = tier = plan.make(self._rules.io)
@@ -296,31 +298,31 @@ class TierSet:
 
     @property
     def is_used(self) -> bool:
-        """Whether anything is offloaded."""
+        """True if parameters or the optimizer are offloaded."""
         return self._rules.param != "device" or self._rules.optimizer != "device"
 
     @property
     def steps_on_host(self) -> bool:
-        """Whether the optimizer steps in host memory rather than on the device."""
+        """True if the optimizer steps in host memory and not on the device."""
         return self._rules.optimizer != "device"
 
     @property
     def pins_states(self) -> bool:
-        """Whether masters and states in host memory are page-locked, for a device that copies from and to them."""
+        """True if masters and states in host memory are page-locked for copies to and from a device."""
         return self.steps_on_host and self._pins(self._rules.optimizer_section.pin_memory)
 
     @property
     def can_fail(self) -> bool:
-        """Whether anything is in files, which fail on one rank alone."""
+        """True if any tier is in files, whose errors may affect a single rank."""
         return any(isinstance(plan, _FilePlan) for plan in self._plans.values())
 
     def storages(self, plan: BufferPlan, place: ShardPlace) -> tuple[ShardStorage, MasterStorage]:
-        """Where the shard and the masters of a buffer live; nothing is in them yet.
+        """Returns new storages, without values, for a buffer's shard and its masters.
 
         Args:
-            place: of the buffer's shard, without a tier.
+            place: place of the buffer's shard, without a tier.
         """
-        # The shard first: fp32 masters may be its very memory, and residual masters are read through it.
+        # The shard first: fp32 masters may share its memory, and reading residual masters reads the shard.
         kind = self._shard_kind(plan)
         place, make = replace(place, tier=self.tiers.get(f"params, {kind}"), copies=self.copies), SHARD_STORAGES[kind]
         shard = CodeShard(place, plan.code_format, make, whole=plan.whole) if plan.code_format else make(place)
@@ -350,7 +352,7 @@ class TierSet:
             return "none"
         if self.swapper is not None:
             return "residual" if self._keeps_residuals(plan) else "swapped"
-        # An update during forward and backward must not change the weights that these compute with.
+        # An update during forward and backward must not change the weights that they use.
         apart = self._rules.optimizer_section.update_during != "step"
         in_place = isinstance(shard, MemoryShard) and shard.device == device and not apart
         return "aliased" if plan.dtype is torch.float32 and in_place else "separate"
@@ -359,14 +361,14 @@ class TierSet:
         return self._rules.splits_masters and plan.dtype is torch.bfloat16
 
     def settle(self) -> None:
-        """Returns when every store is done; raises OffloadError if one failed."""
+        """Waits until every store is complete; raises OffloadError if one failed."""
         for tier in self.tiers.values():
             tier.settle()
-        if self.can_fail:  # what is in files was moved there to have its memory for others
+        if self.can_fail:  # values move to files so that their memory can serve other purposes
             return_freed_memory()
 
     def close(self) -> None:
-        """Gives memory and files back. Idempotent."""
+        """Frees memory and files. Idempotent."""
         for tier in self.tiers.values():
             tier.close()
 
@@ -384,8 +386,8 @@ class TierSet:
         for plan in plans:
             nbytes_of = residual_nbytes if self._keeps_residuals(plan) else fp32_nbytes
             limit = self._rules.sub_group_numel
-            starts = () if limit else {slot.start for slot in plan.layout.slots}  # 0 is one parameter at a time
-            if self._rules.optimizer != "nvme":  # residual masters in memory: the size follows caches, not the disk
+            starts = () if limit else {slot.start for slot in plan.layout.slots}  # 0: one parameter at a time
+            if self._rules.optimizer != "nvme":  # residual masters in memory: the caches, not a disk, set the size
                 limit = min(limit or RESIDUAL_SUB_GROUP_NUMEL, RESIDUAL_SUB_GROUP_NUMEL)
             if plan.layout.has_owners:
                 pieces = plan.pieces()
@@ -393,9 +395,9 @@ class TierSet:
                 most = 0 if starts else limit
                 self._sub_groups[plan.key] = pack_sub_groups(plan.key, pieces, per_piece, most, master_nbytes=nbytes_of)
                 continue
-            # One trial per param group is enough: the states of a flat run do not depend on its length.
+            # One trial per param group suffices: the states of a flat run do not depend on its length.
             runs = plan.layout.group_runs(plan.param_groups, plan.rank)
-            elementwise = {group for _, group in runs}  # others may not be able to step what is flat
+            elementwise = {group for _, group in runs}  # other groups' rules may not support a flat tensor
             flat = [
                 states_of(group, (_TRIED_NUMEL,)) if group in elementwise else {}
                 for group in range(len(optimizer.param_groups))
@@ -413,10 +415,10 @@ class TierSet:
         if section.buffer_count < tensors:
             raise ConfigError(
                 f"{where}.buffer_count",
-                expected=f"at least {tensors}: one for the masters and one for each state of {name}",
+                expected=f"at least {tensors}: one buffer for the masters and one for each state of {name}",
                 got=section.buffer_count,
             )
-        # The sub-group in step, the one being read and the one being written.
+        # The sub-group in the step, the next one (reading) and the last one (writing).
         at_a_time = 1 + section.pipeline_read + section.pipeline_write
         budget = section.buffer_count * 4 * max((group.range.numel for group in groups), default=0) * at_a_time
         self._plans["optimizer, nvme"] = _file_plan(f"{where}.nvme_path", section.nvme_path, sizes, pinned, budget)
@@ -425,9 +427,9 @@ class TierSet:
         section, where = self._rules.param_section, f"{self._rules.where}.offload_param"
         in_files, pinned = {plan.key: plan.shard_nbytes for plan in plans}, self._pins(section.pin_memory)
         on_host: dict[str, int] = {}
-        # The first units of the model stay in memory: they are gathered last in backward and first in the next forward.
+        # The model's first units stay in memory: backward gathers them last, and the next forward gathers them first.
         room = math.inf if self._rules.param == "host" else section.max_in_cpu
-        for plan in plans:  # by the largest shard, so that every rank keeps the same ones
+        for plan in plans:  # by the largest shard, so that every rank keeps the same units in memory
             if plan.layout.largest_shard_numel > room:
                 break
             room -= plan.layout.largest_shard_numel
@@ -455,21 +457,21 @@ def _check_one_number_per_element(optimizer: Optimizer, rules: OffloadRules) -> 
             "optimizer.params.moments_dtype",
             expected=f'"fp32" or "bf16" with {other}',
             got="int8",
-            fix='8-bit blocks do not go into state buffers: use "bf16", or remove the other key',
+            fix='state buffers do not support 8-bit blocks: use "bf16", or remove the other key',
         )
 
 
 def _check_one_memory(rules: OffloadRules, device: torch.device) -> None:
-    """The host joins each weight and its residual to a master at every step, so both must be in its memory."""
+    """Raises ConfigError if weights or optimizer states are on the device: the host joins weight and residual."""
     if device.type != "cpu" and "device" in (rules.param, rules.optimizer):
         raise ConfigError(
             'data_types.master_weights "residual": weights and optimizer states must be in host memory or in files',
-            fix=f'offload both (offload_param and offload_optimizer of {rules.where}), or set it to "fp32"',
+            fix=f'set offload_param and offload_optimizer in {rules.where}, or set master_weights to "fp32"',
         )
 
 
 def _check_space(needs: Sequence[SpaceNeed]) -> None:
-    """Raises ConfigError if files on one disk are larger than it has room, before any of them takes it."""
+    """Raises ConfigError if the files on one disk need more than its free space, before any file is created."""
     by_disk: dict[tuple[str, int], list[SpaceNeed]] = {}
     for need in needs:
         by_disk.setdefault(need.disk, []).append(need)
@@ -480,12 +482,12 @@ def _check_space(needs: Sequence[SpaceNeed]) -> None:
                 on_disk[0].where,
                 expected=f"{nbytes} bytes of free space for {len(on_disk)} files of the ranks on {host}",
                 got=f"{free} bytes free",
-                fix="free some space, or name a folder on a larger disk; nothing was written",
+                fix="free some space, or set a folder on a larger disk; no file has been written",
             )
 
 
 def _examples(plans: Sequence[BufferPlan]) -> dict[int, tuple[int, ...]]:
-    """Param group -> the shape of a small master of it."""
+    """Returns param group -> shape of one of its smallest masters."""
     shapes: dict[int, tuple[int, ...]] = {}
     for plan in plans:
         for group, slot in zip(plan.param_groups, plan.layout.slots, strict=False):
@@ -495,14 +497,14 @@ def _examples(plans: Sequence[BufferPlan]) -> dict[int, tuple[int, ...]]:
     return shapes
 
 
-_TRIED_NUMEL = 64  # of the vector that stands for any run of a flat shard
+_TRIED_NUMEL = 64  # elements of the trial vector, which represents any run of a flat shard
 
 
 def _states_on_host(optimizer: Optimizer, group: int, shape: tuple[int, ...]) -> Mapping[str, torch.dtype]:
-    """name -> dtype of the states that it keeps per element of a master of this shape in host memory; by a trial.
+    """Returns name -> dtype of the optimizer's states per element, from a trial step of a master of this shape.
 
     Raises:
-        ConfigError: it cannot step there.
+        ConfigError: the optimizer cannot step in host memory.
     """
     try:
         return element_states(optimizer, group, shape)
@@ -510,17 +512,17 @@ def _states_on_host(optimizer: Optimizer, group: int, shape: tuple[int, ...]) ->
         raise ConfigError(
             f"zero_optimization.offload_optimizer: optimizer {type(optimizer).__name__} cannot step in host memory "
             f"({type(error).__name__}: {error})",
-            fix='use one that can, such as AdamW, or set offload_optimizer.device to "none"',
+            fix='use another optimizer, such as AdamW, or set offload_optimizer.device to "none"',
         ) from error
 
 
 def plan_tiers(
     rules: OffloadRules, plans: Sequence[BufferPlan], optimizer: Optimizer | None, device: torch.device
 ) -> TierSet:
-    """The tiers of an engine, not open yet, with an optimizer that steps where its masters are.
+    """Returns the tiers of an engine, not open yet, and prepares the optimizer for offloaded masters.
 
     Raises:
-        ConfigError: as `TierSet`; or the optimizer does not share its updates, or not at the time that the config says.
+        ConfigError: see `TierSet`; or the optimizer does not support `ratio` or `update_during`.
     """
     tiers = TierSet(rules, plans, optimizer, device)
     if optimizer is not None and rules.optimizer != "device":
@@ -536,18 +538,18 @@ def share_updates(optimizer: Optimizer, ratio: float | None, device: torch.devic
     """Lets an optimizer that steps in host memory use the device for a part of each update (DeepSpeed's Twin-Flow).
 
     Args:
-        ratio: the part that the host's cores update; None to measure it, where sharing is possible at all.
-        device: of the engine. There is nothing to share on a CPU, which is the host.
-        where: the path of `offload_optimizer` in the config.
+        ratio: the host's share of each update; None measures the best share, if the optimizer supports sharing.
+        device: compute device of the engine. On a CPU the host updates everything.
+        where: path of `offload_optimizer` in the config.
 
     Raises:
-        ConfigError: a ratio below 1 was asked for, and cannot be had.
+        ConfigError: `ratio` is below 1, and sharing is not supported.
     """
     if ratio == 1.0:
         return
     if device.type == "cpu":
         if ratio is not None:
-            logger.info("%s.ratio: the training device is the host's own, which updates everything", where)
+            logger.info("%s.ratio has no effect on a CPU: the host updates everything", where)
         return
     missing = "Adam or AdamW with fp32 moments"
     if isinstance(optimizer, Adam) and optimizer.moments_dtype == "fp32":
@@ -555,19 +557,19 @@ def share_updates(optimizer: Optimizer, ratio: float | None, device: torch.devic
         if kernels is not None:
             optimizer.hybrid = HybridUpdate(AdamLane(device, kernels), ratio)
             return
-        missing = f"kernels on {device}, which could not be compiled (the log says why)"
+        missing = f"kernels on {device}, which could not be compiled (see the log)"
     if ratio is not None:
-        raise ConfigError(f"{where}.ratio", expected="1.0", got=ratio, fix=f"a share for the device needs {missing}")
+        raise ConfigError(f"{where}.ratio", expected="1.0", got=ratio, fix=f"a ratio below 1 requires {missing}")
 
 
 def _check_update_time(optimizer: Optimizer, during: UpdateTime, where: str) -> None:
-    """Updates outside of `step()` are for optimizers that take their hyperparameters with each update.
+    """Checks that the optimizer takes hyperparameters as arguments, as updates outside `step()` (`update_during`) need.
 
     Raises:
-        ConfigError: this one reads them, and its state, as it goes.
+        ConfigError: this optimizer reads hyperparameters and state during the update.
     """
     if during != "step" and not isinstance(optimizer, ShardStep):
         raise ConfigError(
             f'{where}.update_during "{during}": {type(optimizer).__name__} updates in step() only',
-            fix='name Adam, AdamW, Lion, Adagrad, RMSprop or SGD in the optimizer section, or set the key to "step"',
+            fix='configure Adam, AdamW, Lion, Adagrad, RMSprop or SGD as "optimizer", or set the key to "step"',
         )

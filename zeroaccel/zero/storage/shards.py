@@ -1,8 +1,8 @@
-"""Where a flat buffer's weights in the parameters' dtype live between uses: one class per tier.
+"""Storage of a flat buffer's weights, in the parameters' dtype, between uses, with one class per tier.
 
 `FlatBuffer` has one `ShardStorage`; all-gathers, the optimizer step, checkpoints and parameter access read and write
-through it and do not know which. `placement.py` has the table that chooses. Masters and optimizer states are
-`masters.py`'s.
+through it, independently of the class. A table in `placement.py` chooses the class. `masters.py` stores masters and
+optimizer states.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from zeroaccel.zero.layout import FlatLayout, FlatRange, FlatTensor
 from zeroaccel.zero.storage.copy_stream import CopyStream
 
 Elements = Tensor | StoredElements
-"""(n,) a live view of memory, or what reads the elements from a tier a chunk at a time."""
+"""(n,) elements: a live view of memory, or a reader that reads them from a tier chunk by chunk."""
 
 FillRange = Callable[[FlatRange, Tensor], None]
-"""(range, target): has the elements of a range read into `target`, (range.numel,), at the latest at the next flush."""
+"""(range, target): reads the elements of a range into `target`, (range.numel,), at the latest at the next flush."""
 
 
 def absent_value(dtype: torch.dtype) -> float | bool:
-    """NaN; integers have none and show their lowest value instead."""
+    """Returns NaN, or for integers their lowest value: the values that a sharded parameter shows."""
     if dtype is torch.bool:
         return False
     return math.nan if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
 
 
 def in_memory(elements: Elements) -> Tensor:
-    """(n,) the elements: the view itself, or a copy in host memory."""
+    """Returns the elements, (n,): the view itself, or a copy in host memory."""
     return elements if isinstance(elements, Tensor) else elements.copy()
 
 
 @dataclass(frozen=True)
 class ShardPlace:
-    """What a storage is made for.
+    """The buffer and tier for which a `ShardStorage` is created.
 
     Attributes:
-        key: of the buffer, in tiers.
+        key: key of the buffer in tiers.
         full: (N,) the unsharded buffer on the compute device, with its storage allocated.
-        tier: that has room for the shard under `key`; None where the storage is not in a tier.
-        copies: moves host memory to the compute device, where they are two memories.
+        tier: tier with space for the shard under `key`; None for a storage outside tiers.
+        copies: copies host memory to the compute device; None if both are one memory.
     """
 
     key: str
@@ -61,11 +61,11 @@ class ShardPlace:
 
     @property
     def shard(self) -> FlatRange:
-        """The elements of this rank's shard."""
+        """Elements of this rank's shard."""
         return self.layout.shard(self.rank)
 
     def reserved(self) -> Tier:
-        """The tier, of a storage that needs one."""
+        """Returns the tier, for a storage that needs one."""
         assert self.tier is not None, f"{self.key}: no tier was reserved for it"
         return self.tier
 
@@ -73,18 +73,18 @@ class ShardPlace:
 class ShardStorage(ABC):
     """This rank's weights of one flat buffer, (S,) in the parameters' dtype.
 
-    A new tier implements `elements`, `write`, `stage` and `gather_input`; where the weights are not in memory, also
-    `commit` and `discard`, and `prefetch`, `swap_in`, `release` with `is_swapped`. Then it needs a line in
+    A new tier implements `elements`, `write`, `stage` and `gather_input`; if its weights are not in memory, also
+    `commit` and `discard`, and `prefetch`, `swap_in`, `release` with `is_swapped`. It also needs an entry in
     `placement.SHARD_STORAGES`.
 
-    Life of a gather: 1. `prefetch`, if it is known early, 2. `swap_in`, 3. `all_gather`, 4. `release` when it is
-    through. Of an update: `stage`, whose tensor the optimizer fills, then `commit`, or `discard` if it fails.
+    A gather calls 1. `prefetch`, if it is known early, 2. `swap_in`, 3. `all_gather`, 4. `release` when it is complete.
+    An update calls `stage`, whose tensor the optimizer fills, then `commit`, or `discard` if it fails.
 
     Attributes:
-        range: the elements that can be read and written here: this rank's S, or all N of a persistent buffer.
-        is_swapped: each gather brings the shard into memory on loan, which can fail on one rank alone.
-        rounds_writes: what is read back may differ from what was written.
-        secondary: the copy that hpZ gathers from in backward.
+        range: elements that can be read and written here: this rank's S, or all N of a persistent buffer.
+        is_swapped: each gather reads the shard into memory on loan, which can fail on a single rank.
+        rounds_writes: values read back may differ from the written ones.
+        secondary: the copy from which hpZ gathers in backward.
     """
 
     is_swapped = False
@@ -96,109 +96,109 @@ class ShardStorage(ABC):
         self._shard = place.shard
         self._split_sizes = place.layout.uneven_sizes
         self._copies = place.copies
-        self._copied: torch.Event | None = None  # behind the copy of the last gather from host memory
+        self._copied: torch.Event | None = None  # event after the copy of the last gather from host memory
         self.secondary = SecondaryShard()
 
-    # -- what a tier implements
+    # -- the interface that subclasses implement
 
     @abstractmethod
     def elements(self, part: FlatRange) -> Elements:
-        """Elements of `range`: a live view, or what reads them. Reading must be possible from any thread."""
+        """Returns elements of `range`: a live view, or a reader, which must work in any thread."""
 
     @abstractmethod
     def write(self, part: FlatRange, values: Tensor) -> None:
-        """Replaces elements of `range`, by values of any dtype, and returns when they are stored.
+        """Replaces elements of `range` by values of any dtype, and returns when they are stored.
 
         Raises:
-            OffloadError: they cannot be stored.
+            OffloadError: storing them failed.
         """
 
     @abstractmethod
     def stage(self) -> FlatTensor:
-        """Memory for all of `range`, of any contents, that becomes the weights by `commit`."""
+        """Returns memory for all of `range`, with arbitrary contents; `commit` makes it the weights."""
 
     @abstractmethod
     def gather_input(self) -> Tensor:
-        """(S,) the shard, in memory, to be sent; unchanged until `release`."""
+        """Returns the shard, (S,), in memory, as input of a gather; it does not change until `release`."""
 
     def commit(self) -> None:
-        """Makes what was written to `stage` the weights; a store may still be under way afterwards."""
+        """Replaces the weights by the staged values; the store may complete later."""
         return None
 
     def discard(self) -> None:
-        """Drops what was staged, if anything: the weights stay as they were."""
+        """Drops staged values, if any: the weights stay unchanged."""
         return None
 
     def prefetch(self) -> None:
-        """Starts to bring the shard into memory."""
+        """Starts to read the shard into memory."""
         return None
 
     def swap_in(self) -> None:
-        """Returns when the shard is in memory for `gather_input`.
+        """Waits until the shard is in memory for `gather_input`.
 
         Raises:
-            OffloadError: it cannot be read back.
+            OffloadError: reading the shard failed.
         """
         return None
 
     def stage_absent(self) -> None:
-        """After a `swap_in` that failed: what is gathered decodes to NaN, or to what integers have for it."""
+        """Stages `absent_value` for the next gather, after a `swap_in` that failed."""
         self.stage().values.fill_(absent_value(self.dtype))
 
     def release(self) -> None:
-        """The gather is through, or will not be: gives memory on loan back. Idempotent."""
+        """Returns memory on loan after a gather, or instead of one. Idempotent."""
         return None
 
     def settle(self) -> None:
-        """Returns when every store is done; raises OffloadError if one failed."""
+        """Waits until every store is complete; raises OffloadError if one failed."""
         return None
 
     def tensors(self) -> Iterator[Tensor]:
-        """The memory it occupies all the time."""
+        """Yields the memory that the storage occupies permanently."""
         return iter(())
 
-    # -- what follows from that
+    # -- methods on top of the interface
 
     def read(self, part: FlatRange) -> Tensor:
-        """(n,) elements of `range`: a live view of memory, or a copy.
+        """Returns elements of `range`, (n,): a live view of memory, or a copy.
 
         Raises:
-            OffloadError: they cannot be read back.
+            OffloadError: reading them failed.
         """
         return in_memory(self.elements(part))
 
     def replace(self, values: Tensor) -> None:
-        """Makes `values`, (range.numel,), the weights; a store may still be under way afterwards."""
+        """Replaces the weights by `values`, (range.numel,); the store may complete later."""
         self.stage().values.copy_(values)
         self.commit()
 
     def load(self, fill: FillRange, flush: Callable[[], None]) -> None:
-        """Has all elements filled, in part perhaps; memory that is only on loan is flushed before it goes back."""
+        """Registers all elements to be filled, perhaps in part; calls `flush` before it returns memory on loan."""
         try:
             fill(self.range, self.stage_current())
             flush()
-        except BaseException:  # a damaged checkpoint: the weights stay as they were
+        except BaseException:  # a damaged checkpoint: the weights stay unchanged
             self.release()
             self.discard()
             raise
         self.commit()
 
     def stage_current(self) -> Tensor:
-        """As `stage`, with the present values."""
+        """Stages the current values, and returns the staged memory."""
         staged = self.stage().values
         staged.copy_(self.read(self.range))
         return staged
 
     def all_gather(self, full: Tensor, collectives: Collectives, label: str, *, exact: bool) -> Work:
-        """All-gather over the shard group, (S,) -> (N,) into `full`.
+        """Starts an all-gather over the shard group, (S,) -> (N,) into `full`.
 
         Args:
-            exact: False for weights to compute with, which may be rounded on their way.
+            exact: False for weights of a forward or backward, which the gather may round.
         """
         source = self.gather_input()
         if source.device == full.device:
             return self._gather(source, full, collectives, label, exact=exact)
-        # Straight into this rank's part of the output, so that the gather is in place; behind the copy, on its stream.
+        # Copy directly into this rank's part of the output, so that the gather is in place; it follows on this stream.
         assert self._copies is not None, f"{label}: a shard on {source.device} and no stream to copy it"
         own = full[self._shard.at(0)]
         self._copied = self._copies.to_device(own, source)
@@ -206,18 +206,18 @@ class ShardStorage(ABC):
             return _CopiedGather(self._copied, self._gather(own, full, collectives, label, exact=exact), full.device)
 
     def gather_secondary(self, full: Tensor, collectives: Collectives, label: str) -> Work:
-        """All-gather of the secondary copy, which is valid, into (N,) `full`."""
+        """Starts an all-gather of the valid secondary copy into `full`, (N,)."""
         return self.secondary.all_gather(full, collectives, label)
 
     def keep_secondary(self, full: Tensor, collectives: Collectives) -> None:
-        """Has the secondary copy made of values to compute with, (N,) `full`, where there is to be one (hpZ)."""
+        """Makes the secondary copy from the gathered values `full`, (N,), if hpZ is on."""
         self.secondary.keep(full, collectives)
 
     def copy_own(self, part: FlatRange, full: Tensor) -> None:
-        """Copies those elements of `part` that are this rank's into `full`, (N,), for `all_gather_part`.
+        """Copies this rank's elements of `part` into `full`, (N,), for `all_gather_part`.
 
         Raises:
-            OffloadError: they cannot be read back.
+            OffloadError: reading them failed.
         """
         own = part & self.range
         if own:
@@ -226,25 +226,25 @@ class ShardStorage(ABC):
     def all_gather_part(
         self, part: FlatRange, full: Tensor, collectives: Collectives, label: str, numels: Sequence[int]
     ) -> Work:
-        """All-gather of the elements of `part` only, into `full`, which has this rank's.
+        """Starts an all-gather of only the elements of `part` into `full`, which already has this rank's.
 
         Args:
-            numels: elements of `part` in the shard of each rank.
+            numels: number of elements of `part` in the shard of each rank.
         """
         return collectives.all_gather(full[part.at(0)], full[(part & self._shard).at(0)], label, numels)
 
     def _gather(self, source: Tensor, full: Tensor, collectives: Collectives, label: str, *, exact: bool) -> Work:
-        # qwZ rounds what is sent; weights that are saved, written or shown to the program are gathered exactly.
+        # qwZ rounds the values it sends. Gathers for saving, writing or showing weights to the program are exact.
         if collectives.quantized_weights and not exact:
             return collectives.gather_weights(full, source, label, self._split_sizes)
         return collectives.all_gather(full, source, label, self._split_sizes)
 
 
 class _CopiedGather:
-    """A gather behind the copy of this rank's shard to the device; a `Work`.
+    """A gather after the copy of this rank's shard to the device; a `Work`.
 
     Args:
-        copied: behind the copy, and behind no later one: a unit must not wait for the copies of those after it.
+        copied: event right after the copy: a unit must not wait for the copies of later units.
     """
 
     def __init__(self, copied: torch.Event, gather: Work, device: torch.device) -> None:
@@ -263,10 +263,10 @@ class _CopiedGather:
 
 
 class MemoryShard(ShardStorage):
-    """Weights in a tensor that stays where it is: on the compute device, or in host memory.
+    """Weights in a permanent tensor, on the compute device or in host memory.
 
     Args:
-        values: (range.numel,) the memory.
+        values: (range.numel,) this tensor.
     """
 
     def __init__(self, place: ShardPlace, values: Tensor, *, persistent: bool = False) -> None:
@@ -275,22 +275,22 @@ class MemoryShard(ShardStorage):
 
     @classmethod
     def on_device(cls, place: ShardPlace) -> MemoryShard:
-        """Memory of its own on the compute device."""
+        """Creates a shard in new memory on the compute device."""
         return cls(place, place.full.new_empty(place.shard.numel))
 
     @classmethod
     def on_host(cls, place: ShardPlace) -> MemoryShard:
-        """The memory of a tier in host memory."""
+        """Creates a shard in the memory of a tier on the host."""
         return cls(place, place.reserved().take(place.key).view(place.full.dtype))
 
     @classmethod
     def persistent(cls, place: ShardPlace) -> MemoryShard:
-        """The unsharded buffer itself, which is never resharded."""
+        """Creates a storage whose memory is the unsharded buffer itself, which is never resharded."""
         return cls(place, place.full, persistent=True)
 
     @property
     def device(self) -> torch.device:
-        """Where the memory is."""
+        """Device of the memory."""
         return self._memory.values.device
 
     def elements(self, part: FlatRange) -> Tensor:
@@ -314,14 +314,14 @@ class MemoryShard(ShardStorage):
         return self._memory[self._shard]
 
     def _await_copies(self) -> None:
-        """Before the memory changes: the device may still copy it, for a forward that the host has only issued."""
+        """Waits before the memory changes: the device may still copy it, for a forward that the host has queued."""
         if self._copied is not None and not self._copied.query():
             assert self._copies is not None, "copied without a stream"
-            self._copies.finish_reads()  # of all shards, so that the first one that is written waits for the others
+            self._copies.finish_reads()  # for all shards: the first shard to be written waits for the copies of all
         self._copied = None
 
     def _await_writes(self) -> None:
-        """Before the host reads or writes: the device may still write, in an update that the host has only issued."""
+        """Waits before the host reads or writes: the device may still write, for an update that the host has queued."""
         if self._copies is not None:
             self._copies.finish_writes()
 
@@ -330,11 +330,11 @@ class MemoryShard(ShardStorage):
 
     def load(self, fill: FillRange, flush: Callable[[], None]) -> None:
         self._await_writes()
-        fill(self.range, self.stage().values)  # what stays in memory can wait for a flush of many
+        fill(self.range, self.stage().values)  # this memory stays allocated, so one flush can serve many storages
 
 
 class NvmeShard(ShardStorage):
-    """The shard under a key of a tier in files: read for each gather, replaced after each step."""
+    """A shard in a tier of files, under one key: read for each gather, replaced after each step."""
 
     is_swapped = True
 
@@ -350,7 +350,7 @@ class NvmeShard(ShardStorage):
             self._fetch = self._tier.fetch(self._key)
 
     def swap_in(self) -> None:
-        # A prefetch is used once: the next gather reads again, since a step may have replaced the shard.
+        # A prefetch serves one gather: the next one reads again, because a step may have replaced the shard.
         self.prefetch()
         fetch, self._fetch = self._fetch, None
         assert fetch is not None and self._loan is None, f"{self._key}: swapped in twice"
@@ -363,17 +363,17 @@ class NvmeShard(ShardStorage):
     def release(self) -> None:
         if self._fetch is not None:
             fetch, self._fetch = self._fetch, None
-            with contextlib.suppress(OffloadError):  # if it matters, the next fetch meets it too
+            with contextlib.suppress(OffloadError):  # a lasting fault fails the next fetch too
                 self._tier.release(fetch.wait())
         if self._copied is not None and self._loan is not None:
-            # The host runs ahead of the device: the tier takes the memory back once the copy has read it.
+            # The host runs ahead of the device: the tier reuses the memory only after the copy has read it.
             loan, self._loan = self._loan, None
             copied, self._copied = self._copied, None
             self._tier.release(loan, after=copied)
         self.discard()
 
     def stage(self) -> FlatTensor:
-        # A new buffer, not the one read for the gather: what is staged replaces all of the shard.
+        # A new buffer, not the one read for the gather: the staged values replace the whole shard.
         assert self._loan is None, f"{self._key}: staged while it is in use"
         self._loan = self._tier.take(self._key)
         return FlatTensor(self.range, self._loan.view(self.dtype))
@@ -399,7 +399,7 @@ class NvmeShard(ShardStorage):
     def write(self, part: FlatRange, values: Tensor) -> None:
         if not part:
             return
-        # A tier stores all of a key at once, so the shard is read, changed and written back.
+        # A tier stores a key only as a whole, so this reads the shard, changes it and writes it back.
         self.stage_current()[part.at(self.range.start)].copy_(values)
         self.commit()
         self._tier.settle()
@@ -409,8 +409,8 @@ class NvmeShard(ShardStorage):
 
 
 class SecondaryShard:
-    """ZeRO++'s hpZ (Wang et al. 2023, arXiv:2306.10209): a second sharded copy of one buffer, over fewer
-    ranks than the shards, that backward gathers from.
+    """ZeRO++'s hpZ (Wang et al. 2023, arXiv:2306.10209): a second sharded copy of one buffer, over fewer ranks than
+    the shards, from which backward gathers.
 
     1. `keep` when a forward reshards, 2. `all_gather` while `is_valid`, 3. `drop` when the weights change.
     """
@@ -420,27 +420,27 @@ class SecondaryShard:
 
     @property
     def is_valid(self) -> bool:
-        """Whether there is a copy of the present weights; the same on all ranks."""
+        """True if there is a copy of the current weights; the same on all ranks."""
         return self._part is not None
 
     def keep(self, full: Tensor, collectives: Collectives) -> None:
-        """Copies this rank's part of `full`, (N / ranks of the copy,), where the copy has fewer ranks than shards."""
+        """Copies this rank's part of `full`, (N / ranks of the copy,), if the copy has fewer ranks than the shards."""
         count = collectives.secondary_world_size
         if self._part is None and count < collectives.shard_world_size:
-            # Equal parts whatever the shards are: the ranks of this copy are others than those of a shard group.
+            # Equal parts, even if the shards are unequal: the ranks of this copy are not those of a shard group.
             numel = full.numel() // count
             place = collectives.secondary_rank
             self._part = full[place * numel : (place + 1) * numel].clone()
 
     def all_gather(self, full: Tensor, collectives: Collectives, label: str) -> Work:
-        """All-gather over the ranks of the copy, into (N,) `full`."""
+        """Starts an all-gather over the ranks of the copy into `full`, (N,)."""
         assert self._part is not None, f"{label}: no secondary copy"
         return collectives.gather_secondary(full, self._part, label)
 
     def drop(self) -> None:
-        """The weights are new, or about to be."""
+        """Drops the copy, because the weights change."""
         self._part = None
 
     def tensors(self) -> Sequence[Tensor]:
-        """The memory it occupies."""
+        """Returns the memory of the copy."""
         return () if self._part is None else (self._part,)

@@ -1,7 +1,7 @@
-"""`offload_states` and `reload_states`: an engine's states in host memory while another model uses the device.
+"""`offload_states` and `reload_states`: move an engine's states to host memory while another model uses the device.
 
-Storages are emptied in place, so every view of them, in parameters, masters and the optimizer, is valid again after
-`reload`. (Interface: DeepSpeed's; here for every optimizer, and forward in between is an error.)
+Storages are resized in place, so every view of them, in parameters, masters and the optimizer, is valid again after
+`reload`. (Interface: DeepSpeed's; here it supports every optimizer, and a forward before `reload` is an error.)
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from zeroaccel.zero.param_unit import ParamUnit
 from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
 
 KINDS = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
-"""Moments and the like; masters; parameters; reduced gradients; gradients being reduced."""
+"""Optimizer states such as moments; masters; parameters; reduced gradients; gradients before reduction."""
 
 
 class OffloadedStates:
-    """Storages whose bytes are in host memory, until `restore`.
+    """Storages whose bytes are in host memory until `restore`.
 
     Args:
-        tensors: of one device; several views of one storage are moved once.
+        tensors: tensors on one device; several views of one storage are moved once.
         pinned: page-lock the host memory.
     """
 
@@ -43,7 +43,7 @@ class OffloadedStates:
         self.nbytes = sum(host.numel() for _, host in self._copies)
 
     def restore(self) -> None:
-        """Allocates every storage anew and copies its bytes back."""
+        """Reallocates every storage and copies its bytes back."""
         for storage, host in self._copies:
             storage.resize_(host.numel())
             torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).copy_(host)
@@ -51,7 +51,7 @@ class OffloadedStates:
 
 
 class StateOffload:
-    """The states of one engine, on the device or, from `offload` to `reload`, in host memory.
+    """The states of one engine, in host memory between `offload` and `reload`, else on the device.
 
     Args:
         optimizer: None for inference.
@@ -70,18 +70,18 @@ class StateOffload:
             if kind not in KINDS:
                 raise UsageError("engine.offload_states(include)", expected=f"some of {', '.join(KINDS)}", got=kind)
         if _text(device) != "cpu":
-            fix = "offload to files is a setting of zero_optimization, for the whole run"
+            fix = "to offload to files for the whole run, set zero_optimization.offload_optimizer or offload_param"
             raise UsageError("engine.offload_states(device)", expected='"cpu"', got=_text(device), fix=fix)
         return kinds
 
     def offload(self, kinds: Iterable[str], *, pinned: bool) -> None:
         """Moves the states of these kinds from the device to host memory."""
-        # Units are sharded here. Tensors in host memory, as all are on a CPU, stay where they are.
+        # Units are sharded at this point. Tensors in host memory stay there, which on a CPU are all.
         tensors = [tensor for kind in kinds for tensor in self._tensors(kind) if tensor.device.type != "cpu"]
         self._offloaded = OffloadedStates(tensors, pinned=pinned and bool(tensors))
 
     def reload(self) -> None:
-        """Moves the states back; does nothing without `offload` before."""
+        """Moves the states back; does nothing without an earlier `offload`."""
         if self._offloaded is not None:
             self._offloaded.restore()
             self._offloaded = None

@@ -1,14 +1,14 @@
 """Masters and optimizer states that are in a tier between steps: swapped in sub-group by sub-group (ZeRO-Infinity).
 
-A sub-group is a run of one buffer's shard, the unit of what is read, stepped and written back. All its tensors lie in
-one state buffer, under one key of a tier, so that a step reads and writes sequentially:
+A sub-group is a run of one buffer's shard, the unit of reading, stepping and writing back. All its tensors are in one
+state buffer, under one key of a tier, so that a step reads and writes sequentially:
 
     [ master: L fp32                          | first state: L elements | second state | ... ]    SwappedMasters
     [ residuals: L int16 | ties: L bits | pad | first state: L elements | second state | ... ]    ResidualMasters
 
-While it is swapped out, pieces and their states show NaN stand-ins in their true shapes, so that the optimizer's own
-dictionaries stay. What a state holds besides one number per element (a step count, factored moments, a preconditioner)
-stays in memory.
+While a sub-group is swapped out, NaN stand-ins of the same shapes replace its pieces and states, so that the
+optimizer's own dictionaries stay valid. State values that are not one number per element (a step count, factored
+moments, a preconditioner) stay in memory.
 """
 
 from __future__ import annotations
@@ -35,22 +35,23 @@ from zeroaccel.zero.storage.masters import MasterPiece, MasterPlace, MasterStora
 from zeroaccel.zero.storage.shards import Elements, FillRange
 
 SUB_GROUP_NUMEL = 1 << 23
-"""Elements of a sub-group, whatever more `sub_group_size` allows: 32 MiB per fp32 tensor keep any disk busy."""
+"""Maximum number of elements of a sub-group, even if `sub_group_size` is larger: 32 MiB per fp32 tensor saturate a
+disk."""
 
 RESIDUAL_SUB_GROUP_NUMEL = 1 << 20
-"""As many at most of residual masters in host memory: 4 MiB of joined masters stay in the cores' caches."""
+"""The same maximum for residual masters in host memory: 4 MiB of joined masters stay in the cores' caches."""
 
-_GRAIN_NUMEL = 64  # sub-groups are multiples of it, so that every tensor of a state buffer starts on a cache line
+_GRAIN_NUMEL = 64  # sub-groups have a multiple of this size, so that each tensor of a state buffer starts a cache line
 _LINE_NBYTES = 64
 
 
 def fp32_nbytes(numel: int) -> int:
-    """Bytes of so many masters."""
+    """Returns the number of bytes of `numel` fp32 masters."""
     return 4 * numel
 
 
 def residual_nbytes(numel: int) -> int:
-    """Bytes of residuals and ties of so many masters, up to where the states begin."""
+    """Returns the bytes of residuals and ties for `numel` masters, with the padding before the states."""
     return -(-(2 * numel + ties_nbytes(numel)) // _LINE_NBYTES) * _LINE_NBYTES
 
 
@@ -59,11 +60,11 @@ class SubGroup:
     """A run of a buffer's shard; L is its `range.numel`.
 
     Attributes:
-        key: of its state buffer in the tier.
-        pieces: what it is made of, in order and without gaps.
-        states: name -> dtype of the states its param groups keep per element.
-        master_nbytes: of the state buffer up to its states.
-        has_states: whether the states in the state buffer are any: before the first step there are none.
+        key: key of its state buffer in the tier.
+        pieces: its pieces, in order and without gaps.
+        states: name -> dtype of the states that its param groups keep per element.
+        master_nbytes: bytes of the state buffer before the states.
+        has_states: True once the state buffer contains states: before the first step there are none.
     """
 
     key: str
@@ -74,30 +75,30 @@ class SubGroup:
 
     @property
     def range(self) -> FlatRange:
-        """Its elements, with the padding behind the last piece."""
+        """Elements of the sub-group, including the padding after the last piece."""
         return FlatRange(self.pieces[0].range.start, round_up(self.pieces[-1].range.end, ALIGN_NUMEL))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the masters and all states."""
+        """Number of bytes of the masters and all states."""
         return self.master_nbytes + self.range.numel * sum(dtype.itemsize for dtype in self.states.values())
 
     @property
     def filled_nbytes(self) -> int | None:
-        """Bytes of the state buffer that have values so far; None for all."""
+        """Number of bytes of the state buffer that have values so far; None for all."""
         return None if self.has_states else self.master_nbytes
 
     def masters(self, buffer: Tensor) -> Tensor:
-        """(L,) fp32, at the beginning of the state buffer."""
+        """Returns the masters, (L,) fp32, at the start of the state buffer."""
         return buffer[: 4 * self.range.numel].view(torch.float32)
 
     def state(self, buffer: Tensor, name: str) -> Tensor:
-        """(L,) a state in the state buffer."""
+        """Returns a state in the state buffer, (L,)."""
         dtype, offset = self.states[name], self.offset(name)
         return buffer[offset : offset + self.range.numel * dtype.itemsize].view(dtype)
 
     def offset(self, name: str) -> int:
-        """Byte at which a state begins."""
+        """Returns the offset of a state in bytes."""
         offset = self.master_nbytes
         for other, dtype in self.states.items():
             if other == name:
@@ -115,16 +116,16 @@ def cut_sub_groups(
     starts: Collection[int] = (),
     master_nbytes: Callable[[int], int] = fp32_nbytes,
 ) -> list[SubGroup]:
-    """Sub-groups of at most `limit_numel` elements over the runs of a shard.
+    """Divides the runs of a shard into sub-groups of at most `limit_numel` elements.
 
     Args:
-        key: of the buffer; sub-groups are `key/0`, `key/1`, ...
+        key: key of the buffer; those of sub-groups are `key/0`, `key/1`, ...
         runs: (range, param group) in order and without gaps.
-        states: per param group what it keeps per element.
-        starts: elements, multiples of `ALIGN_NUMEL`, at which another sub-group begins whatever room is left.
-        master_nbytes: of so many masters in the state buffer.
+        states: for each param group, name -> dtype of its states per element.
+        starts: elements, multiples of `ALIGN_NUMEL`, at which a new sub-group begins even if the last one has room.
+        master_nbytes: number of masters -> their bytes in the state buffer.
     """
-    # A sub-group is filled up run by run; a run of one param group may be cut, since its rule is elementwise.
+    # Runs fill a sub-group one by one; a run of one param group may be cut, because its rule is elementwise.
     limit = max(min(limit_numel, SUB_GROUP_NUMEL) // _GRAIN_NUMEL, 1) * _GRAIN_NUMEL
     cuts: list[list[MasterPiece]] = []
     room = 0
@@ -154,14 +155,14 @@ def pack_sub_groups(
     *,
     master_nbytes: Callable[[int], int] = fp32_nbytes,
 ) -> list[SubGroup]:
-    """Sub-groups of full parameters, of at most `limit_numel` elements together; a larger parameter goes alone.
+    """Packs full parameters into sub-groups of at most `limit_numel` elements; a larger parameter gets its own.
 
     Args:
-        key, master_nbytes: as of `cut_sub_groups`.
-        pieces: in order.
-        states: of each piece what its optimizer keeps per element.
+        key, master_nbytes: see `cut_sub_groups`.
+        pieces: the parameters in order.
+        states: for each piece, name -> dtype of its states per element.
     """
-    # Tensors must not be cut here, so the limit gives way to the largest of them.
+    # Tensors must stay whole here, so a tensor above the limit exceeds it.
     limit = min(limit_numel, SUB_GROUP_NUMEL)
     packed: list[SubGroup] = []
     begin = 0
@@ -188,13 +189,13 @@ def _sub_group(
 
 
 class StateSwapper:
-    """The tier of one rank's masters and states, and how it is used; all its `SwappedMasters` share one.
+    """The tier of one rank's masters and states, with its pipelining; shared by all `SwappedMasters` of the rank.
 
     Args:
-        tier: with one key per sub-group, of `SubGroup.nbytes`.
+        tier: tier with one key of `SubGroup.nbytes` bytes per sub-group.
         sub_groups: key of a buffer -> its sub-groups.
-        pipeline_read: swap the next sub-group in while one is stepped.
-        pipeline_write: go on while one is written back.
+        pipeline_read: read the next sub-group while the optimizer steps one.
+        pipeline_write: continue while a sub-group is written back.
         pinned: page-lock the memory of joined masters, from which a device may update its part.
     """
 
@@ -215,17 +216,17 @@ class StateSwapper:
         self._scratch = torch.empty(0)
 
     def fetch(self, group: SubGroup) -> Fetch:
-        """Starts to read what there is of a sub-group."""
+        """Starts to read the bytes of a sub-group that have values."""
         return self.tier.fetch(group.key, group.filled_nbytes)
 
     def store(self, group: SubGroup, buffer: Tensor) -> None:
-        """Sends a state buffer back as it is."""
+        """Stores a state buffer in the tier."""
         self.tier.store(group.key, buffer, group.filled_nbytes)
         if not self.pipeline_write:
             self.tier.settle()
 
     def scratch(self, numel: int) -> Tensor:
-        """(numel,) fp32 for the masters of the sub-group in memory; one is at a time."""
+        """Returns memory, (numel,) fp32, for the masters of the one sub-group that is in memory."""
         if self._scratch.numel() < numel:
             self._scratch = torch.empty(0)  # frees the old one before the new one is allocated
             self._scratch = empty_on_host((numel,), torch.float32, pinned=self._pinned)
@@ -233,10 +234,10 @@ class StateSwapper:
 
 
 class SwappedMasters(MasterStorage):
-    """Masters and states of one buffer in a tier, in host memory only while their sub-group is stepped.
+    """Masters and states of one buffer in a tier; a sub-group is in host memory only while the optimizer steps it.
 
     Args:
-        swapper: has the sub-groups under `place.key`; they have the pieces.
+        swapper: has the sub-groups, with their pieces, under `place.key`.
     """
 
     def __init__(self, place: MasterPlace, swapper: StateSwapper) -> None:
@@ -249,7 +250,7 @@ class SwappedMasters(MasterStorage):
 
     def initialize(self, source: Tensor) -> None:
         tier = self._swapper.tier
-        for group in self._groups:  # one at a time: no fp32 copy of the shard is ever in memory
+        for group in self._groups:  # one at a time: memory never holds an fp32 copy of the whole shard
             buffer = tier.take(group.key)
             self._write_masters(group, buffer, source[group.range.at(self.range.start)])
             tier.store(group.key, buffer, group.master_nbytes)
@@ -263,7 +264,7 @@ class SwappedMasters(MasterStorage):
     def release(self) -> None:
         if self._ahead is not None:
             ahead, self._ahead = self._ahead, None
-            with suppress(OffloadError):  # the step has failed already, and the next fetch meets it too
+            with suppress(OffloadError):  # the step has failed already; a lasting fault fails the next fetch too
                 self._swapper.tier.release(ahead.wait())
 
     def chunks(self, following: MasterStorage | None = None) -> Iterator[Sequence[MasterPiece]]:
@@ -279,7 +280,7 @@ class SwappedMasters(MasterStorage):
             masters = self._unpack(group, buffer)
             self._attach(group, buffer, masters)
             yield group.pieces
-            # With `pipeline_write` the store goes on in the background, and the next sub-group is stepped meanwhile.
+            # With `pipeline_write`, the store continues in the background during the step of the next sub-group.
             with self._waiting():
                 self._pack(group, buffer, masters)
                 self._swap_out(group, buffer)
@@ -297,7 +298,7 @@ class SwappedMasters(MasterStorage):
             self.waited_seconds += time.perf_counter() - begun
 
     def _attach(self, group: SubGroup, buffer: Tensor, masters: Tensor) -> None:
-        """Points pieces and states at their places in memory; makes the states that a constructor makes."""
+        """Points pieces and states at their memory; creates states that the optimizer's constructor creates."""
         state = self._optimizer.state
         # The parameters stay the objects that the optimizer's groups and state refer to; only their data is replaced.
         for piece in group.pieces:
@@ -310,12 +311,12 @@ class SwappedMasters(MasterStorage):
             make_states(self._optimizer, group.pieces)
 
     def _swap_out(self, group: SubGroup, buffer: Tensor) -> None:
-        """Stores states, with what else is in the state buffer; pieces and states are stand-ins afterwards.
+        """Stores the state buffer, and replaces pieces and states by stand-ins.
 
         Raises:
-            UsageError: the optimizer made a state that it did not make when it was tried.
+            UsageError: the optimizer has created a state that the trial step did not create.
         """
-        # Space was reserved for the states of a trial step, so there is no room for one that appears later on.
+        # The tier reserved space for the states of a trial step, so a state that appears later has no space.
         optimizer = self._optimizer
         for piece in group.pieces:
             for name, value in _element_states(optimizer, piece):
@@ -324,10 +325,10 @@ class SwappedMasters(MasterStorage):
                         f"optimizer {type(optimizer).__name__}, state {name!r}",
                         expected=f"the states it had at its first step: {sorted(group.states)}",
                         got=f"one of {value.dtype}",
-                        fix='do not change what it keeps during training, or set offload_optimizer.device to "cpu"',
+                        fix='keep the same states during training, or set offload_optimizer.device to "cpu"',
                     )
                 place = group.state(buffer, name)[piece.range.at(group.range.start)].view(piece.shape)
-                if not begin_together(value, place):  # made by this step
+                if not begin_together(value, place):  # this step created the state
                     place.copy_(value)
         for piece in group.pieces:
             for name, value in _element_states(optimizer, piece):
@@ -336,17 +337,17 @@ class SwappedMasters(MasterStorage):
         group.has_states = bool(group.states) and any(optimizer.state.get(piece.param) for piece in group.pieces)
         self._swapper.store(group, buffer)
 
-    # -- the form of masters in a state buffer
+    # -- the format of masters in a state buffer
 
     def _unpack(self, group: SubGroup, buffer: Tensor) -> Tensor:
-        """(L,) the masters of a sub-group in memory."""
+        """Returns the masters of a sub-group in memory, (L,) fp32."""
         return group.masters(buffer)
 
     def _pack(self, group: SubGroup, buffer: Tensor, masters: Tensor) -> None:
-        """Puts what `_unpack` returned back, where that is not the state buffer itself."""
+        """Writes the masters that `_unpack` returned back into the state buffer, unless they are views of it."""
 
     def _write_masters(self, group: SubGroup, buffer: Tensor, values: Tensor, first: int = 0) -> None:
-        """Replaces masters from element `first` of the sub-group on."""
+        """Replaces masters, starting at element `first` of the sub-group."""
         group.masters(buffer)[first : first + values.numel()].copy_(values)
 
     def _stored_masters(self, group: SubGroup, part: FlatRange) -> StoredElements:
@@ -378,7 +379,7 @@ class SwappedMasters(MasterStorage):
             both = group.range & part
             if not both:
                 continue
-            # A tier stores all of a key at once, so a sub-group is read and written back for each range.
+            # A tier stores a key only as a whole, so each range needs a read and a write of its sub-group.
             buffer = self._swapper.fetch(group).wait()
             new, first = values[both.at(part.start)], both.start - group.range.start
             if state is None:
@@ -389,7 +390,7 @@ class SwappedMasters(MasterStorage):
         self._swapper.tier.settle()
 
     def _in_memory(self, part: FlatRange, state: str) -> Tensor | None:
-        """(1,) the state of a parameter without dimensions, which looks like a counter and so stays in memory."""
+        """Returns the state of a 0-dimensional parameter, (1,): it looks like a counter, and so stays in memory."""
         for piece in self.pieces:
             if not piece.shape and part.start in piece.range:
                 value: Tensor = self._optimizer.state[piece.param][state]
@@ -399,7 +400,7 @@ class SwappedMasters(MasterStorage):
     # -- loading
 
     def load(self, fill: FillRange, flush: Callable[[], None]) -> None:
-        # One sub-group at a time: read, filled, rounded into the weights, written back. There is neither memory for all
+        # One sub-group at a time: read, fill, round into the weights, write back. This needs neither memory for all
         # masters nor a second pass over the disk.
         staged = self.shard.stage()
         try:
@@ -411,7 +412,7 @@ class SwappedMasters(MasterStorage):
                     flush()
                     staged[group.range].copy_(masters)
                     self._pack(group, buffer, masters)
-                except BaseException:  # damage in the checkpoint: earlier sub-groups are loaded, this one is as it was
+                except BaseException:  # a damaged checkpoint: earlier sub-groups have new values, this one the old
                     self._swapper.tier.release(buffer)
                     raise
                 self._swapper.store(group, buffer)
@@ -421,12 +422,12 @@ class SwappedMasters(MasterStorage):
         self.shard.commit()
 
     def publish(self) -> None:
-        return None  # `load` had the masters in memory, and wrote the weights too
+        return None  # `load` has written the weights while the masters were in memory
 
     def load_states(self, state_of: Callable[[MasterPiece], dict[str, Any]], flush: Callable[[], None]) -> None:
         state = self._optimizer.state
         for group in self._groups:
-            # Entries are made first, and filled by `flush`, so that one pass over the checkpoint serves the sub-group.
+            # Create all entries before `flush` fills them, so that one pass over the checkpoint serves the sub-group.
             loaded = [(piece, state_of(piece)) for piece in group.pieces]
             flush()
             buffer = self._swapper.fetch(group).wait()
@@ -438,9 +439,9 @@ class SwappedMasters(MasterStorage):
 
 
 class ResidualMasters(SwappedMasters):
-    """Masters of bfloat16 weights, kept as what rounding to those took: 17 bits with the 16 (`ops/residual.py`).
+    """Masters of bfloat16 weights, stored as rounding residuals: 17 bits in addition to the 16 (`ops/residual.py`).
 
-    The other part of each master is the weight itself: masters are read before weights change, and written with them.
+    The weight itself is the other part of each master: masters are read before weights change, and written with them.
     """
 
     reads_weights = True
@@ -462,7 +463,7 @@ class ResidualMasters(SwappedMasters):
         tier, numel = self._swapper.tier, group.range.numel
 
         def read(first: int, count: int) -> Tensor:
-            # Bits of ties begin at any element: `join` takes the number of the first in its byte.
+            # The bits of ties may begin within a byte: the last argument of `join` is the first bit's position.
             now = FlatRange(part.start + first, part.start + first + count)
             low, high = now.start - group.range.start, now.end - group.range.start
             residuals = tier.read(group.key, 2 * low, 2 * count).view(torch.int16)
@@ -480,7 +481,7 @@ def _residuals(group: SubGroup, buffer: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _element_states(optimizer: Optimizer, piece: MasterPiece) -> Iterator[tuple[str, Tensor]]:
-    """The states of a piece that have one value per element."""
+    """Yields name and value of the piece's states that have one value per element."""
     state = optimizer.state.get(piece.param)
     for name, value in list(state.items()) if state else ():
         if isinstance(value, Tensor) and value.dim() > 0 and value.shape == piece.param.shape:
