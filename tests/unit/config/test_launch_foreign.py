@@ -213,7 +213,7 @@ def test_offload_of_what_is_not_sharded_does_nothing(values: dict[str, Any], idl
     [
         (
             {"offload_param_device": "cpu"},
-            "parameters are sharded at stage 3 only, and the stage is 2, as none is given",
+            "parameters are sharded at stage 3 only, and the stage is 2, the default",
         ),
         (
             {"zero_stage": 0, "offload_optimizer_device": "cpu"},
