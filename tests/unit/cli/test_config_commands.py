@@ -224,7 +224,7 @@ def test_validate_takes_auto_for_right(project: Path) -> None:
     said = typed("config validate ds.json")
     assert said.out.splitlines() == [
         "ds.json: JSON config, right",
-        "note: ds.json:1:58: bf16.loss_scale: bf16 needs no loss scale; the key belongs to fp16",
+        "note: ds.json:1:58: bf16.loss_scale: bf16 needs no loss scale; this is a key of fp16",
     ]
     assert said.err == ""
 
@@ -283,7 +283,10 @@ def test_explain_covers_launch_and_json() -> None:
     assert "launch file  parallelism_config.parallelism_config_tp_size\n" in typed("config explain tp_size").out
     assert "also         stage3_prefetch_bucket_size" in typed("config explain stage3_prefetch_bucket_size").out
     assert "refused: the batch size does not follow the number of ranks" in typed("config explain elasticity").out
-    assert "Number of ranks that divide the experts of each layer." in typed("config explain expert_parallel.autoep_size").out
+    assert (
+        "Number of ranks that divide the experts of each layer."
+        in typed("config explain expert_parallel.autoep_size").out
+    )
 
 
 def test_the_schemas_are_json_schema() -> None:
