@@ -194,7 +194,7 @@ WRONG_FOR_INITIALIZE = {
     '{"optimizer": {"type": "AdmaW"}}': "ds.json:1:16: optimizer.type: expected a known optimizer, got 'AdmaW'; did",
     '{"optimizer": {"type": "AdamW", "params": {"lrr": 1}}}': "ds.json:1:44: optimizer.params.lrr: expected a",
     '{"optimizer": {"type": "AdamW", "params": {"lr": -1.0}}}': "optimizer.params of AdamW: ",
-    '{"optimizer": {"type": "ZeroOneAdam"}}': "ds.json:1:16: optimizer.type: 1-bit communication",
+    '{"optimizer": {"type": "ZeroOneAdam"}}': "ds.json:1:16: optimizer.type: zeroaccel does not have the 1-bit",
     '{"scheduler": {"type": "WarmupLr"}}': "ds.json:1:16: scheduler.type: expected a known scheduler, got 'WarmupLr'",
     '{"scheduler": {"type": "WarmupDecayLR"}}': "scheduler.params.total_num_steps: expected a value, which",
     '{"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "cosine"}}}': 'expected "log" or "linear"',
@@ -272,7 +272,7 @@ def test_convert_drops_unknown_keys_when_told(project: Path) -> None:
     assert said.err.splitlines() == [
         "left out ds.json:1:13: wibble: unknown key",
         "left out ds.json:1:26: gradient_clippin: unknown key",
-        "left out ds.json:1:2: _why: taken for a comment, as it begins with _",
+        "left out ds.json:1:2: _why: taken for a comment, because it begins with _",
     ]
 
 

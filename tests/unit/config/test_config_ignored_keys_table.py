@@ -102,7 +102,7 @@ def test_what_is_off_or_not_known_yet_says_nothing(tree: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
-        ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type: 1-bit communication is not part of zeroaccel, and"),
+        ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type: zeroaccel does not have the 1-bit communication of"),
         ({"optimizer": {"type": "ZeroOneAdam"}}, "use Adam; zero_quantized_gradients"),
         ({"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}}}, "compress the"),
         (
@@ -118,7 +118,7 @@ def test_what_is_off_or_not_known_yet_says_nothing(tree: dict[str, Any]) -> None
         ),
         (
             {"torch_autocast": {"enabled": True}, "zero_optimization": {"zero_quantized_weights": True}},
-            "torch_autocast.enabled: quantized weights are not gathered under autocast",
+            "torch_autocast.enabled: weights cannot be gathered in quantised form under",
         ),
         ({"overlap_comm": True}, 'unknown key; did you mean "zero_optimization.overlap_comm"?'),
         (
