@@ -264,8 +264,8 @@ def test_dotted_keys_fill_absent_and_auto_keys_of_their_section() -> None:
     assert (zero.reduce_bucket_size, zero.prefetch_bucket_size, zero.max_live_parameters) == (4096, 3687, 7)
     assert config.unresolved == ()
     assert config.notes == (
-        "zero_optimization.stage3_max_live_parameters: not used, since the section zero_optimization has a value of "
-        "its own",
+        "zero_optimization.stage3_max_live_parameters: not used, because the section zero_optimization has its "
+        "own value",
     )
 
 
