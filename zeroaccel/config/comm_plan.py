@@ -90,9 +90,7 @@ def comm_plan(config: Config, world_size: int, shard_size: int | None = None) ->
     secondary_size = zero.zero_hpz_partition_size if with_second else shard_size
     if secondary_size > shard_size:
         key = f"{_ZERO}.zero_hpz_partition_size"
-        log_once(
-            logging.WARNING, f"{key}: no second copy: {secondary_size} is more than the {shard_size} ranks that shard"
-        )
+        log_once(logging.WARNING, f"{key}: no second copy: {secondary_size} is more than the {shard_size} ranks")
         secondary_size = shard_size
     among = all_ranks if shard_size == world_size else f"mics_shard_size {shard_size}"
     _check_divisor(config, "zero_hpz_partition_size", secondary_size, shard_size, among)

@@ -641,8 +641,8 @@ FED = [
     ("batches", "the first batch of rank 1 (tp 1): expected that of rank 0 (tp 0), with which it shares the layers"),
     ("names", "expected a plan, as Sequential has none of its own"),
     ("unknown", "tensor parallelism of Module: layers.0.shrink: expected names of layers that say how to cut them"),
-    ("sizes", "ParallelConfig(tp): expected 2, as tensor_parallel.autotp_size of the config says, got 4"),
-    ("keys", "tensor_parallel.partition_config: expected nothing: layers are cut as the model's own plan says"),
+    ("sizes", "ParallelConfig(tp): expected 2, the value of tensor_parallel.autotp_size in the config, got 4"),
+    ("keys", "tensor_parallel.partition_config: expected nothing: the model's own plan or the layers' names"),
 ]
 
 
