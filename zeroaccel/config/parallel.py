@@ -402,7 +402,7 @@ def _autoep_size(tree: Mapping[str, Any]) -> int:
             )
     # DeepSpeed's patterns and presets for finding experts, and its kernels. Here the model determines both.
     for key in sorted(section.keys() - {"enabled", "autoep_size", *_OWN_ROUTING}):
-        log_once(logging.INFO, f"expert_parallel.{key}: no effect: the engine finds experts by transformers' interface")
+        log_once(logging.INFO, f"expert_parallel.{key}: does nothing: transformers' interface finds experts")
     return _ranks(section.get("autoep_size"))
 
 

@@ -249,7 +249,7 @@ def test_validate_says_what_a_launch_file_mistook(project: Path) -> None:
     (project / "l.yaml").write_text("machine_rank: 'MACHINE_RANK'\ndeepspeed_config:\n  bf16: {enabled: true}\n")
     right, section, blank = typed("config validate l.yaml").out.splitlines()
     assert right == "l.yaml: launch file, right"
-    assert section.startswith("note: l.yaml:3:3: deepspeed_config.bf16: does nothing, here as in accelerate: it is for")
+    assert section.startswith("note: l.yaml:3:3: deepspeed_config.bf16: does nothing, as in accelerate: it belongs in")
     assert blank == "note: l.yaml: to be completed by --machine_rank of `zeroaccel launch`"
 
 
@@ -346,7 +346,7 @@ def test_convert_shards_as_fsdp_did(change: tuple[str, str], section: dict[str, 
     made = yaml.safe_load(said.out)
     assert made["deepspeed_config"] == section
     assert (made["distributed_type"], made["num_processes"], made["mixed_precision"]) == ("DEEPSPEED", 2, "bf16")
-    assert "fsdp_config.fsdp_backward_prefetch: left out, prefetching is set in the JSON config" in said.err
+    assert "fsdp_config.fsdp_backward_prefetch: left out, because stage3_prefetch_bucket_size in" in said.err
 
 
 def test_validate_says_what_flags_have_to_complete(project: Path) -> None:
@@ -359,7 +359,7 @@ def test_validate_says_what_flags_have_to_complete(project: Path) -> None:
         "note: two.yaml: to be completed by --machine_rank and --main_process_ip of `zeroaccel launch`",
         "met.yaml: launch file, right",
         "idle.yaml: launch file, right",
-        "note: idle.yaml:1:35: offload_param_device cpu: does nothing, parameters are sharded at stage 3 "
+        "note: idle.yaml:1:35: offload_param_device cpu: does nothing: parameters are sharded at stage 3 "
         "only, and the stage is 2",
     ]
     assert (
@@ -390,7 +390,7 @@ def test_convert_moves_keys_of_older_files(project: Path) -> None:
     )
     said = typed("config convert old.yaml")
     assert yaml.safe_load(said.out) == {"num_processes": 2, "dynamo_config": {"dynamo_backend": "INDUCTOR"}}
-    assert said.err == "command_file: does nothing, a setting of TPUs\n"
+    assert said.err == "command_file: does nothing, because it is a setting for TPUs\n"
 
 
 def test_convert_leaves_out_of_a_json_what_is_of_no_use(project: Path) -> None:

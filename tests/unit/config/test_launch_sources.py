@@ -226,7 +226,7 @@ def launched(tmp_path: Path) -> Callable[[dict[str, Any], dict[str, str] | str],
 def test_a_file_that_repeats_what_the_json_decides_is_refused_by_the_keys_it_repeats(
     launched: Callable[..., ExplicitSettings], tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match="3 settings are said twice") as caught:
+    with pytest.raises(ConfigError, match="3 settings are given twice") as caught:
         check_json(launched(DECIDED, "z.yaml:1:1"))
     said = str(caught.value).replace(f"{tmp_path}/", "")
     assert "z.yaml:1:1: zero_stage 3: repeats ds.json:1:" in said
