@@ -118,7 +118,7 @@ def test_adapters_that_are_not_estimated_are_refused() -> None:
     with refused(UsageError, "Workload.frozen_weights", "bnb_nf4_double", "got 'nf3'"):
         Workload(frozen_weights="nf3")  # type: ignore[arg-type]
     for frozen in ("bnb_nf4", "nf4"):
-        with refused(UsageError, "Workload.frozen_weights", "which trains every matrix", "add Workload.lora_rank"):
+        with refused(UsageError, "Workload.frozen_weights", "which trains every matrix", "set Workload.lora_rank"):
             estimate("10m", Workload(sequence=16, frozen_weights=frozen))  # type: ignore[arg-type]
 
 
