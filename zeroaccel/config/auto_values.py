@@ -269,7 +269,7 @@ RULES: tuple[Rule, ...] = (
     _enabled("fp16"),
     _enabled("bf16"),
     Rule("optimizer.type", _unknown, needed=_always, fix="name the optimizer, or remove the section"),
-    _required("optimizer.params.lr", "lr", "write a number, or pass lr where the optimizer's placeholder is made"),
+    _required("optimizer.params.lr", "lr", "write a number, or pass lr to the optimizer's placeholder"),
     _stated("optimizer.params.weight_decay", "weight_decay"),
     _stated("optimizer.params.betas", "betas"),
     _stated("optimizer.params.eps", "eps"),
@@ -278,13 +278,13 @@ RULES: tuple[Rule, ...] = (
     _required(
         "scheduler.params.warmup_num_steps",
         "warmup_num_steps",
-        "write a number of optimizer steps, or pass warmup_num_steps where the scheduler's placeholder is made",
+        "write a number of optimizer steps, or pass warmup_num_steps to the scheduler's placeholder",
         completes=False,  # not every schedule has it
     ),
     _required(
         "scheduler.params.total_num_steps",
         "total_num_steps",
-        "write a number of optimizer steps, or pass total_num_steps where the scheduler's placeholder is made",
+        "write a number of optimizer steps, or pass total_num_steps to the scheduler's placeholder",
         completes=False,
     ),
 )

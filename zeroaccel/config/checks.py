@@ -188,7 +188,7 @@ def _early_updates_skip_no_step(config: Config) -> _Found:
             config.bf16.enabled and config.bf16.check_grad_overflow,
             "set bf16.check_grad_overflow to false",
         ),
-        "any backward may be the last before a step() with managed_gradient_accumulation false": (
+        "without managed_gradient_accumulation, any backward may be the last before step()": (
             not config.managed_gradient_accumulation,
             "set managed_gradient_accumulation to true",
         ),

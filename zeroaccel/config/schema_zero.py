@@ -190,7 +190,7 @@ class ZeroOptimization(ConfigSection):
     overlap_comm: Flag | None = None
     """Overlap communication with the backward pass; by default true at stage 3 and on devices with streams."""
     compute_grad_norm: Flag = True
-    """Compute the global gradient norm; false needs gradient_clipping 0."""
+    """Compute the global gradient norm; false requires gradient_clipping 0."""
     load_from_fp32_weights: Flag = True
     """Resume the master weights from their fp32 copies."""
     elastic_checkpoint: Flag = False

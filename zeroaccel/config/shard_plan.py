@@ -90,9 +90,9 @@ class BatchSizes:
     """Batch sizes in samples, with train = micro * accumulation * ranks.
 
     Attributes:
-        train: per optimizer step, over all ranks.
-        micro: per rank and micro-step.
-        accumulation: micro-steps per optimizer step.
+        train: samples per optimizer step, over all ranks.
+        micro: samples per rank and micro-batch.
+        accumulation: micro-batches per optimizer step.
     """
 
     train: int

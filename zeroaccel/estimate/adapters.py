@@ -17,7 +17,7 @@ from zeroaccel.errors import UsageError
 from zeroaccel.estimate.workload import LIBRARY_CODES, Workload
 from zeroaccel.zero.tensor_subclasses import mark_codes
 
-_BLOCK, _NESTED_BLOCK = 64, 256  # values that share a scale, and scales that share one
+_BLOCK, _NESTED_BLOCK = 64, 256  # number of values per scale, and of scales per nested scale
 
 
 def adapt(model: nn.Module, workload: Workload, name: str) -> None:

@@ -423,7 +423,7 @@ def _engine(
         "gradient_accumulation_steps": accumulation,
         "zero_optimization": {"stage": stage},
     }
-    # The tensors are on no device with streams.
+    # Set explicitly, because the device of these tensors has no streams.
     overlaps = overlaps_communication(load_config(config), has_streams=not how.on_cpu)
     config["zero_optimization"]["overlap_comm"] = overlaps
     if workload.frozen_weights and workload.frozen_weights not in LIBRARY_CODES:

@@ -114,7 +114,7 @@ class Workload:
 
     @property
     def mesh_name(self) -> str:
-        """ "dp 4 x tp 2", "dp 8, ep 4"."""
+        """Name of the mesh, such as "dp 4 x tp 2" or "dp 8, ep 4"."""
         sizes = {axis.removesuffix("_shard"): getattr(self.mesh, axis) for axis in AXES}
         product = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "1 rank"
         return f"{product}, ep {self.ep}" if self.ep > 1 else product
@@ -218,7 +218,7 @@ class Estimate:
 
     @property
     def name(self) -> str:
-        """ "stage 3", "stage 2, optimizer on cpu"."""
+        """Name of the plan, such as "stage 3" or "stage 2, optimizer on cpu"."""
         parts = [f"stage {self.stage}"]
         if self.offload_optimizer != "none" and self.offload_optimizer == self.offload_param:
             return f"{parts[0]}, all on {self.offload_param}"

@@ -207,7 +207,7 @@ def test_a_default_that_cannot_be_written_is_left_out() -> None:
 def test_what_has_no_sensible_default_is_an_error(path: str, what: str, argument: str, of: str) -> None:
     tree = _nested(path, "auto")
     tree[of]["type"] = "Any"
-    fix = f"write {what}, or pass {argument} where the {of}'s placeholder is made"
+    fix = f"write {what}, or pass {argument} to the {of}'s placeholder"
     assert _message(tree, Facts()) == f'{path}: "auto", but no value for it is known; {fix}'
 
 

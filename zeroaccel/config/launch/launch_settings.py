@@ -137,7 +137,7 @@ class ProcessSettings(ConfigSection):
     main_process_port: Port | None = None
     """Port on machine 0 for the rendezvous. [default: a free port on one machine, 29500 on several]"""
     same_network: Flag = True
-    """Accepted without effect: machines always meet at the address and port of machine 0."""
+    """Accepted without effect: the rendezvous is always at the address and port of machine 0."""
     rdzv_backend: Rendezvous | None = None
     """Rendezvous backend: static (fixed ranks) or c10d. [default: c10d on one machine, static on several]"""
     rdzv_conf: RendezvousConf = Field(default_factory=dict)
@@ -236,7 +236,7 @@ class DynamoSettings(ConfigSection):
     dynamo_use_fullgraph: Flag = False
     """Raise an error at a graph break."""
     dynamo_use_dynamic: Flag = False
-    """Compile for changing shapes."""
+    """Compile for dynamic shapes."""
     dynamo_use_regional_compilation: Flag = False
     """Compile the repeated blocks instead of the whole model."""
 

@@ -262,7 +262,7 @@ _RDZV_SETTINGS: Mapping[str, str] = {
     "rdzv_endpoint": "",
     "rdzv_id": "the rendezvous needs only an address",
     "is_host": "machine 0 hosts the rendezvous",
-    "store_type": "machines meet through torch's TCP store",
+    "store_type": "the rendezvous always uses torch's TCP store",
     "use_libuv": "torch chooses",
 }
 
