@@ -143,7 +143,7 @@ class ProcessSettings(ConfigSection):
     rdzv_conf: RendezvousConf = Field(default_factory=dict)
     """Rendezvous settings as KEY=VALUE,...: timeout (static), join_timeout, ... (c10d), in seconds."""
     max_restarts: Count = 0
-    """Number of times that a failure restarts all processes. [default: 0]"""
+    """Maximum number of restarts of all processes after failures. [default: 0]"""
     monitor_interval: PositiveNumber = 0.1
     """Interval in seconds at which the launcher checks its processes. [default: 0.1]"""
     shutdown_timeout: NonNegativeNumber = 30.0
