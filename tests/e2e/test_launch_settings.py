@@ -75,11 +75,11 @@ def test_a_launch_file_that_repeats_the_json_is_refused_before_any_process_start
     assert result.returncode == 2
     assert not (project / "started").exists()
     assert result.stderr.splitlines() == [
-        "zeroaccel: 2 settings are said twice, here and in ds.json",
+        "zeroaccel: 2 settings are given twice, here and in ds.json",
         "  zeroaccel.yaml:7:3: zero_stage 2: conflicts with ds.json:1:89: zero_optimization.stage 3; "
-        'remove it here, or write "auto" there to let this one decide',
+        'remove it here, or write "auto" there to use this one',
         "  zeroaccel.yaml:6:3: gradient_clipping 1.0: repeats ds.json:1:2: gradient_clipping 1.0; "
-        'remove it here, or write "auto" there to let this one decide',
+        'remove it here, or write "auto" there to use this one',
     ]
 
 
@@ -134,9 +134,9 @@ def test_a_file_for_fsdp_trains_at_the_stage_that_shards_the_same_way(project: P
     assert "fsdp.yaml:6:3" in result.stdout  # who said the stage
     said = result.stderr.splitlines()
     assert said[:4] == [
-        "zeroaccel: note: fsdp.yaml:1:1: distributed_type: FSDP -> DEEPSPEED, whose stages shard the same way",
+        "zeroaccel: note: fsdp.yaml:1:1: distributed_type: FSDP -> DEEPSPEED, with the equivalent ZeRO stage",
         "zeroaccel: note: fsdp.yaml:6:3: fsdp_config.fsdp_reshard_after_forward: true -> zero_stage 3",
-        "zeroaccel: note: fsdp.yaml:5:3: fsdp_config.fsdp_version: left out, there is one engine",
+        "zeroaccel: note: fsdp.yaml:5:3: fsdp_config.fsdp_version: left out, because there is only one engine",
         "zeroaccel: note: fsdp.yaml:7:3: fsdp_config.fsdp_offload_params: true -> offload_optimizer_device and "
         "offload_param_device cpu",
     ]

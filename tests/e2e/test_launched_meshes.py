@@ -55,4 +55,4 @@ def test_a_loop_that_cannot_run_stages_says_so() -> None:
 def test_sizes_that_do_not_fit_start_nothing() -> None:
     result = _launched("loop", "--num_processes", 4, "--pp_size", 3)
     assert result.returncode == 2
-    assert "--pp_size: pp 3 = 3, where sizes that divide the job's 4 ranks are needed" in result.stderr
+    assert "--pp_size: pp 3 = 3, but the mesh needs sizes that divide the job's 4 ranks" in result.stderr

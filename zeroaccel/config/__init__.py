@@ -1,8 +1,8 @@
-"""The config: DeepSpeed's JSON format, typed and checked, and what the engine derives from it.
+"""The config in DeepSpeed's JSON format, with types and checks, and the plans that the engine derives from it.
 
-`load_config` is the way in; `shard_plan`, `tier_plan` and `solve_batch` answer what the engine asks; `resolve`
-fills every "auto" from `Facts`. Stands above `errors` and `logs` only, and does not import torch, so that a config can
-be checked anywhere.
+`load_config` loads a config; `shard_plan`, `tier_plan` and `solve_batch` derive settings for the engine; `resolve`
+fills every "auto" from `Facts`. Depends only on `errors` and `logs` and does not import torch, so that any machine can
+check a config.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Resolution of "auto": facts and a config tree in, the same tree without "auto" out, and the source of each value.
+"""Resolution of "auto": fills every "auto" of a config tree from facts and records the source of each value.
 
-`Facts` come from the model, the loaders, the launcher and arguments in code; the frontends collect them, and nothing
-is looked up here. `RULES` has per key what fills it, what contradicts it, and what happens when nothing is known; a
-later rule may read what an earlier one filled. `load_config` calls `fill` between translating keys and validating
-values; `resolve` does the same for a plain dict.
+`Facts` come from the model, the loaders, the launcher and arguments in code; the frontends collect them and pass them
+in. Each rule of `RULES` describes how to fill one key, which facts contradict it, and its default without facts; a
+later rule may read a value that an earlier one filled. `load_config` calls `fill` between translating keys and
+validating values; `resolve` does the same for a plain dict.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Fact(Generic[T]):
 
     Attributes:
         value: the value.
-        source: where it comes from, as it reads after "from": "model.config.hidden_size", "Accelerator(...)".
-        explicit: written by the user, in code or for the launcher: a config that says otherwise contradicts it, and
-            an absent key takes it. False: inferred, and fills "auto" only.
+        source: the source, worded to follow "from": "model.config.hidden_size", "Accelerator(...)".
+        explicit: True if the user set it, in code or for the launcher: it fills an absent key too, and a config with
+            another value contradicts it. False for an inferred value, which only fills "auto".
     """
 
     value: T
@@ -40,7 +40,7 @@ class Fact(Generic[T]):
 
 @dataclass(frozen=True)
 class Facts:
-    """All that an "auto" can be filled from; None where it is not known.
+    """All facts that can fill an "auto"; None for unknown ones.
 
     Example:
         >>> facts = Facts(hidden_size=Fact(512, "model.config.hidden_size"))
@@ -49,21 +49,21 @@ class Facts:
 
 
     Attributes:
-        hidden_size: width of the model, from which sizes of buckets follow.
-        world_size: ranks that see different samples.
-        micro_batch_size: samples per rank and micro-step: an argument, the loader's, or that of a probed batch.
-        accumulation: micro-steps per optimizer step.
-        clipping: largest global L2 norm of the gradients; 0 is off.
-        precision: dtype to train in.
+        hidden_size: width of the model, which determines bucket sizes.
+        world_size: number of ranks with different samples.
+        micro_batch_size: samples per rank and micro-batch, from an argument, the loader or a probed batch.
+        accumulation: micro-batches per optimizer step.
+        clipping: maximum global L2 norm of the gradients; 0 disables clipping.
+        precision: dtype for training.
         stage: 0 to 3.
         offload_param_device, offload_optimizer_device: "none", "cpu" or "nvme".
         offload_param_path, offload_optimizer_path: folder for "nvme".
         save_16bit_weights: gather and write all weights in 16 bits when a model is saved.
-        hpz_partition_size, quantized_weights, quantized_gradients: ZeRO++.
-        frozen_weights: format of the codes of frozen matrices.
+        hpz_partition_size, quantized_weights, quantized_gradients: settings of ZeRO++.
+        frozen_weights: quantisation format of frozen matrices.
         lr, weight_decay, betas, eps: arguments of the optimizer.
         warmup_num_steps, total_num_steps: optimizer steps of the schedule.
-        training: an optimizer comes from outside the config; batch sizes are needed to train only.
+        training: True if the caller passes an optimizer, which requires batch sizes.
     """
 
     hidden_size: Fact[int] | None = None
@@ -93,17 +93,17 @@ class Facts:
 
 @dataclass(frozen=True)
 class RuleInputs:
-    """What a rule may read: the facts, and the config's values as far as they are given or filled."""
+    """Inputs of a rule: the facts, and the values of the config that are given or already filled."""
 
     facts: Facts
     tree: Mapping[str, Any]
 
     def at(self, path: str) -> Any:
-        """The value at a dotted path in the schema's names, or None."""
+        """Returns the value at a dotted path in the schema's names, or None."""
         return at(self.tree, path)
 
     def count(self, path: str) -> int | None:
-        """The same, if it is a number that can be multiplied: a wrong value is the schema's business."""
+        """Returns the value at a path if it is a positive integer, else None: the schema reports wrong values."""
         value = self.at(path)
         return value if type(value) is int and value > 0 else None
 
@@ -112,7 +112,7 @@ Filler = Callable[[RuleInputs], "Fact[Any] | None"]
 
 
 def shown(value: object) -> str:
-    """A value as JSON writes it, for messages."""
+    """Formats a value as JSON, for messages."""
     return str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else str(value)
 
 
@@ -122,17 +122,18 @@ def _unknown(inputs: RuleInputs) -> Fact[Any] | None:
 
 @dataclass(frozen=True)
 class Rule:
-    """How one key is filled.
+    """Rule for filling one key.
 
     Attributes:
-        path: dotted, in the schema's names.
-        fill: what an "auto" becomes, or None if nothing is known. Its source is the formula, or that of the fact.
-        stated: the fact that means what the key means, in the key's terms; a binding one must agree with a value given.
-        otherwise: what an "auto" that nothing fills falls back to, as a note; the key is left to its default.
-        needed: whether that is an error instead.
-        fix: what to do then.
-        completes: a binding fact also goes in where the key is absent.
-        reverse: what the fact would have to be for the config's value to be right, as text.
+        path: dotted path of the key, in the schema's names.
+        fill: returns the value for "auto", or None if it is unknown. Its source is the formula, or that of the fact.
+        stated: returns the fact with the key's meaning, as a value of the key; an explicit fact must equal a given
+            value.
+        otherwise: note for an "auto" that stays unknown and takes the key's default.
+        needed: returns True if an unknown "auto" is an error instead.
+        fix: remedy for that error.
+        completes: True if an explicit fact also fills an absent key.
+        reverse: returns, as text, the fact that would agree with the config's value.
     """
 
     path: str
@@ -145,7 +146,7 @@ class Rule:
     reverse: Callable[[Any], str] = shown
 
 
-# -- from the model's width
+# -- sizes from the model's width
 
 
 def _hidden(formula: str, size: Callable[[int], int]) -> Filler:
@@ -163,7 +164,7 @@ def _sized(key: str, formula: str, size: Callable[[int], int]) -> Rule:
     return Rule(f"zero_optimization.{key}", _hidden(formula, size), otherwise="no hidden size is known")
 
 
-# -- facts that are the value
+# -- facts that are the key's value
 
 
 def _fact(name: str, meaning: Callable[[Any], Any] = lambda value: value) -> Filler:
@@ -192,7 +193,7 @@ def _enabled(dtype: str) -> Rule:
     def reverse(enabled: bool) -> str:
         return f'"{dtype}"' if enabled else f'a precision other than "{dtype}"'
 
-    return Rule(f"{dtype}.enabled", stated, stated, otherwise="no precision was asked for", reverse=reverse)
+    return Rule(f"{dtype}.enabled", stated, stated, otherwise="no precision is requested", reverse=reverse)
 
 
 # -- batch sizes: train = micro * accumulation * ranks
@@ -205,7 +206,7 @@ def _ranks(inputs: RuleInputs) -> int | None:
 
 
 def _quotient(inputs: RuleInputs, what: str, factor: int | None) -> Fact[int] | None:
-    """train / (factor * ranks) where it is an integer; `solve_batch` reports all four numbers where it is not."""
+    """Returns train / (factor * ranks) if it is an integer; otherwise `solve_batch` reports all four numbers."""
     train, ranks = inputs.count(_TRAIN), _ranks(inputs)
     if train is None or factor is None or ranks is None or train % (factor * ranks):
         return None
@@ -213,7 +214,7 @@ def _quotient(inputs: RuleInputs, what: str, factor: int | None) -> Fact[int] | 
 
 
 def _first(fact: Fact[int] | None, derived: Fact[int] | None) -> Fact[int] | None:
-    """An explicit fact comes before a value derived from the config, and that before an inferred fact."""
+    """Returns an explicit fact if there is one, else the value derived from the config, else an inferred fact."""
     return fact if fact is not None and (fact.explicit or derived is None) else derived
 
 
@@ -251,24 +252,24 @@ def _peak(inputs: RuleInputs) -> Fact[float] | None:
 RULES: tuple[Rule, ...] = (
     *(_stated(one.json_path, one.fact) for one in SETTINGS.values() if one.fact and "." in one.json_path),
     _sized("reduce_bucket_size", "hidden^2", lambda hidden: hidden * hidden),
-    # Not 9 * hidden^2 // 10: the libraries whose configs say "auto" here round this product of floats.
+    # Not 9 * hidden^2 // 10: libraries that write "auto" here truncate this floating-point product.
     _sized("prefetch_bucket_size", "int(0.9 * hidden^2)", lambda hidden: int(0.9 * hidden * hidden)),
     _sized("param_persistence_threshold", "10 * hidden", lambda hidden: 10 * hidden),
     Rule(
         _MICRO,
         _micro,
         _fact("micro_batch_size"),
-        otherwise="it follows from the other sizes, and is needed to train only",
+        otherwise="it follows from the other sizes, and only training requires it",
         needed=_trains,
         fix="write a number, or pass a training loader that has a batch size",
     ),
     Rule(_STEPS, _steps, _fact("accumulation"), otherwise="it follows from the other sizes"),
     Rule(_TRAIN, _train, otherwise=f"{_MICRO} * {_STEPS} * ranks"),
-    _stated("gradient_clipping", "clipping", otherwise="0 does not clip"),
+    _stated("gradient_clipping", "clipping", otherwise="0 disables clipping"),
     _enabled("fp16"),
     _enabled("bf16"),
     Rule("optimizer.type", _unknown, needed=_always, fix="name the optimizer, or remove the section"),
-    _required("optimizer.params.lr", "lr", "write a number, or pass lr where the optimizer's placeholder is made"),
+    _required("optimizer.params.lr", "lr", "write a number, or pass lr to the optimizer's placeholder"),
     _stated("optimizer.params.weight_decay", "weight_decay"),
     _stated("optimizer.params.betas", "betas"),
     _stated("optimizer.params.eps", "eps"),
@@ -277,21 +278,21 @@ RULES: tuple[Rule, ...] = (
     _required(
         "scheduler.params.warmup_num_steps",
         "warmup_num_steps",
-        "write a number of optimizer steps, or pass warmup_num_steps where the scheduler's placeholder is made",
+        "write a number of optimizer steps, or pass warmup_num_steps to the scheduler's placeholder",
         completes=False,  # not every schedule has it
     ),
     _required(
         "scheduler.params.total_num_steps",
         "total_num_steps",
-        "write a number of optimizer steps, or pass total_num_steps where the scheduler's placeholder is made",
+        "write a number of optimizer steps, or pass total_num_steps to the scheduler's placeholder",
         completes=False,
     ),
 )
-"""A rule reads only what stands before it."""
+"""The rules, in order: each reads only values that rules before it fill."""
 
 
 _OPTIONAL = ("optimizer", "scheduler")
-"""Sections that facts complete but never create: whether there is one decides who makes the object."""
+"""Sections that facts complete but never create: if the section exists, the engine builds the object."""
 
 
 @dataclass(frozen=True)
@@ -299,9 +300,9 @@ class Resolved:
     """A config tree in which every value is known.
 
     Attributes:
-        tree: the plain dict, in the spelling it was written in; older forms of a key are in today's.
-        sources: dotted path in `tree` -> where the value came from, or the formula that filled it. Also of an "auto"
-            whose key is now absent, as its default is not written down.
+        tree: the plain dict in the given spelling, except that older forms of a key become current ones.
+        sources: dotted path in `tree` -> source of the value, or the formula that filled it. Includes each "auto" whose
+            key is now absent because JSON cannot express its default.
     """
 
     tree: dict[str, Any]
@@ -310,13 +311,13 @@ class Resolved:
 
 @dataclass
 class Filled:
-    """What the rules made of a tree in the schema's names.
+    """Result of applying the rules to a tree in the schema's names.
 
     Attributes:
-        tree: with the values that were found; an "auto" left to its default is absent, or that default.
-        sources: path -> how its value came about, of every key that was "auto" or came from a fact.
-        notes: of each "auto" that took its default.
-        problems: contradictions, and "auto" that nothing fills.
+        tree: the tree with the filled values; an "auto" without facts is absent or has its default.
+        sources: path -> source of the value, for every key that was "auto" or came from a fact.
+        notes: a note for each "auto" that took its default.
+        problems: contradictions, and each "auto" without a value.
     """
 
     tree: dict[str, Any]
@@ -329,16 +330,16 @@ def resolve(tree: Mapping[str, Any], facts: Facts, *, sources: Mapping[str, str]
     """Fills every "auto" of a config tree.
 
     Args:
-        tree: a config in the DeepSpeed JSON format; it is not changed.
-        facts: of model, loaders, launcher and code.
-        sources: dotted path as written -> where its value came from, for messages and for the result.
+        tree: a config in the DeepSpeed JSON format, which stays unchanged.
+        facts: facts from model, loaders, launcher and code.
+        sources: dotted path as written -> source of its value, for messages and for the result.
 
     Returns:
-        Its `tree` and `sources` are what `load_config` takes.
+        The result, whose `tree` and `sources` can be passed to `load_config`.
 
     Raises:
-        ConfigError: a fact contradicts a value, nothing fills an "auto" that needs a value, or a key is unknown: all
-            of them, one line each.
+        ConfigError: a fact contradicts a value, an "auto" that needs a value stays unknown, or a key is unknown; the
+            message lists all of them, one per line.
     """
     document = read_document(tree)
     normalized, filled, as_given, origin = translate(document, sources, facts)
@@ -352,7 +353,9 @@ def resolve(tree: Mapping[str, Any], facts: Facts, *, sources: Mapping[str, str]
 def translate(
     document: Document, sources: Mapping[str, str] | None, facts: Facts | None, unknown_keys: UnknownKeys = "standard"
 ) -> tuple[NormalizedConfig, Filled, Provenance, Provenance]:
-    """A config in the schema's names, every "auto" filled; its provenance as given, and that with what filled it.
+    """Translates a config to the schema's names and fills every "auto".
+
+    Returns the translation, the filled tree, and the provenance of the given values and of the filled ones.
 
     Args:
         sources: as for `resolve`.
@@ -383,17 +386,17 @@ def translate(
 
 
 def after(place: str | None, how: str) -> str:
-    """The source of a filled value: where "auto" was written, if that is known, and what filled it."""
+    """Returns the source of a filled value: the place of its "auto", if known, and the source that filled it."""
     return how if place is None else f"{place} ({how})"
 
 
 def fill(tree: dict[str, Any], unresolved: Collection[KeyPath], facts: Facts) -> Filled:
-    """Applies the rules of `auto_rules`.
+    """Applies `RULES`.
 
     Args:
-        tree: in the schema's names, without "auto"; it is filled in place.
+        tree: a tree in the schema's names, without "auto"; the rules fill it in place.
         unresolved: paths whose value is "auto".
-        facts: of model, loaders, launcher and code.
+        facts: facts from model, loaders, launcher and code.
     """
     filled, inputs = Filled(tree), RuleInputs(facts, tree)
     for rule in RULES:
@@ -423,7 +426,7 @@ def _apply_rule(rule: Rule, inputs: RuleInputs, filled: Filled, unresolved: Coll
     if fact is not None:
         _put(filled, path, fact)
     elif path in unresolved and rule.needed(inputs):
-        filled.problems.append(Problem(path, text='"auto", and nothing says what it is', fix=rule.fix))
+        filled.problems.append(Problem(path, text='"auto", but no value for it is known', fix=rule.fix))
     elif path in unresolved:
         _leave(path, rule.otherwise, filled)
 
@@ -440,17 +443,17 @@ def _same(value: object, stated: object) -> bool:
     if isinstance(value, (list, tuple)) and isinstance(stated, (list, tuple)):
         return list(value) == list(stated)
     if isinstance(value, str) and isinstance(stated, str):
-        return value.lower() == stated.lower()  # words may be written in any case
+        return value.lower() == stated.lower()  # words are valid in any case
     return value == stated
 
 
 def _put(filled: Filled, path: KeyPath, fact: Fact[Any]) -> None:
-    if put(filled.tree, path, fact.value):  # else what stands in place of the section is wrong by itself
+    if put(filled.tree, path, fact.value):  # else another value is in place of the section, which the schema reports
         filled.sources[path] = fact.source
 
 
 def _leave(path: KeyPath, why: str, filled: Filled) -> None:
-    """Leaves an "auto" to its default, which is written down where it is a plain value."""
+    """Gives an "auto" its default, and stores the default in the tree if it is a plain value."""
     default = _default(path)
     source = "default" if default is None else f"default {shown(default)}"
     if len(path) > 2 and path[0] in _OPTIONAL:
@@ -459,11 +462,11 @@ def _leave(path: KeyPath, why: str, filled: Filled) -> None:
     if default is not None:
         _put(filled, path, Fact(default, source))
     filled.sources[path] = source
-    filled.notes.append(Note(path, f'"auto" is left to its {source}', in_schema=True))
+    filled.notes.append(Note(path, f'"auto" takes its {source}', in_schema=True))
 
 
 def _default(path: KeyPath) -> Any:
-    """The schema's default of a key, or None if it has none that could be written down."""
+    """Returns the schema's default of a key if it is a plain value, else None."""
     section: type[ConfigSection] | None = Config
     default: Any = None
     for part in path:
@@ -474,11 +477,11 @@ def _default(path: KeyPath) -> Any:
     return default if isinstance(default, (bool, int, float, str)) else None
 
 
-# -- back to the spelling in which it was written
+# -- back to the user's spelling
 
 
 def as_written(tree: Mapping[str, Any], path: KeyPath, written: Mapping[KeyPath, KeyPath]) -> dict[str, Any]:
-    """A tree in the schema's names (the part of it at `path`) as a plain dict in the spelling that was written."""
+    """Converts a tree in the schema's names (or its part at `path`) to a plain dict in the user's spelling."""
     return {
         str(spelled((*path, name), written)[-1]): (
             as_written(value, (*path, name), written) if isinstance(value, dict) else value
@@ -488,7 +491,7 @@ def as_written(tree: Mapping[str, Any], path: KeyPath, written: Mapping[KeyPath,
 
 
 def spelled(path: KeyPath, written: Mapping[KeyPath, KeyPath]) -> KeyPath:
-    """The path with every key under the name it was written with, unless that is an older form."""
+    """Returns the path with every key in the user's spelling, unless that is an older form."""
     section: type[ConfigSection] | None = Config
     spelled: list[str | int] = []
     for depth, part in enumerate(path, 1):

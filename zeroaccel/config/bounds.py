@@ -1,7 +1,7 @@
-"""Bounds on what is read from outside: how large a file may be, how deep data may be nested, how long a number.
+"""Bounds for untrusted input: the size of files, the depth of nested data, the length of numbers.
 
-A file is untrusted until it has been checked, so its size is known before it is in memory, and what the parsers
-raise on purpose or by accident comes out as one kind of error. Knows no format; callers say where, and what to do.
+Files are untrusted until checked: `read_at_most` checks the size before it reads, and all errors of the parsers become
+one kind of error. Nothing here depends on a file format; callers add the place and the remedy to a message.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ import stat
 from typing import Any, TypeGuard
 
 MOST_LEVELS = 100
-"""How deep plain data may be nested: each level costs its readers some frames of Python's stack."""
+"""Maximum nesting depth of plain data: each level takes several frames of Python's stack in its readers."""
 
 LARGEST_SIZE = (1 << 63) - 1
-"""The largest size, offset or number of elements that a file may state: what a C `int64` has room for."""
+"""Largest size, offset or number of elements that a file may state: the maximum of a C `int64`."""
 
 _CHUNK_NBYTES = 1 << 20
 
 
 def is_size(number: object) -> TypeGuard[int]:
-    """Whether a value from a file is an integer (no bool, no float) of 0 to LARGEST_SIZE."""
+    """Returns True if a value from a file is an integer (no bool, no float) from 0 to LARGEST_SIZE."""
     return type(number) is int and 0 <= number <= LARGEST_SIZE
 
 
 def read_at_most(path: str | os.PathLike[str], most_nbytes: int, *, regular: bool = False) -> bytes:
-    """The content of a file, of which no more than `most_nbytes` are read.
+    """Returns the content of a file with at most `most_nbytes` bytes.
 
     Args:
-        regular: refuse pipes, devices and the like, which can block or never end; else they are read as well.
+        regular: True to reject pipes and devices, which can block or never end.
 
     Raises:
-        OSError: it cannot be read, is larger, or is not a regular file though it has to be; `strerror` says which.
+        OSError: the file is unreadable, larger, or, with `regular`, not a regular file; `strerror` has the reason.
     """
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (os.O_NONBLOCK if regular else 0))
     try:
@@ -43,23 +43,23 @@ def read_at_most(path: str | os.PathLike[str], most_nbytes: int, *, regular: boo
         if regular and not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
         if status.st_size > most_nbytes:
-            raise OSError(errno.EFBIG, f"{status.st_size} bytes, at most {most_nbytes} are read", os.fspath(path))
+            raise OSError(errno.EFBIG, f"{status.st_size} bytes, the maximum is {most_nbytes}", os.fspath(path))
         parts, total = [], 0
         while part := os.read(handle, min(_CHUNK_NBYTES, most_nbytes + 1 - total)):
             parts.append(part)
             total += len(part)
             if total > most_nbytes:
-                raise OSError(errno.EFBIG, f"more than the {most_nbytes} bytes that are read", os.fspath(path))
+                raise OSError(errno.EFBIG, f"more than the maximum of {most_nbytes} bytes", os.fspath(path))
         return b"".join(parts)
     finally:
         os.close(handle)
 
 
 def parse_plain_json(text: str | bytes) -> Any:
-    """The value of a JSON text, nested at most MOST_LEVELS deep.
+    """Parses a JSON text that is nested at most MOST_LEVELS deep.
 
     Raises:
-        ValueError: it is not JSON, nested deeper, or has an integer of more digits than Python converts; or not UTF-8.
+        ValueError: the text is not JSON or not UTF-8, nested deeper, or has an integer too long for Python to convert.
     """
     try:
         value = json.loads(text)
@@ -71,7 +71,7 @@ def parse_plain_json(text: str | bytes) -> Any:
 
 
 def levels_of(value: Any, most: int) -> int:
-    """How deep a tree of dicts and lists is nested: 0 for a single value. It stops counting above `most`."""
+    """Returns the nesting depth of dicts and lists, 0 for a single value; stops counting above `most`."""
     level = 0
     row = [value] if isinstance(value, (dict, list)) else []
     while row and level <= most:

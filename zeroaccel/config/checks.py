@@ -1,7 +1,7 @@
-"""Contradictions between keys that are each right by themselves.
+"""Checks for contradictions between keys that are each valid by themselves.
 
-The last step of `load`. Each check names the keys it reads, and is left out when one of them is wrong already, so that
-one mistake is reported once. Ranges of single keys are in the schema; what is not available is in `support`.
+The last step of `load`. A check names the keys that it reads, and is skipped if one of them is invalid, so that each
+mistake appears once. The schema has the ranges of single keys, and `support` lists unavailable features.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _Found = Iterator[Problem]
 
 
 _CHECKS: list[tuple[list[KeyPath], Callable[[Config], _Found]]] = []
-"""The keys that a check reads, and the check."""
+"""Each check with the keys that it reads."""
 
 
 def _check(*reads: str) -> Callable[[Callable[[Config], _Found]], Callable[[Config], _Found]]:
-    """Registers a check that reads these keys."""
+    """Registers a check with the keys that it reads."""
 
     def register(find: Callable[[Config], _Found]) -> Callable[[Config], _Found]:
         _CHECKS.append(([tuple(name.split(".")) for name in reads], find))
@@ -35,11 +35,11 @@ def _check(*reads: str) -> Callable[[Callable[[Config], _Found]], Callable[[Conf
 
 
 def contradictions(config: Config, invalid: Collection[KeyPath]) -> _Found:
-    """Every contradiction among the keys of a config.
+    """Yields every contradiction among the keys of a config.
 
     Args:
-        config: built from the keys that are right by themselves.
-        invalid: paths, in the schema's names, of those that are not.
+        config: built from the keys that are valid by themselves.
+        invalid: paths of the other keys, in the schema's names.
     """
     for reads, find in _CHECKS:
         if not any(_overlap(read, path) for read in reads for path in invalid):
@@ -47,7 +47,7 @@ def contradictions(config: Config, invalid: Collection[KeyPath]) -> _Found:
 
 
 def _overlap(one: KeyPath, other: KeyPath) -> bool:
-    """Whether one path is the other or a part of it."""
+    """Returns True if one path equals the other or is a prefix of it."""
     shared = min(len(one), len(other))
     return one[:shared] == other[:shared]
 
@@ -105,7 +105,7 @@ def _autocast_without_codes(config: Config) -> _Found:
     if config.torch_autocast.enabled and config.zero_optimization.zero_quantized_weights:
         yield Problem(
             ("torch_autocast", "enabled"),
-            text="quantized weights are not gathered under autocast",
+            text="weights cannot be gathered in quantised form under autocast",
             fix="set zero_quantized_weights to false, or enable bf16 instead of autocast",
         )
 
@@ -116,10 +116,10 @@ def _residuals_are_of_bf16(config: Config) -> _Found:
         return
     path = ("data_types", "master_weights")
     if config.precision != "bf16":
-        text = f'"residual" is what rounding to bf16 takes, and the precision is {config.precision}'
+        text = f'"residual" stores the rounding error of bf16, but the precision is {config.precision}'
         yield Problem(path, text=text, fix='enable bf16, or set master_weights to "fp32"')
     elif not shard_plan(config).optimizer:
-        text = '"residual" is for masters that are sharded, and zero_optimization.stage is 0'
+        text = '"residual" requires sharded masters, but zero_optimization.stage is 0'
         yield Problem(path, text=text, fix='set the stage to 1, 2 or 3, or master_weights to "fp32"')
 
 
@@ -131,7 +131,7 @@ def _dynamic_loss_scale(config: Config) -> _Found:
     if fp16.loss_scale_window == 0:
         yield Problem(("fp16", "loss_scale_window"), expected="a number above 0 while fp16.loss_scale is 0", got=0)
     if fp16.initial_scale_power > _HIGHEST_SCALE_POWER:
-        expected = f"at most {_HIGHEST_SCALE_POWER}, as fp32 holds no larger factor"
+        expected = f"at most {_HIGHEST_SCALE_POWER}, the largest exponent of fp32"
         yield Problem(("fp16", "initial_scale_power"), expected=expected, got=fp16.initial_scale_power)
         return
     highest = 2.0**fp16.initial_scale_power
@@ -148,7 +148,7 @@ def _clipping_needs_norm(config: Config) -> _Found:
     if not config.zero_optimization.compute_grad_norm and config.gradient_clipping > 0:
         yield Problem(
             ("zero_optimization", "compute_grad_norm"),
-            text=f"gradient_clipping {config.gradient_clipping} needs the norm",
+            text=f"gradient_clipping {config.gradient_clipping} requires the norm",
             fix="set compute_grad_norm to true or gradient_clipping to 0",
         )
 
@@ -163,7 +163,7 @@ def _clipping_needs_norm(config: Config) -> _Found:
     "torch_autocast",
 )
 def _early_updates_skip_no_step(config: Config) -> _Found:
-    """Updates during backward cannot wait for a decision that needs all gradients: clipping, or skipping the step."""
+    """Finds settings that update during backward, but need all gradients to clip them or to skip the step."""
     offload = config.zero_optimization.offload_optimizer
     path: KeyPath = ("zero_optimization", "offload_optimizer", "update_during")
     if offload is None or offload.update_during == "step":
@@ -172,14 +172,14 @@ def _early_updates_skip_no_step(config: Config) -> _Found:
         where = 'offload_optimizer.device is "none"' if offload.device == "none" else "nothing is offloaded at stage 0"
         yield Problem(
             path,
-            text=f'"{offload.update_during}" is about updates on the host, and {where}',
+            text=f'"{offload.update_during}" applies to updates on the host, but {where}',
             fix=f'{_TO_HOST[offload.device == "none"]}, or update_during to "step"',
         )
     if offload.update_during != "backward":
         return
-    # Each of these decides in step(), from all gradients, what an update during backward has already done with some.
+    # Each of these needs all gradients in step(), when an update during backward has already applied some of them.
     reasons = {
-        f"gradient_clipping is {config.gradient_clipping}, which needs the norm of all gradients": (
+        f"gradient_clipping is {config.gradient_clipping}, which requires the norm of all gradients": (
             config.gradient_clipping > 0,
             "set gradient_clipping to 0",
         ),
@@ -188,14 +188,14 @@ def _early_updates_skip_no_step(config: Config) -> _Found:
             config.bf16.enabled and config.bf16.check_grad_overflow,
             "set bf16.check_grad_overflow to false",
         ),
-        "any backward may be the last before a step() with managed_gradient_accumulation false": (
+        "without managed_gradient_accumulation, any backward may be the last before step()": (
             not config.managed_gradient_accumulation,
             "set managed_gradient_accumulation to true",
         ),
     }
     for reason, (holds, fix) in reasons.items():
         if holds:
-            yield Problem(path, text=f'"backward" cannot be, as {reason}', fix=f'{fix}, or update_during to "step"')
+            yield Problem(path, text=f'"backward" is not possible: {reason}', fix=f'{fix}, or update_during to "step"')
 
 
 @_check("zero_optimization.stage", "zero_optimization.offload_param", "zero_optimization.offload_optimizer")
@@ -205,12 +205,12 @@ def _nvme_needs_folder(config: Config) -> _Found:
             yield Problem(
                 ("zero_optimization", name, "nvme_path"),
                 text='missing, and device is "nvme"',
-                fix="give a folder on a local disk",
+                fix="set it to a folder on a local disk",
             )
 
 
 def _in_files(config: Config) -> dict[str, OffloadParam | OffloadOptimizer]:
-    """The offload sections, by name, whose tensors go into files."""
+    """Returns the offload sections that store tensors in files, by name."""
     zero, tiers = config.zero_optimization, tier_plan(config)
     sections: dict[str, OffloadParam | OffloadOptimizer] = {}
     if zero.offload_param is not None and tiers.param == "nvme":
@@ -228,9 +228,7 @@ def _in_files(config: Config) -> dict[str, OffloadParam | OffloadOptimizer]:
 )
 def _blocks_are_made_of_pages(config: Config) -> _Found:
     if config.aio.block_size % 4096 and _in_files(config):
-        yield Problem(
-            ("aio", "block_size"), expected="a multiple of 4096, as direct I/O needs", got=config.aio.block_size
-        )
+        yield Problem(("aio", "block_size"), expected="a multiple of 4096, for direct I/O", got=config.aio.block_size)
 
 
 @_check(
@@ -256,19 +254,19 @@ def _spread_needs_shards(config: Config) -> _Found:
     if zero.mics_shard_size < 1 and zero.mics_shard_size != -1:
         yield Problem(
             ("zero_optimization", "mics_shard_size"),
-            expected="a number above 0, or -1 for all",
+            expected="a number above 0, or -1 for all ranks",
             got=zero.mics_shard_size,
         )
     if zero.zero_quantized_nontrainable_weights and zero.frozen_weights not in (None, "int8"):
         yield Problem(
             ("zero_optimization", "zero_quantized_nontrainable_weights"),
-            text=f'frozen_weights stores them as "{zero.frozen_weights}", and this key as int8',
+            text=f'frozen_weights stores frozen weights as "{zero.frozen_weights}", but this key as int8',
             fix="remove one of the two keys",
         )
     if sharded and zero.zero_quantized_gradients and zero.mics_shard_size > 0:
         yield Problem(
             ("zero_optimization", "zero_quantized_gradients"),
-            text="gradients that are summed across replicas (mics_shard_size) are not quantised",
+            text="gradient sums across replicas (mics_shard_size) cannot be quantised",
             fix="remove one; zero_hpz_partition_size keeps the gathers of backward inside a node (docs/zeropp.md)",
         )
 
@@ -277,7 +275,7 @@ def _spread_needs_shards(config: Config) -> _Found:
 def _an_optimizer_has_a_type(config: Config) -> _Found:
     section = config.optimizer
     if section is not None and section.type is None and (section.kind is None or section.params):
-        yield Problem(("optimizer", "type"), text='missing or "auto"', fix="give it, or remove the section")
+        yield Problem(("optimizer", "type"), text='missing or "auto"', fix="set it, or remove the section")
 
 
 @_check("optimizer")
@@ -286,7 +284,7 @@ def _one_bit_optimizers_are_gone(config: Config) -> _Found:
     if name is not None and name.lower() in _ONE_BIT:
         yield Problem(
             ("optimizer", "type"),
-            text=f"1-bit communication is not part of zeroaccel, and {name} is trained by it",
+            text=f"zeroaccel does not have the 1-bit communication of {name}",
             fix=f"use {_ONE_BIT[name.lower()]}; zero_quantized_gradients sends gradients in 4 bits at stage 3",
         )
 

@@ -1,11 +1,12 @@
-"""Communication of ZeRO++ and MiCS: which ranks shard together, what is quantized, and how many bytes a step sends.
+"""Communication plan for ZeRO++ and MiCS: shard groups, quantised collectives, and bytes sent per step.
 
-`comm_plan` reads a `Config` for a number of ranks; `comm/hierarchical.py` makes collectives of it. `step_traffic` is
-the closed form of the same plan, for estimates before anything runs: `comm/recording.py` counts the bytes while it
-runs, and a test holds the two together. Contradictions that do not depend on the number of ranks are in `checks`.
+`comm_plan` derives the plan from a `Config` and a number of ranks; `comm/hierarchical.py` implements its collectives.
+`step_traffic` computes the bytes of a plan in closed form, for estimates before a run; `comm/recording.py` counts the
+bytes during a run, and a test compares the two. `checks` finds contradictions that do not depend on the number of
+ranks.
 
-Letters: W data-parallel ranks, L of them per node, G ranks per shard group, T ranks per secondary (hpZ) partition, N
-elements of the model, padding included. An all-gather of N elements among G ranks sends N / G to each of G - 1 ranks.
+Letters: W data-parallel ranks, L ranks per node, G ranks per shard group, T ranks per secondary (hpZ) partition, N
+elements of the model including padding. An all-gather of N elements among G ranks sends N / G to each of G - 1 ranks.
 (Wang et al., ZeRO++, 2023, arXiv:2306.10209, section 3, counts a node as one sender instead: its 0.25 for gradients in
 4 bits is 0.25 / L per rank.)
 """
@@ -26,18 +27,18 @@ _ZERO = "zero_optimization"
 
 @dataclass(frozen=True)
 class CommPlan:
-    """How shards are spread over the W ranks that see different samples.
+    """Distribution of shards over the W ranks with different samples.
 
     Attributes:
         world_size: W.
-        shard_size: ranks that hold one model among them; W / shard_size replicas.
-        secondary_size: ranks that hold a second copy of it while a step lasts; shard_size where there is none.
-        quantized_weights: weights are all-gathered as int8 (qwZ).
-        fp8_weights: as e4m3 instead, in as many bytes.
-        quantized_gradients: gradients are reduced as int4 (qgZ).
-        forced: even where that saves nothing across nodes.
-        node_size: consecutive ranks to take for one machine; None asks the launcher.
-        watch_interval: steps between two looks at the error of codes; 0 is never.
+        shard_size: number of ranks that shard one replica; there are W / shard_size replicas.
+        secondary_size: number of ranks that shard a second copy during a step; shard_size for no second copy.
+        quantized_weights: True to all-gather weights as int8 (qwZ).
+        fp8_weights: True to use e4m3 instead of int8, with the same number of bytes.
+        quantized_gradients: True to reduce gradients as int4 (qgZ).
+        forced: True to quantise gradients even if that saves no traffic between nodes.
+        node_size: number of consecutive ranks to treat as one machine; None for the launcher's machines.
+        watch_interval: steps between measurements of the quantisation error; 0 for none.
     """
 
     world_size: int
@@ -52,20 +53,20 @@ class CommPlan:
 
     @property
     def plain(self) -> bool:
-        """Whether one shard group has all ranks and nothing is quantized, on the nodes that the launcher knows."""
+        """True if all ranks form one shard group, without quantisation and with the launcher's machines."""
         spread = self.secondary_size == self.shard_size == self.world_size and self.node_size is None
         return spread and not (self.quantized_weights or self.quantized_gradients)
 
 
 def comm_plan(config: Config, world_size: int, shard_size: int | None = None) -> CommPlan:
-    """The plan for this many ranks.
+    """Returns the plan for a number of ranks.
 
     Args:
-        world_size: ranks that see different samples.
-        shard_size: ranks of a shard group, where a mesh has one; else the config's.
+        world_size: number of ranks with different samples.
+        shard_size: number of ranks per shard group, if a mesh sets it; None for the config's.
 
     Raises:
-        ConfigError: a size does not divide what it is a part of.
+        ConfigError: a group size does not divide the number of ranks or the larger group.
 
     Example:
         >>> from zeroaccel.config import load_config
@@ -75,23 +76,21 @@ def comm_plan(config: Config, world_size: int, shard_size: int | None = None) ->
         (16, 4)
     """
     zero = config.zero_optimization
-    # MiCS (Zhang et al., 2022, arXiv:2205.00119): a model is sharded in a group, and groups are replicas.
+    # MiCS (Zhang et al., 2022, arXiv:2205.00119): each group of ranks shards one replica of the model.
     if shard_size is None:
         shard_size = world_size if zero.mics_shard_size == -1 else zero.mics_shard_size
     all_ranks = f"the {world_size} ranks"
     _check_divisor(config, "mics_shard_size", shard_size, world_size, all_ranks)
     shards_params = shard_plan(config).params
 
-    # hpZ (ZeRO++, arXiv:2306.10209, section 3.2): after forward's all-gather, a secondary partition within the node
-    # serves the all-gather of backward. A partition larger than the shard group is left out with a warning, so that a
-    # config for a larger job still runs.
+    # hpZ (ZeRO++, arXiv:2306.10209, section 3.2): after the all-gather of forward, a secondary partition within a node
+    # serves the all-gather of backward. If it is larger than the shard group, a warning replaces it, so that a config
+    # for a larger job still runs.
     with_second = shards_params and zero.zero_hpz_partition_size != 1
     secondary_size = zero.zero_hpz_partition_size if with_second else shard_size
     if secondary_size > shard_size:
         key = f"{_ZERO}.zero_hpz_partition_size"
-        log_once(
-            logging.WARNING, f"{key}: no second copy is kept: {secondary_size} ranks are more than the {shard_size}"
-        )
+        log_once(logging.WARNING, f"{key}: no second copy: {secondary_size} is more than the {shard_size} ranks")
         secondary_size = shard_size
     among = all_ranks if shard_size == world_size else f"mics_shard_size {shard_size}"
     _check_divisor(config, "zero_hpz_partition_size", secondary_size, shard_size, among)
@@ -119,29 +118,29 @@ def _check_divisor(config: Config, key: str, size: int, whole: int, among: str) 
 
 
 INT8_BLOCK_NUMEL = 512
-"""Values that share a scale in int8: 0.8 % of the bytes are scales."""
+"""Number of values that share a scale in int8: 0.8 % of the bytes are scales."""
 
 INT4_BLOCK_NUMEL = 256
-"""Values that share a scale in int4: 3.1 % of the bytes are scales."""
+"""Number of values that share a scale in int4: 3.1 % of the bytes are scales."""
 
 _ALIGN_NBYTES = 16
 _SCALE_NBYTES = 4
-_RUNNING_NBYTES = 4  # of an element of the sum that goes from replica to replica
+_RUNNING_NBYTES = 4  # per element of the running sum that replicas pass on
 
 
 def code_nbytes(numel: int, bits: int, block_numel: int, scale_nbytes: int = _SCALE_NBYTES) -> int:
-    """Bytes of the code of `numel` values: a scale per block, the integers, padding to 16 bytes."""
+    """Returns the bytes of `numel` quantised values: one scale per block, the integers, and padding to 16 bytes."""
     used = scale_nbytes * -(-numel // block_numel) + -(-numel * bits // 8)
     return -(-used // _ALIGN_NBYTES) * _ALIGN_NBYTES
 
 
 @dataclass(frozen=True)
 class StepTraffic:
-    """Bytes that one rank sends in a step, mean over the ranks.
+    """Bytes that one rank sends in a step, averaged over the ranks.
 
     Attributes:
-        inside: to ranks on its own node.
-        across: to ranks on other nodes.
+        inside: bytes to ranks on the same node.
+        across: bytes to ranks on other nodes.
     """
 
     inside: float
@@ -151,7 +150,7 @@ class StepTraffic:
         return StepTraffic(self.inside + other.inside, self.across + other.across)
 
     def times(self, count: int) -> StepTraffic:
-        """So many of it."""
+        """Returns the traffic multiplied by `count`."""
         return StepTraffic(self.inside * count, self.across * count)
 
 
@@ -163,13 +162,13 @@ def step_traffic(
     itemsize: int = 2,
     accumulation: int = 1,
 ) -> StepTraffic:
-    """Gathers for forward and backward and the reduction of every unit, at stage 3.
+    """Computes the traffic of all gathers in forward and backward and of all reductions, at stage 3.
 
     Args:
-        unit_numels: elements of each unit's flat buffer, padded, all trained.
-        ranks_per_node: consecutive ranks on a machine; divides the number of ranks.
-        itemsize: bytes of a parameter and of its gradient.
-        accumulation: micro-steps per step.
+        unit_numels: elements in each unit's flat buffer, with padding; all parameters are trained.
+        ranks_per_node: number of consecutive ranks per machine; divides the number of ranks.
+        itemsize: bytes per element of parameters and gradients.
+        accumulation: number of micro-batches per step.
     """
     total = StepTraffic(0.0, 0.0)
     for numel in unit_numels:
@@ -185,7 +184,7 @@ def step_traffic(
 
 
 def _to_others(nbytes: int, group: int, world_size: int, ranks_per_node: int) -> StepTraffic:
-    """`nbytes` from each rank to each of the others in its run of `group` ranks."""
+    """Returns the traffic if each rank sends `nbytes` to every other rank in its group of `group` adjacent ranks."""
     near = sum(
         min((rank // group + 1) * group, (rank // ranks_per_node + 1) * ranks_per_node)
         - max(rank // group * group, rank // ranks_per_node * ranks_per_node)
@@ -205,7 +204,7 @@ def _reduction(plan: CommPlan, shard: int, ranks_per_node: int, itemsize: int) -
 
 
 def _ring(plan: CommPlan, shard: int, ranks_per_node: int, itemsize: int) -> StepTraffic:
-    """From replica to replica, first the running sum, in fp32, and from the last one on the result."""
+    """Returns the traffic between replicas: they pass on the fp32 running sum, and from the last one the result."""
     size, replicas = plan.shard_size, plan.world_size // plan.shard_size
     last = replicas - 1
     hops = [(place, place + 1, _RUNNING_NBYTES) for place in range(last)]

@@ -1,8 +1,8 @@
-"""Where each value of a config came from, and what is wrong with it, as data.
+"""Data types for the source of each config value and for the problems with it.
 
-A `KeyPath` is a tuple of keys in the schema's names; messages show it dotted, in the spelling of the file, behind its
-place ("ds_config.json:3:5"). The steps of loading collect `Problem`s and `Note`s instead of raising at the first, so
-that one `ConfigError` lists every mistake of a file. pydantic's errors are translated here, and nowhere else.
+A `KeyPath` is a tuple of keys in the schema's names; messages show it with dots, in the spelling of the file, after its
+place ("ds_config.json:3:5"). The steps of loading collect `Problem`s and `Note`s instead of raising the first error, so
+that one `ConfigError` lists every mistake of a file. Only this module translates pydantic's errors.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
 def dotted(path: KeyPath) -> str:
-    """The path as it is written in messages: keys joined by dots, positions in a list in brackets."""
+    """Formats a path for messages: keys joined by dots, list indices in brackets."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     return text.removeprefix(".")
 
 
 def at(tree: Any, path: str | KeyPath) -> Any:
-    """What is at a path of dictionaries, lists and sections, dotted or in parts; None where there is nothing."""
+    """Returns the value at a path through dictionaries, lists and sections, or None if there is no value."""
     for part in path.split(".") if isinstance(path, str) else path:
         if isinstance(tree, Mapping):
             tree = tree.get(part)
@@ -41,7 +41,7 @@ def at(tree: Any, path: str | KeyPath) -> Any:
 
 
 def put(tree: dict[Any, Any], path: Sequence[str | int], value: object) -> bool:
-    """Places a value at a path of dictionaries, which are made where nothing is; False where something else is."""
+    """Sets the value at a path, creating missing dictionaries; returns False if another value is in the way."""
     section: Any = tree
     for part in path[:-1]:
         if section.get(part) is None:
@@ -55,17 +55,17 @@ def put(tree: dict[Any, Any], path: Sequence[str | int], value: object) -> bool:
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where a config came from; two configs with equal values are equal whatever their origins.
+    """Origin of a config. Comparisons ignore it: configs with equal values are equal.
 
     Attributes:
-        name: of the source, for messages: a file's path, or "config" for a dict.
-        raw: a copy of the tree as given: spellings, "auto" and all.
-        places: written path -> where it was written, as "ds_config.json:3:5"; empty for a dict without sources.
-        written: path in the schema's names -> path as written, of every key that was given.
+        name: name of the source in messages: a file's path, or "config" for a dict.
+        raw: copy of the tree as given, with its spellings and "auto" values.
+        places: path as written -> its place, such as "ds_config.json:3:5"; empty for a dict without sources.
+        written: path in the schema's names -> path as written, for every given key.
         unresolved: dotted paths, in the schema's names, whose value is "auto".
-        notes: one line for each key that is accepted without being followed to the letter.
-        resolved: the tree in the spelling that was written, every "auto" filled, or absent where it takes its default.
-        resolved_sources: dotted path in `resolved` -> where the value came from, or the formula that filled it.
+        notes: one line for each key that the engine accepts but does not follow exactly.
+        resolved: the tree in the given spelling, with every "auto" filled, or omitted if its default applies.
+        resolved_sources: dotted path in `resolved` -> source of the value, or the formula that filled it.
     """
 
     name: str = field(default="config", compare=False)
@@ -78,7 +78,7 @@ class Provenance:
     resolved_sources: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def spelling(self, path: KeyPath) -> KeyPath:
-        """The path in the spelling that was written, as far as it was written."""
+        """Returns the path in the user's spelling; keys that the user did not write keep the schema's names."""
         for end in range(len(path), 0, -1):
             written = self.written.get(path[:end])
             if written is not None:
@@ -86,11 +86,11 @@ class Provenance:
         return path
 
     def where(self, path: KeyPath) -> str:
-        """The address of a key for a message: its place, or that of the section it is missing from, and its path."""
+        """Returns the address of a key for a message: its path, after its place or that of its section."""
         return self.where_written(self.spelling(path))
 
     def where_written(self, written: KeyPath) -> str:
-        """The same for a path in the spelling that was written."""
+        """Returns the address of a key whose path is in the user's spelling."""
         for end in range(len(written), 0, -1):
             place = self.places.get(written[:end])
             if place is not None:
@@ -98,27 +98,27 @@ class Provenance:
         return dotted(written)
 
     def sources(self) -> dict[str, str]:
-        """Dotted path in the schema's names -> source, of every key that was given."""
+        """Returns dotted path in the schema's names -> source, for every given key."""
         return {dotted(path): self.places.get(written, self.name) for path, written in self.written.items()}
 
 
 _MOST_LINES = 50
 
 NOTHING: object = object()
-"""Says that no value was found, where None may be one."""
+"""Marks a missing value where None may be a value."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong.
+    """One mistake in a config.
 
     Attributes:
-        path: the key, in the schema's names unless `as_written`.
-        text: what is wrong, unless `expected` says it.
+        path: path of the key, in the schema's names unless `as_written`.
+        text: description of the mistake, unless `expected` describes it.
         expected: the correct value, as a noun phrase.
-        got: the value found, or NOTHING.
-        fix: what to do, in the imperative.
-        as_written: the path is as written: the key is unknown, or one of two for the same setting.
+        got: the given value, or NOTHING.
+        fix: the remedy, in the imperative.
+        as_written: True if the path is in the user's spelling: an unknown key, or one of two for the same setting.
     """
 
     path: KeyPath
@@ -129,11 +129,11 @@ class Problem:
     as_written: bool = False
 
     def written(self, origin: Provenance) -> KeyPath:
-        """The path of the key in the spelling that was written."""
+        """Returns the path of the key in the user's spelling."""
         return self.path if self.as_written else origin.spelling(self.path)
 
     def line(self, origin: Provenance) -> str:
-        """The problem as one line with an address."""
+        """Formats the problem as one line with an address."""
         where = origin.where_written(self.written(origin))
         if self.text:
             where = f"{where}: {self.text}"
@@ -144,13 +144,13 @@ class Problem:
 
 @dataclass(frozen=True)
 class Note:
-    """What becomes of a key that is accepted without being followed to the letter.
+    """A note about a key that the engine accepts but does not follow exactly.
 
     Attributes:
-        path: the key, as it was written unless `in_schema`.
-        text: the reason, or what happens instead.
-        warns: the user may count on what the key asks for, so this is logged as a warning.
-        in_schema: the path is in the schema's names.
+        path: path of the key, in the user's spelling unless `in_schema`.
+        text: the reason, or the actual behaviour.
+        warns: True for a warning: the user may rely on an effect that the key does not have.
+        in_schema: True if the path is in the schema's names.
     """
 
     path: KeyPath
@@ -159,17 +159,17 @@ class Note:
     in_schema: bool = False
 
     def line(self, origin: Provenance) -> str:
-        """The note as one line with an address."""
+        """Formats the note as one line with an address."""
         return f"{origin.where_written(origin.spelling(self.path) if self.in_schema else self.path)}: {self.text}"
 
 
 def report(problems: Sequence[Problem], origin: Provenance, order: Iterable[KeyPath]) -> ConfigError:
-    """One error with all problems, in the order in which their keys were written.
+    """Builds one error that lists all problems in the order of their keys in the file.
 
     Args:
-        problems: at least one.
-        origin: gives each key its place and its spelling.
-        order: the paths as written, first to last.
+        problems: the problems, at least one.
+        origin: origin of the config, for the place and spelling of each key.
+        order: paths in the user's spelling, in the order of the file.
     """
     rank = {path: index for index, path in enumerate(order)}
 
@@ -185,10 +185,10 @@ def report(problems: Sequence[Problem], origin: Provenance, order: Iterable[KeyP
 
 
 def duplicate_key_problems(duplicates: Mapping[KeyPath, Sequence[int]]) -> list[Problem]:
-    """A problem for each key that a file has several times.
+    """Returns a problem for each key that a file contains several times.
 
     Args:
-        duplicates: path of the key -> the lines it is on.
+        duplicates: path of the key -> its line numbers.
     """
     return [
         Problem(
@@ -202,7 +202,7 @@ def duplicate_key_problems(duplicates: Mapping[KeyPath, Sequence[int]]) -> list[
 
 
 def closest(word: str, names: Iterable[str], cutoff: float = 0.7) -> str:
-    """The known word that was probably meant, in any case of its letters, or the empty string.
+    """Returns the known word closest to a misspelt one, ignoring case, or the empty string.
 
     Example:
         >>> closest("zero_stge", ["zero_stage", "num_processes"])
@@ -214,15 +214,15 @@ def closest(word: str, names: Iterable[str], cutoff: float = 0.7) -> str:
 def hint(
     word: str, names: Iterable[str], otherwise: str = "", cutoff: float = 0.7, shown: Callable[[str], str] = str
 ) -> str:
-    """The fix for a word that is not among the known ones: the one that was probably meant, or `otherwise`."""
+    """Returns the remedy for an unknown word: the closest known word, or else `otherwise`."""
     near = closest(word, names, cutoff)
     return f"did you mean {shown(near)}?" if near else otherwise
 
 
 def names_meant(call: _Call) -> _Call:
-    """A decorator: a keyword argument that the call does not have is refused with the one that was probably meant.
+    """Decorates a function so that its TypeError for an unknown keyword argument suggests the closest name.
 
-    Still a TypeError, as Python's own before 3.13 without the suggestion.
+    Python's own error has no such suggestion before 3.13.
 
     Example:
         >>> @names_meant
@@ -248,14 +248,14 @@ def names_meant(call: _Call) -> _Call:
 
 
 def near_names(word: str, names: Iterable[str], count: int, cutoff: float = 0.6) -> list[str]:
-    """At most so many known words that resemble a word, the nearest first."""
+    """Returns up to `count` known words that resemble a word, closest first."""
     folded: dict[str, str] = {}
     for name in names:
         folded.setdefault(name.lower(), name)
     return [folded[match] for match in difflib.get_close_matches(word.lower(), folded, n=count, cutoff=cutoff)]
 
 
-# pydantic's kinds of error that our value types leave to it -> what was expected, filled from the error's context
+# Kind of pydantic error that the value types do not raise themselves -> expected value, filled from the error's context
 _EXPECTED: Mapping[str, str] = {
     "dict_type": "an object",
     "greater_than": "a number above {gt:g}",
@@ -271,10 +271,10 @@ _EXPECTED: Mapping[str, str] = {
 
 
 def from_pydantic(error: ErrorDetails) -> Problem:
-    """One entry of `ValidationError.errors()` in our form."""
+    """Converts one entry of `ValidationError.errors()` to a `Problem`."""
     path, kind = tuple(error["loc"]), error["type"]
     context: dict[str, Any] = error.get("ctx", {})
     if kind == "missing":
-        return Problem(path, text='missing or "auto"', fix="give it, or remove the section")
-    assert kind in _EXPECTED, f"no sentence for pydantic's error {kind!r} at {path}"
+        return Problem(path, text='missing or "auto"', fix="set it, or remove the section")
+    assert kind in _EXPECTED, f"no text for pydantic's error {kind!r} at {path}"
     return Problem(path, expected=_EXPECTED[kind].format(**context), got=error["input"], fix=context.get("fix", ""))

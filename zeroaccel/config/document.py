@@ -1,9 +1,9 @@
-"""Reading a config: a dict, a path, JSON text or base64, parsed into one tree with the place of every key.
+"""Reads a config from a dict, a path, JSON text or base64 into one tree, with the place of every key.
 
-The first step of `load_config`. Plain JSON first; text with comments, trailing commas or unquoted keys goes through
-json5; and what DeepSpeed's reader of Hjson takes besides (no commas at ends of lines, comments with #, values without
-quotes) is written in before, with a note. Knows files, encodings and JSON, and no key of the config. A path that does
-not exist is an error, never taken for base64.
+The first step of `load_config`. It parses plain JSON first, and uses json5 for text with comments, trailing commas or
+unquoted keys. DeepSpeed's reader also accepts Hjson without commas at ends of lines, with # comments and with unquoted
+values: this module converts such text to JSON5 first, and adds a note. It handles files, encodings and JSON
+independently of the config's keys. A path that does not exist is an error and never taken for base64.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from zeroaccel.errors import ConfigError
 _WIDEST_EXCERPT = 100
 _MOST_CHARACTERS = 1 << 20
 _MOST_JSON5_CHARACTERS = 1 << 14
-"""Its parser takes some 30 microseconds per character."""
+"""The JSON5 parser takes about 30 microseconds per character."""
 _MOST_LEVELS = 32
 _LONGEST_NUMBER = 100
 
@@ -45,10 +45,10 @@ class JsonText:
     """A parsed text.
 
     Attributes:
-        value: its value; of a key given twice, the last.
-        places: path -> "name:line:column" of its key, in the order of the text; of a key given twice, the last.
-        duplicates: path -> the lines of all its occurrences, for keys given more than once in one object.
-        is_hjson: it is neither JSON nor JSON5.
+        value: the parsed value; the last occurrence of a repeated key counts.
+        places: path -> "name:line:column" of its key, in the order of the text; the last for a repeated key.
+        duplicates: path -> line numbers of all occurrences, for keys that an object contains more than once.
+        is_hjson: True if the text is neither JSON nor JSON5.
     """
 
     value: Any
@@ -58,14 +58,14 @@ class JsonText:
 
 
 def parse_json(text: str, name: str) -> JsonText:
-    """Parses JSON; JSON5 where it is not plain JSON; Hjson within braces where it is neither.
+    """Parses JSON, else JSON5, else Hjson within braces.
 
     Args:
-        text: the content of the file.
-        name: what to call it in messages, usually the file's path.
+        text: content of the file.
+        name: name of the text in messages, usually the file's path.
 
     Raises:
-        ConfigError: it is none of these; the message has name, line and column, the line itself and a caret below it.
+        ConfigError: the text is not valid in any of them; the message has name, line and column, the line and a caret.
     """
     _check_bounds(text, name)
     try:
@@ -107,15 +107,15 @@ _HJSON_TOKEN = re.compile(
 
 
 def _hjson_as_json5(text: str) -> str | None:
-    """The text with what Hjson leaves out: commas at ends of lines, quotes around values; # comments are blank.
+    """Converts Hjson to JSON5: adds commas at ends of lines and quotes around values, and blanks # comments.
 
-    Nothing moves to another line, and no key within its line. None for what is no such text.
+    Everything stays in its line, and keys keep their columns. Returns None if the text is not Hjson.
     """
     if len(text) > _MOST_JSON5_CHARACTERS:
         return None
     parts: list[str] = []
-    inside: list[str] = []  # the brackets that are open
-    ended: int | None = None  # where a member ended that no comma follows
+    inside: list[str] = []  # open brackets
+    ended: int | None = None  # index after the last member if no comma follows it
     is_next_line = is_value = False
     position = 0
     while position < len(text):
@@ -137,7 +137,7 @@ def _hjson_as_json5(text: str) -> str | None:
         if kind == "word" and inside and (is_value or not is_object):
             line = text[token.start() :].partition("\n")[0]
             if set(line) & set("\"'{}[]"):
-                return None  # rather a comma that is missing within the line
+                return None  # more likely a missing comma within the line
             part, position = json.dumps(line.strip()), token.start() + len(line)
         parts.append(part)
         if kind == "mark":
@@ -158,7 +158,7 @@ def _note_bracket(inside: list[str], mark: str) -> None:
 
 
 def _read_quietly(text: str) -> Any:
-    """The value of a text of JSON5; None if it is none."""
+    """Returns the value of a JSON5 text, or None if it is invalid."""
     try:
         return json.loads(text)
     except ValueError:
@@ -171,7 +171,7 @@ def _read_quietly(text: str) -> Any:
 
 
 def _parse_json5(text: str, name: str, plain: json.JSONDecodeError) -> Any:
-    """The value of the text as JSON5; `plain` is the error of reading it as JSON."""
+    """Returns the value of a JSON5 text; `plain` is the error from parsing it as JSON."""
     if not text.strip():
         raise ConfigError(f"{name}: not valid JSON: it is empty")
     if len(text) > _MOST_JSON5_CHARACTERS:
@@ -179,7 +179,7 @@ def _parse_json5(text: str, name: str, plain: json.JSONDecodeError) -> Any:
         raise ConfigError(
             f"{name}:{line}:{column}: not valid JSON: {plain.msg[0].lower()}{plain.msg[1:]}\n"
             f"{excerpt(text, line, column)}\n"
-            f"    (what is not plain JSON, such as comments, is read up to {_MOST_JSON5_CHARACTERS} characters)"
+            f"    (a file with comments or other extensions of JSON may have {_MOST_JSON5_CHARACTERS} characters)"
         )
     try:
         value, message, offset = json5.parse(text)
@@ -187,7 +187,7 @@ def _parse_json5(text: str, name: str, plain: json.JSONDecodeError) -> Any:
         raise ConfigError(f"{name}: not valid JSON: {error}") from None
     if message is None:
         return value
-    # The parser that got further has understood more of the text; at a tie, json's sentence says what was expected.
+    # Report the error of the parser that got further; in a tie, json's message, which names the expected token.
     if plain.pos >= offset:
         offset, what = plain.pos, plain.msg[0].lower() + plain.msg[1:]
     else:
@@ -197,7 +197,7 @@ def _parse_json5(text: str, name: str, plain: json.JSONDecodeError) -> Any:
 
 
 def _check_bounds(text: str, name: str) -> None:
-    """ConfigError for a text that is longer, nested deeper, or has longer numbers than any config."""
+    """Raises ConfigError for a text that is longer, nested deeper, or has longer numbers than any config."""
     if len(text) > _MOST_CHARACTERS:
         raise ConfigError(name, expected=f"a config of at most {_MOST_CHARACTERS} characters", got=len(text))
     levels = 0
@@ -210,26 +210,26 @@ def _check_bounds(text: str, name: str) -> None:
         elif part in ("}", "]"):
             levels -= 1
         elif token.lastgroup == "word" and len(part) > _LONGEST_NUMBER and part[0] in "+-.0123456789":
-            what = f"a number of {len(part)} characters, at most {_LONGEST_NUMBER} are read"
+            what = f"a number of {len(part)} characters, the maximum is {_LONGEST_NUMBER}"
         if what:
             line, column = _line_and_column(text, token.start())
             raise ConfigError(f"{name}:{line}:{column}: {what}\n{excerpt(text, line, column)}")
 
 
 def excerpt(text: str, line: int, column: int) -> str:
-    """The line of an error, and below it a caret under the column; both counted from 1."""
+    """Returns the line of an error with a caret below the column; line and column count from 1."""
     shown = text.split("\n")[line - 1].replace("\t", " ").rstrip()
     start = max(0, min(column - 1, len(shown)) - _WIDEST_EXCERPT // 2)
     return f"    {shown[start : start + _WIDEST_EXCERPT]}\n    {' ' * (column - 1 - start)}^"
 
 
 def _line_and_column(text: str, offset: int) -> tuple[int, int]:
-    """Both counted from 1; the column in characters."""
+    """Returns line and column of an offset, counted from 1; the column in characters."""
     return text.count("\n", 0, offset) + 1, offset - (text.rfind("\n", 0, offset) + 1) + 1
 
 
 def _keys(text: str) -> Iterator[tuple[int, KeyPath, int]]:
-    """Every key of a valid text: the offset of the object it stands in, its path, and the offset of its start."""
+    """Yields, for every key of a valid text, the offset of its object, its path, and its own offset."""
     tokens = (token for token in _TOKEN.finditer(text) if token.lastgroup != "skip")
     yield from _keys_below(next(tokens), tokens, ())
 
@@ -237,7 +237,7 @@ def _keys(text: str) -> Iterator[tuple[int, KeyPath, int]]:
 def _keys_below(
     value: re.Match[str], tokens: Iterator[re.Match[str]], path: KeyPath
 ) -> Iterator[tuple[int, KeyPath, int]]:
-    """The keys within the value that starts at `value`; consumes its tokens."""
+    """Yields the keys within the value that starts at `value`, and consumes its tokens."""
     index = 0
     if value.group() not in ("{", "["):
         return
@@ -256,7 +256,7 @@ def _keys_below(
 
 
 def _key_name(token: str) -> str:
-    """The key behind its token, which is a string in either kind of quotes or a bare word."""
+    """Returns the key for a token, which is a string in single or double quotes or a bare word."""
     if token[0] not in "\"'":
         return token
     try:
@@ -266,7 +266,7 @@ def _key_name(token: str) -> str:
 
 
 _IS_HJSON = (
-    "is Hjson, not JSON: commas or quotes are missing, or # begins a comment; DeepSpeed reads it, other programs do not"
+    "is Hjson, not JSON: commas or quotes are missing, or # starts a comment; DeepSpeed reads it, other programs do not"
 )
 _FORMS = "a dict, the path of a JSON file, JSON text, or urlsafe base64 of JSON"
 _NEAR_NAMES = 3
@@ -276,13 +276,14 @@ _MOST_NBYTES = 4 << 20
 
 @dataclass(frozen=True)
 class Document:
-    """A config as given, before any of its keys is looked at.
+    """A config as given, before any of its keys is read.
+
     Attributes:
-        name: what to call it in messages.
-        tree: a copy of its content, so that neither side sees the other's later changes.
+        name: name of the config in messages.
+        tree: a copy of the content, independent of the caller's.
         places: path -> "file:line:column" of its key; empty for a dict.
-        problems: keys given more than once.
-        notes: of a text that other readers of JSON refuse.
+        problems: a problem for each repeated key.
+        notes: a note if the text is Hjson, which other JSON readers reject.
     """
 
     name: str
@@ -293,10 +294,10 @@ class Document:
 
 
 def read_document(source: Mapping[str, Any] | str | os.PathLike[str]) -> Document:
-    """Reads a config from wherever it is.
+    """Reads a config from a dict, a path, JSON text or base64.
 
     Raises:
-        ConfigError: no such file, not readable, not JSON, or not an object.
+        ConfigError: the file does not exist or is unreadable, or the content is not JSON or not an object.
     """
     if isinstance(source, Mapping):
         return Document("config", _copy(source))
@@ -315,7 +316,7 @@ def read_document(source: Mapping[str, Any] | str | os.PathLike[str]) -> Documen
 
 
 def key_paths(tree: object, above: KeyPath = ()) -> Iterator[KeyPath]:
-    """The path of every key of a tree, as written and in the order written."""
+    """Yields the path of every key of a tree, in its order and spelling."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
             path = (*above, key)
@@ -327,7 +328,7 @@ def key_paths(tree: object, above: KeyPath = ()) -> Iterator[KeyPath]:
 
 
 def _copy(value: Any, levels: int = _MOST_LEVELS) -> Any:
-    """Copies objects and lists; leaves are shared, since a dict built in Python may hold process groups."""
+    """Copies objects and lists but shares leaves, because a dict built in Python may hold process groups."""
     if levels < 0:
         raise ConfigError(f"config: nested more than {_MOST_LEVELS} levels deep, or contains itself")
     if isinstance(value, Mapping):
@@ -359,7 +360,7 @@ def _from_file(path: str) -> Document:
 
 
 def _missing(path: str) -> ConfigError:
-    """The error about a path that leads nowhere, with the names that may have been meant."""
+    """Builds the error for a path that does not exist, with similar names."""
     folder, name = os.path.split(path)
     if os.path.isdir(folder or "."):
         near = near_names(name, sorted(os.listdir(folder or ".")), _NEAR_NAMES)
@@ -370,7 +371,7 @@ def _missing(path: str) -> ConfigError:
 
 
 def _json_files(folder: str) -> str:
-    """Which JSON files a folder has, or the empty string if none."""
+    """Returns a sentence with the JSON files of a folder, or the empty string if it has no such file."""
     files = sorted(entry for entry in os.listdir(folder or ".") if entry.endswith(".json"))
     return f"JSON files there: {_quoted(folder, files[:_NEAR_NAMES])}" if files else ""
 
@@ -384,7 +385,7 @@ def _quoted(folder: str, names: list[str]) -> str:
 
 
 def _from_base64(text: str) -> str | None:
-    """The JSON behind urlsafe or standard base64, or None if the text is no base64 or decodes to no JSON object."""
+    """Decodes urlsafe or standard base64; returns None if the text is not base64 of a JSON object."""
     if not re.fullmatch(r"[A-Za-z0-9_+/-]+={0,2}", text):
         return None
     try:

@@ -1,7 +1,7 @@
-"""Loading a config: read, translate to the schema's names, validate, check, and report all that is wrong at once.
+"""Loads a config: reads it, translates it to the schema's names, validates and checks it, and reports all mistakes.
 
-The only maker of `Config`. The steps are the neighbours `document`, `normalize`, `schema`, `support` and `checks`;
-this file is their order. `resolve` fills "auto" if facts are given; merging other sources is up to the caller.
+Only this module creates a `Config`. It runs the steps of `document`, `normalize`, `schema`, `support` and `checks` in
+order; `auto_values` fills "auto" if facts are given. The caller merges other sources.
 """
 
 from __future__ import annotations
@@ -33,25 +33,22 @@ def load_config(
 ) -> Config:
     """Loads and checks a config in the DeepSpeed JSON format.
 
-    Keys whose value is "auto" are filled from `facts`; without them, they read as their defaults and are listed in
-    `Config.unresolved`. `gradient_clipping` is 0, off, unless given. Keys that are accepted without effect are in
-    `Config.notes` and logged once, with their place: as a warning where something that was asked for does not happen,
-    else for information.
+    `facts` fill the keys whose value is "auto"; without facts, their attributes have defaults, and `Config.unresolved`
+    lists them. `gradient_clipping` defaults to 0, no clipping. `Config.notes` lists keys without effect, which are
+    logged once with their place: as a warning if a requested effect is missing, else as information.
 
     Args:
-        source: a dict, which is not changed; the path of a file; JSON text; or urlsafe base64 of JSON. Comments,
-            trailing commas and unquoted keys (JSON5) are read. Or one of these that is read already; a `Config` is
-            returned as it is.
-        sources: dotted path, as written -> where its value came from, for a dict merged from several places; used in
+        source: a dict, which stays unchanged; the path of a file; JSON text; or urlsafe base64 of JSON. Comments,
+            trailing commas and unquoted keys (JSON5) are valid. Also a `Document`; a `Config` is returned unchanged.
+        sources: dotted path, as written -> source of its value, for a dict merged from several places; used in
             messages and in `Config.sources`.
-        facts: what every "auto" is filled from. A `Config` has been made with its own.
-        unknown_keys: what to do with keys that do not exist, where DeepSpeed ignores them. "strict": an error.
-            "standard": an error if the key looks like a known one or is one of another section, else a warning.
-            "lenient": a warning.
+        facts: facts that fill every "auto". A given `Config` already has its own.
+        unknown_keys: handling of unknown keys that DeepSpeed ignores. "strict" raises an error. "standard" raises an
+            error if the key resembles a known key or belongs to another section, else warns. "lenient" warns.
 
     Raises:
-        ConfigError: the source cannot be read, or settings in it are wrong, contradict a fact or stay "auto": all of
-            them, one line each, in the order in which they were written.
+        ConfigError: the source is unreadable, or settings in it are invalid, contradict a fact or stay "auto"; the
+            message lists all of them in the order of the source, one per line.
 
     Example:
         >>> config = load_config({"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}})
@@ -63,14 +60,14 @@ def load_config(
     """
     if isinstance(source, Config):
         return source
-    # 1. Read, and remember where each key was written.
+    # 1. Read the source, with the place of each key.
     document = source if isinstance(source, Document) else read_document(source)
 
-    # 2. Translate to the schema's names, and fill "auto" before values are validated, as a fact may be what is wrong.
+    # 2. Translate to the schema's names, and fill "auto" before validating values, because a fact may be invalid.
     normalized, filled, as_given, origin = translate(document, sources, facts, unknown_keys)
 
-    # 3. Validate values. The checks between keys then leave out the keys that are wrong, so that one mistake is one
-    # line; and a switch that is still "auto" neither enables nor refuses its section.
+    # 3. Validate values. The checks between keys then skip invalid keys, so that each mistake takes one line. A switch
+    # that is still "auto" neither enables nor refuses its section.
     config, invalid = _validated(filled.tree, origin)
     unresolved = {path for path in normalized.unresolved if path not in filled.sources or path[-1] == "enabled"}
     unresolved = {path for path in unresolved if at(filled.tree, path) is None}
@@ -88,7 +85,7 @@ def load_config(
     if problems:
         raise report(problems, origin, key_paths(document.tree))
 
-    # 4. Notes on what is accepted without effect; a place in them is the user's own, without what filled the value.
+    # 4. Collect notes on keys without effect; their places are the user's, without the source of filled values.
     notes = [*document.notes, *normalized.notes, *filled.notes, *support_notes(config, origin.written, unresolved)]
     config._origin = replace(origin, notes=tuple(note.line(as_given) for note in notes))
     for note, line in zip(notes, config.notes, strict=True):
@@ -97,7 +94,7 @@ def load_config(
 
 
 def _validated(tree: dict[str, Any], origin: Provenance) -> tuple[Config, list[Problem]]:
-    """The config made of all values that are right, and a problem for each that is not."""
+    """Returns the config with all valid values, and a problem for each invalid one."""
     problems: list[Problem] = []
     while True:
         try:
@@ -110,7 +107,7 @@ def _validated(tree: dict[str, Any], origin: Provenance) -> tuple[Config, list[P
 
 
 def _without(tree: dict[str, Any], path: KeyPath) -> dict[str, Any]:
-    """A copy of the tree in which the key at `path` is absent; within a list, the list."""
+    """Returns a copy of the tree without the key at `path`; for a path into a list, without the list."""
     key = str(path[0])
     if key not in tree:
         return tree

@@ -1,8 +1,7 @@
-"""From a config tree as users and libraries write it to one in the schema's own names.
+"""Translates a config tree as users and libraries write it into the schema's names.
 
-The second step of `load`: other spellings, keys of older releases, dotted keys and "auto" are translated here, numbers
-and flags are taken out of quotes, and keys that do not exist are found. The schema checks the values. The tree given is
-not changed.
+The second step of `load`: it translates other spellings, keys of older releases, dotted keys and "auto", unquotes
+numbers and flags, and finds unknown keys. The schema then checks the values. The given tree stays unchanged.
 """
 
 from __future__ import annotations
@@ -24,25 +23,25 @@ from zeroaccel.config.section import (
 )
 
 UnknownKeys = Literal["strict", "standard", "lenient"]
-"""What an unknown key is, where DeepSpeed ignores it: always an error; an error if it looks like a known key, or is one
-of another section, and a note otherwise; always a note."""
+"""Handling of an unknown key that DeepSpeed ignores: "strict" always raises an error; "standard" raises one if the key
+resembles a known key or belongs to another section, and else adds a note; "lenient" always adds a note."""
 
-_MOST_PLACES = 3  # of a key in other sections, beyond which none of them is probably meant
+_MOST_PLACES = 3  # a key that is valid in more sections gets no suggestion
 
 _MOST_HINTS = 50
-_MOST_UNKNOWN = 50  # beyond which a file is of another kind, rather than one with keys that are ignored
+_MOST_UNKNOWN = 50  # a file with more unknown keys is of another kind, so they are errors
 
 
 class NormalizedConfig:
-    """The tree in the schema's names, and what was met on the way.
+    """A tree in the schema's names, with notes and problems from its translation.
 
     Attributes:
-        tree: what the schema validates; without unknown keys and without "auto".
-        written: path in the schema's names -> path as written, of every key that has a meaning.
+        tree: the tree for validation by the schema, without unknown keys and "auto".
+        written: path in the schema's names -> path as written, for every known key.
         unresolved: paths, in the schema's names, whose value is "auto".
-        notes: older forms that were translated, comments, and unknown keys that are no problem.
-        unknown: paths, as written, of all unknown keys.
-        problems: unknown keys, and settings given twice under two names.
+        notes: notes about translated older forms, comments, and ignored unknown keys.
+        unknown: paths of all unknown keys, as written.
+        problems: unknown keys, and settings that are given under two names.
     """
 
     def __init__(
@@ -81,10 +80,10 @@ class NormalizedConfig:
         return tree
 
     def _is_duplicate(self, target: KeyPath, written: KeyPath, *, agrees: bool = False) -> bool:
-        """Whether the setting was already given under another name, which is a problem; else remembers its name.
+        """Returns True and adds a problem if the setting was already given under another name; else stores its name.
 
         Args:
-            agrees: both say the same, so that it is no problem.
+            agrees: True if both values are equal, which causes a note instead of a problem.
         """
         earlier = self.written.setdefault(target, written)
         if earlier != written:
@@ -104,15 +103,15 @@ class NormalizedConfig:
         path: KeyPath,
         written: KeyPath,
     ) -> None:
-        """Puts the value of one field into `tree`, under its own name."""
+        """Stores the value of one field in `tree`, under its own name."""
         target = (*path, name)
         field = section.model_fields[name]
         nested = nested_section(field)
         value = self._read(bool if nested is not None and nested.from_flag else field.annotation, value, written)
         if self._is_duplicate(target, written, agrees=name in tree and _is_plain(value) and tree[name] == value):
             return
-        # "auto" is left out of the tree, so that the schema's default stands in until facts fill it; but where "auto"
-        # is the default, it is a value of its own.
+        # The tree omits "auto", so that the schema's default applies until facts fill the key. If "auto" is the
+        # default, it is an ordinary value.
         if _is_auto(value) and field.default != AUTO:
             self.unresolved.append(target)
         elif nested is not None and isinstance(value, bool) and value in nested.from_flag:
@@ -122,7 +121,7 @@ class NormalizedConfig:
         elif nested is not None and isinstance(value, Mapping):
             tree[name] = self._section(nested, value, target, written)
         elif isinstance(value, Mapping):
-            # `Any` for the arguments of an optimizer; None where values are not read.
+            # `Any` for the arguments of an optimizer; None for sections whose values are not read.
             is_mapping = get_origin(field.annotation) in (dict, Mapping)
             value_type = get_args(field.annotation)[1] if is_mapping else None
             tree[name] = self._free(value, target, written, value_type)
@@ -130,19 +129,19 @@ class NormalizedConfig:
             tree[name] = value
 
     def _read(self, annotation: Any, value: object, written: KeyPath) -> object:
-        """A value; out of its quotes, with a note, where its type expects a number or a flag."""
+        """Returns a value, unquoted and with a note if its type expects a number or a flag."""
         read = out_of_quotes(annotation, value)
         if read is not value and (isinstance(value, str) or read != value):
             self.notes.append(Note(written, f"{value!r} in quotes is read as {as_text(read)}"))
         return read
 
     def _stand_for(self, meaning: Mapping[str, object], path: KeyPath, written: KeyPath) -> dict[str, Any]:
-        """A section that one older key stands for: all its keys were written as that key."""
+        """Returns the section that one older key means; records that key as the spelling of all its keys."""
         self.written.update({(*path, key): written for key in meaning})
         return dict(meaning)
 
     def _free(self, tree_given: Mapping[Any, Any], path: KeyPath, written: KeyPath, value_type: Any) -> dict[str, Any]:
-        """An object whose keys the schema does not know, as the arguments of an optimizer."""
+        """Translates an object with free keys, such as the arguments of an optimizer."""
         tree: dict[str, Any] = {}
         for key, value in tree_given.items():
             target, here = (*path, key), (*written, key)
@@ -160,7 +159,7 @@ class NormalizedConfig:
         return tree
 
     def _retired(self, retired: Retired, value: object, tree: dict[str, Any], path: KeyPath, written: KeyPath) -> None:
-        """Puts what a key of an older release stands for into `tree`."""
+        """Stores the section that a key of an older release means in `tree`."""
         replacement = (*path, retired.becomes)
         value = self._read(bool, value, written)
         if _is_auto(value):
@@ -177,8 +176,8 @@ class NormalizedConfig:
     def _fill_from_dotted_keys(self, tree_given: Mapping[str, Any]) -> None:
         """Reads top-level keys like "zero_optimization.reduce_bucket_size", which fine-tuning libraries add.
 
-        They are fillings for keys that are absent or "auto": a value in the section itself is kept. Sizes are rounded
-        down, as these libraries compute them as a fraction of a product.
+        They fill keys that are absent or "auto"; a value in the section itself takes precedence. Sizes are rounded
+        down, because these libraries compute them as a fraction of a product.
         """
         for key, value in tree_given.items():
             if not isinstance(key, str) or "." not in key:
@@ -187,9 +186,7 @@ class NormalizedConfig:
             if path is None:
                 self._note_unknown(self._root, key, (), (key,))
             elif path in self.written and path not in self.unresolved:
-                self.notes.append(
-                    Note((key,), f"not used, since the section {dotted(path[:-1])} has a value of its own")
-                )
+                self.notes.append(Note((key,), f"not used, because the section {dotted(path[:-1])} has its own value"))
             elif not _is_auto(value):
                 self._fill(path, value, (key,))
 
@@ -201,7 +198,7 @@ class NormalizedConfig:
                 tree[part] = {}
             tree = tree[part]
             if not isinstance(tree, dict):
-                return  # what stands in place of the section is wrong by itself
+                return  # another value in place of the section, which the schema reports
         if isinstance(value, float) and math.isfinite(value) and type(section.model_fields[path[-1]].default) is int:
             value = int(value)
         if path in self.unresolved:
@@ -210,7 +207,7 @@ class NormalizedConfig:
         self._place(section, path[-1], value, tree, path[:-1], written)
 
     def _resolve(self, key: str) -> tuple[str, ...] | None:
-        """The path of a dotted key in the schema's names, or None if there is no such field."""
+        """Returns the path of a dotted key in the schema's names, or None if there is no such field."""
         section: type[ConfigSection] | None = self._root
         path: tuple[str, ...] = ()
         for part in key.split("."):
@@ -222,12 +219,12 @@ class NormalizedConfig:
         return path
 
     def _note_unknown(self, section: type[ConfigSection], key: object, path: KeyPath, written: KeyPath) -> None:
-        """Makes a problem or a note of a key that does not exist."""
+        """Adds a problem or a note for an unknown key."""
         if not isinstance(key, str):
             self.problems.append(_no_string(written))
             return
         if self._root.is_open and key.startswith("_"):
-            self.notes.append(Note(written, "taken for a comment, as it begins with _"))
+            self.notes.append(Note(written, "taken for a comment, because it begins with _"))
             return
         self.unknown.append(written)
         meant = self._meant(section, key)
@@ -240,10 +237,10 @@ class NormalizedConfig:
             self.problems.append(Problem(written, text="unknown key", fix=fix, as_written=True))
 
     def _meant(self, section: type[ConfigSection], key: str) -> str:
-        """The quoted name that was probably meant by an unknown key, or the empty string."""
+        """Returns the quoted name closest to an unknown key, or the empty string."""
         self._hints += 1
         if self._hints > _MOST_HINTS:
-            return ""  # each costs milliseconds, and so many keys are of another kind of file
+            return ""  # each suggestion takes milliseconds, and a file with so many unknown keys is of another kind
         if "." in key:
             near = closest(key, map(dotted, _every_spelling(self._root)))
         else:
@@ -260,7 +257,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _is_auto(value: object) -> bool:
-    return isinstance(value, str) and value == AUTO  # an array would compare itself element by element
+    return isinstance(value, str) and value == AUTO  # the type first: an array compares element by element
 
 
 def _no_string(written: KeyPath) -> Problem:
@@ -268,7 +265,7 @@ def _no_string(written: KeyPath) -> Problem:
 
 
 def _names(section: type[ConfigSection]) -> dict[str, tuple[str, AlsoSpelled | None]]:
-    """Every spelling of a section's keys -> the field's name, and the mark of the spelling if it is not that name."""
+    """Returns every spelling of a section's keys -> (the field's name, the mark of a spelling other than that name)."""
     names: dict[str, tuple[str, AlsoSpelled | None]] = {}
     for name, field in section.model_fields.items():
         names[name] = (name, None)
@@ -277,7 +274,7 @@ def _names(section: type[ConfigSection]) -> dict[str, tuple[str, AlsoSpelled | N
 
 
 def _every_spelling(section: type[ConfigSection], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """The path of every key under every name it may be written with."""
+    """Yields the path of every key under each of its valid names."""
     for name, (field, _) in _names(section).items():
         yield (*above, name)
         nested = nested_section(section.model_fields[field])

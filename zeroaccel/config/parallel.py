@@ -1,4 +1,4 @@
-"""How the ranks of a job share out the work: `ParallelConfig`. No torch."""
+"""Mesh of a job, `ParallelConfig`, and settings of a pipeline, `PipelineConfig`. Does not import torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zeroaccel.config.section import out_of_quotes
 from zeroaccel.errors import UsageError
 from zeroaccel.logs import log_once
 
-# Keys of `tensor_parallel` that ask for another cut, or another way to compute, than there is.
+# Keys of `tensor_parallel` for splits or computations that are not available here.
 _OWN_PLANS = (
     *("partition_config", "preset_model", "injection_policy_tuple", "vocab_parallel_lm_head"),
     *("vocab_parallel_ce_backend", "tp_overlap_comm", "replace_with_kernel_inject", "kernel_inject"),
@@ -21,7 +21,7 @@ _OWN_PLANS = (
 EP_BUFFER_NBYTES = 1 << 28
 """Default of `ParallelConfig(ep_buffer_nbytes)`."""
 
-# Keys of `expert_parallel` that say how tokens are routed, which the model's own router does.
+# Keys of `expert_parallel` for the routing of tokens, which is up to the model's own router.
 _OWN_ROUTING = (
     *("load_balance_coeff", "route_norm", "route_scale", "routed_scaling_factor", "score_apply", "score_func", "top_k"),
     *("num_expert_groups", "num_limited_groups", "expert_activation", "comm_max_tokens_per_rank"),
@@ -29,17 +29,17 @@ _OWN_ROUTING = (
 )
 
 AXES = ("pp", "dp_replicate", "dp_shard", "sp", "tp")
-"""Outermost first: neighbouring ranks differ in the last axis."""
+"""Axes of the mesh, outermost first: adjacent ranks differ in the last axis."""
 
 _DEFAULT_SIZES = {"pp": 1, "dp_replicate": 1, "dp_shard": -1, "sp": 1, "tp": 1, "ep": 1}
 
 RankGroups = tuple[tuple[int, ...], ...]
-"""Groups of global ranks; every rank of the job is in exactly one."""
+"""Groups of global ranks; every rank of the job belongs to exactly one."""
 
 
 @dataclass(frozen=True)
 class ShardSize:
-    """Ranks of a shard group, who says so, and what to do instead."""
+    """Number of ranks per shard group, the setting that determines it, and the alternative for messages."""
 
     size: int
     source: str
@@ -48,37 +48,38 @@ class ShardSize:
 
 @dataclass(frozen=True, init=False)
 class ParallelConfig:
-    """The mesh of a job, pp x dp_replicate x dp_shard x sp x tp ranks; names and order as torchtitan's.
+    """Mesh of a job with pp x dp_replicate x dp_shard x sp x tp ranks; names and order follow torchtitan.
 
-    Sizes may be passed by accelerate's names, too: `ParallelConfig(tp_size=2)` is `ParallelConfig(tp=2)`.
+    accelerate's names of the sizes are valid too: `ParallelConfig(tp_size=2)` equals `ParallelConfig(tp=2)`.
 
-    The two data axes see different samples. Ranks that differ in `sp` only have parts of the same sequences (Ulysses,
-    Jacobs et al., 2023, arXiv:2309.14509). Ranks that differ in `tp` only have parts of the same layers (Megatron-LM,
+    The two data axes have different samples. Ranks that differ only in `sp` have parts of the same sequences (Ulysses,
+    Jacobs et al., 2023, arXiv:2309.14509). Ranks that differ only in `tp` have parts of the same layers (Megatron-LM,
     Shoeybi et al., 2019, arXiv:1909.08053) and compute on the same samples. ZeRO shards over dp_shard x sp ranks,
     which all have the same parameters: those of one stage, and of one part of its layers.
 
-    Ranks that differ in `pp` only have the stages of one pipeline and see the same samples.
+    Ranks that differ only in `pp` have the stages of one pipeline and the same samples.
 
-    `ep` is no factor of the product: among the ranks that ZeRO shards over, every `ep` neighbours divide the experts
-    of each layer and send each token to the rank with its expert (GShard, Lepikhin et al., 2020, arXiv:2006.16668).
-    Each of them sees its own samples.
+    `ep` is not a factor of the product: within the ranks that ZeRO shards over, each group of `ep` adjacent ranks
+    divides the experts of each layer and sends each token to the rank with its expert (GShard, Lepikhin et al., 2020,
+    arXiv:2006.16668). Each rank of a group has its own samples.
 
     Attributes:
-        pp: stages of a pipeline, each on ranks of its own.
-        dp_replicate: groups of ranks that each hold one sharded model.
-        dp_shard: -1 takes the ranks that the other axes leave.
-        sp: ranks that share a sequence.
-        tp: ranks that share each layer.
-        ep: ranks that divide the experts of each layer; a divisor of dp_shard x sp.
-        ep_buffer_nbytes: most bytes of tokens that a rank sends or receives at a time; where a layer has more, each
-            rank takes a few of its experts at a time, at least one.
-        tp_plan: the end of a module's name, where * is one part of it between dots, -> "colwise", "rowwise" or another
-            style (docs/tensor_parallel.md). By default the plan of a transformers model; "auto" is the same, and for
-            other models uses the names of their layers. With tp of 1 nothing is split.
-        verify_cut: compare the model that `sp`, `tp` and `ep` cut with the whole one at the start, on a short batch.
+        pp: number of pipeline stages, each on its own ranks.
+        dp_replicate: number of groups of ranks that each hold one sharded model.
+        dp_shard: number of data-parallel ranks per group; -1 divides the number of ranks by the other sizes.
+        sp: number of ranks that share a sequence.
+        tp: number of ranks that share each layer.
+        ep: number of ranks that divide the experts of each layer; a divisor of dp_shard x sp.
+        ep_buffer_nbytes: maximum bytes of tokens that a rank sends or receives at a time; if a layer has more, each
+            rank processes a few of its experts at a time, at least one.
+        tp_plan: suffix of a module's name, where * matches one part between dots, -> "colwise", "rowwise" or another
+            style (docs/tensor_parallel.md). By default the plan of a transformers model; "auto" uses that plan too, and
+            derives one from layer names for other models. No effect with tp=1.
+        verify_cut: compare the model as split by `sp`, `tp` and `ep` with the whole model at the start, on a short
+            batch.
 
     Raises:
-        UsageError: a size is not a positive integer, or passed by both names, or `tp_plan` is a text other than "auto".
+        UsageError: a size is not a positive integer or given by two names, or `tp_plan` is a text other than "auto".
 
     Example:
         >>> mesh = ParallelConfig(sp=2).resolve(world_size=8)
@@ -136,9 +137,9 @@ class ParallelConfig:
             if self.ep > 1 and getattr(self, axis) > 1:
                 raise UsageError(
                     f"ParallelConfig(ep={self.ep}, {axis}={getattr(self, axis)})",
-                    expected=f"{axis} of 1 where ranks divide the experts",
+                    expected=f"{axis}=1 if ranks divide the experts",
                     got=getattr(self, axis),
-                    fix=f"leave {axis} at 1, or ep",
+                    fix=f"set {axis} or ep to 1",
                 )
         buffer = self.ep_buffer_nbytes
         if not isinstance(buffer, int) or isinstance(buffer, bool) or buffer < 1:
@@ -150,14 +151,14 @@ class ParallelConfig:
 
     @classmethod
     def of(cls, source: Any, where: str) -> ParallelConfig:
-        """The mesh of an argument: a `ParallelConfig`, or an object with accelerate's sizes (`tp_size`) or those of
-        transformers' `DistributedConfig` (`fsdp_size`).
+        """Returns the mesh of an argument: a `ParallelConfig`, or an object with accelerate's sizes (`tp_size`) or
+        those of transformers' `DistributedConfig` (`fsdp_size`).
 
         Args:
-            where: the argument, for messages.
+            where: name of the argument in messages.
 
         Raises:
-            UsageError: it is neither, or has an axis that is not available here.
+            UsageError: the argument has another type, or an axis that is not available here.
         """
         if isinstance(source, ParallelConfig):
             return source
@@ -168,15 +169,15 @@ class ParallelConfig:
             got = type(source).__name__
             raise UsageError(where, expected="a ParallelConfig, or accelerate's ParallelismConfig", got=got)
         if sizes.pop("cp") not in (None, 1):
-            about = "1, as context parallelism is not available; sp_size cuts sequences"
+            about = "1, because context parallelism is not available; sp_size splits sequences"
             raise UsageError(f"{where}: cp_size", expected=about, got=source.cp_size)
         return cls.from_sizes(sizes)
 
     @classmethod
     def from_sizes(cls, sizes: Mapping[str, int | None]) -> ParallelConfig:
-        """The mesh of accelerate's sizes, axis -> ranks.
+        """Builds the mesh from accelerate's sizes, axis -> ranks; None means 1.
 
-        None is 1. A `dp_shard` of 1 beside one replica is -1, since accelerate's files say 1 where nothing is chosen.
+        With one replica, a `dp_shard` of 1 means -1, because accelerate's files contain 1 if no size is chosen.
         """
         known: dict[str, Any] = {axis: size for axis, size in sizes.items() if size is not None}
         if known.get("dp_replicate", 1) == 1 and known.get("dp_shard") == 1:
@@ -185,19 +186,19 @@ class ParallelConfig:
 
     @property
     def splits_samples(self) -> bool:
-        """Whether several ranks work on one sample: not all of them see different ones."""
+        """True if several ranks work on the same sample."""
         return self.sp > 1 or self.tp > 1 or self.pp > 1
 
     @property
     def data_parallel_size(self) -> int:
-        """Ranks that see different samples; of a resolved mesh."""
+        """Number of ranks with different samples. The mesh must be resolved."""
         return self.dp_replicate * self.dp_shard
 
     def resolve(self, world_size: int) -> ParallelConfig:
-        """The same with `dp_shard` known.
+        """Returns the mesh with `dp_shard` computed from the number of ranks.
 
         Raises:
-            UsageError: the axes do not multiply to the ranks of the job.
+            UsageError: the product of the axes is not the number of ranks.
         """
         others = self._num_others
         mesh = replace(self, dp_shard=world_size // others) if self.dp_shard == -1 and world_size >= others else self
@@ -206,27 +207,27 @@ class ParallelConfig:
                 "ParallelConfig",
                 expected=self._expected(world_size),
                 got=self._product,
-                fix=f"start a multiple of {others} ranks, or choose other sizes",
+                fix=f"start a multiple of {others} ranks, or change the sizes",
             )
         if (mesh.dp_shard * mesh.sp) % mesh.ep:
             raise UsageError(
                 f"ParallelConfig(ep={mesh.ep})",
                 expected=f"a divisor of dp_shard x sp, {mesh.dp_shard * mesh.sp} ranks",
                 got=mesh.ep,
-                fix="choose an ep that divides them, or start other ranks",
+                fix="set ep to such a divisor, or start another number of ranks",
             )
         return mesh
 
     def misfit(self, world_size: int) -> str:
-        """Why the sizes do not fit this number of ranks, for a message; "" where they fit."""
+        """Returns why the sizes do not fit this number of ranks, for a message."""
         shared = world_size // self._num_others * self.sp if self.dp_shard == -1 else self.dp_shard * self.sp
         if world_size % self._num_others == 0 and shared % self.ep:
-            return f"ep {self.ep}, where a divisor of dp_shard x sp, {shared} ranks, is needed"
-        return f"{self._product}, where {self._expected(world_size)} are needed"
+            return f"ep {self.ep} is not a divisor of dp_shard x sp, {shared} ranks"
+        return f"{self._product}, but the mesh needs {self._expected(world_size)}"
 
     @property
     def _num_others(self) -> int:
-        """Ranks along the axes other than `dp_shard`."""
+        """Product of the sizes of all axes except `dp_shard`."""
         return math.prod(getattr(self, axis) for axis in AXES if axis != "dp_shard")
 
     @property
@@ -239,14 +240,14 @@ class ParallelConfig:
         return f"sizes that {'divide' if self.dp_shard == -1 else 'multiply to'} the job's {world_size} ranks"
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The place of a rank on each axis of a resolved mesh."""
+        """Returns the index of a rank along each axis of a resolved mesh."""
         places = {}
         for axis in reversed(AXES):
             rank, places[axis] = divmod(rank, getattr(self, axis))
         return {axis: places[axis] for axis in AXES}
 
     def groups(self, *axes: str) -> RankGroups:
-        """The groups of ranks that differ in these axes only, each in ascending order. The mesh must be resolved.
+        """Returns the groups of ranks that differ only in these axes, in ascending order. The mesh must be resolved.
 
         Example:
             >>> mesh = ParallelConfig(dp_shard=2, tp=2)
@@ -261,18 +262,18 @@ class ParallelConfig:
 
     @property
     def described(self) -> str:
-        """The parts of a model that differ between ranks, for records in checkpoints: "pp 1 x (dp x sp) 4 x tp 2"."""
+        """Description of how ranks divide the model, for checkpoints: "pp 1 x (dp x sp) 4 x tp 2"."""
         experts = f", ep {self.ep}" if self.ep > 1 else ""
         return f"pp {self.pp} x (dp x sp) {self.data_parallel_size * self.sp} x tp {self.tp}{experts}"
 
     @property
     def data_groups(self) -> RankGroups:
-        """The groups of ranks that hold the same parameters before ZeRO shards them."""
+        """Groups of ranks that hold the same parameters before ZeRO shards them."""
         return self.groups("dp_replicate", "dp_shard", "sp")
 
     @property
     def expert_groups(self) -> RankGroups:
-        """The groups of ranks that divide the experts of each layer: neighbours in a data group.
+        """Groups of ranks that divide the experts of each layer: adjacent ranks of a data group.
 
         Example:
             >>> mesh = ParallelConfig(dp_shard=4, ep=2)
@@ -284,12 +285,12 @@ class ParallelConfig:
 
     @property
     def expert_holders(self) -> RankGroups:
-        """The groups of ranks that hold the same experts, before ZeRO shards them."""
+        """Groups of ranks that hold the same experts before ZeRO shards them."""
         return tuple(ranks[place :: self.ep] for ranks in self.data_groups for place in range(self.ep))
 
     @property
     def shard_size(self) -> ShardSize | None:
-        """Ranks of a shard group, where there are replicas; of a resolved mesh."""
+        """Number of ranks per shard group, or None without replicas. The mesh must be resolved."""
         if self.dp_replicate == 1:
             return None
         size = len(self.data_groups[0]) // self.dp_replicate
@@ -297,35 +298,35 @@ class ParallelConfig:
 
     @property
     def compared(self) -> dict[str, Any]:
-        """The settings that all ranks share, by name: their groups follow from these."""
+        """Settings that must be equal on all ranks, by name: they determine the groups."""
         plan = dict(self.tp_plan) if isinstance(self.tp_plan, Mapping) else self.tp_plan
         sizes = {axis: getattr(self, axis) for axis in _DEFAULT_SIZES}
         return {**sizes, "verify_cut": self.verify_cut, "tp_plan": plan}
 
     @property
     def peer_groups(self) -> RankGroups:
-        """The groups of ranks that issue the same collectives: all ranks, or those of one pipeline stage."""
+        """Groups of ranks that issue the same collectives: all ranks, or those of one pipeline stage."""
         return self.groups(*(axis for axis in AXES if axis != "pp"))
 
     def data_parallel_rank(self, rank: int) -> int:
-        """The place of a rank among those that see different samples; of a resolved mesh."""
+        """Returns the index of a rank among those with different samples. The mesh must be resolved."""
         places = self.coordinates(rank)
         return places["dp_replicate"] * self.dp_shard + places["dp_shard"]
 
 
 def _of_distributed_config(source: Any, where: str) -> ParallelConfig:
-    """The mesh of transformers' `DistributedConfig`, whose FSDP is ZeRO here.
+    """Returns the mesh of transformers' `DistributedConfig`, with ZeRO in place of FSDP.
 
     Raises:
-        UsageError: it asks for what the config decides here, or for experts of ranks that see the same samples.
+        UsageError: it sets something that belongs in the config, or divides experts among ranks with the same samples.
     """
     sizes = {axis: getattr(source, f"{axis}_size", None) for axis in ("pp", "dp_replicate", "tp", "ep")}
     refused = {
         "fsdp_cpu_offload": (False, "set zero_optimization.offload_param and offload_optimizer in the config"),
         "fsdp_mixed_precision": (False, "set bf16.enabled or fp16.enabled in the config"),
-        "ep_size": (1, f"ranks that divide experts see samples of their own: fsdp_size={sizes['tp']}, tp_size=1"),
+        "ep_size": (1, f"ranks that divide experts have their own samples: fsdp_size={sizes['tp']}, tp_size=1"),
         "tp_plan": ("auto", "pass ParallelConfig(tp=N, tp_plan={...}) with the whole plan"),
-        "ep_implementation": ("auto", "leave it out: tokens go to their experts by all-to-all"),
+        "ep_implementation": ("auto", "leave it out: an all-to-all sends tokens to their experts"),
     }
     if (sizes["tp"] or 1) == 1:
         refused = {key: rule for key, rule in refused.items() if key not in ("ep_size", "tp_plan")}
@@ -334,9 +335,9 @@ def _of_distributed_config(source: Any, where: str) -> ParallelConfig:
         if value not in (plain, None, "auto", "all_to_all"):
             raise UsageError(f"{where}({key})", expected=repr(plain), got=value, fix=fix)
     unread = {
-        "ep_plan": "experts are found by transformers' interface",
+        "ep_plan": "the engine finds experts by transformers' interface",
         "fsdp_plan": "the engine chooses the units of gathers (zero_optimization.leaf_module)",
-        "enable_sequence_parallel": "transformers does not read it either; sp cuts sequences",
+        "enable_sequence_parallel": "transformers does not read it either; sp splits sequences",
     }
     for key, reason in unread.items():
         if getattr(source, key, None):
@@ -346,15 +347,15 @@ def _of_distributed_config(source: Any, where: str) -> ParallelConfig:
 
 
 def with_config_axes(tree: Mapping[str, Any], parallel: ParallelConfig | None) -> ParallelConfig | None:
-    """The mesh of an argument and of a config, which says how many ranks share sequences and layers.
+    """Combines the mesh of an argument with the sizes in a config.
 
     Args:
-        tree: of the config, as it was written: `sequence_parallel_size`, `expert_parallel.autoep_size`, and
-            `tensor_parallel.autotp_size` with its older forms. What is wrong in it is for `load_config` to say.
+        tree: tree of the config, as written: `sequence_parallel_size`, `expert_parallel.autoep_size`, and
+            `tensor_parallel.autotp_size` with its older forms. `load_config` reports mistakes in it.
 
     Raises:
-        UsageError: they say different sizes; or the config says by keys of its own how layers are cut or run, or
-            tokens routed.
+        UsageError: the sizes differ, or the config has its own keys for splitting or running layers, or for routing
+            tokens.
 
     Example:
         >>> with_config_axes({"tensor_parallel": {"autotp_size": 2}}, None)
@@ -372,7 +373,7 @@ def with_config_axes(tree: Mapping[str, Any], parallel: ParallelConfig | None) -
 
 
 def _ranks(value: object) -> int:
-    """A number of ranks as it is written; 1 for what is none."""
+    """Returns a number of ranks from the config; 1 if the value is not an integer."""
     size = out_of_quotes(int, value)
     return size if isinstance(size, int) and not isinstance(size, bool) else 1
 
@@ -380,14 +381,14 @@ def _ranks(value: object) -> int:
 def _with_axis(parallel: ParallelConfig | None, axis: str, size: int, key: str) -> ParallelConfig:
     mesh = ParallelConfig() if parallel is None else parallel
     if getattr(mesh, axis) not in (1, size):
-        expected = f"{size}, as {key} of the config says"
+        expected = f"{size}, the value of {key} in the config"
         raise UsageError(f"ParallelConfig({axis})", expected=expected, got=getattr(mesh, axis))
     changed: dict[str, Any] = {axis: size}
     return replace(mesh, **changed)
 
 
 def _autoep_size(tree: Mapping[str, Any]) -> int:
-    """How many ranks divide experts; 1 where a config says nothing of it, or does not enable it."""
+    """Returns the number of ranks that divide experts; 1 if the config omits or disables it."""
     section = tree.get("expert_parallel")
     if not isinstance(section, Mapping) or out_of_quotes(bool, section.get("enabled")) is not True:
         return 1
@@ -395,18 +396,18 @@ def _autoep_size(tree: Mapping[str, Any]) -> int:
         if section.get(key) not in (None, 1 if key == "expert_tensor_parallel_size" else None):
             raise UsageError(
                 f"expert_parallel.{key}",
-                expected="no such key: the model's own routers and experts decide it",
+                expected="no such key: the model's own routers and experts determine it",
                 got=section[key],
                 fix="remove it, or set it in the model's config",
             )
-    # Patterns and presets by which DeepSpeed finds experts, and its kernels: found and computed as the model has them.
+    # DeepSpeed's patterns and presets for finding experts, and its kernels. Here the model determines both.
     for key in sorted(section.keys() - {"enabled", "autoep_size", *_OWN_ROUTING}):
-        log_once(logging.INFO, f"expert_parallel.{key}: does nothing: experts are found by transformers' interface")
+        log_once(logging.INFO, f"expert_parallel.{key}: does nothing: transformers' interface finds experts")
     return _ranks(section.get("autoep_size"))
 
 
 def _autotp_size(tree: Mapping[str, Any]) -> int:
-    """How many ranks share layers; 1 where a config says nothing of it."""
+    """Returns the number of ranks that share layers; 1 if the config omits it."""
     section = tree.get("tensor_parallel")
     if not isinstance(section, Mapping):
         return 1
@@ -416,39 +417,39 @@ def _autotp_size(tree: Mapping[str, Any]) -> int:
         if size > 1 and section.get(key):
             raise UsageError(
                 f"tensor_parallel.{key}",
-                expected="nothing: layers are cut as the model's own plan says, or by their names",
+                expected="nothing: the model's own plan or the layers' names determine the split",
                 got=section[key],
-                fix="remove it, and call initialize(parallel=ParallelConfig(tp=N, tp_plan={...})) for another cut",
+                fix="remove it, and call initialize(parallel=ParallelConfig(tp=N, tp_plan={...})) for another split",
             )
     return size
 
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b", "zero_bubble")
 INTERLEAVED = ("interleaved_1f1b", "zero_bubble")
-"""Those with several stages per rank."""
+"""Schedules with several stages per rank."""
 ZERO_BUBBLE = "zero_bubble"
-"""The one that computes gradients of weights by themselves, later than those of inputs."""
+"""Schedule that computes gradients of weights separately from, and later than, those of inputs."""
 SPLITS = ("compute", "parameters", "uniform")
 
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    """How a model is cut into the stages of a pipeline, and in which order they work on micro-batches.
+    """Settings of a pipeline: the split of the model into stages, and the schedule of micro-batches.
 
     Attributes:
         schedule: "1f1b" (PipeDream-flush, Narayanan et al., 2021, arXiv:2006.09503) has at most as many micro-batches
-            in flight as there are stages; "gpipe" (Huang et al., 2019, arXiv:1811.06965) all of a step. Both add up
+            in flight as there are stages; "gpipe" (Huang et al., 2019, arXiv:1811.06965) has all of a step. Both sum
             gradients in the order of the micro-batches, and leave each rank idle for (pp - 1) / (m + pp - 1) of a step
-            of m micro-batches. "interleaved_1f1b" (Narayanan et al., 2021, arXiv:2104.04473, section 2.2) has
-            `stages_per_rank` v stages on each rank, rank r those with the numbers r, r + pp and so on: idle for
-            (pp - 1) / (v m + pp - 1). "zero_bubble" (ZB-H1, Qi et al., 2024, arXiv:2401.10241) is that, and fills the
-            idle part with gradients of weights, which no rank waits for; not at stage 3.
-        stages_per_rank: of the last two schedules; None is 2 there, and 1 for the others.
-        split: the quantity to balance: "compute", matrix elements that each token meets; "parameters"; or "uniform",
-            the number of blocks. Or the number of blocks of each stage, in order.
-        loss: of (output, targets), for an nn.Sequential, whose batches are pairs (inputs, targets). A model of
-            transformers computes its own from `labels`.
-        costs: one per child of an nn.Sequential, to balance instead of `split`.
+            with m micro-batches. "interleaved_1f1b" (Narayanan et al., 2021, arXiv:2104.04473, section 2.2) has
+            `stages_per_rank` = v stages on each rank; rank r has stages r, r + pp and so on, and is idle for
+            (pp - 1) / (v m + pp - 1). "zero_bubble" (ZB-H1, Qi et al., 2024, arXiv:2401.10241) also fills the idle
+            time with gradients of weights, which no rank waits for; not available at stage 3.
+        stages_per_rank: number of stages per rank for the last two schedules, by default 2; the others have 1.
+        split: the quantity to balance: "compute", matrix elements used per token; "parameters"; or "uniform", the
+            number of blocks. Or the number of blocks in each stage, in order.
+        loss: function of (output, targets) for an nn.Sequential, whose batches are pairs (inputs, targets). A
+            transformers model computes its own loss from `labels`.
+        costs: one cost per child of an nn.Sequential, to balance instead of `split`.
 
     Raises:
         UsageError: an unknown schedule or split.
@@ -470,8 +471,8 @@ class PipelineConfig:
                 "PipelineConfig(schedule)",
                 expected=" or ".join(f'"{name}"' for name in SCHEDULES),
                 got=self.schedule,
-                fix="others add up gradients in another order than that of the micro-batches (looped BFS), or have the "
-                "first and the last stage on one rank (ZBV, DualPipeV)",
+                fix="other schedules sum gradients in an order other than that of micro-batches (looped BFS), or place "
+                "the first and the last stage on one rank (ZBV, DualPipeV)",
             )
         stages = self.stages_per_rank
         most = None if self.schedule in INTERLEAVED else 1
@@ -486,11 +487,11 @@ class PipelineConfig:
         if not by_hand and self.split not in SPLITS:
             names = ", ".join(f'"{name}"' for name in SPLITS)
             raise UsageError(
-                "PipelineConfig(split)", expected=f"one of {names}, or numbers of blocks per stage", got=self.split
+                "PipelineConfig(split)", expected=f"one of {names}, or the number of blocks per stage", got=self.split
             )
 
     def stages_on(self, ranks: int) -> int:
-        """Stages per rank in a pipeline with this number of ranks; one rank interleaves nothing."""
+        """Returns the number of stages per rank for this number of ranks; a single rank has one stage."""
         if ranks == 1 or self.schedule not in INTERLEAVED:
             return 1
         return 2 if self.stages_per_rank is None else self.stages_per_rank

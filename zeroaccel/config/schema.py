@@ -1,9 +1,9 @@
-"""The config: all keys of the DeepSpeed JSON except those of ZeRO (`schema_zero`), and the model the engine reads.
+"""The config model: all keys of the DeepSpeed JSON format except those of ZeRO, which are in `schema_zero`.
 
-Made by `load_config`, read by everything above. It declares what may be written. Dtypes are the words "fp32", "fp16"
-and "bf16", so that torch is not imported. Which keys take effect is the table in `support`, contradictions are found in
-`checks`, stages become booleans and batch sizes are solved in `shard_plan`. An attribute whose key is "auto" reads as
-its default.
+`load_config` builds it, and the rest of the package reads it. The schema declares the valid keys and values. Dtypes are
+the words "fp32", "fp16" and "bf16", so that this module need not import torch. `support` lists which keys take effect,
+`checks` finds contradictions, and `shard_plan` turns stages into booleans and solves the batch sizes. An attribute
+whose key is "auto" has its default value.
 """
 
 from __future__ import annotations
@@ -39,47 +39,47 @@ from zeroaccel.config.section import (
 
 
 class Fp16(ConfigSection):
-    """Parameters in fp16, fp32 master weights, and a scaled loss."""
+    """Training with fp16 parameters, fp32 master weights and a scaled loss."""
 
     is_open = True
 
     enabled: Flag = False
     """Train in fp16."""
     auto_cast: Flag = False
-    """Cast floating-point inputs of forward to fp16."""
+    """Cast the floating-point inputs of forward to fp16."""
     loss_scale: NonNegativeNumber = 0.0
-    """Factor on the loss; 0 finds it while training."""
+    """Static factor on the loss; 0 selects dynamic loss scaling."""
     initial_scale_power: Count = 16
-    """The search starts at 2 to this power."""
+    """Base-2 logarithm of the initial dynamic loss scale."""
     loss_scale_window: Count = 1000
-    """Steps without overflow after which the factor doubles; above 0 when it is searched for."""
+    """Number of steps without overflow after which a dynamic scale doubles; must be above 0 for a dynamic scale."""
     hysteresis: PositiveCount = 2
-    """Overflows, this one included, until the factor halves."""
+    """Number of overflows after which a dynamic scale halves."""
     consecutive_hysteresis: Flag = False
-    """Count the overflows anew after each good step, not only when the factor grows."""
+    """Reset the count of overflows after each step without overflow, not only when the scale grows."""
     min_loss_scale: NonNegativeNumber = 1.0
-    """Lowest factor; an overflow at it is an error. Above 0 when the factor is searched for."""
+    """Lowest dynamic scale, above 0; an overflow at this scale raises an error."""
     fp16_master_weights_and_grads: Flag = False
-    """Master weights and gradients in fp16."""
+    """Keep master weights and gradients in fp16."""
     opt_level: Any = None
-    """Level of Apex's mixed precision."""
+    """Mixed-precision level of Apex."""
 
 
 class Bf16(ConfigSection):
-    """Parameters in bf16 and fp32 master weights."""
+    """Training with bf16 parameters and fp32 master weights."""
 
     is_open = True
 
     enabled: Flag = False
     """Train in bf16."""
     immediate_grad_update: Flag = False
-    """Add each gradient to its fp32 sum as soon as it is there."""
+    """Add each gradient to its fp32 sum as soon as backward computes it."""
     check_grad_overflow: Flag = True
-    """Skip a step whose gradients are not finite."""
+    """Skip a step if any gradient is infinite or NaN."""
     bf16_master_weights_and_grads: Flag = False
-    """Master weights and gradients in bf16."""
+    """Keep master weights and gradients in bf16."""
     bf16_optimizer_states: Flag = False
-    """Optimizer states in bf16."""
+    """Keep optimizer states in bf16."""
     auto_cast: Any = None
     """A key of fp16."""
     loss_scale: Any = None
@@ -95,7 +95,7 @@ class Bf16(ConfigSection):
     min_loss_scale: Any = None
     """A key of fp16."""
     opt_level: Any = None
-    """Level of Apex's mixed precision."""
+    """Mixed-precision level of Apex."""
 
 
 def _modules(value: object) -> object:
@@ -112,29 +112,29 @@ class DataTypes(ConfigSection):
     is_open = True
 
     grad_accum_dtype: MaybeDtype = None
-    """Dtype in which gradients are summed over micro-steps; absent, fp32 whatever the model's dtype."""
+    """Dtype of gradient sums over micro-batches; by default fp32, whatever the model's dtype."""
     param_dtype: MaybeDtype = None
-    """Dtype of the parameters; it must be the one of the enabled precision. Absent, that one."""
+    """Dtype of the parameters; must match the enabled precision, which is the default."""
     buffer_dtype: MaybeDtype = None
-    """Dtype all floating-point buffers are cast to; absent, they follow the parameters of their module."""
+    """Dtype of all floating-point buffers; by default that of the parameters of their module."""
     master_weights: Literal["fp32", "residual"] = "fp32"
-    """"residual" keeps of a bf16 weight's fp32 master what rounding took: exact, in nearly 2 bytes fewer."""
+    """"residual" stores only the bf16 rounding error of each fp32 master: exact, and nearly 2 bytes smaller."""
     keep_in_fp32_modules: Annotated[tuple[str, ...] | Literal["auto"], BeforeValidator(_modules)] = "auto"
-    """Names of modules whose parameters and buffers stay fp32; "auto" takes the model's own list, if it has one."""
+    """Names of modules whose parameters and buffers stay fp32; "auto" uses the model's own list, if it has one."""
 
 
 class TorchAutocast(ConfigSection):
-    """Mixed precision by torch.autocast instead of parameters in 16 bits."""
+    """Mixed precision through torch.autocast instead of 16-bit parameters."""
 
     is_open = True
 
     enabled: Flag = False
     """Run forward under torch.autocast."""
     dtype: Dtype = "bf16"
-    """Dtype of autocast; fp16 scales the loss as torch.amp.GradScaler does."""
+    """Dtype for autocast; fp16 scales the loss like torch.amp.GradScaler."""
     lower_precision_safe_modules: Texts | None = None
-    """Module classes, as "torch.nn.Linear", whose weights and gradients are stored, gathered and reduced in that dtype,
-    with masters in fp32; all others stay fp32. By default torch.nn.Linear, Conv1d, Conv2d and Conv3d."""
+    """Module classes, such as "torch.nn.Linear", whose weights and gradients the engine stores, gathers and reduces in
+    this dtype, with fp32 masters; all others stay fp32. By default torch.nn.Linear, Conv1d, Conv2d and Conv3d."""
 
 
 LogLevel = Annotated[Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(lowered)]
@@ -142,15 +142,15 @@ LogLevel = Annotated[Literal["debug", "info", "warning", "error", "critical"], B
 
 class _MetricFiles(ConfigSection):
     enabled: Flag = False
-    """Write them."""
+    """Write the metrics."""
     output_path: Text = ""
-    """Folder to write to; empty is the working directory."""
+    """Folder for the metrics; by default the working directory."""
     job_name: Name = "zeroaccel"
-    """Folder within it, one per run."""
+    """Name of the run's folder inside output_path."""
 
 
 class TensorBoard(_MetricFiles):
-    """Metrics as TensorBoard event files (needs the package tensorboard)."""
+    """Metrics as TensorBoard event files (requires the package tensorboard)."""
 
 
 class CsvMonitorSection(_MetricFiles):
@@ -165,13 +165,13 @@ class Wandb(ConfigSection):
     """Metrics to Weights & Biases."""
 
     enabled: Flag = False
-    """Send them (needs the package wandb)."""
+    """Send the metrics (requires the package wandb)."""
     group: Text | None = None
-    """Group of runs."""
+    """Group of the run."""
     team: Text | None = None
-    """Team the project belongs to."""
+    """Team that owns the project."""
     project: Name = "zeroaccel"
-    """Project the run belongs to."""
+    """Project of the run."""
 
 
 class Comet(UnreadSection):
@@ -180,7 +180,7 @@ class Comet(UnreadSection):
     unread = "samples_log_interval project workspace api_key experiment_name experiment_key online mode"
 
     enabled: Flag = False
-    """Send them."""
+    """Send the metrics."""
 
 
 class Trackio(UnreadSection):
@@ -189,60 +189,60 @@ class Trackio(UnreadSection):
     unread = "project"
 
     enabled: Flag = False
-    """Send them."""
+    """Send the metrics."""
 
 
 class CommsLogger(UnreadSection):
-    """A log of the collectives: how many, how large, how long."""
+    """Log of the collectives: number, size and duration."""
 
     unread = "verbose prof_all debug prof_ops"
 
     enabled: Flag = False
-    """Keep the log."""
+    """Log the collectives."""
 
 
 class ThroughputTimer(UnreadSection):
-    """Samples per second, measured over the step."""
+    """Throughput in samples per second, measured over the step."""
 
     unread = "enabled synchronized"
 
 
 class Timers(ConfigSection):
-    """Clocks of the engine."""
+    """Timers of the engine."""
 
     throughput: ThroughputTimer = ThroughputTimer()
-    """Samples per second."""
+    """Throughput in samples per second."""
 
 
 class FlopsProfiler(UnreadSection):
-    """A profile of the operations of one step."""
+    """Profile of the operations in one step."""
 
     is_open = True
     unread = "recompute_fwd_factor profile_step module_depth top_modules detailed output_file"
 
     enabled: Flag = False
-    """Take the profile."""
+    """Record the profile."""
 
 
 class ActivationCheckpointing(ConfigSection):
-    """Recomputation in backward: of functions that a model checkpoints itself, and of its repeated blocks."""
+    """Recomputation in backward, for the functions that a model checkpoints itself and for its repeated blocks."""
 
     is_open = True
 
     wrap_blocks: Flag = False
     """Recompute every repeated block of the model."""
     partition_activations: Flag = False
-    """Keep a share of each input per rank of the tensor-parallel group."""
+    """Store an equal part of each input on every rank of the tensor-parallel group."""
     cpu_checkpointing: Flag = False
-    """Keep inputs in host memory."""
+    """Store inputs in host memory."""
     contiguous_memory_optimization: Flag = False
-    """Keep inputs in one buffer."""
+    """Store inputs in one contiguous buffer."""
     number_checkpoints: PositiveCount | None = None
-    """Inputs that buffer is sized for; absent, the number of repeated blocks."""
+    """Number of inputs that the buffer holds; by default the number of repeated blocks."""
     synchronize_checkpoint_boundary: Flag = False
-    """Wait for the device at each checkpoint."""
+    """Synchronise with the device at each checkpoint."""
     profile: Flag = False
-    """Log the time of checkpointed functions in forward and again in backward, and the bytes kept."""
+    """Log the time of checkpointed functions in forward and in their recomputation, and the bytes of stored inputs."""
 
 
 class Pipeline(UnreadSection):
@@ -253,7 +253,7 @@ class Pipeline(UnreadSection):
 
 
 class HybridEngine(UnreadSection):
-    """One engine for training and generation."""
+    """A combined engine for training and generation."""
 
     unread = (
         "max_out_tokens inference_tp_size release_inference_cache pin_parameters tp_gather_partition_size "
@@ -261,24 +261,24 @@ class HybridEngine(UnreadSection):
     )
 
     enabled: Flag = False
-    """Use it."""
+    """Enable the hybrid engine."""
 
 
 class TensorParallelGroup(ConfigSection):
-    """Older form of the size of tensor parallelism."""
+    """Older form of the tensor-parallel size."""
 
     tp_size: PositiveCount = 1
-    """Ranks that share each layer."""
+    """Number of ranks that share each layer."""
     tp_grain_size: PositiveCount = 1
-    """Multiple that the split sizes keep to."""
+    """Number that divides the size of each part when a dimension is split."""
     mpu: Any = None
-    """Object that knows the process groups."""
+    """Object that provides the process groups."""
     tp_group: Any = None
-    """Process group of tensor parallelism."""
+    """Process group for tensor parallelism."""
 
 
 class TensorParallel(UnreadSection):
-    """Layers split among ranks."""
+    """Tensor parallelism: layers split among ranks."""
 
     unread = (
         "dtype tp_overlap_comm vocab_parallel_lm_head vocab_parallel_ce_backend injection_policy_tuple "
@@ -286,13 +286,13 @@ class TensorParallel(UnreadSection):
     )
 
     autotp_size: Count = 0
-    """Ranks that share each layer; 0 is off."""
+    """Number of ranks that share each layer; 0 disables tensor parallelism."""
     tensor_parallel: Annotated[TensorParallelGroup, AlsoSpelled("tp")] = TensorParallelGroup()
-    """Older form of the size."""
+    """Older form of the tensor-parallel size."""
 
 
 class ExpertParallel(UnreadSection):
-    """Experts of a mixture-of-experts model divided among ranks."""
+    """Expert parallelism: experts of a mixture-of-experts model divided among ranks."""
 
     unread = (
         "expert_tensor_parallel_size validate_folding_routing async_split_plan preset_model "
@@ -304,28 +304,28 @@ class ExpertParallel(UnreadSection):
     )
 
     enabled: Flag = False
-    """Use it."""
+    """Enable expert parallelism."""
     autoep_size: PositiveCount = 1
-    """Ranks that divide the experts of each layer."""
+    """Number of ranks that divide the experts of each layer."""
 
 
 class CompileArguments(ConfigSection):
     """Arguments of `torch.compile`."""
 
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = None
-    """What the backend aims for."""
+    """Optimisation mode of the backend."""
     fullgraph: Flag = False
-    """Make a graph break an error."""
+    """Raise an error at a graph break."""
     dynamic: Flag | None = None
-    """Compile for changing shapes; absent, where shapes change."""
+    """Compile for dynamic shapes; by default only where shapes change."""
     options: Arguments = Field(default_factory=dict)
-    """Options of the backend; not beside a mode."""
+    """Options of the backend; cannot be combined with mode."""
     disable: Flag = False
-    """Compile nothing."""
+    """Disable compilation."""
 
 
 class Compile(UnreadSection):
-    """The model compiled by `torch.compile`."""
+    """Compilation of the model by `torch.compile`."""
 
     is_read = True
     unread = (
@@ -337,32 +337,32 @@ class Compile(UnreadSection):
     enabled: Flag | None = None
     """Compile the model at its first forward."""
     disable: Flag | None = None
-    """Older form: false stands for enabled, where that is absent; true compiles nothing."""
+    """Older form: false enables compilation if enabled is absent; true disables it."""
     backend: Name | None = None
-    """Backend of torch.compile, or module.function of one's own; absent, inductor."""
+    """Backend of torch.compile, or the module.function of your own backend; by default inductor."""
     kwargs: CompileArguments = CompileArguments()
-    """More arguments of torch.compile."""
+    """Further arguments of torch.compile."""
     deepcompile: Flag = False
-    """Compiler passes that schedule communication within the model's graph."""
+    """Run compiler passes that schedule communication within the model's graph."""
 
     @property
     def compiles(self) -> bool:
-        """Whether the model is to be compiled."""
+        """True if the engine compiles the model."""
         wanted = self.disable is False if self.enabled is None else self.enabled
         return wanted and not self.disable and not self.kwargs.disable
 
 
 class WeightQuantization(UnreadSection):
-    """Weights quantised once after loading, for inference."""
+    """Quantisation of the weights after loading, for inference."""
 
     unread = "num_bits q_type q_groups quantized_initialization post_init_quant"
 
     enabled: Flag = True
-    """Quantise them."""
+    """Quantise the weights."""
 
 
 class Autotuning(UnreadSection):
-    """A search for fast settings by trial runs."""
+    """Search for fast settings by trial runs."""
 
     is_open = True
     unread = (
@@ -373,17 +373,17 @@ class Autotuning(UnreadSection):
     )
 
     enabled: Flag = False
-    """Search."""
+    """Enable the search."""
 
 
 class DataEfficiency(UnreadSection):
-    """Choice of samples and tokens by difficulty."""
+    """Selection of samples and tokens by difficulty."""
 
     is_open = True
     unread = "seed data_routing data_sampling"
 
     enabled: Flag = False
-    """Use it."""
+    """Enable the selection."""
 
 
 _OPTIMIZER_PARAMS = (
@@ -399,7 +399,7 @@ OptimizerKindName = Annotated[Literal["elementwise", "per_tensor", "coupled"], B
 
 
 class OptimizerSection(ConfigSection):
-    """An optimizer to build, or how one that is made in code may be sharded (`kind` alone)."""
+    """Optimizer that the engine builds; or, with `kind` alone, how it may shard an optimizer built in code."""
 
     is_open = True
     inner: ClassVar[Mapping[str, tuple[str, ...]]] = {"params": _OPTIMIZER_PARAMS}
@@ -407,15 +407,15 @@ class OptimizerSection(ConfigSection):
     type: Name | None = None
     """Name of the optimizer: Adam, AdamW, Adagrad, Lion, RMSprop, SGD, Lamb, Muon, or any class of torch.optim."""
     params: Arguments = Field(default_factory=dict)
-    """Its arguments."""
+    """Arguments of the optimizer."""
     kind: OptimizerKindName | None = None
-    """What an element's update depends on: "elementwise", "per_tensor" or "coupled"; absent, it is found out."""
+    """Scope of each element's update: "elementwise", "per_tensor" or "coupled"; by default detected."""
     legacy_fusion: Flag = False
     """Older form of the fused update."""
 
 
 class SchedulerSection(ConfigSection):
-    """A learning-rate scheduler to build."""
+    """Learning-rate scheduler that the engine builds."""
 
     is_open = True
     inner: ClassVar[Mapping[str, tuple[str, ...]]] = {"params": _SCHEDULER_PARAMS}
@@ -423,31 +423,31 @@ class SchedulerSection(ConfigSection):
     type: Name
     """WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, or any class of torch.optim.lr_scheduler."""
     params: Arguments = Field(default_factory=dict)
-    """Its arguments."""
+    """Arguments of the scheduler."""
 
 
 class ParallelWrite(ConfigSection):
-    """Writing of a checkpoint by several ranks."""
+    """Parallel writing of a checkpoint by several ranks."""
 
     pipeline_stage: Flag = False
-    """Let the ranks of a pipeline stage share the writing."""
+    """Divide the writing among the ranks of a pipeline stage."""
 
 
 class CheckpointWriter(UnreadSection):
-    """How bytes of a checkpoint reach the disk."""
+    """Writer that stores the bytes of a checkpoint on disk."""
 
     unread = "type io_buffer_size io_buffer_double show_statistics data_parallel decoupled io_multiplier"
 
 
 class PeerStates(ConfigSection):
-    """States in the memory of the machines, from which a run resumes that has lost a rank."""
+    """Copies of the training state in host memory, from which a run resumes after losing a rank."""
 
     enabled: Flag = True
-    """Save them."""
+    """Save the copies."""
     interval: Interval = "auto"
-    """Steps between two states; "auto" measures an interval at which their part of the time should be 2 %."""
+    """Number of steps between two copies; "auto" measures an interval at which they should take 2 % of the time."""
     memory: PositiveCount | None = None
-    """Bytes of a machine's memory that states may take; absent, what is free."""
+    """Maximum bytes of a machine's memory for the copies; by default all free memory."""
 
 
 TagValidation = Annotated[Literal["ignore", "warn", "fail"], BeforeValidator(lowered)]
@@ -459,101 +459,101 @@ class Checkpoint(ConfigSection):
     is_open = True
 
     tag_validation: TagValidation = "warn"
-    """What to do when the ranks name different checkpoints."""
+    """Reaction if the ranks name different checkpoints."""
     load_universal: Flag = False
-    """Load a checkpoint in the format that fits any number of ranks."""
+    """Load a checkpoint in the format for any number of ranks."""
     use_node_local_storage: Flag = False
-    """The folder is a different one on each node."""
+    """True if the checkpoint folder is local to each node."""
     parallel_write: ParallelWrite = ParallelWrite()
-    """Writing by several ranks."""
+    """Parallel writing by several ranks."""
     checkpoint_serialization: Flag = True
-    """Serialise before writing."""
+    """Serialise tensors before writing."""
     writer: CheckpointWriter | None = None
-    """How bytes reach the disk."""
+    """Writer of the checkpoint files."""
     async_save: Flag = False
-    """Write checkpoints in the background, while training goes on."""
+    """Write checkpoints in the background while training continues."""
     staging_nbytes: PositiveCount = 1_073_741_824
-    """Bytes of host memory per rank that checkpoints written in the background are copied through."""
+    """Bytes of host memory per rank for staging checkpoints that are written in the background."""
     keep_last: PositiveCount | None = None
-    """Checkpoints that stay in a folder: saving removes the oldest."""
+    """Number of checkpoints to keep in a folder; each save removes older ones. By default all are kept."""
     save_random_state: Flag = False
-    """Save the state of the random generators too; a run of as many ranks resumes with it."""
+    """Save the states of the random generators too; a run with the same number of ranks restores them."""
     exclude_frozen_parameters: Flag | None = None
-    """Leave out the values of frozen parameters; absent, those of an adapters' base that has a name."""
+    """Omit the values of frozen parameters; by default only those of a PEFT base model that has a name."""
     save_on_preemption: PathText | None = None
-    """Folder for a checkpoint when a rank receives SIGTERM or SIGUSR1; the process then ends with exit code 85."""
+    """Folder for a checkpoint when a rank receives SIGTERM or SIGUSR1; the process then exits with code 85."""
     peer: PeerStates | None = None
-    """States in the memory of the machines, which an `Accelerator` saves and resumes from."""
+    """Copies of the training state in host memory; an `Accelerator` saves them and resumes from them."""
 
 
 def _steps_per_print(value: object) -> object:
-    return None if value == float("inf") else value  # a number of steps that never comes: HF libraries write it so
+    return None if value == float("inf") else value  # Hugging Face libraries write infinity to disable printing
 
 
 ReduceOp = Annotated[Literal["mean", "sum"], BeforeValidator(lowered)]
 
 
 class Config(ConfigSection):
-    """A config in the DeepSpeed JSON format, checked; made by `load_config`."""
+    """A validated config in the DeepSpeed JSON format; `load_config` creates it."""
 
     is_open = True
 
     train_batch_size: PositiveCount | None = None
-    """Samples per optimizer step, over all ranks and micro-steps."""
+    """Number of samples per optimizer step, over all ranks and micro-batches."""
     train_micro_batch_size_per_gpu: PositiveCount | None = None
-    """Samples per rank and micro-step."""
+    """Number of samples per rank and micro-batch."""
     gradient_accumulation_steps: PositiveCount | None = None
-    """Micro-steps per optimizer step."""
+    """Number of micro-batches per optimizer step."""
     managed_gradient_accumulation: Flag = True
-    """The engine counts micro-steps; false makes every call of step() an update."""
+    """Let the engine count micro-batches; with false, every call of step() updates the weights."""
     gradient_clipping: NonNegativeNumber = 0.0
-    """Largest global L2 norm of the gradients. 0, the default, does not clip: other readers of the format take 1.0."""
+    """Maximum global L2 norm of the gradients; 0 disables clipping. Default 0 (DeepSpeed: 1.0 since 0.19.3)."""
     steps_per_print: Annotated[PositiveCount | None, BeforeValidator(_steps_per_print)] = None
-    """Optimizer steps between two log lines; absent, none."""
+    """Number of optimizer steps between two log lines; by default no lines are logged."""
     dump_state: Flag = False
-    """Print the engine's settings at start."""
+    """Print the engine's settings at the start."""
     disable_python_gc: Flag = False
-    """Turn Python's cyclic garbage collection off while training."""
+    """Disable Python's cyclic garbage collector during training."""
     disable_allgather: Flag = False
     """A key without effect."""
     communication_data_type: MaybeDtype = None
-    """Dtype in which gradients are reduced; absent, the one of the enabled precision."""
+    """Dtype of gradient reductions; by default that of the enabled precision."""
     seq_parallel_communication_data_type: Annotated[Dtype, AlsoSpelled("seq_parallel_comm_data_type")] = "fp32"
-    """The same under sequence parallelism."""
+    """Dtype of gradient reductions under sequence parallelism."""
     prescale_gradients: Flag = False
-    """Divide gradients before they are summed over ranks rather than after."""
+    """Divide gradients by the number of ranks before the sum over ranks instead of after it."""
     gradient_predivide_factor: PositiveNumber = 1.0
-    """Part of that division that is made before the sum."""
+    """Factor by which gradients are divided before the sum over ranks; the rest of the division follows it."""
     gradient_allreduce_op: ReduceOp = "mean"
-    """Gradients over ranks: "mean" or "sum"."""
+    """Reduction of gradients over ranks: "mean" or "sum"."""
     zero_allow_untested_optimizer: Flag = False
     """Shard the states of an optimizer class that is not known to be elementwise."""
     zero_force_ds_cpu_optimizer: Flag = True
-    """Take only a special optimizer for the host."""
+    """Accept only DeepSpeed's CPU optimizer for updates on the host."""
     optimizer: OptimizerSection | None = None
-    """Optimizer to build, unless one is passed in."""
+    """Optimizer to build if the caller passes none."""
     scheduler: SchedulerSection | None = None
-    """Learning-rate scheduler to build, unless one is passed in."""
+    """Learning-rate scheduler to build if the caller passes none."""
     opt_level: Any = None
-    """Level of Apex's mixed precision."""
+    """Mixed-precision level of Apex."""
     vocabulary_size: PositiveCount | None = None
     """Size of the model's vocabulary."""
     wall_clock_breakdown: Flag = False
     """Log the time of forward, backward and step."""
     memory_breakdown: Flag = False
-    """Log the memory in use after each of them."""
+    """Log the memory in use after forward, backward and step."""
     dataloader_drop_last: Flag = False
-    """Drop the last, smaller batch of a loader made by the engine."""
+    """Drop the last, smaller batch of a loader that the engine builds."""
     use_data_before_expert_parallelism: Flag = False
-    """Order of the ranks of expert parallelism."""
+    """Order of the ranks in expert parallelism."""
     log_level: LogLevel | None = None
-    """Level of zeroaccel's logger; absent, as it is."""
+    """Level of zeroaccel's logger; by default unchanged."""
     sequence_parallel_size: PositiveCount = 1
-    """Ranks that share one sequence."""
+    """Number of ranks that share one sequence."""
     data_parallel_size: PositiveCount | None = None
-    """Ranks that see different samples; it must be the number of ranks."""
+    """Number of ranks with different samples; must equal the actual number."""
     zero_optimization: ZeroOptimization = ZeroOptimization()
-    """What is sharded, where it lives, and how far ahead it is fetched."""
+    """ZeRO: sharding of model states, offload and prefetching."""
     fp16: Fp16 = Fp16()
     """Training in fp16."""
     bf16: Annotated[Bf16, AlsoSpelled("bfloat16", deprecated=True)] = Bf16()
@@ -561,11 +561,11 @@ class Config(ConfigSection):
     data_types: DataTypes = DataTypes()
     """Dtypes of gradients, parameters and buffers."""
     torch_autocast: TorchAutocast = TorchAutocast()
-    """Mixed precision by torch.autocast."""
+    """Mixed precision through torch.autocast."""
     aio: Aio = Aio()
-    """How "nvme" offload reads and writes."""
+    """File I/O for "nvme" offload."""
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
-    """Options of a checkpointing function that a model calls itself."""
+    """Recomputation of activations in backward."""
     checkpoint: Checkpoint = Checkpoint()
     """Options for checkpoints."""
     tensorboard: TensorBoard = TensorBoard()
@@ -581,39 +581,39 @@ class Config(ConfigSection):
     trackio: Trackio = Trackio()
     """Metrics to Trackio."""
     comms_logger: CommsLogger = CommsLogger()
-    """A log of the collectives."""
+    """Log of the collectives."""
     timers: Timers = Timers()
-    """Clocks of the engine."""
+    """Timers of the engine."""
     flops_profiler: FlopsProfiler = FlopsProfiler()
-    """A profile of one step."""
+    """Profile of one step."""
     autotuning: Autotuning = Autotuning()
-    """A search for fast settings."""
+    """Search for fast settings."""
     compile: Compile = Compile()
-    """The model compiled by torch.compile."""
+    """Compilation of the model by torch.compile."""
     data_efficiency: DataEfficiency = DataEfficiency()
-    """Choice of samples and tokens."""
+    """Selection of samples and tokens."""
     expert_parallel: ExpertParallel = ExpertParallel()
-    """Experts divided among ranks."""
+    """Expert parallelism: experts divided among ranks."""
     hybrid_engine: HybridEngine = HybridEngine()
-    """One engine for training and generation."""
+    """A combined engine for training and generation."""
     pipeline: Pipeline = Pipeline()
     """Pipeline parallelism."""
     tensor_parallel: TensorParallel = TensorParallel()
-    """Layers split among ranks."""
+    """Tensor parallelism: layers split among ranks."""
     weight_quantization: WeightQuantization | None = None
-    """Weights quantised for inference."""
+    """Quantisation of the weights for inference."""
     amp: FreeSection = None
     """Mixed precision by Apex."""
     compression_training: FreeSection = None
     """Training with compressed weights."""
     curriculum_learning: FreeSection = None
-    """Sequence length that grows with training."""
+    """Sequence length that grows during training."""
     datastates_ckpt: FreeSection = None
     """Asynchronous checkpoints."""
     eigenvalue: FreeSection = None
-    """Curvature for quantised training."""
+    """Curvature estimates for quantised training."""
     elasticity: FreeSection = None
-    """Batch sizes that fit many numbers of ranks."""
+    """Batch sizes that suit many numbers of ranks."""
     graph_harvesting: FreeSection = None
     """Capture of short kernels as graphs."""
     msamp: FreeSection = None
@@ -621,9 +621,9 @@ class Config(ConfigSection):
     nebula: FreeSection = None
     """Asynchronous checkpoints to a service."""
     progressive_layer_drop: FreeSection = None
-    """Layers left out while training."""
+    """Random omission of layers during training."""
     quantize_training: FreeSection = None
-    """Training with weights of falling precision."""
+    """Training with weights of decreasing precision."""
     sparse_attention: FreeSection = None
     """Attention kernels with a fixed pattern."""
     sparse_gradients: FreeSection = None
@@ -632,59 +632,59 @@ class Config(ConfigSection):
     _origin: Provenance = PrivateAttr(default_factory=Provenance)
 
     def model_post_init(self, context: Any) -> None:
-        """Keeps the provenance that the loader passes as validation context."""
+        """Stores the provenance that the loader passes as validation context."""
         if isinstance(context, Provenance):
             self._origin = context
 
     @property
     def raw(self) -> Mapping[str, Any]:
-        """A copy of the tree as it was given, with its spellings and its "auto" values."""
+        """Copy of the tree as given, with its spellings and "auto" values."""
         return self._origin.raw
 
     @property
     def resolved(self) -> Mapping[str, Any]:
-        """The plain tree in which every "auto" is filled, in the spelling it was written in.
+        """Plain tree in the given spelling, with a value in place of every "auto".
 
-        An "auto" that takes a default which cannot be written down is absent.
+        The tree omits a key whose "auto" takes a default that JSON cannot express.
         """
         return self._origin.resolved
 
     @property
     def resolved_sources(self) -> Mapping[str, str]:
-        """Dotted path in `resolved` -> where the value came from, or the formula that filled it."""
+        """Dotted path in `resolved` -> source of the value, or the formula that filled it."""
         return self._origin.resolved_sources
 
     @property
     def sources(self) -> Mapping[str, str]:
-        """Dotted path -> where its value was given ("ds_config.json:3:5"); keys that were not given are absent."""
+        """Dotted path -> place of its value ("ds_config.json:3:5"), without keys that were not given."""
         return self._origin.sources()
 
     @property
     def unresolved(self) -> tuple[str, ...]:
-        """Dotted paths whose value is "auto"; their attributes read as defaults until they are filled in."""
+        """Dotted paths whose value is "auto"; their attributes have default values until a rule fills them."""
         return self._origin.unresolved
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """One line for each key that is accepted without being followed to the letter, and what happens instead."""
+        """One line for each key that the engine accepts but does not follow exactly, with its actual behaviour."""
         return self._origin.notes
 
     @property
     def precision(self) -> Literal["fp32", "fp16", "bf16"]:
-        """Dtype of the parameters: "fp16" or "bf16" where enabled, else "fp32"."""
+        """Dtype of the parameters: "fp16" or "bf16" if enabled, else "fp32"."""
         if self.fp16.enabled:
             return "fp16"
         return "bf16" if self.bf16.enabled else "fp32"
 
     @property
     def scales_loss(self) -> bool:
-        """Whether gradients are computed in fp16, where small ones vanish unless the loss is scaled."""
+        """True if backward computes gradients in fp16, where small ones vanish unless the engine scales the loss."""
         return self.fp16.enabled or (self.torch_autocast.enabled and self.torch_autocast.dtype == "fp16")
 
     def where(self, path: str) -> str:
-        """The address of a key for an error message: "ds_config.json:3:5: optimizer.params.lr".
+        """Returns the address of a key for an error message: "ds_config.json:3:5: optimizer.params.lr".
 
         Args:
-            path: dotted path in the schema's names; it may go on into `optimizer.params` and `scheduler.params`.
+            path: dotted path in the schema's names; it may continue into `optimizer.params` and `scheduler.params`.
         """
         return self._origin.where(tuple(path.split(".")))

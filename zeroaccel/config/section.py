@@ -1,9 +1,9 @@
-"""What every section of the config is made of: the base model, the value types, and the older names of keys.
+"""Building blocks of config sections: the base model, the value types, and the marks for older names of keys.
 
-The schema files declare sections with these pieces; `normalize` reads the older names, `diagnostics` turns what the
-value types refuse into sentences. Nothing here knows a key of the config, and values are checked, never repaired. Only
-integers written as floats (5e8), flags written as 0 and 1, and other names of one dtype are made uniform. `normalize`
-takes numbers and flags out of their quotes first (`out_of_quotes`), at every key that expects one.
+The schema modules declare sections with them; `normalize` reads the older names, and `diagnostics` turns errors of the
+value types into sentences. No key of the config is named here. The value types check values and never repair them; they
+only unify integers written as floats (5e8), flags written as 0 and 1, and the names of a dtype. `normalize` first
+unquotes numbers and flags (`out_of_quotes`) at every key that expects them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 AUTO = "auto"
-"""Stands for a value that is filled in once model, loaders and world size are known."""
+"""Placeholder for a value that the engine fills in once it knows the model, the loaders and the world size."""
 
 
 @dataclass(frozen=True)
 class AlsoSpelled:
-    """Marks a field that may be written under another name; a deprecated one leaves a note."""
+    """Marks a field that has another valid name; a deprecated name causes a note."""
 
     name: str
     deprecated: bool = False
@@ -34,9 +34,9 @@ class AlsoSpelled:
 
 @dataclass(frozen=True)
 class Retired:
-    """A boolean key of older releases: the sibling section that replaced it, and what in there it stands for.
+    """A boolean key of older releases, with the sibling section that replaced it.
 
-    False stands for the replacement being absent.
+    True means that section with the values `when_true`, false means no such section.
     """
 
     becomes: str
@@ -44,7 +44,7 @@ class Retired:
 
 
 def _for_editors(schema: dict[str, Any], section: type[ConfigSection]) -> None:
-    """Completes the JSON Schema of one section: "auto" is a legal value, and the other spellings are legal keys."""
+    """Completes the JSON Schema of one section: adds "auto" as a value and the other spellings as keys."""
     properties = schema.get("properties", {})
     for name, field in section.model_fields.items():
         if nested_section(field) is None and field.default != AUTO:
@@ -67,7 +67,7 @@ def _or_auto(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 class ConfigSection(BaseModel):
-    """Base of all sections: immutable, closed to unknown keys, described for editors by its attribute docstrings."""
+    """Base of all sections: immutable, without unknown keys; attribute docstrings are the descriptions for editors."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -78,37 +78,37 @@ class ConfigSection(BaseModel):
     )
 
     retired: ClassVar[Mapping[str, Retired]] = {}
-    """Keys of older releases that are translated rather than renamed."""
+    """Keys of older releases that `normalize` translates into a section rather than renames."""
 
     from_flag: ClassVar[Mapping[bool, Mapping[str, object]]] = {}
-    """What a bare true or false in place of the section stands for, where that is a known older form."""
+    """Meaning of a plain true or false in place of the section, if that is a known older form."""
 
     is_open: ClassVar[bool] = False
-    """Whether DeepSpeed ignores keys of this section that it does not know."""
+    """True if DeepSpeed ignores unknown keys in this section."""
 
     is_read: ClassVar[bool] = True
-    """Whether any key of this section takes effect here: where none does, a misspelt one does no harm."""
+    """True if any key of this section takes effect; otherwise a misspelt key does no harm."""
 
     unread: ClassVar[str] = ""
-    """Keys of the format that nothing here reads, separated by spaces; see `UnreadSection`."""
+    """Keys of the format that zeroaccel does not read, separated by spaces; see `UnreadSection`."""
 
     inner: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Field -> names of keys that belong into it, where its keys are free."""
+    """Field with free keys -> names of keys that belong into it."""
 
 
 class UnreadSection(ConfigSection):
-    """A section that is refused or without effect (`support` says which), of which at most its switch is read.
+    """A refused section or one without effect (see `support`); zeroaccel reads its switch at most.
 
-    Its other keys are in `unread`: a misspelt one is still found, and any value is kept as it is, unchecked.
+    `unread` lists its other keys: `normalize` reports misspelt ones, and values stay unchecked.
     """
 
-    model_config = ConfigDict(extra="allow")  # unknown keys never get here: `normalize` finds them
+    model_config = ConfigDict(extra="allow")  # `normalize` has already rejected unknown keys
 
     is_read = False
 
 
 def nested_section(field: FieldInfo) -> type[ConfigSection] | None:
-    """The section class of a field that holds a section, also when it may be None; else None."""
+    """Returns the section class of a field, also of an optional one; None if the field holds no section."""
     for candidate in (field.annotation, *get_args(field.annotation)):
         if isinstance(candidate, type) and get_origin(candidate) is None and issubclass(candidate, ConfigSection):
             return candidate
@@ -116,14 +116,14 @@ def nested_section(field: FieldInfo) -> type[ConfigSection] | None:
 
 
 def spellings(field: FieldInfo) -> list[AlsoSpelled]:
-    """The other names under which the field may be written."""
+    """Returns the other valid names of a field."""
     return [mark for mark in field.metadata if isinstance(mark, AlsoSpelled)]
 
 
 def keys_of(
     section: type[ConfigSection], above: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], FieldInfo | None]]:
-    """The path and field of every key of a section and of those within, a section before its own; None for no field."""
+    """Yields path and field of every key of a section and its subsections, in order; None for a key without field."""
     for name, field in section.model_fields.items():
         yield (*above, name), field
         if (nested := nested_section(field)) is not None:
@@ -133,24 +133,24 @@ def keys_of(
 
 
 def field_paths(section: type[ConfigSection]) -> Iterator[tuple[str, ...]]:
-    """The path of every field of a section and of the sections within."""
+    """Returns the paths of all fields of a section and its subsections."""
     return (path for path, field in keys_of(section) if field is not None)
 
 
 def wrong(expected: str, fix: str = "") -> PydanticCustomError:
-    """The error of a value type: what would have been right, as a noun phrase, and what to do."""
+    """Builds the error of a value type from the expected value, as a noun phrase, and the remedy."""
     return PydanticCustomError("wrong", "expected {expected}", {"expected": expected, "fix": fix})
 
 
 def as_text(value: object) -> str:
-    """A value as it is written on a command line, in a variable or in a file: true, 3, cpu, A,B."""
+    """Formats a value as on a command line, in a variable or in a file: true, 3, cpu, A,B."""
     if isinstance(value, bool):
         return str(value).lower()
     return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
 def as_integer(value: object) -> int | None:
-    """The integer that a number is, as 1e3 is one; None for other numbers, for true and false, and for text.
+    """Converts a whole number such as 1e3 to an integer; returns None for other numbers, booleans and text.
 
     Example:
         >>> as_integer(1e3), as_integer(1.5), as_integer(True), as_integer("3")
@@ -164,7 +164,7 @@ def as_integer(value: object) -> int | None:
 
 
 def checked(holds: Callable[[Any], bool], expected: str) -> BeforeValidator:
-    """Of a value type: refuses values for which `holds` is false."""
+    """Returns a validator that rejects values for which `holds` is false."""
 
     def check(value: object) -> object:
         if holds(value):
@@ -218,7 +218,7 @@ _DTYPES: Mapping[str, str] = {
 
 
 def _dtype(value: object) -> str:
-    # str() also names torch's own dtypes, which a dict built in Python may hold, without importing torch here
+    # A dict built in Python may hold torch dtypes; str() gives their names without an import of torch.
     name = _DTYPES.get(str(value).lower().removeprefix("torch."))
     if name is None:
         raise wrong('"fp32", "fp16" or "bf16"')
@@ -230,15 +230,15 @@ def _maybe_dtype(value: object) -> str | None:
 
 
 def lowered(value: object) -> object:
-    """A string in lower case, for words that may be written in any case; anything else as it is."""
+    """Converts a string to lower case, for words that are valid in any case; returns other values unchanged."""
     return value.lower() if isinstance(value, str) else value
 
 
 def out_of_quotes(annotation: Any, value: object) -> Any:
-    """The number or flag in a string, where the type expects one and the text is exactly one; else the value as it is.
+    """Converts a string to a number or flag if the type expects one and the text is one; else returns it unchanged.
 
-    DeepSpeed's pydantic models read the same texts, except 5e8 for an integer. A type that expects anything (`Any`, the
-    arguments of an optimizer) reads numbers, "true" and "false", in lists too.
+    DeepSpeed's pydantic models accept the same texts, except 5e8 for an integer. For the type `Any`, as of an
+    optimizer's arguments, it converts numbers, "true" and "false", in lists too.
 
     Example:
         >>> [out_of_quotes(kind, text) for kind, text in ((Count, "500"), (Flag, "yes"), (Number, "1e-3"), (Text, "3"))]
@@ -262,7 +262,7 @@ def out_of_quotes(annotation: Any, value: object) -> Any:
 
 
 def leaves(annotation: Any) -> Iterator[Any]:
-    """The types that an annotation allows, without their arguments, and the values of its literals."""
+    """Yields the types that an annotation allows, without their arguments, and the values of its literals."""
     origin = get_origin(annotation)
     if origin is Literal:
         yield from get_args(annotation)
@@ -275,7 +275,7 @@ def leaves(annotation: Any) -> Iterator[Any]:
 
 
 def types_of(annotation: Any) -> tuple[type, ...]:
-    """The types that a value may have, each once."""
+    """Returns the types that a value may have, without duplicates."""
     return tuple(dict.fromkeys(leaf if isinstance(leaf, type) else type(leaf) for leaf in leaves(annotation)))
 
 

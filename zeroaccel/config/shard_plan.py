@@ -1,7 +1,7 @@
-"""What the engine derives from a config: which model states are sharded, on which tier they live, the batch sizes.
+"""Values derived from a config: the sharded model states, their storage tiers and the batch sizes.
 
-The one place that knows what a stage number means: everything below the config asks `ShardPlan` and `TierPlan`, never
-the stage. Batch sizes follow from train = micro * accumulation * ranks, of which a config has to give at least one.
+Only this module interprets the stage number: the modules below the config read `ShardPlan` and `TierPlan`, never the
+stage. Batch sizes follow from train = micro * accumulation * ranks; a config must give train or micro.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from zeroaccel.config.schema import Config
 from zeroaccel.errors import ConfigError
 
 Residence = Literal["device", "host", "nvme"]
-"""Where tensors live between uses: with the model, in host memory, in files."""
+"""Storage of tensors between uses: on the model's device, in host memory, or in files."""
 
 UpdateTime = Literal["step", "backward", "next_step"]
-"""When masters on the host are updated: in `step()`, during backward, or during the next step."""
+"""Time of the update of masters on the host: in `step()`, during backward, or during the next step."""
 
 _RESIDENCES: dict[Literal["none", "cpu", "nvme"], Residence] = {"none": "device", "cpu": "host", "nvme": "nvme"}
 
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """Which model states are divided among the ranks; what is not is replicated on each.
+    """Model states that are sharded among the ranks; each rank holds a full copy of the others.
 
     Attributes:
         optimizer: master weights and optimizer states (stage 1 and up).
@@ -38,7 +38,7 @@ class ShardPlan:
 
 @dataclass(frozen=True)
 class TierPlan:
-    """Where this rank's shards live between uses.
+    """Storage of this rank's shards between uses.
 
     Attributes:
         param: shards of the parameters.
@@ -50,7 +50,7 @@ class TierPlan:
 
 
 def shard_plan(config: Config) -> ShardPlan:
-    """The sharding that `zero_optimization.stage` asks for (Rajbhandari et al., ZeRO, 2020, section 5).
+    """Returns the sharding for `zero_optimization.stage` (Rajbhandari et al., ZeRO, 2020, section 5).
 
     Example:
         >>> from zeroaccel.config import load_config
@@ -62,7 +62,7 @@ def shard_plan(config: Config) -> ShardPlan:
 
 
 def tier_plan(config: Config) -> TierPlan:
-    """The residences that `offload_param` and `offload_optimizer` ask for, of what is sharded."""
+    """Returns the residences of sharded states according to `offload_param` and `offload_optimizer`."""
     zero, plan = config.zero_optimization, shard_plan(config)
     return TierPlan(
         param=_RESIDENCES[zero.offload_param.device] if zero.offload_param and plan.params else "device",
@@ -71,10 +71,10 @@ def tier_plan(config: Config) -> TierPlan:
 
 
 def overlaps_communication(config: Config, *, has_streams: bool) -> bool:
-    """Whether reductions overlap with the backward pass; by default, where params are sharded or there are streams.
+    """Returns True if reductions overlap with backward: by default if params are sharded or the device has streams.
 
     Args:
-        has_streams: reductions run on streams of a device; on a CPU they take its cores from the backward.
+        has_streams: True if reductions run on streams of a device; on a CPU they compete with backward for its cores.
     """
     overlap = config.zero_optimization.overlap_comm
     return (has_streams or shard_plan(config).params) if overlap is None else overlap
@@ -90,9 +90,9 @@ class BatchSizes:
     """Batch sizes in samples, with train = micro * accumulation * ranks.
 
     Attributes:
-        train: per optimizer step, over all ranks.
-        micro: per rank and micro-step.
-        accumulation: micro-steps per optimizer step.
+        train: samples per optimizer step, over all ranks.
+        micro: samples per rank and micro-batch.
+        accumulation: micro-batches per optimizer step.
     """
 
     train: int
@@ -101,14 +101,14 @@ class BatchSizes:
 
 
 def solve_batch(config: Config, world_size: int) -> BatchSizes:
-    """Derives the batch sizes that were not given.
+    """Computes the batch sizes that the config omits.
 
     Args:
         config: gives one, two or all three of them; accumulation alone is not enough.
-        world_size: number of ranks that see different samples.
+        world_size: number of ranks with different samples.
 
     Raises:
-        ConfigError: neither train nor micro is given, or the sizes do not fit; the message has all four numbers.
+        ConfigError: neither train nor micro is given, or the sizes are inconsistent; the message has all four numbers.
 
     Example:
         >>> from zeroaccel.config import load_config
@@ -126,7 +126,7 @@ def solve_batch(config: Config, world_size: int) -> BatchSizes:
     if train is None and micro is not None:
         steps = accumulation or 1
         return BatchSizes(micro * steps * world_size, micro, steps)
-    assert train is not None, "one of the two was checked to be there"
+    assert train is not None, "train or micro is given, as checked above"
     if micro is not None and accumulation is not None:
         return _closed(config, world_size, BatchSizes(train, micro, accumulation))
     per_step = world_size * (micro or accumulation or 1)

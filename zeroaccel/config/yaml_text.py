@@ -1,8 +1,7 @@
-"""YAML with places: parses a launch file's text and remembers where each key stands, so that errors can point at it.
+"""Parses the YAML of a launch file and records the place of each key for error messages.
 
-The counterpart of `document` for launch files. Given text, returns data; `launch_file` reads files. Only what YAML has
-in common with JSON is read: no tags that build objects. Aliases count as what they stand for, so that nothing that
-comes out is larger than it looks.
+The counterpart of `document` for launch files. It parses text; `launch_file` reads the files. Tags that build
+Python objects are errors. An alias counts with its expanded size, so that a small text cannot become large data.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from zeroaccel.config.document import JsonText, excerpt
 from zeroaccel.errors import ConfigError
 
 _MOST_CHARACTERS = 1 << 15
-"""The parser takes some 10 microseconds per character."""
+"""The parser takes about 10 microseconds per character."""
 _MOST_LEVELS = 32
 _MOST_VALUES = 10_000
 _LONGEST_NUMBER = 100
@@ -26,7 +25,7 @@ _LINE_BREAK = re.compile("\r\n|[\r\x85\u2028\u2029]")
 
 
 class _BoundedLoader(yaml.SafeLoader):
-    """The parser, within bounds: what it meets beyond them, or fails at by accident, is an error with a place."""
+    """A bounded YAML parser: exceeding a bound, or an internal failure, raises an error with a place."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -45,7 +44,7 @@ class _BoundedLoader(yaml.SafeLoader):
         try:
             number = node.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
             if number and isinstance(node, yaml.ScalarNode) and len(node.value) > _LONGEST_NUMBER:
-                raise ValueError(f"a number of {len(node.value)} characters, at most {_LONGEST_NUMBER} are read")
+                raise ValueError(f"a number of {len(node.value)} characters, the maximum is {_LONGEST_NUMBER}")
             return super().construct_object(node, deep)
         except (ValueError, LookupError, AttributeError, TypeError, OverflowError) as error:
             kind = node.tag.rpartition(":")[2]
@@ -57,12 +56,12 @@ def parse_yaml(text: str, name: str) -> JsonText:
     """Parses one YAML document.
 
     Args:
-        text: the content of the file; an empty one reads as an empty object.
-        name: what to call it in messages, usually the file's path.
+        text: content of the file; empty text is an empty object.
+        name: name of the text in messages, usually the file's path.
 
     Raises:
-        ConfigError: it is not YAML, or larger than any launch file with what its aliases stand for; the message has
-            name, line and column, the line itself and a caret below it.
+        ConfigError: the text is not YAML, or larger than any launch file after expanding aliases; the message has
+            name, line and column, the line and a caret.
     """
     if len(text) > _MOST_CHARACTERS:
         raise ConfigError(name, expected=f"a launch file of at most {_MOST_CHARACTERS} characters", got=len(text))
@@ -95,15 +94,15 @@ def _syntax_error(text: str, name: str, error: yaml.MarkedYAMLError) -> ConfigEr
     line, column = mark.line + 1, mark.column + 1
     text = _LINE_BREAK.sub("\n", text)
     if text.split("\n")[mark.line : mark.line + 1] in ([], [""]) and error.context_mark is not None:
-        # The error is noticed at the end of the text; the start of the unclosed bracket or quote is more useful.
+        # The parser reports the end of the text; the start of the unclosed bracket or quote is more useful.
         line, column = error.context_mark.line + 1, error.context_mark.column + 1
     return ConfigError(f"{name}:{line}:{column}: not valid YAML: {what}\n{excerpt(text, line, column)}")
 
 
 def _measured(node: yaml.Node, measured: dict[int, tuple[int, int]], above: set[int]) -> tuple[int, int]:
-    """(values, levels) of a node with what its aliases stand for; each node is counted out once."""
+    """Returns (values, levels) of a node with expanded aliases; measures each node once."""
     if id(node) in above:
-        problem = "an alias stands for something that contains it; write it out"
+        problem = "an alias refers to a node that contains it; write the value instead"
         raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
     if id(node) not in measured:
         above.add(id(node))
@@ -113,8 +112,8 @@ def _measured(node: yaml.Node, measured: dict[int, tuple[int, int]], above: set[
     values, levels = measured[id(node)]
     if values > _MOST_VALUES or levels > _MOST_LEVELS:
         problem = (
-            f"{values} values in {levels} levels, with what aliases stand for; "
-            f"at most {_MOST_VALUES} in {_MOST_LEVELS} are read"
+            f"{values} values in {levels} levels after expanding aliases; "
+            f"the maximum is {_MOST_VALUES} in {_MOST_LEVELS}"
         )
         raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
     return values, levels
@@ -127,7 +126,7 @@ def _below(node: yaml.Node) -> list[yaml.Node]:
 
 
 def _keys(loader: _BoundedLoader, node: yaml.Node | None, path: KeyPath) -> Iterator[tuple[KeyPath, yaml.Mark]]:
-    """Every key: its path, and where it stands."""
+    """Yields the path and the place of every key."""
     if isinstance(node, yaml.MappingNode):
         for key, below in node.value:
             here = (*path, loader.construct_object(key))

@@ -1,7 +1,7 @@
-"""Memory and traffic of training, before anything is started: per rank, on device, host and disk, for every plan.
+"""Estimates memory and traffic of a training run before it starts: per rank, on device, host and disk, for every plan.
 
-Exact for the memory of tensors, since the engine itself is run on tensors without data (`simulate`). Needs no process
-group, no accelerator and no weights. Importing it imports torch.
+Exact for the memory of tensors, because `simulate` runs the engine itself on tensors without data. Requires no process
+group, accelerator or weights. Imports torch.
 
 Example:
     >>> from zeroaccel.estimate import Capacity, Workload, plan_table

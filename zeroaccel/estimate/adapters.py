@@ -1,7 +1,7 @@
-"""Adapters on a frozen base, as they are estimated: LoRA beside linear layers, and layers in codes of bitsandbytes.
+"""Adapters on a frozen base model for estimates: LoRA on linear layers, and linear layers quantised by bitsandbytes.
 
-The layers allocate what PEFT's and the library's do, and compute nothing of use. Codes that the engine makes itself
-(`zero_optimization.frozen_weights`) are its own, and need nothing here.
+The layers allocate the same memory as PEFT's and bitsandbytes' layers, without useful results. The engine's own
+quantisation (`zero_optimization.frozen_weights`) needs no substitute here.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from zeroaccel.errors import UsageError
 from zeroaccel.estimate.workload import LIBRARY_CODES, Workload
 from zeroaccel.zero.tensor_subclasses import mark_codes
 
-_BLOCK, _NESTED_BLOCK = 64, 256  # values that share a scale, and scales that share one
+_BLOCK, _NESTED_BLOCK = 64, 256  # number of values per scale, and of scales per nested scale
 
 
 def adapt(model: nn.Module, workload: Workload, name: str) -> None:
-    """Freezes the model's weights and adds adapters, and stores the weights as a library does.
+    """Freezes the model's weights, adds adapters, and stores weights in a library's format, as the workload requests.
 
     Args:
-        name: of the model, for errors.
+        name: name of the model in errors.
 
     Raises:
-        UsageError: no linear layer is there for it.
+        UsageError: the model has no suitable linear layer, or trains all of its matrices.
     """
     layers = list(_linear_layers(model))
     if workload.lora_rank:
@@ -35,9 +35,9 @@ def adapt(model: nn.Module, workload: Workload, name: str) -> None:
     elif workload.frozen_weights and all(param.requires_grad for param in model.parameters() if param.dim() > 1):
         raise UsageError(
             "Workload.frozen_weights",
-            expected="frozen matrices, as codes cannot be trained",
-            got=f"{name}, of which every matrix is trained",
-            fix="add Workload.lora_rank, 16 for instance, or estimate a function that returns a model with adapters",
+            expected="frozen matrices, because quantised weights cannot be trained",
+            got=f"{name}, which trains every matrix",
+            fix="set Workload.lora_rank, for example to 16, or estimate a function that returns a model with adapters",
         )
     if workload.frozen_weights in LIBRARY_CODES:
         layers = [layer for layer in layers if not layer[2].weight.requires_grad]
@@ -47,8 +47,8 @@ def adapt(model: nn.Module, workload: Workload, name: str) -> None:
         field = "lora_rank" if workload.lora_rank else "frozen_weights"
         raise UsageError(
             f"Workload.{field}",
-            expected="linear layers besides the head, frozen ones where their weights become codes",
-            got=f"{name}, which has none",
+            expected="linear layers besides the head, and frozen ones for quantised weights",
+            got=f"{name}, which has no such layer",
             fix="estimate a function that returns the model with its adapters",
         )
     for parent, child, linear in layers:
@@ -61,7 +61,7 @@ def adapt(model: nn.Module, workload: Workload, name: str) -> None:
 
 
 def _linear_layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
-    """(parent, name, layer) of those that PEFT's "all-linear" and bitsandbytes take: all but the head."""
+    """Yields (parent, name, layer) of layers that PEFT's "all-linear" and bitsandbytes replace: all except the head."""
     of_transformers: Any = getattr(model, "get_output_embeddings", None)
     head = getattr(model, "head", None) if of_transformers is None else of_transformers()
     for parent in list(model.modules()):
@@ -71,7 +71,7 @@ def _linear_layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear
 
 
 class _Lora(nn.Module):
-    """As `peft.tuners.lora.Linear`, and `Linear4bit`, which copies what its base returns."""
+    """Like `peft.tuners.lora.Linear`, or PEFT's `Linear4bit`, which copies the output of its base layer."""
 
     def __init__(self, base: nn.Module, linear: nn.Linear, rank: int) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class _Lora(nn.Module):
 
 
 class _Linear4bit(nn.Module):
-    """As `bitsandbytes.nn.Linear4bit` (NF4): dequantised as a whole in forward and in backward."""
+    """Like `bitsandbytes.nn.Linear4bit` (NF4): dequantises the whole weight in forward and in backward."""
 
     def __init__(self, linear: nn.Linear, *, nested: bool) -> None:
         super().__init__()
@@ -96,11 +96,11 @@ class _Linear4bit(nn.Module):
         scales = -(-numel // _BLOCK)
         device = linear.weight.device
         self.weight = _frozen(torch.empty(-(-numel // 2), 1, dtype=torch.uint8, device=device))
-        # Not a parameter of the module: scales belong to codes, as attributes of theirs.
+        # Not a parameter of the module: scales are attributes of the codes.
         self.scales = [_frozen(torch.empty(scales, dtype=torch.uint8 if nested else torch.float32, device=device))]
         mark_codes(self.scales[0], {})
         mark_codes(self.weight, {"absmax": self.scales[0]})
-        # Small, and on every rank: nested scales and code books.
+        # Small tensors that every rank holds: nested scales and code books.
         small = (-(-scales // _NESTED_BLOCK) + 256 if nested else 0) + 16
         self.small, self.nested = [torch.empty(small, device=device)], nested
         self.bias = linear.bias
@@ -110,7 +110,7 @@ class _Linear4bit(nn.Module):
         return result if self.bias is None else result + self.bias
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """(out, in) of no values."""
+        """Returns the dequantised weight, (out, in), without values."""
         absmax: Tensor = self.scales[0]
         if self.nested:  # dequantised first, and the offset is added to a copy
             absmax = torch.empty(absmax.shape, device=absmax.device) + 0.0

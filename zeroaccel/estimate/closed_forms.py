@@ -1,10 +1,10 @@
-"""Estimates of many workloads of one model from a few simulations: closed forms along tokens and ranks.
+"""Estimates many workloads of one model from a few simulations, by closed forms in tokens and ranks.
 
-[Note: closed forms] With everything else the same, a step of another batch or sequence runs the same operations on
-tensors that grow with the tokens of a micro-step, and among other ranks on shards of 1 / ranks. So the memory at every
-moment, every shard and all bytes that are sent are a + b * tokens + c / ranks. Three simulations give a, b and c; two
-others, elsewhere on both axes, must agree at every moment to `_TOLERANCE` of the peak. What grows in another way
-(scores of attention that are kept, tables of positions, one rank, which shards nothing) does not, and is simulated.
+[Note: closed forms] If nothing else changes, a step with another batch or sequence runs the same operations on tensors
+that grow with the tokens of a micro-step, and with another number of ranks on shards of 1 / ranks. So the memory at
+every moment, every shard and all sent bytes are a + b * tokens + c / ranks. Three simulations give a, b and c; two
+others, elsewhere on both axes, must agree at every moment to `_TOLERANCE` of the peak. Otherwise memory grows in
+another way (stored attention scores, position tables, a single rank without shards), and every workload is simulated.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class ClosedForms:
     """Replaces `simulate` for a set of workloads that the caller knows beforehand.
 
     Args:
-        workloads: of one model; they differ in ranks, batch, sequence and checkpointing only.
+        workloads: workloads of one model that differ only in ranks, batch, sequence and checkpointing.
 
     Attributes:
-        simulated: the workloads that no closed form covered.
+        simulated: workloads without a closed form.
     """
 
     def __init__(self, workloads: Sequence[Workload]) -> None:
@@ -51,7 +51,7 @@ class ClosedForms:
         offloads_params: bool = False,
         pipeline_stage: int = 0,
     ) -> Simulated:
-        """As `simulate`."""
+        """Estimates one workload; same arguments and result as `simulate`."""
         kind = StepKind(stage, on_cpu, offloads_params, pipeline_stage)
         key = kind, _family(workload)
         if key not in self._forms:
@@ -65,12 +65,15 @@ class ClosedForms:
 
 
 def _family(workload: Workload) -> tuple[bool, int]:
-    """What no closed form reaches across: one rank, and one for each expert, which shard nothing of what they have."""
+    """Returns the part of a workload that all workloads of a closed form share.
+
+    One rank, and one rank per expert, are families of their own, because these do not shard their parameters.
+    """
     return workload.checkpointing, min(workload.shard_ranks, 2) + (workload.shard_ranks == workload.ep > 1)
 
 
 def _fit(subject: Subject, workloads: Sequence[Workload], kind: StepKind) -> _FittedTrace | None:
-    """None where simulating all of them takes as little, or where they grow in another way."""
+    """Fits the closed form; returns None if it would save no simulation, or if memory grows in another way."""
     low, high = (choose(workloads, key=lambda one: (one.tokens, one.ranks)) for choose in (min, max))
     more_tokens = next(one for one in workloads if (one.tokens, one.ranks) == (high.tokens, low.ranks))
     more_ranks = next(one for one in workloads if (one.tokens, one.ranks) == (low.tokens, high.ranks))
@@ -83,8 +86,8 @@ def _fit(subject: Subject, workloads: Sequence[Workload], kind: StepKind) -> _Fi
         traces, more = short_traces(subject, one, kind, lengths=lengths, every_operation=True)
         return [_with_short_updates(trace) for trace in traces], more
 
-    # Of the lengths only the first corner needs the third, to see that they grow evenly.
-    # One corner shows with a third length that memory grows evenly over depth; the second check, that others do.
+    # One corner also runs the third length, to check that memory grows evenly over depth; the second check tests this
+    # for the others.
     full, more = run(more_tokens, (0, 1, 2))
     runs = [run(low, (0, 1))[0], full, run(more_ranks, (0, 1))[0]]
     for length, one in enumerate(checks):
@@ -100,13 +103,13 @@ def _fit(subject: Subject, workloads: Sequence[Workload], kind: StepKind) -> _Fi
         return _FittedTrace.through(
             corners, [extrapolate_depth(lengths, more, shorter) for shorter in zip(*at_lengths, strict=True)]
         )
-    # At some moments the memory of others changes where that of this corner does not: they need the third, too.
+    # At some moments only the memory of other corners changes, so these need the third length too.
     at_lengths.append(_changes([run(low, (2,))[0][0], full[2], run(more_ranks, (2,))[0][0]]))
     return _FittedTrace.through(corners, [extrapolate_depth(traces, more) for traces in zip(*at_lengths, strict=True)])
 
 
 def _with_short_updates(trace: MemoryTrace) -> MemoryTrace:
-    """With the highest moment of an update in place of it all: at stage 0 an update has operations for each rank."""
+    """Reduces each update to its highest moment, because at stage 0 an update has operations for each rank."""
     moments = [
         moment
         for phase, group in groupby(trace.moments, lambda moment: moment.phase)
@@ -116,7 +119,7 @@ def _with_short_updates(trace: MemoryTrace) -> MemoryTrace:
 
 
 def _changes(traces: Sequence[MemoryTrace]) -> list[MemoryTrace]:
-    """Traces of the same operations, without the moments at which the memory of none of them changes."""
+    """Drops moments at which no trace changes from traces of the same operations."""
     rows = list(zip(*(trace.moments for trace in traces), strict=True))
     changed = [
         row
@@ -128,7 +131,7 @@ def _changes(traces: Sequence[MemoryTrace]) -> list[MemoryTrace]:
 
 
 def _checks(workloads: Sequence[Workload], corners: Sequence[Workload]) -> list[Workload]:
-    """Two away from the corners on both axes, of different batch and sequence."""
+    """Returns two workloads away from the corners on both axes, with different batch and sequence."""
     low, more_tokens, _ = corners
     away = [one for one in workloads if one.ranks != low.ranks and low.tokens < one.tokens < more_tokens.tokens]
     first = min(away, key=lambda one: one.ranks, default=None)
@@ -139,13 +142,13 @@ def _checks(workloads: Sequence[Workload], corners: Sequence[Workload]) -> list[
 
 @dataclass(frozen=True)
 class _FittedTrace:
-    """Traces of all workloads of a family.
+    """Closed form for the traces of all workloads in a family.
 
     Attributes:
-        like: one of them, for what they have in common.
+        like: one of the traces, for the structure that all share.
         place: its tokens, and 1 / ranks.
-        values: its numbers, in a row.
-        slopes: of each of them, per token and per unit of 1 / ranks.
+        values: all numbers of that trace, as one row.
+        slopes: slopes of these numbers, per token and per unit of 1 / ranks.
     """
 
     like: MemoryTrace
@@ -155,8 +158,9 @@ class _FittedTrace:
 
     @classmethod
     def through(cls, corners: Sequence[Workload], traces: Sequence[MemoryTrace | None]) -> _FittedTrace | None:
-        """Through those of the lowest workload, of one with more tokens and one with more ranks; None where they are of
-        different steps."""
+        """Fits the form to traces of the lowest workload, of one with more tokens and of one with more ranks.
+
+        Returns None if their steps differ."""
         low, *more = [trace for trace in traces if trace is not None]
         if len(more) < 2 or any(_pattern(trace) != _pattern(low) for trace in more):
             return None
@@ -167,14 +171,14 @@ class _FittedTrace:
         return cls(low, places[0], values, (by_token, by_share))
 
     def agrees(self, workload: Workload, trace: MemoryTrace) -> bool:
-        """Whether it says of a workload at every moment what its simulated trace does."""
+        """Returns True if the form equals the simulated trace of a workload at every moment."""
         if _pattern(trace) != _pattern(self.like):
             return False
         off = float(np.abs(self._at(workload) - _row(trace)).max())
         return off <= _TOLERANCE * max(moment.total for moment in trace.moments)
 
     def trace(self, workload: Workload) -> MemoryTrace:
-        """The trace of a workload, of whose moments only that of the peak is there."""
+        """Returns the trace of a workload, reduced to the moment of its peak."""
         row, split = self._at(workload), len(self.like.moments) * len(Moment._fields)
         moments = row[:split].reshape(-1, len(Moment._fields)).round()
         peak = Moment(*map(int, moments[int(moments[:, 1].argmax())].tolist()))
@@ -183,7 +187,7 @@ class _FittedTrace:
         shards = [
             (round(one), nbytes // max(was, 1)) for one, (was, nbytes) in zip(numels, self.like.shards, strict=True)
         ]
-        # A shard has whole elements; what is unsharded beside it does not depend on how it is rounded.
+        # A shard has whole elements; the unsharded memory does not depend on this rounding.
         off = round(sum((numel - one) * itemsize for one, (numel, itemsize) in zip(numels, shards, strict=True)))
         trained, sent = (
             rest[len(shards) : len(shards) + len(self.like.trained)],
@@ -207,12 +211,12 @@ def _place(workload: Workload) -> tuple[float, float]:
 
 
 def _row(trace: MemoryTrace) -> _Row:
-    """All numbers of a trace."""
+    """Returns all numbers of a trace as one row."""
     numels = [numel for numel, _ in trace.shards]
     return np.array([*chain(*trace.moments), *numels, *trace.trained, *trace.sent], dtype=np.float64)
 
 
 def _pattern(trace: MemoryTrace) -> tuple[object, ...]:
-    """What traces of the same step have in common."""
+    """Returns the structure that traces of the same step share."""
     phases = tuple(moment.phase for moment in trace.moments)
     return trace.numel, phases, len(trace.shards), len(trace.trained), len(trace.sent)

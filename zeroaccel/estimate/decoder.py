@@ -1,7 +1,7 @@
-"""A decoder of today's open shape: gated MLP, heads of 128, RMS norms; the shapes of common models by their names.
+"""Decoder with the usual structure of open models (gated MLP, heads of 128, RMS norms), and shapes of common models.
 
-Only its sizes matter; it is never trained. A pipeline's stage is a decoder of fewer blocks, without what comes before
-or after them. The axes of a mesh let ranks share its layers and sequences.
+Only its sizes matter; it is never trained. A pipeline stage is a decoder with fewer blocks, without embedding or head
+if these are on other stages. The axes of a mesh divide its layers and sequences among ranks.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from zeroaccel.parallel.ulysses import UlyssesAttention
 from zeroaccel.setup.axis_estimate import Shape
 
-# Parameters -> layers (Brown et al. 2020, table 2.1); the nearest by its logarithm.
+# Parameters -> layers (Brown et al. 2020, table 2.1); `_depth` chooses the nearest by logarithm.
 _DEPTHS = {125e6: 12, 350e6: 24, 1.3e9: 24, 2.7e9: 32, 6.7e9: 32, 13e9: 40, 30e9: 48, 66e9: 64, 175e9: 96}
 _VOCABULARY = 32_000
 _HEAD_DIM = 128
 
 
-# From the config.json that each was published with.
+# From the published config.json of each model.
 _LLAMA_3 = partial(Shape, vocabulary=128_256, key_heads=8)
 MODELS: Mapping[str, Shape] = {
     "llama-2-7b": Shape(32, 4096, 11008, 32_000),
@@ -65,7 +65,7 @@ MODELS: Mapping[str, Shape] = {
 
 
 def known_shape(text: str) -> Shape | None:
-    """The shape of a model by its name, in any case, with or without its owner and what it was tuned for.
+    """Returns the shape of a model by its name, ignoring case, owner, and suffixes such as "-instruct".
 
     Example:
         >>> known_shape("meta-llama/Llama-3.1-8B-Instruct").numel
@@ -75,7 +75,7 @@ def known_shape(text: str) -> Shape | None:
 
 
 def plain_names(text: str) -> Iterator[str]:
-    """What a model may be called in a table of names: each ending that says what it was tuned for is taken off in turn.
+    """Yields the names under which a table may list a model: it removes one suffix such as "-instruct" after another.
 
     Example:
         >>> list(plain_names("mistralai/Mixtral-8x7B-Instruct-v0.1"))
@@ -94,16 +94,16 @@ _NAME_ENDING = re.compile(r"-(instruct|chat|base|hf|it|pt|preview|v\d[\d.]*|\d{4
 
 
 def shape_of(numel: int) -> Shape:
-    """The shape whose number of parameters is nearest to `numel`, up to columns of the MLPs."""
+    """Returns the shape whose number of parameters is nearest to `numel`, up to the granularity of MLP columns."""
     vocabulary = min(_VOCABULARY, max(256, numel // 1000))
     layers = _depth(numel)
     head = _HEAD_DIM if numel > 50e6 else 16
-    # 4 d^2 of attention and 8 d^2 of MLP per layer, beside two tables of the vocabulary.
+    # Per layer 4 d^2 parameters in attention and 8 d^2 in the MLP, and two tables of the vocabulary.
     width = (math.sqrt(vocabulary**2 + 12 * layers * numel) - vocabulary) / (12 * layers)
     width = max(head, round(width / head) * head)
     mlp_numel = numel - Shape(layers, width, 0, vocabulary).numel
     inner, heads = max(1, round(mlp_numel / (3 * layers * width))), width // head
-    if head == _HEAD_DIM:  # numbers that ranks can share: heads in eights that divide the width, columns in sixteens
+    if head == _HEAD_DIM:  # divisible among ranks: multiples of 8 heads that divide the width, of 16 columns
         heads = min(
             (count for count in range(8, width // 8, 8) if width % count == 0), key=lambda one: abs(one - heads)
         )
@@ -135,7 +135,7 @@ class _Block(nn.Module):
         normed = self.attention_norm(x)
         parts = (self.q, self.k, self.v)
         q, k, v = (part(normed).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in parts)
-        q, k = q * 1.0, k * 1.0  # for the rotation
+        q, k = q * 1.0, k * 1.0  # in place of the rotary embedding
         if self.exchange is None:
             mixed, _ = _attend(self, q, k, v, None)
         else:  # ranks share the sequence
@@ -147,7 +147,7 @@ class _Block(nn.Module):
 
 
 def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, _: Any) -> tuple[Tensor, None]:
-    """(B, H, S, D), twice (B, K, S, D) -> (B, S, H, D); as an attention function of transformers."""
+    """(B, H, S, D) and twice (B, K, S, D) -> (B, S, H, D); has the interface of transformers' attention functions."""
     if (groups := module.num_key_value_groups) > 1:
         k, v = (one.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(1, 2) for one in (k, v))
     return _attention(q, k, v).transpose(1, 2), None
@@ -156,23 +156,23 @@ def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, _: Any) -> tuple[Tenso
 def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if not q.is_meta:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    # Without a device, torch takes the kernel that makes the matrix of all scores.
+    # For meta tensors, torch would choose the kernel that allocates the matrix of all scores.
     out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[0]
     return out
 
 
 class Decoder(nn.Module):
-    """(batch, length) integers -> (batch, length, vocabulary) logits in fp32; or one stage of that.
+    """Decoder from (batch, length) integers to (batch, length, vocabulary) logits in fp32, or one pipeline stage of it.
 
     Args:
-        is_first: it begins with the embedding; else with hidden states, (batch, length, width).
-        is_last: it ends with norm and head; else with hidden states.
+        is_first: True to start with the embedding; otherwise the input is hidden states, (batch, length, width).
+        is_last: True to end with norm and head; otherwise the output is hidden states.
 
     Attributes:
-        table: with a tied head, on a last stage that is not the first, the copy of the embedding that it computes with.
+        table: copy of the embedding for a tied head, if this is the last stage but not the first.
     """
 
-    # As transformers' plan of such a model.
+    # Same plan as transformers' for such models.
     _tp_plan: Mapping[str, str] = {
         **{f"blocks.*.{name}": "colwise" for name in ("q", "k", "v", "gate", "up")},
         **{f"blocks.*.{name}": "rowwise" for name in ("out", "down")},

@@ -1,11 +1,11 @@
 """Extrapolates the memory of one step over depth: the trace of a deep model from those of three shallow ones.
 
-[Note: extrapolation over depth] Three models of n, n + 1 and n + 2 equal blocks run steps of the same operations, with
-one block more of them each. At every operation that changes it, counted from the nearer end of its phase or from the
-turn between two runs over the blocks, the memory must grow from the first to the second model as from the second to the
-third; if it does at all of them, it is taken to grow on linearly.
-The operations in between have amounts between those of their neighbours, so the peak is at one of the operations
-compared. Only padding grows in steps, by less than one part in `_ROUNDING`. Pure arithmetic, without torch.
+[Note: extrapolation over depth] Three models with n, n + 1 and n + 2 equal blocks run the same operations, each with
+one block more than the one before. At every operation that changes the memory, counted from the nearer end of its phase
+or from the turn between two passes over the blocks, the memory must grow from the first to the second model as from the
+second to the third. If it does at all of them, the extrapolation assumes linear growth.
+The operations in between have amounts between those of their neighbours, so the peak is at one of the compared
+operations. Only padding grows in steps, by less than one part in `_ROUNDING`. Pure arithmetic, without torch.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Moment(NamedTuple):
     """Live memory after one operation, in bytes.
 
     Attributes:
-        phase: number of phases of the step that are complete.
-        reduced: of the gradients, those that are summed over the ranks: with an optimizer on the host they are there.
+        phase: number of completed phases of the step.
+        reduced: bytes of gradients that are summed over the ranks; an optimizer on the host keeps these there.
     """
 
     phase: int
@@ -39,10 +39,10 @@ class MemoryTrace:
     """Memory over one step of a model.
 
     Attributes:
-        numel: parameters of the model.
-        moments: in the order of the operations.
+        numel: number of parameters of the model.
+        moments: moments in the order of the operations.
         shards, trained: as in `simulate.Simulated`.
-        sent: bytes sent, of each of the counters of `simulate.SentBytes`.
+        sent: bytes sent, for each counter in `fake_ranks.SentBytes`.
     """
 
     numel: int
@@ -55,12 +55,12 @@ class MemoryTrace:
 def extrapolate_depth(
     traces: Sequence[MemoryTrace], more: int, shorter: Sequence[MemoryTrace] | None = None
 ) -> MemoryTrace | None:
-    """The trace of a model with `more` blocks than the last of three; None if they do not grow evenly.
+    """Returns the trace of a model with `more` blocks than the last of three; None if they do not grow evenly.
 
     Args:
-        traces: of models with n, n + 1 and n + 2 blocks.
-        shorter: the first two of another workload with the same operations; its trace is asked for, which grows where
-            the three do.
+        traces: traces of models with n, n + 1 and n + 2 blocks.
+        shorter: the first two traces of another workload with the same operations, to return its trace instead; it
+            grows at the same operations as the three.
     """
     phases = [_by_phase(trace.moments) for trace in traces]
     others = [_by_phase(trace.moments) for trace in shorter or ()]
@@ -90,11 +90,12 @@ def _by_phase(moments: Sequence[Moment]) -> list[list[Moment]]:
 def _grow(
     sequences: Sequence[Sequence[tuple[int, ...]]], more: int, *, repeat: bool = False
 ) -> list[tuple[int, ...]] | None:
-    """The amounts of the third of three sequences, grown `more` times again; None if they do not grow evenly.
+    """Returns the third of three sequences, grown by `more` blocks; None if they do not grow evenly.
 
     Args:
-        sequences: two more are the first two of other amounts, which grow at the same places; those are returned.
-        repeat: insert the amounts of `more` blocks, too, beside those of the blocks at both ends.
+        sequences: the three sequences; optionally also the first two of another workload, to return its amounts
+            instead, which grow at the same places.
+        repeat: True to also insert the amounts of `more` blocks between those of the blocks at both ends.
     """
     first, second, third, *others = sequences
     if not any(sequences):
@@ -107,10 +108,10 @@ def _grow(
     grown = []
     largest = max(map(max, third))
     for index, amounts in enumerate(third):
-        # From the nearer end; between two runs over the blocks in one phase, from the end of the first.
+        # Count from the nearer end; between two passes over the blocks in one phase, from the end of the first.
         for skipped in (0 if index < len(third) // 2 else size, size // 2):
             steps = _steps(amounts, second, first, index - skipped, index - 2 * skipped)
-            # The second difference is zero but for padding.
+            # The second difference is zero except for padding.
             if steps and all(abs(last - before) * _ROUNDING <= largest for last, before in steps):
                 break
         else:
@@ -132,7 +133,10 @@ def _steps(
     in_second: int,
     in_first: int,
 ) -> list[tuple[int, int]]:
-    """Per amount, the growths from the second model to the third and from the first to the second; [] out of range."""
+    """Returns, per amount, its growth from the second model to the third and from the first to the second.
+
+    Returns [] if an index is out of range.
+    """
     if not (0 <= in_second < len(second) and 0 <= in_first < len(first)):
         return []
     rows = zip(three, second[in_second], first[in_first], strict=True)

@@ -1,4 +1,4 @@
-"""Ranks that do not exist: collectives that allocate what they would, send nothing, and count what they would send."""
+"""Fake ranks: collectives that allocate memory like real ones and count the bytes that they would send."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from zeroaccel.config.parallel import ParallelConfig
 from zeroaccel.parallel.axes import AXES
 from zeroaccel.setup.ranks import JobRanks
 
-_POOLED_BLOCKS = 2  # that a `BufferPool` of `comm.transport` retains
+_POOLED_BLOCKS = 2  # number of blocks that a `BufferPool` in `comm.transport` retains
 _MOMENTS = ("earlier", "last", "step")
 EXPERT_SHARDS = "dp of experts"
 
 
 def traffic_axes() -> tuple[str, ...]:
-    """Axes of a mesh along which ranks send bytes.
+    """Returns the axes of a mesh along which ranks send bytes.
 
-    "dp" stands for those over which ZeRO shards, dp_shard x sp; `EXPERT_SHARDS` for the part of them that has the same
+    "dp" means the axes that ZeRO shards over, dp_shard x sp; `EXPERT_SHARDS` means the ranks among them with the same
     experts.
     """
     return "dp", EXPERT_SHARDS, *(axis.name for axis in AXES)
@@ -37,7 +37,7 @@ class SentBytes:
     """Bytes that one rank sends in a step, by axis.
 
     Attributes:
-        moment: now: "earlier" in a micro-step before the last, "last" in that, "step" in the update.
+        moment: current moment: "earlier" for micro-batches before the last, "last" for the last, "step" for the update.
         counts: (axis, moment) -> bytes.
     """
 
@@ -45,25 +45,25 @@ class SentBytes:
     counts: dict[tuple[str, str], int] = field(default_factory=dict)
 
     def add(self, axis: str, nbytes: float) -> None:
-        """Counts messages along an axis."""
+        """Adds bytes along an axis at the current moment."""
         key = axis, self.moment
         self.counts[key] = self.counts.get(key, 0) + round(nbytes)
 
     def begin(self) -> None:
-        """From now on counts anew."""
+        """Resets all counts."""
         self.counts.clear()
 
     def as_tuple(self) -> tuple[int, ...]:
-        """In the order of the axes, three each: before the last micro-step, in it, in the update."""
+        """Returns three counts per axis, in order: before the last micro-batch, in it, and in the update."""
         return tuple(self.counts.get((axis, moment), 0) for axis in traffic_axes() for moment in _MOMENTS)
 
 
 def sent_per_step(counts: Sequence[int], simulated: int, accumulation: int) -> dict[str, int]:
-    """Axis -> bytes that a rank sends in a step, of axes with any.
+    """Returns axis -> bytes that a rank sends in a step, for axes with traffic.
 
     Args:
-        counts: as of `SentBytes.as_tuple`.
-        simulated: micro-steps that were run, of `accumulation`; all but the last are alike.
+        counts: counts from `SentBytes.as_tuple`.
+        simulated: number of simulated micro-batches out of `accumulation`; all except the last send the same bytes.
 
     Example:
         >>> sent_per_step((10, 12, 5, *[0] * 15), simulated=2, accumulation=4)
@@ -79,14 +79,14 @@ def sent_per_step(counts: Sequence[int], simulated: int, accumulation: int) -> d
 
 
 class FakeRanks(Collectives):
-    """Collectives of rank 0 of a job whose other ranks do not exist: nothing is sent, but memory is allocated as it
-    would be. What a backend allocates inside itself is not modelled.
+    """Collectives of rank 0 in a job whose other ranks do not exist: they send nothing, but allocate the same memory as
+    real ones, except for the internal memory of a backend.
 
     Args:
-        receives_in_host_memory: reductions receive the parts of all ranks in a buffer and add them there, as on gloo;
-            NCCL needs no buffer of ours.
-        sent: what is sent to each of the others is counted there, along `axis`.
-        experts: how many of them divide the experts; the others have the same ones.
+        receives_in_host_memory: True if reductions receive the parts of all ranks in a buffer, as with gloo; with NCCL
+            the engine needs no buffer.
+        sent: counter for the bytes sent to each other rank along `axis`.
+        experts: number of ranks that divide the experts; ranks at the same place in such groups have the same experts.
     """
 
     def __init__(
@@ -113,18 +113,18 @@ class FakeRanks(Collectives):
             self.part_holders.parts = FakeRanks(experts, sent, axis="ep")
 
     def as_job(self, device: torch.device) -> JobRanks:
-        """A job of these ranks, for `TrainPlan.of`."""
+        """Returns a job with these ranks, for `TrainPlan.of`."""
         self.topology = replace(self.topology, device=device)
         samplers = Fact(self.world_size, "the ranks")
         return JobRanks(self.topology, self, ParallelConfig(), (), self.world_size, samplers, sampler=0)
 
     def _count(self, nbytes: int) -> None:
-        """Counts a message of so many bytes to each of the others."""
+        """Counts a message of `nbytes` to each other rank."""
         self._sent.add(self._axis, (self.world_size - 1) * nbytes)
 
     def all_gather(self, out: Tensor, shard: Tensor, label: str, split_sizes: Sequence[int] = ()) -> Work:
         self._count(shard.nbytes)
-        out.detach_()  # an operation without effect, so that the tracker sees what is unsharded now
+        out.detach_()  # an operation without effect, after which the tracker measures the unsharded memory
         return DONE
 
     def reduce_scatter(
@@ -159,7 +159,7 @@ class FakeRanks(Collectives):
 
 
 class _PendingReduction:
-    """A reduction in flight and its receive buffer, which is reused as in a `BufferPool` of `comm.transport`."""
+    """A reduction in flight with its receive buffer, which is reused like those in `comm.transport.BufferPool`."""
 
     def __init__(self, free: list[Tensor], nbytes: int) -> None:
         self._free = free

@@ -1,7 +1,7 @@
-"""Common models that are no plain `Decoder`, by name: the fields of their config.json that differ from transformers'.
+"""Common models other than a plain `Decoder`, by name: fields of their config.json that differ from the defaults.
 
-Mixtures of experts, and dense models with norms, biases or layers of their own. Only sizes are here; transformers
-builds the model. `decoder.MODELS` has those that need no transformers.
+Mixtures of experts, and dense models with other norms, biases or layers. Only sizes are here; transformers builds the
+model. `decoder.MODELS` lists the models that do not need transformers.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ class ModelConfig:
     """A model of transformers.
 
     Attributes:
-        model_type: of its config.
-        numel: its parameters, all experts included; of one that also reads pictures, those of the text model.
-        fields: of its config that differ from the defaults of the type.
-        period: layers after which their kinds repeat.
+        model_type: `model_type` of its config.
+        numel: number of parameters, including all experts; for a multimodal model, those of the text model.
+        fields: fields of its config that differ from the defaults of the type.
+        period: number of layers after which the kinds of layers repeat.
     """
 
     model_type: str
@@ -98,7 +98,7 @@ CONFIGS: Mapping[str, ModelConfig] = {
     ),
     "smollm3-3b": _config("smollm3", 3_075_098_624, 2048, 11008, 36, 16, 4),
 }
-"""From the config.json that each was published with."""
+"""Model configs by name, from the published config.json of each model."""
 
 READ_PICTURES = ("gemma-3-4b", "gemma-3-12b", "gemma-3-27b", "llama-4-scout", "llama-4-maverick")
-"""Published with a vision tower and a projector beside the text model; those are left out."""
+"""Models with a vision tower and a projector, which the estimate omits."""

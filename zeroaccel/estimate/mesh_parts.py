@@ -1,6 +1,6 @@
-"""The part of a model that one rank of a mesh has, and the order of its step: for `simulate`.
+"""Builds the part of a model that one rank of a mesh holds, and the schedule of its step, for `simulate`.
 
-Each axis of the mesh does its part by its `AxisEstimate`; this module names no axis.
+The `AxisEstimate` of each axis divides the model; this module depends on no particular axis.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from zeroaccel.zero.engine import Engine
 from zeroaccel.zero.layout import Split
 
 PHASES = ("forward", "backward", "step")
-"""Of a micro-step."""
+"""Phases of a micro-step."""
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -31,8 +31,8 @@ class Part(NamedTuple):
     """A rank's part of a model.
 
     Attributes:
-        build: makes it and its step; with another number of blocks where `layers` is not 0.
-        layers: number of equal blocks in a row, with nothing else that grows with them; 0 where that is unknown.
+        build: builds it and its step; takes another number of blocks if `layers` is not 0.
+        layers: number of equal consecutive blocks, if nothing else grows with them; 0 if unknown.
     """
 
     build: Callable[[int | None], tuple[nn.Module, Schedule]]
@@ -40,33 +40,33 @@ class Part(NamedTuple):
 
 
 def axes_of(mesh: ParallelConfig) -> list[AxisEstimate]:
-    """The axes of a mesh that have several ranks, other than those of ZeRO."""
+    """Returns the axes of a mesh with several ranks, except those of ZeRO."""
     return [one for axis in AXES if (one := axis.estimate(mesh)) is not None]
 
 
 def places_of(subject: Subject, workload: Workload) -> Sequence[int]:
-    """The places that can need the most memory, along the axis whose ranks have different parts."""
+    """Returns the indices that may need the most memory, along the axis whose ranks hold different parts."""
     places = [axis.places(subject.shape) for axis in axes_of(workload.mesh)]
     return max(places, key=len, default=(0,))
 
 
 def splits_of(model: nn.Module, workload: Workload) -> Mapping[int, Split]:
-    """id(parameter) -> how the engine cuts it when it lays out a part of a model."""
+    """Returns id(parameter) -> the engine's split of it when it lays out a part of a model."""
     return {key: split for axis in axes_of(workload.mesh) for key, split in axis.splits(model).items()}
 
 
 def micro_steps(workload: Workload, place: int) -> int:
-    """How many micro-steps are simulated; more of them repeat the same."""
+    """Returns the number of micro-steps to simulate; further ones repeat the same operations."""
     most = max((axis.micro_steps(place) for axis in axes_of(workload.mesh)), default=2)
     return min(workload.accumulation, most)
 
 
 def part_of(subject: Subject, workload: Workload, place: int, sent: SentBytes) -> Part:
-    """The part of a model that a rank has; the model itself where each rank sees samples of its own.
+    """Returns the part of a model that a rank holds; the whole model if each rank has its own samples.
 
     Args:
-        place: of the rank; see `places_of`.
-        sent: counts the bytes that the part sends along the axes.
+        place: index of the rank; see `places_of`.
+        sent: counter for the bytes that the part sends along the axes.
 
     Raises:
         UsageError: the axes cannot divide the model. For a model that is not a `Decoder`, `build` raises.
@@ -110,10 +110,10 @@ def part_of(subject: Subject, workload: Workload, place: int, sent: SentBytes) -
 
 
 def _in_turn(step: Step, job: EstimatedJob) -> Schedule:
-    """One micro-step after the other, as in a training loop."""
+    """Returns a schedule that runs one micro-step after another, like a training loop."""
 
     def run(engine: Engine) -> Iterator[tuple[int, str]]:
-        output: Any = None  # lives until the next micro-step's replaces it, as in a training loop
+        output: Any = None  # lives until the next micro-step replaces it, as in a training loop
         last = engine.gradient_accumulation_steps() - 1
         for number in range(last + 1):
             moment = "last" if number == last else "earlier"

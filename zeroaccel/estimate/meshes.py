@@ -1,8 +1,8 @@
-"""Meshes of a job: which fit, how much memory a rank of each takes, and what it sends inside a machine and across.
+"""Compares the meshes of a job: which fit, the memory per rank, and the traffic within and between machines.
 
-Every mesh trains on the same samples per step: where ranks share samples, each takes more micro-steps. Bytes are those
-that the engine's own calls would send (`simulate`), by axis; how many of them cross machines follows from where the
-ranks of an axis are, which are numbered as by `ParallelConfig`.
+Every mesh trains on the same samples per step: if ranks share samples, each runs more micro-steps. `simulate` counts
+the bytes that the engine's calls would send, by axis. The part that crosses machines follows from the machines of the
+ranks on an axis, with ranks numbered as in `ParallelConfig`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from zeroaccel.estimate.workload import SAMPLE_AXES, Capacity, Workload
 
 @dataclass(frozen=True)
 class LinkBytes:
-    """Bytes that one rank sends in a step along one axis, mean over the ranks.
+    """Bytes that one rank sends in a step along one axis, averaged over the ranks.
 
     Attributes:
-        axis: "dp" (what ZeRO shards over), "dp of experts" (over which it shards those), "ep", "sp", "tp" or "pp".
-        inside, across: to ranks on its own machine, and on others.
+        axis: "dp" (ranks that ZeRO shards over), "dp of experts" (ranks that it shards experts over), "ep", "sp", "tp"
+            or "pp".
+        inside, across: bytes to ranks on the same machine, and to ranks on other machines.
     """
 
     axis: str
@@ -41,15 +42,16 @@ class LinkBytes:
 
 @dataclass(frozen=True)
 class MeshRow:
-    """One mesh with the plan that is best on it.
+    """One mesh with its best plan.
 
     Attributes:
-        workload: with the mesh, and its micro-steps.
-        plan: the recommended one, else the first; None where the model cannot be cut that way.
+        workload: workload with the mesh and its number of micro-steps.
+        plan: the recommended plan, or the one with the least memory if none fits; None if the mesh cannot divide the
+            model.
         links: bytes that a rank sends in a step.
-        idle: part of a step that the ranks of a pipeline wait for others, (pp - 1) / (m + pp - 1).
-        refused: why the model cannot be cut that way; "" where it can.
-        recommended: of the meshes that fit, the one to take; see `mesh_table`.
+        idle: fraction of a step that the ranks of a pipeline wait for others, (pp - 1) / (m + pp - 1).
+        refused: reason why the mesh cannot divide the model, or "".
+        recommended: True for the best mesh among those that fit; see `mesh_table`.
     """
 
     workload: Workload
@@ -71,7 +73,7 @@ class MeshRow:
 
 
 def link_bytes(row: PlanRow, workload: Workload) -> tuple[LinkBytes, ...]:
-    """Bytes that a rank sends in a step under a plan, by axis."""
+    """Returns the bytes that a rank sends in a step under a plan, by axis."""
     links = []
     for axis, nbytes in row.estimate.sent.items():
         across = round(nbytes * crossing_share(workload, axis))
@@ -80,9 +82,9 @@ def link_bytes(row: PlanRow, workload: Workload) -> tuple[LinkBytes, ...]:
 
 
 def crossing_share(workload: Workload, axis: str) -> float:
-    """The part of what ranks send along an axis that goes to other machines.
+    """Returns the fraction of traffic along an axis that goes to other machines.
 
-    See `AxisEstimate.receivers`. Where ZeRO shards, each rank sends the same to every other rank.
+    See `AxisEstimate.receivers`. For ZeRO, each rank sends the same number of bytes to every other rank.
 
     Example:
         >>> crossing_share(Workload(ranks=16, ranks_per_machine=8, tp=16), "tp")
@@ -105,7 +107,7 @@ def crossing_share(workload: Workload, axis: str) -> float:
 
 
 def _groups(workload: Workload, axis: str) -> RankGroups:
-    """The ranks of each group of an axis."""
+    """Returns the groups of ranks along an axis."""
     mesh = workload.mesh
     if axis == "dp":
         return mesh.data_groups
@@ -115,10 +117,10 @@ def _groups(workload: Workload, axis: str) -> RankGroups:
 
 
 def meshes_of(workload: Workload, experts: int = 1) -> Iterator[Workload]:
-    """The same samples on every mesh that the ranks can form, plain data parallelism first.
+    """Returns the workload with the same samples on every mesh of its ranks, plain data parallelism first.
 
     Args:
-        experts: ranks that can divide the experts of the model's layers, at most.
+        experts: maximum number of ranks that can divide the experts of the model's layers.
     """
     divisors = [size for size in range(1, workload.ranks + 1) if workload.ranks % size == 0]
     found = []
@@ -138,15 +140,14 @@ def mesh_table(
     *,
     on_row: Callable[[Workload], None] = lambda _: None,
 ) -> list[MeshRow]:
-    """Every mesh with the best plan on it; the recommended one first, then in the order of `meshes_of`.
+    """Returns every mesh with its best plan: the recommended mesh first, then the others in the order of `meshes_of`.
 
-    Recommended is, of the meshes that fit, one without offload where there is one, whose ranks share layers and
-    sequences inside machines only; of those the one that shares samples the least, and then sends the least between
-    machines.
+    Among the meshes that fit, the recommended one has, in order of priority: the least offload, ranks that share layers
+    and sequences only within machines, the fewest ranks per sample, and the least traffic between machines.
 
     Args:
-        workload: a mesh in it is left aside.
-        on_row: called before each mesh is estimated.
+        workload: the workload; its own mesh is ignored.
+        on_row: function to call before the estimate of each mesh.
 
     Example:
         >>> rows = mesh_table("1m", Workload(ranks=4, sequence=64), Capacity(device=10**9))
@@ -165,7 +166,7 @@ def mesh_table(
 
 
 def mesh_row(what: Subject, workload: Workload, capacity: Capacity) -> MeshRow:
-    """One mesh."""
+    """Estimates one mesh."""
     try:
         plan = first_that_fits(what, workload, capacity)
     except UsageError as error:
@@ -178,33 +179,33 @@ def _order(row: MeshRow) -> tuple[float, ...]:
     assert row.plan is not None, "a mesh that fits has a plan"
     one = row.plan.estimate
     offloads = (one.offload_optimizer != "none") + (one.offload_param != "none")
-    crosses = any(_crossing_in_blocks(row))  # waits for slow links in every block
+    crosses = any(_crossing_in_blocks(row))  # ranks wait for slow links in every block
     return offloads, crosses, row.workload.sample_ranks, row.across, row.idle, row.inside
 
 
 def _crossing_in_blocks(row: MeshRow) -> list[LinkBytes]:
-    """Links across machines whose ranks wait for each other in every block."""
+    """Returns links between machines whose ranks wait for each other in every block."""
     in_blocks = {axis.name for axis in axes_of(row.workload.mesh) if axis.in_blocks}
     return [link for link in row.links if link.axis in in_blocks and link.across]
 
 
 def needless_crossing(what: Subject, row: MeshRow, capacity: Capacity) -> str:
-    """A message on layers or sequences split across machines: bytes sent, and those of a mesh that avoids it.
+    """Describes the traffic of layers or sequences that are split across machines, and a mesh that avoids it.
 
     Returns:
-        "" if no such traffic crosses machines.
+        The message, or "" if no such traffic crosses machines.
     """
     crossing = _crossing_in_blocks(row)
     if not crossing:
         return ""
     link, chosen, local = max(crossing, key=lambda one: one.across), row.workload, row.workload.local_ranks
     words = (
-        f"{link.axis} {getattr(chosen, link.axis)} reaches across machines of {local} "
-        f"rank{'s' if local > 1 else ''}: each rank sends {link.across / 1e9:.3g} GB per step to others for it"
+        f"{link.axis} {getattr(chosen, link.axis)} spans machines of {local} "
+        f"rank{'s' if local > 1 else ''}: each rank sends {link.across / 1e9:.3g} GB per step to other machines for it"
     )
     in_blocks = {axis.name for axis in axes_of(chosen.mesh) if axis.in_blocks}
     sizes = dict(zip(SAMPLE_AXES, chosen.sizes, strict=True))
-    for axis in reversed(SAMPLE_AXES):  # neighbours first
+    for axis in reversed(SAMPLE_AXES):  # innermost axes first
         if axis in in_blocks:
             sizes[axis] = math.gcd(sizes[axis], local)
             local //= sizes[axis]

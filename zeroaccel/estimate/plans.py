@@ -1,9 +1,9 @@
-"""Tables of plans: memory of every stage with every offload and which one to take, and traffic between machines.
+"""Tables of plans: memory of every stage with every offload, the recommended plan, and traffic between machines.
 
-The memory on the device comes from `simulate`; here offload moves parts of it to the host or to disk, with the staging
-buffers that it needs. The order of `PLANS` is the recommendation: the first that fits moves the least data. Traffic is
-by the formulas of `config/comm_plan.py`, for the model as one unit that is gathered for forward and again for
-backward in each micro-step.
+`simulate` measures the device memory; this module moves parts of it to the host or to disk for offload, and adds the
+staging buffers. The order of `PLANS` is the recommendation: the first plan that fits moves the least data. The formulas
+of `config/comm_plan.py` give the traffic, for the model as one unit that is gathered for forward and again for backward
+in each micro-step.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from zeroaccel.estimate.workload import Capacity, Estimate, MemoryByKind, Offloa
 from zeroaccel.zero.storage.swapped_masters import SUB_GROUP_NUMEL, residual_nbytes
 
 HEADROOM = 0.1
-"""Fraction of each memory that a plan must leave free: for the backend, fragmentation, other programs."""
+"""Fraction of each memory that a plan must leave free for the backend, fragmentation and other programs."""
 
 PLANS: tuple[tuple[int, Offload, Offload], ...] = (
-    # Stage 1 takes less memory than stage 0 for the same traffic and fewer updates; so 0 is no advice but for one rank.
+    # Stage 1 takes less memory than stage 0 with the same traffic and fewer updates per rank, so stage 0 is last.
     (1, "none", "none"),
     (2, "none", "none"),
     (3, "none", "none"),
@@ -40,7 +40,7 @@ PLANS: tuple[tuple[int, Offload, Offload], ...] = (
     (1, "cpu", "none"),
     (0, "none", "none"),
 )
-"""(stage, device of the optimizer, device of the parameters' shards), the best first."""
+"""(stage, device of the optimizer, device of the parameter shards), best first."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class PlanRow:
     """One plan with its estimate.
 
     Attributes:
-        fits: None where the capacity is not known.
-        short_of: "device", "host", "disk" or "", the first that is too small.
-        recommended: the first of `PLANS` that fits.
+        fits: True if the plan fits; None if the capacity is unknown.
+        short_of: the first memory that is too small: "device", "host", "disk" or "".
+        recommended: True for the first of `PLANS` that fits.
     """
 
     estimate: Estimate
@@ -67,20 +67,20 @@ def estimate(
     on_cpu: bool = False,
     simulate: Callable[..., Simulated] = simulate,
 ) -> list[Estimate]:
-    """Memory per rank under each plan, without a process group and without the model's weights.
+    """Estimates the memory per rank under each plan, without a process group or the model's weights.
 
     Args:
         model: a parameter count ("7b"), a Hugging Face folder or config.json, "module:function", or a function that
             returns a model or (model, step); see `subject`.
         plans: (stage, offload of the optimizer, offload of the parameters).
-        on_cpu: the ranks compute in host memory and talk through gloo.
-        simulate: `ClosedForms`, for one of many workloads.
+        on_cpu: True if ranks compute in host memory and communicate through gloo.
+        simulate: a `ClosedForms` object, for one of many workloads.
 
     Returns:
         One estimate per plan, in the same order.
 
     Raises:
-        ConfigError: `model` names nothing that can be built.
+        ConfigError: `model` does not name a model that can be built.
         UsageError: the model's forward needs values.
     """
     what = model if isinstance(model, Subject) else subject(model)
@@ -95,13 +95,13 @@ def estimates(
     on_cpu: bool,
     simulate: Callable[..., Simulated] = simulate,
 ) -> Iterator[Estimate]:
-    """As `estimate`, each plan when it is asked for."""
+    """Yields the estimates of `estimate`, computing each plan on demand."""
     whole_numel = numel_of(what) if workload.mesh.splits_samples else None
     simulated: dict[tuple[int, bool], dict[int, Simulated]] = {}
     for stage, optimizer, param in plans:
-        # Without accumulation there is nothing between micro-steps that stage 2 could shard.
+        # Without accumulation there are no gradients between micro-steps for stage 2 to shard.
         simulated_stage = 1 if stage == 2 and workload.accumulation == 1 else stage
-        # One rank alone shards nothing, unless shards are elsewhere than the full parameters.
+        # A single rank has no shards, unless they are stored apart from the full parameters.
         kind = simulated_stage, workload.shard_ranks == 1 and param != "none"
         if kind not in simulated:
             simulated[kind] = {
@@ -119,7 +119,7 @@ def estimates(
 
 
 def _most_sent(stages: Collection[Simulated]) -> dict[str, int]:
-    """Axis -> bytes, of the stage of a pipeline whose ranks send the most along it."""
+    """Returns axis -> bytes for the pipeline stage whose ranks send the most along that axis."""
     return {axis: max(one.sent.get(axis, 0) for one in stages) for one in stages for axis in one.sent}
 
 
@@ -130,7 +130,7 @@ def plan_table(
     *,
     simulate: Callable[..., Simulated] = simulate,
 ) -> list[PlanRow]:
-    """`estimate` of all plans against what a machine has: the recommended row first, then in the order of `PLANS`."""
+    """Compares all plans with a machine's capacity: the recommended row first, then the others in order of `PLANS`."""
     plans = _plans_for(workload)
     rows = [
         PlanRow(one, *check_capacity(one, workload, capacity))
@@ -143,7 +143,7 @@ def plan_table(
 
 
 def first_that_fits(what: Subject, workload: Workload, capacity: Capacity) -> PlanRow:
-    """The recommended row of `plan_table`, without estimates of the plans after it; where none fits, the smallest."""
+    """Returns the recommended row of `plan_table` without estimating later plans; the smallest plan if none fits."""
     rows = []
     for one in estimates(what, workload, _plans_for(workload), on_cpu=capacity.on_cpu):
         row = PlanRow(one, *check_capacity(one, workload, capacity))
@@ -154,9 +154,9 @@ def first_that_fits(what: Subject, workload: Workload, capacity: Capacity) -> Pl
 
 
 def check_capacity(one: Estimate, workload: Workload, capacity: Capacity) -> tuple[bool | None, str]:
-    """(whether it fits, None where no capacity is known; which memory is too small).
+    """Returns (True if the plan fits, or None without known capacity; the memory that is too small, or "").
 
-    Host and disk are shared by the ranks of a machine.
+    The ranks of a machine share its host memory and disk.
     """
     fits: bool | None = None
     for name, nbytes, available in _needs(one, workload, capacity):
@@ -179,25 +179,25 @@ def _needs(one: Estimate, workload: Workload, capacity: Capacity) -> Iterator[tu
 
 
 def _plans_for(workload: Workload) -> Sequence[tuple[int, Offload, Offload]]:
-    """One rank has nothing to shard, so that stage 0 comes first."""
+    """Returns the plans in order of preference; a single rank has nothing to shard, so stage 0 comes first."""
     return sorted(PLANS, key=lambda plan: plan != (0, "none", "none")) if workload.ranks == 1 else PLANS
 
 
 def _with_offload(
     step: Simulated, workload: Workload, stage: int, optimizer: Offload, param: Offload, *, on_cpu: bool
 ) -> Estimate:
-    """Moves what offload moves from the device to the host or to files, as `zero.storage` does by default."""
+    """Moves memory from the device to the host or to files for offload, with the defaults of `zero.storage`."""
     device, host, disk = step.peak, MemoryByKind(), MemoryByKind()
     masters = 4 * sum(step.trained)
     if workload.residual_masters and stage > 0:
         masters = sum(map(residual_nbytes, step.trained))
         device = replace(device, optimizer=device.optimizer - 4 * sum(step.trained) + masters)
     if optimizer != "none":
-        # fp32 weights get a separate master too, as the device computes with its own copy.
+        # fp32 weights also get a separate master, because the device computes with its own copy.
         states = masters + 4 * workload.states_per_element * sum(step.trained)
         device = replace(device, optimizer=0)
-        if not on_cpu:  # there one memory is both
-            # Gradients go to the host as they are reduced; the next micro-step's are added there to a sum in fp32.
+        if not on_cpu:  # on the CPU, device and host are one memory
+            # Reduced gradients go to the host; those of later micro-steps are added there to an fp32 sum.
             itemsize = 4 if workload.precision == "fp32" else 2
             if stage > 1 and workload.accumulation > 1:
                 itemsize += 4
@@ -216,7 +216,7 @@ def _with_offload(
         host = replace(host, params=in_memory + min(shards - in_memory, _read_ahead(step.shards, workload)))
         disk = replace(disk, params=shards - in_memory)
         if workload.precision == "fp32" and not on_cpu:
-            # The device's masters are no longer its shards; on the host, those of the optimizer are.
+            # Masters on the device no longer share memory with shards; masters on the host do.
             if optimizer == "none":
                 device = replace(device, optimizer=device.optimizer + shards)
             elif optimizer == "cpu":
@@ -227,7 +227,10 @@ def _with_offload(
 
 
 def _saved_in_memory(trained: int, workload: Workload, stage: int) -> int:
-    """A rank's share of its machine's states in memory: two during a save, and on resuming what they read."""
+    """Returns a rank's part of the saved states in its machine's memory: two per rank during a save, or more to resume.
+
+    When resuming, ranks read further states into memory.
+    """
     of_rank = 4 * (1 + workload.states_per_element) * trained // (1 if stage else workload.shard_ranks)
     if workload.local_ranks == workload.ranks:
         return 2 * of_rank
@@ -236,7 +239,7 @@ def _saved_in_memory(trained: int, workload: Workload, stage: int) -> int:
 
 
 def _in_host_memory(shards: Sequence[tuple[int, int]]) -> int:
-    """Bytes of the first shards, which `max_in_cpu` places in memory although files are configured."""
+    """Returns the bytes of the first shards, which `max_in_cpu` keeps in memory instead of files."""
     numel_left, total = OffloadParam().max_in_cpu, 0
     for numel, nbytes in shards:
         if numel > numel_left:
@@ -246,7 +249,7 @@ def _in_host_memory(shards: Sequence[tuple[int, int]]) -> int:
 
 
 def _read_ahead(shards: Sequence[tuple[int, int]], workload: Workload) -> int:
-    """Bytes of the buffers for shards that are read from files; those of codes count as what they stand for."""
+    """Returns the bytes of the buffers for shards that are read from files; a code counts with its dequantised size."""
     least = 4 if workload.precision == "fp32" else 2
     itemsize = max((max(nbytes // numel, least) for numel, nbytes in shards if numel), default=0)
     return OffloadParam().buffer_count * OffloadParam().buffer_size * itemsize
@@ -260,8 +263,8 @@ class TrafficRow:
     """Bytes that one rank sends per step.
 
     Attributes:
-        name: "stage 3", or the addition to it.
-        inside, across: to ranks on its own machine, and on others.
+        name: "stage 3", or a feature on top of it.
+        inside, across: bytes to ranks on the same machine, and to ranks on other machines.
     """
 
     name: str
@@ -270,10 +273,10 @@ class TrafficRow:
 
 
 def traffic_table(numel: int, workload: Workload) -> list[TrafficRow]:
-    """A row per arrangement; empty where all ranks are on one machine.
+    """Returns a row per ZeRO++ or MiCS setting; no rows if all ranks are on one machine.
 
     Args:
-        numel: parameters of the model, all trained.
+        numel: number of parameters of the model, all trained.
     """
     ranks, local = workload.ranks, workload.local_ranks
     if local == ranks:

@@ -1,7 +1,7 @@
-"""Runs operations on shapes alone: tensors of the "meta" device, whose results are looked up instead of computed.
+"""Runs operations on shapes only: on tensors of the "meta" device, with cached layouts instead of computed results.
 
-`simulate` takes a step of the engine this way. It must agree with torch's own rules, to which it leaves what it has no
-rule for; the tests compare the two.
+`simulate` runs steps of the engine this way. The rules here must agree with torch's own, which apply to all other
+operations; tests compare the two.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Layout = tuple[Sequence[int], Sequence[int], torch.dtype]
 
 
 class ShapesOnly:
-    """Results of operations on tensors of the "meta" device, which have no values; what is made is put there.
+    """Computes results of operations on tensors of the "meta" device, which have no values.
 
-    Each kind of call is worked out once, from the shapes of its arguments: by a rule below, or else by torch's, which
-    takes up to a millisecond and imports the compiler first.
+    It derives the layout of each kind of call once from the shapes of the arguments: by a rule below, or else by torch,
+    which takes up to a millisecond and first imports the compiler.
 
     Example:
         >>> import torch
@@ -34,11 +34,11 @@ class ShapesOnly:
     """
 
     def __init__(self) -> None:
-        self._made: dict[Any, tuple[Any, ...]] = {}  # () where an operation has to be asked each time
+        self._made: dict[Any, tuple[Any, ...]] = {}  # () for operations that must run each time
         self._of: dict[Any, _OperationFacts] = {}
 
     def result(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """What `func(*args, **kwargs)` returns."""
+        """Returns the result of `func(*args, **kwargs)`."""
         facts = self._of.get(func) or self._of.setdefault(func, _OperationFacts.of(func))
         if facts.in_place:
             return args[0]
@@ -78,7 +78,7 @@ class _OperationFacts:
         first = bool(writes) and writes[0] is not None and writes[0].name == schema.arguments[0].name
         keeps_shape = torch.Tag.inplace_view not in func.tags
         in_place = first and len(writes) == 1 and keeps_shape and len(schema.returns) == 1
-        # What else writes or shares memory is left to the operation itself.
+        # All other operations that write or share memory run themselves.
         aliases = bool(writes) or any(returned.alias_info for returned in schema.returns)
         takes_device = any(argument.name == "device" for argument in schema.arguments)
         return cls(in_place, aliases and not in_place, takes_device, len(schema.returns) > 1)
@@ -87,18 +87,18 @@ class _OperationFacts:
 def _key(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return tuple([(one.shape, one.stride(), one.dtype) if isinstance(one, Tensor) else _key(one) for one in value])
-    return type(value), value  # 1, 1.0 and True are equal, and make results of other types
+    return type(value), value  # 1, 1.0 and True are equal, but give results of different types
 
 
 def _layouts(result: Any) -> tuple[Any, ...]:
-    """(size, stride, dtype) of each tensor; () where something else is returned, or a list of them."""
+    """Returns (size, stride, dtype) of each tensor; () for other results, including lists of tensors."""
     results = result if isinstance(result, tuple) else (result,)
     if not all(one is None or isinstance(one, Tensor) for one in results):
         return ()
     return tuple(None if one is None else (one.shape, one.stride(), one.dtype) for one in results)
 
 
-# -- the rules of the operations of decoders
+# -- rules for the operations in decoders
 
 
 def _by_rule(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Layout, ...] | None:
@@ -111,7 +111,7 @@ def _by_rule(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tup
 
 def _pointwise(*args: Any) -> tuple[Layout, ...] | None:
     tensors = [one for one in args if isinstance(one, Tensor)]
-    # Where tensors without dimensions or integers are among them, the dtype comes about in other ways.
+    # With zero-dimensional or integer tensors, the dtype follows other rules.
     if not all(one.dim() and one.is_floating_point() for one in tensors) or any(type(one) is complex for one in args):
         return None
     dtype = reduce(torch.promote_types, [one.dtype for one in tensors])
@@ -120,12 +120,12 @@ def _pointwise(*args: Any) -> tuple[Layout, ...] | None:
         shape = [next((size for size in sizes if size != 1), 1) for sizes in aligned]
         return (_contiguous(shape[::-1], dtype),)
     first = tensors[0]
-    if len(tensors) == 1 and 0 in first.stride():  # an expanded one; its result is not
+    if len(tensors) == 1 and 0 in first.stride():  # an expanded tensor; its result is not expanded
         others = [stride for stride in first.stride() if stride]
         return (_contiguous(first.shape, dtype),) if others == sorted(others, reverse=True) else None
     if any((one.shape, one.stride()) != (first.shape, first.stride()) for one in tensors[1:]) or 1 in first.shape[1:]:
         return None
-    # A permutation of a contiguous tensor is repeated by the result.
+    # The result has the same permutation as a permuted contiguous tensor.
     strides = first.stride()
     order = sorted(range(first.dim()), key=lambda dim: -strides[dim])
     return ((first.shape, first.stride(), dtype),) if first.permute(order).is_contiguous() else None

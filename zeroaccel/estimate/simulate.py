@@ -1,14 +1,13 @@
-"""Peak memory of a rank, measured by running the engine for two optimizer steps on tensors without data.
+"""Measures the peak memory of a rank by running the engine for two optimizer steps on tensors without data.
 
-[Note: fake step] The model is built of tensors that have a shape, a dtype and no values: by `ShapesOnly`, or for models
-that other people wrote by torch's own `FakeTensorMode`, on which every model runs. Units, coordinator, reducer and
-optimizer are the engine's own, over ranks that do not exist (`FakeRanks`). Of a mesh, the rank has its part of the
-model (`mesh_parts`). The first step records the prefetch trace;
-the second is the one that repeats, and is measured. Only two things are replaced: the gradients' norm, which needs
-values, and the optimizer's arithmetic.
+[Note: fake step] The model consists of tensors with shape and dtype but without values: of `ShapesOnly`, or, for models
+of users and libraries, of torch's `FakeTensorMode`, which runs every model. Units, coordinator, reducer and optimizer
+are the engine's own, with fake collectives (`FakeRanks`). On a mesh, the rank has its part of the model (`mesh_parts`).
+The first step records the prefetch trace; the second one is like all later steps, and is measured. Only two parts of
+the engine are replaced: the gradient norm, which needs values, and the optimizer's arithmetic.
 
-Counted: every tensor that an operation returns (`MemoryTracker`). Not counted: what a kernel allocates inside itself,
-what allocators round up or cache, and the backend's own memory.
+Counted: every tensor that an operation returns (`MemoryTracker`). Not counted: memory that a kernel allocates
+internally, rounding and caches of allocators, and the backend's own memory.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from zeroaccel.zero.param_unit import FlatBuffer
 from zeroaccel.zero.wrap_policy import group_parameters, has_expert_interface
 
 _DEVICE = torch.ops.prim.device.default
-_SHAPES = ShapesOnly()  # one for all: what it has worked out is good for every model
+_SHAPES = ShapesOnly()  # shared, because its cached results are valid for every model
 
 
 @dataclass(frozen=True)
@@ -54,9 +53,9 @@ class Simulated:
         numel: parameters of the model, without padding.
         peak: bytes at the peak.
         when: "forward", "backward" or "step".
-        reduced: bytes of the gradients at the peak that are reduced to shards; part of `peak.gradients`.
-        shards: elements and bytes of each shard of parameters, in order; part of `peak.params`.
-        trained: elements of each run of weights that this rank updates, padding included.
+        reduced: bytes of reduced gradients at the peak; part of `peak.gradients`.
+        shards: elements and bytes of each parameter shard, in order; part of `peak.params`.
+        trained: elements of each range of weights that this rank updates, with padding.
         sent: axis of the mesh -> bytes that this rank sends along it in a step.
     """
 
@@ -80,15 +79,16 @@ def simulate(
 ) -> Simulated:
     """Runs two optimizer steps on tensors without data.
 
-    A model of many equal blocks is run with a few of them, from which it is extrapolated; see `extrapolate_depth`.
+    A model with many equal blocks runs with a few of them, and the result is extrapolated; see `extrapolate_depth`.
 
     Args:
-        on_cpu: the ranks compute in host memory and talk through gloo, which needs buffers to receive into.
-        offloads_params: shards are elsewhere than full parameters, so that even one rank alone has shards.
-        pipeline_stage: of a mesh with pp, the ranks' stage.
+        on_cpu: True if ranks compute in host memory and communicate through gloo, which needs receive buffers.
+        offloads_params: True if shards are stored apart from the full parameters, so that even a single rank has
+            shards.
+        pipeline_stage: pipeline stage of the rank, for a mesh with pp.
 
     Raises:
-        UsageError: the model does something that needs values, or cannot be cut as the mesh wants it.
+        UsageError: the model's forward needs values, or the mesh cannot divide the model.
     """
     kind = StepKind(stage, on_cpu, offloads_params, pipeline_stage)
     traces, more = short_traces(subject, workload, kind)
@@ -99,7 +99,7 @@ def simulate(
 
 
 class StepKind(NamedTuple):
-    """What a step is beside its workload; see `simulate`."""
+    """Arguments of `simulate` other than subject and workload."""
 
     stage: int
     on_cpu: bool
@@ -118,13 +118,13 @@ def short_traces(
     """Runs a model with a few of its equal blocks, in three lengths.
 
     Args:
-        lengths: which of the three are run; () runs the model as it is.
-        every_operation: with a moment for each, rather than for those that change the memory, or of the model as it is,
-            those that reach a new peak.
+        lengths: which of the three lengths to run; () runs the whole model.
+        every_operation: record a moment per operation, rather than per change of memory, or for the whole model per
+            new peak.
 
     Returns:
-        The traces, and how many blocks the last length lacks; the model's own trace and 0 where its blocks are too few,
-        or not known.
+        The traces, and the number of blocks that the last length lacks; or the trace of the whole model and 0 if its
+        blocks are too few or unknown.
     """
     sent = SentBytes()
     part = part_of(subject, workload, kind.pipeline_stage, sent)
@@ -136,7 +136,7 @@ def short_traces(
         subject.name,
         "operations" if every_operation else "peaks",
     )
-    # Only stage 3, and shards apart from their parameters, look ahead over a window of elements.
+    # Only stage 3, and shards stored apart from their parameters, prefetch over a window of elements.
     looks_ahead = kind.stage == 3 or kind.offloads_params
     shortest = _EDGES + (-(-_WINDOW_NUMEL // max(subject.layer_numel, 1)) if looks_ahead else 0)
     if not lengths or shortest + 2 >= part.layers:
@@ -146,15 +146,15 @@ def short_traces(
     return traces, part.layers - shortest - 2
 
 
-_EDGES = 4  # blocks at both ends that may be treated in another way than those between
-_WINDOW_NUMEL = 10**9  # elements that the engine prefetches, or reuses without resharding, by default
+_EDGES = 4  # blocks at both ends, which the engine may treat differently from those between them
+_WINDOW_NUMEL = 10**9  # default number of elements that the engine prefetches, or reuses without resharding
 
 
 _Record = Literal["peaks", "changes", "operations"]
 
 
 class _How(NamedTuple):
-    """Of a simulation: see `simulate`; `shapes_only` and `name` of `Subject`, `record` of `_PeakRecorder`."""
+    """Settings of a simulation: see `simulate`; `shapes_only`, `name` in `Subject`; `record` in `_PeakRecorder`."""
 
     on_cpu: bool
     offloads_params: bool
@@ -165,7 +165,7 @@ class _How(NamedTuple):
 
 
 def simulated(trace: MemoryTrace, workload: Workload, pipeline_stage: int) -> Simulated:
-    """What a trace says of the peak, and of a whole step."""
+    """Computes the memory at the peak, and the bytes sent in a whole step, from a trace."""
     moment = max(trace.moments, key=lambda moment: moment.total)  # the first of several
     states = moment.params + moment.optimizer + moment.gradients
     peak = MemoryByKind(moment.params, moment.optimizer, moment.gradients, max(0, moment.total - states))
@@ -175,10 +175,10 @@ def simulated(trace: MemoryTrace, workload: Workload, pipeline_stage: int) -> Si
 
 
 def _trace(build: Callable[[], tuple[nn.Module, Schedule]], workload: Workload, stage: int, how: _How) -> MemoryTrace:
-    """Memory over the second of two steps."""
+    """Records the memory over the second of two steps."""
     if how.shapes_only:
         return _run_two_steps(build, workload, stage, how)
-    # Takes a third of a second to import, which the plain case is spared.
+    # The import takes a third of a second, so it happens only if needed.
     from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedFakeTensorException
 
     with FakeTensorMode() as fake:
@@ -187,17 +187,17 @@ def _trace(build: Callable[[], tuple[nn.Module, Schedule]], workload: Workload, 
         except (UnsupportedFakeTensorException, torch._subclasses.fake_tensor.DataDependentOutputException) as error:
             raise UsageError(
                 f"{how.name}: its forward depends on values, which an estimate does not have: {error}",
-                fix="estimate by the number of parameters instead, such as 7b",
+                fix="estimate a number of parameters instead, such as 7b",
             ) from error
         finally:
             fake.fake_tensor_converter.meta_converter.describer.lookup_storage.clear()
-            # torch 2.6 crashes where it frees these weak references: they are left, some bytes each.
+            # torch 2.6 crashes when it frees these weak references, so a few bytes of each are leaked.
             for reference in fake.fake_tensor_converter.constant_storage_mapping:
                 reference._free_weak_ref = _left
 
 
 def _left(address: int) -> None:
-    """In place of the function that frees a weak reference to a storage."""
+    """Replaces the function that frees a weak reference to a storage."""
 
 
 def _run_two_steps(
@@ -224,27 +224,27 @@ def _run_two_steps(
         buffers = [buffer for unit in engine.units for buffer in unit.buffers]
         shards = tuple((b.own.numel, _shard_nbytes(b)) for b in buffers if not b.persistent)
         trained = tuple(b.masters.range.numel for b in buffers if b.trainable)
-        sent = how.sent.as_tuple()  # ending the engine joins parts of experts, which no step does
+        sent = how.sent.as_tuple()  # before destroy(), which communicates to join parts of experts
         engine.destroy()
     return MemoryTrace(numel, tuple(moments), shards, trained, sent)
 
 
 def _shard_nbytes(buffer: FlatBuffer) -> int:
-    """Bytes of this rank's shard; those of codes are their tensors'."""
-    if buffer.trainable:  # may be the very memory of its masters
+    """Returns the bytes of this rank's shard; for codes, the bytes of their tensors."""
+    if buffer.trainable:  # may share the memory of its masters
         return buffer.own.numel * buffer.dtype.itemsize
     return sum(tensor.nbytes for tensor in buffer.shard_tensors())
 
 
 class _PeakRecorder:
-    """Records memory by kind at every new peak of a step, at every change, or after every operation but views.
+    """Records memory by kind at every new peak of a step, at every change, or after every operation except views.
 
-    Operations that change nothing come once per unit at one place, some of them, and no two lengths of a model could be
-    laid beside each other with them; but two workloads can only with them, as what one adds may be what it frees. A
-    view adds nothing, so it never is where the peak is.
+    Some operations that do not change the memory occur once per unit, so traces of different lengths match only without
+    them. Traces of different workloads match only with them, because an operation may add and free the same bytes in
+    one workload. Views add no memory, so the peak is never at a view.
 
     Attributes:
-        phase: number of phases of the step that are complete.
+        phase: number of completed phases of the step.
     """
 
     def __init__(self, record: _Record) -> None:
@@ -274,21 +274,21 @@ class _PeakRecorder:
 
 def _run_step(engine: _EngineWithoutValues, schedule: Schedule, recorder: _PeakRecorder, sent: SentBytes) -> None:
     for recorder.phase, sent.moment in schedule(engine):
-        pass  # the schedule runs the phase when it is asked for the next one
+        pass  # the schedule runs the phase when the loop requests the next one
 
 
-# -- what is replaced
+# -- replacements for parts of the engine
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Counts the bytes of the storages that are allocated inside it, of fake tensors as of real ones.
+    """Counts the bytes of storages that are allocated inside it, for fake and real tensors.
 
-    A result of an operation is added when the operation returns, and subtracted when the last reference to its storage
-    is dropped. Storages that are resized are measured whenever another one is added. What a kernel allocates and frees
-    within one operation is not seen.
+    It adds a result when its operation returns, and subtracts it when the last reference to its storage is gone. It
+    measures resizable storages after each operation. It does not see memory that a kernel allocates and frees within
+    one operation.
 
     Args:
-        shapes: computes the results; without it the operations do.
+        shapes: computes the results; without it, the operations run.
     """
 
     def __init__(self, shapes: ShapesOnly | None = None) -> None:
@@ -307,7 +307,7 @@ class MemoryTracker(TorchDispatchMode):
         if self._shapes is not None:
             result = self._shapes.result(func, args, kwargs or {})
         elif func is _DEVICE and hasattr(args[0], "fake_device"):
-            return args[0].fake_device  # two of three calls, so it takes the shortest way
+            return args[0].fake_device  # two of three calls, so this path is as short as possible
         else:
             result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor):
@@ -322,10 +322,10 @@ class MemoryTracker(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled in here, and keeping dynamo out would take longer than an operation
+        return False  # nothing is compiled here, and skipping dynamo would take longer than an operation
 
     def follow(self, tensors: Iterable[Tensor]) -> None:
-        """From now on these tensors' storages are measured each time, as they are resized."""
+        """Measures the storages of these tensors every time from now on, because they are resized."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             self._subtract(storage._cdata)
@@ -333,7 +333,7 @@ class MemoryTracker(TorchDispatchMode):
             self._resizable.append(storage)
 
     def begin(self, on_change: Callable[[int, int], None], *, skips_views: bool = False) -> None:
-        """Calls `on_change` now and after each operation, with the bytes that are alive, and of these the resizable."""
+        """Calls `on_change` now and after each operation, with the live bytes and the resizable part of them."""
         self._on_change, self._skips_views = on_change, skips_views
         self._measure(on_change)
 
@@ -365,14 +365,14 @@ class _StorageReference(weakref.ref[torch.UntypedStorage]):
 
 
 class _StatesOnly(torch.optim.Optimizer):
-    """Allocates the states of an optimizer, and computes nothing."""
+    """An optimizer that allocates its states without computing updates."""
 
     def __init__(self, params: Sequence[nn.Parameter], states_per_element: int) -> None:
         super().__init__(params, {"lr": 0.0})
         self._count = states_per_element
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        # torch's own imports its compiler first, which takes a second.
+        # torch's implementation first imports its compiler, which takes a second.
         self.param_groups.append({**self.defaults, **param_group})
 
     def step_shard(
@@ -390,13 +390,13 @@ class _EngineWithoutValues(Engine):
     _optimizer_nbytes = 0
 
     def note_fixed(self) -> None:
-        """Notes the bytes that stay as they are from the first step on: of shards, and of the optimizer."""
+        """Stores the bytes that stay constant after the first step: those of shards and of the optimizer."""
         states = self.model_state_nbytes()
         full = sum(buffer.full.untyped_storage().nbytes() for unit in self.units for buffer in unit.buffers)
         self._shards_nbytes, self._optimizer_nbytes = states["params"] - full, states["optimizer"]
 
     def memory_by_kind(self, unsharded: int) -> tuple[int, int, int, int]:
-        """Bytes of parameters, of the optimizer, of gradients, in-flight ones included, and of those the reduced.
+        """Returns the bytes of parameters, optimizer, gradients (including those in flight) and reduced gradients.
 
         Args:
             unsharded: bytes of the units' full buffers.
@@ -416,14 +416,14 @@ def _engine(
     device: torch.device,
     how: _How,
 ) -> _EngineWithoutValues:
-    """As `initialize`, without what needs a process group or values."""
-    accumulation = min(workload.accumulation, 2)  # a third micro-step repeats the second
+    """Builds the engine like `initialize`, without the steps that need a process group or values."""
+    accumulation = min(workload.accumulation, 2)  # a third micro-batch repeats the second
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": workload.batch,
         "gradient_accumulation_steps": accumulation,
         "zero_optimization": {"stage": stage},
     }
-    # The tensors are on no device with streams.
+    # Set explicitly, because the device of these tensors has no streams.
     overlaps = overlaps_communication(load_config(config), has_streams=not how.on_cpu)
     config["zero_optimization"]["overlap_comm"] = overlaps
     if workload.frozen_weights and workload.frozen_weights not in LIBRARY_CODES:
@@ -443,7 +443,7 @@ def _engine(
 
 
 def _recompute(model: nn.Module) -> None:
-    """Checkpoints every block: by the model's own method where it has one, else around the units' modules."""
+    """Checkpoints every block: by the model's own method if it has one, else around the units' modules."""
     settings = {"use_reentrant": False, "preserve_rng_state": False}  # a fake random state cannot be set
     for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):  # the newer one first
         own: Callable[..., Any] | None = getattr(model, name, None)
@@ -454,7 +454,7 @@ def _recompute(model: nn.Module) -> None:
     for spec in group_parameters(model):
         for module in spec.modules:
             is_block = module is not model and next(module.children(), None) is not None
-            if is_block and not has_expert_interface(module):  # it lies in a block
+            if is_block and not has_expert_interface(module):  # an experts module is inside a block
                 module.forward = _checkpointed(module.forward)
 
 

@@ -1,7 +1,7 @@
-"""The MODEL of an estimate: a number of parameters, a known name, a Hugging Face config, or a function of the user's.
+"""Reads the MODEL of an estimate: a number of parameters, a known name, a Hugging Face config, or a user's function.
 
-Each becomes a `Subject`, which builds the model (without weights under fake tensors) and runs one forward of it. A
-number of parameters stands for a `Decoder`. transformers is imported only for its own configs.
+Each becomes a `Subject`, which builds the model (without weights under fake tensors) and runs its forward. A number of
+parameters becomes a `Decoder` of that size. Imports transformers only for its own configs.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ class Subject:
     """A model to estimate.
 
     Attributes:
-        name: for reports.
-        note: names the substitute for the model; empty for the model itself.
-        build: makes the model and its step.
-        layers: number of equal blocks in a row, with nothing else that grows with them; 0 where that is unknown.
-        build_short: makes the same model with another number of these blocks.
-        layer_numel: parameters of one block.
-        shapes_only: built and run by operations whose results' shapes follow from those of the arguments, and that
-            write to their first argument alone, if to any.
-        shape: of the decoder that it is; None for other models.
+        name: name of the model in reports.
+        note: description of the model, or of its substitute; may be empty.
+        build: builds the model and its step.
+        layers: number of equal consecutive blocks, if nothing else grows with them; 0 if unknown.
+        build_short: builds the same model with another number of blocks.
+        layer_numel: number of parameters in one block.
+        shapes_only: True if the shapes of all results follow from the shapes of the arguments, and operations write
+            to no argument except their first one.
+        shape: shape of a `Decoder`; None for other models.
     """
 
     name: str
@@ -71,13 +71,13 @@ class Subject:
 
 
 def subject(text: str | nn.Module | Callable[[], Any]) -> Subject:
-    """The subject that `text` names.
+    """Returns the subject for a model's name, or for a function that builds it.
 
     Args:
-        text: see `_EXPECTED`; a function that returns a model, or a model and a `Step`, may be given itself.
+        text: see `_EXPECTED`; or a function that returns a model, or a model and a `Step`.
 
     Raises:
-        ConfigError: `text` names no model, or the model cannot be read.
+        ConfigError: `text` does not name a model, or the model is unreadable.
     """
     if callable(text) and not isinstance(text, (str, nn.Module)):
         return _of_function(getattr(text, "__qualname__", "function"), text)
@@ -94,16 +94,16 @@ def subject(text: str | nn.Module | Callable[[], Any]) -> Subject:
         return _of_known_config(text, known)
     if ":" in text and "/" not in text:
         return _of_function(text, _imported(text))
-    problem = "the Hugging Face hub was not asked, where a name is OWNER/NAME"
+    problem = "the Hugging Face hub was not searched: its names have the form OWNER/NAME"
     if _HUB_NAME.fullmatch(text):
         file, problem = _from_hub(text)
         if file is not None:
             return replace(_of_folder(file), name=text)
     near = _near_models(text)
     fixes = [f"did you mean {' or '.join(near)}?"] if near else []
-    fixes += ["the path of a config.json, or of its folder, works without the hub"]
+    fixes += ["without the hub, pass the path of a config.json or of its folder"]
     if not near:
-        fixes += [f"names of these families are known: {', '.join(_families())}"]
+        fixes += [f"known model families: {', '.join(_families())}"]
     fix = "; ".join(fixes)
     if "/" in text:
         raise ConfigError(f"MODEL {text}: {problem}", fix=fix)
@@ -111,7 +111,7 @@ def subject(text: str | nn.Module | Callable[[], Any]) -> Subject:
 
 
 def _families() -> dict[str, list[str]]:
-    """Known names by the letters that they begin with."""
+    """Returns known names by their family, the letters before the first other character."""
     families: dict[str, list[str]] = {}
     for name in sorted({**MODELS, **CONFIGS}):
         families.setdefault(_letters(name), []).append(name)
@@ -124,7 +124,7 @@ def _letters(name: str) -> str:
 
 
 def _near_models(text: str) -> list[str]:
-    """Names of the family that is nearest, the nearest names first."""
+    """Returns similar names of the most similar family, closest first."""
     name = text.rsplit("/", 1)[-1].lower().removeprefix("meta-")
     families = _families()
     family = near_names(_letters(name), families, 1, cutoff=0.7)
@@ -136,25 +136,25 @@ _HUB_SECONDS = 3
 
 
 def _from_hub(name: str) -> tuple[Path | None, str]:
-    """The config.json of a model of the Hugging Face hub, downloaded or from its cache; or None, and why."""
+    """Returns the config.json of a model on the Hugging Face hub, or from its cache; or None and the reason."""
     try:
         from huggingface_hub import constants, hf_hub_download, hf_hub_url, try_to_load_from_cache
         from huggingface_hub.utils._headers import build_hf_headers
     except ImportError:
-        needs = "names there need huggingface_hub (pip install 'zeroaccel[hf]')"
-        return None, f"the Hugging Face hub was not asked: {needs}"
+        needs = "it requires huggingface_hub (pip install 'zeroaccel[hf]')"
+        return None, f"the Hugging Face hub was not searched: {needs}"
     if isinstance(cached := try_to_load_from_cache(name, "config.json"), str):
         return Path(cached), ""
     if constants.HF_HUB_OFFLINE:
-        return None, "the Hugging Face hub was not asked (HF_HUB_OFFLINE)"
-    # Asked by hand first: the download itself would try for half a minute to reach a hub that is not there.
+        return None, "the Hugging Face hub was not searched (HF_HUB_OFFLINE)"
+    # Send a request with a short timeout first: the download alone would retry for half a minute without a network.
     url = hf_hub_url(name, "config.json")
     request = urllib.request.Request(url, headers=dict(build_hf_headers()), method="HEAD")
     try:
         with urllib.request.urlopen(request, timeout=_HUB_SECONDS):
             return Path(hf_hub_download(name, "config.json")), ""
     except urllib.error.HTTPError as error:
-        words = {401: "has no such model, or asks for a login", 403: "asks for its licence to be accepted"}
+        words = {401: "has no such model, or requires a login", 403: "requires that you accept the model's licence"}
         missing = "has no such model, or it has no config.json"
         return None, f"the Hugging Face hub {words.get(error.code, missing)} ({error.code})"
     except OSError as error:
@@ -165,9 +165,7 @@ def _of_count(text: str, numel: int) -> Subject:
     if not 1000 <= numel <= 10**13:
         raise ConfigError("MODEL", expected="between 1000 and 10 trillion parameters", got=text)
     shape = shape_of(numel)
-    note = (
-        f"a decoder of {shape.layers} layers and width {shape.width}, with {shape.numel:,} parameters, stands in for it"
-    )
+    note = f"estimated as a decoder of {shape.layers} layers and width {shape.width}, with {shape.numel:,} parameters"
 
     return _of_shape(f"{text} parameters", note, shape)
 
@@ -180,14 +178,14 @@ def _of_shape(name: str, note: str, shape: Shape) -> Subject:
 
 
 def numel_of(what: Subject) -> int:
-    """Parameters of the whole model; tied ones count once."""
+    """Returns the number of parameters of the whole model; tied parameters count once."""
     if what.shape is not None:
         return what.shape.numel
     return _of_model(what, lambda model: sum(param.numel() for param in model.parameters()))
 
 
 def experts_of(what: Subject) -> int:
-    """The largest number of ranks that can divide the experts of the model's layers."""
+    """Returns the largest number of ranks that can divide the experts of the model's layers."""
     return _of_model(what, expert_count) if what.shape is None else 1
 
 
@@ -199,7 +197,7 @@ def _of_model(what: Subject, count: Callable[[nn.Module], int]) -> int:
 
 
 def predict_tokens(model: nn.Module, batch: int, sequence: int) -> tuple[Tensor, Any]:
-    """Gives the model (batch, sequence) token ids; its output holds the loss, is the loss, or is logits."""
+    """Runs the model on (batch, sequence) token ids; its output contains the loss, is the loss, or is logits."""
     ids = torch.zeros(batch, sequence, dtype=torch.long)
     output = model(ids)
     loss = getattr(output, "loss", None)
@@ -213,9 +211,9 @@ def _of_folder(path: Path) -> Subject:
     try:
         data = parse_plain_json(read_at_most(file, _MOST_NBYTES).decode("utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"{path}: there is no config.json in it", fix="name the folder of a model") from None
+        raise ConfigError(f"{path}: there is no config.json in it", fix="pass the folder of a model") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{file}: not a text file", fix="name a config.json, or its folder") from None
+        raise ConfigError(f"{file}: not a text file", fix="pass a config.json, or its folder") from None
     except json.JSONDecodeError as error:
         line = error.doc.splitlines()[error.lineno - 1] if error.doc.strip() else ""
         raise ConfigError(f"{file}:{error.lineno}:{error.colno}: {error.msg}: {line.strip()[:80]}") from None
@@ -234,8 +232,8 @@ def _of_folder(path: Path) -> Subject:
 def _check_transformers(place: str) -> None:
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError(
-            f"{place}: needs transformers to build the model",
-            fix="pip install 'zeroaccel[hf]', or give the number of parameters instead, such as 7b",
+            f"{place}: transformers is required to build the model",
+            fix="pip install 'zeroaccel[hf]', or pass the number of parameters instead, such as 7b",
         )
 
 
@@ -274,7 +272,7 @@ def _of_known_config(name: str, known: ModelConfig) -> Subject:
 
     note = f"{known.numel:,} parameters in {periods * known.period} layers of {known.model_type}"
     if any(known is CONFIGS[one] for one in READ_PICTURES):
-        note += ": the text model alone, without its vision tower and projector"
+        note += ": only the text model, without its vision tower and projector"
     return Subject(name, note, build, periods, build, known.numel // periods)
 
 
@@ -297,7 +295,7 @@ def _transformers_step(model: nn.Module, batch: int, sequence: int) -> tuple[Ten
     if getattr(output, "loss", None) is not None:
         return output.loss, output
     hidden = output[0]
-    return hidden.float().pow(2).mean(), output  # a bare encoder has no loss; any function of its output will do
+    return hidden.float().pow(2).mean(), output  # a bare encoder has no loss; any function of its output works
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:
@@ -329,7 +327,7 @@ def _of_function(name: str, function: Callable[[], Any]) -> Subject:
         if not isinstance(model, nn.Module) or not callable(step):
             raise ConfigError(
                 f"{name}()",
-                expected="a torch.nn.Module, or one and a function (model, batch, sequence) -> loss",
+                expected="a torch.nn.Module, or a module and a function (model, batch, sequence) -> loss",
                 got=type(result).__name__,
             )
         return model, step

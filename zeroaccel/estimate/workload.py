@@ -1,6 +1,6 @@
 """Inputs and results of an estimate: plain data, without torch.
 
-`simulate` fills the answers in, `plans` compares them with a `Capacity`, the command line prints them.
+`simulate` computes the results, `plans` compares them with a `Capacity`, and the command line prints them.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ OptimizerName = Literal["adam", "lion", "adagrad", "momentum", "sgd"]
 FrozenWeights = Literal["", "int8", "nf4", "mxfp4", "bnb_nf4", "bnb_nf4_double"]
 
 LIBRARY_CODES = ("bnb_nf4", "bnb_nf4_double")
-"""Frozen weights that bitsandbytes has quantised, the second with quantised scales; the others are the engine's own."""
+"""Formats of frozen weights from bitsandbytes, the second with quantised scales; the other formats are the engine's."""
 
 SAMPLE_AXES = ("pp", "sp", "tp")
-"""Axes of a mesh whose ranks work on the same samples; a `Workload` has a field for each."""
+"""Axes of a mesh whose ranks work on the same samples; `Workload` has a field for each."""
 _STATES: dict[str, int] = {"adam": 2, "lion": 1, "adagrad": 1, "momentum": 1, "sgd": 0}
 
 
 @dataclass(frozen=True)
 class Workload:
-    """How a model is trained.
+    """Settings of a training run.
 
     Attributes:
-        ranks: processes of the job.
-        ranks_per_machine: of these on one machine; None for all.
+        ranks: number of processes in the job.
+        ranks_per_machine: number of processes per machine; None for one machine.
         precision: dtype of weights and activations; sums and masters are fp32.
         batch: samples per rank and micro-step.
         sequence: tokens per sample, for models that read tokens.
         accumulation: micro-steps per optimizer step.
-        checkpointing: recompute each block in backward instead of keeping its activations.
-        optimizer: which states are kept.
-        peer_checkpoints: states are saved in the memory of the machines (`checkpoint.peer`).
-        residual_masters: masters of bf16 weights are kept as residuals (`data_types.master_weights`).
-        pp, sp, tp: ranks along these axes of the mesh, see `ParallelConfig`; the others see different samples.
-        ep: of these others and `sp`, how many divide the experts of each layer.
-        lora_rank: of adapters beside all linear layers but the head, with everything else frozen; 0 trains the model.
-        frozen_weights: how frozen weights are stored: `zero_optimization.frozen_weights`, or one of `LIBRARY_CODES`.
+        checkpointing: recompute each block in backward instead of storing its activations.
+        optimizer: name of the optimizer, which determines its states.
+        peer_checkpoints: save states in the memory of the machines (`checkpoint.peer`).
+        residual_masters: store masters of bf16 weights as residuals (`data_types.master_weights`).
+        pp, sp, tp: ranks along these axes of the mesh, see `ParallelConfig`; all other ranks have different samples.
+        ep: number of ranks, among those with different samples and those along `sp`, that divide each layer's experts.
+        lora_rank: rank of LoRA adapters on all linear layers except the head, with all else frozen; 0 for no adapters.
+        frozen_weights: format of frozen weights: `zero_optimization.frozen_weights`, or one of `LIBRARY_CODES`.
 
     Raises:
-        UsageError: a value that means nothing, or axes that do not divide the ranks; with more stages than micro-steps
-            a 1F1B schedule has too few.
+        UsageError: a value is invalid, the axes do not divide the ranks, or there are fewer micro-steps than the stages
+            of a 1F1B schedule.
 
     Example:
         >>> Workload(ranks=8, tp=2).mesh.dp_shard
@@ -90,13 +90,13 @@ class Workload:
         if (self.lora_rank or self.frozen_weights) and (self.tp > 1 or self.ep > 1):
             raise UsageError(
                 f"Workload.{'lora_rank' if self.lora_rank else 'frozen_weights'}",
-                expected="tp 1 and ep 1: adapters beside divided layers are not estimated",
+                expected="tp 1 and ep 1: estimates do not support adapters on divided layers",
                 got=f"tp {self.tp}, ep {self.ep}",
-                fix="share sequences (sp) or layers (pp), or estimate the whole model",
+                fix="divide sequences (sp) or layers (pp) instead, or estimate the whole model",
             )
         if self.residual_masters and self.precision != "bf16":
             raise UsageError("Workload.residual_masters", expected='precision "bf16"', got=self.precision)
-        _ = self.mesh  # raises where the axes do not divide the ranks
+        _ = self.mesh  # raises if the axes do not divide the ranks
         if self.accumulation < self.pp:
             raise UsageError(
                 "Workload.accumulation",
@@ -108,39 +108,39 @@ class Workload:
 
     @property
     def mesh(self) -> ParallelConfig:
-        """The mesh of all ranks."""
+        """Mesh of all ranks."""
         sizes = dict(zip(SAMPLE_AXES, self.sizes, strict=True))
         return ParallelConfig.from_sizes({**sizes, "ep": self.ep}).resolve(self.ranks)
 
     @property
     def mesh_name(self) -> str:
-        """ "dp 4 x tp 2", "dp 8, ep 4"."""
+        """Name of the mesh, such as "dp 4 x tp 2" or "dp 8, ep 4"."""
         sizes = {axis.removesuffix("_shard"): getattr(self.mesh, axis) for axis in AXES}
         product = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "1 rank"
         return f"{product}, ep {self.ep}" if self.ep > 1 else product
 
     @property
     def is_plain(self) -> bool:
-        """Whether all ranks have all of the model, and samples of their own."""
+        """True if every rank has the whole model and its own samples."""
         return self.ep == 1 and not self.mesh.splits_samples
 
     @property
     def shard_ranks(self) -> int:
-        """Ranks that ZeRO shards over: those of `dp_shard` and `sp`, which have the same parameters."""
+        """Number of ranks that ZeRO shards over: those along `dp_shard` and `sp`, which have the same parameters."""
         return self.mesh.dp_shard * self.sp
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Ranks along each of `SAMPLE_AXES`."""
+        """Number of ranks along each of `SAMPLE_AXES`."""
         return tuple(getattr(self, axis) for axis in SAMPLE_AXES)
 
     @property
     def sample_ranks(self) -> int:
-        """Ranks that work on the same sample."""
+        """Number of ranks that work on the same sample."""
         return math.prod(self.sizes)
 
     def on_mesh(self, *sizes: int, ep: int = 1) -> Workload:
-        """The same samples per step on another mesh: fewer ranks that see different ones take more micro-steps each.
+        """Returns the workload on another mesh with the same samples per step, by changing the number of micro-steps.
 
         Args:
             sizes: see `sizes`.
@@ -152,30 +152,30 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Of a micro-step, per rank that sees samples of its own."""
+        """Number of tokens per micro-step and rank with its own samples."""
         return self.batch * self.sequence
 
     @property
     def local_ranks(self) -> int:
-        """Ranks that share one machine's memory and disk."""
+        """Number of ranks that share one machine's memory and disk."""
         return self.ranks_per_machine or self.ranks
 
     @property
     def states_per_element(self) -> int:
-        """fp32 optimizer states per weight, without the master."""
+        """Number of fp32 optimizer states per weight, without the master."""
         return _STATES[self.optimizer]
 
 
 @dataclass(frozen=True)
 class MemoryByKind:
-    """Bytes at the moment of the peak, by use.
+    """Bytes at the peak, by use.
 
     Attributes:
-        params: weights: shards, and units while they are unsharded.
-        optimizer: fp32 masters and optimizer states.
-        gradients: in flight, and accumulated.
-        activations: the rest: tensors for backward, temporaries, the model's buffers.
-        saved: states that are saved in memory: two of a rank and, with several machines, of another machine's.
+        params: bytes of weights: shards and unsharded units.
+        optimizer: bytes of fp32 masters and optimizer states.
+        gradients: bytes of gradients in flight and accumulated.
+        activations: all other bytes: tensors for backward, temporaries, the model's buffers.
+        saved: bytes of states saved in memory: two per rank, also of another machine's rank if there are several.
     """
 
     params: int = 0
@@ -196,11 +196,11 @@ class Estimate:
     Attributes:
         stage: 0 to 3.
         offload_optimizer, offload_param: device of states and of shards between uses.
-        numel: parameters of the model, without padding.
-        device: at the peak of a step, on the device that computes.
-        host: in host memory, by offload; where the device is the CPU, this comes on top of `device`.
-        disk: in files.
-        peak: in which part of the step the device's peak lies: "forward", "backward" or "step".
+        numel: number of parameters of the model, without padding.
+        device: memory of the computing device at the peak of a step.
+        host: host memory for offload; if the device is the CPU, in addition to `device`.
+        disk: bytes in files.
+        peak: phase of the step with the device's peak: "forward", "backward" or "step".
         pipeline_stage: the pipeline stage with the largest peak, to which the other fields belong.
         sent: axis of the mesh -> bytes that one rank sends along it in a step: "dp" for ZeRO's own.
     """
@@ -218,7 +218,7 @@ class Estimate:
 
     @property
     def name(self) -> str:
-        """ "stage 3", "stage 2, optimizer on cpu"."""
+        """Name of the plan, such as "stage 3" or "stage 2, optimizer on cpu"."""
         parts = [f"stage {self.stage}"]
         if self.offload_optimizer != "none" and self.offload_optimizer == self.offload_param:
             return f"{parts[0]}, all on {self.offload_param}"
@@ -229,13 +229,13 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Capacity:
-    """Memory of a machine, in bytes; None for unknown, which the estimate then ignores.
+    """Memory of a machine, in bytes; the estimate ignores unknown values, which are None.
 
     Attributes:
-        device: memory of one accelerator. None for a CPU, whose tensors live in `host`.
+        device: memory of one accelerator. None for a CPU, whose tensors are in `host`.
         host: memory of one machine.
         disk: free space for offload on one machine.
-        on_cpu: the ranks compute in host memory.
+        on_cpu: True if ranks compute in host memory.
     """
 
     device: int | None = None

@@ -228,8 +228,8 @@ def test_a_compile_section_that_is_wrong_is_refused_by_key(section: dict[str, An
 @pytest.mark.parametrize(
     ("section", "notes"),
     [
-        ({"backend": "eager"}, ['compile.backend: nothing is compiled; add "enabled": true beside it']),
-        ({"kwargs": {"fullgraph": True}}, ['compile.kwargs: nothing is compiled; add "enabled": true beside it']),
+        ({"backend": "eager"}, ['compile.backend: nothing is compiled; add "enabled": true']),
+        ({"kwargs": {"fullgraph": True}}, ['compile.kwargs: nothing is compiled; add "enabled": true']),
         ({"enabled": False, "backend": "eager"}, ["compile.backend: nothing is compiled"]),
         ({"enabled": True, "disable": True}, ["compile.enabled: the model is not compiled because disable is true"]),
         ({"enabled": True, "backend": "eager"}, []),

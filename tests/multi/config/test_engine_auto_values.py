@@ -70,4 +70,4 @@ def test_what_nothing_fills_is_reported_on_every_rank(ranks: Ranks) -> None:
     for said in ranks(2).run(_refusal, tree):
         assert said.startswith("config: 3 settings are wrong")
         for key in ("train_micro_batch_size_per_gpu", "optimizer.params.lr", "scheduler.params.total_num_steps"):
-            assert f'{key}: "auto", and nothing says what it is; write a number' in said
+            assert f'{key}: "auto", but no value for it is known; write a number' in said

@@ -395,4 +395,4 @@ def test_the_config_may_say_it(ranks: Ranks) -> None:
         assert (size, samples) == (2, 4)
         whole = _model("llama", "sdpa")(**_batch(0, rank // 2, "plain")).loss.item()
         assert loss == pytest.approx(whole, rel=2e-6)
-        assert "ParallelConfig(sp): expected 2, as sequence_parallel_size of the config says, got 4" in said
+        assert "ParallelConfig(sp): expected 2, the value of sequence_parallel_size in the config, got 4" in said

@@ -639,8 +639,8 @@ FED = [
     ("batches", "the first batch of rank 1 (tp 1): expected the batch of rank 0 (tp 0), since both share layers"),
     ("names", "expected a plan, since Sequential does not have one"),
     ("unknown", "tensor parallelism of Module: layers.0.shrink: expected layer names with a known cut"),
-    ("sizes", "ParallelConfig(tp): expected 2, as tensor_parallel.autotp_size of the config says, got 4"),
-    ("keys", "tensor_parallel.partition_config: expected nothing: layers are cut as the model's own plan says"),
+    ("sizes", "ParallelConfig(tp): expected 2, the value of tensor_parallel.autotp_size in the config, got 4"),
+    ("keys", "tensor_parallel.partition_config: expected nothing: the model's own plan or the layers' names"),
 ]
 
 

@@ -197,7 +197,7 @@ def test_a_piece_of_another_length_is_found(tmp_path: Path) -> None:
         (b"", r"latest: cannot be read \(it is empty\)"),
         (b" \n\t ", r"latest: cannot be read \(it is empty\)"),
         (b"x" * 300, "latest: expected folder names of at most 255 bytes"),
-        (b"x" * 5000, r"latest: cannot be read \(5000 bytes, at most 4096 are read\)"),
+        (b"x" * 5000, r"latest: cannot be read \(5000 bytes, the maximum is 4096\)"),
         (b"\xff\xfe", r"latest: cannot be read \(not UTF-8\)"),
         (b"a\0b", "latest: expected folder names"),
         (b"../elsewhere", r"latest: expected folder names .*got '\.\./elsewhere'"),
@@ -258,9 +258,9 @@ def test_plain_json_is_bounded(tmp_path: Path) -> None:
             parse_plain_json(text)
     (tmp_path / "file").write_bytes(b"12345")
     assert read_at_most(tmp_path / "file", 5) == b"12345"
-    with pytest.raises(OSError, match="5 bytes, at most 4 are read"):
+    with pytest.raises(OSError, match="5 bytes, the maximum is 4"):
         read_at_most(tmp_path / "file", 4)
-    with pytest.raises(OSError, match="more than the 1000 bytes"):
+    with pytest.raises(OSError, match="more than the maximum of 1000 bytes"):
         read_at_most("/dev/zero", 1000)
     with pytest.raises(OSError, match="not a regular file"):
         read_at_most("/dev/zero", 1000, regular=True)

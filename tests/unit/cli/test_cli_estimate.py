@@ -76,7 +76,7 @@ def test_charts_are_written(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["7x"], "MODEL: the Hugging Face hub was not asked"),
+        (["7x"], "MODEL: the Hugging Face hub was not searched"),
         ([MODEL, "--ranks", "8", "--ranks_per_machine", "3"], "--ranks_per_machine: expected a divisor of the 8 ranks"),
         ([MODEL, "--disk", "much"], "'much' is not a size such as 80GB or 512MiB"),
         ([MODEL, "--plot", "/no/such/folder/a.png"], "there is no folder /no/such/folder; make it, or name another"),

@@ -42,7 +42,7 @@ def test_a_partition_larger_than_the_job_is_the_job() -> None:
     """A template for machines of 8 runs on one rank; a line says what of it does not apply."""
     with log_lines() as lines:
         assert _plan(3, zero_hpz_partition_size=77).secondary_size == 3
-    assert lines == ["zero_optimization.zero_hpz_partition_size: no second copy is kept: 77 ranks are more than the 3"]
+    assert lines == ["zero_optimization.zero_hpz_partition_size: no second copy: 77 is more than the 3 ranks"]
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_partition_larger_than_the_job_is_the_job() -> None:
         (
             {"mics_shard_size": 3, "zero_quantized_gradients": True},
             "zero_quantized_gradients",
-            "summed across replicas (mics_shard_size) are not quantised",
+            "sums across replicas (mics_shard_size) cannot be quantised",
         ),
     ],
 )

@@ -40,18 +40,18 @@ CONTRADICTIONS = """
 {"fp16": {"enabled": true, "initial_scale_power": 4, "min_loss_scale": 32}}
     fp16.min_loss_scale: expected above 0 and at most the initial scale 2**4 = 16, got 32.0
 {"fp16": {"enabled": true, "initial_scale_power": 2000}}
-    fp16.initial_scale_power: expected at most 127, as fp32 holds no larger factor, got 2000
+    fp16.initial_scale_power: expected at most 127, the largest exponent of fp32, got 2000
 {"gradient_clipping": 1.0, "zero_optimization": {"compute_grad_norm": false}}
-    zero_optimization.compute_grad_norm: gradient_clipping 1.0 needs the norm; set compute_grad_norm to true or
+    zero_optimization.compute_grad_norm: gradient_clipping 1.0 requires the norm; set compute_grad_norm to true or
     gradient_clipping to 0
 {"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}}
     optimizer.params.max_grad_norm: clipping is not an argument of the optimizer; set gradient_clipping at the top
     level instead
 {"zero_optimization": {"offload_optimizer": {"device": "cpu", "update_during": "next_step"}}}
-    zero_optimization.offload_optimizer.update_during: "next_step" is about updates on the host, and nothing is
+    zero_optimization.offload_optimizer.update_during: "next_step" applies to updates on the host, but nothing is
     offloaded at stage 0; set zero_optimization.stage to 1, 2 or 3, or update_during to "step"
 {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}
-    zero_optimization.offload_optimizer.nvme_path: missing, and device is "nvme"; give a folder on a local disk
+    zero_optimization.offload_optimizer.nvme_path: missing, and device is "nvme"; set it to a folder on a local disk
 """
 
 
@@ -103,7 +103,7 @@ def test_one_mistake_is_reported_once() -> None:
         ({"gradient_allreduce_op": "avg"}, "gradient_allreduce_op: expected 'mean' or 'sum', got 'avg'"),
         ({"fp16": {"loss_scale": True}}, "fp16.loss_scale: expected a finite number, got True"),
         ({"fp16": {"loss_scale": -1}}, "fp16.loss_scale: expected a number of at least 0, got -1.0"),
-        ({"optimizer": {}}, 'optimizer.type: missing or "auto"; give it, or remove the section'),
+        ({"optimizer": {}}, 'optimizer.type: missing or "auto"; set it, or remove the section'),
         ({"optimizer": {"type": ""}}, "optimizer.type: expected a non-empty string, got ''"),
         ({"optimizer": {"type": "A", "params": [1]}}, "optimizer.params: expected an object, got [1]"),
         (

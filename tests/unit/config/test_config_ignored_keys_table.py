@@ -29,15 +29,18 @@ NOTED = [
     ('{"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}', "offload_param.device: parameters are"),
     ('{"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}', "offload_optimizer.device: optimizer states"),
     ('{"zero_optimization": {"stage": 1, "zero_quantized_gradients": true}}', "zero_quantized_gradients: parameters"),
-    ('{"activation_checkpointing": {"cpu_checkpointing": true}}', "cpu_checkpointing: counts for calls"),
-    ('{"activation_checkpointing": {"contiguous_memory_optimization": true}}', "optimization: inputs are stored one"),
-    ('{"flops_profiler": {"enabled": true}}', "flops_profiler.enabled: the engine takes no profile"),
+    ('{"activation_checkpointing": {"cpu_checkpointing": true}}', "cpu_checkpointing: affects only calls"),
+    (
+        '{"activation_checkpointing": {"contiguous_memory_optimization": true}}',
+        "optimization: the engine stores inputs",
+    ),
+    ('{"flops_profiler": {"enabled": true}}', "flops_profiler.enabled: the engine has no profiler"),
     ('{"comms_logger": {"enabled": true}}', "comms_logger.enabled: the engine keeps no log of"),
-    ('{"hybrid_engine": {"enabled": true}}', "hybrid_engine.enabled: generation uses the engine that trains"),
+    ('{"hybrid_engine": {"enabled": true}}', "hybrid_engine.enabled: the training engine also generates"),
     ('{"checkpoint": {"use_node_local_storage": true}}', "checkpoint.use_node_local_storage: every rank writes"),
     ('{"data_efficiency": {"enabled": true}}', "data_efficiency.enabled: neither data_sampling nor data_routing"),
-    ('{"eigenvalue": {"enabled": true}}', "eigenvalue: no curvature is computed"),
-    ('{"nebula": {"enabled": true}}', "nebula: checkpoints are the engine's own"),
+    ('{"eigenvalue": {"enabled": true}}', "eigenvalue: zeroaccel computes no curvature"),
+    ('{"nebula": {"enabled": true}}', "nebula: not available; checkpoint.async_save"),
     ('{"my_experiment": {"seed": 1}}', "my_experiment: unknown key, which changes nothing"),
     ('{"fp16": {"enabled": false, "whatever": 1}}', "fp16.whatever: unknown key, which changes nothing"),
 ]
@@ -58,7 +61,7 @@ QUIET = [
     ({"fp16": {"enabled": True, "opt_level": "O2"}}, "fp16.opt_level: zeroaccel does not use Apex"),
     ({"opt_level": "O1"}, "opt_level: zeroaccel does not use Apex"),
     ({"zero_allow_untested_optimizer": 1}, "zero_allow_untested_optimizer: an optimizer of unknown class steps on"),
-    ({"activation_checkpointing": {"partition_activations": True}}, "stay whole without one"),
+    ({"activation_checkpointing": {"partition_activations": True}}, "stay whole without such a group"),
     ({"_comment": "x", "zero_optimization": {"_why": "y"}}, "zero_optimization._why: taken for a comment"),
 ]
 
@@ -99,14 +102,14 @@ def test_what_is_off_or_not_known_yet_says_nothing(tree: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
-        ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type: 1-bit communication is not part of zeroaccel, and"),
+        ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type: zeroaccel does not have the 1-bit communication of"),
         ({"optimizer": {"type": "ZeroOneAdam"}}, "use Adam; zero_quantized_gradients"),
         ({"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}}}, "compress the"),
         (
             {"data_efficiency": {"enabled": True, "data_routing": {"enabled": True}}},
-            "give the training loader a sampler",
+            "use a sampler that selects them",
         ),
-        ({"progressive_layer_drop": {"enabled": True}}, "transformers' layerdrop"),
+        ({"progressive_layer_drop": {"enabled": True}}, "set layerdrop"),
         ({"sparse_attention": {"mode": "fixed"}}, "use torch.nn.attention.flex_attention"),
         ({"torch_autocast": {"enabled": True, "dtype": "fp32"}}, 'torch_autocast.dtype: expected "bfloat16" or'),
         (
@@ -115,7 +118,7 @@ def test_what_is_off_or_not_known_yet_says_nothing(tree: dict[str, Any]) -> None
         ),
         (
             {"torch_autocast": {"enabled": True}, "zero_optimization": {"zero_quantized_weights": True}},
-            "torch_autocast.enabled: quantized weights are not gathered under autocast",
+            "torch_autocast.enabled: weights cannot be gathered in quantised form under",
         ),
         ({"overlap_comm": True}, 'unknown key; did you mean "zero_optimization.overlap_comm"?'),
         (

@@ -89,8 +89,8 @@ def test_the_variables_of_another_launcher() -> None:
         ("ACCELERATE_GRADIENT_CLIPPING", "high", "gradient_clipping: expected a number, got 'high'"),
         ("ACCELERATE_MIXED_PRECISION", "half", "expected one of no, fp16, bf16, fp8, got 'half'"),
         ("ACCELERATE_DEEPSPEED_ZERO3_INIT", "maybe", "expected true or false, got 'maybe'"),
-        (SOURCES_VARIABLE, "[1]", "expected a JSON object from variable to source"),
-        (SOURCES_VARIABLE, "{", "expected a JSON object from variable to source"),
+        (SOURCES_VARIABLE, "[1]", "expected a JSON object that maps variables to sources"),
+        (SOURCES_VARIABLE, "{", "expected a JSON object that maps variables to sources"),
     ],
 )
 def test_a_value_that_means_nothing(variable: str, text: str, message: str) -> None:
@@ -130,7 +130,7 @@ def test_all_unknown_ones_are_reported_with_the_nearest_name() -> None:
         check_variables(["ZEROACCEL_ZERO_STGE", "ZEROACCEL_HOME", "PATH"])
     assert str(error.value).splitlines() == [
         "environment: 2 variables are wrong",
-        "  ZEROACCEL_HOME: no such setting; names that begin with ZEROACCEL_ are settings; unset it",
+        "  ZEROACCEL_HOME: no such setting; zeroaccel reserves names with ZEROACCEL_; unset it",
         "  ZEROACCEL_ZERO_STGE: no such setting; did you mean ZEROACCEL_ZERO_STAGE?",
     ]
 

@@ -84,7 +84,7 @@ def test_retired_keys_that_are_false_leave_no_section() -> None:
     assert config.zero_optimization.offload_optimizer is None
     assert config.notes == (
         "zero_optimization.cpu_offload: false is the default; the key is no longer needed",
-        "zero_optimization.cpu_offload_use_pin_memory: pin_memory of the offload sections decides",
+        "zero_optimization.cpu_offload_use_pin_memory: pin_memory in the offload sections takes precedence",
     )
     assert load_config({"zero_optimization": {"cpu_offload": "auto"}}).unresolved == (
         "zero_optimization.offload_optimizer",
@@ -97,7 +97,7 @@ def test_a_deprecated_name_leaves_a_note() -> None:
     key = "zero_optimization.stage3_gather_fp16_weights_on_model_save"
     assert set(config.notes) == {
         f"{key}: an older name of zero_optimization.gather_16bit_weights_on_model_save",
-        f"{key}: save_16bit_model gathers whenever it is called",
+        f"{key}: save_16bit_model always gathers the weights",
     }
     assert load_config({"zero_optimization": {"stage3_max_reuse_distance": 1}}).notes == ()
 
@@ -264,8 +264,8 @@ def test_dotted_keys_fill_absent_and_auto_keys_of_their_section() -> None:
     assert (zero.reduce_bucket_size, zero.prefetch_bucket_size, zero.max_live_parameters) == (4096, 3687, 7)
     assert config.unresolved == ()
     assert config.notes == (
-        "zero_optimization.stage3_max_live_parameters: not used, since the section zero_optimization has a value of "
-        "its own",
+        "zero_optimization.stage3_max_live_parameters: not used, because the section zero_optimization has its "
+        "own value",
     )
 
 

@@ -166,8 +166,8 @@ def test_the_formulas_of_batch_sizes_are_reported() -> None:
         ("zero_optimization.offload_param.device", "none", 'default "none"'),
         ("zero_optimization.stage3_gather_16bit_weights_on_model_save", False, "default false"),
         ("zero_optimization.sub_group_size", 1_000_000_000, "default 1000000000"),  # no rule at all
-        ("gradient_clipping", 0.0, "default 0.0, 0 does not clip"),
-        ("bf16.enabled", False, "default false, no precision was asked for"),
+        ("gradient_clipping", 0.0, "default 0.0, 0 disables clipping"),
+        ("bf16.enabled", False, "default false, no precision is requested"),
     ],
 )
 def test_a_default_is_written_down_with_a_note(path: str, value: Any, source: str) -> None:
@@ -207,14 +207,14 @@ def test_a_default_that_cannot_be_written_is_left_out() -> None:
 def test_what_has_no_sensible_default_is_an_error(path: str, what: str, argument: str, of: str) -> None:
     tree = _nested(path, "auto")
     tree[of]["type"] = "Any"
-    fix = f"write {what}, or pass {argument} where the {of}'s placeholder is made"
-    assert _message(tree, Facts()) == f'{path}: "auto", and nothing says what it is; {fix}'
+    fix = f"write {what}, or pass {argument} to the {of}'s placeholder"
+    assert _message(tree, Facts()) == f'{path}: "auto", but no value for it is known; {fix}'
 
 
 @pytest.mark.parametrize("section", ["optimizer", "scheduler"])
 def test_a_type_cannot_be_auto(section: str) -> None:
     tree = {section: {"type": "auto"}}
-    with pytest.raises(ConfigError, match=f'^{section}.type: "auto", and nothing says what it is; name the '):
+    with pytest.raises(ConfigError, match=f'^{section}.type: "auto", but no value for it is known; name the '):
         resolve(tree, Facts())
     with pytest.raises(ConfigError, match=f'^{section}.type: missing or "auto"'):  # reported once
         load_config(tree, facts=Facts())
@@ -222,7 +222,7 @@ def test_a_type_cannot_be_auto(section: str) -> None:
 
 def test_a_micro_batch_size_is_needed_to_train_only() -> None:
     fix = "write a number, or pass a training loader that has a batch size"
-    text = f'{MICRO}: "auto", and nothing says what it is; {fix}'
+    text = f'{MICRO}: "auto", but no value for it is known; {fix}'
     assert _message({MICRO: "auto"}, Facts(training=True)) == text
     assert _message({MICRO: "auto", "optimizer": {"type": "AdamW"}}, Facts()) == text
     assert resolve({MICRO: "auto", TRAIN: "auto"}, Facts()).tree == {}
@@ -387,7 +387,7 @@ def test_a_file_keeps_its_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture
     )
     assert config.unresolved == ()
     assert config.raw["gradient_clipping"] == "auto"
-    assert config.notes == (f'{path}:2:3: gradient_clipping: "auto" is left to its default 0.0, 0 does not clip',)
+    assert config.notes == (f'{path}:2:3: gradient_clipping: "auto" takes its default 0.0, 0 disables clipping',)
 
 
 def test_places_are_handed_on_in_the_spelling_of_the_tree() -> None:

@@ -188,7 +188,7 @@ def test_json_schema_serves_an_editor() -> None:
     assert schema["additionalProperties"] is False
     size = schema["properties"]["train_batch_size"]
     assert {"const": "auto"} in size["anyOf"]
-    assert size["description"].startswith("Samples per optimizer step")
+    assert size["description"].startswith("Number of samples per optimizer step")
     zero = schema["$defs"]["ZeroOptimization"]["properties"]
     assert zero["stage3_prefetch_bucket_size"] == zero["prefetch_bucket_size"]
     assert zero["prefetch_bucket_size"]["default"] == 50_000_000

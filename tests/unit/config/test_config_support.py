@@ -157,7 +157,7 @@ def test_keys_that_work_leave_no_note() -> None:
 def test_a_note_uses_the_spelling_that_was_written() -> None:
     config = load_config({"zero_optimization": {"stage3_allgather_sequential": True}})
     assert config.notes == (
-        "zero_optimization.stage3_allgather_sequential: each unit is gathered straight into place, without copies",
+        "zero_optimization.stage3_allgather_sequential: each unit is gathered directly into place, without copies",
     )
 
 

@@ -104,19 +104,19 @@ def test_a_key_of_older_files_means_what_it_meant(tmp_path: Path, backend: str) 
         ("distributed_type: MEGATRON_LM", "expected DEEPSPEED, MULTI_GPU, MULTI_CPU or NO, got 'MEGATRON_LM'"),
         (
             "parallelism_config: {parallelism_config_sp_backend: torch}",
-            "launch.yaml:1:22: parallelism_config.parallelism_config_sp_backend: sequences are cut as DeepSpeed does",
+            "launch.yaml:1:22: parallelism_config.parallelism_config_sp_backend: the only method of",
         ),
         (
             "parallelism_config: {cp_size: 2}",
-            "parallelism_config.cp_size: context parallelism is not available; sp_size cuts sequences: got 2",
+            "parallelism_config.cp_size: context parallelism is not available; sp_size splits sequences: got 2",
         ),
-        ("parallelism_config: 3", "launch.yaml:1:1: parallelism_config: expected sizes as in `sp_size: 2`, got 3"),
+        ("parallelism_config: 3", "launch.yaml:1:1: parallelism_config: expected sizes such as `sp_size: 2`, got 3"),
         ("parallelism_config: {sp_sise: 2}", 'did you mean "sp_size"?'),
         (
             "distributed_type: MULTI_CPU\nnum_machines: 2\nmpirun_config: {mpirun_hostfile: h}",
-            "mpirun is not called fr",
+            "zeroaccel does not call",
         ),
-        ("- num_processes", "launch.yaml: expected settings as in `num_processes: 2`, got ['num_processes']"),
+        ("- num_processes", "launch.yaml: expected settings such as `num_processes: 2`, got ['num_processes']"),
     ],
 )
 def test_a_mistake_is_reported_with_its_place(tmp_path: Path, text: str, words: str) -> None:

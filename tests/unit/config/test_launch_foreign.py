@@ -79,10 +79,10 @@ def test_an_fsdp_file_is_read_with_a_note_per_key_and_places() -> None:
     assert given.values == {"distributed_type": "DEEPSPEED", "num_processes": 2, "zero_stage": 2}
     assert given.sources["zero_stage"] == "f.yaml:4:3"
     assert list(given.notes) == [
-        "f.yaml:1:1: distributed_type: FSDP -> DEEPSPEED, whose stages shard the same way",
+        "f.yaml:1:1: distributed_type: FSDP -> DEEPSPEED, with the equivalent ZeRO stage",
         "f.yaml:4:3: fsdp_config.fsdp_sharding_strategy: SHARD_GRAD_OP -> zero_stage 2",
-        "f.yaml:5:3: fsdp_config.fsdp_backward_prefetch_policy: left out, prefetching is set in the JSON config: "
-        "stage3_prefetch_bucket_size",
+        "f.yaml:5:3: fsdp_config.fsdp_backward_prefetch_policy: left out, because stage3_prefetch_bucket_size in "
+        "the JSON config controls prefetching",
     ]
 
 
@@ -115,38 +115,46 @@ LAUNCHER = "deepspeed_config: {{deepspeed_multinode_launcher: {}}}"
 @pytest.mark.parametrize(
     ("text", "values", "note"),
     [
-        ("fsdp_config: {fsdp_version: 1}", {}, "f.yaml:1:1: fsdp_config: does nothing, as no distributed_typ"),
+        ("fsdp_config: {fsdp_version: 1}", {}, "f.yaml:1:1: fsdp_config: does nothing, because no distribu"),
         (
             f"{DDP}\nfsdp_config: {{fsdp_version: 1}}",
             {"distributed_type": "MULTI_GPU"},
             "f.yaml:2:1: fsdp_config: does",
         ),
         (f"{DDP}\ndeepspeed_config: {{zero_stage: 3}}", {"distributed_type": "MULTI_GPU"}, "type is MULTI_GPU"),
-        ("distributed_type: 'NO'\nnum_processes: 8", {"distributed_type": "NO", "num_processes": 1}, "is one process"),
+        (
+            "distributed_type: 'NO'\nnum_processes: 8",
+            {"distributed_type": "NO", "num_processes": 1},
+            "distributed_type is NO: one process",
+        ),
         ("distributed_type: MULTI_XPU", {"distributed_type": "MULTI_GPU"}, "distributed_type: MULTI_XPU -> MULTI_GPU"),
-        ("downcast_bf16: 'yes'", {}, "f.yaml:1:1: downcast_bf16: does nothing, a setting of TPUs"),
-        ("tpu_use_sudo: true", {}, "f.yaml:1:1: tpu_use_sudo: does nothing, a setting of TPUs"),
-        ("tpu_name: a", {}, "f.yaml:1:1: tpu_name: does nothing, a setting of TPUs"),
-        ("main_training_function: train", {}, "does nothing, a setting of TPUs; scripts are run"),
-        ("ipex_config: {ipex: true}", {}, "ipex_config: does nothing, zeroaccel does not use that library"),
-        ("fp8_config: {backend: TE}", {}, "fp8_config: does nothing, as mixed_precision is not fp8"),
-        ("megatron_lm_config: {megatron_lm_tp_degree: 2}", {}, "megatron_lm_config: does nothing, as no distributed_t"),
+        ("downcast_bf16: 'yes'", {}, "f.yaml:1:1: downcast_bf16: does nothing, because it is a setting for"),
+        ("tpu_use_sudo: true", {}, "f.yaml:1:1: tpu_use_sudo: does nothing, because it is a setting for"),
+        ("tpu_name: a", {}, "f.yaml:1:1: tpu_name: does nothing, because it is a setting for"),
+        ("main_training_function: train", {}, "does nothing, because it is a setting for TPUs; the launcher"),
+        ("ipex_config: {ipex: true}", {}, "ipex_config: does nothing, because zeroaccel does not use that library"),
+        ("fp8_config: {backend: TE}", {}, "fp8_config: does nothing, because mixed_precision is not fp8"),
+        ("megatron_lm_config: {megatron_lm_tp_degree: 2}", {}, "megatron_lm_config: does nothing, because no dist"),
         (
             "mpirun_config: {mpirun_hostfile: h}",
             {},
-            "mpirun_config: does nothing; the launcher starts the processes of this machine",
+            "mpirun_config: does nothing, because the launcher itself starts",
         ),
         ("fp16: true", {"mixed_precision": "fp16"}, "f.yaml:1:1: fp16: true -> mixed_precision fp16"),
         (
             "num_machines: 1\ndeepspeed_config: {deepspeed_hostfile: hosts, deepspeed_multinode_launcher: pdsh}",
             {"num_machines": 1, "multinode_launcher": "ssh"},
-            "f.yaml:2:20: deepspeed_config.deepspeed_hostfile: does nothing, as num_machines is 1",
+            "f.yaml:2:20: deepspeed_config.deepspeed_hostfile: does nothing, because num_machines is 1",
         ),
-        (f"num_machines: 1\n{LAUNCHER.format('openmpi')}", {"num_machines": 1}, "does nothing, as num_machines is 1"),
+        (
+            f"num_machines: 1\n{LAUNCHER.format('openmpi')}",
+            {"num_machines": 1},
+            "does nothing, because num_machines is 1",
+        ),
         (
             f"num_machines: 2\n{LAUNCHER.format('OPENMPI')}",
             {"num_machines": 2, "multinode_launcher": "ssh"},
-            "f.yaml:2:20: deepspeed_config.deepspeed_multinode_launcher: OPENMPI -> ssh, by which the machines",
+            "f.yaml:2:20: deepspeed_config.deepspeed_multinode_launcher: OPENMPI -> ssh, which starts the same",
         ),
         (
             "deepspeed_config: {zero_stage: 3, bf16: {enabled: true}}",
@@ -156,7 +164,7 @@ LAUNCHER = "deepspeed_config: {{deepspeed_multinode_launcher: {}}}"
         (
             "deepspeed_config: {zero_stage: '3', quux_size: 3}",
             {"zero_stage": 3},
-            "config.quux_size: does nothing, accel",
+            "config.quux_size: does nothing, because accel",
         ),
     ],
 )
@@ -213,7 +221,7 @@ def test_offload_of_what_is_not_sharded_does_nothing(values: dict[str, Any], idl
     [
         (
             {"offload_param_device": "cpu"},
-            "parameters are sharded at stage 3 only, and the stage is 2, as none is given",
+            "parameters are sharded at stage 3 only, and the stage is 2, the default",
         ),
         (
             {"zero_stage": 0, "offload_optimizer_device": "cpu"},
@@ -223,7 +231,7 @@ def test_offload_of_what_is_not_sharded_does_nothing(values: dict[str, Any], idl
 )
 def test_a_note_says_why_offload_does_nothing(values: dict[str, Any], said: str) -> None:
     (note,) = ExplicitSettings(values, dict.fromkeys(values, "f.yaml:3:5")).effective().notes
-    assert note.endswith(f"does nothing, {said}")
+    assert note.endswith(f"does nothing: {said}")
 
 
 def test_rdzv_conf_may_say_where_the_machines_meet() -> None:
@@ -240,9 +248,10 @@ def test_rdzv_conf_may_say_where_the_machines_meet() -> None:
     given = gather(ExplicitSettings({"rdzv_conf": {**conf, "is_host": "1"}}, {"rdzv_conf": "--rdzv_conf"}), {}, file)
     assert given.values["main_process_ip"] == "node2"
     assert (
-        given.notes[1] == "--rdzv_conf: main_process_ip node1: does nothing, as f.yaml:1:1: main_process_ip says node2"
+        given.notes[1]
+        == "--rdzv_conf: main_process_ip node1: does nothing, because f.yaml:1:1: main_process_ip is node2"
     )
-    assert given.notes[-1] == "--rdzv_conf: is_host: does nothing, machine 0 hosts the meeting point"
+    assert given.notes[-1] == "--rdzv_conf: is_host: does nothing: machine 0 hosts the rendezvous"
 
 
 def test_flags_that_change_nothing_are_noted_and_others_taken() -> None:

@@ -226,7 +226,7 @@ def launched(tmp_path: Path) -> Callable[[dict[str, Any], dict[str, str] | str],
 def test_a_file_that_repeats_what_the_json_decides_is_refused_by_the_keys_it_repeats(
     launched: Callable[..., ExplicitSettings], tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match="3 settings are said twice") as caught:
+    with pytest.raises(ConfigError, match="3 settings are given twice") as caught:
         check_json(launched(DECIDED, "z.yaml:1:1"))
     said = str(caught.value).replace(f"{tmp_path}/", "")
     assert "z.yaml:1:1: zero_stage 3: repeats ds.json:1:" in said
@@ -275,11 +275,11 @@ def test_a_range_of_machines_is_two_settings() -> None:
         ({"num_processes": 3, "min_processes": 2, "max_restarts": 1}, "set max_restarts to 2 or more"),
         (
             {"num_processes": 4, "num_machines": 2, "min_processes": 2, "main_process_ip": "a", "machine_rank": 0},
-            "several machines keep their numbers of processes; say --num_machines MIN:MAX",
+            "is fixed on several machines; pass --num_machines MIN:MAX instead",
         ),
     ):
         with pytest.raises(ConfigError, match=message):
             ExplicitSettings(values).settings()
     values = {"num_machines": 2, "machine_rank": 0, "main_process_ip": "a", "max_restarts": 1, "rdzv_backend": "static"}
-    with pytest.raises(ConfigError, match="the static rendezvous does not tell other machines of a restart"):
+    with pytest.raises(ConfigError, match="the static rendezvous does not inform other machines about a restart"):
         ExplicitSettings(values).settings()

@@ -32,8 +32,8 @@ def test_ep_is_no_factor_of_the_mesh() -> None:
     [
         ({"ep": 3}, r"ParallelConfig\(ep=3\): expected a divisor of dp_shard x sp, 4 ranks, got 3"),
         ({"ep": 0}, r"ParallelConfig\(ep\): expected a positive number of ranks, got 0"),
-        ({"ep": 2, "tp": 2}, r"ParallelConfig\(ep=2, tp=2\): expected tp of 1 where ranks divide the experts"),
-        ({"ep": 2, "dp_replicate": 2}, r"ParallelConfig\(ep=2, dp_replicate=2\): expected dp_replicate of 1"),
+        ({"ep": 2, "tp": 2}, r"ParallelConfig\(ep=2, tp=2\): expected tp=1 if ranks divide the experts"),
+        ({"ep": 2, "dp_replicate": 2}, r"ParallelConfig\(ep=2, dp_replicate=2\): expected dp_replicate=1"),
     ],
 )
 def test_sizes_that_do_not_go_together_are_named(sizes: dict[str, int], message: str) -> None:
@@ -69,7 +69,7 @@ def test_routing_that_is_not_the_models_is_refused(key: str, value: object) -> N
 def test_sizes_of_json_and_program_must_agree() -> None:
     section = {"enabled": True, "autoep_size": 2}
     assert with_config_axes({"expert_parallel": section}, ParallelConfig(ep=2)) == ParallelConfig(ep=2)
-    with pytest.raises(UsageError, match=r"ParallelConfig\(ep\): expected 2, as expert_parallel.autoep_size"):
+    with pytest.raises(UsageError, match=r"ParallelConfig\(ep\): expected 2, the value of expert_parallel.autoep_size"):
         with_config_axes({"expert_parallel": section}, ParallelConfig(ep=4))
 
 
@@ -93,7 +93,7 @@ def test_transformers_distributed_config_is_a_mesh(caplog: pytest.LogCaptureFixt
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"tp_size": 2, "enable_expert_parallel": True}, "(ep_size): expected 1, got 2; ranks that divide experts see"),
+        ({"tp_size": 2, "enable_expert_parallel": True}, "(ep_size): expected 1, got 2; ranks that divide experts"),
         ({"tp_size": 2, "tp_plan": {}}, "(tp_plan): expected 'auto', got {}"),
         ({"fsdp_size": 2, "ep_size": 2, "ep_implementation": "all_reduce"}, "(ep_implementation): expected 'auto'"),
         ({"fsdp_size": 2, "fsdp_cpu_offload": True}, "(fsdp_cpu_offload): expected False, got True; set zero_opt"),

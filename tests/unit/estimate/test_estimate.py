@@ -118,7 +118,7 @@ def test_adapters_that_are_not_estimated_are_refused() -> None:
     with refused(UsageError, "Workload.frozen_weights", "bnb_nf4_double", "got 'nf3'"):
         Workload(frozen_weights="nf3")  # type: ignore[arg-type]
     for frozen in ("bnb_nf4", "nf4"):
-        with refused(UsageError, "Workload.frozen_weights", "of which every matrix", "add Workload.lora_rank"):
+        with refused(UsageError, "Workload.frozen_weights", "which trains every matrix", "set Workload.lora_rank"):
             estimate("10m", Workload(sequence=16, frozen_weights=frozen))  # type: ignore[arg-type]
 
 
@@ -300,18 +300,18 @@ def test_a_model_that_looks_at_values_is_refused() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("seven", "MODEL: the Hugging Face hub was not asked.*: expected a parameter count such as 7b"),
-        ("meta-llama/nothing", "the path of a config.json, or of its folder, works"),
+        ("seven", "MODEL: the Hugging Face hub was not searched.*: expected a parameter count such as 7b"),
+        ("meta-llama/nothing", "pass the path of a config.json or of its folder"),
         ("mixtral-9x7b", r"did you mean mixtral-8x7b or mixtral-8x22b\?"),
         ("mistral-9b", r"did you mean mistral-7b"),
         ("gpt-os-20b", r"did you mean gpt-oss-20b"),
         ("llama-3.1-9b", r"did you mean llama-3\.1-8b"),
-        ("Qwen/Qwen2.5-8B", r"did you mean qwen2\.5-.*; the path of a config.json"),
+        ("Qwen/Qwen2.5-8B", r"did you mean qwen2\.5-.*; without the hub, pass the path"),
         ("12", "expected between 1000 and 10 trillion parameters, got '12'"),
         ("no_such_module_here:f", "there is no module 'no_such_module_here'"),
         ("tests.unit.estimate.test_estimate:nothing", "has no function 'nothing'; it has"),
         ("json:__doc__", "has no function '__doc__'"),
-        ("platform:python_version", r"python_version\(\): expected a torch.nn.Module, or one and a function"),
+        ("platform:python_version", r"python_version\(\): expected a torch.nn.Module, or a module and a function"),
     ],
 )
 def test_wrong_models_are_reported(text: str, message: str) -> None:
@@ -484,7 +484,7 @@ def test_known_configs_have_their_published_numbers_of_parameters(name: str) -> 
 
 def test_a_model_that_reads_pictures_is_said_to_be_without_its_tower() -> None:
     for name in (*READ_PICTURES, "google/gemma-3-27b-it"):
-        assert subject(name).note.endswith("the text model alone, without its vision tower and projector")
+        assert subject(name).note.endswith("only the text model, without its vision tower and projector")
     assert "tower" not in subject("gemma-3-1b").note + subject("qwen3-8b").note
     # Every text part of a larger model is in the list, but Gemma 3 1B, which has no tower.
     assert {name for name, one in CONFIGS.items() if one.model_type.endswith("_text")} - {"gemma-3-1b"} == {
@@ -537,7 +537,7 @@ def test_names_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         for module in ("constants", "file_download"):
             name = f"huggingface_hub.{module}.HUGGINGFACE_CO_URL_TEMPLATE"
             monkeypatch.setattr(name, template, raising=module == "constants")
-        for name, words in (("gated", r"or asks for a login \(401\)"), ("none", r"no such model.*\(404\)")):
+        for name, words in (("gated", r"or requires a login \(401\)"), ("none", r"no such model.*\(404\)")):
             with pytest.raises(ConfigError, match=words):
                 subject(f"someone/{name}")
         (one,) = estimate("someone/tiny", Workload(ranks=2, sequence=16), PLAIN[1:2])

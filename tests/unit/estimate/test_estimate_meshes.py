@@ -249,7 +249,7 @@ def test_sharing_layers_across_machines_is_said_with_numbers() -> None:
     words = needless_crossing(
         what, mesh_row(what, Workload(ranks=8, ranks_per_machine=2, sequence=512, batch=8, tp=4), ROOMY), ROOMY
     )
-    assert words.startswith("tp 4 reaches across machines of 2 ranks: each rank sends 0.0")
+    assert words.startswith("tp 4 spans machines of 2 ranks: each rank sends 0.0")
     assert "dp 4 x tp 2 sends 0.0" in words
     inside = mesh_row(what, Workload(ranks=8, ranks_per_machine=2, sequence=64, tp=2), ROOMY)
     assert needless_crossing(what, inside, ROOMY) == ""
@@ -295,7 +295,7 @@ def test_the_command_prints_meshes() -> None:
     assert report["meshes"][0]["links"][0]["axis"] == "dp"
     said = typed("estimate 125m --ranks 4 --ranks_per_machine 2 --seq 64 --device_memory 80GB --tp_size 4")
     assert "GB that a rank sends per step, stage 1: tp 0." in said.out
-    assert "tp 4 reaches across machines of 2 ranks" in said.err
+    assert "tp 4 spans machines of 2 ranks" in said.err
 
 
 @pytest.mark.parametrize(

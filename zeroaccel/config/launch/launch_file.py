@@ -1,8 +1,8 @@
-"""The launch file: where it is, its settings, and the line and column of each.
+"""Finds and reads the launch file, with the line and column of each setting.
 
-Reads accelerate's YAML as it is; keys that are not for this engine are refused by name when they are switched on, and
-unknown ones with the name that was probably meant. Gives `launch_sources` a flat set of settings. Looks only at the
-file it is given or finds; the caller passes the environment and the folder to look in.
+Reads accelerate's YAML unchanged. Keys for other engines are errors if they are switched on, and unknown keys are
+errors that suggest the closest name. Returns a flat set of settings to `launch_sources`. Reads only the given or found
+file; the caller passes the environment and the folder to search.
 """
 
 from __future__ import annotations
@@ -57,20 +57,20 @@ _REFUSED: Mapping[str, tuple[str, str]] = {
     "megatron_lm_config": ("settings of Megatron-LM, which is another engine", "remove it"),
     "fp8_config": ("8-bit training is not available", "remove it, and set mixed_precision to bf16"),
     "ipex_config": ("that library is not used", "remove it"),
-    "mpirun_config": ("mpirun is not called from here", "remove it, and run `mpirun ... zeroaccel launch ...`"),
+    "mpirun_config": ("zeroaccel does not call mpirun", "remove it, and run `mpirun ... zeroaccel launch ...`"),
 }
 
 MOVED = {"dynamo_backend": "dynamo_config.dynamo_backend"}
-"""Key of accelerate's older files -> where it is now."""
+"""Key of accelerate's older files -> its current path."""
 
 
 @dataclass(frozen=True)
 class LaunchConfig(ExplicitSettings):
-    """The settings of a launch file, with their places.
+    """Settings of a launch file, with their places.
 
     Attributes:
-        path: of the file, as it was given.
-        model: the file as it was written, checked.
+        path: path of the file, as given.
+        model: the checked content of the file.
     """
 
     path: str = ""
@@ -78,12 +78,12 @@ class LaunchConfig(ExplicitSettings):
 
 
 def find_launch_file(path_flag: str | None, environ: Mapping[str, str], folder: Path) -> tuple[Path, str] | None:
-    """The launch file to read and why that one, or None if there is none.
+    """Returns the launch file to read and the reason for the choice, or None if there is no file.
 
     Args:
         path_flag: value of --config_file.
-        environ: for ZEROACCEL_CONFIG, XDG_CONFIG_HOME and HOME.
-        folder: the working directory; the file may also lie above it, up to the root of the project it is in.
+        environ: environment with ZEROACCEL_CONFIG, XDG_CONFIG_HOME and HOME.
+        folder: working directory; the file may also be in a parent folder, up to the root of the project.
     """
     if path_flag is not None:
         return Path(path_flag), "--config_file"
@@ -98,7 +98,7 @@ def find_launch_file(path_flag: str | None, environ: Mapping[str, str], folder: 
 
 
 def user_config_folder(environ: Mapping[str, str]) -> Path:
-    """Where files of this user lie (XDG Base Directory Specification)."""
+    """Returns the folder for this user's files (XDG Base Directory Specification)."""
     home = environ.get("XDG_CONFIG_HOME") or os.path.join(environ.get("HOME") or os.path.expanduser("~"), ".config")
     return Path(home, "zeroaccel")
 
@@ -109,12 +109,12 @@ def read_launch_file(
     """Reads and checks a launch file.
 
     Args:
-        why: who named this file, for the message that it is not there.
-        over: settings that count more than the file's; what the file has for them is not looked at.
+        why: source of the path, for the message that the file does not exist.
+        over: settings that take precedence; the file's values for them are not checked.
         fsdp_flags: as for `parse_launch_file`.
 
     Raises:
-        ConfigError: it cannot be read, is not YAML, or says something wrong: all that is wrong, with line and column.
+        ConfigError: the file is unreadable, not YAML, or has mistakes; the message lists all, with line and column.
     """
     return parse_launch_file(text_of_file(path, why), str(path), over=over, fsdp_flags=fsdp_flags)
 
@@ -122,23 +122,23 @@ def read_launch_file(
 def parse_launch_file(
     text: str, name: str, *, over: ExplicitSettings | None = None, fsdp_flags: Mapping[str, Any] | None = None
 ) -> LaunchConfig:
-    """Checks the text of a launch file; as `read_launch_file`, for a text that lies in no file, or not yet.
+    """Checks the text of a launch file, like `read_launch_file` for text without a file.
 
     Args:
-        name: what to call it in messages.
-        fsdp_flags: settings of FSDP that were typed, which count more than those of a file for FSDP.
+        name: name of the text in messages.
+        fsdp_flags: FSDP settings from the command line, which take precedence over those of the file.
     """
     parsed = parse_yaml(text, name)
     if not isinstance(parsed.value, dict):
-        raise ConfigError(name, expected="settings as in `num_processes: 2`", got=parsed.value)
+        raise ConfigError(name, expected="settings such as `num_processes: 2`", got=parsed.value)
 
-    # A file may be shared by machines and leave blanks that flags fill; its value for a decided setting is not checked.
+    # Machines may share a file with blanks that flags fill, so values of settings in `over` are not checked.
     decided = {} if over is None else over.values
     tree_given = _without(decided, _without_nothing(parsed.value))
     foreign = settle_foreign_keys(tree_given, decided.get("distributed_type"), fsdp_flags)
     tree = {MOVED.get(key, key): value for key, value in foreign.tree.items()}
     moved: dict[KeyPath, str] = {(new,): parsed.places[(old,)] for old, new in MOVED.items() if (old,) in parsed.places}
-    # Keys that were moved or translated keep the place of the key that was written.
+    # A moved or translated key keeps the place of the original key.
     moved |= {new: parsed.places[old] for new, old in foreign.moved.items() if old in parsed.places}
     order = list(key_paths(parsed.value))
     normalized = NormalizedConfig(LaunchFile, tree)
@@ -161,17 +161,17 @@ def parse_launch_file(
 
 
 def _project_folders(folder: Path) -> Iterator[Path]:
-    """The folder, and those above it up to the root of its project; only the folder where there is no project."""
+    """Yields the folder and its parents up to the root of its project; only the folder if it is in no project."""
     above = [folder, *folder.parents]
     roots = [index for index, place in enumerate(above) if any((place / mark).exists() for mark in _PROJECT_MARKS)]
     yield from above[: roots[0] + 1 if roots else 1]
 
 
 def text_of_file(path: Path | str, why: str = "") -> str:
-    """The text of a file written by hand.
+    """Returns the text of a file that users write.
 
     Raises:
-        ConfigError: there is no such file, or it cannot be read.
+        ConfigError: the file does not exist or is unreadable.
     """
     path = Path(path)
     shown = f"{path} ({why})" if why else str(path)
@@ -198,7 +198,7 @@ def _near(path: Path) -> str:
 
 
 def _without_nothing(tree: dict[Any, Any]) -> dict[Any, Any]:
-    """Without keys that have no value, as `fsdp_config: {}` and `main_process_ip:`, which set nothing."""
+    """Removes keys without a value, such as `fsdp_config: {}` and `main_process_ip:`, which set nothing."""
     return {
         key: _without_nothing(value) if isinstance(value, dict) else value
         for key, value in tree.items()
@@ -207,7 +207,7 @@ def _without_nothing(tree: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _without(values: Mapping[str, Any], tree: dict[Any, Any]) -> dict[Any, Any]:
-    """Without the keys of settings that a flag or a variable decides; the file may have blanks to be filled there."""
+    """Removes the keys of settings that a flag or a variable sets; the file may have blanks for them."""
     rest = {key: value for key, value in tree.items() if key not in values or key == "distributed_type"}
     for section in SECTIONS:
         if isinstance(rest.get(section), dict):
@@ -216,7 +216,7 @@ def _without(values: Mapping[str, Any], tree: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _validated(tree: dict[str, Any]) -> tuple[LaunchFile, list[Problem]]:
-    """The file from the keys that are right, and what is wrong with the others."""
+    """Returns the validated file; or an empty one with its problems, if any value is invalid."""
     try:
         return LaunchFile(**tree), []
     except ValidationError as error:
@@ -225,7 +225,7 @@ def _validated(tree: dict[str, Any]) -> tuple[LaunchFile, list[Problem]]:
 
 
 def blanks(tree: Mapping[Any, Any]) -> tuple[str, ...]:
-    """Settings of the machines for which a file only has a word to be replaced, as `machine_rank: 'MACHINE_RANK'`."""
+    """Returns machine settings whose value is a placeholder, such as `machine_rank: 'MACHINE_RANK'`."""
     return tuple(name for name in _FILLED_IN if _is_blank(tree.get(name)))
 
 
@@ -235,7 +235,7 @@ def _is_blank(value: object) -> bool:
 
 def _as_blank(problem: Problem) -> Problem:
     if len(problem.path) == 1 and problem.path[0] in _FILLED_IN and _is_blank(problem.got):
-        return replace(problem, fix=f"write it there, or give --{problem.path[0]}, which counts more")
+        return replace(problem, fix=f"write it there, or pass --{problem.path[0]}, which takes precedence")
     return problem
 
 
@@ -246,7 +246,7 @@ def _refusals(tree: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _flat(tree: Mapping[str, Any], model: LaunchFile) -> tuple[dict[str, Any], dict[str, KeyPath]]:
-    """Setting -> value, and setting -> path of its key, of those that are given in the file."""
+    """Returns setting -> value and setting -> path of its key, for the settings in the file."""
     values: dict[str, Any] = {}
     paths: dict[str, KeyPath] = {}
     for section in ((), *((name,) for name in SECTIONS)):

@@ -1,9 +1,9 @@
-"""Keys of accelerate's launch files that are not this engine's: translated, dropped with a note, or refused by name.
+"""Handles keys of accelerate's launch files for other engines: translates, drops (with a note) or refuses them.
 
-The first step of `launch_file`, on the tree as it was parsed, and of `config convert`. What accelerate ignores for the
-distributed_type of the file is dropped; what would train differently is left to be refused. FSDP's settings become the
-ZeRO stage and offload that shard the same way: FSDP1's strategies and FSDP2's `reshard_after_forward` say what stays
-sharded between forward and backward, which is what a stage says (ZeRO, arXiv:1910.02054, section 5). Pure.
+The first step of `launch_file`, on the parsed tree, and of `config convert`. It drops keys that accelerate ignores for
+the file's distributed_type, and leaves keys that would change the training as errors. FSDP's settings become the ZeRO
+stage and offload with the same sharding: FSDP1's strategies and FSDP2's `reshard_after_forward` determine which states
+stay sharded between forward and backward, as a stage does (ZeRO, arXiv:1910.02054, section 5). Pure functions.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from zeroaccel.errors import ConfigError
 _STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2}
 _NUMBERED = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2"}
 _STRATEGY, _RESHARD = "fsdp_sharding_strategy", "fsdp_reshard_after_forward"
-_BLOCKS = "zeroaccel finds the repeated blocks of a model"
-_PREFETCH = "prefetching is set in the JSON config: stage3_prefetch_bucket_size"
-# Settings of FSDP without a counterpart, and why none is needed.
+_BLOCKS = "because zeroaccel finds the repeated blocks of a model"
+_PREFETCH = "because stage3_prefetch_bucket_size in the JSON config controls prefetching"
+# FSDP settings without a counterpart -> the reason why none is needed.
 _LEFT_OUT: Mapping[str, str] = {
     "fsdp_auto_wrap_policy": _BLOCKS,
     "fsdp_transformer_layer_cls_to_wrap": _BLOCKS,
@@ -31,29 +31,29 @@ _LEFT_OUT: Mapping[str, str] = {
     "fsdp_backward_prefetch": _PREFETCH,
     "fsdp_backward_prefetch_policy": _PREFETCH,
     "fsdp_forward_prefetch": _PREFETCH,
-    "fsdp_use_orig_params": "parameters always keep their names and shapes",
-    "fsdp_sync_module_states": "the weights of rank 0 always apply",
-    "fsdp_activation_checkpointing": "recomputation is the model's own (model.gradient_checkpointing_enable()), or "
-    "activation_checkpointing.wrap_blocks of the JSON config",
-    "fsdp_activation_checkpointing_offload": "activations are offloaded by activation_checkpointing of the JSON config",
-    "fsdp_version": "there is one engine",
-    "fsdp_ignored_modules": "every module is sharded",
+    "fsdp_use_orig_params": "because parameters always keep their names and shapes",
+    "fsdp_sync_module_states": "because the engine always uses the weights of rank 0",
+    "fsdp_activation_checkpointing": "because model.gradient_checkpointing_enable(), or "
+    "activation_checkpointing.wrap_blocks in the JSON config, sets recomputation",
+    "fsdp_activation_checkpointing_offload": "because activation_checkpointing in the JSON config offloads",
+    "fsdp_version": "because there is only one engine",
+    "fsdp_ignored_modules": "because the engine shards every module",
 }
 _TRANSLATED = (_STRATEGY, _RESHARD, "fsdp_offload_params", "fsdp_cpu_ram_efficient_loading", "fsdp_state_dict_type")
 
 FSDP_KEYS: tuple[str, ...] = (*_TRANSLATED, *_LEFT_OUT)
-"""The settings of FSDP that are known, each also a flag of accelerate's launcher."""
+"""Known settings of FSDP, each also a flag of accelerate's launcher."""
 
 
 @dataclass
 class FsdpTranslation:
-    """What stands for FSDP's settings here.
+    """Translation of FSDP's settings.
 
     Attributes:
         values: ZeRO setting -> value.
-        said_by: ZeRO setting -> the key of FSDP that it was made of; "" where none was given.
-        notes: for each key that was given, the key and what it stands for here, or why for nothing.
-        problems: keys and values that mean nothing; the path is the key as it was written.
+        said_by: ZeRO setting -> FSDP key that it was translated from; "" for a default.
+        notes: each given key with its translation, or with the reason why it has none.
+        problems: unknown keys and invalid values; the path is the key as written.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -62,16 +62,16 @@ class FsdpTranslation:
     problems: list[Problem] = field(default_factory=list)
 
     def say(self, name: str, value: Any, key: str) -> None:
-        """Sets a setting that a key of FSDP stands for."""
+        """Sets the translation of an FSDP key."""
         self.values[name], self.said_by[name] = value, key
 
 
 def translate_fsdp(fsdp: Mapping[str, Any], num_machines: int = 1) -> FsdpTranslation:
-    """The stage and the offload that shard as FSDP would with these settings.
+    """Returns the ZeRO stage and offload with the same sharding as these FSDP settings.
 
     Args:
-        fsdp: accelerate's keys, with or without their "fsdp_"; values as in its files or as text.
-        num_machines: of the job, for the strategies that shard within one.
+        fsdp: accelerate's keys, with or without the prefix "fsdp_"; values as in its files or as text.
+        num_machines: number of machines in the job, for strategies that shard within one machine.
     """
     translation = FsdpTranslation()
     written = {key if str(key).startswith("fsdp_") else f"fsdp_{key}": key for key in fsdp}
@@ -93,7 +93,7 @@ def translate_fsdp(fsdp: Mapping[str, Any], num_machines: int = 1) -> FsdpTransl
 
 
 def fsdp_of_words(words: str) -> dict[str, Any]:
-    """The settings of FSDP in the value of an older `--fsdp`: "full_shard auto_wrap", "full shard", "offload".
+    """Returns the FSDP settings for the value of an older `--fsdp`: "full_shard auto_wrap", "full shard", "offload".
 
     Raises:
         ConfigError: a word is unknown.
@@ -117,7 +117,7 @@ def _joined(words: str) -> str:
 def _stage(
     settings: Mapping[str, Any], written: Mapping[str, str], num_machines: int, translation: FsdpTranslation
 ) -> int:
-    # FSDP2 has no strategy: accelerate looks at the other key only.
+    # FSDP2 has no strategy: accelerate reads only the other key.
     is_second = str(settings.get("fsdp_version", "")) == "2" and _RESHARD in settings
     key = _RESHARD if is_second or _STRATEGY not in settings else _STRATEGY
     strategy = _joined(str(settings.get(key, "FULL_SHARD"))).upper().removeprefix("SHARDINGSTRATEGY.").removeprefix("_")
@@ -129,15 +129,15 @@ def _stage(
         return 3
     stage = _STAGES[word]
     translation.say("zero_stage", stage, key if key in settings else "")
-    text = f"{as_text(settings[key])} -> " if key in settings else "not given, which shards everything -> "
+    text = f"{as_text(settings[key])} -> " if key in settings else "not given, so all states are sharded -> "
     translation.notes.append((key if key in settings else _STRATEGY, f"{text}zero_stage {stage}"))
     other = _STRATEGY if key == _RESHARD else _RESHARD
     if other in settings:
-        translation.notes.append((other, f"left out, {key} decides"))
+        translation.notes.append((other, f"left out, because {key} takes precedence"))
     if word.startswith("HYBRID") and num_machines > 1:
         text = (
-            "sharded over the ranks of all machines instead of within each, which trains the same; "
-            "mics_shard_size of a JSON config shards within groups"
+            "shards over the ranks of all machines instead of within each, with the same training; "
+            "mics_shard_size in a JSON config shards within groups"
         )
         translation.notes.append((key, text))
     return stage
@@ -148,7 +148,7 @@ def _offload(enabled: bool, stage: int, translation: FsdpTranslation) -> None:
     if not enabled:
         translation.notes.append((key, "false -> nothing is offloaded"))
     elif stage < 1:
-        translation.notes.append((key, "left out, nothing is sharded at stage 0, and nothing offloaded"))
+        translation.notes.append((key, "left out, because stage 0 neither shards nor offloads"))
     else:
         translation.say("offload_optimizer_device", "cpu", key)
         if stage == 3:
@@ -162,7 +162,7 @@ def _at_stage_3(key: str, value: Any, name: str, meaning: bool, stage: int, tran
         translation.say(name, meaning, key)
         translation.notes.append((key, f"{as_text(value)} -> {name} {as_text(meaning)}"))
     else:
-        translation.notes.append((key, f"left out, every rank has whole parameters at stage {stage}"))
+        translation.notes.append((key, f"left out, because every rank has whole parameters at stage {stage}"))
 
 
 def _unknown(key: str, written: str, translation: FsdpTranslation) -> None:
@@ -170,7 +170,7 @@ def _unknown(key: str, written: str, translation: FsdpTranslation) -> None:
     if meant:
         translation.problems.append(Problem((written,), text="unknown key", fix=f"did you mean {meant}?"))
     else:
-        translation.notes.append((key, "left out, accelerate has no such setting and ignores it"))
+        translation.notes.append((key, "left out, because accelerate has no such setting and ignores it"))
 
 
 def _is_true(value: Any) -> bool:
@@ -179,17 +179,17 @@ def _is_true(value: Any) -> bool:
 
 _AXES = "parallelism_config"
 OTHER_AXES: Mapping[str, str] = {
-    "cp_size": "context parallelism is not available; sp_size cuts sequences",
+    "cp_size": "context parallelism is not available; sp_size splits sequences",
     "cp_backend": "",
     "cp_comm_strategy": "",
-    "sp_backend": "sequences are cut as DeepSpeed does (Ulysses)",
+    "sp_backend": "the only method of sequence parallelism is DeepSpeed's (Ulysses)",
 }
-"""Settings of accelerate's mesh that are none here -> why, where a value that divides something is refused."""
+"""Settings of accelerate's mesh that are not available here -> reason for refusing a size above 1, or ""."""
 _SECTION = "deepspeed_config"
 _FSDP = "fsdp_config"
 _LIKE_GPU = ("MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_HPU", "MULTI_NEURON")
-_TPU = "a setting of TPUs"
-# Key -> why accelerate does nothing with it on a machine without TPUs, and so does a launch here.
+_TPU = "because it is a setting for TPUs"
+# Key -> reason why accelerate ignores it on a machine without TPUs, as a launch here does.
 _IDLE: Mapping[str, str] = {
     "tpu_name": _TPU,
     "tpu_zone": _TPU,
@@ -200,12 +200,12 @@ _IDLE: Mapping[str, str] = {
     "commands": _TPU,
     "command_file": _TPU,
     "downcast_bf16": _TPU,
-    "main_training_function": f"{_TPU}; scripts are run as they are",
-    "ipex_config": "zeroaccel does not use that library",
-    "ipex_plugin_kwargs": "zeroaccel does not use that library",
+    "main_training_function": f"{_TPU}; the launcher runs scripts as they are",
+    "ipex_config": "because zeroaccel does not use that library",
+    "ipex_plugin_kwargs": "because zeroaccel does not use that library",
 }
 _SAYS_NOTHING: tuple[object, ...] = (None, {}, [], "", False, "no", "main", "NO")
-# Section -> the kinds of training it is for.
+# Section -> the values of distributed_type that use it.
 _FOR_KIND: Mapping[str, tuple[str, ...]] = {_FSDP: ("FSDP",), "megatron_lm_config": ("MEGATRON_LM",)}
 _JSON_KEYS = (
     "zero_optimization", "fp16", "bf16", "optimizer", "scheduler", "train_batch_size", "steps_per_print",
@@ -214,24 +214,24 @@ _JSON_KEYS = (
 )  # fmt: skip
 
 
-# What accelerate looks at for several machines only.
+# Keys that accelerate reads only with several machines.
 _OTHER_MACHINES = (
     "deepspeed_hostfile", "deepspeed_inclusion_filter", "deepspeed_exclusion_filter", "deepspeed_multinode_launcher",
 )  # fmt: skip
 MPI_LAUNCHERS = ("openmpi", "mpich", "impi", "mvapich")
-"""Ways of DeepSpeed to start processes on the machines of a hostfile, which ssh does here."""
+"""DeepSpeed's MPI launchers for the machines of a hostfile, replaced by ssh here."""
 _NAMED = ("_path", "_file", "_clipping", "hostfile")
 
 
 @dataclass
 class ForeignKeys:
-    """A launch file's tree in our keys, and what was found on the way.
+    """A launch file's tree in zeroaccel's keys, with notes and problems from the translation.
 
     Attributes:
-        tree: the tree; the one that was given is not changed.
-        moved: path in `tree` -> path in the file, of keys that were translated.
-        notes: path in the file, and what the key there stands for here, or why for nothing.
-        problems: what cannot be translated; paths as in the file.
+        tree: a translated copy of the tree.
+        moved: path in `tree` -> path in the file, for translated keys.
+        notes: path in the file, with the translation of its key or the reason why it has no effect.
+        problems: keys without a translation; paths as in the file.
     """
 
     tree: dict[Any, Any]
@@ -243,12 +243,12 @@ class ForeignKeys:
 def settle_foreign_keys(
     tree: Mapping[Any, Any], kind: str | None = None, fsdp_flags: Mapping[str, Any] | None = None
 ) -> ForeignKeys:
-    """Translates or drops the keys that are not for this engine.
+    """Translates or drops the keys for other engines.
 
     Args:
-        tree: the file, parsed; not changed.
-        kind: the distributed_type that a flag or a variable gives, which counts more than the file's.
-        fsdp_flags: FSDP's settings that were typed, which count more than the file's.
+        tree: the parsed file, which stays unchanged.
+        kind: distributed_type from a flag or a variable, which takes precedence over the file's.
+        fsdp_flags: FSDP settings from the command line, which take precedence over the file's.
     """
     foreign = ForeignKeys({key: value for key, value in tree.items() if value is not None and value != ""})
     _brought_to_this_machine(foreign)
@@ -263,7 +263,7 @@ def settle_foreign_keys(
     if kind in ("NO", "MULTI_GPU", "MULTI_CPU"):
         _drop_zero(foreign, kind)
     if kind == "NO" and _count(foreign.tree, "num_processes") != 1:
-        foreign.notes.append((("num_processes",), "does nothing, as distributed_type is NO, which is one process"))
+        foreign.notes.append((("num_processes",), "does nothing, because distributed_type is NO: one process"))
         foreign.tree["num_processes"] = 1
     _settle_section(foreign)
     return foreign
@@ -282,7 +282,7 @@ def _brought_to_this_machine(foreign: ForeignKeys) -> None:
     kind = _kind(foreign.tree)
     if kind in _LIKE_GPU:
         foreign.tree["distributed_type"] = "MULTI_GPU"
-        foreign.notes.append((("distributed_type",), f"{kind} -> MULTI_GPU, on the accelerators that this machine has"))
+        foreign.notes.append((("distributed_type",), f"{kind} -> MULTI_GPU, on the accelerators of this machine"))
 
 
 def _of_older_files(foreign: ForeignKeys) -> None:
@@ -308,31 +308,31 @@ def _drop_idle(foreign: ForeignKeys, kind: str | None) -> None:
         if tree.get(key) and kind not in kinds:
             del tree[key]
             about_kind = "no distributed_type is given" if kind is None else f"distributed_type is {kind}"
-            foreign.notes.append(((key,), f"does nothing, as {about_kind}"))
+            foreign.notes.append(((key,), f"does nothing, because {about_kind}"))
     if tree.get("fp8_config") and str(tree.get("mixed_precision", "no")).lower() != "fp8":
         del tree["fp8_config"]
-        foreign.notes.append((("fp8_config",), "does nothing, as mixed_precision is not fp8"))
+        foreign.notes.append((("fp8_config",), "does nothing, because mixed_precision is not fp8"))
     if tree.get("mpirun_config") and (kind != "MULTI_CPU" or _count(tree, "num_machines") == 1):
         del tree["mpirun_config"]
         foreign.notes.append(
-            (("mpirun_config",), "does nothing; the launcher starts the processes of this machine itself")
+            (("mpirun_config",), "does nothing, because the launcher itself starts the processes of this machine")
         )
     _settle_axes(foreign)
 
 
 def refused_axis(name: str, value: object) -> str:
-    """Why a value of `OTHER_AXES` is refused; empty for one that divides nothing."""
+    """Returns why a value of `OTHER_AXES` is refused, or the empty string for a value without effect."""
     divides_nothing = str(value).lower() in ("none", "0", "1", "deepspeed" if name == "sp_backend" else "")
     return "" if divides_nothing else OTHER_AXES[name]
 
 
 def _settle_axes(foreign: ForeignKeys) -> None:
-    """Sizes of 1 divide nothing; what belongs to an axis that is not divided does nothing."""
+    """Drops sizes of 1 and other values without effect, and refuses axes that are not available."""
     section = foreign.tree.get(_AXES)
     if section is None:
         return
     if not isinstance(section, dict):
-        foreign.problems.append(Problem((_AXES,), expected="sizes as in `sp_size: 2`", got=section))
+        foreign.problems.append(Problem((_AXES,), expected="sizes such as `sp_size: 2`", got=section))
         del foreign.tree[_AXES]
         return
     ours = {}
@@ -351,14 +351,14 @@ def _translate(foreign: ForeignKeys, typed: Mapping[str, Any]) -> None:
     fsdp = section if isinstance(section, dict) else {}
     machines = _count(tree, "num_machines")
     translated = translate_fsdp({**fsdp, **typed}, machines if isinstance(machines, int) else 1)
-    foreign.notes.append((("distributed_type",), "FSDP -> DEEPSPEED, whose stages shard the same way"))
+    foreign.notes.append((("distributed_type",), "FSDP -> DEEPSPEED, with the equivalent ZeRO stage"))
     foreign.notes += [((_FSDP, key), text) for key, text in translated.notes]
     foreign.problems += [
         Problem((_FSDP, *one.path), one.text, one.expected, one.got, one.fix, as_written=True)
         for one in translated.problems
     ]
     if tree.pop(_SECTION, None):
-        foreign.notes.append(((_SECTION,), "does nothing, as distributed_type is FSDP"))
+        foreign.notes.append(((_SECTION,), "does nothing, because distributed_type is FSDP"))
     tree["distributed_type"], tree[_SECTION] = "DEEPSPEED", translated.values
     foreign.moved[(_SECTION,)] = (_FSDP,) if fsdp else ("distributed_type",)
     for name, key in translated.said_by.items():
@@ -368,7 +368,7 @@ def _translate(foreign: ForeignKeys, typed: Mapping[str, Any]) -> None:
 
 
 def _drop_zero(foreign: ForeignKeys, kind: str) -> None:
-    """Drops a DeepSpeed section where distributed_type does without ZeRO, but for its settings of the machines."""
+    """Drops a DeepSpeed section, except its machine settings, if distributed_type does not use ZeRO."""
     section = foreign.tree.get(_SECTION)
     if not isinstance(section, dict) or not section:
         return
@@ -376,11 +376,11 @@ def _drop_zero(foreign: ForeignKeys, kind: str) -> None:
     of_hosts = {key: value for key, value in section.items() if key in {*HostSettings.model_fields, *names}}
     if len(of_hosts) < len(section):
         foreign.tree[_SECTION] = of_hosts
-        foreign.notes.append(((_SECTION,), f"does nothing, as distributed_type is {kind}"))
+        foreign.notes.append(((_SECTION,), f"does nothing, because distributed_type is {kind}"))
 
 
 def _settle_section(foreign: ForeignKeys) -> None:
-    """accelerate passes the values of its DeepSpeed section on as text, and ignores keys it does not know."""
+    """Handles the DeepSpeed section like accelerate, which passes its values on as text and ignores unknown keys."""
     section = foreign.tree.get(_SECTION)
     if not isinstance(section, dict):
         return
@@ -392,20 +392,20 @@ def _settle_section(foreign: ForeignKeys) -> None:
             if not (key.endswith(_NAMED) and str(value).lower() == "none"):
                 settled[key] = value
         elif key in _JSON_KEYS:
-            text = "does nothing, here as in accelerate: it is for the JSON file that deepspeed_config_file names"
+            text = "does nothing, as in accelerate: it belongs in the JSON file of deepspeed_config_file"
             foreign.notes.append(((_SECTION, key), text))
         elif closest(str(key), names):
             settled[key] = value  # `normalize` reports it as unknown, with the key that was meant
         else:
-            foreign.notes.append(((_SECTION, key), "does nothing, accelerate has no such setting and ignores it"))
+            foreign.notes.append(((_SECTION, key), "does nothing, because accelerate ignores unknown keys"))
     for key in ("deepspeed_multinode_launcher", "multinode_launcher"):
         if _count(foreign.tree, "num_machines", None) != 1 and str(settled.get(key, "")).lower() in MPI_LAUNCHERS:
-            text = f"{settled[key]} -> ssh, by which the machines of the hostfile are reached; it trains the same"
+            text = f"{settled[key]} -> ssh, which starts the same job on the machines of the hostfile"
             foreign.notes.append(((_SECTION, key), text))
             settled[key] = "ssh"
     if _count(foreign.tree, "num_machines", None) == 1:
         for key in [key for key in settled if key in _OTHER_MACHINES]:
             if settled[key] not in ("standard", "pdsh", "nossh"):
                 del settled[key]
-                foreign.notes.append(((_SECTION, key), "does nothing, as num_machines is 1"))
+                foreign.notes.append(((_SECTION, key), "does nothing, because num_machines is 1"))
     foreign.tree[_SECTION] = settled

@@ -1,8 +1,8 @@
-"""A launch against the JSON config it names: which of the two sets each value, found out before any process starts.
+"""Compares a launch with the JSON config that it names, before any process starts.
 
-A setting of a launch fills what the JSON leaves "auto" or does not mention. What the JSON decides, the launch file may
-not repeat, as one of the two would be changed and the other forgotten; a flag or a variable may repeat it, but not
-contradict it. `json_facts` lists what a JSON leaves open, for the questionnaire.
+A launch setting fills a key that the JSON omits or sets to "auto". The launch file may not repeat a value of the JSON,
+because users would change one and forget the other; a flag or a variable may repeat it, but not contradict it.
+`json_facts` lists the settings that a JSON leaves open, for the questionnaire.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from zeroaccel.config.section import as_text
 from zeroaccel.errors import ConfigError, compose
 
 JSON_PATHS: Mapping[str, str] = {name: setting.json_path for name, setting in SETTINGS.items() if setting.json_path}
-"""Setting of a launch -> dotted path of the same thing in the JSON, in the schema's names."""
+"""Launch setting -> dotted path of the same setting in the JSON, in the schema's names."""
 
 
 def check_json(explicit: ExplicitSettings) -> Config | None:
-    """Reads the JSON config that a launch names and compares the two; None where it names none.
+    """Reads the JSON config that a launch names and compares the two; returns None if the launch names none.
 
     Raises:
-        ConfigError: the JSON cannot be read or is wrong, or the launch says again what it decides; only the keys that
-            are said twice are named, with both places.
+        ConfigError: the JSON is unreadable or invalid, or the launch sets the same keys; the message names only these
+            keys, each with both places.
     """
     path = explicit.values.get("deepspeed_config_file")
     if path is None:
@@ -41,14 +41,14 @@ def check_json(explicit: ExplicitSettings) -> Config | None:
     if len(lines) == 1:
         raise ConfigError(lines[0])
     if lines:
-        raise ConfigError("\n  ".join([f"{len(lines)} settings are said twice, here and in {path}", *lines]))
+        raise ConfigError("\n  ".join([f"{len(lines)} settings are given twice, here and in {path}", *lines]))
     return config
 
 
 def _existing(path: Path, explicit: ExplicitSettings) -> Path:
     if path.exists() or path.is_absolute():
         return path
-    # As in accelerate, the path counts from the working directory; users often mean the launch file's folder.
+    # As in accelerate, the path is relative to the working directory; users often mean the launch file's folder.
     file = explicit.sources["deepspeed_config_file"].rpartition(":")[0].rpartition(":")[0]
     next_to_file = Path(file).parent / path
     if file and next_to_file.is_file():
@@ -72,7 +72,7 @@ def _precision_twice(explicit: ExplicitSettings, config: Config) -> Iterator[str
         if not _decides(config, key):
             continue
         enabled = at(config, key)
-        if name == precision or enabled:  # and not: this one is off, and another is wanted
+        if name == precision or enabled:  # no conflict if the JSON disables another precision
             yield from _line(explicit, "mixed_precision", config, key, enabled, same=enabled == (name == precision))
 
 
@@ -85,7 +85,7 @@ def _line(
     if same and not in_file:
         return
     here, there = f"{explicit.where(name)} {as_text(value)}", f"{config.where(key)} {as_text(decided)}"
-    fix = 'remove it here, or write "auto" there to let this one decide'
+    fix = 'remove it here, or write "auto" there to use this one'
     yield compose(f"{here}: {'repeats' if same else 'conflicts with'} {there}", fix=fix)
 
 
@@ -95,12 +95,12 @@ def _decides(config: Config, key: str) -> bool:
 
 @dataclass(frozen=True)
 class JsonFacts:
-    """What a JSON config leaves to the launch.
+    """Settings that a JSON config decides, and settings that it leaves to the launch.
 
     Attributes:
-        open_keys: settings that it leaves "auto".
-        stage: the stage it decides, or None.
-        decided: setting -> value, of those that it says itself.
+        open_keys: settings with the value "auto".
+        stage: stage in the JSON, or None if it is open.
+        decided: setting -> value, for the settings in the JSON.
     """
 
     open_keys: frozenset[str] = frozenset()
@@ -109,10 +109,10 @@ class JsonFacts:
 
 
 def json_facts(path: str) -> JsonFacts:
-    """What a JSON config leaves to the launch.
+    """Reads which launch settings a JSON config decides and which it leaves open.
 
     Raises:
-        ConfigError: it cannot be read, or is wrong.
+        ConfigError: the file is unreadable or invalid.
     """
     return _json_facts(path, Path(path).stat().st_mtime_ns)
 

@@ -1,10 +1,10 @@
-"""Flags, environment and launch file merged into one set of settings, each with its source; the environment of ranks.
+"""Merges flags, environment and launch file into one set of settings with sources; builds the environment of ranks.
 
-The order is the same for every setting: flag, environment, file, default. Every setting can be given as ZEROACCEL_ and
-its name, and those that ranks receive also under the name they are received by. Those names are accelerate's, so that a
-script reads the same settings whichever launcher started it; ZEROACCEL_LAUNCH_SOURCES adds the source of each. A
-ZEROACCEL_ variable that nothing reads is nearly always a misspelt one, and is an error. Functions of mappings: the
-environment itself is neither read nor changed here.
+The precedence is the same for every setting: flag, environment, file, default. The variable of a setting is ZEROACCEL_
+and its name; settings for ranks also have the variable by which ranks receive them. Those names are accelerate's, so
+that a script reads the same settings with either launcher; ZEROACCEL_LAUNCH_SOURCES adds the source of each. An unknown
+ZEROACCEL_ variable is nearly always misspelt, and is an error. These functions take and return mappings: they neither
+read nor change the environment of the process.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ _PRECISIONS = ("no", "fp16", "bf16", "fp8")
 
 @dataclass(frozen=True)
 class LaunchedSettings:
-    """The settings of training that a launch passes to its ranks; None where it sets nothing.
+    """Training settings that a launch passes to its ranks; None for settings that it does not set.
 
     Attributes:
         use_zero: train with ZeRO rather than plain data parallelism.
         mixed_precision: "no", "fp16", "bf16" or "fp8".
         zero_stage: 0 to 3.
-        gradient_accumulation_steps: micro-steps per optimizer step.
-        gradient_clipping: largest global L2 norm of the gradients; 0 is off.
+        gradient_accumulation_steps: micro-batches per optimizer step.
+        gradient_clipping: maximum global L2 norm of the gradients; 0 disables clipping.
         offload_optimizer_device, offload_param_device: "none", "cpu" or "nvme".
         offload_optimizer_nvme_path, offload_param_nvme_path: folder for "nvme".
-        zero3_init_flag: shard parameters while the model is built.
+        zero3_init_flag: shard parameters while the model is being built.
         zero3_save_16bit_model: gather the weights when a model is saved.
-        deepspeed_config_file: the JSON file.
-        deepspeed_moe_layer_cls_names: classes of leaf modules (gathered at once), separated by commas.
-        zero_hpz_partition_size, zero_quantized_weights, zero_quantized_gradients: ZeRO++, as the keys of the JSON.
+        deepspeed_config_file: path of the JSON config.
+        deepspeed_moe_layer_cls_names: classes of leaf modules (gathered as a whole), separated by commas.
+        zero_hpz_partition_size, zero_quantized_weights, zero_quantized_gradients: ZeRO++ settings, as in the JSON.
         frozen_weights: "int8", "nf4" or "mxfp4".
-        use_cpu: compute on the CPU although there are accelerators.
+        use_cpu: compute on the CPU even if there are accelerators.
         dynamo_backend, dynamo_mode, dynamo_use_fullgraph, dynamo_use_dynamic, dynamo_use_regional_compilation:
-            arguments of torch.compile; a backend of "no" compiles nothing.
-        debug: check the arguments of the collectives that scripts call.
-        use_parallelism_config: the sizes that follow count.
-        dp_replicate_size, dp_shard_size, pp_size, sp_size, tp_size, ep_size: of the mesh, see `ParallelConfig`.
-        sp_seq_length, sp_seq_length_is_variable, sp_attn_implementation: for accelerate.
+            arguments of torch.compile; the backend "no" disables compilation.
+        debug: check the arguments of collectives that scripts call.
+        use_parallelism_config: apply the sizes below.
+        dp_replicate_size, dp_shard_size, pp_size, sp_size, tp_size, ep_size: sizes of the mesh, see `ParallelConfig`.
+        sp_seq_length, sp_seq_length_is_variable, sp_attn_implementation: settings for accelerate.
     """
 
     use_zero: bool | None = None
@@ -97,7 +97,7 @@ class LaunchedSettings:
 
     @property
     def parallel(self) -> ParallelConfig | None:
-        """The mesh that the launch asks for."""
+        """Mesh that the launch requests."""
         if not self.use_parallelism_config:
             return None
         return ParallelConfig.from_sizes({axis: getattr(self, f"{axis}_size") for axis in (*AXES, "ep")})
@@ -107,7 +107,7 @@ SettingKind = Literal["switch", "count", "number", "streams", "pairs", "text"]
 
 
 def kind_of(name: str) -> SettingKind:
-    """How a setting is written on a command line."""
+    """Returns the kind of a setting's value on a command line."""
     kinds = types_of(LaunchSettings.model_fields[name].annotation)
     if bool in kinds:
         return "switch"
@@ -117,7 +117,7 @@ def kind_of(name: str) -> SettingKind:
 
 
 def _count(text: str) -> int:
-    text = text.replace("_", "x")  # 1_000 is a number to Python only
+    text = text.replace("_", "x")  # int() would accept 1_000, which is not valid here
     if re.fullmatch(r"\s*[+-]?\d+\s*", text):
         return int(text)
     value = as_integer(float(text))  # other launchers write 1.0 and 1e3
@@ -146,7 +146,7 @@ def _precision(text: str) -> str:
 
 @dataclass(frozen=True)
 class _Form:
-    """How a value is read from a text (ValueError or LookupError where it is none), and what is expected."""
+    """Parser of a value (ValueError or LookupError for invalid text), and the expected form for messages."""
 
     parse: Callable[[str], Any]
     expected: str
@@ -156,7 +156,7 @@ FORMS: Mapping[SettingKind, _Form] = {
     "switch": _Form(lambda text: FLAG_WORDS[text.strip().lower()], "true or false"),
     "count": _Form(_count, "a whole number"),
     "number": _Form(float, "a number"),
-    "streams": _Form(_streams, "a number, or one per local rank as 0:3,1:2"),
+    "streams": _Form(_streams, "a number, or one per local rank such as 0:3,1:2"),
     "pairs": _Form(_pairs, "the form KEY=NUMBER,KEY=NUMBER"),
     "text": _Form(str, "text"),
 }
@@ -180,16 +180,16 @@ _RANK_VARIABLES: Mapping[str, tuple[str, _Form]] = {
 
 
 def variable_of(name: str) -> str:
-    """The variable that carries a field of `LaunchedSettings`."""
+    """Returns the variable for a field of `LaunchedSettings`."""
     return _RANK_VARIABLES[name][0]
 
 
 def to_environment(settings: LaunchedSettings, sources: Mapping[str, str]) -> dict[str, str]:
-    """The variables a process is started with.
+    """Returns the environment variables for a process.
 
     Args:
         sources: field -> its source: "--zero_stage", "environment ZEROACCEL_ZERO_STAGE", "zeroaccel.yaml:12:3",
-            "default". Whatever is neither a flag, nor a variable, nor "default" counts as the launch config file.
+            "default". A source other than a flag, a variable or "default" counts as the launch config file.
     """
     values = {field.name: value for field in fields(settings) if (value := getattr(settings, field.name)) is not None}
     environment = {variable_of(name): as_text(value) for name, value in values.items()}
@@ -203,14 +203,14 @@ def to_environment(settings: LaunchedSettings, sources: Mapping[str, str]) -> di
 
 
 def from_environment(environ: Mapping[str, str]) -> tuple[LaunchedSettings, dict[str, str]]:
-    """The settings that the launcher passed, and the source of each.
+    """Reads the settings that the launcher passed, and the source of each.
 
     Returns:
-        The settings, and field -> source of every field that is not None. Where the launcher does not name its
-        sources, that is the variable, marked as the launch config's if the launcher lists it as such.
+        The settings, and field -> source for every field that is not None. If the launcher names no sources, the
+        source is the variable, marked as the launch config's if the launcher lists it as such.
 
     Raises:
-        ConfigError: a variable has a value that means nothing.
+        ConfigError: a variable has an invalid value.
     """
     named = _named_sources(environ)
     in_file = {name.strip() for name in environ.get(_FILE_FIELDS, "").split(",")}
@@ -240,7 +240,7 @@ def _named_sources(environ: Mapping[str, str]) -> dict[str, str]:
     if not isinstance(named, dict) or not all(isinstance(source, str) for source in named.values()):
         raise ConfigError(
             f"environment {SOURCES_VARIABLE}",
-            expected="a JSON object from variable to source",
+            expected="a JSON object that maps variables to sources",
             got=text,
             fix="unset it; launchers set it",
         )
@@ -248,33 +248,33 @@ def _named_sources(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 PREFIX = "ZEROACCEL_"
-"""Of the variables that are ours."""
+"""Prefix of zeroaccel's variables."""
 
-# Variables that the processes read themselves, in a form of their own: where one is set, it stays as it is.
+# Variables that processes read directly, in another form: if one is set, the launcher leaves it unchanged.
 _STAYS: Mapping[str, tuple[str, object]] = {
     "num_cpu_threads_per_process": ("OMP_NUM_THREADS", None),
     "gpu_ids": ("CUDA_VISIBLE_DEVICES", "all"),
 }
 _RANK_SETTINGS = tuple(name for name, setting in SETTINGS.items() if setting.rank_variable)
-# Keys of torchrun's --rdzv_conf that are settings of their own here -> why they have no effect, where they have none.
+# Keys of torchrun's --rdzv_conf that are separate settings here, or have no effect -> the reason, or "".
 _RDZV_SETTINGS: Mapping[str, str] = {
     "rdzv_backend": "",
     "rdzv_endpoint": "",
-    "rdzv_id": "the meeting point is enough",
-    "is_host": "machine 0 hosts the meeting point",
-    "store_type": "machines meet through torch's TCP store",
+    "rdzv_id": "the rendezvous needs only an address",
+    "is_host": "machine 0 hosts the rendezvous",
+    "store_type": "the rendezvous always uses torch's TCP store",
     "use_libuv": "torch chooses",
 }
 
 
 @dataclass(frozen=True)
 class ExplicitSettings:
-    """Settings that a flag, a variable or a file sets, each with its source.
+    """Settings from flags, variables or a file, each with its source.
 
     Attributes:
-        values: setting -> value; those left to their defaults are absent.
+        values: setting -> value, without settings that have their defaults.
         sources: setting -> its source: "--zero_stage", "environment ZEROACCEL_ZERO_STAGE", "zeroaccel.yaml:12:3".
-        notes: one line for each setting that has no effect, or stands for another one here.
+        notes: one line for each setting that has no effect or is translated to another one.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -283,11 +283,11 @@ class ExplicitSettings:
 
     @staticmethod
     def of(values: Mapping[str, Any], source: str) -> ExplicitSettings:
-        """Settings of one source."""
+        """Creates settings that all have the same source."""
         return ExplicitSettings(values, dict.fromkeys(values, source))
 
     def without(self, names: Collection[str], *notes: str) -> ExplicitSettings:
-        """These settings without some, and with further notes."""
+        """Returns these settings without the named ones, and with further notes."""
         return ExplicitSettings(
             {name: value for name, value in self.values.items() if name not in names},
             {name: source for name, source in self.sources.items() if name not in names},
@@ -295,45 +295,45 @@ class ExplicitSettings:
         )
 
     def under(self, other: ExplicitSettings) -> ExplicitSettings:
-        """These settings where the other has none."""
+        """Merges both; the other's settings take precedence."""
         return ExplicitSettings(
             {**self.values, **other.values}, {**self.sources, **other.sources}, (*self.notes, *other.notes)
         )
 
     def effective(self) -> ExplicitSettings:
-        """These settings without those that have no effect, given the others; each leaves a note.
+        """Returns these settings without those that have no effect together with the others; adds a note for each.
 
-        They are settings that accelerate and DeepSpeed take and do nothing with, as offload of parameters at stage 2.
+        accelerate and DeepSpeed accept and ignore such settings, for example offload of parameters at stage 2.
         """
         idle = idle_settings(self.values)
-        notes = (f"{self.where(name)} {self.values[name]}: does nothing, {reason}" for name, reason in idle.items())
+        notes = (f"{self.where(name)} {self.values[name]}: does nothing: {reason}" for name, reason in idle.items())
         return self.without(idle, *notes)
 
     def where(self, name: str) -> str:
-        """The address of a setting for a message: its source, or the flag that would set it."""
+        """Returns the address of a setting for a message: its source, or else its flag."""
         source = self.sources.get(name, f"--{name}")
         return source if source.startswith("--") else f"{source}: {name}"
 
     def settings(self) -> LaunchSettings:
-        """The settings, checked.
+        """Returns the checked settings.
 
         Raises:
-            ConfigError: some are wrong; all of them are listed, each with its source.
+            ConfigError: settings are wrong; the message lists all of them, each with its source.
         """
         return launch_settings(self.values, self.where)
 
 
 def gather(flags: ExplicitSettings, environ: Mapping[str, str], file: ExplicitSettings) -> ExplicitSettings:
-    """All settings that were given, each from the first of flags, environment and file that has it.
+    """Merges all given settings: each from the first of flags, environment and file that has it.
 
     Raises:
-        ConfigError: a variable of the environment cannot be read.
+        ConfigError: an environment variable has an invalid value.
     """
     return _with_rendezvous(file.under(settings_from_environment(environ)).under(flags))
 
 
 def settings_from_environment(environ: Mapping[str, str]) -> ExplicitSettings:
-    """The settings that variables of the environment give; an empty variable gives nothing."""
+    """Reads settings from environment variables; an empty variable sets nothing."""
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     for name in LaunchSettings.model_fields:
@@ -353,7 +353,7 @@ def settings_from_environment(environ: Mapping[str, str]) -> ExplicitSettings:
 
 
 def launched_environment(settings: LaunchSettings, sources: Mapping[str, str]) -> dict[str, str]:
-    """The variables by which ranks receive these settings."""
+    """Returns the variables that pass these settings to ranks."""
     values: dict[str, Any] = {}
     value_sources: dict[str, str] = {}
     for name in _RANK_SETTINGS:
@@ -368,22 +368,22 @@ def launched_environment(settings: LaunchSettings, sources: Mapping[str, str]) -
         values["use_parallelism_config"] = True
         value_sources["use_parallelism_config"] = "default"
     if settings.uses_zero and values.get("use_cpu"):
-        # accelerate reads the variable as "DDP, whatever else is asked for". Devices are hidden from ranks anyway; said
-        # as false, as ranks inherit the variable where the launcher has it from its own environment.
+        # accelerate reads the variable as "use DDP, regardless of other settings". Devices are hidden anyway; the
+        # launcher sets the variable to false, because ranks may inherit it from the launcher's own environment.
         values["use_cpu"] = False
     return to_environment(LaunchedSettings(**values), value_sources)
 
 
 def other_names(name: str) -> tuple[str, ...]:
-    """The other names of a setting."""
+    """Returns the other names of a setting."""
     return tuple(mark.name for mark in spellings(LaunchSettings.model_fields[name]))
 
 
 def from_text(name: str, text: str, address: Callable[[str], str]) -> Any:
-    """The value of a setting that was written as text, as a flag or in the environment.
+    """Parses the value of a setting from the text of a flag or variable.
 
     Raises:
-        ConfigError: the text has not the form of such a value; whether the value is right is not looked at.
+        ConfigError: the text does not have the form of such a value. The value itself is not checked.
     """
     form = FORMS[kind_of(name)]
     try:
@@ -393,7 +393,7 @@ def from_text(name: str, text: str, address: Callable[[str], str]) -> Any:
 
 
 def _with_rendezvous(explicit: ExplicitSettings) -> ExplicitSettings:
-    """With the rendezvous keys of torchrun's --rdzv_conf moved to the settings that they are here."""
+    """Moves the rendezvous keys of torchrun's --rdzv_conf to the corresponding settings."""
     pairs = explicit.values.get("rdzv_conf")
     if not isinstance(pairs, Mapping) or not set(pairs) & set(_RDZV_SETTINGS):
         return explicit
@@ -408,73 +408,73 @@ def _with_rendezvous(explicit: ExplicitSettings) -> ExplicitSettings:
     if port:
         moved["main_process_port"] = int(port)
 
-    # A setting of its own counts more than a key inside rdzv_conf, and a note says so.
+    # A separate setting takes precedence over a key inside rdzv_conf, with a note.
     notes = []
     for name, value in moved.items():
         before = explicit.values.get(name, value)
         is_other = before != value
         notes.append(
-            f"{source}: {name} {value}: does nothing, as {explicit.where(name)} says {before}"
+            f"{source}: {name} {value}: does nothing, because {explicit.where(name)} is {before}"
             if is_other
             else f"{source} -> {name} {value}"
         )
-    notes += [f"{source}: {key}: does nothing, {why}" for key, why in _RDZV_SETTINGS.items() if key in pairs and why]
+    notes += [f"{source}: {key}: does nothing: {why}" for key, why in _RDZV_SETTINGS.items() if key in pairs and why]
     rest = {key: value for key, value in pairs.items() if key not in _RDZV_SETTINGS}
     rdzv_conf = ExplicitSettings({"rdzv_conf": rest}, {"rdzv_conf": source}, tuple(notes))
     return ExplicitSettings.of(moved, source).under(explicit).under(rdzv_conf)
 
 
 def variables_of(name: str) -> tuple[str, ...]:
-    """The variables of the environment that give a setting, the first that is there first."""
+    """Returns the environment variables of a setting, in order of precedence."""
     setting = SETTINGS[name]
-    # Not that of `debug`: in accelerate it asks for checks of collectives, and here for full tracebacks.
+    # Not the variable of `debug`: in accelerate it enables checks of collectives, here full tracebacks.
     received = (setting.rank_variable,) if setting.rank_variable and name != "debug" else ()
     return (f"{PREFIX}{name.upper()}", *setting.variables, *received)
 
 
 def _unset_words(name: str) -> tuple[str, ...]:
-    """What launchers write into the environment where nothing was set. A path of "none" is no path."""
+    """Returns the words that launchers write for an unset value. A path of "none" means no path."""
     endings = ("_path", "_file", "_clipping", "_steps", "_length", "_implementation")
     return ("auto", "none") if name.endswith(endings) else ()
 
 
 OTHER_VARIABLES: Mapping[str, str] = {
-    "ZEROACCEL_COMPAT": "hands the facade for `import deepspeed` on to children",
-    "ZEROACCEL_CONFIG": "the launch file",
-    "ZEROACCEL_CPU_CORES": "the cores of a rank, from its launcher",
-    "ZEROACCEL_MEMORY_FOLDER": "where ranks find states in memory after a restart; the launcher's own",
-    "ZEROACCEL_LAUNCH_ID": "by which a launcher knows what its ranks have started",
-    "ZEROACCEL_LAUNCH_SOURCES": "who said what a launcher tells its ranks",
-    "ZEROACCEL_LOG_LEVEL": "how much a rank says",
-    "ZEROACCEL_RACK": "the rack of this machine; copies of states in memory go to another one",
-    "ZEROACCEL_SSH": "the program that reaches other machines",
-    "ZEROACCEL_TRACE": "the order of `zeroaccel trace`",
-    "ZEROACCEL_VERIFY": "the order of `zeroaccel verify`",
+    "ZEROACCEL_COMPAT": "enables the facade for `import deepspeed` in child processes",
+    "ZEROACCEL_CONFIG": "path of the launch file",
+    "ZEROACCEL_CPU_CORES": "cores of a rank; set by the launcher",
+    "ZEROACCEL_MEMORY_FOLDER": "folder where ranks find states in memory after a restart; set by the launcher",
+    "ZEROACCEL_LAUNCH_ID": "identifies the processes that the ranks of a launcher have started",
+    "ZEROACCEL_LAUNCH_SOURCES": "sources of the settings that a launcher passes to its ranks",
+    "ZEROACCEL_LOG_LEVEL": "log level of a rank",
+    "ZEROACCEL_RACK": "rack of this machine; copies of states in memory go to machines in other racks",
+    "ZEROACCEL_SSH": "program that runs commands on other machines",
+    "ZEROACCEL_TRACE": "options of `zeroaccel trace` for the ranks",
+    "ZEROACCEL_VERIFY": "options of `zeroaccel verify` for the ranks",
 }
-"""Variables that are no settings of a launch -> what they are for."""
+"""Variables other than launch settings -> their purpose."""
 
 
 def known_variables() -> frozenset[str]:
-    """Every name that means something."""
+    """Returns the names of all known ZEROACCEL_ variables."""
     settings = (variable for name in LaunchSettings.model_fields for variable in variables_of(name))
     return frozenset(OTHER_VARIABLES) | {variable for variable in settings if variable.startswith(PREFIX)}
 
 
 def unknown_variable(name: str) -> str:
-    """What is wrong with a name that begins so and means nothing, with the one that was probably meant."""
+    """Returns the message for an unknown ZEROACCEL_ variable, with the closest known name."""
     meant = closest(name.removeprefix(PREFIX), (name_known.removeprefix(PREFIX) for name_known in known_variables()))
-    fix = f"did you mean {PREFIX}{meant}?" if meant else f"names that begin with {PREFIX} are settings; unset it"
+    fix = f"did you mean {PREFIX}{meant}?" if meant else f"zeroaccel reserves names with {PREFIX}; unset it"
     return compose(f"{name}: no such setting", fix=fix)
 
 
 def check_variables(names: Iterable[str]) -> None:
-    """Looks for names that begin with ZEROACCEL_ and mean nothing.
+    """Checks for unknown variables that begin with ZEROACCEL_.
 
     Args:
-        names: of the variables that are set.
+        names: names of all variables in the environment.
 
     Raises:
-        ConfigError: there are some; all are named, each with the one that was probably meant.
+        ConfigError: variables are unknown; the message lists all of them, each with the closest known name.
     """
     names_known = known_variables()
     lines = [unknown_variable(name) for name in sorted(names) if name.startswith(PREFIX) and name not in names_known]

@@ -1,9 +1,9 @@
-"""One row per setting of a launch: what it is called as a flag, in the environment, in the JSON config, in `Facts`.
+"""One row per launch setting: its names as a flag, in the environment, in the JSON config and in `Facts`.
 
-The type, default and help of a setting are its field in `launch_settings`. From both come the flags and their help
-(`zeroaccel.cli.launch.launch_flags`), the variables that are read and the ones that ranks receive (`launch_sources`),
-the comparison with a JSON config (`launch_json`) and the arguments of `ZeroPlugin`. Imports nothing, so that any of
-them can read it.
+The field in `launch_settings` gives the type, default and help of a setting. Both modules determine the flags and their
+help (`zeroaccel.cli.launch.launch_flags`), the variables that the launcher reads and passes to ranks
+(`launch_sources`), the comparison with a JSON config (`launch_json`) and the arguments of `ZeroPlugin`. This module
+imports nothing, so that all of them can import it.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Setting:
-    """What a setting of a launch is called outside of the launch file; its type, default and help are its field's.
+    """Names of a launch setting outside the launch file; its field gives the type, default and help.
 
     Attributes:
-        name: of the field of `LaunchSettings`.
+        name: name of the field in `LaunchSettings`.
         group: heading of its flag in `zeroaccel launch --help`.
-        metavar: stands for its value in help; by default made from its type.
-        flag: its flag, where that is not "--" and the name.
+        metavar: placeholder for its value in help; derived from its type by default.
+        flag: its flag, if that is not "--" and the name.
         short: its flag in the `deepspeed` command or in torchrun.
-        takes_value: a switch whose flag takes true or false, as in accelerate.
-        variables: further names in the launcher's environment, after ZEROACCEL_ and the name.
-        rank_variable: by which ranks, and scripts for accelerate, receive it.
+        takes_value: True for a switch whose flag takes true or false, as in accelerate.
+        variables: further variables that the launcher reads, after ZEROACCEL_ and the name.
+        rank_variable: variable that passes it to ranks and to scripts for accelerate.
         json_path: dotted path of the same setting in the JSON config, in the schema's names.
         fact: field of `Facts` that it fills.
     """
@@ -42,14 +42,14 @@ class Setting:
 
 
 _PROCESSES, _MACHINES, _COMPILATION, _OUTPUT = "Processes", "Machines", "Compilation", "Output and errors"
-_TRAINING = "Precision and ZeRO, for what the script does not say"
-_MESH = "Meshes beside ZeRO"
+_TRAINING = "Precision and ZeRO, if the script does not set them"
+_MESH = "Parallelism beyond ZeRO"
 _ZERO = "zero_optimization"
 _SIZES = "PARALLELISM_CONFIG"
 
 
 def _zero(name: str, json_path: str, fact: str, metavar: str = "", ranks: str = "ACCELERATE_DEEPSPEED_") -> Setting:
-    """A setting of ZeRO, which the JSON config has, too; with the metavar "bool" its flag takes true or false."""
+    """Builds a ZeRO setting that the JSON config also has; with the metavar "bool" its flag takes true or false."""
     is_switch, variable = metavar == "bool", f"{ranks}{name.removeprefix('deepspeed_').upper()}"
     metavar = "" if is_switch else metavar
     return Setting(name, _TRAINING, metavar, "", "", is_switch, (), variable, json_path, fact)
