@@ -342,7 +342,7 @@ def _by_hostfile(explicit: ExplicitSettings, flags: ForeignFlags) -> ExplicitSet
         flag = "--num_nodes" if num_nodes is not None else "--num_gpus"
         for name in _FILTERS:
             if explicit.values.get(name) is not None:
-                raise ConfigError(f"{flag}: given beside {explicit.where(name)}", fix="keep one of the two")
+                raise ConfigError(f"{flag}: set together with {explicit.where(name)}", fix="keep one of the two")
         hosts = read_hostfile(path)
         if num_nodes is not None and num_nodes > len(hosts):
             expected = f"at most the {len(hosts)} machines of {path}"

@@ -197,7 +197,7 @@ def unwritable(path: Path) -> UsageError | None:
 
 
 def _refused(path: Path, error: OSError) -> UsageError:
-    return UsageError(f"{_CALL}: {path}: {error.strerror}", fix="name a file in a folder that can be written")
+    return UsageError(f"{_CALL}: {path}: {error.strerror}", fix="name a file in a writable folder")
 
 
 # -- the order of `zeroaccel trace`

@@ -183,6 +183,6 @@ def test_mistakes_are_named_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
     for said in ranks(2).run(_mistakes, tmp_path):
         folder, no_step, nested = said
         assert f"{tmp_path}/file/trace.json" in folder
-        assert "name a file in a folder that can be written" in folder
+        assert "name a file in a writable folder" in folder
         assert "expected at least one engine.step() that updates, got 'none'" in no_step
         assert "expected one recording at a time" in nested

@@ -147,7 +147,7 @@ def test_what_is_not_done_is_noted(words: str, note: str, machine: pytest.Monkey
         ("--hostfile hosts --num_gpus 5", "--num_gpus: expected at most 4, the slots of worker-0, got 5"),
         (
             "--hostfile hosts --num_gpus 2 -i worker-1",
-            "--num_gpus: given beside --inclusion_filter",
+            "--num_gpus: set together with --inclusion_filter",
         ),
     ],
 )
