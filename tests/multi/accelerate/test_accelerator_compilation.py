@@ -1,4 +1,4 @@
-"""Models that are compiled because the launcher or the script asks for it: the same numbers at every stage."""
+"""Models compiled by a request of the launcher or the script give the same numbers at every stage."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _losses(stage: int, backend: str | None) -> tuple[list[float], bool]:
 
 
 def _all() -> list[tuple[list[float], bool]]:
-    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")  # torch's tracer asks for it itself
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")  # torch's tracer triggers it
     return [_losses(0, None), *(_losses(stage, "eager") for stage in (0, 2, 3))]
 
 
@@ -122,17 +122,17 @@ def test_how_without_what_is_an_error() -> None:
 
 
 def own_backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
-    """Runs a graph as it is."""
+    """Returns the graph's forward unchanged."""
     return graph.forward
 
 
 def _trained(stage: int, section: dict[str, Any] | None = None, backend: str = "") -> tuple[list[float], Any, int]:
-    """Losses of four steps, a sum over the weights, and how many graphs were made.
+    """Returns the losses of four steps, the bytes of the weights, and the number of compiled graphs.
 
     Args:
-        backend: of `engine.compile`, after two steps.
+        backend: backend for `engine.compile`, called after two steps.
     """
-    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")  # torch's tracer asks for it itself
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")  # torch's tracer triggers it
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
