@@ -1,4 +1,4 @@
-"""Training goes on where DeepSpeed left off, on any number of ranks and at any stage."""
+"""Training continues from a DeepSpeed checkpoint, on any number of ranks and at any stage."""
 
 from __future__ import annotations
 
