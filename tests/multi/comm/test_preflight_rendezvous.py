@@ -17,7 +17,7 @@ FACTS = {"zeroaccel": "1", "mixed_precision": "bf16"}
 
 
 def _meet(nodes: Mapping[int, NodeInfo], count: int, seconds: float | None = None) -> dict[int, object]:
-    """The result of each machine that arrived: a PreflightRendezvous or an error."""
+    """Returns the result on each machine that arrived: a PreflightRendezvous or an error."""
     port = free_port()
     patience = time_limits.seconds(20.0) if seconds is None else seconds
     results: dict[int, object] = {}

@@ -1,4 +1,4 @@
-"""What ranks agree on about their CUDA devices, each with a driver that is made up."""
+"""How ranks agree on their CUDA devices, each rank with a simulated driver."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zeroaccel.errors import ConfigError
 
 
 def _device_on_each(uuids: list[list[str]]) -> str:
-    """The device that this rank takes, or why it takes none; `uuids` has those of the devices that each rank sees."""
+    """Returns this rank's device, or the error; `uuids` lists the devices that are visible to each rank."""
     place = current_topology()
     own = uuids[place.rank]
 
