@@ -35,7 +35,7 @@ WRITTEN: dict[str, Any] = {
 
 
 def _settings(tree: dict[str, Any]) -> tuple[str, int, int, list[bool]]:
-    """The engine's settings as text, and what of it follows from the model's width."""
+    """Returns the engine's settings as text, and the values that depend on the model's width."""
     engine, *_ = zeroaccel.initialize(Toy(), config=tree)
     settings = engine.settings
     resident = [buffer.persistent for unit in engine.units for buffer in unit.buffers]
@@ -56,7 +56,7 @@ def test_autos_become_the_numbers_one_would_have_written(ranks: Ranks) -> None:
     assert filled == ranks(2).run(_settings, WRITTEN)
     _, bucket, prefetch, resident = filled[0]
     assert (bucket, prefetch) == (WIDTH**2, int(0.9 * WIDTH**2))
-    assert set(resident) == {True, False}  # the default threshold would make all of the toy persistent
+    assert set(resident) == {True, False}  # the default threshold would make the whole toy persistent
     pairs = zip(ranks(2).run(_train, AUTO), ranks(2).run(_train, WRITTEN), strict=True)
     assert [differences(one, other) for one, other in pairs] == [[], []]
 
