@@ -1,4 +1,4 @@
-"""Moments in fewer bits through the engine: configured, saved, resharded, and resumed in another format."""
+"""Moments in fewer bits: configured in the engine, saved, resharded, and resumed in another format."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_they_are_resharded_bit_by_bit_and_load_into_float32(ranks: Ranks, tmp_p
 
 
 def _in_files(folder: Path, moments: str) -> tuple[list[str], list[str]]:
-    """Differences between runs with states in memory and in files; and between going on and resuming."""
+    """Returns the differences between states in memory and in files, and between continuing and resuming."""
     section = {"type": "AdamW", "params": {"lr": 1e-2, "moments_dtype": moments}}
     files = {"device": "nvme", "nvme_path": str(folder)}
     plain = config(3, "bf16", optimizer=section)
