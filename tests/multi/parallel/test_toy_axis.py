@@ -1,4 +1,4 @@
-"""A new axis of the mesh is one class and one line of a table; set-up and engine know it by the protocol only."""
+"""A new axis of the mesh is one class and one table entry: setup and engine use only its protocol."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from zeroaccel.zero.engine_base import EngineBase
 
 
 class LoggingAxis(Axis):
-    """An axis that notes what set-up asks of it, and scales the output of the model."""
+    """Records the calls of setup, and scales the output of the model."""
 
     name: ClassVar[str] = "log"
     lines: ClassVar[list[str]] = []
@@ -99,4 +99,4 @@ def test_its_facts_are_compared_between_ranks(ranks: Ranks, tmp_path: Path) -> N
     for lines, _, _, message in ranks(2).run(_with_a_logging_axis, str(tmp_path), True):
         assert "expected axes.log.fact='rank 0' as on rank 0" in message
         assert "got \"axes.log.fact='rank 1' on rank 1" in message
-        assert lines[-1].startswith("check")  # nothing was connected or installed
+        assert lines[-1].startswith("check")  # no axis was connected or installed
