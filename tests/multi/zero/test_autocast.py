@@ -1,4 +1,4 @@
-"""`torch_autocast` of the config: the bits of a plain loop under torch.autocast, whatever is sharded and where."""
+"""`torch_autocast` of the config: the bits of a plain loop under torch.autocast, with every kind of sharding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ALL_FP32 = {"lower_precision_safe_modules": []}
 
 
 class Mixed(nn.Module):
-    """Layers that autocast computes in 16 bits, in fp32 and in what comes; one weight is shared by two of them."""
+    """Layers that autocast runs in 16 bits, in fp32 and in the input's dtype; two of them share a weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,12 +69,12 @@ def test_it_has_the_bits_of_a_plain_loop(optimizer: dict[str, Any], dtype: str, 
         run = train(_config(stage, dtype, modules, optimizer=optimizer), steps=6, make=Mixed)
         expected = expected or run.losses
         assert run.losses == expected, (stage, modules)
-    # torch's AdamW takes a vectorised square root, which some CPUs round otherwise than to the nearest float.
+    # torch's AdamW uses a vectorized square root, which some CPUs do not round to the nearest float.
     assert plain.losses == pytest.approx(expected, rel=1e-4)
 
 
 def _runs(folder: str) -> dict[str, list[str]]:
-    """What differs from stage 0, by stage, tier and parallelism."""
+    """Returns the differences from stage 0, by stage, tier and parallelism."""
     plans = {
         **{f"stage {stage}": _config(stage, "bf16") for stage in (1, 2, 3)},
         "cpu": _config(3, "bf16", **offloaded(Path(folder), "cpu", "cpu")),
@@ -153,7 +153,7 @@ def test_the_model_alone_computes_so_until_the_engine_is_destroyed(own_job: None
     plain = model(batch)
     engine, *_ = zeroaccel.initialize(model, config=_config(0, "bf16"))
     assert {name for name, param in model.named_parameters() if param.dtype is torch.float32} == {
-        "head.weight",  # also the embedding's
+        "head.weight",  # also the embedding's weight
         "norm.weight",
         "norm.bias",
         "scale",

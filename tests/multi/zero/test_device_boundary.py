@@ -1,6 +1,6 @@
-"""A step whose norm, clipping and overflow check stay on the device, here the CPU: the bits of one that the host knows.
+"""Steps whose norm, clipping and overflow check stay on the device have the bits of steps that the host decides.
 
-What the engine does on an accelerator runs in host memory too, where its tensors happen to be.
+The device is the CPU: the engine's code for accelerators also runs on tensors in host memory.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "Lion": {"type": "Lion", "params": {"lr": 1e-3, "weight_decay": 0.1}},
     "Adagrad": {"type": "Adagrad", "params": {"lr": 1e-2}},
     "bf16 moments": {"type": "AdamW", "params": {"lr": 1e-2, "moments_dtype": "bf16"}},
-    # A torch class: the host has to know before it steps.
+    # A torch class: the host must know the overflow before it steps.
     "torch RMSprop": {"type": "torch.optim.RMSprop", "params": {"lr": 1e-3}},
 }
 
 
 def on_device(engine: Engine) -> None:
-    """Lets an engine on the CPU check its gradients as one on an accelerator does."""
+    """Makes an engine on the CPU check its gradients as an engine on an accelerator does."""
     assert engine._boundary is not None
     engine._boundary._checks_on_device = True
 
@@ -68,7 +68,7 @@ def test_bits_on_several_ranks(ranks: Ranks, world_size: int, accumulation: int)
 
 @pytest.mark.parametrize(("stage", "world_size"), [(1, 1), (2, 2)])
 def test_an_overflow_is_skipped_on_the_device_of_all_ranks(ranks: Ranks, stage: int, world_size: int) -> None:
-    # A scale of 2**20 overflows for several steps, in the first of them before there are any states.
+    # A scale of 2**20 overflows for several steps, the first of them before there are any states.
     settings = config(stage, "fp16", fp16={"enabled": True, "initial_scale_power": 20, "hysteresis": 1})
     for found, skipped in ranks(world_size).run(_skips, settings):
         assert found == []
@@ -76,7 +76,7 @@ def test_an_overflow_is_skipped_on_the_device_of_all_ranks(ranks: Ranks, stage: 
 
 
 def _reads(settings: Mapping[str, Any]) -> int:
-    """How often the host reads statistics in 4 steps that log nothing."""
+    """Returns how often the host reads statistics in 4 steps that log nothing."""
     count = 0
     read = grad_norm.DeviceStats.read
 
@@ -108,7 +108,7 @@ def test_the_host_reads_nothing_where_nothing_depends_on_it(own_job: None) -> No
 
 
 def _different_rates() -> tuple[str, float, int]:
-    """The error of a step with two learning rates, the weights it left, and the steps that were counted."""
+    """Returns the error of a step with two learning rates, the weights after it, and the number of counted steps."""
     torch.manual_seed(7)
     model = Toy()
     engine, optimizer, *_ = zeroaccel.initialize(model, config=config(1, "bf16"))
@@ -131,7 +131,7 @@ def _largest_change(before: list[Tensor], model: Toy) -> float:
 
 
 def _different_rates_unread() -> tuple[str, float, float]:
-    """The same where no step waits for the device: what changed in the step, and the error of the one after it."""
+    """Does the same when no step waits for the device: the step's change, and the error of the next step."""
     torch.manual_seed(7)
     model = Toy()
     settings = config(1, bf16={"enabled": True, "check_grad_overflow": False})

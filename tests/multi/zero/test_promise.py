@@ -39,7 +39,8 @@ def test_stages_give_the_same_bits(ranks: Ranks, world_size: int, precision: str
             ranks(world_size).run(train, config(stage, precision, accumulation, gradient_clipping=clipping), steps)
             for stage in range(4)
         ]
-        # With accumulation, stages 0 and 1 sum micro-steps and then ranks, 2 and 3 the other way round.
+        # With accumulation, stages 0 and 1 sum over micro-steps and then over ranks, stages 2 and 3 in the reverse
+        # order.
         pairs = [(0, 1), (2, 3)] + ([(0, 2)] if accumulation == 1 else [])
         for one, other in pairs:
             for rank in range(world_size):
