@@ -104,16 +104,18 @@ def test_graphs_of_parameters_that_move_are_warned_of(
         ("INDUCTOR", LaunchedSettings(dynamo_mode="max-autotune"), Compilation("inductor", "max-autotune")),
     ],
 )
-def test_who_decides(argument: Any, launched: LaunchedSettings, expected: Compilation | None) -> None:
+def test_argument_overrides_launcher_settings(
+    argument: Any, launched: LaunchedSettings, expected: Compilation | None
+) -> None:
     assert compilation_of(argument, launched, {}) == expected
 
 
-def test_a_backend_that_is_not_there_is_named_with_its_source() -> None:
+def test_an_unknown_backend_is_named_with_its_source() -> None:
     with pytest.raises(ConfigError, match=r"--dynamo_backend: expected a backend of torch.compile .*got 'foo'"):
         compilation_of(None, LaunchedSettings(dynamo_backend="foo"), {"dynamo_backend": "--dynamo_backend"})
 
 
-def test_how_without_what_is_an_error() -> None:
+def test_a_mode_without_a_backend_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"--dynamo_mode: options of torch\.compile: expected a backend"):
         compilation_of(None, LaunchedSettings(dynamo_mode="default"), {"dynamo_mode": "--dynamo_mode"})
 

@@ -109,7 +109,7 @@ def _mistaken() -> str:
     return message(ZeroAccelError, Accelerator, cpu=True, parallelism_config=ParallelConfig(tp=3))
 
 
-def test_a_mesh_that_does_not_fit_is_named(ranks: Ranks) -> None:
+def test_a_mesh_of_the_wrong_size_is_refused(ranks: Ranks) -> None:
     for said in ranks(4).run(_mistaken):
         assert "expected sizes that divide the job's 4 ranks" in said
 

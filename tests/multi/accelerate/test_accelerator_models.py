@@ -332,7 +332,7 @@ def _changed_behind(stage: int) -> list[str]:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_what_is_changed_behind_the_engine_is_reported(ranks: Ranks, stage: int) -> None:
+def test_changes_behind_the_engine_are_reported(ranks: Ranks, stage: int) -> None:
     expected = [
         "parameter layers.1.up.weight: expected requires_grad=True, as when the engine was made, got 'requires",
         "parameter frozen: expected requires_grad=False, as when the engine was made, got 'requires_grad=True'",

@@ -80,7 +80,7 @@ def _refusals() -> list[str]:
     return told
 
 
-def test_what_cannot_be_gathered_is_reported_on_every_rank(ranks: Ranks) -> None:
+def test_values_that_cannot_be_gathered_are_reported_on_every_rank(ranks: Ranks) -> None:
     expected = [
         "gather: expected the same shapes and dtypes on every rank, got 'rank 0: (2,) torch.float32; rank 1: (3,)",
         "gather: the value at ['x'][1]: expected tensors, or tuples, lists and mappings of them, got 'str'",

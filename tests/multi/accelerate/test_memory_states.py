@@ -139,7 +139,7 @@ def slowly_copied(root: Path, **settings: Any) -> tuple[int, list[float], list[s
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_state_has_what_was_there_when_it_began(ranks: Ranks, tmp_path: Path, stage: int) -> None:
+def test_a_state_has_the_values_from_the_start_of_its_save(ranks: Ranks, tmp_path: Path, stage: int) -> None:
     (tmp_path / "whole").mkdir()
     whole = ranks(2).run(life, tmp_path / "whole", interval=None, stage=stage, writes=True)
     for _ in range(2):
@@ -197,7 +197,7 @@ def test_a_run_that_starts_again_has_the_same_bits(ranks: Ranks, tmp_path: Path,
         assert (third[rank][0], third[rank][1]) == (12, losses[12:])
 
 
-def test_the_config_says_how_often_and_how_much(ranks: Ranks, tmp_path: Path) -> None:
+def test_the_config_sets_interval_and_memory(ranks: Ranks, tmp_path: Path) -> None:
     first = ranks(2).run(life, tmp_path, interval=None, peer={"interval": 4}, lost_at=7)
     assert first[0][2] == ["checkpoint_4"]
     rest = ranks(2).run(life, tmp_path, interval=None, peer={"interval": 100}, lost_at=8)
@@ -226,7 +226,9 @@ def rooms(stage: int, optimizer: str, folder: Path) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(("stage", "optimizer"), [(0, "sgd"), (1, "adamw"), (3, "lamb")])
-def test_the_room_is_known_before_the_first_step(ranks: Ranks, tmp_path: Path, stage: int, optimizer: str) -> None:
+def test_the_size_of_a_state_is_known_before_the_first_step(
+    ranks: Ranks, tmp_path: Path, stage: int, optimizer: str
+) -> None:
     for expected, saved in ranks(2).run(rooms, stage, optimizer, tmp_path):
         assert 0 <= saved - expected < 6000, "the file has a header and small tensors beside what was expected"
 
@@ -286,7 +288,7 @@ def test_a_lost_machine_has_copies_on_another(ranks: Ranks, tmp_path: Path, lost
         assert rest[rank][1] == whole[rank][1][3:]
 
 
-def test_of_three_machines_one_may_be_lost(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_run_survives_the_loss_of_one_of_three_machines(ranks: Ranks, tmp_path: Path) -> None:
     first = ranks(3).run(life, tmp_path, interval=3, lost_at=5, machines=3)
     assert first[0][2] == ["checkpoint_3"]
     files = [sorted(path.name for path in (tmp_path / name).rglob("*rank*")) for name in ("memory", "memory1")]
@@ -303,7 +305,7 @@ def test_of_three_machines_one_may_be_lost(ranks: Ranks, tmp_path: Path) -> None
     assert ranks(3).run(life, tmp_path, interval=100, lost_at=8, machines=3)[2][0] == 5
 
 
-def test_of_two_racks_one_may_be_lost(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_run_survives_the_loss_of_one_of_two_racks(ranks: Ranks, tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
     whole = ranks(4).run(life, tmp_path / "whole", interval=None)
     ranks(4).run(life, tmp_path, interval=3, lost_at=5, machines=4, racks="baab")
@@ -346,7 +348,7 @@ def hide_disk(memory: Path) -> None:
     (memory.parent / "checkpoints").rename(memory.parent / "hidden")
 
 
-def test_a_run_that_does_not_resume_forgets_the_states(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_run_that_does_not_resume_removes_the_states(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2).run(life, tmp_path, interval=3, lost_at=8)
     found = ranks(2).run(life, tmp_path, interval=2, lost_at=6, resume=False)
     assert (found[0][0], found[0][2]) == (0, ["checkpoint_4"])

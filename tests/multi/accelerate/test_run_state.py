@@ -181,7 +181,7 @@ def _unsaved(folder: str) -> str:
     return _refusal(run, save_run, folder)
 
 
-def test_what_cannot_be_saved_is_named_and_nothing_is_written(ranks: Ranks, tmp_path: Path) -> None:
+def test_values_that_cannot_be_saved_are_named_and_nothing_is_written(ranks: Ranks, tmp_path: Path) -> None:
     for told in ranks(2).run(_unsaved, str(tmp_path / "state")):
         assert re.search(r"state of object 0 \(Average\)\['made'\].*builtins.object", told), told
     assert not (tmp_path / "state").exists()

@@ -39,7 +39,7 @@ def _trained(stage: int, enable: bool | None) -> tuple[int, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize(("stage", "enable", "sharded"), [(3, True, True), (3, False, False), (2, True, False)])
-def test_what_is_built_inside_is_sharded_and_trains_as_ever(
+def test_models_built_inside_are_sharded_and_train_to_the_same_bits(
     ranks: Ranks, stage: int, enable: bool, sharded: bool
 ) -> None:
     for (whole, expected), (nbytes, weights) in zip(

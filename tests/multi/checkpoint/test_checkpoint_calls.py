@@ -238,7 +238,7 @@ def refusals(root: Path) -> dict[str, str]:
     return found
 
 
-def test_what_cannot_be_saved_is_refused_on_every_rank_before_anything_is_written(ranks: Ranks, tmp_path: Path) -> None:
+def test_saves_that_cannot_succeed_are_refused_on_every_rank_before_a_write(ranks: Ranks, tmp_path: Path) -> None:
     for found in ranks(2).run(refusals, tmp_path / "new"):
         assert "'rank0' on rank 0, 'rank1' on rank 1" in found["tags"]
         assert "client_state['a'][1]['model']" in found["object"]

@@ -113,7 +113,7 @@ def _mistakes(folder: str) -> list[str]:
     return found
 
 
-def test_what_does_not_fit_is_listed_on_every_rank(ranks: Ranks, saved: Path) -> None:
+def test_files_that_do_not_match_are_reported_on_every_rank(ranks: Ranks, saved: Path) -> None:
     whole = (saved / "a.safetensors").read_bytes()
     (saved / "cut.safetensors").write_bytes(whole[: len(whole) // 2])
     half = {name: value for name, value in Seen().state_dict().items() if name.startswith("layers.0")}

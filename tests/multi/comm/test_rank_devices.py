@@ -47,7 +47,7 @@ def test_one_device_between_two_ranks_is_refused_on_both(ranks: Ranks) -> None:
     assert "devices of node1: expected one GPU for each rank, got 'ranks 0, 1 on NVIDIA H100, UUID a'" in said[0]
 
 
-def test_what_one_rank_lacks_is_said_on_all(ranks: Ranks) -> None:
+def test_a_missing_device_of_one_rank_is_reported_on_all(ranks: Ranks) -> None:
     said = ranks(2).run(_device_on_each, [["a", "b"], []])
     own = "environment: LOCAL_RANK: expected less than the 0 visible CUDA devices, got 1; start at most one process"
     assert said[1].startswith(own)

@@ -50,7 +50,9 @@ EXACT: dict[str, dict[str, Any]] = {
         *(pytest.param(*case, marks=pytest.mark.slow) for case in [("fp32", 2, None), ("fp16", 2, SGD)]),
     ],
 )
-def test_where_shards_are_changes_nothing(ranks: Ranks, precision: str, accumulation: int, optimizer: Any) -> None:
+def test_the_placement_of_shards_changes_no_bit(
+    ranks: Ranks, precision: str, accumulation: int, optimizer: Any
+) -> None:
     common = {"accumulation": accumulation, "gradient_clipping": 0.5}
     if optimizer is not None:
         common["optimizer"] = optimizer
@@ -166,7 +168,7 @@ def test_weights_travel_as_e4m3(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_what_is_not_finite_stays_so(ranks: Ranks, bad: float) -> None:
+def test_non_finite_values_stay_non_finite(ranks: Ranks, bad: float) -> None:
     found = ranks(4).run(_round_trip, {**QGZ, **NODES}, 600, torch.bfloat16, bad)
     assert not found[0]["coded mean"][0].isfinite()
     assert all(other["coded mean"].isfinite().all() for other in found[1:])
@@ -279,7 +281,7 @@ def _log_of_fallback(changes: dict[str, Any]) -> list[str]:
     return [line for line in records if "zero_quantized_gradients" in line]
 
 
-def test_where_one_node_makes_it_pointless_it_falls_back_by_name(ranks: Ranks) -> None:
+def test_quantized_gradients_on_one_node_fall_back_with_a_note(ranks: Ranks) -> None:
     first, *others = ranks(3).run(_log_of_fallback, QGZ)
     assert len(first) == 1
     assert "all ranks are on one node" in first[0]

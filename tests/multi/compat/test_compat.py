@@ -194,7 +194,7 @@ def _refused() -> dict[str, str]:
     return told
 
 
-def test_what_cannot_be_is_named_on_every_rank(ranks: Ranks) -> None:
+def test_unsupported_calls_are_refused_on_every_rank(ranks: Ranks) -> None:
     told = ranks(2).run(with_facade, _refused)
     assert told[0] == told[1]
     parts = {

@@ -72,7 +72,7 @@ def _every_question() -> None:
     engine.destroy()
 
 
-def test_every_question_has_an_answer_and_what_is_absent_is_not_the_models_fault(ranks: Ranks) -> None:
+def test_every_getter_answers_and_missing_ones_name_the_alternative(ranks: Ranks) -> None:
     ranks(1).run(with_facade, _every_question)
 
 
@@ -279,7 +279,7 @@ def _oldest_argument(path: str) -> int:
     return int(steps)
 
 
-def test_the_config_by_the_oldest_name_of_its_argument(ranks: Ranks, tmp_path: Path) -> None:
+def test_the_config_may_be_passed_by_its_oldest_argument_name(ranks: Ranks, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIG))
     assert ranks(1).run(with_facade, _oldest_argument, str(path)) == [2]

@@ -76,7 +76,7 @@ def test_keys_that_do_nothing_change_no_bit(ranks: Ranks, tmp_path: object) -> N
     assert ranks(1).run(_same, pairs) == [[len(pairs) - 1]]
 
 
-def test_they_change_no_bit_on_two_ranks_either(ranks: Ranks, tmp_path: object) -> None:
+def test_keys_that_do_nothing_change_no_bit_on_two_ranks(ranks: Ranks, tmp_path: object) -> None:
     nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
     bf16 = {"bf16": {"enabled": True}}
     pairs = [

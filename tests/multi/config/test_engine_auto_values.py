@@ -51,7 +51,7 @@ def _refusal(tree: dict[str, Any]) -> str:
     return message(ConfigError, zeroaccel.initialize, torch.nn.Linear(3, 3), config=tree)
 
 
-def test_autos_become_the_numbers_one_would_have_written(ranks: Ranks) -> None:
+def test_auto_values_equal_explicit_ones(ranks: Ranks) -> None:
     filled = ranks(2).run(_settings, AUTO)
     assert filled == ranks(2).run(_settings, WRITTEN)
     _, bucket, prefetch, resident = filled[0]
@@ -61,7 +61,7 @@ def test_autos_become_the_numbers_one_would_have_written(ranks: Ranks) -> None:
     assert [differences(one, other) for one, other in pairs] == [[], []]
 
 
-def test_what_nothing_fills_is_reported_on_every_rank(ranks: Ranks) -> None:
+def test_auto_values_that_nothing_fills_are_reported_on_every_rank(ranks: Ranks) -> None:
     tree = {
         "train_micro_batch_size_per_gpu": "auto",
         "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},

@@ -137,7 +137,7 @@ def _failure() -> str:
     return message(KeyError, _epochs, _broken, {"dispatch_batches": True}, None)
 
 
-def test_what_fails_on_rank_0_fails_on_all(ranks: Ranks) -> None:
+def test_an_error_on_rank_0_is_raised_on_all(ranks: Ranks) -> None:
     zero, one = ranks(2).run(_failure, timeout=20.0)
     assert "no item 6" in zero
     assert "no item 6" in one

@@ -115,7 +115,7 @@ def test_a_child_process_is_a_fork_that_leaves_its_parent_as_it_is(tmp_path: Pat
         (["-c", "pass"], {"TORCH_LOGS": "all"}, True),
     ],
 )
-def test_what_is_read_at_the_interpreters_start_needs_one(
+def test_settings_read_at_interpreter_start_need_a_new_interpreter(
     tmp_path: Path, words: list[str], variables: dict[str, str], expected: bool
 ) -> None:
     environment = outside_any_job()

@@ -166,7 +166,7 @@ def _refused(cases: list[dict[str, Any]]) -> list[str]:
     return [complaint(zeroaccel.initialize, Toy(), config=case) for case in cases]
 
 
-def test_where_residuals_do_not_fit_they_are_refused(ranks: Ranks) -> None:
+def test_unsuitable_residuals_are_refused(ranks: Ranks) -> None:
     int8 = {"type": "AdamW", "params": {"lr": 1e-2, "moments_dtype": "int8"}}
     cases = [
         (config(2, "fp16", data_types=RESIDUAL), "the precision is fp16"),

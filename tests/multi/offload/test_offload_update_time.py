@@ -171,7 +171,7 @@ def _refused(cases: list[dict[str, Any]]) -> list[str]:
     return told
 
 
-def test_what_an_update_in_backward_cannot_know_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+def test_settings_unknown_during_backward_are_refused(ranks: Ranks, tmp_path: Path) -> None:
     fp16 = {"enabled": True, "initial_scale_power": 8}
     cases = [
         (_settings(tmp_path, "backward", 2, "cpu", gradient_clipping=1.0), "gradient_clipping is 1.0"),
@@ -241,7 +241,7 @@ def _late(settings: dict[str, Any], lrs: list[float]) -> tuple[list[float], dict
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_one_step_late_is_what_a_plain_loop_does(ranks: Ranks, tmp_path: Path, precision: str) -> None:
+def test_one_step_late_equals_a_plain_loop_with_late_updates(ranks: Ranks, tmp_path: Path, precision: str) -> None:
     lrs = [1e-2, 2e-2, 3e-2, 1e-2, 5e-3]
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     losses, weights = ranks(1).run(_late_by_hand, len(lrs), dtype, lrs)[0]

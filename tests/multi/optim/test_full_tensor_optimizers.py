@@ -195,7 +195,7 @@ def _refused(changes: dict[str, Any], kind: str) -> str:
         ({}, "rowwise", ("optimizer.kind", "'per_tensor'", "rowwise")),
     ],
 )
-def test_what_does_not_go_together_is_refused_on_all_ranks(
+def test_incompatible_settings_are_refused_on_all_ranks(
     ranks: Ranks, changes: dict[str, Any], kind: str, words: tuple[str, ...]
 ) -> None:
     for said in ranks(2).run(_refused, changes, kind):

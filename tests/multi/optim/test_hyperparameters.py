@@ -210,7 +210,7 @@ def _overflow() -> tuple[str, int]:
     return said, skipped
 
 
-def test_a_step_that_overflows_is_compared_too(ranks: Ranks) -> None:
+def test_an_overflowing_step_is_compared_too(ranks: Ranks) -> None:
     for said, skipped in ranks(2).run(_overflow):
         assert said.startswith("step 2: optimizer.param_groups[0]['lr'] is 0.01 on rank 0 and 0.02 on rank 1: ")
         assert skipped == 1
@@ -236,7 +236,7 @@ def _late(back: bool) -> str:
 
 
 @pytest.mark.parametrize("back", [False, True])
-def test_what_changes_after_the_norm_is_compared_with_the_next_step(ranks: Ranks, back: bool) -> None:
+def test_changes_after_the_norm_are_compared_in_the_next_step(ranks: Ranks, back: bool) -> None:
     one, other = ranks(2).run(_late, back)
     assert one == other
     assert one.startswith(
@@ -295,7 +295,7 @@ def _counted() -> list[int]:
     return counts
 
 
-def test_what_may_differ_is_not_compared(ranks: Ranks) -> None:
+def test_settings_that_may_differ_are_not_compared(ranks: Ranks) -> None:
     for counts in ranks(2).run(_counted):
         assert counts[0] >= 3
         assert counts[1] == 0
@@ -397,7 +397,7 @@ def _facade() -> str:
     return said
 
 
-def test_the_facade_compares_too(ranks: Ranks) -> None:
+def test_the_facade_compares_hyperparameters_too(ranks: Ranks) -> None:
     for said in ranks(2).run(_facade):
         assert said.startswith("step 1: optimizer.param_groups[0]['lr'] is 0.1 on rank 0 and 1.1 on rank 1: ")
 
@@ -490,7 +490,7 @@ def test_optimizers_and_schedulers_are_compared_at_the_start(ranks: Ranks) -> No
         assert "expected one value on all ranks; make the optimizer and its scheduler from the same" in one[name]
 
 
-def test_what_is_prepared_is_compared(ranks: Ranks) -> None:
+def test_prepared_objects_are_compared(ranks: Ranks) -> None:
     one, other = ranks(2).run(functools.partial(_make_all, accelerated=True))
     assert one == other
     for name in ("class", "scheduler", "no scheduler"):

@@ -439,7 +439,7 @@ def _refused(case: str) -> str:
 
 
 @pytest.mark.parametrize("case", _REFUSED)
-def test_what_cannot_be_divided_is_named_on_all_ranks(ranks: Ranks, case: str) -> None:
+def test_experts_that_cannot_be_divided_are_refused_on_all_ranks(ranks: Ranks, case: str) -> None:
     for said in ranks(2).run(_refused, case):
         assert _REFUSED[case][2] in said
 
@@ -559,7 +559,7 @@ def _loaded(folder: Path, stage: int, ep: int) -> dict[str, Tensor]:
         pytest.param((4, 3, 2), (1, 0, 1), id="groups of experts to one process", marks=pytest.mark.slow),
     ],
 )
-def test_a_checkpoint_knows_nothing_of_who_had_which_experts(
+def test_a_checkpoint_is_independent_of_the_placement_of_experts(
     ranks: Ranks, saved: tuple[int, int, int], loaded: tuple[int, int, int], tmp_path: Path
 ) -> None:
     """`saved` and `loaded` are (ranks, stage, ep)."""

@@ -311,5 +311,5 @@ def mistaken(what: str) -> str:
         ),
     ],
 )
-def test_what_cannot_be_is_named_on_every_rank(ranks: Ranks, what: str, says: str) -> None:
+def test_unsupported_meshes_are_refused_on_every_rank(ranks: Ranks, what: str, says: str) -> None:
     assert all(says in said for said in ranks(4).run(mistaken, what))

@@ -109,7 +109,7 @@ def _counted(sent: list[list[BytesSent]], axis: str) -> StepTraffic:
         ({"dp_replicate": 4}, 2),
     ],
 )
-def test_layers_and_sequences_that_ranks_share(ranks: Ranks, axes: dict[str, int], node_size: int) -> None:
+def test_traffic_of_tensor_and_sequence_parallelism(ranks: Ranks, axes: dict[str, int], node_size: int) -> None:
     mesh = ParallelConfig(**axes).resolve(4)
     key_heads = max(KEY_HEADS, mesh.tp)
     of_ranks = ranks(4).run(_step, axes, node_size, 3, num_key_value_heads=key_heads)
@@ -185,7 +185,7 @@ def _twice() -> list[list[BytesSent]]:
 
 
 @NEEDS_SPLIT_LAYERS
-def test_groups_that_are_made_anew(ranks: Ranks) -> None:
+def test_groups_made_again_have_the_same_traffic(ranks: Ranks) -> None:
     for first, second in ranks(2).run(_twice):
         assert first == second
         assert {one.op: one.messages for one in second if one.axis == "tp"} == {
@@ -196,7 +196,7 @@ def test_groups_that_are_made_anew(ranks: Ranks) -> None:
 
 @NEEDS_STAGES
 @pytest.mark.parametrize(("pp", "node_size", "tied"), [(2, 2, False), (2, 1, True), (4, 2, True)])
-def test_stages(ranks: Ranks, pp: int, node_size: int, tied: bool) -> None:
+def test_pipeline_traffic(ranks: Ranks, pp: int, node_size: int, tied: bool) -> None:
     mesh = ParallelConfig(pp=pp).resolve(4)
     of_ranks = ranks(4).run(_step, {"pp": pp}, node_size, 1, num_hidden_layers=4, tie_word_embeddings=tied)
     sent = [traffic for traffic, _ in of_ranks]

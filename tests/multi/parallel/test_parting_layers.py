@@ -34,7 +34,7 @@ def ended(request: pytest.FixtureRequest) -> Iterator[Callable[[str], JobResult]
 
 
 @pytest.mark.parametrize("scenario", SAYS)
-def test_other_sums_are_named_before_the_limit(ended: Callable[[str], JobResult], scenario: str) -> None:
+def test_diverging_sums_are_named_before_the_limit(ended: Callable[[str], JobResult], scenario: str) -> None:
     result = ended(scenario)
     assert result.returncodes == (75, 75), result.stderr
     assert result.stderr.count("[zeroaccel E]") == 1, result.stderr

@@ -211,7 +211,7 @@ def reads(micro_batches: int) -> tuple[int, list[float], float]:
     return count, losses, loss.item()
 
 
-def test_no_micro_batch_is_waited_for(ranks: Ranks) -> None:
+def test_the_host_waits_for_no_micro_batch(ranks: Ranks) -> None:
     few, many = ranks(2).run(reads, 2), ranks(2).run(reads, 6)
     assert [count for count, _, _ in few] == [count for count, _, _ in many]
     assert [len(losses) for _, losses, _ in many] == [0, 6]
@@ -470,6 +470,6 @@ def _use_wrongly(engine: Any, what: str) -> None:
         ("none", "engine.train_batch(data_iter): expected an iterator of micro-batches on stage 0"),
     ],
 )
-def test_what_cannot_be_is_named_on_every_rank(ranks: Ranks, what: str, says: str) -> None:
+def test_unsupported_pipelines_are_refused_on_every_rank(ranks: Ranks, what: str, says: str) -> None:
     for message in ranks(2).run(mistaken, what):
         assert says in message

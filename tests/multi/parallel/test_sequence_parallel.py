@@ -230,7 +230,7 @@ def _attached_again() -> tuple[float, bool]:
     return loss.item(), stays and UlyssesAttention.of(model) is None
 
 
-def test_a_model_has_it_once(ranks: Ranks) -> None:
+def test_attaching_again_replaces_the_first_attachment(ranks: Ranks) -> None:
     whole = _model("llama", "sdpa")(**_batch(0, 0, "plain")).loss.item()
     for loss, is_undone in ranks(2).run(_attached_again):
         assert loss == pytest.approx(whole, rel=2e-6)
@@ -337,7 +337,7 @@ def _use_wrongly(engine: Any, what: str) -> None:
         ("fewer", "expected as many batches on each rank of a sequence, got 'none left on FIRST'"),
     ],
 )
-def test_what_cannot_be_cut_is_named_on_every_rank(ranks: Ranks, what: str, says: str) -> None:
+def test_unsuitable_models_and_batches_are_refused_on_every_rank(ranks: Ranks, what: str, says: str) -> None:
     for rank, said in enumerate(ranks(4).run(_mistaken, what)):
         group = rank // 2  # by ranks of the job, not of the sequence
         own = says.replace("FIRST", f"rank {2 * group} (dp_shard {group}, sp 0)")
@@ -389,7 +389,7 @@ def _by_config() -> tuple[int, float, int, str]:
     return size, loss.item(), samples, str(caught.value)
 
 
-def test_the_config_may_say_it(ranks: Ranks) -> None:
+def test_the_size_may_come_from_the_config(ranks: Ranks) -> None:
     runs = ranks(4).run(_by_config)
     for rank, (size, loss, samples, said) in enumerate(runs):
         assert (size, samples) == (2, 4)

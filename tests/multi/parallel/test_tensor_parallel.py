@@ -403,7 +403,7 @@ MISTAKES = [
 
 @NEEDS_SPLIT_LAYERS
 @pytest.mark.parametrize(("what", "says"), MISTAKES)
-def test_what_cannot_be_split_is_named(ranks: Ranks, what: str, says: str) -> None:
+def test_unsuitable_plans_and_settings_are_refused(ranks: Ranks, what: str, says: str) -> None:
     assert all(says in said for said in ranks(2).run(_mistaken, what))
 
 
@@ -595,7 +595,7 @@ def _by_json(make: Callable[[], nn.Module], settings: dict[str, Any]) -> Run:
 
 @NEEDS_SPLIT_LAYERS
 @pytest.mark.parametrize("make", [small_llama, _opt])
-def test_the_size_of_a_json(ranks: Ranks, make: Callable[[], nn.Module]) -> None:
+def test_the_size_may_come_from_a_json_config(ranks: Ranks, make: Callable[[], nn.Module]) -> None:
     collection = ROOT / "tests" / "data" / "collection" / "deepspeed_configs.json"
     (entry,) = (one for one in json.loads(collection.read_text()) if "tensor_parallel" in one["settings"])
     values = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1, "gradient_clipping": 1.0}
@@ -648,7 +648,7 @@ FED = [
 
 @NEEDS_SPLIT_LAYERS
 @pytest.mark.parametrize(("what", "says"), FED)
-def test_mistakes_of_a_json_are_named(ranks: Ranks, what: str, says: str) -> None:
+def test_mistakes_in_a_json_config_are_named(ranks: Ranks, what: str, says: str) -> None:
     assert all(says in said for said in ranks(2).run(_fed, what))
 
 

@@ -81,7 +81,7 @@ def _with_a_logging_axis(folder: str, differs: bool) -> tuple[list[str], float, 
         AXES.remove(LoggingAxis)
 
 
-def test_it_is_asked_in_order_and_undone(ranks: Ranks, tmp_path: Path) -> None:
+def test_setup_calls_an_axis_in_order_and_undoes_it(ranks: Ranks, tmp_path: Path) -> None:
     for lines, plain, scaled, _ in ranks(2).run(_with_a_logging_axis, str(tmp_path), False):
         assert lines == [
             "join 2",
@@ -95,7 +95,7 @@ def test_it_is_asked_in_order_and_undone(ranks: Ranks, tmp_path: Path) -> None:
         assert scaled == pytest.approx(2 * plain)
 
 
-def test_its_facts_are_compared_between_ranks(ranks: Ranks, tmp_path: Path) -> None:
+def test_facts_of_an_axis_are_compared_between_ranks(ranks: Ranks, tmp_path: Path) -> None:
     for lines, _, _, message in ranks(2).run(_with_a_logging_axis, str(tmp_path), True):
         assert "expected axes.log.fact='rank 0' as on rank 0" in message
         assert "got \"axes.log.fact='rank 1' on rank 1" in message

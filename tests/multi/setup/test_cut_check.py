@@ -198,7 +198,7 @@ def test_a_plan_that_changes_numbers_is_refused(ranks: Ranks, kind: str, plan: M
 
 
 @pytest.mark.parametrize(("kind", "plan"), [("llama", PLAN), ("qwen3", {**PLAN, **NORMS})])
-def test_a_right_plan_is_taken(ranks: Ranks, kind: str, plan: Mapping[str, str]) -> None:
+def test_a_correct_plan_is_accepted(ranks: Ranks, kind: str, plan: Mapping[str, str]) -> None:
     assert set(ranks(2).run(_split_layers, kind, plan)) == {""}
 
 
@@ -296,7 +296,7 @@ def test_experts_that_compute_something_else_are_refused(
 
 
 @pytest.mark.parametrize("kind", [*MIXTURES, "equal loads"])
-def test_right_experts_are_taken(ranks: Ranks, kind: str) -> None:
+def test_correct_experts_are_accepted(ranks: Ranks, kind: str) -> None:
     for precision, stage in (("fp32", 1), ("bf16", 3)):
         assert set(ranks(2).run(_divided_experts, kind, precision, stage, [])) == {""}
 
@@ -373,7 +373,7 @@ def _regardless(kind: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("kind", ["token shift", "qwen3-next"])
-def test_it_can_be_left_out_which_the_log_says(ranks: Ranks, kind: str) -> None:
+def test_the_check_can_be_disabled_with_a_note_in_the_log(ranks: Ranks, kind: str) -> None:
     for size, logged in ranks(2).run(_regardless, kind):
         assert size == 2
         assert logged.startswith("initialize: verify_cut=False, so nothing checks that sequence parallelism (sp=2)")
@@ -461,6 +461,6 @@ def _cut_stages(kind: str, axes: dict[str, Any]) -> tuple[str, str]:
     return message, "\n".join(logged)
 
 
-def test_a_switch_that_is_none_is_refused() -> None:
+def test_an_invalid_verify_cut_is_refused() -> None:
     with pytest.raises(UsageError, match=r"ParallelConfig\(verify_cut\): expected True or False, got 'no'"):
         ParallelConfig(verify_cut="no")  # type: ignore[arg-type]

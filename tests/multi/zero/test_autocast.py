@@ -62,7 +62,7 @@ def _plain(dtype: str, optimizer: dict[str, Any], steps: int) -> Run:
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=lambda one: one["type"])
-def test_it_has_the_bits_of_a_plain_loop(optimizer: dict[str, Any], dtype: str, own_job: None) -> None:
+def test_autocast_has_the_bits_of_a_plain_loop(optimizer: dict[str, Any], dtype: str, own_job: None) -> None:
     plain = _plain(dtype, optimizer, steps=6)
     expected = None if optimizer is ADAMW else plain.losses
     for stage, modules in ((0, None), (3, None), (3, ALL_FP32)):
@@ -88,7 +88,7 @@ def _runs(folder: str) -> dict[str, list[str]]:
     }
 
 
-def test_where_things_are_changes_nothing(ranks: Ranks, tmp_path: Path) -> None:
+def test_the_placement_of_tensors_changes_no_bit(ranks: Ranks, tmp_path: Path) -> None:
     for found in ranks(2).run(_runs, str(tmp_path)):
         assert found == {name: [] for name in ("stage 1", "stage 2", "stage 3", "cpu", "nvme", "fp16")}
 
@@ -140,13 +140,13 @@ def _pipeline(pp: int) -> tuple[list[float], list[torch.dtype]]:
     return losses, [param.dtype for param in layers.parameters()]
 
 
-def test_stages_of_a_pipeline_compute_so(ranks: Ranks, own_job: None) -> None:
+def test_stages_of_a_pipeline_run_under_autocast(ranks: Ranks, own_job: None) -> None:
     one = _pipeline(1)
     two = ranks(2).run(_pipeline, 2)
     assert two[0][0] == two[1][0] == one[0]
 
 
-def test_the_model_alone_computes_so_until_the_engine_is_destroyed(own_job: None) -> None:
+def test_the_inner_model_runs_under_autocast_until_destroy(own_job: None) -> None:
     torch.manual_seed(7)
     model = Mixed()
     batch = batches(0, 1)[0]
@@ -174,7 +174,7 @@ def test_the_model_alone_computes_so_until_the_engine_is_destroyed(own_job: None
         ({"lower_precision_safe_modules": ["os.system"]}, "got 'os.system'"),
     ],
 )
-def test_what_is_no_class_of_a_module_is_refused(settings: dict[str, Any], message: str, own_job: None) -> None:
+def test_names_that_are_no_module_class_are_refused(settings: dict[str, Any], message: str, own_job: None) -> None:
     with pytest.raises(ConfigError, match=r"torch_autocast\.lower_precision_safe_") as caught:
         zeroaccel.initialize(Mixed(), config=_config(1, "bf16", settings))
     assert message in str(caught.value)

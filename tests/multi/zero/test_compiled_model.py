@@ -147,7 +147,7 @@ def _model_of_compiled_blocks() -> Network:
     return model
 
 
-def test_what_cannot_be_compiled_is_refused_by_name(ranks: Ranks) -> None:
+def test_models_that_cannot_be_compiled_are_refused_by_name(ranks: Ranks) -> None:
     for name, compiler, own, fullgraph, engine in ranks(2).run(_refusals):
         assert name.startswith("engine.compile(backend): expected a backend of torch.compile (eager, aot_eager, ")
         assert compiler.startswith('engine.compile(backend): "inductor": expected a C++ compiler on each machine')

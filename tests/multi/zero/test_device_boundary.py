@@ -53,14 +53,16 @@ def _skips(settings: Mapping[str, Any]) -> tuple[list[str], int]:
 
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 @pytest.mark.parametrize("stage", range(4))
-def test_bits_are_those_of_a_step_that_the_host_knows(own_job: None, stage: int, optimizer: str) -> None:
+def test_a_step_on_the_device_has_the_bits_of_one_on_the_host(own_job: None, stage: int, optimizer: str) -> None:
     section = OPTIMIZERS[optimizer]
     assert _same_bits(config(stage, "bf16", optimizer=section, gradient_clipping=0.5)) == []
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_bits_on_several_ranks(ranks: Ranks, world_size: int, accumulation: int) -> None:
+def test_a_step_on_the_device_has_the_same_bits_on_several_ranks(
+    ranks: Ranks, world_size: int, accumulation: int
+) -> None:
     for stage in (0, 2, 3):
         settings = config(stage, "bf16", accumulation, gradient_clipping=0.5)
         assert ranks(world_size).run(_same_bits, settings) == [[]] * world_size
@@ -167,7 +169,7 @@ def test_different_settings_are_found_a_step_late_where_no_step_waits(ranks: Ran
         assert afterwards > 0.0
 
 
-def test_the_factor_of_a_control_is_that_of_the_host() -> None:
+def test_the_gradient_factor_on_the_device_equals_the_hosts() -> None:
     generator = torch.Generator().manual_seed(0)
     for power in (-140, -60, -20, 0, 3, 40, 127):
         grads: list[Tensor] = [torch.randn(999, generator=generator) * 2.0**power]

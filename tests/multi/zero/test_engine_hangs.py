@@ -60,7 +60,7 @@ PARTED: dict[tuple[str, int], tuple[str, ...]] = {
 
 
 @pytest.mark.parametrize("job", PARTED, ids=lambda job: f"{job[0]}-{job[1]}")
-def test_ranks_that_part_end_with_where_each_of_them_is(ended: Ended, job: tuple[str, int]) -> None:
+def test_diverging_ranks_end_with_the_place_of_each(ended: Ended, job: tuple[str, int]) -> None:
     result = ended(job)
     assert result.returncodes == (75, 75)
     assert [words for words in PARTED[job] if words not in result.stderr] == [], result.stderr

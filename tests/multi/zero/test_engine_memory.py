@@ -39,7 +39,7 @@ def _states(settings: dict[str, Any]) -> tuple[int, list[States], States]:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_the_papers_formulas_hold(ranks: Ranks, world_size: int, stage: int) -> None:
+def test_memory_equals_the_papers_formulas(ranks: Ranks, world_size: int, stage: int) -> None:
     settings = config(stage, "bf16", 3, data_types={"grad_accum_dtype": "bf16"})
     for numel, seen, after in ranks(world_size).run(_states, settings):
         part = numel // world_size

@@ -313,7 +313,7 @@ def test_wrong_calls_say_what_to_do_and_break_nothing(ranks: Ranks, stage: int) 
         assert "gradient" in messages["detached"]
 
 
-def test_half_a_job_is_reported_at_once() -> None:
+def test_an_incomplete_job_environment_is_reported_at_once() -> None:
     program = "import torch, zeroaccel\nzeroaccel.initialize(torch.nn.Linear(2, 2), config={'train_batch_size': 2})"
     result = run_command([sys.executable, "-c", program], env={"WORLD_SIZE": "2", "RANK": "0"})
     assert result.returncode == 1

@@ -299,7 +299,7 @@ def _visit_before_the_engine() -> int:
     return max(gathered.values())
 
 
-def test_such_a_loop_over_a_model_of_zero_init_gathers_each_module_once(ranks: Ranks) -> None:
+def test_a_loop_over_a_model_from_zero_init_gathers_each_module_once(ranks: Ranks) -> None:
     assert ranks(2).run(_visit_before_the_engine) == [1, 1]
 
 
@@ -432,7 +432,7 @@ def test_units_are_fetched_ahead_until_the_prefetch_limit(ranks: Ranks) -> None:
             assert (peaks["all_gather"] > needed) is (ahead > 0)
 
 
-def test_little_is_unsharded_at_a_time(ranks: Ranks) -> None:
+def test_at_most_the_root_and_one_unit_are_unsharded(ranks: Ranks) -> None:
     settings = config(3, "bf16", stage3_max_live_parameters=0, stage3_max_reuse_distance=0)
     for _, sizes, whole in ranks(2).run(_peaks, settings):
         # Computation needs the root and one more unit; nothing else is gathered.

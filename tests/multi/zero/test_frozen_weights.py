@@ -226,7 +226,7 @@ def _second_copies(name: str) -> list[tuple[list[float], int, int]]:
 
 
 @pytest.mark.parametrize("name", ["int8", "nf4"])
-def test_second_copies_are_of_codes(ranks: Ranks, name: str) -> None:
+def test_second_copies_hold_codes(ranks: Ranks, name: str) -> None:
     """With hpZ, backward gathers codes from two ranks instead of four. Regression: second copies were decoded."""
     codec = FORMATS[name]
     numels = [round_up(numel, codec.block_numel * 4) for numel in (*(WIDTH * WIDTH,) * 3, VOCABULARY * WIDTH)]

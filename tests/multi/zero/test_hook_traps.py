@@ -492,7 +492,7 @@ def _torchs_own() -> list[str]:
     return said
 
 
-def test_what_torch_offers_and_an_engine_cannot_do_is_named(ranks: Ranks) -> None:
+def test_unsupported_uses_of_torch_are_named(ranks: Ranks) -> None:
     for scripted, clipped in ranks(2).run(_torchs_own):
         assert "initialize(model): module 1: expected Python modules" in scripted
         assert "a TorchScript module (Linear)" in scripted

@@ -190,7 +190,7 @@ def _with_a_layer_dropped() -> tuple[Run, Run]:
     return _dropped(config(3, **NARROW, **WHOLE)), _dropped(config(3, **NARROW))
 
 
-def test_a_backward_that_passes_experts_by_gathers_them_too(ranks: Ranks) -> None:
+def test_a_backward_that_skips_experts_gathers_them_too(ranks: Ranks) -> None:
     for whole, split in ranks(2).run(_with_a_layer_dropped):
         assert differences(whole, split) == []
 

@@ -58,7 +58,7 @@ def at_stage_0(ranks: Ranks) -> list[Run]:
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_settings_of_movement_change_nothing(ranks: Ranks, at_stage_0: list[Run], setting: str) -> None:
+def test_settings_of_data_movement_change_no_bit(ranks: Ranks, at_stage_0: list[Run], setting: str) -> None:
     for stage in (3,) if "persist" in setting else (1, 2) if setting == "overlap" else (2, 3):
         changed = ranks(2).run(train, config(stage, "bf16", gradient_clipping=0.5, **SETTINGS[setting]), STEPS)
         assert [differences(a, b) for a, b in zip(at_stage_0, changed, strict=True)] == [[], []], stage

@@ -90,7 +90,9 @@ def _same(stage: int, precision: str, how: str, folder: str) -> Run:
 
 
 @pytest.mark.parametrize(("stage", "precision"), [(3, "fp32"), (3, "bf16"), (1, "bf16")])
-def test_the_same_as_a_model_that_was_built_unsharded(ranks: Ranks, stage: int, precision: str, tmp_path: Path) -> None:
+def test_training_equals_that_of_a_model_built_unsharded(
+    ranks: Ranks, stage: int, precision: str, tmp_path: Path
+) -> None:
     expected = ranks(2).run(_same, stage, precision, "plain", "")
     for how in ("init", "cpu", "nvme") if (stage, precision) == (3, "bf16") else ("init",):
         found = ranks(2).run(_same, stage, precision, how, str(tmp_path))
@@ -147,7 +149,7 @@ def _sizes() -> None:
     assert len(kept.units) == before - 1  # its shards are freed
 
 
-def test_who_is_sharded_where(ranks: Ranks) -> None:
+def test_each_rank_holds_its_part_of_every_model(ranks: Ranks) -> None:
     ranks(2).run(_sizes)
 
 
@@ -197,7 +199,7 @@ def _undone() -> list[str]:
     return found
 
 
-def test_nothing_is_left_and_mistakes_are_named(ranks: Ranks) -> None:
+def test_exits_undo_everything_and_mistakes_are_named(ranks: Ranks) -> None:
     for found in ranks(2).run(_undone):
         copied, copy_called, pickled, *called, dtype, device, nvme, twice = found
         assert "only NaN, as a copy or a cast of a sharded parameter has" in copied
