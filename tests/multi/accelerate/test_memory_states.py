@@ -230,7 +230,7 @@ def test_the_size_of_a_state_is_known_before_the_first_step(
     ranks: Ranks, tmp_path: Path, stage: int, optimizer: str
 ) -> None:
     for expected, saved in ranks(2).run(rooms, stage, optimizer, tmp_path):
-        assert 0 <= saved - expected < 6000, "the file has a header and small tensors beside what was expected"
+        assert 0 <= saved - expected < 6000, "the file only adds a header and small tensors"
 
 
 def without_room(root: Path) -> list[str]:

@@ -66,7 +66,7 @@ def test_a_background_save_has_the_state_of_its_call(ranks: Ranks, tmp_path: Pat
         parts = sorted(rank[0][key] for rank in before if key in rank[0])
         assert torch.equal(torch.cat([data for _, data in parts]), found[key]), key
     assert before[0][1] == ranks(2).run(never_saved)[0]
-    assert ranks(1).run(offset_of, tmp_path) == [9.0], "a buffer that was copied immediately"
+    assert ranks(1).run(offset_of, tmp_path) == [9.0], "the call copies buffers at once"
 
 
 def offset_of(root: Path) -> float:

@@ -137,7 +137,7 @@ def test_files_that_do_not_match_are_reported_on_every_rank(ranks: Ranks, saved:
 
 
 def _partly(folder: str) -> list[Tensor]:
-    """Initialises a head that is in no file, translates other names, and casts dtypes while loading."""
+    """Initializes a head that is in no file, translates other names, and casts dtypes while loading."""
     with torch.device("meta"):
         model = nn.ModuleDict({"body": nn.Linear(6, 6), "head": nn.Linear(6, 2)})
 

@@ -272,8 +272,8 @@ def test_chunks_have_the_bits_of_one_exchange(ranks: Ranks, kind: str, experts: 
             assert one.losses[0] == some.losses[0] == each.losses[0]
         else:
             assert differences(one, some) == differences(one, each) == []
-        assert few == STEPS * layers * 4, "out and back, forward and backward"
-        assert few < more <= most == few * own, "with less room than for a row, each expert by itself"
+        assert few == STEPS * layers * 4, "one exchange out and one back per pass"
+        assert few < more <= most == few * own, "with less room than one row, one exchange per expert"
         assert rows < all_rows
     assert len({most for *_, (_, _, most) in of_ranks}) == 1
 
@@ -585,7 +585,7 @@ def _written() -> None:
     engine, *_ = zeroaccel.initialize(model, config=config(3), parallel=ParallelConfig(ep=2))
     name, param = next((n, p) for n, p in model.named_parameters() if n.endswith("experts.down_proj"))
     whole = dict(small_mixture("GptOss").named_parameters())[name].detach()
-    assert torch.equal(safe_get_full_fp32_param(param), whole), "the values that zero.Init sharded"
+    assert torch.equal(safe_get_full_fp32_param(param), whole), "differs from the values that zero.Init sharded"
     safe_set_full_fp32_param(param, whole + 1)
     assert torch.equal(safe_get_full_fp32_param(param), whole + 1)
     assert torch.equal(dict(engine.iter_named_full_params())[name], whole + 1)

@@ -59,7 +59,7 @@ def _stream(settings: dict[str, Any]) -> None:
         assert packet.payload.untyped_storage().nbytes() <= BUCKET  # and one bucket
         sizes.append(packet.payload.numel())
         done = receiver.take(packet)
-        assert done or all(bool((value == 7).all()) for value in got.values()), "swapped in before the end"
+        assert done or all(bool((value == 7).all()) for value in got.values()), "weights changed before the end"
     assert done
     assert receiver.version == engine.streamed_version == 1
     assert not receiver.missing

@@ -42,7 +42,7 @@ def _runs(settings: list[tuple[dict[str, Any], dict[str, Any] | None, bool]]) ->
         torch.manual_seed(5)
         kind = _Checkpointing if by_hand else _Dropping
         found.append(train(whole, 6, make=lambda kind=kind: _model(kind)))
-        assert activations._current.section == ActivationCheckpointing(), "an engine left its settings behind"
+        assert activations._current.section == ActivationCheckpointing(), "settings of an earlier engine are in effect"
     return found
 
 

@@ -243,7 +243,7 @@ def test_an_optimizer_of_unknown_class_steps_whole_tensors_in_every_group(ranks:
     one, other = ranks(2).run(_mixed_rules, 2)
     assert one[1]
     assert other[1]
-    assert sorted(one[0] + other[0]) == [(8, 8), (8, 8)], "each whole on one rank"
+    assert sorted(one[0] + other[0]) == [(8, 8), (8, 8)], "each matrix is whole on one rank"
 
 
 # -- different models
