@@ -1,4 +1,4 @@
-"""Models that are compiled because the launcher or the script asks for it: the same numbers at every stage."""
+"""Models compiled by a request of the launcher or the script give the same numbers at every stage."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _losses(stage: int, backend: str | None) -> tuple[list[float], bool]:
 
 
 def _all() -> list[tuple[list[float], bool]]:
-    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")  # torch's tracer asks for it itself
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")  # torch's tracer triggers it
     return [_losses(0, None), *(_losses(stage, "eager") for stage in (0, 2, 3))]
 
 
@@ -104,16 +104,18 @@ def test_graphs_of_parameters_that_move_are_warned_of(
         ("INDUCTOR", LaunchedSettings(dynamo_mode="max-autotune"), Compilation("inductor", "max-autotune")),
     ],
 )
-def test_who_decides(argument: Any, launched: LaunchedSettings, expected: Compilation | None) -> None:
+def test_argument_overrides_launcher_settings(
+    argument: Any, launched: LaunchedSettings, expected: Compilation | None
+) -> None:
     assert compilation_of(argument, launched, {}) == expected
 
 
-def test_a_backend_that_is_not_there_is_named_with_its_source() -> None:
+def test_an_unknown_backend_is_named_with_its_source() -> None:
     with pytest.raises(ConfigError, match=r"--dynamo_backend: expected a backend of torch.compile .*got 'foo'"):
         compilation_of(None, LaunchedSettings(dynamo_backend="foo"), {"dynamo_backend": "--dynamo_backend"})
 
 
-def test_how_without_what_is_an_error() -> None:
+def test_a_mode_without_a_backend_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"--dynamo_mode: options of torch\.compile: expected a backend"):
         compilation_of(None, LaunchedSettings(dynamo_mode="default"), {"dynamo_mode": "--dynamo_mode"})
 
@@ -122,17 +124,17 @@ def test_how_without_what_is_an_error() -> None:
 
 
 def own_backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
-    """Runs a graph as it is."""
+    """Returns the graph's forward unchanged."""
     return graph.forward
 
 
 def _trained(stage: int, section: dict[str, Any] | None = None, backend: str = "") -> tuple[list[float], Any, int]:
-    """Losses of four steps, a sum over the weights, and how many graphs were made.
+    """Returns the losses of four steps, the bytes of the weights, and the number of compiled graphs.
 
     Args:
-        backend: of `engine.compile`, after two steps.
+        backend: backend for `engine.compile`, called after two steps.
     """
-    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")  # torch's tracer asks for it itself
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")  # torch's tracer triggers it
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)

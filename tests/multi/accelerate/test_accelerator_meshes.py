@@ -1,4 +1,4 @@
-"""An `Accelerator` whose processes share layers: batches by data-parallel rank, the training of one process."""
+"""An `Accelerator` with tensor parallelism: batches per data-parallel rank, and the same training as one process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _samples() -> list[dict[str, Tensor]]:
 
 
 def _looped(accelerator: Accelerator) -> tuple[Any, list[float]]:
-    """The engine, and the losses of a pass over the data, as a program writes it for any mesh."""
+    """Trains for one pass over the data, in a loop that fits any mesh; returns the engine and the losses."""
     model: Any = small_llama()
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     loader: Any = torch.utils.data.DataLoader(_samples(), batch_size=2)
@@ -57,7 +57,7 @@ def _trained(how: str) -> tuple[list[float], dict[str, Tensor], tuple[int, int, 
 
 
 def _plain(places: int = 2) -> tuple[list[list[float]], dict[str, Tensor]]:
-    """One process: each step has a batch of each of the data-parallel ranks."""
+    """Trains in one process, where each step uses one batch of each data-parallel rank."""
     model, samples = small_llama(), _samples()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses: list[list[float]] = [[] for _ in range(places)]
@@ -87,7 +87,7 @@ def test_processes_that_share_layers_get_the_same_batches(ranks: Ranks, how: str
 
 
 def _shared() -> tuple[list[float], dict[str, Tensor]]:
-    """Ranks that share layers have the same tokens, their neighbours the rest of each sequence."""
+    """Trains with sp=2 and tp=2: tensor-parallel ranks get the same tokens, the others the rest of each sequence."""
     mesh = ParallelConfig(sp=2, tp=2)
     config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}
     accelerator = Accelerator(cpu=True, zero_plugin=ZeroPlugin(hf_ds_config=config), parallelism_config=mesh)
@@ -109,7 +109,7 @@ def _mistaken() -> str:
     return message(ZeroAccelError, Accelerator, cpu=True, parallelism_config=ParallelConfig(tp=3))
 
 
-def test_a_mesh_that_does_not_fit_is_named(ranks: Ranks) -> None:
+def test_a_mesh_of_the_wrong_size_is_refused(ranks: Ranks) -> None:
     for said in ranks(4).run(_mistaken):
         assert "expected sizes that divide the job's 4 ranks" in said
 

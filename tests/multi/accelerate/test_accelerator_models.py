@@ -1,6 +1,6 @@
-"""Several models of one accelerator, models that are not trained, and what programs do to a model behind its engine.
+"""Several models in one accelerator, models for inference, and changes that a program makes behind the engine.
 
-Every rank sees the same batch, so that one process with plain torch says what must come out.
+Every rank sees the same batch, so one process with plain torch gives the reference.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _agree(found: list[list[Weights]], expected: list[Weights]) -> None:
                 torch.testing.assert_close(got[fqn], weight, rtol=1e-5, atol=1e-6, msg=lambda m, n=fqn: f"{n}: {m}")
 
 
-# -- loops, written once for plain torch and for an accelerator
+# -- loops for both plain torch and an accelerator
 
 
 def _distill(student: Any, teacher: Any, optimizer: Any, backward: Callable[[Tensor], Any]) -> None:
@@ -144,7 +144,7 @@ def test_a_student_learns_from_a_teacher_under_another_plugin(ranks: Ranks, stag
 def _run_adversarial(stage: int, freeze: bool, precision: str) -> list[Weights]:
     accelerator = Accelerator(zero_plugin=_plugins(stage)["first"], mixed_precision=precision)
     maker, judge = _net(1), _net(2, outputs=1)
-    found = accelerator.prepare(judge, _sgd(maker), maker, _sgd(judge))  # in one call, and crosswise
+    found = accelerator.prepare(judge, _sgd(maker), maker, _sgd(judge))  # in one call, in mixed order
     prepared_judge, make, prepared_maker, judging = found
     _adversarial(prepared_maker, prepared_judge, make, judging, accelerator.backward, freeze)
     assert (prepared_maker.global_steps, prepared_judge.global_steps) == (3, 3)
@@ -204,7 +204,7 @@ def test_one_loss_trains_two_models(ranks: Ranks) -> None:
 
 
 def _inference() -> float:
-    """A config for training, a model and a loader: nothing of an optimizer is needed or made."""
+    """Prepares a model and a loader under a config for training: no optimizer is needed or created."""
     tree = {
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
         "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
@@ -285,7 +285,7 @@ def test_mistakes_are_reported_on_every_rank(ranks: Ranks) -> None:
         assert [part in said for part, said in zip(expected, told, strict=True)] == [True] * len(expected), told
 
 
-# -- behind the engine
+# -- changes behind the engine
 
 
 def _train_on(model: Any, optimizer: Any, accelerator: Accelerator) -> float:
@@ -296,7 +296,7 @@ def _train_on(model: Any, optimizer: Any, accelerator: Accelerator) -> float:
 
 
 def _changed_behind(stage: int) -> list[str]:
-    """Frozen, unfrozen, converted: each is an error with the parameter's name, and none of them breaks the engine."""
+    """Freezes, unfreezes and converts parameters: each error names the parameter, and the engine keeps working."""
     accelerator = Accelerator(zero_plugin=_plugins(stage)["first"])
     torch.manual_seed(7)
     inner = Toy()
@@ -332,7 +332,7 @@ def _changed_behind(stage: int) -> list[str]:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_what_is_changed_behind_the_engine_is_reported(ranks: Ranks, stage: int) -> None:
+def test_changes_behind_the_engine_are_reported(ranks: Ranks, stage: int) -> None:
     expected = [
         "parameter layers.1.up.weight: expected requires_grad=True, as when the engine was made, got 'requires",
         "parameter frozen: expected requires_grad=False, as when the engine was made, got 'requires_grad=True'",
@@ -345,7 +345,7 @@ def test_what_is_changed_behind_the_engine_is_reported(ranks: Ranks, stage: int)
 
 
 def _loaded(stage: int, precision: str, when: str) -> tuple[list[float], Weights]:
-    """Other weights: given to the model before `prepare`, or loaded into it, its engine or its parts afterwards."""
+    """Trains with other weights, loaded into the model before `prepare`, or into model, engine or parts after it."""
     torch.manual_seed(11)
     wanted = {fqn: value + 1e-4 * torch.randn_like(value) for fqn, value in Toy().state_dict().items()}
     torch.manual_seed(7)

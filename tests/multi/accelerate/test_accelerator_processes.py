@@ -1,4 +1,4 @@
-"""Collectives on nested data and process control, on two ranks; and mistakes in them, raised on every rank."""
+"""Collectives on nested data and process control on two ranks; wrong calls raise an error on every rank."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _refusals() -> list[str]:
     return told
 
 
-def test_what_cannot_be_gathered_is_reported_on_every_rank(ranks: Ranks) -> None:
+def test_values_that_cannot_be_gathered_are_reported_on_every_rank(ranks: Ranks) -> None:
     expected = [
         "gather: expected the same shapes and dtypes on every rank, got 'rank 0: (2,) torch.float32; rank 1: (3,)",
         "gather: the value at ['x'][1]: expected tensors, or tuples, lists and mappings of them, got 'str'",
@@ -179,7 +179,7 @@ def _as_scripts_for_accelerate(folder: Path) -> list[str]:
 
     accelerator = Accelerator(rng_types=["python", "generator"])
     rank = accelerator.process_index
-    handler = logging.FileHandler(folder / "lines")  # opened by both ranks to append
+    handler = logging.FileHandler(folder / "lines")  # both ranks open it to append
     logger = get_logger("a.script.on.ranks")
     logger.logger.addHandler(handler)
     logger.logger.propagate = False
@@ -199,7 +199,7 @@ def _as_scripts_for_accelerate(folder: Path) -> list[str]:
         shared = random.random()
         break
     assert accelerator.gather(torch.tensor([own])).unique().numel() == 2
-    assert accelerator.gather(torch.tensor([shared])).unique().numel() == 1  # as `rng_types` says
+    assert accelerator.gather(torch.tensor([shared])).unique().numel() == 1  # because of `rng_types`
     assert tqdm(range(2), leave=False).disable == (rank != 0)
     model = torch.nn.Linear(2, 1)
     engine, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -1,4 +1,4 @@
-"""Mistakes of one of two ranks: both raise, with the rank's number, and neither waits for the other."""
+"""Mistakes on one of two ranks: both ranks raise an error that gives the rank's number, and neither hangs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _config(changes: dict[str, Any], *, dummy: bool = False, schedule: str = "") -> None:
-    """Objects in code that fit the config of rank 0, which rank 1 has changed."""
+    """Prepares objects made in code that fit the config of rank 0; rank 1 applies `changes` to its config."""
     fitting = {"optimizer": ADAMW} if dummy else {}
     plugin = ZeroPlugin({"zero_optimization": {"stage": 1}, **fitting})
     accelerator = Accelerator(zero_plugin=plugin)

@@ -1,4 +1,4 @@
-"""`Accelerator` on states, metrics and trackers: what `examples/` do not show."""
+"""States, metrics and trackers of an `Accelerator` that the scripts in `examples/` do not show."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _project(folder: str) -> tuple[list[str], list[Any], dict[str, str]]:
 def test_states_of_a_project(ranks: Ranks, tmp_path: Path) -> None:
     for names, told, said in ranks(2).run(_project, str(tmp_path)):
         assert names == ["checkpoint_1", "checkpoint_2", "pytorch_model", "pytorch_model_1"]
-        assert told == [(2, []), (2, []), "checkpoint_2", "checkpoint_2"]  # also where saving was refused
+        assert told == [(2, []), (2, []), "checkpoint_2", "checkpoint_2"]  # also called for the refused save
         assert "no gradients of an unfinished accumulation" in said["in between"]
         assert said["number"] == "3"
         assert "each object once" in said["twice"]

@@ -37,7 +37,7 @@ def _trained(stage: int, precision: str = "bf16") -> tuple[Accelerator, Any]:
 
 
 def _save(stage: int, folder: Path, pickled: bool) -> tuple[list[str], dict[str, Tensor], dict[str, Tensor]]:
-    """The names of the files, this rank's state dict, and the model's own once the engine is off."""
+    """Saves a model; returns the file names, this rank's state dict, and the model's own after `free_memory()`."""
     accelerator, model = _trained(stage)
     names = accelerator.save_model(model, folder, max_shard_size="3KB", safe_serialization=not pickled)
     state = accelerator.get_state_dict(model)
@@ -53,7 +53,7 @@ def test_state_dict_and_shards_are_the_model(ranks: Ranks, tmp_path: Path, stage
     assert other == {}
     assert list(state) == list(whole)
     assert all(torch.equal(state[name], value) for name, value in whole.items())
-    assert state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()  # tied
+    assert state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()  # torch's tracer triggers it
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     found: dict[str, Tensor] = {}
@@ -66,7 +66,7 @@ def test_state_dict_and_shards_are_the_model(ranks: Ranks, tmp_path: Path, stage
     assert set(index["weight_map"]) == set(found) == set(whole) - {"head.weight"}
     assert index["metadata"]["total_size"] == sum(value.nbytes for value in found.values())
     assert all(torch.equal(found[name], value) for name, value in whole.items() if name in found)
-    assert [name for name, value in found.items() if not value.numel()] == ["nothing"]  # it has no element
+    assert [name for name, value in found.items() if not value.numel()] == ["nothing"]  # a tensor without elements
 
 
 def test_pickled_files_hold_every_name(ranks: Ranks, tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_a_small_model_is_one_file(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def _peak(folder: Path) -> tuple[int, int]:
-    """The most unsharded elements at a time while saving, and the elements of the largest unit."""
+    """Returns the peak number of unsharded elements while saving, and the elements of the largest unit."""
     accelerator, model = _trained(3)
     seen = []
     original = weights.StreamedWeights.add
@@ -133,7 +133,7 @@ def _peak(folder: Path) -> tuple[int, int]:
 def test_one_unit_at_a_time_is_unsharded(ranks: Ranks, tmp_path: Path) -> None:
     (most, largest), (elsewhere, _) = ranks(2).run(_peak, tmp_path)
     assert 0 < most <= largest
-    assert elsewhere == 0  # rank 0 writes
+    assert elsewhere == 0  # only rank 0 writes
 
 
 def _sharded_llama(layers: int) -> tuple[Any, Accelerator]:
@@ -167,7 +167,7 @@ def _hugging_face(folder: Path) -> None:
 
 
 def _no_state_dict(folder: Path) -> dict[str, Any]:
-    """Saves with a state dict and without, and measures what values of the latter are in host memory at a time."""
+    """Saves with and without a state dict; measures the peak host memory that the latter's tensors take."""
     model, accelerator = _sharded_llama(6)
     engine = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))[0]
     main = accelerator.is_main_process
@@ -178,7 +178,7 @@ def _no_state_dict(folder: Path) -> dict[str, Any]:
 
     def ask(self: Any, name: str) -> Tensor:
         value = original(self, name)
-        memory = np.empty(value.nbytes, np.uint8)  # whose end can be watched, unlike that of a storage of torch
+        memory = np.empty(value.nbytes, np.uint8)  # a finalizer can watch numpy memory, but not a torch storage
         watched = torch.from_numpy(memory).view(value.dtype).view(value.shape)
         watched.copy_(value)
         alive[0] += value.nbytes
@@ -199,7 +199,7 @@ def _no_state_dict(folder: Path) -> dict[str, Any]:
         model.save_pretrained(folder / "without", **arguments)
     with pytest.raises(Exception, match="unwritable") as refused:
         model.save_pretrained(folder / "with" / "config.json" / "unwritable", **arguments)
-    assert "unwritable" in str(refused.value)  # on both ranks, and none waits
+    assert "unwritable" in str(refused.value)  # both ranks raise, and neither hangs
     with pytest.raises(EngineStateError, match=r"pass state_dict=accelerator\.get_state_dict"):
         model.save_pretrained(folder / "alone")
     still_sharded = all(unit.state is ShardState.SHARDED for unit in engine.units)
@@ -217,10 +217,10 @@ def test_a_sharded_model_is_saved_file_by_file(ranks: Ranks, tmp_path: Path) -> 
     assert sorted(path.name for path in (tmp_path / "without").iterdir()) == names
     for name in names:
         assert (tmp_path / "with" / name).read_bytes() == (tmp_path / "without" / name).read_bytes(), name
-    assert 0 < first["most"] <= 2 * 8000 < first["total"] / 2  # the file that is written, and the one before it
+    assert 0 < first["most"] <= 2 * 8000 < first["total"] / 2  # the file being written and the one before it
     assert first["left"] == 0
     assert second["most"] == 0
-    assert first["gathers"] == second["gathers"] <= 8 + 3  # units of six layers, embedding and norm; few come twice
+    assert first["gathers"] == second["gathers"] <= 8 + 3  # six layers, embedding and norm; few are gathered twice
 
 
 def test_transformers_loads_what_was_saved(ranks: Ranks, tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_transformers_loads_what_was_saved(ranks: Ranks, tmp_path: Path) -> None
 
 
 def _between_forward_and_backward(_: None = None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Weights of `get_state_dict`, and those that `save_pretrained` reads, while a forward waits for its backward."""
+    """Returns the weights from `get_state_dict` and `save_pretrained`, read between a forward and its backward."""
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "zero_quantized_weights": True}
     accelerator = Accelerator(zero_plugin=ZeroPlugin({"zero_optimization": zero}))
     torch.manual_seed(7)
@@ -238,7 +238,7 @@ def _between_forward_and_backward(_: None = None) -> tuple[dict[str, Tensor], di
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
     on_demand = {}
-    for step in range(2):  # the first one shows which unit backward begins with, and forward leaves gathered
+    for step in range(2):  # the first step records the first unit of backward, which forward then leaves gathered
         loss = model(torch.ones(2, 64)).sum()
         if step:
             assert any(unit.state is ShardState.UNSHARDED for unit in model.units)

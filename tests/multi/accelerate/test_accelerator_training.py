@@ -1,4 +1,4 @@
-"""The loop of an `Accelerator` against a plain one: sharded loaders, accumulation, clipping on request, schedules."""
+"""The training loop of an `Accelerator` against a plain loop: sharded loaders, accumulation, clipping, schedules."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CASES = {2: [(s, a) for s in (0, 1, 2, 3) for a in (1, 3)], 3: [(s, a) for s in 
 
 @dataclass
 class Trained:
-    """What a run left, with what the script saw of each update."""
+    """Final weights of a run, with the norm and learning rate that the script read at each update."""
 
     norms: list[float] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
@@ -90,7 +90,7 @@ def _plain(world_size: int, accumulation: int, name: str) -> Trained:
     for big in _data(world_size, accumulation).split(2 * world_size * accumulation):
         for batch in big.split(2):
             (model(batch) / (world_size * accumulation)).backward()
-        for param in trained:  # as in the engine, a parameter without a gradient has a gradient of zero
+        for param in trained:  # as in the engine, an unused parameter has a gradient of zero
             param.grad = torch.zeros_like(param) if param.grad is None else param.grad
         seen.norms.append(torch.nn.utils.clip_grad_norm_(trained, MAX_NORM).item())
         seen.rates.append(optimizer.param_groups[0]["lr"])
@@ -108,12 +108,12 @@ def test_every_combination_follows_a_plain_loop(ranks: Ranks, world_size: int, n
     first: dict[tuple[bool, int], Trained] = {}
     for index, (stage, accumulation) in enumerate(CASES[world_size]):
         expected, run = _plain(world_size, accumulation, name), runs[0][index]
-        assert all(math.isfinite(norm) and norm > MAX_NORM for norm in run.norms)  # so clipping had something to do
+        assert all(math.isfinite(norm) and norm > MAX_NORM for norm in run.norms)  # every update was clipped
         assert run.norms == pytest.approx(expected.norms, rel=1e-4)
         assert run.rates == expected.rates
         for fqn, weight in expected.weights.items():
             torch.testing.assert_close(run.weights[fqn], weight, rtol=2e-4, atol=2e-5, msg=lambda m, n=fqn: f"{n}: {m}")
-        # the same bits on every rank, and at every stage of a class
+        # The same bits on every rank, and at every stage with the same order of sums.
         same = first.setdefault((stage >= 2 and accumulation > 1, accumulation), run)
         for other in (same, *(each[index] for each in runs[1:])):
             assert other.norms == run.norms
@@ -146,7 +146,7 @@ def test_the_end_of_a_loader_updates_unless_configured_otherwise(ranks: Ranks) -
 
 
 def _ways(stage: int) -> dict[str, Any]:
-    """Ways to the same sum of two micro-steps: accumulate, no_sync, a plain loop of one's own, loss.backward()."""
+    """Sums two micro-steps in four ways: `accumulate`, `no_sync`, a plain loop, and `loss.backward()`."""
     found = {}
     for way in ("accumulate", "no_sync", "own", "plain backward", "sync each batch"):
         from zeroaccel import GradientAccumulationPlugin
@@ -195,7 +195,7 @@ def test_ways_to_accumulate_agree(ranks: Ranks, stage: int) -> None:
 
 
 def _half_precision(precision: str) -> tuple[list[float], list[bool], float, int]:
-    """Overflowing at first: skipped updates move neither weights nor schedule."""
+    """Trains while the first steps overflow: a skipped update changes neither weights nor schedule."""
     tree = {"fp16": {"enabled": True, "initial_scale_power": 26, "hysteresis": 1}, "zero_optimization": {"stage": 2}}
     plugin = ZeroPlugin(tree) if precision == "fp16" else ZeroPlugin(zero_stage=2)
     accelerator = Accelerator(mixed_precision=precision, zero_plugin=plugin)

@@ -1,4 +1,4 @@
-"""`ProjectConfiguration(memory_interval=...)`: states in memory, from which a run that was started again resumes."""
+"""`ProjectConfiguration(memory_interval=...)`: states in memory, from which a restarted run resumes."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ STEPS = 16
 
 
 class Lost(Exception):
-    """As if the process had died."""
+    """Ends a run as if its process had died."""
 
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """A state is complete at the batch after it, however busy the machine is."""
+    """Completes each state at the batch after it, however busy the machine is."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory_states._Writing, "is_over", property(lambda writing: writing.wait() is None))
         yield
 
 
 def memory_of_machine(root: Path, machines: int, racks: str = "") -> Path:
-    """The folder that is the memory of this rank's machine from now on; `racks`: a letter for each machine."""
+    """Makes and returns the folder that acts as this rank's machine's memory; `racks` has a letter per machine."""
     machine = int(os.environ["RANK"]) * machines // int(os.environ["WORLD_SIZE"])
     memory = root / f"memory{machine or ''}"
     memory.mkdir(exist_ok=True)
@@ -77,7 +77,7 @@ def life(
     writes: bool = False,
     racks: str = "",
 ) -> tuple[int, list[float], list[str]]:
-    """Trains from the newest state to the end, or until it is lost; (first step, losses, states in memory)."""
+    """Trains from the newest state to the end, or until it is lost; returns (first step, losses, states in memory)."""
     memory = memory_of_machine(root, machines, racks)
     project = ProjectConfiguration(str(root), automatic_checkpoint_naming=True, memory_interval=interval)  # type: ignore[arg-type]
     plugin = ZeroPlugin(zero_stage=stage, offload_optimizer_device=offload)
@@ -131,7 +131,7 @@ def scale_weights(model: Any) -> None:
 
 
 def slowly_copied(root: Path, **settings: Any) -> tuple[int, list[float], list[str]]:
-    """As `life`, where a state's tensors are copied long after the next batch has come."""
+    """Runs `life` while a state's tensors are copied long after the next batch has started."""
     copy = RankFileWriter.copy
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RankFileWriter, "copy", lambda writer: (time.sleep(0.05), copy(writer)))
@@ -139,7 +139,7 @@ def slowly_copied(root: Path, **settings: Any) -> tuple[int, list[float], list[s
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_state_has_what_was_there_when_it_began(ranks: Ranks, tmp_path: Path, stage: int) -> None:
+def test_a_state_has_the_values_from_the_start_of_its_save(ranks: Ranks, tmp_path: Path, stage: int) -> None:
     (tmp_path / "whole").mkdir()
     whole = ranks(2).run(life, tmp_path / "whole", interval=None, stage=stage, writes=True)
     for _ in range(2):
@@ -150,7 +150,7 @@ def test_a_state_has_what_was_there_when_it_began(ranks: Ranks, tmp_path: Path, 
 
 
 def held(root: Path, machines: int) -> tuple[list[tuple[int, set[int]]], int]:
-    """Of this rank's machine, bytes and inodes of ranks' files as states are complete; the rank's own bytes."""
+    """Returns (bytes, inodes) of the ranks' files on this machine at each complete state, and the rank's own bytes."""
     found: list[tuple[int, set[int]]] = []
     rank = int(os.environ["RANK"])
     memory = root / f"memory{rank * machines // int(os.environ['WORLD_SIZE']) or ''}"
@@ -172,12 +172,12 @@ def held(root: Path, machines: int) -> tuple[list[tuple[int, set[int]]], int]:
 @pytest.mark.parametrize("machines", [1, 2])
 def test_two_states_are_the_most_that_a_machine_holds(ranks: Ranks, tmp_path: Path, machines: int) -> None:
     found = ranks(4).run(held, tmp_path, machines)
-    of_all = sum(own for _, own in found)  # on one machine it has these, on two its own and copies of the other's
+    of_all = sum(own for _, own in found)  # on two machines, each also holds copies of the other's ranks
     for moments, _ in found[:: 4 // machines]:
         assert [nbytes for nbytes, _ in moments] == [of_all, 2 * of_all, 2 * of_all]
         inodes = [numbers for _, numbers in moments]
         assert len(inodes[1]) == 2 * len(inodes[0])
-        assert inodes[1] == inodes[2], "a state has overwritten the files of the one before the last"
+        assert inodes[1] == inodes[2], "a state overwrote the files of the one before the last"
 
 
 @pytest.mark.parametrize(("stage", "offload"), [(0, "none"), (1, "cpu"), (2, "none"), (3, "cpu")])
@@ -197,7 +197,7 @@ def test_a_run_that_starts_again_has_the_same_bits(ranks: Ranks, tmp_path: Path,
         assert (third[rank][0], third[rank][1]) == (12, losses[12:])
 
 
-def test_the_config_says_how_often_and_how_much(ranks: Ranks, tmp_path: Path) -> None:
+def test_the_config_sets_interval_and_memory(ranks: Ranks, tmp_path: Path) -> None:
     first = ranks(2).run(life, tmp_path, interval=None, peer={"interval": 4}, lost_at=7)
     assert first[0][2] == ["checkpoint_4"]
     rest = ranks(2).run(life, tmp_path, interval=None, peer={"interval": 100}, lost_at=8)
@@ -208,7 +208,7 @@ def test_the_config_says_how_often_and_how_much(ranks: Ranks, tmp_path: Path) ->
 
 
 def rooms(stage: int, optimizer: str, folder: Path) -> tuple[int, int]:
-    """What a rank expects to save, and what it saves."""
+    """Returns the number of bytes that a rank expects to save, and the number that it saves."""
     accelerator = Accelerator(cpu=True, zero_plugin=ZeroPlugin(zero_stage=stage))
     model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64, bias=False))
     model[1].requires_grad_(False)
@@ -226,13 +226,15 @@ def rooms(stage: int, optimizer: str, folder: Path) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(("stage", "optimizer"), [(0, "sgd"), (1, "adamw"), (3, "lamb")])
-def test_the_room_is_known_before_the_first_step(ranks: Ranks, tmp_path: Path, stage: int, optimizer: str) -> None:
+def test_the_size_of_a_state_is_known_before_the_first_step(
+    ranks: Ranks, tmp_path: Path, stage: int, optimizer: str
+) -> None:
     for expected, saved in ranks(2).run(rooms, stage, optimizer, tmp_path):
-        assert 0 <= saved - expected < 6000, "the file has a header and small tensors beside what was expected"
+        assert 0 <= saved - expected < 6000, "the file only adds a header and small tensors"
 
 
 def without_room(root: Path) -> list[str]:
-    """The warnings of a run whose second machine has too little memory."""
+    """Returns the warnings of a run whose second machine has too little memory."""
     handler = logging.handlers.BufferingHandler(1000)
     logger.addHandler(handler)
     rank = int(os.environ["RANK"])
@@ -245,7 +247,7 @@ def without_room(root: Path) -> list[str]:
 
 def test_a_machine_without_room_is_named(ranks: Ranks, tmp_path: Path) -> None:
     (message,) = ranks(4).run(without_room, tmp_path)[0]
-    # An earlier test's mesh names these ranks as well, as long as its engine lives: "ranks 2-3 (pp 1)".
+    # While an earlier test's engine lives, messages also name the place in its mesh: "ranks 2-3 (pp 1)".
     assert re.fullmatch(
         r"no states in memory: the machine of ranks 2-3(?: \(\w+ 1\))? needs [.\d]+ MB for two states of "
         r"[.\d]+ MB of its ranks and [.\d]+ MB of another machine's, "
@@ -263,7 +265,7 @@ def damage(memory: Path) -> None:
 
 
 def test_the_newest_intact_state_counts(ranks: Ranks, tmp_path: Path) -> None:
-    whole = ranks(2).run(life, tmp_path, interval=3, save_at=8, lost_at=12)  # in memory at 9, on the disk at 8
+    whole = ranks(2).run(life, tmp_path, interval=3, save_at=8, lost_at=12)  # in memory at step 9, on disk at step 8
     assert whole[0][2] == ["checkpoint_9"]
     resumed = ranks(2).run(life, tmp_path, interval=100, lost_at=12)
     assert (resumed[0][0], resumed[0][1]) == (9, whole[0][1][9:])
@@ -286,7 +288,7 @@ def test_a_lost_machine_has_copies_on_another(ranks: Ranks, tmp_path: Path, lost
         assert rest[rank][1] == whole[rank][1][3:]
 
 
-def test_of_three_machines_one_may_be_lost(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_run_survives_the_loss_of_one_of_three_machines(ranks: Ranks, tmp_path: Path) -> None:
     first = ranks(3).run(life, tmp_path, interval=3, lost_at=5, machines=3)
     assert first[0][2] == ["checkpoint_3"]
     files = [sorted(path.name for path in (tmp_path / name).rglob("*rank*")) for name in ("memory", "memory1")]
@@ -296,14 +298,14 @@ def test_of_three_machines_one_may_be_lost(ranks: Ranks, tmp_path: Path) -> None
     ]
     shutil.rmtree(tmp_path / "memory1")
     assert ranks(3).run(life, tmp_path, interval=100, lost_at=4, machines=3)[2][0] == 3
-    # The machine that took its place has what its rank reads, and no copy: the next save makes that.
+    # The replacement machine holds the files that its rank reads, but no copies; the next save makes them.
     assert [path.name[:9] for path in (tmp_path / "memory1").rglob("rank*")] == ["rank00001"]
     assert ranks(3).run(life, tmp_path, interval=2, lost_at=7, machines=3)[2][0] == 3
     (tmp_path / "memory").rename(tmp_path / "away")
     assert ranks(3).run(life, tmp_path, interval=100, lost_at=8, machines=3)[2][0] == 5
 
 
-def test_of_two_racks_one_may_be_lost(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_run_survives_the_loss_of_one_of_two_racks(ranks: Ranks, tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
     whole = ranks(4).run(life, tmp_path / "whole", interval=None)
     ranks(4).run(life, tmp_path, interval=3, lost_at=5, machines=4, racks="baab")
@@ -328,7 +330,7 @@ def test_two_neighbours_that_are_lost_together_take_the_state_with_them(ranks: R
     shutil.rmtree(tmp_path / "memory1")
     shutil.rmtree(tmp_path / "memory2")
     rest = ranks(3).run(life, tmp_path, interval=100, lost_at=4, machines=3)
-    assert [facts[0] for facts in rest] == [2] * 3  # as the folder of the project has
+    assert [facts[0] for facts in rest] == [2] * 3  # the project folder has the state of step 2
 
 
 def test_fewer_ranks_go_on_as_from_a_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
@@ -346,7 +348,7 @@ def hide_disk(memory: Path) -> None:
     (memory.parent / "checkpoints").rename(memory.parent / "hidden")
 
 
-def test_a_run_that_does_not_resume_forgets_the_states(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_run_that_does_not_resume_removes_the_states(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2).run(life, tmp_path, interval=3, lost_at=8)
     found = ranks(2).run(life, tmp_path, interval=2, lost_at=6, resume=False)
     assert (found[0][0], found[0][2]) == (0, ["checkpoint_4"])
@@ -359,7 +361,7 @@ def measured(root: Path) -> list[str]:
 def test_the_interval_is_measured(ranks: Ranks, tmp_path: Path) -> None:
     found = ranks(2).run(measured, tmp_path)
     assert found[0] == found[1]
-    assert len(found[0]) == 1  # the first comes after two steps
+    assert len(found[0]) == 1  # the first state comes after two steps
 
 
 @pytest.mark.parametrize("interval", [0, -1, True, "often"])
@@ -369,7 +371,7 @@ def test_an_interval_is_a_number_of_steps(interval: Any) -> None:
 
 
 def samples(root: Path, *, lost_at: int = -1, machines: int = 1) -> list[list[int]]:
-    """The samples of each step on this rank, of a run whose config fixes the samples of a step on all ranks."""
+    """Returns the samples of each step on this rank; the config fixes the number of samples per step on all ranks."""
     memory_of_machine(root, machines)
     config = {
         "train_batch_size": 16,

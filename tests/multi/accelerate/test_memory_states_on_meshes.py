@@ -1,4 +1,4 @@
-"""States in memory of ranks that have parts of a model: layers that they share, and stages of a pipeline."""
+"""States in memory with tensor parallelism and with pipeline stages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STEPS = 6
 
 @contextmanager
 def lagging() -> Iterator[None]:
-    """A state is written when it is asked for the second time."""
+    """Reports a state as written only at the second query."""
     asked: Counter[object] = Counter()
 
     def is_over(writing: memory_states._Writing) -> bool:
@@ -48,7 +48,7 @@ def accelerator_of(root: Path, interval: int | None, machines: int, mesh: Parall
 
 
 def losses_of_stages(accelerator: Accelerator) -> Iterator[float]:
-    """Two micro-batches per step through two stages."""
+    """Trains two micro-batches per step through two stages; returns the losses."""
     model: Any = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.2)) for _ in range(4)])
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
     rows = TensorDataset(*torch.randn(2, 4 * STEPS, 4, generator=torch.Generator().manual_seed(0)))
@@ -61,7 +61,7 @@ def losses_of_stages(accelerator: Accelerator) -> Iterator[float]:
 
 
 def losses_of_layers(accelerator: Accelerator) -> Iterator[float]:
-    """Two ranks that share layers."""
+    """Trains with tensor parallelism on two ranks; returns the losses."""
     model: Any = small_llama(attention_dropout=0.1)
     model.train()
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -78,7 +78,7 @@ def losses_of_layers(accelerator: Accelerator) -> Iterator[float]:
 
 
 def life(root: Path, kind: str, interval: int | None, lost_at: int | None = None, machines: int = 1) -> list[float]:
-    """The losses of a run from its newest state to its end, or until it is lost."""
+    """Trains from the newest state to the end, or until the run is lost; returns the losses."""
     staged = kind == "pp"
     more: dict[str, Any] = {"pipeline": PipelineConfig(loss=nn.functional.mse_loss)} if staged else {}
     mesh = ParallelConfig(**{kind: 2})
@@ -97,9 +97,9 @@ def life(root: Path, kind: str, interval: int | None, lost_at: int | None = None
 @pytest.mark.parametrize("kind", [pytest.param("pp", marks=NEEDS_STAGES), pytest.param("tp", marks=NEEDS_SPLIT_LAYERS)])
 def test_a_mesh_resumes_with_the_same_bits(ranks: Ranks, tmp_path: Path, kind: str, machines: int) -> None:
     (tmp_path / "whole").mkdir()
-    world_size = 2 * machines  # of two machines each has a rank of each part, or a stage
+    world_size = 2 * machines  # on two machines, each has a rank of every part or stage
     whole = ranks(world_size).run(life, tmp_path / "whole", kind, None)
-    # A pipeline reads two batches per step, and asks once: the state after step 1 is complete before step 4.
+    # A pipeline reads two batches per step and queries once: the state after step 1 is complete before step 4.
     ranks(world_size).run(life, tmp_path, kind, 1, lost_at=4, machines=machines)
     if machines > 1:
         shutil.rmtree(tmp_path / "memory1")

@@ -1,4 +1,4 @@
-"""`ProjectConfiguration(save_on_preemption=True)`: an accelerator's loop saves between two batches and leaves."""
+"""`ProjectConfiguration(save_on_preemption=True)`: the loop of an accelerator saves between two batches and exits."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from zeroaccel import Accelerator, GradientAccumulationPlugin, ProjectConfigurat
 from zeroaccel.errors import ConfigError, Preempted
 
 EPOCHS = 3
-Left = tuple[list[float], list[float]]  # losses of the micro-steps, and the evaluations
+Left = tuple[list[float], list[float]]  # losses of the micro-steps, and of the evaluations
 
 
 def life(root: Path | None, stage: int, signals: dict[int, int]) -> tuple[bool, Left]:
-    """Trains on shuffled data with dropout, a schedule and accumulation, from the newest state; (ended, what is left).
+    """Trains on shuffled data with dropout, a schedule and accumulation, from the newest state.
+
+    Returns whether the run ended, and its losses.
 
     Args:
-        signals: number of a micro-step -> the rank that is asked to stop before it.
+        signals: number of a micro-step -> the rank that gets a signal before it.
     """
     project = ProjectConfiguration(str(root), automatic_checkpoint_naming=True, total_limit=2, save_on_preemption=True)
     accelerator = Accelerator(

@@ -1,4 +1,4 @@
-"""A run that is interrupted anywhere and resumed is the run that was not: bit for bit, at every stage."""
+"""A run that is interrupted anywhere and resumed has the bits of an uninterrupted run, at every stage."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from zeroaccel.data import prepare_data_loader
 from zeroaccel.errors import CheckpointError, UsageError
 from zeroaccel.seeds import set_seed, synchronize_rng_states
 
-STEPS = 9  # micro-steps; 5 per epoch and rank, so an epoch ends within
+STEPS = 9  # micro-steps; 5 per epoch and rank, so an epoch ends within the run
 
 
 class Average:
-    """An object of the user's: plain data, a tensor and a number that is none."""
+    """A user's object whose state holds plain data, a tensor and an infinite number."""
 
     def __init__(self) -> None:
         self.state: dict[str, Any] = {"count": 0, "mean": torch.zeros(3), "best": float("inf"), "pair": (1, "x")}
@@ -40,7 +40,7 @@ class Average:
 
 
 class Model(nn.Module):
-    """Draws random numbers in training, as dropout does."""
+    """A model that draws random numbers in training, as dropout does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Model(nn.Module):
 
 
 class Run:
-    """A training run by hand: shuffled data, accumulation over two micro-steps, a schedule, two loaders."""
+    """A manual training run: shuffled data, accumulation over two micro-steps, a schedule, two loaders."""
 
     def __init__(self, stage: int, optimizer: dict[str, Any], seed: int = 3) -> None:
         set_seed(seed, device_specific=False)
@@ -69,7 +69,7 @@ class Run:
         self.losses: list[float] = []
 
     def go(self, until: int, save: tuple[int, Path] | None = None) -> None:
-        """Micro-steps up to `until`, one epoch after another; saves when it gets to a number of them."""
+        """Runs micro-steps up to `until`, epoch after epoch, and saves at the given micro-steps."""
         while self.parts.counters["micro"] < until:
             for batch in self.train:
                 self.losses.append(
@@ -93,7 +93,7 @@ def _interrupted(folder: str, stage: int, optimizer: dict[str, Any], at: int) ->
     whole = Run(stage, optimizer)
     whole.go(STEPS, (at, Path(folder)))
     losses, weights, average = whole.result()
-    resumed = Run(stage, optimizer, seed=99)  # other weights and random numbers: all must come from the state
+    resumed = Run(stage, optimizer, seed=99)  # other weights and random numbers: the state must restore them all
     resumed.go(1)
     resumed.engine.reset()
     resumed.losses.clear()
@@ -147,14 +147,14 @@ def _refusal(run: Run, call: Callable[..., object], folder: str) -> str:
 
 
 def _refused(folder: str, objects: int = 1) -> str:
-    """What loading says; as a result, for a rank that fails ends the pool."""
+    """Returns the error message of loading instead of raising it, because a rank that fails ends the pool."""
     run = Run(3, ADAMW)
     run.parts.objects = [Average() for _ in range(objects)]
     return _refusal(run, load_run, folder)
 
 
 def test_another_number_of_ranks_takes_over(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(2).run(_save, str(tmp_path), 2)  # 16 samples, which are 4 batches of one rank
+    ranks(2).run(_save, str(tmp_path), 2)  # 16 samples, which are 4 batches on one rank
     (alone,) = ranks(1).run(_load, str(tmp_path))
     assert alone == (3, 0, 8)
 
@@ -181,7 +181,7 @@ def _unsaved(folder: str) -> str:
     return _refusal(run, save_run, folder)
 
 
-def test_what_cannot_be_saved_is_named_and_nothing_is_written(ranks: Ranks, tmp_path: Path) -> None:
+def test_values_that_cannot_be_saved_are_named_and_nothing_is_written(ranks: Ranks, tmp_path: Path) -> None:
     for told in ranks(2).run(_unsaved, str(tmp_path / "state")):
         assert re.search(r"state of object 0 \(Average\)\['made'\].*builtins.object", told), told
     assert not (tmp_path / "state").exists()

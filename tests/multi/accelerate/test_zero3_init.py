@@ -1,4 +1,4 @@
-"""`zero3_init_flag` and its context manager: models sharded while built train to the bits of unsharded ones."""
+"""`zero3_init_flag` and its context manager: models sharded during construction train to the bits of unsharded ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zeroaccel import Accelerator, ZeroPlugin
 
 
 def _trained(stage: int, enable: bool | None) -> tuple[int, dict[str, Tensor]]:
-    """Bytes that a weight took before `prepare`, and the weights after training."""
+    """Returns the bytes of a weight before `prepare`, and the weights after training."""
     plugin = ZeroPlugin({"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}})
     accelerator = Accelerator(zero_plugin=plugin)
     torch.manual_seed(7)
@@ -39,7 +39,7 @@ def _trained(stage: int, enable: bool | None) -> tuple[int, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize(("stage", "enable", "sharded"), [(3, True, True), (3, False, False), (2, True, False)])
-def test_what_is_built_inside_is_sharded_and_trains_as_ever(
+def test_models_built_inside_are_sharded_and_train_to_the_same_bits(
     ranks: Ranks, stage: int, enable: bool, sharded: bool
 ) -> None:
     for (whole, expected), (nbytes, weights) in zip(
@@ -100,7 +100,7 @@ def test_transformers_builds_sharded_where_the_launch_says_so(tmp_path: Path) ->
     command = [sys.executable, "-m", "zeroaccel.cli", "launch", *flags, tmp_path / "script.py", tmp_path / "model"]
     result = run_command(command, timeout=200.0)
     assert result.returncode == 0, result.stderr
-    assert "zero3_init_flag" not in result.stderr  # it has its effect, and nothing is to be warned of
+    assert "zero3_init_flag" not in result.stderr  # the flag takes effect, so there is no warning about it
     sharded, whole, first, second = json.loads(result.stdout.splitlines()[-1])
     assert sharded < 64 * 32 * 4 == whole
     assert first == second

@@ -1,9 +1,9 @@
-"""Kills jobs in the middle of saving, and looks at what can be resumed. A program: `checkpoint_kills.py DIR TRIALS`.
+"""Kills jobs in the middle of a save and checks what can be resumed. A program: `checkpoint_kills.py DIR TRIALS`.
 
-The jobs are forked from this process, which has imported torch but never used it, so that one costs a fraction of a
-second. Each trains and saves after every step, telling through a pipe what has been saved. Then SIGKILL comes at a
-random moment (to one rank or to all), or right before the k-th call that changes the disk. A process of its own
-resumes with tag="auto" and must find exactly the weights of a step that the job had saved, or was about to.
+The jobs are forked from this process, which has imported torch but never used it, so that starting one takes a fraction
+of a second. Each job trains and saves after every step, and reports each completed save through a pipe. SIGKILL comes
+at a random moment (to one rank or to all), or right before the k-th call that changes the disk. A separate process
+resumes with tag="auto" and must find exactly the weights of a step that the job had saved or was saving.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CALLS = ("write", "fsync", "replace", "unlink", "mkdir")
 
 
 def warm_up() -> None:
-    """Imports and compiles before the first fork what every child would need: an optimizer's step."""
+    """Imports and compiles, before the first fork, everything that each child needs for an optimizer step."""
     weights = torch.nn.Parameter(torch.zeros(64))
     weights.grad = torch.ones(64)
     Adam([weights]).step()
@@ -42,7 +42,7 @@ def warm_up() -> None:
 
 
 def digest(engine: Any) -> str:
-    """Of all weights; the engine must be on one rank, or at a stage where they are not sharded."""
+    """Returns a digest of all weights; requires one rank, or a stage at which weights are not sharded."""
     text = hashlib.sha256()
     for param in engine.module.parameters():
         text.update(param.detach().numpy().tobytes())
@@ -50,7 +50,7 @@ def digest(engine: Any) -> str:
 
 
 def job(root: Path, told: int, *, background: bool, keep_last: int | None, kill_at: int | None) -> None:
-    """Trains and saves until it is killed; writes "<step>\\n" to `told` when a step is saved."""
+    """Trains and saves until it is killed; writes the step as a line to `told` after each completed save."""
     engine = make_engine(1, checkpoint={"async_save": background, "keep_last": keep_last})
     os.write(told, b"0\n")
     if kill_at is not None:
@@ -62,7 +62,7 @@ def job(root: Path, told: int, *, background: bool, keep_last: int | None, kill_
 
 
 def die_at(count: int) -> None:
-    """SIGKILL to this process right before its `count`-th call that changes the disk."""
+    """Sends SIGKILL to this process right before its `count`-th call that changes the disk."""
     left = [count]
 
     def counted(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,7 +79,7 @@ def die_at(count: int) -> None:
 
 
 def fork(rank: int, world_size: int, port: int, body: Callable[[], None]) -> int:
-    """A child that runs `body` as a rank; its pid."""
+    """Forks a child that runs `body` as a rank; returns its pid."""
     child = os.fork()
     if child:
         return child
@@ -93,7 +93,7 @@ def fork(rank: int, world_size: int, port: int, body: Callable[[], None]) -> int
 
 
 def in_child(body: Callable[[], Any]) -> Any:
-    """What `body` returns in a forked process of its own."""
+    """Runs `body` in a forked process and returns its result."""
     reading, writing = os.pipe()
     child = fork(0, 1, free_port(), lambda: _send(writing, body()))
     os.close(writing)
@@ -108,7 +108,7 @@ def _send(writing: int, value: Any) -> None:
 
 
 def reference() -> list[str]:
-    """The weights' digest after each step of a job that is not killed; that after 0 steps first."""
+    """Returns the digest of the weights before training and after each step of an uninterrupted job."""
     engine = make_engine(1)
     found = [digest(engine)]
     for batch in batches(0, STEPS):
@@ -118,7 +118,7 @@ def reference() -> list[str]:
 
 
 def resumed(root: Path) -> list[Any]:
-    """(global step, digest) after resuming from the newest valid checkpoint."""
+    """Resumes from the newest valid checkpoint; returns (global step, digest)."""
     set_log_level("ERROR")
     engine = make_engine(3)
     engine.load_checkpoint(root, tag="auto")
@@ -126,7 +126,7 @@ def resumed(root: Path) -> list[Any]:
 
 
 def trial(root: Path, chance: random.Random, kind: str, kill_at: int | None) -> tuple[int, list[Any] | None]:
-    """(last step known to be saved, what could be resumed)."""
+    """Runs and kills one job; returns (last step known to be saved, resumed step and digest)."""
     world_size = 1 if kind == "alone" or kill_at is not None else 2
     options = {"background": chance.random() < 0.3, "keep_last": chance.choice([None, None, 2])}
     if kill_at is not None:
@@ -148,7 +148,7 @@ def trial(root: Path, chance: random.Random, kind: str, kill_at: int | None) -> 
             for child in victims:
                 os.kill(child, signal.SIGKILL)
             if kind == "one":
-                time.sleep(0.1)  # the other goes on as far as it can
+                time.sleep(0.1)  # the other rank goes on as far as it can
                 for child in children:
                     os.kill(child, signal.SIGKILL)
         heard += pipe.read()
@@ -159,7 +159,7 @@ def trial(root: Path, chance: random.Random, kind: str, kill_at: int | None) -> 
 
 
 def main(folder: str, trials: str) -> None:
-    """Prints what happened, as JSON; `wrong` lists every trial that could resume something it should not, or not."""
+    """Prints the results as JSON; `wrong` lists every trial that resumed a wrong state, or none."""
     chance = random.Random(20)
     warm_up()
     expected = in_child(reference)

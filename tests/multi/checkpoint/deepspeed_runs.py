@@ -1,4 +1,4 @@
-"""Runs that resume from a checkpoint that DeepSpeed wrote, on one rank of a pool."""
+"""Runs that resume from a checkpoint written by DeepSpeed, on one rank of a pool."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAKE = load_script("tests/data/deepspeed/make.py")
 
 @dataclass
 class Resumed:
-    """What one rank had after loading, and the losses of the next two steps."""
+    """State of one rank after loading, and the losses of the next two steps."""
 
     pieces: dict[str, tuple[int, Tensor]]
     losses: list[float]
@@ -31,7 +31,7 @@ class Resumed:
 
 
 def resume_deepspeed(root: Path, stage: int, precision: str, empty: bool, tag: str | None = None) -> Resumed:
-    """Resumes at a stage and precision, with seed 0 undone, and trains two steps."""
+    """Resumes at a stage and precision, with the effects of seed 0 undone, and trains two steps."""
     model, optimizer = MAKE.build(empty=empty)
     with torch.no_grad():
         for value in (*model.parameters(), *model.buffers()):

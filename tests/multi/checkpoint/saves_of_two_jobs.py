@@ -1,8 +1,8 @@
-"""Two jobs save into one root at a time, while `latest` is read over and over. A program: `... DIR SAVES MODE...`.
+"""Two jobs save into one folder while `latest` is read repeatedly. A program: `... DIR SAVES MODE...`.
 
-MODE is "apart" (each job has tags of its own), "kept" (the same, with keep_last = 2, so each removes checkpoints of the
-other) or "same" (both save under the same two tags). One job saves in the background. Prints what was seen in each
-mode, as JSON.
+MODE is "apart" (each job has its own tags), "kept" (the same, with keep_last = 2, so each job removes checkpoints of
+the other) or "same" (both jobs save under the same two tags). One job saves in the background. Prints the findings of
+each mode as JSON.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zeroaccel.logs import set_log_level
 
 
 def job(root: Path, name: str, saves: int, mode: str, told: int) -> None:
-    """Saves, and writes a line to `told` for each save that raised."""
+    """Saves repeatedly, and writes a line to `told` for each save that raised."""
     set_log_level("ERROR")
     engine = make_engine(1, checkpoint={"async_save": name == "b", "keep_last": 2 if mode == "kept" else None})
     for index in range(saves):
@@ -37,7 +37,7 @@ def job(root: Path, name: str, saves: int, mode: str, told: int) -> None:
 
 
 def wrong_latest(root: Path) -> str | None:
-    """What is wrong with `latest` now, if anything; it must not have moved on meanwhile."""
+    """Returns what is wrong with `latest`, or None; an error counts only if `latest` does not change meanwhile."""
     text = ""
     for _ in range(100):
         with contextlib.suppress(FileNotFoundError):
@@ -54,11 +54,11 @@ def wrong_latest(root: Path) -> str | None:
                     return f"latest names {text}: {error}"
             continue
         return None
-    return "latest never stood still"
+    return "latest changed at every read"
 
 
 def error_stays(root: Path, tag: str) -> bool:
-    """Whether the checkpoint that `latest` names is still not there after a while in which `latest` stays."""
+    """Returns True if the checkpoint that `latest` names stays unreadable for a while, and `latest` does not change."""
     for _ in range(50):
         time.sleep(0.002)
         with contextlib.suppress(CheckpointError):
@@ -70,7 +70,7 @@ def error_stays(root: Path, tag: str) -> bool:
 
 
 def left_over(root: Path) -> Iterator[str]:
-    """Temporary files that are still there."""
+    """Lists the remaining temporary files."""
     return (str(path.relative_to(root)) for path in root.rglob("*.tmp"))
 
 
@@ -81,7 +81,7 @@ def main(folder: str, saves: str, *modes: str) -> None:
 
 
 def two_jobs(root: Path, saves: int, mode: str) -> dict[str, Any]:
-    """Runs two jobs and looks until both have ended."""
+    """Runs two jobs and checks `latest` until both have ended."""
     root.mkdir()
     reading, writing = os.pipe()
     children = {

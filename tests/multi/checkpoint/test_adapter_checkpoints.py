@@ -1,4 +1,4 @@
-"""Training of PEFT's adapters: equal at every stage, and checkpoints without the base that it has a name for."""
+"""Training with PEFT adapters: equal at every stage, and checkpoints that leave out a base model with a known name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from zeroaccel.comm.recording import RecordingCollectives
 from zeroaccel.comm.topology import init_process_group
 from zeroaccel.errors import CheckpointError
 
-pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")  # not imported here, for seconds
+pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")  # importing it takes seconds
 
 _KINDS: dict[str, dict[str, Any]] = {
     "lora": {},
@@ -34,7 +34,7 @@ _KINDS: dict[str, dict[str, Any]] = {
 
 
 class Network(nn.Module):
-    """As a model of transformers, it has a config with a name."""
+    """A network whose config has a name, like a transformers model."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def _engine(model: Any, stage: int, **sections: Any) -> Any:
 
 
 def _steps(engine: Any, count: int, seed: int = 7) -> list[float]:
-    generator = torch.Generator().manual_seed(seed)  # the same on all ranks: means are exact
+    generator = torch.Generator().manual_seed(seed)  # the same on all ranks, so means are exact
     return [train_step(engine, engine(torch.randn(2, 8, generator=generator)).square().mean()) for _ in range(count)]
 
 
@@ -159,11 +159,11 @@ def test_a_base_with_a_name_is_left_out_and_the_run_resumes(ranks: Ranks, tmp_pa
     names = {f"base_model.model.{name}" for name in (*base, f"{head}.weight", f"{head}.bias")}
     for expected, losses, absent in ranks(2).run(_resumed, tmp_path, kind, (3, 1)):
         assert losses == expected
-        assert absent == names  # and the adapter that is not active is saved
+        assert absent == names  # and the inactive adapter is saved
 
 
 def _saved(folder: Path) -> tuple[list[int], str]:
-    """Bytes of checkpoints by setting and argument, and what another base says."""
+    """Returns the bytes of checkpoints by setting and argument, and the error of loading them over another base."""
     nbytes = []
     for tag, section, argument in (
         ("default", None, None),
@@ -181,7 +181,7 @@ def _saved(folder: Path) -> tuple[list[int], str]:
     engine = _engine(_adapted("lora", name="org/other"), 2)
     refusal = message(CheckpointError, engine.load_checkpoint, folder, "default")
     engine.load_checkpoint(folder, "default", load_module_strict=False)
-    engine.load_checkpoint(folder, "setting")  # it has all values
+    engine.load_checkpoint(folder, "setting")  # this checkpoint has all values
     engine.destroy()
     return nbytes, refusal
 

@@ -1,4 +1,4 @@
-"""Background saves: what they contain, what waits for them, and where their errors are raised."""
+"""Background saves: their contents, the calls that wait for them, and the places that raise their errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def pieces(engine: Engine) -> Pieces:
 
 
 def train_while_saving(root: Path) -> tuple[Pieces, list[float]]:
-    """Copying is held up until the next step begins: what is saved must still be the state before it."""
+    """Delays the copies of a save until the next step begins: the checkpoint must still have the state before it."""
     engine = make_engine(2, "bf16", checkpoint={"async_save": True})
     train(engine, batches(0, 2))
     before = pieces(engine)
@@ -41,7 +41,7 @@ def train_while_saving(root: Path) -> tuple[Pieces, list[float]]:
     try:
         engine.module.offset.fill_(9.0)
         assert engine.save_checkpoint(root, tag="kept")
-        engine.module.offset.fill_(0.25)  # small things were copied before the call returned
+        engine.module.offset.fill_(0.25)  # small tensors were copied before the call returned
         assert not (root / "kept" / "manifest.json").exists()
         losses = train(engine, batches(0, 4)[2:])
         engine.wait_for_checkpoint()
@@ -66,7 +66,7 @@ def test_a_background_save_has_the_state_of_its_call(ranks: Ranks, tmp_path: Pat
         parts = sorted(rank[0][key] for rank in before if key in rank[0])
         assert torch.equal(torch.cat([data for _, data in parts]), found[key]), key
     assert before[0][1] == ranks(2).run(never_saved)[0]
-    assert ranks(1).run(offset_of, tmp_path) == [9.0], "a buffer that was copied at once"
+    assert ranks(1).run(offset_of, tmp_path) == [9.0], "the call copies buffers at once"
 
 
 def offset_of(root: Path) -> float:
@@ -86,10 +86,10 @@ def many_saves(root: Path) -> int:
 
 def test_staging_memory_is_bounded_and_only_the_last_saves_are_kept(ranks: Ranks, tmp_path: Path) -> None:
     (tmp_path / "global_step1").mkdir()
-    (tmp_path / "global_step1" / "rank00000-of-00002-0123abcd.safetensors.tmp").touch()  # never finished
+    (tmp_path / "global_step1" / "rank00000-of-00002-0123abcd.safetensors.tmp").touch()  # an unfinished file
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "manifest.json").write_text("{}")
-    assert ranks(2).run(many_saves, tmp_path) == [CHUNK_NBYTES] * 2  # all of it fits in one
+    assert ranks(2).run(many_saves, tmp_path) == [CHUNK_NBYTES] * 2  # all of it fits in one chunk
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["global_step5", "global_step6", "latest", "notes", "zero_to_fp32.py"]
     assert (tmp_path / "latest").read_text() == "global_step6"
@@ -106,7 +106,7 @@ def test_a_small_staging_buffer_gives_the_same_file(ranks: Ranks, tmp_path: Path
 
 
 def large_save(root: Path, staging_nbytes: int) -> float:
-    """Saves a model of several chunks and loads it; what was read, over what is kept."""
+    """Saves a model of several chunks and loads it; returns the ratio of bytes read to bytes needed."""
     model = torch.nn.Sequential(torch.nn.Linear(1100, 1101), torch.nn.Linear(1101, 1))
     engine = make_engine(1, model=model, checkpoint={"async_save": True, "staging_nbytes": staging_nbytes})
     train_step(engine, engine(torch.ones(1, 1100)).sum())

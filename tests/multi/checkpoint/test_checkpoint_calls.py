@@ -1,4 +1,4 @@
-"""The engine's checkpoint calls on two ranks: what each refuses and restores, and which files it leaves on the disk."""
+"""The engine's checkpoint calls on two ranks: refused calls, restored state, and the files left on the disk."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_another_precision_takes_the_exact_masters(ranks: Ranks, tmp_path: Path,
 
 
 class Factored(torch.optim.Optimizer):
-    """An optimizer that looks at the shape: its state is a row mean, a full tensor and two scalars."""
+    """An optimizer that depends on the shape: its state is a row mean, a full tensor and two scalars."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.01})
@@ -117,7 +117,7 @@ def test_ties_are_followed_but_never_dropped(ranks: Ranks, tmp_path: Path) -> No
     assert ranks(2).run(tied_both_ways, tmp_path) == [[True, True]] * 2
 
 
-# -- what is asked for
+# -- tags and options
 
 
 def parts_on_request(root: Path) -> dict[str, Any]:
@@ -172,7 +172,7 @@ def model_file(root: Path, stage: int, precision: str) -> dict[str, torch.Tensor
     train(engine, batches(0, 1))
     assert engine.save_16bit_model(root, "all.safetensors") is True
     assert engine.save_16bit_model(root) is True
-    train(engine, batches(0, 1))  # goes on as if nothing had been
+    train(engine, batches(0, 1))  # training continues unaffected
     engine = make_engine(stage, precision)
     train(engine, batches(0, 1))
     engine.destroy()
@@ -213,7 +213,7 @@ def test_random_generators_are_restored_on_request(ranks: Ranks, tmp_path: Path)
     assert ranks(2).run(drawn, tmp_path, resumed=True) == before
 
 
-# -- what is refused
+# -- refused calls
 
 
 def refusals(root: Path) -> dict[str, str]:
@@ -238,7 +238,7 @@ def refusals(root: Path) -> dict[str, str]:
     return found
 
 
-def test_what_cannot_be_saved_is_refused_on_every_rank_before_anything_is_written(ranks: Ranks, tmp_path: Path) -> None:
+def test_saves_that_cannot_succeed_are_refused_on_every_rank_before_a_write(ranks: Ranks, tmp_path: Path) -> None:
     for found in ranks(2).run(refusals, tmp_path / "new"):
         assert "'rank0' on rank 0, 'rank1' on rank 1" in found["tags"]
         assert "client_state['a'][1]['model']" in found["object"]
@@ -300,7 +300,7 @@ def test_another_model_or_optimizer_is_refused_with_all_differences_named(ranks:
         assert "weight_decay" in found["groups"]
 
 
-# -- faults of the disk
+# -- disk errors
 
 
 def full_disk(root: Path, *, background: bool) -> tuple[str, int, bool]:
@@ -313,9 +313,9 @@ def full_disk(root: Path, *, background: bool) -> tuple[str, int, bool]:
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     told = ""
     begin = os.open
-    if engine.collectives.rank == 0:  # the other rank has failed before this one begins
+    if engine.collectives.rank == 0:  # the other rank fails before this one begins
         os.open = lambda path, *rest, **at: (time.sleep(0.3 * str(path).endswith(".tmp")), begin(path, *rest, **at))[1]  # type: ignore[assignment]
-    if engine.collectives.rank == 1:  # one rank's disk is full
+    if engine.collectives.rank == 1:  # the disk of one rank is full
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
     try:
         if background:
@@ -334,7 +334,7 @@ def full_disk(root: Path, *, background: bool) -> tuple[str, int, bool]:
     left = [path.name for path in root.rglob("*") if path.is_file()]
     resumed = make_engine(3)
     path, _ = resumed.load_checkpoint(root)
-    # and the run that failed to save goes on, and can save
+    # The run whose save failed continues, and can save again.
     train(engine, batches(0, 1))
     engine.save_checkpoint(root, tag="third")
     engine.wait_for_checkpoint()
@@ -351,13 +351,13 @@ def test_a_full_disk_is_an_error_on_all_ranks_and_costs_no_checkpoint(
         assert "File too large" in told
         assert "rank" in told
         assert "00001-of-00002" in told
-        assert "00000-of-00002" not in told  # the other's disk is not full
+        assert "00000-of-00002" not in told  # the disk of the other rank is not full
         assert more_files == 0
         assert resumes
 
 
 def full_at_the_end(root: Path, name: str, *, background: bool) -> tuple[str, list[str]]:
-    """The ranks' files are written, and then there is no space for a file whose name ends in `name`."""
+    """Saves to a disk that has space for the ranks' files, but not for a file whose name ends in `name`."""
     left = 1
     engine = make_engine(1, checkpoint={"async_save": background})
     replace = os.replace
@@ -403,7 +403,7 @@ def test_a_disk_that_is_full_at_the_end_leaves_nothing_of_the_save(
 
 
 def saves_of_two_runs(root: Path) -> dict[str, Any]:
-    """While another process writes into folders of this run."""
+    """Saves while another process writes into folders of this run."""
     engine = make_engine(1, checkpoint={"keep_last": 1})
     rank = engine.collectives.rank
     found: dict[str, Any] = {}
@@ -419,13 +419,13 @@ def saves_of_two_runs(root: Path) -> dict[str, Any]:
     found["kept"] = sorted(path.name for path in root.iterdir() if path.is_dir())
     engine.collectives.barrier("looked")
     if other is not None:
-        Timer(0.2, other.release).start()  # a save waits for a lock that is about to be released
+        Timer(0.2, other.release).start()  # a save waits for a lock that will be released soon
     for background in (False, True):
         engine = make_engine(1, checkpoint={"async_save": background})
         engine.save_checkpoint(root, tag="other")
         engine.wait_for_checkpoint()
         engine.collectives.barrier("saved")
-        lock = FolderLock.if_free(root / "other", 1.0)  # the other rank has it for a moment
+        lock = FolderLock.if_free(root / "other", 1.0)  # the other rank holds it briefly
         found[f"free after {background}"] = lock is not None
         if lock is not None:
             lock.release()
@@ -437,7 +437,7 @@ def test_two_runs_never_write_into_one_checkpoint(ranks: Ranks, tmp_path: Path) 
     for found in ranks(2).run(saves_of_two_runs, tmp_path / "new"):
         assert "other: another save is writing into it" in found["refused"]
         assert "[rank 0]" in found["refused"]
-        assert found["kept"] == ["other", "own"]  # what is abandoned goes, what another run is writing stays
+        assert found["kept"] == ["other", "own"]  # the abandoned save is removed, the other run's save stays
         assert found["free after False"]
         assert found["free after True"]
         assert found["valid"]
@@ -526,7 +526,7 @@ def load_apart(root: Path) -> str:
 
 
 def test_a_rank_that_fails_takes_the_others_with_it(ranks: Ranks, tmp_path: Path) -> None:
-    # The error comes from every rank: no rank is left waiting in a collective.
+    # Every rank raises the error: no rank waits in a collective.
     for told in ranks(2).run(load_apart, tmp_path):
         assert "[rank 0]" in told
         assert "[rank 1]" in told
@@ -539,7 +539,7 @@ def scheduler_of_another_kind(root: Path) -> tuple[str, bool]:
     settings["scheduler"] = {"type": "CosineAnnealingLR", "params": {"T_max": 10}}
     other, *_ = zeroaccel.initialize(Toy(), config=settings)
     told = message(CheckpointError, lambda: other.load_checkpoint(root, load_optimizer_states=False))
-    other(batches(0, 1)[0])  # nothing was touched
+    other(batches(0, 1)[0])  # the engine is unchanged
     path, _ = other.load_checkpoint(root, load_optimizer_states=False, load_lr_scheduler_states=False)
     return told, path is not None
 
@@ -551,7 +551,7 @@ def test_another_scheduler_is_refused_before_anything_is_touched(ranks: Ranks, t
 
 
 def files_of_a_load(root: Path, stage: int, tier: str) -> tuple[set[str], set[str], int]:
-    """What this rank expects to read of a checkpoint, what it reads, and how often it wrote to a tier to know."""
+    """Returns the files that this rank expects to read and those it reads, and its writes to a tier for the former."""
     saver = make_engine(stage, "bf16")
     train(saver, batches(0, 2))
     saver.save_checkpoint(root, tag="one")
@@ -570,7 +570,7 @@ def files_of_a_load(root: Path, stage: int, tier: str) -> tuple[set[str], set[st
         expected = engine.checkpointer.files_to_read(root, "one")
     after = pieces_of(engine)
     assert before.keys() == after.keys()
-    assert all(torch.equal(before[key], after[key]) for key in before), "the question changed something"
+    assert all(torch.equal(before[key], after[key]) for key in before), "files_to_read() changed the state"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TensorStore, "_read", noted)
         engine.load_checkpoint(root, tag="one")

@@ -1,4 +1,4 @@
-"""From FSDP2 and back through torch.distributed.checkpoint: the same values, and training continues."""
+"""Conversion from FSDP2 and back through torch.distributed.checkpoint: the same values, and training continues."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from zeroaccel.errors import CheckpointError, UsageError
 
 
 class Model(nn.Module):
-    """Tied, frozen, odd-sized, with a buffer."""
+    """A model with tied, frozen and odd-sized weights and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ STATES = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 
 
 def _there_and_back(kind: str, flat: bool, folder: str) -> dict[str, Any]:
-    """FSDP2 trains, saves; the engine goes on and saves; FSDP2 goes on from that."""
+    """Trains and saves with FSDP2, continues and saves in the engine, and continues from that with FSDP2."""
     root = Path(folder)
     model, optimizer = fsdp(KINDS[kind])
     losses = fsdp_steps(model, optimizer, range(2))
@@ -229,12 +229,12 @@ def test_an_import_says_which_names_and_tags_it_cannot_take(tmp_path: Path) -> N
     assert not out.exists()
     assert imported("--buffer", "rotary.scale").startswith(f"{out / 'theirs'}: 1 files")
     manifest = read_manifest(out / "theirs")
-    assert set(manifest.buffers) == {"bn.running_mean", "rotary.scale"}  # batch norms' need not be named
+    assert set(manifest.buffers) == {"bn.running_mean", "rotary.scale"}  # batch-norm statistics are found without names
     assert manifest.order == ("a.weight",)
 
 
 def test_boxes_of_a_matrix(tmp_path: Path) -> None:
-    """Parts cut along the second dim, as tensor parallelism leaves them, have many runs."""
+    """Parts split along the second dimension, as tensor parallelism does, consist of many runs."""
     from zeroaccel.checkpoint.formats.dcp_import import _pieces
 
     whole = torch.arange(4 * 6 * 2).view(4, 6, 2)

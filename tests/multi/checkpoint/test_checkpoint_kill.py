@@ -1,4 +1,4 @@
-"""SIGKILL at any moment of a save: what can be resumed is a step that was saved, bit for bit."""
+"""SIGKILL at any moment of a save: the run resumes from a step that was saved, bit for bit."""
 
 from __future__ import annotations
 
@@ -17,4 +17,4 @@ def test_a_killed_save_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
     told = json.loads(result.stdout.splitlines()[-1])
     assert told["kinds"] == {"alone": 10, "one": 10, "all": 10, "call": 10}
     assert told["wrong"] == []
-    assert told["interrupted"] >= 8, "too few kills came in the middle of a save to show anything"
+    assert told["interrupted"] >= 8, "too few kills came in the middle of a save"

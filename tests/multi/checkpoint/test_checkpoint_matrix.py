@@ -1,4 +1,4 @@
-"""Any number of ranks, stage and tier to any other: the same masters and moments, and the same training."""
+"""From any number of ranks, stage and tier to any other: the same masters and moments, and the same training."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from tests.support.training import Toy
 from zeroaccel.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
 
 Saves = Callable[[int], tuple[Path, dict[str, list[Snapshot]]]]
-EXACT = {1, 2, 4}  # numbers of ranks whose mean of equal gradients is exact
+EXACT = {1, 2, 4}  # numbers of ranks for which the mean of equal gradients is exact
 LIMIT_SECONDS = 400.0
-PLACES = [(0, "none"), *((stage, tier) for stage in (1, 2, 3) for tier in TIERS)]  # stage 0 shards nothing to put away
+PLACES = [(0, "none"), *((stage, tier) for stage in (1, 2, 3) for tier in TIERS)]  # stage 0 has no shards to offload
 
 
 def saved_once(
     ranks: Ranks, tmp_path_factory: pytest.TempPathFactory, cases: Sequence[tuple[str, int, str, str]]
 ) -> Saves:
-    """``saves(N)``: a folder of checkpoints by N ranks, one of each case, and what the ranks saw."""
+    """Returns ``saves(N)``: a folder with a checkpoint of each case by N ranks, and the snapshots of these ranks."""
     made: dict[int, tuple[Path, dict[str, list[Snapshot]]]] = {}
 
     def by(world_size: int) -> tuple[Path, dict[str, list[Snapshot]]]:
@@ -37,7 +37,7 @@ def saved_once(
 
 @pytest.fixture(scope="module")
 def saves(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Saves:
-    """Of each stage and precision one; what the stage shards is in a tier by turns."""
+    """One checkpoint of each stage and precision; the shards are in each of the tiers in turn."""
     return saved_once(
         ranks,
         tmp_path_factory,
@@ -51,7 +51,7 @@ def saves(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Saves:
 
 @pytest.fixture(scope="module")
 def saves_of_all(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Saves:
-    """Of each stage with each tier and precision one."""
+    """One checkpoint of each stage, tier and precision."""
     return saved_once(
         ranks,
         tmp_path_factory,
@@ -62,7 +62,7 @@ def saves_of_all(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Save
 @pytest.mark.parametrize("resumed", [1, 2, 3, 4])
 @pytest.mark.parametrize("saved", [1, 2, 3, 4])
 def test_any_ranks_and_stage_to_any_other(ranks: Ranks, saves: Saves, saved: int, resumed: int) -> None:
-    shift = saved + resumed  # over the matrix every stage meets every other
+    shift = saved + resumed  # over the matrix, each stage meets all stages
     cases = [
         (f"{stage}-{precision}", (stage + shift * turn) % 4, precision)
         for stage in range(4)
@@ -80,7 +80,7 @@ def test_any_ranks_and_stage_to_any_other(ranks: Ranks, saves: Saves, saved: int
 @pytest.mark.parametrize("resumed", [1, 2, 3, 4])
 @pytest.mark.parametrize("saved", [1, 2, 3, 4])
 def test_every_stage_and_tier_to_every_other(ranks: Ranks, saves_of_all: Saves, saved: int, resumed: int) -> None:
-    """All 1600 pairs of (ranks, stage, tier); precisions and the order of param groups by turns."""
+    """All 1600 pairs of (ranks, stage, tier), alternating precisions and the order of param groups."""
     cases = []
     for before, (stage, tier) in enumerate(PLACES):
         for after, (then, there) in enumerate(PLACES):
@@ -111,7 +111,7 @@ def test_full_weights_are_those_of_the_ranks(saves: Saves, saved: int) -> None:
 def check(
     ranks: Ranks, saves: Saves, saved: int, resumed: int, cases: Sequence[tuple[str, int, str, str, bool]]
 ) -> None:
-    """Resumes each case, and compares all that the ranks see with what those saw that had saved."""
+    """Resumes each case, and compares all snapshots with those of the ranks that saved."""
     root, before = saves(saved)
     found = ranks(resumed).run(resume_all, root, cases, timeout=LIMIT_SECONDS)
     for index, (tag, *rest, reverse) in enumerate(cases):

@@ -1,4 +1,4 @@
-"""Two jobs that save into one root: no save raises, and `latest` always names a complete checkpoint."""
+"""Two jobs that save into one folder: no save raises, and `latest` always names a complete checkpoint."""
 
 from __future__ import annotations
 

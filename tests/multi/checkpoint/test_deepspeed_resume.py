@@ -1,4 +1,4 @@
-"""Training goes on where DeepSpeed left off, on any number of ranks and at any stage."""
+"""Training continues from a DeepSpeed checkpoint, on any number of ranks and at any stage."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ def plain_losses() -> list[float]:
         ("stage2_fp16_w3", 2, 2, "bf16"),
     ],
 )
-def test_training_goes_on(name: str, world_size: int, stage: int, precision: str, ranks: Ranks, tmp_path: Path) -> None:
+def test_training_continues_from_a_deepspeed_checkpoint(
+    name: str, world_size: int, stage: int, precision: str, ranks: Ranks, tmp_path: Path
+) -> None:
     with tarfile.open(DATA / f"{name}.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
     root = tmp_path / name

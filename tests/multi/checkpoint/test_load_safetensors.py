@@ -1,4 +1,4 @@
-"""Weights from files into shards: only the needed bytes are read, on the meta device, in zero.Init, and unsharded."""
+"""Files loaded into shards: only the needed bytes are read, on the meta device, in zero.Init, and unsharded."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from zeroaccel import zero
 from zeroaccel.errors import ZeroAccelError
 from zeroaccel.zero.access.param_registry import handle_of
 
-SIDE = 3072  # tensors that malloc gives back to the system when they are freed
+SIDE = 3072  # malloc returns freed tensors of this size to the system
 
 
 class Seen(Toy):
-    """A buffer that is not saved, as of rotary embeddings."""
+    """A Toy with a buffer that is not saved, like that of rotary embeddings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Seen(Toy):
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """A Seen in two files with an index, the tied weight once."""
+    """The files of a `Seen`: two with an index, and the tied weight once."""
     torch.manual_seed(11)
     model = Seen()
     with torch.no_grad():
@@ -86,7 +86,7 @@ def test_loaded_meta_and_init_give_the_same(ranks: Ranks, saved: Path, stage: in
         found = ranks(2).run(_loaded, how, str(saved), settings)
         assert [differences(a[0], b[0]) for a, b in zip(whole, found, strict=True)] == [[], []]
         buffers = 2 * 4 * WIDTH
-        assert sum(read for _, read in found) <= nbytes + buffers  # each byte by one rank
+        assert sum(read for _, read in found) <= nbytes + buffers  # one rank reads each byte
         assert max(read for _, read in found) < 0.75 * nbytes
 
 
@@ -98,11 +98,11 @@ def _mistakes(folder: str) -> list[str]:
 
     with torch.device("meta"):
         model = Seen()
-    attempt(lambda: zero.load_safetensors(model, folder))  # the buffer that is never set
+    attempt(lambda: zero.load_safetensors(model, folder))  # fails: nothing sets the buffer
     attempt(lambda: zeroaccel.initialize(model, config=config(3)))
     half = Path(folder, "half.safetensors")
     attempt(lambda: zero.load_safetensors(model, half))
-    assert model.layers[0].up.weight.is_meta  # nothing was touched
+    assert model.layers[0].up.weight.is_meta  # the model is unchanged
     attempt(lambda: zero.load_safetensors(nn.Linear(3, 3), folder))
     wide = Toy(width=WIDTH + 1)
     attempt(lambda: zero.load_safetensors(wide, folder, strict=False))
@@ -113,7 +113,7 @@ def _mistakes(folder: str) -> list[str]:
     return found
 
 
-def test_what_does_not_fit_is_listed_on_every_rank(ranks: Ranks, saved: Path) -> None:
+def test_files_that_do_not_match_are_reported_on_every_rank(ranks: Ranks, saved: Path) -> None:
     whole = (saved / "a.safetensors").read_bytes()
     (saved / "cut.safetensors").write_bytes(whole[: len(whole) // 2])
     half = {name: value for name, value in Seen().state_dict().items() if name.startswith("layers.0")}
@@ -137,7 +137,7 @@ def test_what_does_not_fit_is_listed_on_every_rank(ranks: Ranks, saved: Path) ->
 
 
 def _partly(folder: str) -> list[Tensor]:
-    """A head that no file has is initialised; other names are translated; dtypes are cast on the way."""
+    """Initializes a head that is in no file, translates other names, and casts dtypes while loading."""
     with torch.device("meta"):
         model = nn.ModuleDict({"body": nn.Linear(6, 6), "head": nn.Linear(6, 2)})
 
@@ -167,14 +167,14 @@ def test_missing_modules_are_initialised(ranks: Ranks, tmp_path: Path, world_siz
 
 
 def _peak(how: str, folder: str) -> float:
-    """Bytes that building and loading took at most, beyond what was there before."""
+    """Returns the peak of additional bytes while building and loading."""
     with torch.device("meta") if how == "load" else zero.Init():
         model = nn.Sequential(*(nn.Linear(SIDE, SIDE, bias=False) for _ in range(4)))
     process = psutil.Process()
     if how == "init":
         del model
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = process.memory_info().rss
     if how == "load":
         zero.load_safetensors(model, Path(folder, "model.safetensors"))

@@ -1,4 +1,4 @@
-"""Runs that are asked to stop: all ranks save after the same step, and the resumed run has the bits of a whole one."""
+"""Runs that get a stop signal: all ranks save after the same step, and resuming gives the bits of a whole run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def attempt(case: str, root: Path | None, signals: dict[int, tuple[int, signal.Signals]]) -> tuple[int, dict[str, Any]]:
-    """One process's life: resumes, trains to the end or until it is asked to stop; (step, what it left)."""
+    """Runs one process: resumes, then trains to the end or until a stop signal; returns (step, results)."""
     settings = config(**CASES[case])
     if root is not None:
         settings["checkpoint"] = {"save_on_preemption": str(root)}
@@ -106,7 +106,7 @@ def test_listening_adds_no_collective(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def steps_until_stop(asked: int) -> tuple[int, list[str]]:
-    """Where statistics stay on the device, which this run on the CPU pretends."""
+    """Trains with statistics that stay on the device, which this CPU run simulates; returns the steps and saves."""
     engine, *_ = zeroaccel.initialize(model=Toy(), config=config(2))
     boundary = engine._require_boundary("test")
     assert isinstance(boundary, StepBoundary)

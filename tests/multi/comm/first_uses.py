@@ -1,10 +1,10 @@
-"""A script: what engines use of their process groups first in training, run by `test_first_uses.py`.
+"""A script, run by `test_first_uses.py`: which process groups engines use for the first time during training.
 
     python first_uses.py CASE ...
 
-NCCL connects the ranks of a group at the first use of each kind of collective and, outside of batches, of each pair of
-ranks. Gloo does not; so every use is noted here by what NCCL would issue for it (`NativeTransport`), and the topology
-connects its groups as it would those of NCCL.
+NCCL connects the ranks of a group at the first use of each kind of collective and, for messages outside of batches, of
+each pair of ranks. Gloo does not, so the script records each use by the operation that NCCL would issue for it
+(`NativeTransport`), and the topology connects its groups as it does with NCCL.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ NODES = {"node_size": 2, "quantize_gradients_on_one_node": True}
 
 
 class Uses:
-    """(group, kind) of every use so far, and where; a pair of ranks has the kind of its message.
+    """Records (group, kind) of every use; a message between two ranks names the pair in its kind.
 
     Attributes:
-        connecting: whether what is used now is used to connect.
-        connected: used to connect.
-        first: in the order of the program, what was used before it was connected.
+        connecting: True while uses serve to connect.
+        connected: uses that served to connect.
+        first: uses of the program, in order, that were not connected before.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Uses:
         self.first: list[tuple[str, str]] = []
 
     def note(self, group: dist.ProcessGroup, kind: str) -> None:
-        """One use; of the control groups, which are on gloo everywhere, none."""
+        """Records one use, unless it is of a control group, because these use gloo with every backend."""
         topology = topologies._current
         if topology is not None:
             controls = [one.control_group for one in topology[1].subgroups.values()]
@@ -59,7 +59,7 @@ class Uses:
 
 
 def watch(uses: Uses) -> None:
-    """Notes what is used from now on."""
+    """Records all uses from now on."""
     begin, init = topologies._FirstUse.wait, P2PTransport.__init__
 
     def wait(first: Any, *arguments: Any) -> bool:
@@ -92,7 +92,7 @@ def watch(uses: Uses) -> None:
 def _noted(call: Callable[..., Any], name: str, by_parts: str | None, uses: Uses) -> Callable[..., Any]:
     def noted(transport: Any, *arguments: Any) -> Any:
         is_split = by_parts is not None and bool(arguments[2])
-        # Only sums over replicas send to one rank, where NCCL has an all-reduce.
+        # Only sums over replicas send to one rank; NCCL issues an all-reduce for them.
         kind = "all_reduce" if name == "send" else (by_parts or name) if is_split else name
         uses.note(transport.group, kind)
         return call(transport, *arguments)
@@ -101,7 +101,7 @@ def _noted(call: Callable[..., Any], name: str, by_parts: str | None, uses: Uses
 
 
 def _watch_torch(uses: Uses) -> None:
-    """What is called of torch: to connect, by schedules of pipelines, and for shared parameters."""
+    """Records calls of torch's functions: for connecting, for pipeline schedules, and for shared parameters."""
     batch = dist.batch_isend_irecv
 
     def batched(operations: Sequence[dist.P2POp]) -> Any:
@@ -121,7 +121,7 @@ def _watch_torch(uses: Uses) -> None:
     for name in ("isend", "irecv", "send", "recv"):
         alone = _alone(getattr(dist, name), uses)
         setattr(dist, name, alone)
-        setattr(dist.distributed_c10d, name, alone)  # which compares the operations of batches with its own
+        setattr(dist.distributed_c10d, name, alone)  # torch compares the operations of a batch with these
 
 
 def _noted_call(call: Callable[..., Any], kind: str, uses: Uses) -> Callable[..., Any]:
@@ -133,7 +133,7 @@ def _noted_call(call: Callable[..., Any], kind: str, uses: Uses) -> Callable[...
 
 
 def _alone(call: Callable[..., Any], uses: Uses) -> Callable[..., Any]:
-    """Of a message outside of batches, for which NCCL has a communicator per pair."""
+    """Wraps a message function: outside of batches, NCCL makes a communicator per pair of ranks."""
 
     def noted(tensor: Tensor, *places: Any, **names: Any) -> Any:
         if sys._getframe(1).f_code.co_name not in ("batch_isend_irecv", "send", "recv"):
@@ -196,7 +196,7 @@ CASES: Mapping[str, Callable[[], None]] = {
 
 
 def main() -> None:
-    """Prints what training used before it was connected."""
+    """Prints the uses during training that were not connected before."""
     uses = Uses()
     watch(uses)
     topologies._connects_at_first_use = lambda topology: True

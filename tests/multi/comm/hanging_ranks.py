@@ -19,7 +19,7 @@ PART = 1000
 
 
 class Layers:
-    """Something that communicates as a model does: one gather and one reduction per layer."""
+    """Communicates as a model does: one gather and one reduction per layer."""
 
     def __init__(self) -> None:
         self.collectives = Collectives(init_process_group())
@@ -121,7 +121,7 @@ def broadcast(model: Layers) -> None:
 
 
 def device(model: Layers) -> None:
-    """As on an accelerator, where a gather that never completes does not block the host."""
+    """Starts a gather that never completes and does not block the host, as on an accelerator."""
     model.step(0)
     if model.rank == 0:
         flight_recorder = model.collectives.flight_recorder
@@ -133,7 +133,7 @@ def device(model: Layers) -> None:
 
 
 def two_hops(model: Layers) -> None:
-    """Reductions in 4 bits, which a thread of their own carries out."""
+    """Issues 4-bit reductions, which run on a separate thread."""
     zero = {"stage": 3, "zero_quantized_gradients": True, "zeropp": {"node_size": 1}}
     settings = load_config({"train_batch_size": model.world_size, "zero_optimization": zero})
     model.collectives = arrange(model.collectives, comm_plan(settings, model.world_size))

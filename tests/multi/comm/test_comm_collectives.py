@@ -1,4 +1,4 @@
-"""The collectives over real gloo ranks: values to the last bit, traffic, and agreement on errors."""
+"""The collectives on real gloo ranks: values to the last bit, traffic, and agreement on errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _collectives() -> RecordingCollectives:
 
 
 def _values_of(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """What `rank` contributes, known to every rank."""
+    """Returns the values that `rank` contributes; every rank can compute them."""
     values = torch.randn(numel, generator=torch.Generator().manual_seed(rank)) * 100
     return values.to(dtype)
 
@@ -99,7 +99,7 @@ def test_the_order_of_addition_is_that_of_the_ranks(ranks: Ranks) -> None:
 
 
 def _reduce_many_at_once() -> bool:
-    """More reductions under way than there are scratch buffers, finished in reverse, and once more."""
+    """Starts more reductions than there are scratch buffers and finishes them in reverse, twice."""
     collectives = _collectives()
     right = True
     for _ in range(2):
@@ -230,7 +230,7 @@ def _raise_odd() -> None:
 def _go_through_different_labels() -> tuple[bool, str]:
     collectives = Collectives(current_topology())
     collectives.barrier("same")
-    # As where messages match by order alone, and the data of one call has quietly met that of another.
+    # As if messages, which match by order alone, had delivered the data of a different call unnoticed.
     label = "unshard layers.3" if collectives.rank == 0 else "unshard layers.4"
     collectives.flight_recorder.issue("gather", "all_gather", label, 8, "float32")
     digest = collectives.flight_recorder.digest()
@@ -248,7 +248,7 @@ def test_ranks_that_desynced_without_hanging_are_reported(ranks: Ranks) -> None:
             r'all_gather "unshard layers\.4" of 8 x float32 on rank 1',
             report,
         )
-    ranks(2).close()  # its history is no longer one
+    ranks(2).close()  # its history now differs
 
 
 def _share_a_topology() -> tuple[bool, int, int]:
@@ -278,10 +278,10 @@ USERS_OWN = "tests/multi/comm/users_own_group.py"
 
 
 def _closes_after_its_neighbour() -> str:
-    """Rank 2 waits for rank 1, which sends nothing, and closes its connections when rank 0 has closed its own."""
+    """Rank 2 waits for rank 1, which sends nothing, and closes its connections after rank 0 closed its own."""
     group = dist.new_group(backend="gloo")
     assert group is not None
-    dist.barrier()  # a rank that closes its connections while another still opens them would break that one's group
+    dist.barrier()  # closing connections while another rank opens them would break that rank's group
     if group.rank() == 0:
         close_connections(group)
     said = ""
@@ -300,4 +300,4 @@ def _closes_after_its_neighbour() -> str:
 def test_connections_close_also_where_a_peer_has_closed_first(ranks: Ranks) -> None:
     said = ranks(3).run(_closes_after_its_neighbour)[2]
     assert said
-    assert "30000" not in said  # the milliseconds it would have waited for
+    assert "30000" not in said  # the timeout of the wait in milliseconds

@@ -1,6 +1,6 @@
-"""Ranks that part: every process of the job ends in time, one message names who is where, and `finally` blocks run.
+"""Diverging ranks: every process of the job ends in time, one message names each rank's position, `finally` runs.
 
-The jobs spend their time starting and waiting, so they run a few at a time, before the first test looks at its own.
+The jobs spend their time starting and waiting, so several run at once, before the first test checks its result.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from tests import time_limits
 from tests.support.job import JobResult, run_job, side_by_side
 
 LIMIT = round(time_limits.seconds(2.0), 1)
-NEVER = 500.0  # a limit that has no part in how the scenario ends
-PROMISE = 15.0  # seconds after the limit in which every rank has ended
+NEVER = 500.0  # a limit that does not affect how the scenario ends
+PROMISE = 15.0  # seconds after the limit within which every rank has ended
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """What the ranks do, a function of `hanging_ranks.py`, and how their job must end.
+    """Behaviour of the ranks (a function of `hanging_ranks.py`) and the expected end of their job.
 
     Attributes:
-        says: parts of the one message; patterns.
-        cleaned: the ranks whose `finally` blocks ran; None where it does not matter.
-        tracebacks: in stderr beside the message; None where each rank reports by itself.
+        says: patterns of the one message.
+        cleaned: ranks whose `finally` blocks ran; None if it does not matter.
+        tracebacks: number of tracebacks in stderr beside the message; None if each rank reports by itself.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Scenario:
     tracebacks: int | None = 0
 
     def run(self) -> tuple[JobResult, float]:
-        """The job's result, and how many seconds after the ranks had met it had ended."""
+        """Runs the job; returns its result, and the seconds from the ranks' rendezvous to its end."""
         environment = {"ZEROACCEL_COLLECTIVE_TIMEOUT": f"{self.limit:g}"}
         result = run_job(self.ranks, "tests/multi/comm/hanging_ranks.py", [self.name], timeout=90, env=environment)
         began = min(float(moment) for moment in re.findall(r"begins (\S+)", result.stdout))
@@ -110,11 +110,11 @@ PARTED = {
             r"The cause is the exception on rank 1\.",
         ),
         cleaned=(0, 1, 2),
-        tracebacks=1,  # its own
+        tracebacks=1,  # the rank's own traceback
     ),
     "a rank that is killed": Scenario("killed", 2, (75, -9), ("rank 1: no answer", "rank 0: waiting for gather #3")),
     "the rank that has the store is killed": Scenario(
-        # No store is left to ask, so each survivor reports by itself what it knows.
+        # Without the store, each survivor reports only its own state.
         "killed_first",
         2,
         (-9, 75),
@@ -166,12 +166,12 @@ Ended = Callable[[Scenario], JobResult]
 
 @pytest.fixture(scope="module")
 def ended(request: pytest.FixtureRequest) -> Iterator[Ended]:
-    """``ended(scenario)`` is its result, once it is known that it ended in time."""
+    """Fixture ``ended(scenario)``: returns the result after checking that the job ended in time."""
     with side_by_side(request, "scenario", Scenario.run) as outcome:
 
         def result_of(scenario: Scenario) -> JobResult:
             result, seconds = outcome(scenario)
-            # What is certain earlier is not kept waiting for the limit.
+            # A cause that is certain earlier is reported before the limit.
             assert seconds < min(scenario.limit, time_limits.seconds(5.0)) + time_limits.seconds(PROMISE), result.stderr
             return result
 

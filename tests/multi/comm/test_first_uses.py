@@ -1,6 +1,6 @@
 """Training uses no process group, kind of collective or pair of ranks that was not connected at construction.
 
-NCCL would connect it within a hook, and block the host until the other ranks are there: they may wait for this one.
+NCCL would connect it within a hook and block the host until the other ranks arrive, which may wait for this one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).with_name("first_uses.py")
 
 
 def _first_uses(ranks: int, *cases: str) -> dict[str, list[str]]:
-    """Per case, what each rank used first in training."""
+    """Returns, per case, the unconnected uses of each rank during training."""
     result = run_job(ranks, SCRIPT, cases, timeout=90, imports=IMPORTS)
     assert result.returncode == 0, result.stderr
     lines = [line.rpartition(": ") for line in result.stdout.splitlines()]
@@ -27,7 +27,7 @@ def _first_uses(ranks: int, *cases: str) -> dict[str, list[str]]:
 def test_two_ranks_use_what_is_connected() -> None:
     cases = ("stages, unconnected", "stages", "several stages on a rank", "sequences", "split layers", "stage 3, Muon")
     found = _first_uses(2, *cases)
-    # Without the connection: the schedule's messages, and those of the tied embedding within backward.
+    # Without connecting: the schedule's messages, and those of the tied embedding within backward.
     assert found.pop("stages, unconnected") == ["messages of [0, 1], messages of [0, 1] alone"] * 2
     assert found == {case: ["nothing"] * 2 for case in cases[1:]}
 

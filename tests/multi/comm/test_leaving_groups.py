@@ -1,4 +1,4 @@
-"""Groups that NCCL would warn of are destroyed at the end of a good run, and left alone after a failure."""
+"""Groups that cause NCCL's exit warning are destroyed after a successful run, and kept after a failure."""
 
 from __future__ import annotations
 

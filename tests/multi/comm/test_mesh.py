@@ -1,4 +1,4 @@
-"""Groups of ranks of a device mesh: replicated shards, and ZeRO on one axis with tensor parallelism on another."""
+"""Process groups of a device mesh: replicated shards, and ZeRO on one axis with tensor parallelism on the other."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WIDTH = 24
 
 
 class Layer(nn.Module):
-    """Two linear layers that tensor parallelism cuts by columns and by rows, and a norm that it leaves alone."""
+    """Two linear layers that tensor parallelism splits by columns and by rows, and a norm that stays whole."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def _cut(model: Network, mesh: DeviceMesh) -> None:
 
 
 def _run(settings: Mapping[str, Any], dp: int, tp: int, dtype: torch.dtype) -> Run:
-    """Six steps; with tp of 1 the full model on each rank. Data parallel rank d sees batch d."""
+    """Trains six steps; with tp=1 each rank has the full model. Data-parallel rank d gets batch d."""
     mesh = _mesh(dp, tp)
     torch.manual_seed(7)
     model = Network().to(dtype)
@@ -97,7 +97,7 @@ def test_zero_with_tensor_parallelism(ranks: Ranks, precision: str, dtype: torch
     for rank, run in enumerate(runs[2]):
         plain = whole[rank // 2]
         assert run.losses == pytest.approx(plain.losses, rel=tolerance)
-        # Each element counts once, whether tensor parallelism splits it or has it on both ranks.
+        # Each element counts once, whether tensor parallelism splits or replicates its parameter.
         assert run.norms == pytest.approx(plain.norms, rel=tolerance)
         assert plain.norms[0] is not None
         assert plain.norms[0] > 0.1
@@ -172,7 +172,7 @@ def _saved(folder: str) -> list[str]:
 
 def test_checkpoints_of_a_divided_model_are_refused(ranks: Ranks, tmp_path: Path) -> None:
     for early, *told in ranks(4).run(_saved, str(tmp_path)):
-        assert "iter_named_full_params" in early  # before anything is trained
+        assert "iter_named_full_params" in early  # before any training
         assert [line.partition("(")[0] for line in told] == [
             "engine.save_checkpoint",
             "engine.load_checkpoint",
@@ -216,7 +216,7 @@ def test_meshes_that_do_not_fit_are_named(ranks: Ranks, what: str, says: str) ->
 
 
 def _another_rate(sizes: tuple[int, ...]) -> str:
-    """The last of four ranks has another; with a second axis it is in another group than rank 0."""
+    """Sets another rate on the last of four ranks; with a second axis, rank 0 is in a different group."""
     mesh = _mesh(*sizes)
     engine, *_ = zeroaccel.initialize(Network(), config=config(3), mesh=mesh["dp"])
     if torch.distributed.get_rank() == 3:

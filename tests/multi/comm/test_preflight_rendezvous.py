@@ -17,7 +17,7 @@ FACTS = {"zeroaccel": "1", "mixed_precision": "bf16"}
 
 
 def _meet(nodes: Mapping[int, NodeInfo], count: int, seconds: float | None = None) -> dict[int, object]:
-    """The result of each machine that arrived: a PreflightRendezvous or an error."""
+    """Returns the result on each machine that arrived: a PreflightRendezvous or an error."""
     port = free_port()
     patience = time_limits.seconds(20.0) if seconds is None else seconds
     results: dict[int, object] = {}
@@ -38,7 +38,7 @@ def _meet(nodes: Mapping[int, NodeInfo], count: int, seconds: float | None = Non
     return results
 
 
-def test_all_learn_of_all() -> None:
+def test_every_machine_gets_the_facts_of_all() -> None:
     nodes = {number: NodeInfo(f"node{number}", 2 + number, FACTS) for number in range(3)}
     results = _meet(nodes, 3)
     for result in results.values():
@@ -63,13 +63,13 @@ def test_missing_machines_are_named_with_their_ranks() -> None:
         assert str(result) == ("machines 1, 3 did not arrive within 1 s, so ranks 4-7, 12-15 would be missing")
 
 
-def test_a_main_machine_that_is_not_there() -> None:
+def test_a_missing_main_machine_is_reported() -> None:
     (result,) = _meet({1: NodeInfo("b", 1, FACTS)}, 2, seconds=1.0).values()
     assert isinstance(result, CollectiveError)
     assert str(result).startswith("machine 0 did not answer at 127.0.0.1:")
 
 
-def test_a_network_that_does_not_carry(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_network_is_reported_with_the_silent_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight_rendezvous, "CHECK_SECONDS", 1.0)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no_such_interface")
     for number, result in _meet({0: NodeInfo("a", 2, FACTS), 1: NodeInfo("b", 2, FACTS)}, 2).items():

@@ -1,4 +1,4 @@
-"""What ranks agree on about their CUDA devices, each with a driver that is made up."""
+"""How ranks agree on their CUDA devices, each rank with a simulated driver."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zeroaccel.errors import ConfigError
 
 
 def _device_on_each(uuids: list[list[str]]) -> str:
-    """The device that this rank takes, or why it takes none; `uuids` has those of the devices that each rank sees."""
+    """Returns this rank's device, or the error; `uuids` lists the devices that are visible to each rank."""
     place = current_topology()
     own = uuids[place.rank]
 
@@ -47,7 +47,7 @@ def test_one_device_between_two_ranks_is_refused_on_both(ranks: Ranks) -> None:
     assert "devices of node1: expected one GPU for each rank, got 'ranks 0, 1 on NVIDIA H100, UUID a'" in said[0]
 
 
-def test_what_one_rank_lacks_is_said_on_all(ranks: Ranks) -> None:
+def test_a_missing_device_of_one_rank_is_reported_on_all(ranks: Ranks) -> None:
     said = ranks(2).run(_device_on_each, [["a", "b"], []])
     own = "environment: LOCAL_RANK: expected less than the 0 visible CUDA devices, got 1; start at most one process"
     assert said[1].startswith(own)

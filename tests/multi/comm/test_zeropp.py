@@ -1,4 +1,4 @@
-"""Hierarchical sharding and quantised communication: what must be equal is, and what rounds stays within its bound."""
+"""Hierarchical sharding and quantized communication: exact settings keep the bits, rounding stays within its bound."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from zeroaccel.zero.engine import Engine
 
 
 def _trained(changes: list[dict[str, Any]], precision: str, **common: Any) -> list[Run]:
-    """One run per set of changes, in one call of the pool."""
+    """Trains one run per set of changes, in one call of the pool."""
     steps = 8 if precision == "fp16" else 4
     return [train(config(3, precision, **common, **change), steps) for change in changes]
 
@@ -50,7 +50,9 @@ EXACT: dict[str, dict[str, Any]] = {
         *(pytest.param(*case, marks=pytest.mark.slow) for case in [("fp32", 2, None), ("fp16", 2, SGD)]),
     ],
 )
-def test_where_shards_are_changes_nothing(ranks: Ranks, precision: str, accumulation: int, optimizer: Any) -> None:
+def test_the_placement_of_shards_changes_no_bit(
+    ranks: Ranks, precision: str, accumulation: int, optimizer: Any
+) -> None:
     common = {"accumulation": accumulation, "gradient_clipping": 0.5}
     if optimizer is not None:
         common["optimizer"] = optimizer
@@ -62,7 +64,7 @@ def test_where_shards_are_changes_nothing(ranks: Ranks, precision: str, accumula
     assert all(torch.equal(runs[0][0].weights[name], runs[3][1].weights[name]) for name in runs[0][0].weights)
 
 
-# -- codes on the way
+# -- quantized communication
 
 
 QWZ, QGZ = {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
@@ -71,14 +73,14 @@ ALL = {**QWZ, **QGZ, **NODES, "zero_hpz_partition_size": 2}
 
 
 def _collectives(changes: dict[str, Any]) -> Collectives:
-    """Those of a config, over the ranks of this test."""
+    """Makes the collectives of a config, over the ranks of this test."""
     plain = Collectives(init_process_group())
     zero = {"stage": 3, **changes}
     return arrange(plain, comm_plan(load_config({"train_batch_size": 24, "zero_optimization": zero}), plain.world_size))
 
 
 def _round_trip(changes: dict[str, Any], numel: int, dtype: torch.dtype, bad: float | None) -> dict[str, Tensor]:
-    """The exact and the coded gather and reduction of this rank's random tensors."""
+    """Gathers and reduces this rank's random tensors, both exactly and quantized."""
     plain, coded = Collectives(init_process_group()), _collectives(changes)
     generator = torch.Generator().manual_seed(plain.rank)
     shard = torch.randn(numel, generator=generator).to(dtype)
@@ -99,7 +101,7 @@ def _round_trip(changes: dict[str, Any], numel: int, dtype: torch.dtype, bad: fl
 
 
 def _absmax(values: Tensor, codec: Codec) -> Tensor:
-    """(n,) the largest magnitude of each element's block."""
+    """Returns the largest magnitude in each element's block, of shape (n,)."""
     blocks = values.float().abs().split(codec.block_numel)
     return torch.cat([block.max().expand(block.numel()) for block in blocks])
 
@@ -126,7 +128,7 @@ def test_codes_keep_their_bounds(
             steps = torch.cat([_absmax(other["shard"], INT8) / INT8.levels for other in found])
             error = (mine["coded full"].float() - shards.float()).abs()
             assert (error <= 0.501 * steps + tiny * shards.float().abs()).all(), (numel, dtype)
-            # First hop: one code per part of the others of each node; second: one per sum of each other node.
+            # First hop: one code per part of the other ranks of each node; second: one per sum of each other node.
             parts = [[found[peer]["flat"].view(world_size, -1)[rank].float() for peer in node] for node in nodes]
             home = next(index for index, node in enumerate(nodes) if rank in node)
             place = nodes[home].index(rank)
@@ -142,7 +144,8 @@ def test_codes_keep_their_bounds(
             error = (mine["coded mean"].float() - exact).abs()
             assert (error <= bound / world_size * 1.001 + tiny * exact.abs() + 1e-6).all(), (numel, dtype, rank)
             if numel > 1:
-                # The mean over all ranks, not a sum over a node: half or twice would be far outside.
+                # The result is the mean over all ranks; a sum over a node, half or twice the mean would exceed this by
+                # far.
                 assert error.norm() < 0.35 * exact.norm()
 
 
@@ -165,20 +168,20 @@ def test_weights_travel_as_e4m3(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_what_is_not_finite_stays_so(ranks: Ranks, bad: float) -> None:
+def test_non_finite_values_stay_non_finite(ranks: Ranks, bad: float) -> None:
     found = ranks(4).run(_round_trip, {**QGZ, **NODES}, 600, torch.bfloat16, bad)
     assert not found[0]["coded mean"][0].isfinite()
     assert all(other["coded mean"].isfinite().all() for other in found[1:])
 
 
 def _own_masters(engine: Any) -> list[Tensor]:
-    """The live masters of this rank, buffer by buffer."""
+    """Returns this rank's live masters, one per buffer."""
     buffers = [buffer for unit in engine.units for buffer in unit.buffers if buffer.trainable]
     return [buffer.masters.read(buffer.masters.range) for buffer in buffers]
 
 
 def _overflowing(changes: dict[str, Any]) -> tuple[int, bool, list[float]]:
-    """(skipped steps, weights unchanged by them, losses) of a run whose second step overflows on one rank."""
+    """Returns (skipped steps, whether they kept the weights, losses) when the second step overflows on one rank."""
     torch.manual_seed(7)
     model = Toy()
     settings = config(3, "fp16", **changes, fp16={"enabled": True, "initial_scale_power": 4})
@@ -209,7 +212,7 @@ def test_an_overflow_is_seen_through_the_codes(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_training_with_codes_learns_as_without(ranks: Ranks, world_size: int) -> None:
-    """Odd sizes, and numbers of ranks that no power of two divides."""
+    """Odd sizes, and numbers of ranks that are no powers of two."""
     hpz = {} if world_size == 3 else {"zero_hpz_partition_size": 2}
     nodes = {"zeropp": {"node_size": 1 if world_size == 3 else 2}}
     changes = [{}, {**QWZ, **nodes}, {**QGZ, **nodes}, {**QWZ, **QGZ, **hpz, **nodes}]
@@ -217,14 +220,14 @@ def test_training_with_codes_learns_as_without(ranks: Ranks, world_size: int) ->
         for run in coded:
             assert differences(plain, run) != []
             assert run.losses[-1] == pytest.approx(plain.losses[-1], rel=0.1)
-            assert abs(run.losses[0] / plain.losses[0] - 1) < 0.02  # before anything was learned
+            assert abs(run.losses[0] / plain.losses[0] - 1) < 0.02  # at the first step
     runs = ranks(world_size).run(_trained, changes[3:], "bf16")
     again = ranks(world_size).run(_trained, changes[3:], "bf16")
     assert [differences(one[0], other[0]) for one, other in zip(runs, again, strict=True)] == [[]] * world_size
 
 
 def _masters(changes: dict[str, Any]) -> tuple[bool, dict[str, Tensor]]:
-    """(whether forward and backward left the masters alone, what a gather outside training shows)."""
+    """Returns (whether forward and backward kept the masters, the weights that a gather outside training returns)."""
     torch.manual_seed(7)
     model = Toy()
     engine, *_ = zeroaccel.initialize(model, config=config(3, "bf16", **changes))
@@ -247,7 +250,7 @@ def test_masters_and_what_is_saved_stay_exact(ranks: Ranks) -> None:
 
 
 def _watched(changes: dict[str, Any]) -> tuple[Run, list[QuantError], list[str]]:
-    """(a run of 4 steps, what its watch saw, what it logged)."""
+    """Returns (a run of 4 steps, the quantization errors that its watch recorded, its log lines)."""
     seen: list[QuantError] = []
 
     def keep(engine: Engine) -> None:
@@ -278,7 +281,7 @@ def _log_of_fallback(changes: dict[str, Any]) -> list[str]:
     return [line for line in records if "zero_quantized_gradients" in line]
 
 
-def test_where_one_node_makes_it_pointless_it_falls_back_by_name(ranks: Ranks) -> None:
+def test_quantized_gradients_on_one_node_fall_back_with_a_note(ranks: Ranks) -> None:
     first, *others = ranks(3).run(_log_of_fallback, QGZ)
     assert len(first) == 1
     assert "all ranks are on one node" in first[0]
@@ -291,7 +294,7 @@ def test_where_one_node_makes_it_pointless_it_falls_back_by_name(ranks: Ranks) -
 
 
 class _Adapted(Toy):
-    """The embedding and the blocks are frozen but for their norms, as under an adapter."""
+    """A Toy in which only norms and temperature are trained, as under an adapter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -302,7 +305,7 @@ class _Adapted(Toy):
 def _resumed(
     folder: str, saves: dict[str, Any], resumes: list[dict[str, Any]], make: type[nn.Module]
 ) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
-    """Weights after 3 + 3 steps without a break, and after 3 steps resumed elsewhere from step 3."""
+    """Returns the weights after six uninterrupted steps, and after resuming at step 3 under each of other settings."""
 
     def run(changes: dict[str, Any], load: bool) -> dict[str, Tensor]:
         torch.manual_seed(7)
@@ -329,7 +332,7 @@ def test_checkpoints_of_replicas(ranks: Ranks, tmp_path: Path) -> None:
         for straight, resumed in ranks(4).run(_resumed, folder, saves, layouts, Toy):
             for again in resumed:
                 assert all(torch.equal(straight[name], again[name]) for name in straight)
-    # One set of shards is written, however many ranks hold it.
+    # One set of shards is written, regardless of the number of replicas.
     sizes = [sum(file.stat().st_size for file in (tmp_path / str(i)).rglob("*.safetensors")) for i in range(3)]
     assert max(sizes) < 1.3 * min(sizes)
 

@@ -1,7 +1,7 @@
-"""Bytes across nodes per step, counted message by message on ranks that pretend to sit on several machines.
+"""Bytes between nodes per step, counted message by message on ranks that simulate several machines.
 
-A unit is the model's bytes, per rank and without the factor (W - L) / W, L ranks being on a node: gathers and
-reductions that send each element straight to whom it belongs have 3 of them (forward, backward, gradients).
+The unit is the model's bytes, per rank and without the factor (W - L) / W, with L ranks per node. Plain gathers and
+reductions, which send each element directly to the ranks that need it, take 3 units (forward, backward, gradients).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ QWZ, QGZ = {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
 
 
 class Wide(Toy):
-    """Everything is trained, and wide enough that scales are few compared with what they scale."""
+    """A model whose parameters are all trained, and wide enough that scales are small compared with the codes."""
 
     def __init__(self) -> None:
         super().__init__(layers=2, width=151)
@@ -29,7 +29,7 @@ class Wide(Toy):
 
 
 def _measure(node_size: int, combinations: list[dict[str, Any]]) -> list[tuple[int, int, list[int], dict[str, int]]]:
-    """Per combination: bytes (inside, across) of the third step, elements of the units, bytes across by purpose."""
+    """Returns, per combination: bytes (inside, across) of step 3, elements per unit, bytes across nodes by purpose."""
     found = []
     for changes in combinations:
         torch.manual_seed(7)
@@ -47,7 +47,7 @@ def _measure(node_size: int, combinations: list[dict[str, Any]]) -> list[tuple[i
         purposes = {sent.purpose: 0 for sent in traffic} | {
             s.purpose: sum(o.nbytes for o in traffic if (o.purpose, o.link) == (s.purpose, "across")) for s in traffic
         }
-        # What was asked for and what was sent are two accounts of the same.
+        # The requested and the sent bytes are counted independently.
         asked = sum(c.nbytes for c in recorder.calls if c.op.startswith(("gather_", "all_gather", "reduce_scatter")))
         assert asked == sum(sums.values()), (asked, sums)
         found.append((sums["inside"], sums["across"], [unit.numel for unit in engine.units], purposes))
@@ -56,7 +56,7 @@ def _measure(node_size: int, combinations: list[dict[str, Any]]) -> list[tuple[i
 
 
 def _combinations(node_size: int) -> dict[str, tuple[dict[str, Any], float]]:
-    """What is on -> (settings, model bytes across nodes per step, without scales)."""
+    """Maps each combination to (settings, expected model bytes across nodes per step, without scales)."""
     hpz = {"zero_hpz_partition_size": node_size}
     return {
         "plain": ({}, 3.0),

@@ -1,4 +1,4 @@
-"""A script that makes and destroys its process group itself, run by `test_comm_collectives.py`."""
+"""A script, run by `test_comm_collectives.py`, that makes and destroys its process group itself."""
 
 from __future__ import annotations
 

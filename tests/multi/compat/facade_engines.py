@@ -1,4 +1,4 @@
-"""The small model that tests of the facade train, its config, and its engine by `deepspeed.initialize`."""
+"""The small model that tests of the facade train, its config, and its engine made by `deepspeed.initialize`."""
 
 from __future__ import annotations
 

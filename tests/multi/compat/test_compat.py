@@ -1,4 +1,4 @@
-"""DeepSpeed's calls on real ranks: the parameters' attributes, what is refused, and that everything is undone."""
+"""DeepSpeed's calls on real ranks: attributes of parameters, refused calls, and the removal of the facade."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _shown_on_parameters() -> list[Any]:
         with deepspeed.zero.GatheredParameters(model.parameters()):
             assert weight.ds_status is ZeroParamStatus.AVAILABLE
             whole = weight.detach().flatten().clone()
-            offload = engine.optimizer.parameter_offload  # what TRL does before it generates
+            offload = engine.optimizer.parameter_offload  # as TRL does before it generates
             for param in [p for _, p in offload.module.named_parameters()] + list(model.ds_external_parameters()):
                 param.ds_active_sub_modules.clear()
             engine.module(torch.ones(1, 4))
@@ -93,7 +93,7 @@ def test_init_shards_unless_the_config_says_another_stage(ranks: Ranks) -> None:
 
 
 class _Layer(nn.Module):
-    """Of its own class: torch compiles no `module.compile()` of its own layers."""
+    """A class of this test, because `module.compile()` does not compile torch's own layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class _Layer(nn.Module):
 
 
 def _compiled_afterwards(how: str) -> tuple[list[float], int]:
-    """The losses, and how many graphs they took."""
+    """Trains four steps; returns the losses and the number of compiled graphs."""
     import deepspeed
 
     torch._dynamo.reset()
@@ -119,7 +119,7 @@ def _compiled_afterwards(how: str) -> tuple[list[float], int]:
         block.compile(backend="eager")
     losses = []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the compiler looks at .grad of everything it sees
+        warnings.simplefilter("ignore")  # the compiler reads .grad of every tensor
         for step in range(4):
             losses.append(train_step(engine, engine(torch.full((1, 4), 1.0 + step)).square().mean()))
     engine.destroy()
@@ -127,7 +127,7 @@ def _compiled_afterwards(how: str) -> tuple[list[float], int]:
 
 
 def test_a_model_compiled_after_its_engine_was_made(ranks: Ranks) -> None:
-    """As accelerate compiles; hooks that are traced make many graphs."""
+    """Compiles as accelerate does; tracing the hooks would make many graphs."""
     plain, whole, blocks = (ranks(2).run(with_facade, _compiled_afterwards, how)[0] for how in ("", "whole", "blocks"))
     assert plain[0] == whole[0] == blocks[0]
     assert plain[1] == 0 < whole[1] <= 3
@@ -135,7 +135,7 @@ def test_a_model_compiled_after_its_engine_was_made(ranks: Ranks) -> None:
 
 
 def _optimizers() -> dict[str, str]:
-    """accelerate hands any optimizer's param groups to these classes where states are offloaded."""
+    """Passes param groups of any optimizer to these classes, as accelerate does for offloaded states."""
     from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
     from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
     from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
@@ -181,11 +181,11 @@ def _refused() -> dict[str, str]:
     }
     model = small_model()
     first, _, _, _ = deepspeed.initialize(model=model, config=CONFIG)
-    first.backward(first(torch.ones(1, 4)).sum())  # without gradients that wait, the second takes the model over
+    first.backward(first(torch.ones(1, 4)).sum())  # without pending gradients, the second engine takes over the model
     told["second engine"] = message(ZeroAccelError, deepspeed.initialize, model=model, config=CONFIG)
     first.destroy()
     told["destroyed"] = message(ZeroAccelError, first, torch.ones(1, 4))
-    second, _, _, _ = deepspeed.initialize(model=model, config=CONFIG)  # a model whose engine is gone is free
+    second, _, _, _ = deepspeed.initialize(model=model, config=CONFIG)  # a model without a live engine is free
     second.backward(second(torch.ones(1, 4)).sum())
     told["schedule"] = message(ZeroAccelError, second.compile, schedule=[(0, [])])
     told["lr_kwargs"] = message(ZeroAccelError, second.step, lr_kwargs={"epoch": 1})
@@ -194,7 +194,7 @@ def _refused() -> dict[str, str]:
     return told
 
 
-def test_what_cannot_be_is_named_on_every_rank(ranks: Ranks) -> None:
+def test_unsupported_calls_are_refused_on_every_rank(ranks: Ranks) -> None:
     told = ranks(2).run(with_facade, _refused)
     assert told[0] == told[1]
     parts = {
@@ -230,7 +230,7 @@ def _resumes_if_there_is_something(folder: str) -> list[Any]:
         with pytest.raises(UsageError, match=r"save_checkpoint\(save_dir\): expected a folder"):
             engine.save_checkpoint(nowhere)
     with pytest.raises(CheckpointError):
-        engine.load_checkpoint(empty, tag="global_step1")  # a tag says that there is one
+        engine.load_checkpoint(empty, tag="global_step1")  # an explicit tag claims that there is a checkpoint
     loss = engine(torch.ones(1, 4)).sum()
     returned = engine.backward(loss)
     engine.step()
@@ -244,7 +244,7 @@ def _resumes_if_there_is_something(folder: str) -> list[Any]:
         os.remove(f"{folder}/saved/latest")
     torch.distributed.barrier()
     with pytest.raises(CheckpointError):
-        engine.load_checkpoint(f"{folder}/saved")  # something is there
+        engine.load_checkpoint(f"{folder}/saved")  # with tags, but without `latest`
     engine.destroy()
     return [*found, (path is not None, state)]
 

@@ -1,4 +1,4 @@
-"""Members of DeepSpeed's engine and optimizer on real ranks, and where the facade behaves as DeepSpeed does.
+"""Members of DeepSpeed's engine and optimizer on real ranks, and the behaviour that equals DeepSpeed's.
 
 docs/deepspeed_names.md lists where the facade differs from DeepSpeed.
 """
@@ -68,11 +68,11 @@ def _every_question() -> None:
     with pytest.raises(
         AttributeError, match="neither DeepSpeedEngine nor its model Sequential has an attribute 'losses'"
     ):
-        engine.losses  # noqa: B018 - the attribute is what is tried
+        engine.losses  # noqa: B018 - the test is the access itself
     engine.destroy()
 
 
-def test_every_question_has_an_answer_and_what_is_absent_is_not_the_models_fault(ranks: Ranks) -> None:
+def test_every_getter_answers_and_missing_ones_name_the_alternative(ranks: Ranks) -> None:
     ranks(1).run(with_facade, _every_question)
 
 
@@ -84,7 +84,7 @@ def _batch_sizes() -> list[Any]:
         seen.append(engine.global_samples)
         engine.step()
     seen.append(engine.global_samples)
-    engine.set_train_batch_size(16)  # of 2 ranks and 2 samples: four micro-batches
+    engine.set_train_batch_size(16)  # 2 ranks with 2 samples each: four micro-batches
     seen += [engine.gradient_accumulation_steps(), engine.train_batch_size()]
     engine.set_train_micro_batch_size(1)
     seen += [engine.train_batch_size(), engine.train_micro_batch_size_per_gpu()]
@@ -98,7 +98,7 @@ def _batch_sizes() -> list[Any]:
 
 
 def test_batch_sizes_change_between_steps(ranks: Ranks) -> None:
-    """`global_samples` counts whole steps, as DeepSpeed does: 0 until the first update."""
+    """`global_samples` counts whole steps, as in DeepSpeed: 0 until the first update."""
     assert ranks(2).run(with_facade, _batch_sizes) == [[0, 0, 8, 8, 16, 4, 16, 8, 1]] * 2
 
 
@@ -150,13 +150,13 @@ def _gradients_so_far(stage: int, dtype: str) -> list[list[float]]:
 
 
 def test_gradients_are_read_before_the_boundary_at_every_stage(ranks: Ranks) -> None:
-    """DeepSpeed gives the gradient so far; that nobody changes it shows in the same weights after the step."""
+    """DeepSpeed returns the gradient so far; equal weights after the step show that reading does not change it."""
     for dtype in ("fp32", "bf16"):
         results = [ranks(2).run(with_facade, _gradients_so_far, stage, dtype) for stage in (0, 1, 2)]
         assert all(result[0] == result[1] for result in results)
         assert results[0] == results[1]
         first, second, _ = results[0][0]
-        assert first == results[2][0][0]  # one micro-step: the bits of the stage that reduces each
+        assert first == results[2][0][0]  # one micro-step: the bits of stage 2
         assert second == pytest.approx(results[2][0][1], rel=1e-2)
         assert sum(abs(value) for value in first) > 0
 
@@ -196,7 +196,7 @@ def test_unused_parameters_are_refused_where_the_config_says_so(ranks: Ranks) ->
         assert told[0] == told[1]
         assert "expected a gradient for every parameter, got 'none for unused.bias, unused.weight'" in told[0]
     assert ranks(2).run(with_facade, _unused, 2, False) == ["", ""]
-    assert ranks(2).run(with_facade, _unused, 3, True) == ["", ""]  # DeepSpeed does not look there, either
+    assert ranks(2).run(with_facade, _unused, 3, True) == ["", ""]  # DeepSpeed does not check this case either
 
 
 def _optimizer_members() -> list[Any]:
@@ -240,7 +240,7 @@ def _optimizer_members() -> list[Any]:
 
 
 def test_the_optimizer_shows_the_loss_scale(ranks: Ranks) -> None:
-    """Scale and overflow after four steps, the second of which overflows."""
+    """Reads scale and overflow after four steps, the second of which overflows."""
     (found,) = ranks(1).run(with_facade, _optimizer_members)
     assert found[:7] == [16.0, 16.0, 16.0, True, 0.0, True, 2]
     assert found[7:] == [(16.0, False), (8.0, True), (8.0, False), (8.0, False)]
@@ -258,7 +258,7 @@ def _passed_optimizer(path: str) -> tuple[list[str], list[float]]:
     names = [type(used).__name__, type(scheduler).__name__, engine.optimizer_name()]
     rates = engine.get_lr()
     engine.destroy()
-    with pytest.raises(ConfigError):  # as the config's alone it is wrong
+    with pytest.raises(ConfigError):  # the config alone is wrong
         deepspeed.initialize(model=small_model(), config=path)
     return names, rates
 
@@ -279,7 +279,7 @@ def _oldest_argument(path: str) -> int:
     return int(steps)
 
 
-def test_the_config_by_the_oldest_name_of_its_argument(ranks: Ranks, tmp_path: Path) -> None:
+def test_the_config_may_be_passed_by_its_oldest_argument_name(ranks: Ranks, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIG))
     assert ranks(1).run(with_facade, _oldest_argument, str(path)) == [2]

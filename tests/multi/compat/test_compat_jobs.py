@@ -1,4 +1,4 @@
-"""Loaders, monitors, collectives and the start of a job by DeepSpeed's names, on real ranks.
+"""Loaders, monitors, collectives and job setup under DeepSpeed's names, on real ranks.
 
 docs/deepspeed_names.md lists where the facade differs from DeepSpeed.
 """
@@ -99,7 +99,7 @@ def _communication() -> list[Any]:
 
 
 def test_collectives_take_deepspeeds_arguments(ranks: Ranks) -> None:
-    """`device_count` on the CPU is that of the ranks of a machine, as DeepSpeed has it by LOCAL_SIZE."""
+    """On the CPU, `device_count` is the number of ranks on the machine, which DeepSpeed takes from LOCAL_SIZE."""
     expected = [3.0, 3.0, [0, 1], [0.0, 0.0, 1.0, 1.0], [0.0, -1.0], ("dp",), 2]
     assert ranks(2).run(with_facade, _communication) == [expected] * 2
 
@@ -131,7 +131,7 @@ engine.destroy()
 
 
 def test_a_job_is_joined_by_its_address(tmp_path: Path) -> None:
-    """Without any variable of a launcher, as DeepSpeed's own tests join."""
+    """Joins without any environment variable of a launcher, as DeepSpeed's own tests do."""
     address = f"file://{tmp_path}/store"
     program = tmp_path / "joining.py"
     program.write_text(JOINING)
@@ -171,7 +171,7 @@ def _throughput() -> list[Any]:
 
 
 def test_throughput_is_counted_from_when_it_is_asked_for(ranks: Ranks) -> None:
-    """Steps and micro-steps of training; until then nothing waits for the device."""
+    """Counts steps and micro-steps of training; before the first request nothing waits for the device."""
     expected = [None, None, (0, 1), (1, 2), (1, 3), (2, 4), 4, 1, True]
     assert ranks(1).run(with_facade, _throughput) == [expected]
 

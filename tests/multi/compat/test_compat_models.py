@@ -1,4 +1,4 @@
-"""`zero.Init`, leaf modules and the parameters of a sharded model by DeepSpeed's names, on real ranks.
+"""`zero.Init`, leaf modules and the parameters of a sharded model under DeepSpeed's names, on real ranks.
 
 docs/deepspeed_names.md lists where the facade differs from DeepSpeed.
 """
@@ -30,7 +30,7 @@ def _unwrapped() -> tuple[list[bool], bool, list[bool]]:
         whole = [weight.ds_status is ZeroParamStatus.AVAILABLE for weight in weights]
         same = unwrapped is engine
     after = [weight.ds_status is ZeroParamStatus.AVAILABLE for weight in weights]
-    for _ in range(2):  # and it goes on training
+    for _ in range(2):  # and training continues
         train_step(engine, engine(torch.ones(2, 4)).sum())
     engine.destroy()
     return whole, same, after
@@ -101,7 +101,7 @@ def _leaf_marks(path: str) -> list[Any]:
     set_z3_leaf_module(model[1], False)  # type: ignore[index]
     assert get_z3_leaf_modules(model) == []
     set_z3_leaf_module(model[1], True)  # type: ignore[index]
-    engine, *_ = deepspeed.initialize(model=model, config=path)  # marks count beside a file, too
+    engine, *_ = deepspeed.initialize(model=model, config=path)  # marks also count beside a config file
     names = [unit.name for unit in engine.units]
     engine.destroy()
     return names
@@ -133,7 +133,7 @@ def _one_part_per_rank() -> list[str]:
 
 
 def test_a_whole_model_may_be_a_leaf(ranks: Ranks) -> None:
-    """Ranks may then run different parts of it."""
+    """Ranks may then run different parts of the model."""
     assert ranks(2).run(with_facade, _one_part_per_rank) == [["root"], ["root"]]
 
 
@@ -168,7 +168,7 @@ def _gathered(model: nn.Module) -> Any:
 
 
 def _writes_without_a_rank(persistent_numel: int) -> tuple[list[bool], bool, str]:
-    """As PEFT merges an adapter and unmerges it, DoRA's by other tensors; rank 1 writes more than rank 0."""
+    """Merges and unmerges adapters as PEFT does, DoRA's with other tensors; rank 1 writes more than rank 0."""
     section = {"stage": 3, "stage3_param_persistence_threshold": persistent_numel}
     engine = make_engine(3, zero_optimization=section)
     model, kept = engine.module, []
@@ -202,7 +202,7 @@ def _writes_without_a_rank(persistent_numel: int) -> tuple[list[bool], bool, str
 
 @pytest.mark.parametrize("persistent_numel", [0, 10_000], ids=["sharded", "persistent"])
 def test_writes_without_a_modifier_rank_are_undone_at_stage_3(ranks: Ranks, persistent_numel: int) -> None:
-    """And stay an error at other stages, where nothing is gathered and a write would stay on its rank."""
+    """At other stages they remain an error: nothing is gathered there, and a write would stay on its rank."""
     for kept, equal, said in ranks(2).run(with_facade, _writes_without_a_rank, persistent_numel):
         assert kept == [True, True, True]
         assert equal

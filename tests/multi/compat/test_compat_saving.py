@@ -1,4 +1,4 @@
-"""Checkpoints and configs by DeepSpeed's names, on real ranks, and the calls of Lightning.
+"""Checkpoints and configs under DeepSpeed's names, on real ranks, and the calls of Lightning.
 
 docs/deepspeed_names.md lists where the facade differs from DeepSpeed.
 """
@@ -95,7 +95,7 @@ def _as_lightning_does(folder: str) -> list[Any]:
     model = small_model()
     config = {**CONFIG, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 3}}
     engine, *_ = deepspeed.initialize(model=model, config=config)
-    # Its summary of a model, and Fabric's test for what has a step of its own.
+    # Lightning's summary of a model, and Fabric's test whether an object has its own step.
     own = sum(param.partition_numel() for param in model.parameters())
     assert all(hasattr(engine, name) for name in ("step", "param_groups", "defaults", "state", "load_state_dict"))
     assert engine.param_groups is engine.optimizer.param_groups
@@ -109,7 +109,7 @@ def _as_lightning_does(folder: str) -> list[Any]:
     stage = torch.load(get_optim_files(f"{folder}/end")[0])["optimizer_state_dict"]["zero_stage"]
     read = torch.load(get_model_state_file(f"{folder}/end", stage), weights_only=False)
     train_step(engine, loss_of(engine))
-    # validate: the same model once more, without an optimizer, while nothing destroyed the first engine.
+    # validate: the same model again, without an optimizer, while the first engine is not destroyed.
     with TestCase().assertLogs("zeroaccel") as said:
         inference, *_ = deepspeed.initialize(model=model, model_parameters=[], config={**config, "optimizer": None})
     assert any("destroys an earlier engine of this model" in line for line in said.output)
@@ -121,11 +121,11 @@ def _as_lightning_does(folder: str) -> list[Any]:
     assert again.micro_steps == 2
     assert again.global_steps == 1
     assert loaded["hyper"] == argparse.Namespace(options=argparse.Namespace(path=Path("x"), mode="fast"))
-    again.optimizer.offload_states()  # OpenRLHF
+    again.optimizer.offload_states()  # as OpenRLHF calls it
     again.optimizer.reload_states()
     again.backward(loss_of(again))
     with pytest.raises(UsageError, match=r"expected a parameter without an engine, got 'a parameter of another"):
-        deepspeed.initialize(model=model, config=config)  # gradients wait in it
+        deepspeed.initialize(model=model, config=config)  # gradients are pending in it
     again.destroy()
     return [own, stage, read["epoch"], read["lock"], read["global_steps"], math.isfinite(loss)]
 
@@ -145,7 +145,7 @@ def _with_enumerations(folder: str) -> list[str]:
     engine, *_ = deepspeed.initialize(
         model=small_model(), config={**CONFIG, "zero_optimization": section, "log_level": "ERROR"}
     )
-    engine.save_checkpoint(folder)  # the config is part of it
+    engine.save_checkpoint(folder)  # the checkpoint includes the config
     found = [type(engine.config["zero_optimization"]["offload_optimizer"]["device"]).__name__, engine.log_level()]
     engine.destroy()
     return found

@@ -1,7 +1,7 @@
 """JSON configs of public projects (tests/data/collection): each trains two steps as a plain loop does, or is refused.
 
-A project's config is for its own number of ranks; here there is one, so that a total batch size that contradicts the
-others is left out, as are the paths of its machines. "auto" is filled as transformers' Trainer fills it.
+A project's config is for its own number of ranks; this test has one, so it drops a total batch size that contradicts
+the other sizes, and paths of the project's machines. It fills "auto" as transformers' Trainer does.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _collected() -> list[dict[str, Any]]:
 
 
 def _filled(settings: dict[str, Any], folder: str) -> dict[str, Any]:
-    """The config as a job of one rank gets it; what the model decides ("auto" of bucket sizes) stays "auto"."""
+    """Returns the config for a job of one rank; values that depend on the model ("auto" bucket sizes) stay "auto"."""
     config = copy.deepcopy(settings)
     config = _without_auto(config)
     sizes = [config.get(name) for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")]
@@ -57,9 +57,9 @@ def _filled(settings: dict[str, Any], folder: str) -> dict[str, Any]:
     if config.get("train_batch_size") is None:
         config.setdefault("train_micro_batch_size_per_gpu", 2)
     if isinstance(config.get("bf16"), dict) and config["bf16"].get("enabled") and isinstance(config.get("fp16"), dict):
-        config["fp16"]["enabled"] = False  # "auto" both: Trainer's --bf16
+        config["fp16"]["enabled"] = False  # "auto" for both: Trainer's --bf16
     if "compile" in config:
-        config["compile"]["backend"] = "eager"  # others need a compiler on the machine
+        config["compile"]["backend"] = "eager"  # other backends need a compiler on the machine
     zero = config.get("zero_optimization")
     if isinstance(zero, dict):
         for name in ("offload_optimizer", "offload_param"):
@@ -122,7 +122,7 @@ class _PlainAdam:
 
 
 def _differences(entry: dict[str, Any], folder: str) -> str:
-    """Trains by the config and by a plain loop; what differs, or the empty string."""
+    """Trains by the config and by a plain loop; returns the differences, or the empty string."""
     config = _filled(entry["settings"], folder)
     section = config.get("optimizer")
     model, plain = _network(), _network()
@@ -161,7 +161,7 @@ def _differences(entry: dict[str, Any], folder: str) -> str:
 
 def _train(entries: list[dict[str, Any]], folder: str) -> list[str]:
     outcomes = []
-    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")  # torch's tracer asks for it itself
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")  # torch's tracer triggers it
     for entry in entries:
         try:
             outcomes.append(_differences(entry, folder))
@@ -170,7 +170,7 @@ def _train(entries: list[dict[str, Any]], folder: str) -> list[str]:
     return outcomes
 
 
-# One that splits layers needs several ranks, and layers with names: `test_tensor_parallel.py` trains it.
+# A config with tensor parallelism needs several ranks and named layers: `test_tensor_parallel.py` trains it.
 _TRAINING = [entry for entry in _collected() if "refused" not in entry and "tensor_parallel" not in entry["settings"]]
 
 

@@ -1,4 +1,4 @@
-"""Keys of the config that are little more than a wire: each value arrives where it takes effect."""
+"""Config keys that are only passed on: each value arrives where it takes effect."""
 
 from __future__ import annotations
 

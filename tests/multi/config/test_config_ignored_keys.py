@@ -1,4 +1,4 @@
-"""Keys that do nothing here: two steps of a small model with and without them."""
+"""Config keys that zeroaccel ignores: two steps of a small model with and without them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _model() -> nn.Module:
 
 
 def _train(settings: dict[str, Any]) -> list[torch.Tensor]:
-    """The weights after two optimizer steps."""
+    """Returns the weights after two optimizer steps."""
     model = _model()
     optimizer = None
     if "optimizer" not in settings:
@@ -36,7 +36,7 @@ def _train(settings: dict[str, Any]) -> list[torch.Tensor]:
 
 
 def _same(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[int]:
-    """Which pairs of configs train differently."""
+    """Returns the pairs of configs that train differently."""
     different = []
     for index, (one, other) in enumerate(pairs):
         weights = zip(_train(one), _train(other), strict=True)
@@ -72,11 +72,11 @@ def test_keys_that_do_nothing_change_no_bit(ranks: Ranks, tmp_path: object) -> N
         (_base(2, hybrid_engine={"enabled": True}, comms_logger={"enabled": True}), _base(2)),
         (_base(3, allgather=1, _comment="x", checkpoint={"use_node_local_storage": True}), _base(3)),
     ]
-    pairs.append((_base(2, gradient_clipping=0.1), _base(2)))  # which does do something
+    pairs.append((_base(2, gradient_clipping=0.1), _base(2)))  # a key that has an effect
     assert ranks(1).run(_same, pairs) == [[len(pairs) - 1]]
 
 
-def test_they_change_no_bit_on_two_ranks_either(ranks: Ranks, tmp_path: object) -> None:
+def test_keys_that_do_nothing_change_no_bit_on_two_ranks(ranks: Ranks, tmp_path: object) -> None:
     nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
     bf16 = {"bf16": {"enabled": True}}
     pairs = [

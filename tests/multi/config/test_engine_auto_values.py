@@ -35,7 +35,7 @@ WRITTEN: dict[str, Any] = {
 
 
 def _settings(tree: dict[str, Any]) -> tuple[str, int, int, list[bool]]:
-    """The engine's settings as text, and what of it follows from the model's width."""
+    """Returns the engine's settings as text, and the values that depend on the model's width."""
     engine, *_ = zeroaccel.initialize(Toy(), config=tree)
     settings = engine.settings
     resident = [buffer.persistent for unit in engine.units for buffer in unit.buffers]
@@ -51,17 +51,17 @@ def _refusal(tree: dict[str, Any]) -> str:
     return message(ConfigError, zeroaccel.initialize, torch.nn.Linear(3, 3), config=tree)
 
 
-def test_autos_become_the_numbers_one_would_have_written(ranks: Ranks) -> None:
+def test_auto_values_equal_explicit_ones(ranks: Ranks) -> None:
     filled = ranks(2).run(_settings, AUTO)
     assert filled == ranks(2).run(_settings, WRITTEN)
     _, bucket, prefetch, resident = filled[0]
     assert (bucket, prefetch) == (WIDTH**2, int(0.9 * WIDTH**2))
-    assert set(resident) == {True, False}  # the default threshold would make all of the toy persistent
+    assert set(resident) == {True, False}  # the default threshold would make the whole toy persistent
     pairs = zip(ranks(2).run(_train, AUTO), ranks(2).run(_train, WRITTEN), strict=True)
     assert [differences(one, other) for one, other in pairs] == [[], []]
 
 
-def test_what_nothing_fills_is_reported_on_every_rank(ranks: Ranks) -> None:
+def test_auto_values_that_nothing_fills_are_reported_on_every_rank(ranks: Ranks) -> None:
     tree = {
         "train_micro_batch_size_per_gpu": "auto",
         "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},

@@ -1,4 +1,4 @@
-"""Loaders on real ranks: rank 0's order, and rank 0 reading for all."""
+"""Loaders on real ranks: all ranks follow rank 0's order, or rank 0 reads for all."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from zeroaccel.data import DataLoaderConfiguration, prepare_data_loader
 
 
 class Numbers(Dataset[int]):
-    """Only for `readers`; -1 stands for an item that cannot be read."""
+    """A dataset that only `readers` may read; item `broken` raises an error, unless it is -1."""
 
     def __init__(self, length: int, readers: tuple[int, ...] = (0, 1), broken: int = -1) -> None:
         self.length, self.readers, self.broken = length, readers, broken
 
     def __getitem__(self, index: int) -> int:
-        assert torch.distributed.get_rank() in self.readers, "read by a rank that should not"
+        assert torch.distributed.get_rank() in self.readers, "read by a rank that may not read"
         if index == self.broken:
             raise KeyError(f"no item {index}")
         return index
@@ -32,7 +32,7 @@ class Numbers(Dataset[int]):
 
 
 class RandomStream(IterableDataset[Any]):
-    """Another order on every rank and in every epoch; items of several kinds and sizes."""
+    """A stream in a different order on every rank and in every epoch, with items of several kinds and sizes."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -58,8 +58,8 @@ def _collectives() -> Collectives:
 
 
 def _epochs(make: Callable[[], DataLoader[Any]], options: dict[str, Any], skip: tuple[int, int] | None) -> Any:
-    """Per batch of two epochs: values, end and remainder. `skip` loads a position first."""
-    torch.manual_seed(torch.distributed.get_rank())  # ranks that would not agree by themselves
+    """Returns (values, end, remainder) of each batch of two epochs; `skip` loads a position first."""
+    torch.manual_seed(torch.distributed.get_rank())  # different seeds on the ranks
     loader = prepare_data_loader(make(), DataLoaderConfiguration(**options), collectives=_collectives())
     if skip is not None:
         loader.load_state_dict(loader.state_dict() | {"epoch": skip[0], "batches": skip[1]})
@@ -88,7 +88,7 @@ def _broken() -> DataLoader[Any]:
 
 
 def _merged(results: list[Any]) -> list[list[Any]]:
-    """The epochs that the ranks saw together, without what was repeated."""
+    """Returns the epochs that the ranks read together, without repeated samples."""
     epochs: list[list[Any]] = [[]]
     for turns in zip(*(found for _, found in results), strict=True):
         assert len({(end, remainder) for _, end, remainder in turns}) == 1
@@ -137,7 +137,7 @@ def _failure() -> str:
     return message(KeyError, _epochs, _broken, {"dispatch_batches": True}, None)
 
 
-def test_what_fails_on_rank_0_fails_on_all(ranks: Ranks) -> None:
+def test_an_error_on_rank_0_is_raised_on_all(ranks: Ranks) -> None:
     zero, one = ranks(2).run(_failure, timeout=20.0)
     assert "no item 6" in zero
     assert "no item 6" in one

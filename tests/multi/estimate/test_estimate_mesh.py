@@ -1,4 +1,4 @@
-"""The estimate of one rank of a mesh against the bytes of a real run: at the peak, and sent along each axis."""
+"""The estimate for one rank of a mesh against the bytes of a real run: at the peak, and sent along each axis."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.support.pool import IMPORTS
 pytest.importorskip("transformers")
 
 
-# Measured over estimated, at least and at most. The upper bounds are wide: on a busy machine gloo's threads and torch's
-# DTensors let go of sums and messages late, in every step of a run.
+# Bounds of measured / estimated. The upper bounds are wide because, on a busy machine, gloo's threads and torch's
+# DTensors release sums and messages late in every step.
 @pytest.mark.parametrize(
     ("arguments", "bounds"),
     [
@@ -37,6 +37,6 @@ def test_a_rank_of_a_mesh_is_as_estimated(arguments: list[object], bounds: tuple
     estimated, measured = found["estimated"], found["measured"]
     least, most = bounds
     assert least * estimated["peak"] <= measured["peak"] <= most * estimated["peak"], found
-    # Exact, but for the positions that ranks of one sequence bring together, and tokens that stay on their rank.
+    # Exact except for the positions that sequence-parallel ranks exchange, and tokens that stay on their rank.
     near = {"--sp": 0.002, "--ep": 0.05}.get(str(arguments[0]), 0)
     assert estimated["sent"] == pytest.approx(measured["sent"], rel=near)

@@ -1,4 +1,4 @@
-"""The estimates of small models against the bytes of torch's allocator in real runs on two ranks."""
+"""The estimates for small models against the bytes of torch's allocator in real runs on two ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forks of the fork server: what a program sees is what a new interpreter would have shown it."""
+"""Forks of the fork server: a program in a fork behaves as in a new interpreter."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ sys.exit("the end")
 
 
 def _same(tmp_path: Path, words: list[object]) -> JobResult:
-    """The result of a fork, which is that of a new interpreter."""
+    """Runs a program in a fork and in a new interpreter; returns the result, which must be equal."""
     forked, new = (
         run_command([sys.executable, *words], cwd=tmp_path, env={"OMP_NUM_THREADS": "1"}, fresh=fresh)
         for fresh in (False, True)
@@ -76,7 +76,7 @@ def test_forks_have_random_states_and_threads_of_their_own(tmp_path: Path) -> No
     assert first[0] == second[0] == "True"
     (threads, drawn, *random_numbers), (_, drawn_again, *others) = first[1].split(), second[1].split()
     assert threads == "2"
-    assert drawn == drawn_again  # torch starts from a constant
+    assert drawn == drawn_again  # torch starts from a constant seed
     assert not set(random_numbers) & set(others)
     assert run_job(1, script, fresh=True).stdout.startswith("False")
 
@@ -115,7 +115,7 @@ def test_a_child_process_is_a_fork_that_leaves_its_parent_as_it_is(tmp_path: Pat
         (["-c", "pass"], {"TORCH_LOGS": "all"}, True),
     ],
 )
-def test_what_is_read_at_the_interpreters_start_needs_one(
+def test_settings_read_at_interpreter_start_need_a_new_interpreter(
     tmp_path: Path, words: list[str], variables: dict[str, str], expected: bool
 ) -> None:
     environment = outside_any_job()

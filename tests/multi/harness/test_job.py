@@ -53,7 +53,7 @@ def test_a_job_that_does_not_end_is_killed_with_its_descendants(tmp_path: Path) 
     children = [int(line) for line in caught.value.result.stdout.split()]
     assert len(children) == 2
     assert caught.value.result.returncodes == (-9, -9)
-    limit = time_limits.Limit(10)  # a killed process takes a moment to go
+    limit = time_limits.Limit(10)  # a killed process takes a moment to exit
     while (alive := [pid for pid in children if _is_alive(pid)]) and not limit.is_over():
         time.sleep(0.02)
     assert not alive

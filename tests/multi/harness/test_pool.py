@@ -1,4 +1,4 @@
-"""The pool's own promises: results by rank, every rank's traceback, and a new start after a failure or a hang."""
+"""The pool of ranks: results by rank, every rank's traceback, and a new start after a failure or a hang."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.pool import Pool, RankFailure, Ranks, RankTimeout
 
-# torch is imported by the functions that need it: most of these tests make do with bare processes, which start at once.
+# torch is imported by the functions that need it: most of these tests use bare processes, which start at once.
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
-"""A program that trains with a quarter of its optimizer's states as its memory: python -m ... FOLDER 0|1 (offload).
+"""A program that trains with a quarter of its optimizer states as its memory limit: python -m ... FOLDER 0|1 (offload).
 
-The limit is RLIMIT_DATA, all private memory a process may ask for, from before the model is made; what Python, torch
-and the compiled kernels hold by then is not counted. The C library must give freed blocks back rather than keep them
-in a heap full of holes: MALLOC_MMAP_THRESHOLD_=131072.
+The limit is RLIMIT_DATA (all private memory that a process may allocate), set before the model is made; memory that
+Python, torch and the compiled kernels hold by then is not counted. MALLOC_MMAP_THRESHOLD_=131072 makes the C library
+return freed blocks instead of keeping them in a fragmented heap.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WIDTH, LAYERS = 1024, 36
 
 
 class Stack(nn.Module):
-    """Square layers; returns a loss."""
+    """Square layers; `forward` returns a loss."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Stack(nn.Module):
 
 
 def train(folder: str, width: int, layers: int, steps: int, *, offload: bool) -> list[float]:
-    """Losses of a few steps."""
+    """Trains a few steps; returns the losses."""
     nvme = {"device": "nvme", "nvme_path": folder}
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -78,7 +78,7 @@ def main() -> None:
     folder, offload = sys.argv[1], sys.argv[2] == "1"
     torch.set_num_threads(1)
     threading.stack_size(256 * 1024)
-    train(folder, 64, 2, 2, offload=offload)  # compiles, imports and starts all there is
+    train(folder, 64, 2, 2, offload=offload)  # compiles, imports and starts everything that training needs
     numel = WIDTH * WIDTH * LAYERS
     limit = 12 * numel // 4
     before = _kilobytes("VmData")

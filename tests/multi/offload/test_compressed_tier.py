@@ -1,6 +1,6 @@
-"""A new tier is one class and one line of a table: engine, checkpoints and parameter access are as they are.
+"""A new tier is one class and one table entry: engine, checkpoints and parameter access stay unchanged.
 
-The classes here compress, without loss, so that a run with them has the bits of a run without.
+The classes here compress without loss, so a run with them has the bits of a run without them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _compressed(values: Tensor) -> bytes:
 
 
 class CompressedShard(ShardStorage):
-    """Weights as zlib bytes, decompressed for each use."""
+    """Keeps weights as zlib bytes and decompresses them for each use."""
 
     def __init__(self, place: ShardPlace) -> None:
         super().__init__(place)
@@ -62,7 +62,7 @@ class CompressedShard(ShardStorage):
 
 
 class CompressedMasters(SeparateMasters):
-    """Masters as zlib bytes between steps; the optimizer's states stay in memory."""
+    """Keeps masters as zlib bytes between steps; the optimizer's states stay in memory."""
 
     def __init__(self, place: MasterPlace) -> None:
         super().__init__(place)
@@ -118,7 +118,7 @@ class CompressedMasters(SeparateMasters):
 
 @contextmanager
 def compressing() -> Iterator[None]:
-    """The two lines: parameters and masters in memory are compressed."""
+    """Registers both classes, so that parameters and masters in memory are compressed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(SHARD_STORAGES, "device", CompressedShard)
         patch.setitem(MASTER_STORAGES, "separate", lambda place, swapper: CompressedMasters(place))
@@ -134,7 +134,7 @@ def _train_both(settings: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize("optimizer", [ADAMW, SGD, {"type": "Lamb", "params": {"lr": 1e-2}}])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_run_has_the_same_bits(ranks: Ranks, precision: str, optimizer: dict[str, Any]) -> None:
-    """Lamb: whole tensors, in an owner layout."""
+    """Lamb covers whole tensors in an owner layout."""
     for found in ranks(2).run(_train_both, config(3, precision, gradient_clipping=1.0, optimizer=optimizer)):
         assert found == []
 

@@ -1,4 +1,4 @@
-"""Checkpoints of offloaded states: saved and loaded as those in memory, from any tier to any."""
+"""Checkpoints of offloaded states: saved and loaded like states in memory, from any tier to any other."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_any_tier_to_any_other(
 
 
 def _during_training(root: Path, swap: Path) -> tuple[list[float], list[float]]:
-    """Losses after a background save during which training continued, and of a resumed run."""
+    """Trains during a background save; returns its losses, and those of a run resumed from the checkpoint."""
     files = offloaded(swap, "nvme", "nvme")
     engine = make_engine(3, "bf16", checkpoint={"async_save": True}, **files)
     train(engine, batches(0, 2))
@@ -83,7 +83,7 @@ def test_a_background_save_reads_the_tier_during_training(ranks: Ranks, tmp_path
 
 
 def _before_the_first_step(root: Path, swap: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """A checkpoint without any states yet, loaded over an engine that has some."""
+    """Loads a checkpoint without states into an engine that has states."""
     files = offloaded(swap, "nvme", "none")
     engine = make_engine(2, "bf16", **files)
     engine.save_checkpoint(root, tag="new")

@@ -1,4 +1,4 @@
-"""Faults of offload: raised on every rank, before training where they can be known, else at once."""
+"""Errors of offload: raised on every rank, before training if possible, else immediately."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _step(engine: Engine, batch: Tensor) -> float:
 
 
 def _fails(call: str, error: OSError, settings: dict[str, Any], root: Path) -> tuple[str, str, bool]:
-    """(what the step said, what the next said, whether training went on from the checkpoint as it would have)."""
+    """Returns (error of the failing step, error of the next, whether training from the checkpoint has equal losses)."""
     engine = _engine(settings)
     tokens = batches(engine.collectives.rank, 4)
     _step(engine, tokens[0])
@@ -69,7 +69,7 @@ def test_a_disk_that_fails_in_a_step_is_reported_on_every_rank(
 
 
 def _fails_in_a_pass(phase: str, settings: dict[str, Any], reads: int) -> tuple[str, bool]:
-    """(what the pass said, whether training goes on as it would have without it)."""
+    """Returns (error of the failing pass, whether training continues as it would have without the error)."""
     losses, said = [], ""
     for failing in (False, True):
         engine = _engine(settings)
@@ -118,7 +118,7 @@ class _DeviceOnly(torch.optim.SGD):
 
 
 def _mistakes(cases: list[dict[str, Any]], missing_on: int) -> list[str]:
-    """The messages of `initialize`; a case with "client" has an optimizer that needs a device."""
+    """Returns the messages of `initialize`; a case with "client" has an optimizer that needs a device."""
     told = []
     for case in cases:
         case = dict(case)
@@ -171,6 +171,6 @@ def test_ranks_that_share_a_disk_need_room_together(ranks: Ranks, tmp_path: Path
     settings = config(2, "bf16", **offloaded(tmp_path, "nvme"))
     roomy = ranks(2).run(_too_large, settings, 1 << 30)
     assert roomy == ["nothing"] * 2
-    for told in ranks(2).run(_too_large, settings, 100_000):  # enough for one rank's, not for two
+    for told in ranks(2).run(_too_large, settings, 100_000):  # enough for one rank, not for two
         assert "bytes of free space for 2 files of the ranks on" in told
         assert "got 100000" not in told or "100000 bytes free" in told

@@ -1,4 +1,4 @@
-"""Bytes on each tier by the formulas; and a run whose states are four times the memory it may take."""
+"""Bytes on each tier against the formulas, and a run whose states are four times its memory limit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ States = dict[str, int]
 
 
 def _states(settings: dict[str, Any]) -> tuple[int, States, States]:
-    """(N, bytes in memory, bytes in tiers) after two steps."""
+    """Returns (N, bytes in memory, bytes in tiers) after two steps."""
     engine, *_ = zeroaccel.initialize(Trained(), config=settings)
     for batch in batches(engine.collectives.rank, 2):
         train_step(engine, engine(batch))

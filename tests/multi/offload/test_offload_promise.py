@@ -1,4 +1,4 @@
-"""The promise with offload: on whatever tier masters, states and parameters are, the bits are the same."""
+"""The promise with offload: whichever tier holds masters, states and parameters, the bits are the same."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ RESIDUAL = {"master_weights": "residual"}
 
 
 class HalfWay(Toy):
-    """Weights of which many are half way between two of bf16, as those of fp16 often are."""
+    """Weights of which many lie half way between two bf16 values, as fp16 weights often do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def test_every_tier_has_the_bits_of_fp32_masters(
 
 
 def _train_variants(folder: Path) -> list[tuple[str, list[str]]]:
-    """Of each pair of runs, one with fp32 masters and one with residuals: what differs."""
+    """Trains pairs of runs, one with fp32 masters and one with residuals; returns the differences."""
     told = []
     small = {"type": "AdamW", "params": {"lr": 1e-2, "moments_dtype": "bf16"}}
     adagrad = {"type": "Adagrad", "params": {"lr": 1e-2}}
@@ -129,7 +129,7 @@ def test_checkpoints_have_plain_masters(ranks: Ranks, tmp_path: Path, saved: str
 
 
 def _edited(settings: dict[str, Any], steps: int) -> tuple[list[float], list[Tensor]]:
-    """A run in which people write and read weights between steps."""
+    """Trains a run whose weights are written and read between steps."""
     torch.manual_seed(7)
     engine, *_ = zeroaccel.initialize(HalfWay(), config=settings)
     model, losses, seen = engine.module, [], []
@@ -166,7 +166,7 @@ def _refused(cases: list[dict[str, Any]]) -> list[str]:
     return [complaint(zeroaccel.initialize, Toy(), config=case) for case in cases]
 
 
-def test_where_residuals_do_not_fit_they_are_refused(ranks: Ranks) -> None:
+def test_unsuitable_residuals_are_refused(ranks: Ranks) -> None:
     int8 = {"type": "AdamW", "params": {"lr": 1e-2, "moments_dtype": "int8"}}
     cases = [
         (config(2, "fp16", data_types=RESIDUAL), "the precision is fp16"),

@@ -1,4 +1,4 @@
-"""Updates on the host that do not wait for `step()`: during backward with the same bits, or one step late."""
+"""Host updates that do not wait for `step()`: during backward with the same bits, or one step late."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _step(engine: Engine, batch: Tensor) -> float:
 
 
 def _train(settings: dict[str, Any], steps: int, make: Callable[[], nn.Module] = Toy) -> tuple[Run, list[bool]]:
-    """A run, and of each micro-batch whether updates had begun before `step()`."""
+    """Trains a run; also returns, per micro-batch, whether updates had begun before `step()`."""
     engine = _make(settings, make)
     run, early = Run(), []
     for batch in batches(engine.collectives.rank, steps * engine.gradient_accumulation_steps()):
@@ -64,7 +64,7 @@ def _train(settings: dict[str, Any], steps: int, make: Callable[[], nn.Module] =
 
 
 class _Recomputed(nn.Module):
-    """One block that two re-entrant checkpoints recompute: its gradients come twice."""
+    """One block that two re-entrant checkpoints recompute, so that each gradient arrives twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ def test_updates_in_backward_give_the_same_bits(
             assert differences(expected, got) == [], where
             assert not any(never)
             boundaries = early[accumulation - 1 :: accumulation]
-            assert boundaries == [False, True, True, True], where  # the first step only looks
+            assert boundaries == [False, True, True, True], where  # the first step only records
             assert sum(early) == 3
 
 
@@ -113,7 +113,7 @@ def test_gradients_that_come_twice_are_updated_in_the_step(ranks: Ranks, tmp_pat
 
 
 def _contradicted(folder: Path, root: Path) -> dict[str, str]:
-    """What is said to who changes gradients or settings after their update has begun."""
+    """Returns the errors of calls that change gradients or settings after their update has begun."""
     engine = _make(_settings(folder, "backward", 2, "cpu"))
     tokens = batches(engine.collectives.rank, 8)
     _step(engine, tokens[0])
@@ -171,7 +171,7 @@ def _refused(cases: list[dict[str, Any]]) -> list[str]:
     return told
 
 
-def test_what_an_update_in_backward_cannot_know_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+def test_settings_unknown_during_backward_are_refused(ranks: Ranks, tmp_path: Path) -> None:
     fp16 = {"enabled": True, "initial_scale_power": 8}
     cases = [
         (_settings(tmp_path, "backward", 2, "cpu", gradient_clipping=1.0), "gradient_clipping is 1.0"),
@@ -195,7 +195,7 @@ def test_what_an_update_in_backward_cannot_know_is_refused(ranks: Ranks, tmp_pat
 
 
 def _late_by_hand(steps: int, dtype: torch.dtype, lrs: list[float]) -> tuple[list[float], dict[str, Tensor]]:
-    """A plain loop in which each gradient is taken at weights that lack the update before."""
+    """Trains in a plain loop that computes each gradient at weights without the latest update."""
     torch.manual_seed(7)
     model = Toy()
     masters = {name: nn.Parameter(p.detach().clone()) for name, p in model.named_parameters() if p.requires_grad}
@@ -234,14 +234,14 @@ def _late(settings: dict[str, Any], lrs: list[float]) -> tuple[list[float], dict
         loss = _backward(engine, batch)
         engine.optimizer.param_groups[0]["lr"] = lr
         engine.step()
-        engine.optimizer.param_groups[0]["lr"] = 99.0  # the update under way goes by what it was at the step
+        engine.optimizer.param_groups[0]["lr"] = 99.0  # the running update uses the rate from its step
         losses.append(loss.item())
     engine.destroy()
     return losses, {name: param.detach().clone() for name, param in engine.module.named_parameters()}
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_one_step_late_is_what_a_plain_loop_does(ranks: Ranks, tmp_path: Path, precision: str) -> None:
+def test_one_step_late_equals_a_plain_loop_with_late_updates(ranks: Ranks, tmp_path: Path, precision: str) -> None:
     lrs = [1e-2, 2e-2, 3e-2, 1e-2, 5e-3]
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     losses, weights = ranks(1).run(_late_by_hand, len(lrs), dtype, lrs)[0]
@@ -262,7 +262,7 @@ def _late_all(settings: list[dict[str, Any]]) -> list[Run]:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_one_step_late_is_the_same_on_every_tier(ranks: Ranks, tmp_path: Path, precision: str) -> None:
-    """With clipping; fp16 with steps that overflow, which finish the update before and start none."""
+    """With clipping, and in fp16 with steps that overflow, which finish the previous update and start none."""
     changes: dict[str, Any] = {"gradient_clipping": 0.5}
     if precision == "fp16":
         changes |= {

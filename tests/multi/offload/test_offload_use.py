@@ -1,4 +1,4 @@
-"""Offload in use: inference from the host or from files, offloaded states, the line in the log, the knobs."""
+"""Offload in use: inference from the host or from files, offloaded states, the log line, the settings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zeroaccel.zero.storage.state_offload import OffloadedStates
 
 
 def _infer(settings: dict[str, Any]) -> tuple[list[float], dict[str, int], int]:
-    """Losses of forwards without an optimizer, bytes in tiers, bytes of parameters in memory afterwards."""
+    """Returns the losses of forwards without an optimizer, the bytes in tiers, and the parameters' bytes in memory."""
     torch.manual_seed(7)
     engine, optimizer, *_ = zeroaccel.initialize(Toy(), config=settings)
     assert optimizer is None
@@ -44,11 +44,11 @@ def test_inference_with_parameters_on_host_or_disk(
         assert one[0] == other[0] == third[0]
         assert other[1]["params, host"] == other[2] > 0
         assert third[1] == {"params, nvme": other[2]}
-        assert third[2] == 0  # nothing but files between forwards
+        assert third[2] == 0  # between forwards, all bytes are in files
 
 
 def _traffic(settings: dict[str, Any]) -> list[int]:
-    """Bytes that went to and from files in the third step: (states read, states written, params read, written)."""
+    """Returns the bytes of the third step's file accesses: (states read, states written, params read, written)."""
     torch.manual_seed(7)
     engine, *_ = zeroaccel.initialize(Toy(), config=settings)
     tiers = engine.tier_set.tiers
@@ -63,13 +63,13 @@ def _traffic(settings: dict[str, Any]) -> list[int]:
 
 
 def test_a_step_moves_each_byte_once(ranks: Ranks, tmp_path: Path) -> None:
-    """States are read and written once a step, shards written once, and read once per gather."""
+    """A step reads and writes states once, writes shards once, and reads them once per gather."""
     settings = config(3, "bf16", **offloaded(tmp_path, "nvme", "nvme"))
     settings["zero_optimization"]["sub_group_size"] = 10**9
     for read, written, params_read, params_written in ranks(2).run(_traffic, settings):
         assert read == written > 0
         assert params_written > 0
-        assert params_written <= params_read <= 2 * params_written + 4096 * 8  # the frozen one is only read
+        assert params_written <= params_read <= 2 * params_written + 4096 * 8  # the frozen parameter is only read
 
 
 def _parks(settings: dict[str, Any]) -> list[float]:
@@ -168,7 +168,7 @@ def test_max_in_cpu_keeps_the_first_shards_in_memory(ranks: Ranks, tmp_path: Pat
 
 
 def _settings_of_tiers(settings: dict[str, Any]) -> tuple[list[IoSettings], list[tuple[int, int]], bool, bool]:
-    """(how files are read; (budget, largest sub-group) of states and of parameters; both pipelines)."""
+    """Returns (file settings; (budget, largest sub-group) of states and of parameters; both pipeline flags)."""
     engine, *_ = zeroaccel.initialize(Toy(), config=settings)
     tiers = engine.tier_set
     assert tiers is not None

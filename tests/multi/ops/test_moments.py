@@ -1,4 +1,4 @@
-"""Moments in fewer bits through the engine: configured, saved, resharded, and resumed in another format."""
+"""Moments in fewer bits: configured in the engine, saved, resharded, and resumed in another format."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _resume(folder: Path, tag: str, stage: int, moments: str) -> Any:
 
 
 @pytest.mark.parametrize("moments", ["bf16", "int8"])
-def test_they_are_resharded_bit_by_bit_and_load_into_float32(ranks: Ranks, tmp_path: Path, moments: str) -> None:
+def test_moments_are_resharded_bit_by_bit_and_load_into_float32(ranks: Ranks, tmp_path: Path, moments: str) -> None:
     saved = ranks(2).run(_save, tmp_path, 2, moments)
     for world_size, stage in ((1, 0), (2, 3)):
         resumed = ranks(world_size).run(_resume, tmp_path, moments, stage, moments)
@@ -57,7 +57,7 @@ def test_they_are_resharded_bit_by_bit_and_load_into_float32(ranks: Ranks, tmp_p
 
 
 def _in_files(folder: Path, moments: str) -> tuple[list[str], list[str]]:
-    """Differences between runs with states in memory and in files; and between going on and resuming."""
+    """Returns the differences between states in memory and in files, and between continuing and resuming."""
     section = {"type": "AdamW", "params": {"lr": 1e-2, "moments_dtype": moments}}
     files = {"device": "nvme", "nvme_path": str(folder)}
     plain = config(3, "bf16", optimizer=section)
@@ -122,7 +122,7 @@ def test_blocks_are_refused_where_a_number_per_element_is_asked_for(ranks: Ranks
     assert 'moments_dtype: expected "fp32" or "bf16" with' in refusal
 
 
-def test_what_has_no_such_states_says_so(ranks: Ranks) -> None:
+def test_optimizers_without_such_moments_refuse_the_setting(ranks: Ranks) -> None:
     flag = {"enabled": True, "bf16_optimizer_states": True}
     sgd = ranks(1).run(_refusal, config(2, bf16=flag, optimizer={"type": "SGD", "params": {"lr": 0.1}}))[0]
     assert "optimizer.params.moments_dtype: expected a setting of SGD" in sgd

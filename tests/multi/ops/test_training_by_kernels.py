@@ -1,4 +1,4 @@
-"""Whole trainings by the CUDA kernels, compiled for the host: updates, norm, decisions, codes have the host's bits."""
+"""Whole training runs by the CUDA kernels, compiled for the host: updates, norm, decisions, codes keep their bits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 @contextmanager
 def by_kernels() -> Iterator[list[str]]:
-    """Inside, what runs on an accelerator's kernels runs on these; yields the names of those launched."""
+    """Replaces an accelerator's kernels by these within the context; yields the names of launched kernels."""
     kernels, replacements = host_kernels(), Replacements()
 
     def step_shard(
@@ -68,7 +68,7 @@ def _on_device(engine: Engine) -> None:
 
 
 def _both(settings: Mapping[str, Any], steps: int = 4) -> tuple[list[str], Run, set[str]]:
-    """Differences of a training by the host's loops and one by the kernels, the latter, and what was launched."""
+    """Trains by the host's loops and by the kernels; returns the differences, the latter run, and its kernels."""
     wanted = train(settings, steps)
     with by_kernels() as launched:
         found = train(settings, steps, before=_on_device)
@@ -107,7 +107,7 @@ def test_ranks_have_the_bits_of_the_host(ranks: Ranks) -> None:
 
 
 def _in_codes(settings: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Differences of two trainings that communicate in codes, and what a step of the second launched."""
+    """Trains twice with quantized communication; returns the differences, and the kernels of a step of the second."""
     wanted = train(settings, 4)
     with by_kernels() as launched:
         found = train(settings, 4)

@@ -1,6 +1,6 @@
-"""Optimizers whose rules couple parameters: at stage 0 as in torch, on shards by sums over all of them, or refused.
+"""Optimizers whose rules couple parameters: as in torch at stage 0; summed over all shards, or refused.
 
-And those that train and evaluate with different weights.
+Also optimizers that train and evaluate with different weights.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ClipsAll(torch.optim.Optimizer):
 
 
 class EstimatesStepSize(torch.optim.Optimizer):
-    """A step size from all parameters, in the manner of D-Adaptation (Defazio, Mishchenko 2023, arXiv:2301.07733)."""
+    """Computes a step size from all parameters, like D-Adaptation (Defazio, Mishchenko 2023, arXiv:2301.07733)."""
 
     def __init__(self, params: Iterable[Any], lr: float = 1.0) -> None:
         super().__init__(params, {"lr": lr, "d": 1e-3, "k": 0})
@@ -75,14 +75,14 @@ class EstimatesStepSize(torch.optim.Optimizer):
         numerator = self._sums([p.grad * (self.state[p]["start"] - p) for _, p in held])
         size = self._sums([self.state[p]["sum"].abs() for _, p in held])
         for group in self.param_groups:
-            # It grows in each step after the first, so that every sum shows in the weights.
+            # The step size grows after the first step, so that every sum affects the weights.
             group["d"], group["k"] = group["d"] * (1 + max(numerator, 0.0) / (size + 1e-12)), group["k"] + 1
         for group, param in held:
             param.sub_(group["lr"] * group["d"] * param.grad.sign())
 
 
 class WithoutProtocol(EstimatesStepSize):
-    """The same, but for the name of the method that the engine looks for."""
+    """The same rule, with another name for the method that the engine looks for."""
 
     use_reductions = None  # type: ignore[assignment]
 
@@ -107,7 +107,7 @@ def against_torch(
     left_out: Sequence[str] = ("frozen",),
     **arguments: Any,
 ) -> tuple[Run, Run]:
-    """A run of the engine, and the optimizer itself on the unsharded model with the gradients of that run."""
+    """Runs the engine, and the optimizer itself on the unsharded model with the gradients of that run."""
     torch.manual_seed(7)
     masters = {name: nn.Parameter(param.detach().clone()) for name, param in Toy().named_parameters()}
     trained = {name: master for name, master in masters.items() if name not in left_out}
@@ -172,7 +172,7 @@ def test_states_in_files_are_refused(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def _evaluated(stage: int, precision: str, changes: dict[str, Any]) -> tuple[list[float], list[float]]:
-    """(losses of training, losses of evaluation) in turn, by way of `train()` and `eval()`."""
+    """Returns (losses of training, losses of evaluation), alternating `train()` and `eval()`."""
     torch.manual_seed(7)
     settings = _settings(stage, precision, **changes)
     engine, optimizer, *_ = zeroaccel.initialize(Toy(), optimizer=ScheduleFree, config=settings)

@@ -1,6 +1,6 @@
-"""Optimizers whose rules need full tensors: owners step them, and every stage, tier and number of ranks agrees.
+"""Optimizers whose rules need full tensors: owner ranks step them, with equal results for every stage, tier and size.
 
-The reference is the optimizer itself on the unsharded model, in a plain loop that is fed the same reduced gradients.
+The reference is the optimizer itself on the unsharded model, in a plain loop that gets the same reduced gradients.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STAGES = (0, 1, 2, 3)
 
 
 class Lars(torch.optim.Optimizer):
-    """Momentum SGD with a rate per tensor (You et al. 2017, arXiv:1708.03888), and counts per call."""
+    """Momentum SGD with a rate per tensor (You et al. 2017, arXiv:1708.03888), which counts its calls."""
 
     def __init__(self, params: Iterable[Any], lr: float = 0.05) -> None:
         super().__init__(params, {"lr": lr, "momentum": 0.9, "step": 0})
@@ -55,7 +55,7 @@ class Lars(torch.optim.Optimizer):
 
 
 class Factored(torch.optim.Optimizer):
-    """Second moments by rows and columns where a tensor is a matrix of more than 64 elements; a preconditioner too."""
+    """Second moments by rows and columns for matrices of more than 64 elements, and a preconditioner."""
 
     def __init__(self, params: Iterable[Any], lr: float = 0.02) -> None:
         super().__init__(params, {"lr": lr})
@@ -154,7 +154,7 @@ def test_secondary_copies_and_replicas_give_the_same_bits(ranks: Ranks, changes:
 
 
 def _one_matrix(stage: int) -> tuple[list[tuple[int, int]], dict[str, int], list[int]]:
-    """(counts of the optimizer, bytes sent by operation, elements of each master) where most ranks own nothing."""
+    """Returns (the optimizer's counts, bytes sent by operation, elements of each master); most ranks own nothing."""
     torch.manual_seed(0)
     watched = recording()
     model = nn.Sequential(nn.Linear(8, 8, bias=False))
@@ -177,7 +177,7 @@ def test_a_rank_that_owns_nothing_counts_steps_and_sends_only_gradients(ranks: R
     found = ranks(3).run(_one_matrix, 2)
     assert [counts for counts, _, _ in found] == [[(1, 1), (2, 2), (3, 3)]] * 3
     assert [masters for _, _, masters in found] == [[64], [], []]
-    # 64 fp32 elements, and the padding to three equal parts on the last rank, which owns that.
+    # 64 fp32 elements; the last rank owns the padding to three equal parts.
     assert [sent["reduce_scatter"] for _, sent, _ in found] == [32 * 4, 96 * 4, 64 * 4]
     assert [sent["all_gather"] for _, sent, _ in found] == [2 * 64 * 4, 0, 2 * 32 * 4]
 
@@ -195,7 +195,7 @@ def _refused(changes: dict[str, Any], kind: str) -> str:
         ({}, "rowwise", ("optimizer.kind", "'per_tensor'", "rowwise")),
     ],
 )
-def test_what_does_not_go_together_is_refused_on_all_ranks(
+def test_incompatible_settings_are_refused_on_all_ranks(
     ranks: Ranks, changes: dict[str, Any], kind: str, words: tuple[str, ...]
 ) -> None:
     for said in ranks(2).run(_refused, changes, kind):
@@ -205,11 +205,11 @@ def test_what_does_not_go_together_is_refused_on_all_ranks(
 def _go_on(
     folder: str, stage: int, rule: str, tiers: tuple[str, str], load: str | None, save: str | None
 ) -> list[float]:
-    """The losses of four steps after the checkpoint `load`, or after four steps; `save` is written before them."""
+    """Trains four steps, from the checkpoint `load` if given, and saves `save` before them; returns the losses."""
     torch.manual_seed(7)
     settings = _settings(stage, "bf16", **offloaded(Path(folder).parent, *tiers))
     engine, *_ = zeroaccel.initialize(Toy(), optimizer=RULES[rule], config=settings, optimizer_kind="per_tensor")
-    tokens = batches(0, 8)  # the same on all ranks: means over one and two ranks are then exact
+    tokens = batches(0, 8)  # the same on all ranks, so means over one and two ranks are exact
     losses = [] if load is not None else [train_step(engine, engine(batch)) for batch in tokens[:4]]
     if load is not None:
         engine.load_checkpoint(folder, tag=load)
@@ -232,14 +232,14 @@ def test_a_run_goes_on_with_other_owners(ranks: Ranks, rule: str, tmp_path: Path
     pair = losses(2, 3, files, None, "pair")
     assert losses(2, 0, memory, "pair", None) == pair
     assert losses(1, 1, files, "pair", None) == pair
-    # By way of two ranks and back: owners, stages and tiers change twice, and no bit does.
+    # Resuming on two ranks and back changes owners, stages and tiers twice, and no bit.
     three = losses(3, 2, memory, None, "three")
     losses(2, 3, files, "three", "two")
     assert losses(3, 1, memory, "two", None) == three
 
 
 def _few_matrices(stage: int, changes: dict[str, Any]) -> list[list[float]]:
-    """Weights after some steps of a model with fewer matrices than ranks, built in shards where they stay so."""
+    """Returns weights, momentum and master of a model with fewer matrices than ranks, built in shards at stage 3."""
     with zeroaccel.zero.Init(enabled=stage == 3):
         model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     torch.manual_seed(0)
@@ -273,7 +273,7 @@ def test_ranks_that_own_nothing_work_on_every_tier_and_calls_reach_every_owner(r
 
 
 def _adamw(folder: str, stage: int, kind: str, files: bool, load: bool) -> list[float]:
-    """Three steps of AdamW as `kind`, a checkpoint, and the losses of three more; or those from the checkpoint."""
+    """Trains three steps of AdamW as `kind`, saves, and trains three more; or resumes. Returns the last losses."""
     torch.manual_seed(7)
     engine, *_ = zeroaccel.initialize(
         Toy(),

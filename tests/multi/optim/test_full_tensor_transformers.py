@@ -1,4 +1,4 @@
-"""Muon, LAMB and Adafactor on a transformers model: the same bits at every stage and tier, and on other ranks."""
+"""Muon, LAMB and Adafactor on a transformers model: the same bits at every stage, tier and number of ranks."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _step(engine: zeroaccel.Engine, tokens: Tensor) -> tuple[float, float | None
 
 
 def _trained(rule: str, stage: int, changes: dict[str, Any]) -> tuple[list[Any], list[list[int]]]:
-    """(losses and norms, the bits of the weights)."""
+    """Returns (losses and norms, the bits of the weights)."""
     engine = _engine(rule, stage, changes)
     seen = [_step(engine, tokens) for tokens in _tokens(engine.collectives.rank, 5)]
     engine.destroy()
@@ -86,7 +86,7 @@ def test_stages_and_tiers_give_the_same_bits(ranks: Ranks, rule: str, tmp_path: 
 
 
 def _resumed(rule: str, folder: str, stage: int, load: str | None, save: str) -> list[float]:
-    """The losses of three steps after three others, or after a checkpoint; saves before them."""
+    """Trains three steps after three others or after a checkpoint, and saves before them; returns their losses."""
     engine = _engine(rule, stage, {})
     tokens = _tokens(0, 6)
     if load is None:
@@ -107,13 +107,13 @@ def test_three_ranks_go_on_as_two(ranks: Ranks, rule: str, tmp_path: Path) -> No
     two = ranks(2).run(_resumed, rule, folder, 2, "three", "two")
     one, other = _saved(tmp_path / "three"), _saved(tmp_path / "two")
     assert one.keys() == other.keys()
-    assert [key for key, value in one.items() if value != other[key]] == [], "a bit of a master or a state is another"
+    assert [key for key, value in one.items() if value != other[key]] == [], "a bit of a master or a state differs"
     assert ranks(3).run(_resumed, rule, folder, 1, "two", "again") == three
-    assert two[0][0] == three[0][0], "the same weights give the first loss"
+    assert two[0][0] == three[0][0], "the same weights must give the first loss"
 
 
 def _saved(folder: Path) -> dict[str, Any]:
-    """Every tensor and scalar of weights and states in a checkpoint, put together from the files of its ranks."""
+    """Returns every tensor and scalar of weights and states in a checkpoint, joined from the files of its ranks."""
     manifest = read_manifest(folder)
     assert manifest.optimizer is not None
     kinds = ("master", "value", "state", "buffer")
@@ -124,7 +124,7 @@ def _saved(folder: Path) -> dict[str, Any]:
 
 
 def test_groups_without_a_rate_have_rate_zero(own_job: None) -> None:
-    """transformers' Adafactor with steps relative to the weights has `lr: None`; the line of a step shows the rates."""
+    """transformers' Adafactor with relative steps has `lr: None`; the log line of a step shows the rates."""
     from transformers.optimization import Adafactor
 
     model = nn.Linear(4, 4)

@@ -1,4 +1,4 @@
-"""Ranks whose optimizers or schedulers differ: one error on all of them, before anything is updated."""
+"""Ranks whose optimizers or schedulers differ: all raise one error, before any update."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _groups(model: nn.Module, **changes: Any) -> list[dict[str, Any]]:
 
 
 def _engine(settings: dict[str, Any], **arguments: Any) -> Engine:
-    """Two groups; the config's optimizer, or torch's where it has none."""
+    """Makes an engine with two groups and the config's optimizer, or torch's if the config has none."""
     model = _model()
     if "optimizer" in settings:
         arguments["model_parameters"] = _groups(model)
@@ -97,9 +97,12 @@ SET: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 
 
 def _differ(settings: dict[str, Any], name: str) -> tuple[list[str], bool, bool, tuple[int, int]]:
-    """(errors of `step` and of `gradient_norm`, weights as before, later steps as without them, steps and skipped).
+    """Sets a value on rank 1 before the third step.
 
-    `name`: what rank 1 sets before the third step.
+    Returns (errors of `step` and of `gradient_norm`, whether the weights are unchanged, whether later steps equal those
+    of a run without the error, (steps, skipped steps)).
+
+    `name`: the value to set.
     """
     engine = _engine(settings)
     wrong = engine.collectives.rank == 1
@@ -115,7 +118,7 @@ def _differ(settings: dict[str, Any], name: str) -> tuple[list[str], bool, bool,
     for call in (engine.step, engine.gradient_norm):
         said.append(message(UsageError, lambda call=call: (_backward(engine, 2), call())))
         if engine.settings.update_during == "backward":
-            engine.reset()  # it was the backward that broke off
+            engine.reset()  # because backward raised the error
     counts = engine.global_steps, engine.skipped_steps
     engine.finish_update()
     unchanged = _equal(before, _weights(engine))
@@ -163,7 +166,7 @@ def test_updates_at_other_times_are_compared_too(
 
 
 def _with_an_update_under_way(settings: dict[str, Any], *, differs: bool) -> tuple[str, list[float], dict[str, Tensor]]:
-    """`differs`: rank 1's rate is another for a while, in which the update of the second step waits."""
+    """Trains with a pending update; with `differs`, rank 1's rate is different while the second step's update waits."""
     engine = _engine(settings)
     _step(engine, 0)
     _step(engine, 1)
@@ -207,14 +210,14 @@ def _overflow() -> tuple[str, int]:
     return said, skipped
 
 
-def test_a_step_that_overflows_is_compared_too(ranks: Ranks) -> None:
+def test_an_overflowing_step_is_compared_too(ranks: Ranks) -> None:
     for said, skipped in ranks(2).run(_overflow):
         assert said.startswith("step 2: optimizer.param_groups[0]['lr'] is 0.01 on rank 0 and 0.02 on rank 1: ")
         assert skipped == 1
 
 
 def _late(back: bool) -> str:
-    """A rate that rank 1 sets between the norm and the step; with `back`, it is the old one after the step."""
+    """Sets a rate on rank 1 between the norm and the step; with `back`, restores it after the step."""
     engine = _engine(config(2, optimizer=None))
     for step in range(3):
         _backward(engine, step)
@@ -233,7 +236,7 @@ def _late(back: bool) -> str:
 
 
 @pytest.mark.parametrize("back", [False, True])
-def test_what_changes_after_the_norm_is_compared_with_the_next_step(ranks: Ranks, back: bool) -> None:
+def test_changes_after_the_norm_are_compared_in_the_next_step(ranks: Ranks, back: bool) -> None:
     one, other = ranks(2).run(_late, back)
     assert one == other
     assert one.startswith(
@@ -242,7 +245,7 @@ def test_what_changes_after_the_norm_is_compared_with_the_next_step(ranks: Ranks
 
 
 def _rates_after_the_norm() -> tuple[list[float], str]:
-    """Set on all ranks after the norm, as many loops do: nothing to complain about, until one sets another before."""
+    """Sets rates on all ranks after the norm, as many loops do, without an error; then different rates before it."""
     engine = _engine(config(1, optimizer=None))
     for step in range(4):
         _backward(engine, step)
@@ -265,7 +268,7 @@ def test_rates_that_all_ranks_set_after_the_norm_are_fine(ranks: Ranks) -> None:
 
 
 class Counting(torch.optim.SGD):
-    """Counts, in each group that has elements on this rank, the updates that it has seen."""
+    """Counts updates in each group that has elements on this rank."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
@@ -278,7 +281,7 @@ class Counting(torch.optim.SGD):
 def _counted() -> list[int]:
     model = _model()
     groups = [{**group, "rank": init_process_group().rank} for group in _groups(model)]
-    groups[1]["lr"] = float("nan")  # of no rank's elements
+    groups[1]["lr"] = float("nan")  # this group has no elements on any rank
     groups[1]["params"] = []
     engine, *_ = zeroaccel.initialize(model, Counting(groups, lr=0.1), config=config(2, optimizer=None))
     for step in range(3):
@@ -292,23 +295,23 @@ def _counted() -> list[int]:
     return counts
 
 
-def test_what_may_differ_is_not_compared(ranks: Ranks) -> None:
+def test_settings_that_may_differ_are_not_compared(ranks: Ranks) -> None:
     for counts in ranks(2).run(_counted):
         assert counts[0] >= 3
         assert counts[1] == 0
 
 
-# -- at no extra collective
+# -- without extra collectives
 
 
 def _calls(settings: dict[str, Any]) -> tuple[list[str], dict[str, int]]:
-    """Labels of the small collectives of the third step, and collectives of any kind in it."""
+    """Returns the labels of the small collectives of the third step, and its numbers of collectives by kind."""
     counted = recording()
     engine = _engine(settings, collectives=counted)
     for step in range(2):
         _step(engine, step)
         for group in engine.optimizer.param_groups:
-            group["lr"] *= 0.5  # as a schedule
+            group["lr"] *= 0.5  # as a scheduler does
     counted.reset()
     before = counted.flight_recorder.issued()
     _step(engine, 2)
@@ -330,7 +333,7 @@ def test_updates_in_backward_take_one_collective_more(ranks: Ranks, tmp_path: Pa
     settings = config(2, **extra, **offloaded(tmp_path, "cpu", update_during="backward"))
     for small, issued in ranks(2).run(_calls, settings):
         assert small == ["hyperparameters", "gradient overflow check", "gradient norm", "offloaded update"]
-        assert issued["control"] == 5  # the last is of objects: their sizes, and they
+        assert issued["control"] == 5  # the last one gathers objects: their sizes, then the objects
     settings = config(2, **extra, **offloaded(tmp_path, "cpu", update_during="next_step"))
     for small, issued in ranks(2).run(_calls, settings):
         assert small == ["gradient overflow check", "gradient norm"]
@@ -341,7 +344,7 @@ def test_updates_in_backward_take_one_collective_more(ranks: Ranks, tmp_path: Pa
 
 
 def _plateau(stage: int, clips: bool, shared: bool) -> tuple[str, bool, list[float]]:
-    """Rank 1's loss gets better, rank 0's does not; `shared` reduces it as the error says."""
+    """Trains with a loss that improves on rank 1 only; `shared` reduces it, as the error message tells."""
     accelerator = Accelerator(zero_plugin=ZeroPlugin(zero_stage=stage))
     model = _model()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -394,12 +397,12 @@ def _facade() -> str:
     return said
 
 
-def test_the_facade_compares_too(ranks: Ranks) -> None:
+def test_the_facade_compares_hyperparameters_too(ranks: Ranks) -> None:
     for said in ranks(2).run(_facade):
         assert said.startswith("step 1: optimizer.param_groups[0]['lr'] is 0.1 on rank 0 and 1.1 on rank 1: ")
 
 
-# -- when an engine is made
+# -- at construction
 
 
 def _decay(step: int, total: int) -> float:
@@ -421,7 +424,7 @@ def _partial(total: int) -> Callable[[Optimizer], Any]:
     return lambda optimizer: lr_scheduler.LambdaLR(optimizer, functools.partial(_decay, total=total))
 
 
-# What each rank makes, and what is said of two ranks.
+# Objects that each rank makes, and the message if two ranks differ.
 MADE: dict[str, tuple[Callable[[int], Made], str]] = {
     "class": (
         lambda rank: ((torch.optim.Adam if rank else torch.optim.AdamW, None)),
@@ -487,7 +490,7 @@ def test_optimizers_and_schedulers_are_compared_at_the_start(ranks: Ranks) -> No
         assert "expected one value on all ranks; create the optimizer and its scheduler with the same" in one[name]
 
 
-def test_what_is_prepared_is_compared(ranks: Ranks) -> None:
+def test_prepared_objects_are_compared(ranks: Ranks) -> None:
     one, other = ranks(2).run(functools.partial(_make_all, accelerated=True))
     assert one == other
     for name in ("class", "scheduler", "no scheduler"):

@@ -60,7 +60,7 @@ def test_lamb_and_muon_by_name_give_the_same_bits_at_every_stage(
 
 
 class _CountsLater(torch.optim.Optimizer):
-    """Puts its count into its groups at its first step, and does nothing else there."""
+    """Adds its count to its groups in its first step, which does nothing else."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})

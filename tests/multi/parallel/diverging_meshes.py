@@ -1,4 +1,4 @@
-"""Ranks of a mesh that part on purpose, a script for `test_mesh_hangs.py`: ``diverging_meshes.py SCENARIO``."""
+"""Ranks of a mesh that diverge on purpose, a script for `test_mesh_hangs.py`: ``diverging_meshes.py SCENARIO``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _layers() -> nn.Sequential:
 
 
 def _shared_layers(interrupt: Callable[[], None]) -> None:
-    """The second of two ranks that share layers is interrupted in its second step, before the sum of a layer."""
+    """Interrupts the second of two tensor-parallel ranks in its second step, before the all-reduce of a layer."""
     model = _layers()
     plan = {"0": "colwise", "2": "rowwise"}
     engine, *_ = zeroaccel.initialize(model, config=CONFIG, parallel=zeroaccel.ParallelConfig(tp=2, tp_plan=plan))
@@ -42,7 +42,7 @@ def _shared_layers(interrupt: Callable[[], None]) -> None:
 
 
 def _stages(interrupt: Callable[[], None], loss_calls: int) -> None:
-    """The last rank, in the second of two stages, is interrupted in a loss of its second step."""
+    """Interrupts the last rank, in the second of two stages, in a loss of its second step."""
 
     def loss_of(output: Tensor, targets: Tensor) -> Tensor:
         global calls
@@ -81,7 +81,7 @@ def layer_fails() -> None:
 
 
 def stage_sleeps() -> None:
-    _stages(sleep, 6)  # the second micro-batch: the first step took four
+    _stages(sleep, 6)  # the second micro-batch: the first step used four
 
 
 def stage_fails() -> None:

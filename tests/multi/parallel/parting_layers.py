@@ -1,4 +1,4 @@
-"""Ranks whose sums of shared layers are of different layers, a script: ``parting_layers.py SCENARIO``."""
+"""Ranks whose tensor-parallel sums belong to different layers, a script: ``parting_layers.py SCENARIO``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONFIG: dict[str, Any] = {
 
 
 class Branches(nn.Module):
-    """Two layers that are added up, of which a rank may leave out some."""
+    """Adds the outputs of two layers, of which a rank may leave out some."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Experts that ranks divide: the training of one process, up to the order of sums, and the same bits at every stage.
+"""Expert parallelism: one process's training, up to the order of sums, and the same bits at every stage.
 
 python -m pytest -m slow tests/multi/parallel/test_expert_parallel.py -k any_mixture --sweep-report build/experts.jsonl
 """
@@ -46,7 +46,7 @@ transformers = pytest.importorskip("transformers")
 
 STEPS = 3
 SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
-# Gradients of rarely chosen experts are small: with a smaller eps the first steps would be those of rounding.
+# Gradients of rarely chosen experts are small: with a smaller eps, rounding would determine the first steps.
 EPS = 1e-4
 OPTIMIZERS = {"sgd": SGD, "adamw": {**ADAMW, "params": {**ADAMW["params"], "eps": EPS}}}  # type: ignore[dict-item]
 IS_ROUTED = ("experts", "gate.", "router", "shared_expert")
@@ -54,20 +54,20 @@ IS_ROUTED = ("experts", "gate.", "router", "shared_expert")
 
 @dataclass
 class MixtureRun(Run):
-    """Also the gradients of routers and experts, of each step."""
+    """A run with the gradients of routers and experts of each step."""
 
     grads: list[dict[str, Tensor]] = field(default_factory=list)
 
 
 def _batch(step: int, place: int) -> dict[str, Tensor]:
-    """Each rank's own."""
+    """Makes the batch of one rank."""
     generator = torch.Generator().manual_seed(100 * step + place)
     ids = torch.randint(MIXTURE_VOCABULARY, (2, 12), generator=generator)
     return {"input_ids": ids, "labels": ids}
 
 
 def _plain(model: nn.Module, optimizer: str, places: int) -> MixtureRun:
-    """One process, no engine: the mean over the ranks of their batches' losses."""
+    """Trains in one process without an engine, on the mean of all ranks' losses."""
     stepped: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if optimizer == "adamw":
         stepped = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, eps=EPS)
@@ -108,7 +108,7 @@ def _divided(kind: str, settings: list[dict[str, Any]], parallel: ParallelConfig
 
 
 def _settings(optimizer: str, folder: Path) -> list[dict[str, Any]]:
-    """All stages; from stage 1 also with states in host memory, at stage 3 with weights, too."""
+    """Returns configs of all stages; from stage 1 also with states in host memory, at stage 3 with weights, too."""
     common: dict[str, Any] = {"optimizer": OPTIMIZERS[optimizer], "gradient_clipping": 0.5}
     plain = [config(stage, **common) for stage in range(4)]
     return [
@@ -120,7 +120,7 @@ def _settings(optimizer: str, folder: Path) -> list[dict[str, Any]]:
 
 
 def _close(runs: list[MixtureRun], plain: MixtureRun) -> dict[str, float]:
-    """Of the ranks' runs, as their losses are of batches of their own. The largest differences of each kind."""
+    """Checks that the ranks' runs match the plain run; returns the largest differences of each kind."""
     losses = torch.tensor([run.losses for run in runs], dtype=torch.float64).mean(0).tolist()
     loss = max(abs(one - other) / other for one, other in zip(losses, plain.losses, strict=True))
     found = {"loss": loss, "norm": 0.0, "gradients": 0.0}
@@ -143,7 +143,7 @@ def _close(runs: list[MixtureRun], plain: MixtureRun) -> dict[str, float]:
 
 
 def _close_and_alike(of_ranks: list[list[MixtureRun]], plain: MixtureRun) -> list[dict[str, float]]:
-    """Each run is close to the plain one, and has the bits of the other runs."""
+    """Checks that each run is close to the plain one, and has the bits of the other runs."""
     for first, *others in of_ranks:
         assert [differences(first, other) for other in others] == [[] for _ in others]
     return [_close(list(runs), plain) for runs in zip(*of_ranks, strict=True)]
@@ -160,7 +160,7 @@ def test_mixture_trains_as_one_process_at_every_stage(ranks: Ranks, kind: str, t
     _close_and_alike(of_ranks, plain)
 
 
-@pytest.mark.slow  # of each kind, both optimizers, and groups of experts within the data ranks
+@pytest.mark.slow  # each kind, both optimizers, and groups of experts within the data ranks
 @pytest.mark.parametrize("ep", [1, 2, 4])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("kind", MIXTURES)
@@ -176,7 +176,7 @@ def test_any_mixture_on_any_ranks(
 
 
 def _planted(factor: float) -> MixtureRun:
-    """Gradients of experts times a factor: as those that are summed twice, or divided by the ranks that divide them."""
+    """Scales the gradients of experts, as an extra sum or an extra division over the expert-parallel ranks would."""
     launch = GradReducer._start_reduction
 
     def wrong(reducer: GradReducer, gradients: GradientBuffer, flat: Tensor, label: str) -> Any:
@@ -205,7 +205,7 @@ def _one_sided(stage: int, **parallel: Any) -> MixtureRun:
 
 
 def _biased() -> nn.Module:
-    """All tokens choose the first two of four experts."""
+    """Makes a model in which all tokens choose the first two of four experts."""
     model = small_mixture("GptOss")
     with torch.no_grad():
         for name, param in model.named_parameters():
@@ -227,11 +227,11 @@ def test_a_rank_that_no_token_chooses_takes_part_in_each_chunk(
 # -- chunks
 
 
-_ROW_NBYTES = 4 * 32  # of a hidden state
+_ROW_NBYTES = 4 * 32  # bytes of a hidden state
 
 
 def _chunked(kind: str, experts: str, rows: int) -> tuple[MixtureRun, int, int]:
-    """A run, the most rows of one exchange, and the exchanges of tokens of the last step."""
+    """Returns a run, the most rows of one exchange, and the number of token exchanges in the last step."""
     ranks, most, sent = recording(), 0, 0
     exchange = Collectives.exchange_rows
 
@@ -268,12 +268,12 @@ def test_chunks_have_the_bits_of_one_exchange(ranks: Ranks, kind: str, experts: 
         for step, grads in enumerate(one.grads):
             for name, grad in grads.items():
                 assert _distance(grad, each.grads[step][name]) < 1e-7, name
-        if experts == "grouped_mm":  # its sort by expert is not stable, so sums over an expert's rows have other orders
+        if experts == "grouped_mm":  # its sort by expert is not stable, so the order of an expert's sums differs
             assert one.losses[0] == some.losses[0] == each.losses[0]
         else:
             assert differences(one, some) == differences(one, each) == []
-        assert few == STEPS * layers * 4, "out and back, forward and backward"
-        assert few < more <= most == few * own, "with less room than for a row, each expert by itself"
+        assert few == STEPS * layers * 4, "one exchange out and one back per pass"
+        assert few < more <= most == few * own, "with less room than one row, one exchange per expert"
         assert rows < all_rows
     assert len({most for *_, (_, _, most) in of_ranks}) == 1
 
@@ -292,11 +292,11 @@ def test_chunks_are_as_large_as_the_fullest_rank_permits(most: int, chunks: list
 
 
 def _with_adapters(kind: str, *tensors: str, **changes: Any) -> nn.Module:
-    """The model with LoRA on these, whose product is not 0 at the start."""
+    """Adds LoRA to these tensors; its product is not 0 at the start."""
     peft = pytest.importorskip("peft")
     adapters = peft.LoraConfig(r=2, target_modules=[], target_parameters=list(tensors), init_lora_weights=False)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of transformers, about peft
+        warnings.simplefilter("ignore", FutureWarning)  # transformers warns about peft
         return peft.get_peft_model(small_mixture(kind, **changes), adapters)  # type: ignore[no-any-return]
 
 
@@ -327,11 +327,11 @@ def test_adapters_of_experts_train_as_in_one_process(
     _close_and_alike(of_ranks, plain)
 
 
-# -- what is sent
+# -- traffic
 
 
 def _traffic(ep: int, adapted: bool) -> tuple[int, int]:
-    """Bytes of gathers of weights at stage 3, and those of them that are not of experts."""
+    """Returns the bytes of weight gathers at stage 3, and the bytes of those without experts."""
     ranks = recording()
     model = _with_adapters("Qwen3Moe", *_PROJECTIONS) if adapted else small_mixture("Qwen3Moe")
     engine, *_ = zeroaccel.initialize(model, config=config(3), parallel=ParallelConfig(ep=ep), collectives=ranks)
@@ -352,11 +352,11 @@ def test_no_experts_are_gathered_where_every_rank_has_its_own(ranks: Ranks, adap
     assert 0 < sent == dense < whole
 
 
-# -- what is refused
+# -- refused models and settings
 
 
 class _Gated(nn.Module):
-    """A mixture of one's own: a gate and a list of experts."""
+    """A user's mixture: a gate and a list of experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -439,13 +439,13 @@ def _refused(case: str) -> str:
 
 
 @pytest.mark.parametrize("case", _REFUSED)
-def test_what_cannot_be_divided_is_named_on_all_ranks(ranks: Ranks, case: str) -> None:
+def test_experts_that_cannot_be_divided_are_refused_on_all_ranks(ranks: Ranks, case: str) -> None:
     for said in ranks(2).run(_refused, case):
         assert _REFUSED[case][2] in said
 
 
 def _disagreed(what: str) -> str:
-    """Rank 1 chooses one more expert for each token, or computes in another dtype."""
+    """Makes rank 1 choose one more expert per token, or compute in another dtype."""
     init_process_group()
     model, is_other = small_mixture("Qwen3Moe"), torch.distributed.get_rank() == 1
     layers: Any = model.model.layers  # type: ignore[union-attr]
@@ -489,7 +489,7 @@ def test_forwards_that_differ_between_ranks_are_refused(ranks: Ranks) -> None:
 
 
 def _launched_with_stages() -> str:
-    """A program that calls DeepSpeed's initialize without a pipeline, launched with --pp_size and --ep_size."""
+    """Runs a program that calls DeepSpeed's initialize without a pipeline, launched with --pp_size and --ep_size."""
     init_process_group()
     asked = launched_environment(
         LaunchSettings(num_processes=4, pp_size=2, ep_size=2), {"pp_size": "--pp_size", "ep_size": "--ep_size"}
@@ -559,10 +559,10 @@ def _loaded(folder: Path, stage: int, ep: int) -> dict[str, Tensor]:
         pytest.param((4, 3, 2), (1, 0, 1), id="groups of experts to one process", marks=pytest.mark.slow),
     ],
 )
-def test_a_checkpoint_knows_nothing_of_who_had_which_experts(
+def test_a_checkpoint_is_independent_of_the_placement_of_experts(
     ranks: Ranks, saved: tuple[int, int, int], loaded: tuple[int, int, int], tmp_path: Path
 ) -> None:
-    """Each is ranks, stage and ep."""
+    """`saved` and `loaded` are (ranks, stage, ep)."""
     before = ranks(saved[0]).run(_saved, tmp_path, *saved[1:])
     after = ranks(loaded[0]).run(_loaded, tmp_path, *loaded[1:])
     plain = small_mixture("GptOss").state_dict()
@@ -585,7 +585,7 @@ def _written() -> None:
     engine, *_ = zeroaccel.initialize(model, config=config(3), parallel=ParallelConfig(ep=2))
     name, param = next((n, p) for n, p in model.named_parameters() if n.endswith("experts.down_proj"))
     whole = dict(small_mixture("GptOss").named_parameters())[name].detach()
-    assert torch.equal(safe_get_full_fp32_param(param), whole), "the values that zero.Init sharded"
+    assert torch.equal(safe_get_full_fp32_param(param), whole), "differs from the values that zero.Init sharded"
     safe_set_full_fp32_param(param, whole + 1)
     assert torch.equal(safe_get_full_fp32_param(param), whole + 1)
     assert torch.equal(dict(engine.iter_named_full_params())[name], whole + 1)
@@ -599,7 +599,7 @@ def test_experts_are_read_and_written_whole_by_name(ranks: Ranks) -> None:
 
 def _loaded_into_other_experts(folder: Path, ep: int) -> str:
     model: Any = small_mixture("Mixtral")
-    for layer in model.model.layers:  # gate and up by themselves, as in other forms of the model
+    for layer in model.model.layers:  # gate and up separately, as in other forms of the model
         experts = layer.mlp.experts
         experts.gate_proj, experts.up_proj = (nn.Parameter(part) for part in experts.gate_up_proj.detach().chunk(2, 1))
         del experts.gate_up_proj
@@ -625,7 +625,7 @@ def test_a_checkpoint_of_experts_that_were_fused_otherwise_is_named(ranks: Ranks
 
 
 def _frozen_codes(ep: int, folder: str) -> list[list[float]]:
-    """Losses at stages 0 and 3, behind a checkpoint too, where every rank has the same samples; a weight of experts."""
+    """Returns the losses at stages 0 and 3, also after a checkpoint, on equal samples; and an expert's weight."""
     init_process_group()
     found = []
     ids = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(1))
@@ -650,7 +650,7 @@ def _frozen_codes(ep: int, folder: str) -> list[list[float]]:
 
 
 def test_frozen_weights_are_codes_of_each_ranks_experts(ranks: Ranks, tmp_path: Path) -> None:
-    """The values of one process, as whole experts are whole blocks."""
+    """The values equal those of one process, because whole experts are whole blocks."""
     whole = ranks(1).run(_frozen_codes, 1, str(tmp_path / "whole"))[0]
     split = ranks(2).run(_frozen_codes, 2, str(tmp_path / "split"))
     for index, (expected, found) in enumerate(zip(whole, split[0], strict=True)):

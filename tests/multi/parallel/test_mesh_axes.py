@@ -1,4 +1,4 @@
-"""Meshes of several axes: pipelines, split layers, cut sequences and divided experts, against one process."""
+"""Meshes of several axes (pipelines, tensor, sequence and expert parallelism) against one process."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ pytest.importorskip("transformers")
 
 
 VOCABULARY, BATCH, LENGTH, MICRO_BATCHES, STEPS = 64, 2, 8, 3, 2
-# The bias of keys has a gradient of rounding errors alone, which Adam with a small eps makes steps of any sign of.
+# The gradient of the keys' bias consists of rounding errors; Adam with a small eps would turn them into full steps.
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-4}}
 SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
 CLIPPING = 0.5
 
 
 def build(kind: str) -> nn.Module:
-    """A model of four blocks, the same on every rank; "gpt2" and "llama-tied" have one table for both ends."""
+    """Makes a model of four blocks, the same on every rank; "gpt2" and "llama-tied" tie embedding and head."""
     if kind in MIXTURES:
         return small_mixture(kind, num_hidden_layers=4)
     if kind == "gpt2":
@@ -44,7 +44,7 @@ def build(kind: str) -> nn.Module:
 
 
 def batches(place: int, count: int) -> Iterator[dict[str, Tensor]]:
-    """Whole sequences of one data-parallel rank; the last tokens of one are no labels."""
+    """Makes whole sequences of one data-parallel rank; the last tokens of one have no labels."""
     generator = torch.Generator().manual_seed(100 + place)
     for _ in range(count):
         ids = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator)
@@ -54,7 +54,7 @@ def batches(place: int, count: int) -> Iterator[dict[str, Tensor]]:
 
 
 def alone(kind: str, optimizer: Mapping[str, Any], places: int) -> Run:
-    """One process, no engine: the mean over micro-batches and data-parallel ranks of their losses."""
+    """Trains in one process without an engine, on the mean over micro-batches and data-parallel ranks."""
     model = build(kind)
     cls = torch.optim.AdamW if optimizer["type"] == "AdamW" else torch.optim.SGD
     own = cls(model.parameters(), **optimizer["params"])
@@ -73,7 +73,7 @@ def alone(kind: str, optimizer: Mapping[str, Any], places: int) -> Run:
 
 
 def train(engine: Any, mesh: ParallelConfig, run: Run) -> None:
-    """Steps over this rank's batches; the same loop with stages and without."""
+    """Trains on this rank's batches, in the same loop with and without stages."""
     place = mesh.resolve(torch.distributed.get_world_size()).data_parallel_rank(torch.distributed.get_rank())
     data: Iterator[Any] = batches(place, STEPS * MICRO_BATCHES)
     if mesh.sp > 1:
@@ -87,7 +87,7 @@ def train(engine: Any, mesh: ParallelConfig, run: Run) -> None:
 
 
 def on_mesh(kind: str, settings: list[dict[str, Any]], mesh: ParallelConfig) -> list[Run]:
-    """A run for each config; weights are whole, on rank 0."""
+    """Trains one run per config; the weights are whole, on rank 0."""
     runs = []
     for each in settings:
         engine, *_ = zeroaccel.initialize(build(kind), config=dict(each), parallel=mesh)
@@ -124,7 +124,7 @@ MESHES = [
     ),
     pytest.param("llama", ParallelConfig(sp=2, tp=2), 4, SGD, marks=NEEDS_SPLIT_LAYERS, id="sp-tp"),
     pytest.param("gpt2", ParallelConfig(dp_shard=2, sp=2), 4, SGD, marks=SLOW, id="dp-sp"),
-    # With a loss of the routers, which is of all tokens of a sequence.
+    # With a router loss, which depends on all tokens of a sequence.
     pytest.param("Mixtral", ParallelConfig(sp=2, ep=2), 2, SGD, id="sp-ep"),
     pytest.param("Qwen3Moe", ParallelConfig(sp=2, ep=4), 4, SGD, marks=SLOW, id="dp-sp-ep"),
     pytest.param("Qwen3Moe", ParallelConfig(pp=2, ep=2), 4, SGD, marks=[NEEDS_STAGES, SLOW], id="pp-ep"),
@@ -189,7 +189,7 @@ def test_stages_change_no_bit_of_shared_layers_and_sequences(
 
 
 def states_of(engine: Any) -> dict[str, Tensor]:
-    """Masters and states of this rank's stage, whole; of the moments those that the optimizer has."""
+    """Returns the whole masters and states of this rank's stage; moments only if the optimizer has them."""
     found = {}
     for name, param in engine.module.named_parameters():
         found[name] = safe_get_full_fp32_param(param)
@@ -199,7 +199,7 @@ def states_of(engine: Any) -> dict[str, Tensor]:
 
 
 def resumed(kind: str, mesh: ParallelConfig, load: str, save: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Loads, trains and saves; the states that were loaded, and those that were saved."""
+    """Loads, trains and saves; returns the loaded and the saved states."""
     engine, *_ = zeroaccel.initialize(build(kind), config=settings_of(2, ADAMW, "bf16"), parallel=mesh)
     if load:
         engine.load_checkpoint(load)
@@ -212,7 +212,7 @@ def resumed(kind: str, mesh: ParallelConfig, load: str, save: str) -> tuple[dict
 
 
 def together(per_rank: list[tuple[dict[str, Tensor], ...]], which: int) -> dict[str, Tensor]:
-    """The states of all stages; what several ranks have, they have alike."""
+    """Merges the states of all stages; states on several ranks must be equal."""
     states: dict[str, Tensor] = {}
     for parts in per_rank:
         for name, value in parts[which].items():
@@ -260,7 +260,7 @@ def test_states_are_the_same_on_every_mesh(
 
 
 def drawn(folder: str, axes: dict[str, Any], *, loads: bool) -> float:
-    """A number drawn after a save, or after a load in a process with another seed."""
+    """Draws a random number after a save, or after a load in a process with another seed."""
     settings = {**settings_of(1, SGD), "checkpoint": {"save_random_state": True}}
     engine, *_ = zeroaccel.initialize(build("llama"), config=settings, parallel=ParallelConfig(**axes))
     torch.manual_seed(5 if loads else 7 + torch.distributed.get_rank())
@@ -277,12 +277,12 @@ def test_random_states_are_of_one_mesh(ranks: Ranks, tmp_path: Path) -> None:
     before = ranks(2).run(drawn, f"{tmp_path}", {}, loads=False)
     assert before[0] != before[1]
     assert ranks(2).run(drawn, f"{tmp_path}", {}, loads=True) == before
-    # Ranks that share layers would drop other elements of one tensor.
+    # Tensor-parallel ranks would otherwise drop different elements of one tensor.
     first, second = ranks(2).run(drawn, f"{tmp_path}", {"tp": 2}, loads=True)
     assert first == second != before[0]
 
 
-# -- what is refused
+# -- refused meshes
 
 
 def mistaken(what: str) -> str:
@@ -311,5 +311,5 @@ def mistaken(what: str) -> str:
         ),
     ],
 )
-def test_what_cannot_be_is_named_on_every_rank(ranks: Ranks, what: str, says: str) -> None:
+def test_unsupported_meshes_are_refused_on_every_rank(ranks: Ranks, what: str, says: str) -> None:
     assert all(says in said for said in ranks(4).run(mistaken, what))

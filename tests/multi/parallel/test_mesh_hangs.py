@@ -1,4 +1,4 @@
-"""Ranks of a mesh that part: sums of shared layers and messages of pipelines are watched; errors say who is where.
+"""Diverging ranks of a mesh: tensor-parallel sums and pipeline messages are monitored; errors give ranks and places.
 
 The jobs spend their time starting and waiting, so they run side by side.
 """
@@ -17,13 +17,13 @@ from tests.support.job import JobResult, run_job, side_by_side
 from tests.support.mesh_training import NEEDS_STAGES
 
 LIMIT = round(time_limits.seconds(2.0), 1)
-PROMISE = 15.0  # seconds after the limit in which every rank has ended
+PROMISE = 15.0  # seconds after the limit within which every rank has ended
 JOBS = {
     "layer_sleeps": (2, LIMIT),
     "layer_fails": (2, 500.0),
     "stage_sleeps": (4, LIMIT),
     "stage_fails": (2, 500.0),
-}  # ranks, limit
+}  # number of ranks, limit
 
 Ended = Callable[[str], JobResult]
 
@@ -38,7 +38,7 @@ def _run(scenario: str) -> tuple[JobResult, float]:
 
 @pytest.fixture(scope="module")
 def ended(request: pytest.FixtureRequest) -> Iterator[Ended]:
-    """``ended(scenario)``: the job's result, once it is known to have ended in time, with one message."""
+    """Fixture ``ended(scenario)``: the job's result, after a check that it ended in time, with one message."""
     with side_by_side(request, "scenario", _run) as outcome:
 
         def result_of(scenario: str) -> JobResult:
@@ -64,19 +64,19 @@ def test_a_rank_that_sleeps_before_the_sum_of_a_layer(ended: Ended, scenario: st
 def test_a_rank_that_fails_before_the_sum_of_a_layer(ended: Ended, scenario: str) -> None:
     result = ended(scenario)
     assert result.returncodes == (75, 1)
-    # Long before the limit: the others of a layer are needed for its sums.
+    # Long before the limit: the sums of a layer need all its ranks.
     assert re.search(
         r"rank 1 \(tp 1\) left the job while rank 0 \(tp 0\) waits for reduce #\d+ all_reduce", result.stderr
     )
     assert "rank 1 (tp 1): left with ValueError: a layer that cannot be, in step 1" in result.stderr
     assert "The cause is the exception on rank 1 (tp 1)." in result.stderr
-    assert result.stderr.count("Traceback") == 1  # its own
+    assert result.stderr.count("Traceback") == 1  # the rank's own traceback
 
 
 @pytest.mark.parametrize("scenario", ["stage_sleeps"])
 def test_a_rank_that_sleeps_in_a_stage(ended: Ended, scenario: str) -> None:
     result = ended(scenario)
-    # The connections are closed while messages of the schedule are under way, and no process may die of that.
+    # The connections close while messages of the schedule are in flight, and no process may crash.
     assert result.returncodes == (75, 75, 75, 75)
     asleep = r"in no collective, in step 1, in the forward of micro-batch 1 on stage 1; .* in sleep"
     assert re.search(rf"rank 3 \(pp 1, dp_shard 1\): {asleep}", result.stderr)

@@ -1,4 +1,4 @@
-"""Bytes along each axis of a mesh, counted message by message on a small Llama, are those of the closed forms."""
+"""Bytes along each axis of a mesh, counted message by message on a small Llama, equal the closed formulas."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ITEMSIZE = 4
 
 
 def _split(key_heads: int) -> list[SplitLayerShape]:
-    """What transformers' plan of a Llama says: the embedding, block by block, and the head."""
+    """Returns the layers that transformers' plan for a Llama splits: the embedding, each block, and the head."""
     keys = HIDDEN // HEADS * key_heads
     block = [
         *(SplitLayerShape("colwise", HIDDEN, width) for width in (HIDDEN, keys, keys, INNER, INNER)),
@@ -61,7 +61,7 @@ def _loss(engine: Any, place: int) -> Tensor:
 
 
 def _step(axes: dict[str, Any], node_size: int, stage: int, **model: Any) -> tuple[list[BytesSent], list[int]]:
-    """What the second step sends, and the elements of this rank's units."""
+    """Returns the bytes that the second step sends, and the elements of this rank's units."""
     mesh = ParallelConfig(**axes).resolve(torch.distributed.get_world_size())
     micro_batches = _micro_batches(mesh)
     settings = config(stage, accumulation=micro_batches, optimizer=SGD, stage3_max_reuse_distance=0)
@@ -86,11 +86,11 @@ def _step(axes: dict[str, Any], node_size: int, stage: int, **model: Any) -> tup
 
 
 def _micro_batches(mesh: ParallelConfig) -> int:
-    return max(MICRO_BATCHES, mesh.pp)  # as many as a pipeline's schedule needs
+    return max(MICRO_BATCHES, mesh.pp)  # the number that a pipeline's schedule needs
 
 
 def _counted(sent: list[list[BytesSent]], axis: str) -> StepTraffic:
-    """The mean over the ranks."""
+    """Returns the mean over the ranks."""
     inside, across = (
         sum(one.nbytes for of_rank in sent for one in of_rank if (one.axis, one.link) == (axis, link)) / len(sent)
         for link in ("inside", "across")
@@ -109,12 +109,12 @@ def _counted(sent: list[list[BytesSent]], axis: str) -> StepTraffic:
         ({"dp_replicate": 4}, 2),
     ],
 )
-def test_layers_and_sequences_that_ranks_share(ranks: Ranks, axes: dict[str, int], node_size: int) -> None:
+def test_traffic_of_tensor_and_sequence_parallelism(ranks: Ranks, axes: dict[str, int], node_size: int) -> None:
     mesh = ParallelConfig(**axes).resolve(4)
     key_heads = max(KEY_HEADS, mesh.tp)
     of_ranks = ranks(4).run(_step, axes, node_size, 3, num_key_value_heads=key_heads)
     sent = [traffic for traffic, _ in of_ranks]
-    counts = {"gathers": 2 * MICRO_BATCHES, "reductions": MICRO_BATCHES}  # units are given up between the passes
+    counts = {"gathers": 2 * MICRO_BATCHES, "reductions": MICRO_BATCHES}  # units are released between the passes
     forms = shard_traffic(mesh, of_ranks[0][1], node_size, itemsize=ITEMSIZE, **counts)
     split = _split(key_heads)
     shape = {"itemsize": ITEMSIZE, "accumulation": MICRO_BATCHES}
@@ -134,7 +134,7 @@ def test_layers_and_sequences_that_ranks_share(ranks: Ranks, axes: dict[str, int
     assert {axis: _counted(sent, axis) for axis in forms} == forms
     used = {axis for axis, form in forms.items() if form != StepTraffic(0, 0)}
     assert {one.axis for of_rank in sent for one in of_rank} == used
-    # Two messages to each other rank per sum: one for the embedding, and one per layer after it. The head is gathered.
+    # Two messages to each other rank per sum: one sum for the embedding, one per layer after it. The head is gathered.
     messages = {op: sum(one.messages for one in sent[0] if (one.axis, one.op) == ("tp", op)) for op in TP_OPS}
     others = (mesh.tp - 1) * MICRO_BATCHES
     assert messages == {"all_reduce": 2 * len(split) * others, "all_gather": others}
@@ -175,8 +175,8 @@ def test_styles_of_other_plans(ranks: Ranks) -> None:
 def _twice() -> list[list[BytesSent]]:
     axes = {"tp": 2, "tp_plan": {"layers.*.mlp.up_proj": "colwise_rep"}}
     first, _ = _step(axes, 2, 3)
-    topology._made_default_group = False  # as where the program has made it: its number of groups goes on
-    topology.destroy()  # what torch remembers of the mesh names groups that are gone
+    topology._made_default_group = False  # as if the program had made the default group: torch's group count continues
+    topology.destroy()  # torch's records of the mesh would name destroyed groups
     try:
         second, _ = _step(axes, 2, 3)
     finally:
@@ -185,7 +185,7 @@ def _twice() -> list[list[BytesSent]]:
 
 
 @NEEDS_SPLIT_LAYERS
-def test_groups_that_are_made_anew(ranks: Ranks) -> None:
+def test_groups_made_again_have_the_same_traffic(ranks: Ranks) -> None:
     for first, second in ranks(2).run(_twice):
         assert first == second
         assert {one.op: one.messages for one in second if one.axis == "tp"} == {
@@ -196,7 +196,7 @@ def test_groups_that_are_made_anew(ranks: Ranks) -> None:
 
 @NEEDS_STAGES
 @pytest.mark.parametrize(("pp", "node_size", "tied"), [(2, 2, False), (2, 1, True), (4, 2, True)])
-def test_stages(ranks: Ranks, pp: int, node_size: int, tied: bool) -> None:
+def test_pipeline_traffic(ranks: Ranks, pp: int, node_size: int, tied: bool) -> None:
     mesh = ParallelConfig(pp=pp).resolve(4)
     of_ranks = ranks(4).run(_step, {"pp": pp}, node_size, 1, num_hidden_layers=4, tie_word_embeddings=tied)
     sent = [traffic for traffic, _ in of_ranks]
@@ -211,7 +211,7 @@ def test_stages(ranks: Ranks, pp: int, node_size: int, tied: bool) -> None:
     assert _counted(sent, "pp") == form
     first = {one.purpose: one.messages for one in sent[0] if one.axis == "pp"}
     assert first == {"activations": pp} | ({"values": 1} if tied else {})
-    # Within a stage ZeRO gathers and reduces once in a step.
+    # Within a stage, ZeRO gathers and reduces once per step.
     for stage in range(pp):
         own = slice(stage * mesh.dp_shard, (stage + 1) * mesh.dp_shard)
         alone = ParallelConfig(dp_shard=mesh.dp_shard)

@@ -1,7 +1,7 @@
-"""A walk through meshes: each draw trains on pipelines, replicas, shards, cut sequences and split layers as alone.
+"""Random meshes: training on pipelines, replicas, shards, sequence and tensor parallelism against one process.
 
 Each step draws sizes of axes, a model, a stage and an optimizer from a seed, and compares the run with a plain loop in
-one process. A failure shows the draw, and its seed gives it again.
+one process. A failure prints the draw and the seed that reproduces it.
 
     python -m pytest -m slow tests/multi/parallel/test_mesh_walk.py --sweep-seed 100 --sweep-count 40
 """
@@ -25,13 +25,13 @@ from zeroaccel.config.parallel import ParallelConfig
 
 pytestmark = [NEEDS_SPLIT_LAYERS, NEEDS_STAGES]
 
-# Of weights of about 1, after three steps in fp32; Adam divides a rounding error by a gradient that may be small.
+# For weights of about 1 after three steps in fp32; Adam divides a rounding error by a possibly small gradient.
 TOLERANCE = {"SGD": 1e-6, "AdamW": 3e-6}
 LARGEST = 8  # ranks
 
 
 def draw(rng: random.Random) -> dict[str, Any]:
-    """A mesh of 2 to 8 ranks and what it trains."""
+    """Draws a mesh of 2 to 8 ranks, and a model and settings to train on it."""
     while True:
         axes = {name: rng.choice([1, 2]) for name in ("pp", "dp_replicate", "dp_shard", "sp", "tp")}
         world_size = 1
@@ -88,13 +88,13 @@ def _compare(ranks: Ranks, seed: int, planted: bool) -> Case:
 
 
 def _walk(ranks: Ranks, seeds: Iterable[int], sweep: Sweep, planted: bool = False) -> str:
-    """What differed, with the draws that show it."""
+    """Returns the differences, with the draws that reproduce them."""
     cases = [sweep.add(_compare(ranks, seed, planted)) for seed in seeds]
     print(f"\n--sweep-seed {sweep.seed}\n{table(cases)}")
     return "\n".join(f"{case.name}, {case.group}: {case.detail}" for case in cases if not case.is_right)
 
 
-SAMPLE = [2, 24]  # of 2 ranks: a cut sequence, and a pipeline of a tied model
+SAMPLE = [2, 24]  # on 2 ranks: sequence parallelism, and a pipeline of a tied model
 
 
 def test_a_short_walk(ranks: Ranks) -> None:

@@ -1,4 +1,4 @@
-"""Ranks whose sums are of different layers of a shared model are named long before the limit, and add nothing up.
+"""Ranks whose sums belong to different tensor-parallel layers: an error long before the limit, and no wrong sum.
 
 The jobs spend their time starting and waiting, so they run side by side.
 """
@@ -17,7 +17,7 @@ pytestmark = NEEDS_SPLIT_LAYERS
 
 OF_LAYERS = r'waiting for reduce #\d+ all_reduce "sum (first|second).2" \((8|12) x float32, forward\), in step 1'
 SAYS = {
-    # Gloo would add up what is of one size, and end the processes where it is not.
+    # Gloo would add tensors of one size, and crash the processes if the sizes differ.
     "other_sizes": r"ranks 0-1 have issued different collectives by reduce #\d+\.",
     "no_sums": r'rank [01] \(tp [01]\) waits for .*"(sum first.2|gradient overflow check)" .* while rank [01] ',
 }
@@ -34,7 +34,7 @@ def ended(request: pytest.FixtureRequest) -> Iterator[Callable[[str], JobResult]
 
 
 @pytest.mark.parametrize("scenario", SAYS)
-def test_other_sums_are_named_before_the_limit(ended: Callable[[str], JobResult], scenario: str) -> None:
+def test_diverging_sums_are_named_before_the_limit(ended: Callable[[str], JobResult], scenario: str) -> None:
     result = ended(scenario)
     assert result.returncodes == (75, 75), result.stderr
     assert result.stderr.count("[zeroaccel E]") == 1, result.stderr

@@ -31,7 +31,7 @@ VOCABULARY, BATCH, LENGTH, MICRO_BATCHES, STEPS = 61, 2, 8, 4, 2
 
 
 def causal(kind: str, tied: bool = False) -> nn.Module:
-    """A model of four blocks, the same on every rank."""
+    """Makes a model of four blocks, the same on every rank."""
     if kind == "gpt2":
         return small_gpt2(vocab_size=VOCABULARY)
     return small_llama(vocab_size=VOCABULARY, num_hidden_layers=4, tie_word_embeddings=tied)
@@ -44,14 +44,14 @@ def layers() -> nn.Sequential:
 
 
 class Detached(nn.Linear):
-    """Its weight gets no gradient."""
+    """A linear layer whose weight gets no gradient."""
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x, self.weight.detach())
 
 
 def tied_layers(kind: str) -> nn.Sequential:
-    """Layers that share weights: of the first two of three stages; twice of two, trained by both or the later one."""
+    """Makes layers with weights tied across stages: in two of three stages, or two pairs, trained by both or one."""
     torch.manual_seed(3)
     first = Detached if kind == "layers-detached" else nn.Linear
     one, two, same, other = (layer(12, 12, bias=False) for layer in (first, nn.Linear, nn.Linear, nn.Linear))
@@ -63,7 +63,7 @@ def tied_layers(kind: str) -> nn.Sequential:
 
 
 def batches(kind: str, place: int, count: int = STEPS * MICRO_BATCHES) -> Iterator[Any]:
-    """Those of data-parallel rank `place`."""
+    """Makes the batches of data-parallel rank `place`."""
     generator = torch.Generator().manual_seed(100 + place)
     for _ in range(count):
         if kind.startswith("layers"):
@@ -82,7 +82,7 @@ def build(kind: str) -> nn.Module:
 
 
 def plain(settings: Mapping[str, Any], kind: str) -> Run:
-    """Without stages: an ordinary loop over an ordinary engine."""
+    """Trains without stages: an ordinary loop with an ordinary engine."""
     model = build(kind)
     engine, *_ = zeroaccel.initialize(model, config=dict(settings))
     run, losses = Run(), []
@@ -124,7 +124,7 @@ def staged(settings: Mapping[str, Any], kind: str, pp: int, **cutting: Any) -> R
 
 
 def require_same(runs: list[Run], whole: Run) -> None:
-    """All stages together are the whole run."""
+    """Checks that all stages together equal the run without stages."""
     weights: dict[str, Tensor] = {}
     for run in runs:
         assert (run.losses, run.norms, run.skipped) == (whole.losses, whole.norms, whole.skipped)
@@ -156,7 +156,8 @@ CASES = [
     ("llama", 2, 1, 1, "bf16", ADAMW, {"schedule": "zero_bubble", "stages_per_rank": 1}),
     pytest.param(*("layers", 2, 2, 2, "fp32", SGD, {"schedule": "zero_bubble"}), marks=pytest.mark.slow),
     pytest.param(*("layers", 3, 1, 2, "fp32", SGD, {"schedule": "interleaved_1f1b"}), marks=pytest.mark.slow),
-    # Weights that two stages share: the first two of three, and twice the same two, one of them trained by the later.
+    # Weights that two stages share: the first two of three, and two pairs in two stages, one trained by the later
+    # stage.
     ("layers-middle", 3, 1, 1, "fp32", SGD, {"split": (2, 3, 2)}),
     ("layers-twice", 2, 1, 2, "fp32", SGD, {"split": (4, 4)}),
     ("layers-detached", 2, 1, 2, "fp32", SGD, {"split": (4, 4)}),
@@ -185,7 +186,7 @@ def test_stages_change_no_bit(
 
 
 class _HostReads(TorchDispatchMode):
-    """Counts values that the host reads from tensors, where it would wait for a device; without those of masks."""
+    """Counts the values that the host reads from tensors, which would wait for a device; excludes reads of masks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,7 +199,7 @@ class _HostReads(TorchDispatchMode):
 
 
 def reads(micro_batches: int) -> tuple[int, list[float], float]:
-    """Of the second step: values read, losses of its micro-batches, and their mean."""
+    """Returns, for the second step, the number of values read, the losses of its micro-batches, and their mean."""
     settings = config(1, "fp32", micro_batches, optimizer=SGD)
     engine, *_ = zeroaccel.initialize(causal("llama"), config=settings, parallel=ParallelConfig(pp=2))
     data = batches("llama", 0, 2 * micro_batches)
@@ -210,7 +211,7 @@ def reads(micro_batches: int) -> tuple[int, list[float], float]:
     return count, losses, loss.item()
 
 
-def test_no_micro_batch_is_waited_for(ranks: Ranks) -> None:
+def test_the_host_waits_for_no_micro_batch(ranks: Ranks) -> None:
     few, many = ranks(2).run(reads, 2), ranks(2).run(reads, 6)
     assert [count for count, _, _ in few] == [count for count, _, _ in many]
     assert [len(losses) for _, losses, _ in many] == [0, 6]
@@ -245,7 +246,7 @@ def test_an_overflow_on_one_stage_skips_the_step_of_all(ranks: Ranks) -> None:
 
 
 def scheduled(pp: int) -> tuple[list[float], list[float]]:
-    """Rates and losses under a schedule, with an optimizer that the program made for the whole model."""
+    """Returns rates and losses under a schedule, with an optimizer that the program made for the whole model."""
     model = causal("gpt2")
     decayed = [param for param in model.parameters() if param.dim() > 1]
     rest = [param for param in model.parameters() if param.dim() < 2]
@@ -278,7 +279,7 @@ def test_param_groups_rates_and_evaluation(ranks: Ranks) -> None:
 
 
 def facade(settings: Mapping[str, Any], stages: int, partition: str) -> Run:
-    """A PipelineModule with a table that is read at both ends."""
+    """Trains a PipelineModule whose first and last layers share an embedding table."""
     torch.manual_seed(3)
 
     def logits(table: nn.Module, hidden: Tensor) -> Tensor:
@@ -313,7 +314,7 @@ def test_a_pipeline_module_of_deepspeed(ranks: Ranks, partition: str, stages: in
 
 
 def resumed(settings: Mapping[str, Any], pp: int, load: str, save: str, steps: int) -> Run:
-    """Goes on from a checkpoint for some steps; then saves."""
+    """Resumes from a checkpoint, trains some steps, then saves."""
     model = causal("gpt2")
     engine, *_ = zeroaccel.initialize(
         model, config=dict(settings), parallel=ParallelConfig(pp=pp), pipeline=PipelineConfig()
@@ -348,7 +349,7 @@ def test_checkpoints_are_of_the_whole_model(ranks: Ranks, tmp_path: Path) -> Non
     assert (last.losses, last.norms) == (whole.losses[2:], whole.norms[2:])
     assert last.weights.keys() == whole.weights.keys() == causal("gpt2").state_dict().keys()
     assert differences(Run(weights=whole.weights), Run(weights=last.weights)) == []
-    # Three stages on one data-parallel rank have the same weights, and so has what is consolidated without ranks.
+    # Three stages on one data-parallel rank have the same weights, and so does the checkpoint consolidated offline.
     loaded = ranks(3).run(resumed, settings, 3, f"{tmp_path}/staged", "", 0)[0]
     assert differences(Run(weights=before.weights), Run(weights=loaded.weights)) == []
     for folder in ("staged", "whole"):
@@ -368,7 +369,7 @@ def _files(folder: Path) -> dict[str, Tensor]:
     return {name: value for path in sorted(folder.glob("*.safetensors")) for name, value in load_file(path).items()}
 
 
-# -- what is refused
+# -- refused calls
 
 
 def mistaken(what: str) -> str:
@@ -406,12 +407,12 @@ def mistaken(what: str) -> str:
         return f"{type(error).__name__}: {error}"
     finally:
         if engine is not None:
-            engine.destroy()  # else later tests' messages name ranks by this mesh
+            engine.destroy()  # otherwise, messages in later tests name ranks by this mesh
     raise AssertionError("it was taken")
 
 
 def _couple(model: Any) -> None:
-    """Something between two blocks, as a model with skip connections has."""
+    """Adds a connection between two blocks, like a model with skip connections."""
     inner = model.model.layers[1].forward
     model.model.layers[1].forward = lambda hidden, *args, **kwargs: inner(hidden, *args, **kwargs)
     model.model.layers[2] = model.model.layers[1]
@@ -469,6 +470,6 @@ def _use_wrongly(engine: Any, what: str) -> None:
         ("none", "engine.train_batch(data_iter): expected an iterator of micro-batches on stage 0"),
     ],
 )
-def test_what_cannot_be_is_named_on_every_rank(ranks: Ranks, what: str, says: str) -> None:
+def test_unsupported_pipelines_are_refused_on_every_rank(ranks: Ranks, what: str, says: str) -> None:
     for message in ranks(2).run(mistaken, what):
         assert says in message

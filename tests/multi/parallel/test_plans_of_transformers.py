@@ -1,4 +1,4 @@
-"""Tensor parallelism by transformers' own plans: each family of models at tp 2 beside one process, or refused.
+"""Tensor parallelism by transformers' own plans: each model family at tp 2 against one process, or refused.
 
 python -m pytest -m slow tests/multi/parallel/test_plans_of_transformers.py --sweep-report build/plans.jsonl
 """
@@ -32,10 +32,10 @@ SGD = {"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}}
 
 
 def _family(kind: str, name: str, seed: int, changes: Mapping[str, str | None] | None = None) -> tuple[str, str]:
-    """(outcome, detail); dropout is off, as a part of a layer would draw otherwise than the whole.
+    """Returns (outcome, detail) of a family, without dropout, because split layers would draw other random numbers.
 
     Args:
-        changes: of the model's plan: other styles, None for none.
+        changes: styles that replace those in the model's plan; None removes one.
     """
     try:
         model, batch = zoo.build(kind, name, seed)
@@ -95,8 +95,8 @@ def test_every_plan_gives_the_numbers_of_one_process(ranks: Ranks, sweep: Sweep)
 
 
 _INKLING = "inkling_text", "InklingForCausalLM"
-# Its plan cuts gate and up, which lie one behind the other, as if they were one layer. The embedding has a norm, and no
-# layer is dense.
+# Its plan splits gate and up, which are stored in sequence, as one layer. The embedding has a norm, and no layer is
+# dense.
 _APART: dict[str, str | None] = {
     "model.layers.*.mlp.experts.gate_up_proj": "packed_colwise",
     **{f"model.layers.*.mlp.{name}_proj": None for name in ("gate", "up", "down")},

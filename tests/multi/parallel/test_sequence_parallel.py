@@ -1,4 +1,4 @@
-"""Sequences that are cut over ranks: the same training as whole ones, up to the order of sums."""
+"""Sequence parallelism: the same training as with whole sequences, up to the order of sums."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def _model(kind: str, attention: str, key_heads: int = 2) -> nn.Module:
     sizes: dict[str, Any] = {"vocab_size": VOCAB, "attn_implementation": attention}
     if kind == "gpt2":
         return small_gpt2(n_layer=2, use_cache=False, **sizes)
-    if kind == "mistral":  # its tokens see the last 5 only
+    if kind == "mistral":  # its tokens attend to the last 5 only
         return small_llama("Mistral", num_key_value_heads=key_heads, sliding_window=5, **sizes)
     return small_llama(num_key_value_heads=key_heads, **sizes)
 
 
 def _batch(step: int, place: int, what: str) -> Batch:
-    """Batch `step` of data-parallel rank `place`; the first 5 labels are a prompt's, which do not count."""
+    """Makes batch `step` of data-parallel rank `place`; the first 5 labels are a prompt's and are ignored."""
     generator = torch.Generator().manual_seed(100 * step + place)
     ids = torch.randint(VOCAB, (BATCH, LENGTH), generator=generator)
     labels = ids.clone()
@@ -59,7 +59,7 @@ def _batch(step: int, place: int, what: str) -> Batch:
 
 
 def _plain(kind: str, attention: str, key_heads: int, what: str, places: int) -> tuple[list[float], dict[str, Tensor]]:
-    """One process, no engine: the mean over the data-parallel ranks of their batches' losses."""
+    """Trains in one process without an engine, on the mean loss of the data-parallel ranks' batches."""
     model = _model(kind, attention, key_heads)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = []
@@ -120,7 +120,7 @@ def test_training_is_that_of_whole_sequences(
 
 
 def _accelerated(variables: dict[str, str], dispatch: bool) -> tuple[list[float], dict[str, Tensor], tuple[int, ...]]:
-    """The loop of an accelerate script; the mesh is an argument, or the launcher's."""
+    """Runs the loop of an accelerate script, whose mesh is an argument or comes from the launcher."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in variables.items():
             patch.setenv(name, value)
@@ -185,7 +185,7 @@ def test_a_script_that_does_not_deal_out_sequences_says_so(ranks: Ranks) -> None
 
 
 def _lengths_differ() -> list[float]:
-    """Two groups of two ranks with sequences of 8 and of 16 tokens, which their ranks load one each."""
+    """Trains two groups of two ranks with sequences of 8 and 16 tokens; each rank loads one of its group's batches."""
     engine, *_ = zeroaccel.initialize(
         _model("llama", "sdpa"), config=config(3, "fp32", optimizer=SGD), parallel=ParallelConfig(sp=2)
     )
@@ -216,7 +216,7 @@ def test_each_rank_loads_batches_of_its_own(ranks: Ranks) -> None:
 
 
 def _attached_again() -> tuple[float, bool]:
-    """As by a Trainer that trains twice: what was attached for the first training stays after its engine."""
+    """Attaches twice, as a Trainer that trains twice does: the second attachment outlasts the first engine."""
     model = _model("llama", "sdpa")
     group = SequenceGroup.of(init_process_group(), 2)
     first = UlyssesAttention(model, group)
@@ -224,13 +224,13 @@ def _attached_again() -> tuple[float, bool]:
     batch = group.shard(_batch(0, 0, "plain"))
     with torch.no_grad():
         loss = group.mean_loss(model(**batch, labels=batch["shift_labels"]).loss, batch["shift_labels"])
-    first.undo()  # has been undone: the second one stays
+    first.undo()  # already replaced: the second one stays
     stays = UlyssesAttention.of(model) is second
     second.undo()
     return loss.item(), stays and UlyssesAttention.of(model) is None
 
 
-def test_a_model_has_it_once(ranks: Ranks) -> None:
+def test_attaching_again_replaces_the_first_attachment(ranks: Ranks) -> None:
     whole = _model("llama", "sdpa")(**_batch(0, 0, "plain")).loss.item()
     for loss, is_undone in ranks(2).run(_attached_again):
         assert loss == pytest.approx(whole, rel=2e-6)
@@ -264,7 +264,7 @@ MESHES = {
 
 
 def _checks_of_forwards() -> list[int]:
-    """Exchanges in host memory of each forward: two runs of 8 tokens, one of 4, and one of 8 again."""
+    """Returns the host exchanges per forward: two runs of 8 tokens, one of 4, and one of 8 again."""
     engine, *_ = zeroaccel.initialize(
         _model("llama", "sdpa"), config=config(3, "fp32", optimizer=SGD), parallel=ParallelConfig(sp=2)
     )
@@ -279,7 +279,7 @@ def _checks_of_forwards() -> list[int]:
 
 
 def test_ranks_compare_a_shape_once(ranks: Ranks) -> None:
-    # Two gathers per new shape: of the sizes of what is said, and of that.
+    # Two gathers per new shape: the sizes of the objects, then the objects.
     assert ranks(2).run(_checks_of_forwards) == [[2, 0, 2, 0]] * 2
 
 
@@ -297,7 +297,7 @@ def _mistaken(what: str) -> str:
         return f"{type(error).__name__}: {error}"
     finally:
         if engine is not None:
-            engine.destroy()  # else later tests' messages name ranks by this mesh
+            engine.destroy()  # otherwise, messages in later tests name ranks by this mesh
     raise AssertionError("it was taken")
 
 
@@ -337,9 +337,9 @@ def _use_wrongly(engine: Any, what: str) -> None:
         ("fewer", "on each rank that shares a sequence, got 'no more batches on FIRST'"),
     ],
 )
-def test_what_cannot_be_cut_is_named_on_every_rank(ranks: Ranks, what: str, says: str) -> None:
+def test_unsuitable_models_and_batches_are_refused_on_every_rank(ranks: Ranks, what: str, says: str) -> None:
     for rank, said in enumerate(ranks(4).run(_mistaken, what)):
-        group = rank // 2  # named by the ranks of the job, not by those of the sequence
+        group = rank // 2  # by ranks of the job, not of the sequence
         own = says.replace("FIRST", f"rank {2 * group} (dp_shard {group}, sp 0)")
         assert own.replace("SECOND", f"rank {2 * group + 1} (dp_shard {group}, sp 1)") in said
 
@@ -352,14 +352,14 @@ def test_eager_attention_that_no_table_replaces_is_refused(monkeypatch: pytest.M
 
 
 def _losses_by_torch() -> tuple[list[float], list[int]]:
-    """What transformers' Trainer does with the losses of a sequence's ranks."""
+    """Combines the losses of sequence-parallel ranks as transformers' Trainer does."""
     from zeroaccel.compat import parallel_state_sp
 
     parallel_state_sp.initialize_sequence_parallel(2)
     group = parallel_state_sp.get_sequence_parallel_group()
     loss = torch.tensor(float(1 + torch.distributed.get_rank()), requires_grad=True)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of its successor
+        warnings.simplefilter("ignore", FutureWarning)  # about its successor
         from torch.distributed.nn.functional import all_gather
 
         parts = all_gather(loss, group=group)
@@ -389,7 +389,7 @@ def _by_config() -> tuple[int, float, int, str]:
     return size, loss.item(), samples, str(caught.value)
 
 
-def test_the_config_may_say_it(ranks: Ranks) -> None:
+def test_the_size_may_come_from_the_config(ranks: Ranks) -> None:
     runs = ranks(4).run(_by_config)
     for rank, (size, loss, samples, said) in enumerate(runs):
         assert (size, samples) == (2, 4)

@@ -1,4 +1,4 @@
-"""Layers that ranks share: the training of one process, up to the order of sums, and the same bits at every stage."""
+"""Tensor parallelism: one process's training, up to the order of sums, and the same bits at every stage."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ ATTENTION = {f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"} | {
 
 
 class Biased(nn.Module):
-    """Linear layers with biases, of which one is added once and not by each rank, under a plan of names."""
+    """Linear layers under a plan by name, with biases; one bias must be added once, not by each rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def _batch(step: int, place: int) -> dict[str, Tensor]:
 
 
 def _plain(make: Callable[[], nn.Module], adam: bool, places: int, clipping: float, eps: float = 1e-8) -> Run:
-    """One process, no engine: the mean over the data-parallel ranks of their batches' losses."""
+    """Trains in one process without an engine, on the mean loss of the data-parallel ranks' batches."""
     model = make()
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if adam:
@@ -93,7 +93,7 @@ def _plain(make: Callable[[], nn.Module], adam: bool, places: int, clipping: flo
 
 
 def _train(model: nn.Module, settings: Mapping[str, Any], parallel: ParallelConfig) -> Run:
-    """Each data-parallel rank sees its own batches, its ranks of `tp` the same."""
+    """Trains on this data-parallel rank's batches, which its `tp` ranks share."""
     engine, *_ = zeroaccel.initialize(model, config=dict(settings), parallel=parallel)
     place = torch.distributed.get_rank() // parallel.tp
     assert engine.train_batch_size() == 2 * torch.distributed.get_world_size() // parallel.tp
@@ -119,7 +119,7 @@ def _close(runs: list[Run], plain: Run) -> None:
     losses = torch.tensor([run.losses for run in runs]).mean(0).tolist()
     assert losses == pytest.approx(plain.losses, rel=2e-6)
     for run in runs:
-        # Each element counts once, whether the ranks share it or all have it.
+        # Each element counts once, whether the ranks split or replicate its parameter.
         assert run.norms == pytest.approx(plain.norms, rel=2e-6)
         for name, weight in plain.weights.items():
             assert run.weights[name].shape == weight.shape, name
@@ -131,7 +131,7 @@ def _tied() -> nn.Module:
 
 
 def _qwen3() -> nn.Module:
-    """Its queries and keys have norms between the layers that are cut."""
+    """A Qwen3, whose queries and keys have norms between the split layers."""
     return small_llama("Qwen3", head_dim=8)
 
 
@@ -139,7 +139,7 @@ EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "
 
 
 def _mixture(kind: str, **changes: Any) -> nn.Module:
-    """Two blocks with experts."""
+    """A model of two blocks with experts."""
     return small_llama(kind, **{**EXPERTS, **changes})
 
 
@@ -148,19 +148,19 @@ def _qwen3_moe() -> nn.Module:
 
 
 def _deepseek() -> nn.Module:
-    """Latent attention: of a projection's outputs the rotary part goes to attention, the rest through another layer."""
+    """A model with latent attention: a projection's rotary part goes to attention, the rest through another layer."""
     latent = {"q_lora_rank": 12, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
     groups = {"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_routed_experts": 4}
     return _mixture("DeepseekV2", **latent, **groups, num_key_value_heads=4)
 
 
 def _granite() -> nn.Module:
-    """Attention with a parameter of its own, one number for each head."""
+    """A model whose attention has its own parameter, one number per head."""
     return _mixture("GraniteMoeSWA")
 
 
 def _aria() -> nn.Module:
-    """Experts whose weights are (experts, inputs, outputs)."""
+    """A model whose expert weights are (experts, inputs, outputs)."""
     return _mixture("AriaText", moe_num_experts=4, moe_topk=2, moe_num_shared_experts=1)
 
 
@@ -185,7 +185,7 @@ def test_training_is_that_of_one_process(
     ranks: Ranks, make: Callable[[], nn.Module], plan: Any, world: int, optimizer: str, clipping: float
 ) -> None:
     adam = optimizer != "sgd"
-    # Gradients of rarely chosen experts are small: without a larger eps, the first steps would be those of rounding.
+    # Gradients of rarely chosen experts are small: without a larger eps, rounding would determine the first steps.
     eps = 1e-4 if optimizer == "adamw, eps" else 1e-8
     kind = {**ADAMW, "params": {**ADAMW["params"], "eps": eps}} if adam else SGD
     keys = {"optimizer": kind, "gradient_clipping": clipping}
@@ -194,7 +194,7 @@ def test_training_is_that_of_one_process(
     for first, *others in of_ranks:
         assert [differences(first, other) for other in others] == [[]] * 3
     _close([runs[0] for runs in of_ranks], _plain(make, adam, world // 2, clipping, eps))
-    for rank in range(0, world, 2):  # what both ranks have, they have to the last bit, and so has each data rank
+    for rank in range(0, world, 2):  # equal bits of replicated weights, and on all data ranks
         assert differences(of_ranks[rank][0], of_ranks[rank + 1][0]) == []
         assert of_ranks[rank][0].norms == of_ranks[0][0].norms
 
@@ -216,7 +216,7 @@ def test_bf16_has_the_same_bits_at_every_stage(ranks: Ranks) -> None:
 
 
 def _constructed(built: bool, parallel: ParallelConfig) -> Run:
-    """Of a model that `zero.Init` shards while it is built; without it, ranks that drew other values."""
+    """Trains a model that `zero.Init` shards during construction, or else one with different values on the ranks."""
     init_process_group()
     settings = config(3, "fp32", optimizer=SGD)
     if built:
@@ -237,7 +237,7 @@ def test_weights_are_those_of_rank_0_however_the_model_was_built(ranks: Ranks) -
 
 
 def _held() -> tuple[bool, bool, list[int]]:
-    """Parameters and an optimizer that the program has made before."""
+    """Checks the parameters and the optimizer that the program made before."""
     init_process_group()
     model = small_llama()
     weight = model.get_submodule("model.layers.0.mlp.up_proj").weight
@@ -267,12 +267,12 @@ def _gpt2() -> nn.Module:
 
 
 def _wide_llama() -> nn.Module:
-    """Whose parts are whole blocks of values that share a scale."""
+    """A Llama whose parts are whole blocks of values that share a scale."""
     return with_frozen_base(small_llama(hidden_size=128, intermediate_size=256))
 
 
 def _frozen_codes(tp: int, folder: str) -> list[list[float]]:
-    """Losses at stages 0 and 3, and after a checkpoint, where every rank has the same samples."""
+    """Returns the losses at stages 0 and 3, and after a checkpoint; every rank has the same samples."""
     init_process_group()
     found = []
     for format, stage in (("nf4", 0), ("nf4", 3), ("mxfp4", 3)):
@@ -295,7 +295,7 @@ def _frozen_codes(tp: int, folder: str) -> list[list[float]]:
 @NEEDS_SPLIT_LAYERS
 @pytest.mark.parametrize("size", [2, 4])
 def test_frozen_weights_are_codes_of_each_ranks_part(ranks: Ranks, tmp_path: Path, size: int) -> None:
-    """The values of one process, as blocks do not reach beyond a part."""
+    """The values equal those of one process, because no block extends beyond a part."""
     whole = ranks(1).run(_frozen_codes, 1, str(tmp_path / "whole"))[0]
     split = ranks(size).run(_frozen_codes, 2, str(tmp_path / "split"))
     for index, (expected, found) in enumerate(zip(whole, split[0], strict=True)):
@@ -307,7 +307,7 @@ def test_frozen_weights_are_codes_of_each_ranks_part(ranks: Ranks, tmp_path: Pat
 
 
 def _with_wrapped_base(model: nn.Module) -> nn.Module:
-    """With a frozen weight that consists of several tensors, as those of torchao."""
+    """Adds a frozen weight that consists of several tensors, like those of torchao."""
     layer = with_frozen_base(model).get_submodule("model.layers.0.mlp.up_proj")
     halves = TwoTensor(layer.weight.detach(), layer.weight.detach().clone())
     layer.weight = nn.Parameter(halves, requires_grad=False)
@@ -315,7 +315,7 @@ def _with_wrapped_base(model: nn.Module) -> nn.Module:
 
 
 WRONG: dict[str, dict[str, Any]] = {
-    # What differs from a Llama on its own plan under stage 3: a model, or arguments.
+    # Each case changes a model or arguments, compared with a Llama on its own plan under stage 3.
     "heads": {"model": {"num_key_value_heads": 1}},
     "sizes": {"model": {"intermediate_size": 49}, "tp_plan": {"up_proj": "colwise"}},
     "pattern": {"tp_plan": {"layers.*.mlp.up": "colwise"}},
@@ -364,7 +364,7 @@ def _mistaken(what: str) -> str:
     try:
         zeroaccel.initialize(model, config=settings, parallel=ParallelConfig(**{"tp": 2, **wrong}))
     except ZeroAccelError as error:
-        # The ranks are in step all the same.
+        # The ranks remain synchronized.
         zeroaccel.initialize(small_llama(), config=config(0), parallel=ParallelConfig(tp=2))[0].destroy()
         return f"{type(error).__name__}: {error}"
     raise AssertionError("it was taken")
@@ -403,12 +403,12 @@ MISTAKES = [
 
 @NEEDS_SPLIT_LAYERS
 @pytest.mark.parametrize(("what", "says"), MISTAKES)
-def test_what_cannot_be_split_is_named(ranks: Ranks, what: str, says: str) -> None:
+def test_unsuitable_plans_and_settings_are_refused(ranks: Ranks, what: str, says: str) -> None:
     assert all(says in said for said in ranks(2).run(_mistaken, what))
 
 
 def _contents(engine: Any, model: nn.Module) -> dict[str, Tensor]:
-    """Masters and states of every parameter, whole."""
+    """Returns the whole masters and states of every parameter."""
     found = {}
     for name, param in model.named_parameters():
         found[name] = safe_get_full_fp32_param(param)
@@ -499,7 +499,7 @@ def test_checkpoints_are_of_any_mesh(
     bf16 = {name: value.bfloat16() for name, value in masters.items()}
     assert _same(bf16, full) == _same(bf16, streamed) == _same(bf16, load_file(tmp_path / "model.safetensors")) == []
     version = json.loads((tmp_path / "before" / "manifest.json").read_text())["manifest"]["version"]
-    assert version == (1 if saved[1] == 1 else 2)  # programs of before read what they can
+    assert version == (1 if saved[1] == 1 else 2)  # earlier releases can read version 1
     plain = reshard(tmp_path, tmp_path / "plain", 3)
     assert json.loads((plain / "manifest.json").read_text())["manifest"]["version"] == 1
     assert _same(masters, get_fp32_state_dict_from_zero_checkpoint(tmp_path / "plain")) == []
@@ -571,7 +571,7 @@ def test_whole_values_are_read_and_written(ranks: Ranks, tmp_path: Path, stage: 
 
 
 def _opt() -> nn.Module:
-    """A model without a plan of its own, whose attention counts its heads."""
+    """A model without its own plan, whose attention counts its heads."""
     torch.manual_seed(3)
     sizes: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "ffn_dim": 48, "word_embed_proj_dim": 32}
     settings = transformers.OPTConfig(
@@ -581,7 +581,7 @@ def _opt() -> nn.Module:
 
 
 def _by_json(make: Callable[[], nn.Module], settings: dict[str, Any]) -> Run:
-    """The size from the config, the batches from the engine's loader, which feeds by data-parallel rank."""
+    """Trains with tp from the config, and batches from the engine's loader, which loads per data-parallel rank."""
     init_process_group()
     model = make()
     data = [{name: value[0] for name, value in _batch(step, 0).items()} for step in range(2 * STEPS)]
@@ -593,7 +593,7 @@ def _by_json(make: Callable[[], nn.Module], settings: dict[str, Any]) -> Run:
 
 @NEEDS_SPLIT_LAYERS
 @pytest.mark.parametrize("make", [small_llama, _opt])
-def test_the_size_of_a_json(ranks: Ranks, make: Callable[[], nn.Module]) -> None:
+def test_the_size_may_come_from_a_json_config(ranks: Ranks, make: Callable[[], nn.Module]) -> None:
     collection = ROOT / "tests" / "data" / "collection" / "deepspeed_configs.json"
     (entry,) = (one for one in json.loads(collection.read_text()) if "tensor_parallel" in one["settings"])
     values = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1, "gradient_clipping": 1.0}
@@ -646,12 +646,12 @@ FED = [
 
 @NEEDS_SPLIT_LAYERS
 @pytest.mark.parametrize(("what", "says"), FED)
-def test_mistakes_of_a_json_are_named(ranks: Ranks, what: str, says: str) -> None:
+def test_mistakes_in_a_json_config_are_named(ranks: Ranks, what: str, says: str) -> None:
     assert all(says in said for said in ranks(2).run(_fed, what))
 
 
 def _overflowed() -> list[float]:
-    """The gradient of one rank's part is not finite."""
+    """Makes the gradient of one rank's part non-finite."""
     init_process_group()
     model = small_llama()
     settings = config(2, "fp16", optimizer=SGD)
@@ -702,7 +702,7 @@ def test_compiled_models_are_refused(ranks: Ranks, when: str) -> None:
     expected = "torch.compile: expected a model that is not compiled: a graph cannot contain"
     for said, is_whole in ranks(2).run(_compiled, when):
         assert ("compile.enabled: a graph cannot contain" if when == "section" else expected) in said
-        assert is_whole == (when != "after")  # a model that no engine has taken is as it was
+        assert is_whole == (when != "after")  # unchanged, unless an engine has split it
 
 
 def test_a_torch_that_cannot_leave_weights_where_they_are_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""A new axis of the mesh is one class and one line of a table; set-up and engine know it by the protocol only."""
+"""A new axis of the mesh is one class and one table entry: setup and engine use only its protocol."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from zeroaccel.zero.engine_base import EngineBase
 
 
 class LoggingAxis(Axis):
-    """An axis that notes what set-up asks of it, and scales the output of the model."""
+    """Records the calls of setup, and scales the output of the model."""
 
     name: ClassVar[str] = "log"
     lines: ClassVar[list[str]] = []
@@ -81,7 +81,7 @@ def _with_a_logging_axis(folder: str, differs: bool) -> tuple[list[str], float, 
         AXES.remove(LoggingAxis)
 
 
-def test_it_is_asked_in_order_and_undone(ranks: Ranks, tmp_path: Path) -> None:
+def test_setup_calls_an_axis_in_order_and_undoes_it(ranks: Ranks, tmp_path: Path) -> None:
     for lines, plain, scaled, _ in ranks(2).run(_with_a_logging_axis, str(tmp_path), False):
         assert lines == [
             "join 2",
@@ -95,8 +95,8 @@ def test_it_is_asked_in_order_and_undone(ranks: Ranks, tmp_path: Path) -> None:
         assert scaled == pytest.approx(2 * plain)
 
 
-def test_its_facts_are_compared_between_ranks(ranks: Ranks, tmp_path: Path) -> None:
+def test_facts_of_an_axis_are_compared_between_ranks(ranks: Ranks, tmp_path: Path) -> None:
     for lines, _, _, message in ranks(2).run(_with_a_logging_axis, str(tmp_path), True):
         assert "expected axes.log.fact='rank 0' as on rank 0" in message
         assert "got \"axes.log.fact='rank 1' on rank 1" in message
-        assert lines[-1].startswith("check")  # nothing was connected or installed
+        assert lines[-1].startswith("check")  # no axis was connected or installed

@@ -1,4 +1,4 @@
-"""Sinks: other programs get the weights; what fails on one side is named on all ranks, and training goes on."""
+"""Sinks send weights to other programs; all ranks report a failure of either side, and training continues."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _weights(engine: Engine) -> dict[str, Tensor]:
 
 
 class Generator(threading.Thread):
-    """Another program, beside rank 0: takes versions until it has been told to end."""
+    """Another program, beside rank 0, that receives versions until it gets the end signal."""
 
     def __init__(self, port: int, tensors: dict[str, Tensor], versions: list[int]) -> None:
         super().__init__(daemon=True)
@@ -77,7 +77,7 @@ def _over_channels() -> None:
     if rank == 0:
         assert all(torch.equal(tensors[name], value) for name, value in expected.items())
         generator.receiver.tensors = lacking
-    # A receiver that lacks a name keeps what it has, and all ranks hear of it.
+    # A receiver that lacks a name keeps its weights, and all ranks raise the error.
     _step(engine, 1)
     with pytest.raises(UsageError, match=r"receiver 1: version 3: this receiver has no tensor 'layers\.1\.up\.bias'"):
         send(engine, engine.stream_weights(only_rank=0), first)
@@ -136,12 +136,12 @@ def _uninterrupted() -> list[float]:
 
 
 def test_a_receiver_that_is_killed_in_the_middle(ranks: Ranks) -> None:
-    """All ranks hear of it, and training goes on as if nothing had been sent."""
+    """All ranks raise an error, and training continues as if nothing had been sent."""
     assert ranks(2).run(_to_one_that_is_killed) == ranks(2).run(_uninterrupted)
 
 
 class Dying(Sink):
-    """Fails at its second packet."""
+    """A sink that fails at its second packet."""
 
     def __init__(self) -> None:
         self.count, self.aborted = 0, False
@@ -176,7 +176,7 @@ def _with_failures(folder: Path) -> None:
     files = FileSink(folder, versions=1)
 
     def published(packets: Any, *, everyone: bool = True) -> bool:
-        """Whether the receiver, beside rank 0, has a version more."""
+        """Returns True if the receiver, beside rank 0, has a new version."""
         send(engine, packets, files if everyone or rank == 0 else None)
         newer = rank == 0 and receive_files(receiver, folder, "generator")
         expected = _weights(engine)
@@ -187,7 +187,7 @@ def _with_failures(folder: Path) -> None:
     assert published(engine.stream_weights(only_rank=0), everyone=False)
     seen.append(_step(engine, 2))
     engine.collectives.barrier("stepped")
-    # The receiver sleeps through a version: the next delta is refused, and then all weights come.
+    # The receiver misses a version: it refuses the next delta, and then gets all weights.
     missed = engine.streamed_version + 1
     send(engine, engine.stream_deltas(missed - 1), files)
     seen.append(_step(engine, 3))
@@ -207,7 +207,7 @@ def test_failures_are_named_on_all_ranks_and_training_goes_on(ranks: Ranks, tmp_
 
 
 def _around_saves(folder: Path) -> None:
-    """Streams beside a background save, after a load, and after a skipped step."""
+    """Streams weights during a background save, after a load, and after a skipped step."""
     settings = config(2, "fp16", fp16={"enabled": True, "initial_scale_power": 8, "loss_scale_window": 100})
     settings["checkpoint"] = {"async_save": True}
     torch.manual_seed(7)
@@ -268,7 +268,7 @@ def test_a_safetensors_file(ranks: Ranks, tmp_path: Path) -> None:
 
 
 class Large(nn.Module):
-    """Weights of the size at which a small rate leaves most of them alone in 16 bits."""
+    """Weights of a size at which a small rate leaves most of them unchanged in 16 bits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -279,7 +279,7 @@ class Large(nn.Module):
 
 
 def _payloads(rate: float) -> tuple[float, int]:
-    """(bytes of deltas over those of the weights, on average; elements of marks over those of the weights)."""
+    """Returns (mean size of deltas relative to the weights, size of the marks relative to the number of elements)."""
     torch.manual_seed(3)
     settings = config(3, "bf16", optimizer={"type": "AdamW", "params": {"lr": rate}})
     engine, *_ = zeroaccel.initialize(Large(), config=settings)

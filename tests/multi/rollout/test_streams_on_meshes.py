@@ -1,4 +1,4 @@
-"""Streams and deltas of models that axes of a mesh divide, by the names of the model of one process."""
+"""Streams and deltas of models that a mesh splits, with the names of the unsplit model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytest.importorskip("transformers")
 
 
 def _of_all(engine: Any, packets: Any) -> list[Packet]:
-    """The packets of each sender, as a receiver gets them."""
+    """Returns the packets of each sender in the order in which a receiver gets them."""
     job = engine.collectives.job
     own = [Packet(p.manifest, p.payload.clone()) for p in packets]
     senders: dict[int, list[Packet]] = {}
@@ -53,7 +53,7 @@ def _follow(kind: str, mesh: ParallelConfig, stage: int) -> None:
     assert {packet.manifest["since"] for packet in packets} == {1}
     assert [receiver.take(packet) for packet in packets][-1]
     _check(engine, tensors)
-    assert [receiver.take(packet) for packet in _of_all(engine, engine.stream_deltas(1))][-1]  # late: all weights
+    assert [receiver.take(packet) for packet in _of_all(engine, engine.stream_deltas(1))][-1]  # all weights
     _check(engine, tensors)
     engine.destroy()
 

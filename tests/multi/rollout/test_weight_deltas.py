@@ -1,4 +1,4 @@
-"""Deltas: what a step changed reaches a receiver bit for bit, from each rank's shard and without a gather."""
+"""Deltas: the changes of a step reach a receiver bit for bit, from each rank's shard and without a gather."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zeroaccel.zero.engine import Engine
 
 
 def _to_all(engine: Engine, packets: list[Packet]) -> list[Packet]:
-    """The packets of all ranks, as a receiver gets them."""
+    """Returns the packets of all ranks, as a receiver gets them."""
     copies = [Packet(packet.manifest, packet.payload.clone()) for packet in packets if packet.payload is not None]
     return [packet for of_rank in engine.collectives.gather_objects(copies, "send") for packet in of_rank]
 
@@ -28,7 +28,7 @@ def _bits(value: Tensor) -> Tensor:
 
 
 class Follower:
-    """A receiver beside an engine, to which it is compared after each version."""
+    """A receiver whose weights are compared with an engine after each version."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -49,7 +49,7 @@ class Follower:
             assert torch.equal(_bits(self.tensors[name]), _bits(value)), name
 
     def follow(self, since: int | None = None) -> tuple[int, bool]:
-        """(bytes of payloads, whether all weights came) of a delta."""
+        """Receives a delta; returns (bytes of payloads, whether all weights came)."""
         packets = list(self.engine.stream_deltas(self.receiver.version if since is None else since))
         whole = packets[0].manifest["since"] is None
         nbytes = 0
@@ -78,13 +78,13 @@ def _follow_steps(settings: dict[str, Any]) -> None:
         follower.receiver.take(packet)
     follower.check()
     step()
-    step()  # two at once
+    step()  # two steps at once
     assert follower.follow()[1] is False
     if settings["zero_optimization"].get("offload_optimizer", {}).get("update_during") == "next_step":
         engine.finish_update()
     elif "bf16" in settings or "fp16" in settings:
-        assert follower.follow()[0] <= 64 + sum(b.nbytes + 16 for b in engine.module.buffers())  # nothing has changed
-    # Writes from outside, to what is trained and what is not.
+        assert follower.follow()[0] <= 64 + sum(b.nbytes + 16 for b in engine.module.buffers())  # no weight has changed
+    # Writes by the program, to trained and frozen parameters.
     engine.finish_update()
     up, frozen = engine.module.layers[1].up.weight, engine.module.frozen
     with GatheredParameters([up, frozen], modifier_rank=0), torch.no_grad():

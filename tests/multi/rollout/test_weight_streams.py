@@ -1,4 +1,4 @@
-"""Streams of all weights: every byte gathered once, one unit and one bucket at a time, and the bits of the engine."""
+"""Streams of all weights: each byte is gathered once, one unit and one bucket at a time, with the engine's bits."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _expected(engine: Engine) -> dict[str, Tensor]:
 
 
 def receive(packets: Iterator[Packet], tensors: dict[str, Tensor]) -> WeightReceiver:
-    """A receiver that has the version of a stream."""
+    """Receives a version of a stream into `tensors`."""
     receiver = WeightReceiver(tensors)
     assert [receiver.take(packet) for packet in packets][-1]
     return receiver
@@ -50,7 +50,7 @@ def _stream(settings: dict[str, Any]) -> None:
     units = [sum(b.nbytes for b in unit.buffers if not b.persistent) for unit in engine.units]
     counted.reset()
     got = {name: torch.full_like(value, 7) for name, value in expected.items()}
-    got["head.weight"] = torch.full_like(got["embed.weight"], 7)  # tied there, and apart here
+    got["head.weight"] = torch.full_like(got["embed.weight"], 7)  # tied in the model, separate here
     receiver, sizes = WeightReceiver(got), []
     for packet in engine.stream_weights(bucket_bytes=BUCKET):
         unsharded = sum(b.full.untyped_storage().nbytes() for u in engine.units for b in u.buffers if not b.persistent)
@@ -59,7 +59,7 @@ def _stream(settings: dict[str, Any]) -> None:
         assert packet.payload.untyped_storage().nbytes() <= BUCKET  # and one bucket
         sizes.append(packet.payload.numel())
         done = receiver.take(packet)
-        assert done or all(bool((value == 7).all()) for value in got.values()), "swapped in before the end"
+        assert done or all(bool((value == 7).all()) for value in got.values()), "weights changed before the end"
     assert done
     assert receiver.version == engine.streamed_version == 1
     assert not receiver.missing
@@ -83,7 +83,7 @@ def _stream(settings: dict[str, Any]) -> None:
     numel = sum(expected[name].numel() for name in names[:2])
     if settings["zero_optimization"]["stage"] == 3:
         assert numel <= sum(call.numel for call in counted.calls if call.op == "all_gather") < numel + 32
-    # Training goes on as if nothing had been read.
+    # Training continues unaffected.
     train_step(engine, engine(batches(counted.rank, 3)[2]))
     engine.destroy()
 
@@ -129,12 +129,12 @@ def test_wrong_calls_are_errors_on_all_ranks(ranks: Ranks) -> None:
 
 
 def _adapted(*, dora: bool) -> nn.Module:
-    """A small Llama with adapters of PEFT, whose values are not those they begin with, and a module of its own."""
+    """A small Llama with PEFT adapters, whose values differ from their initial ones, and one whole trained module."""
     from peft import LoraConfig, get_peft_model
 
     layers = ["q_proj", "down_proj", "embed_tokens"]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of transformers, for a call of PEFT
+        warnings.simplefilter("ignore", FutureWarning)  # transformers warns about a call of PEFT
         lora = LoraConfig(r=4, target_modules=layers, use_dora=dora, modules_to_save=["norm"])
         model: nn.Module = get_peft_model(small_llama(tie_word_embeddings=False), lora)
     generator = torch.Generator().manual_seed(9)

@@ -1,4 +1,4 @@
-"""Cuts of sequences and layers that change a model's numbers are refused when the engine is made."""
+"""The engine refuses, at construction, sequence and tensor parallelism that would change a model's numbers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SIZES: dict[str, Any] = {
 
 
 class TokenShift(nn.Module):
-    """Mixes each token with the one before, and so reads over the edge of its rank's run."""
+    """Mixes each token with the one before, and so reads across the boundary between ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class CausalConvolution(nn.Module):
 
 
 class _Before(nn.Module):
-    """A layer before an attention."""
+    """A layer in front of an attention."""
 
     def __init__(self, layer: nn.Module, attention: nn.Module) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ def _refused(model: nn.Module, precision: str, stage: int, parallel: ParallelCon
     try:
         engine, *_ = zeroaccel.initialize(model, config=settings, parallel=parallel)
     except UsageError as error:
-        # What was made for it is gone: the model computes whole sequences again.
+        # The changes for the trial are undone: the model computes whole sequences again.
         assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
         return str(error)
     engine.destroy()
@@ -198,12 +198,12 @@ def test_a_plan_that_changes_numbers_is_refused(ranks: Ranks, kind: str, plan: M
 
 
 @pytest.mark.parametrize(("kind", "plan"), [("llama", PLAN), ("qwen3", {**PLAN, **NORMS})])
-def test_a_right_plan_is_taken(ranks: Ranks, kind: str, plan: Mapping[str, str]) -> None:
+def test_a_correct_plan_is_accepted(ranks: Ranks, kind: str, plan: Mapping[str, str]) -> None:
     assert set(ranks(2).run(_split_layers, kind, plan)) == {""}
 
 
 class _Centred(nn.Module):
-    """Experts whose outputs depend on the tokens that came with them."""
+    """Experts whose outputs depend on the other tokens in their batch."""
 
     def __init__(self, experts: nn.Module) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ class _Centred(nn.Module):
 
 
 class _AllScores(nn.Module):
-    """A router that gives the weights of all experts, not of the chosen."""
+    """A router that returns the weights of all experts instead of the chosen ones."""
 
     def __init__(self, gate: nn.Module) -> None:
         super().__init__()
@@ -231,7 +231,7 @@ class _AllScores(nn.Module):
 def _mixture(kind: str) -> nn.Module:
     if kind in MIXTURES:
         return small_mixture(kind)
-    if kind == "equal loads":  # as many rows on each rank as there are without ranks, but others
+    if kind == "equal loads":  # as many rows on each rank as without ranks, but different rows
         return small_mixture("Mixtral", num_local_experts=2)
     model = small_mixture("Mixtral", experts="eager")
     block: Any = model.get_submodule("model.layers.1.mlp")
@@ -243,7 +243,7 @@ def _mixture(kind: str) -> nn.Module:
 
 
 def _scaled(function: Any, method: str, factor: float, place: int) -> Any:
-    """A method of an autograd function, whose result of this place is multiplied."""
+    """Wraps a method of an autograd function and multiplies its result at position `place`."""
     right = getattr(function, method)
 
     def wrong(ctx: Any, *args: Any) -> Any:
@@ -267,7 +267,7 @@ def _divided_experts(kind: str, precision: str, stage: int, faults: list[tuple[s
 
 
 OUTPUTS = ("_Move", "forward", 1.01, 0)
-# Those that are summed once more, or divided once more, by the ranks that divide experts: of all, or of inputs alone.
+# Gradients with an extra sum or division over the expert-parallel ranks: of everything, or of inputs only.
 GRADIENTS = [("_Move", "backward", 2.0, 0), ("_Move", "backward", 0.5, 0)]
 OF_INPUTS, OF_WEIGHTS = ("_Send", "backward", 2.0, 0), ("_Send", "backward", 0.5, 1)
 
@@ -296,7 +296,7 @@ def test_experts_that_compute_something_else_are_refused(
 
 
 @pytest.mark.parametrize("kind", [*MIXTURES, "equal loads"])
-def test_right_experts_are_taken(ranks: Ranks, kind: str) -> None:
+def test_correct_experts_are_accepted(ranks: Ranks, kind: str) -> None:
     for precision, stage in (("fp32", 1), ("bf16", 3)):
         assert set(ranks(2).run(_divided_experts, kind, precision, stage, [])) == {""}
 
@@ -333,7 +333,7 @@ class _Counting(nn.Module):
 
 
 def _traced(parallel: ParallelConfig, stage: int) -> tuple[list[str], int, int]:
-    """What has changed, how often the program's hook was called, how many calls of training were counted."""
+    """Returns the differences, the number of calls of the program's hook, and the number of training collectives."""
     layer = _Counting()
     model = _with_layer(layer)
     model.get_submodule("model.layers.0").eval()  # a frozen part, as programs leave it
@@ -373,14 +373,14 @@ def _regardless(kind: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("kind", ["token shift", "qwen3-next"])
-def test_it_can_be_left_out_which_the_log_says(ranks: Ranks, kind: str) -> None:
+def test_the_check_can_be_disabled_with_a_note_in_the_log(ranks: Ranks, kind: str) -> None:
     for size, logged in ranks(2).run(_regardless, kind):
         assert size == 2
         assert logged.startswith("initialize: verify_cut=False, so nothing checks that sequence parallelism (sp=2)")
 
 
 class _TwoInputs(nn.Module):
-    """Takes what a trial cannot make up."""
+    """A forward whose inputs a trial cannot make up."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -392,7 +392,7 @@ class _TwoInputs(nn.Module):
 
 
 class _Random(nn.Module):
-    """Computes something else in each forward."""
+    """Returns a different result in each forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -461,6 +461,6 @@ def _cut_stages(kind: str, axes: dict[str, Any]) -> tuple[str, str]:
     return message, "\n".join(logged)
 
 
-def test_a_switch_that_is_none_is_refused() -> None:
+def test_an_invalid_verify_cut_is_refused() -> None:
     with pytest.raises(UsageError, match=r"ParallelConfig\(verify_cut\): expected True or False, got 'no'"):
         ParallelConfig(verify_cut="no")  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What a run's monitors get of each step: against what the collectives counted, and without changing a bit."""
+"""Metrics that a run's monitors get at each step: checked against the counted collectives; they change no bit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from zeroaccel.config.parallel import ParallelConfig
 
 
 def _train(settings: dict[str, Any]) -> tuple[Run, list[int]]:
-    """Four steps; bytes that this rank sent in each."""
+    """Trains four steps; also returns the bytes that this rank sent in each."""
     torch.manual_seed(7)
     counted, model = recording(), Toy()
     engine, *_ = zeroaccel.initialize(model, config=settings, collectives=counted)
@@ -57,7 +57,7 @@ def test_metrics_are_those_of_the_run_and_change_nothing(ranks: Ranks, tier: str
     assert [line["step"] for line in lines] == [4, 8, 12, 16]
     run, sent = measured[0]
     assert [line["Train/loss"] for line in lines] == run.losses
-    # Both ranks are on one machine. The first step also has what was sent while the engine was made.
+    # Both ranks are on one machine. The first step also counts the bytes sent while making the engine.
     assert [line["Sent/inside_bytes"] for line in lines][1:] == sent[1:]
     for line in lines[1:]:
         parts = sum(line[f"Time/{part}_seconds"] for part in ("forward", "backward", "update"))
@@ -74,7 +74,7 @@ def test_metrics_are_those_of_the_run_and_change_nothing(ranks: Ranks, tier: str
 
 
 def _routed(kind: str, ep: int, recomputes: bool, settings: dict[str, Any]) -> list[list[Tensor]]:
-    """The experts that each layer chose in each step, two micro-steps long."""
+    """Returns the experts that each layer chose in each step of two micro-steps."""
     init_process_group()
     model: Any = small_mixture(kind)
     if recomputes:
@@ -99,7 +99,7 @@ def _routed(kind: str, ep: int, recomputes: bool, settings: dict[str, Any]) -> l
             engine.backward(loss)
             del chosen[-1][seen:]  # recomputed
             engine.step()
-        if len(chosen) == 1:  # an evaluation is no training
+        if len(chosen) == 1:  # an evaluation does not count as training
             engine.eval()
             chosen.append([])
             engine(input_ids=ids)
@@ -134,7 +134,7 @@ def test_the_load_of_experts_is_that_of_all_ranks(
 
 
 def _counted(settings: dict[str, Any]) -> list[int]:
-    """Exchanges of loads in each of three steps."""
+    """Returns the number of load exchanges in each of three steps."""
     ranks = recording()
     engine, *_ = zeroaccel.initialize(small_mixture("Mixtral"), config=settings, collectives=ranks)
     ids = torch.randint(MIXTURE_VOCABULARY, (2, 12))

@@ -1,4 +1,4 @@
-"""Recording a trace: it changes no bit and no collective, and what is in the file is what the ranks did."""
+"""Recording a trace changes no bit and no collective, and the file matches the ranks' actions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from zeroaccel.zero import step_trace
 
 
 def _train(settings: dict[str, Any], path: Path | None) -> tuple[Run, list[CollectiveCall], tuple[str, ...]]:
-    """Two steps, then two that are recorded where there is a path; the collectives of those, and the units."""
+    """Trains two steps, then two that are recorded if there is a path; returns run, collectives and units."""
     torch.manual_seed(7)
     counted = recording()
     model = Toy()
@@ -86,11 +86,11 @@ def _check(trace: StepTraceFile, calls: list[CollectiveCall], units: tuple[str, 
     assert (trace.num_steps, trace.facts.first_step, trace.facts.units) == (2, 3, units)
     for rank in (0, 1):
         spans = trace.ranks[rank].spans
-        # Objects are gathered by two collectives, of their sizes and of themselves.
+        # Objects are gathered by two collectives: their sizes, then the objects.
         flights = Counter(span.name for span in spans if span.kind == "flight" and not span.name.endswith(", sizes"))
         assert flights == Counter(call.label for call in calls)
         computed = {(span.name, span.detail) for span in spans if span.kind == "compute"}
-        # A unit with nothing to differentiate, or whose output shows no tensor, has no backward.
+        # A unit without a differentiable output, or whose output hides its tensors, has no backward.
         assert {name for name, detail in computed if detail == "forward"} == set(units)
         assert len({name for name, detail in computed if detail == "backward"}) >= len(units) - 1
         assert {span.name for span in spans if span.kind == "update"} <= set(units)
@@ -131,7 +131,7 @@ def _mistakes(folder: Path) -> list[str]:
         raise KeyError("the program's own")
     assert timeline.active is None
     assert not (folder / "trace.json").exists()
-    with engine.record_trace(folder / "trace.json") as recorded:  # and the engine goes on
+    with engine.record_trace(folder / "trace.json") as recorded:  # and the engine continues
         for batch in batches(engine.collectives.rank, 1):
             train_step(engine, engine(batch))
     assert recorded.num_steps == 1
@@ -140,7 +140,7 @@ def _mistakes(folder: Path) -> list[str]:
 
 
 def _follow(order: dict[str, Any]) -> tuple[int, int, int]:
-    """(step of the exit, its code, steps of a second engine), of a program under `zeroaccel trace`."""
+    """Runs a program under `zeroaccel trace`; returns (step of the exit, its code, steps of a second engine)."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(step_trace.VARIABLE, json.dumps(order))
         patch.setattr(step_trace, "_followed", False)

@@ -1,4 +1,4 @@
-"""Models with floating-point buffers, as layers of torch and of users have them; each maps (n, 16) to (n, 1)."""
+"""Models with floating-point buffers, like those of torch's and users' layers; each maps (n, 16) to (n, 1)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WIDTH = 16
 
 
 class Codebook(nn.Module):
-    """Vector quantisation with a codebook that follows its inputs by moving averages."""
+    """Vector quantization with a codebook that follows its inputs by moving averages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Codebook(nn.Module):
 
 
 class Positions(nn.Module):
-    """Sines that are added, a mask with -inf, and a bias that is looked up by relative position."""
+    """Added sines, a mask with -inf, and a bias that is looked up by relative position."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Positions(nn.Module):
 
 
 class RotaryEmbedding(nn.Module):
-    """Computes angles in fp32, as transformers does; with a cache of cosines that is used as it is."""
+    """Computes angles in fp32, as transformers does, with a cache of cosines that is used unconverted."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Counts what one step costs the interpreter at several world sizes, a script for `test_engine_scale.py`.
+"""Counts the Python calls of one step at several world sizes, a script for `test_engine_scale.py`.
 
-torch's fake process group stands in for the other ranks: it moves nothing, so numbers are meaningless and only the
-work around the collectives is left. Prints one JSON object per world size.
+torch's fake process group replaces the other ranks: it moves no data, so results are meaningless and only the work
+around the collectives remains. Prints one JSON object per world size.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LAYERS = 6
 
 
 class Block(nn.Module):
-    """Of several linear layers, and one unit: a list of them would be several."""
+    """Several linear layers in one unit; a ModuleList would make several units."""
 
     def __init__(self, linears: int) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def step(engine: Engine, x: Tensor) -> None:
 
 
 def counted_calls(engine: Engine, x: Tensor) -> Counter[str]:
-    """Python and C functions called in one step, by name."""
+    """Returns the Python and C functions called in one step, by name."""
     calls: Counter[str] = Counter()
 
     def note(frame: Any, event: str, argument: Any) -> None:

@@ -15,7 +15,7 @@ from zeroaccel.zero.engine import Engine
 
 
 class TwoTowers(Toy):
-    """Every rank may take another way through the model."""
+    """A model in which each rank may take a different path."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Wav2Vec2 with LayerDrop, whose draw differs between ranks. As a script: trains it at stage 3."""
+"""Wav2Vec2 with LayerDrop, whose random draw differs between ranks. As a script: trains it at stage 3."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ STEPS = 4
 
 
 def train(stage: int, **changes: Any) -> tuple[list[float], dict[str, Tensor]]:
-    """The norms of the steps, and the weights after them."""
-    from transformers import Wav2Vec2Config, Wav2Vec2ForCTC  # in ranks: the tests' own process needs it for nothing
+    """Trains the model; returns the norms of the steps, and the final weights."""
+    from transformers import Wav2Vec2Config, Wav2Vec2ForCTC  # imported in ranks only: the test process does not need it
 
     torch.manual_seed(3)
     model = Wav2Vec2ForCTC(Wav2Vec2Config(layerdrop=0.5, **SIZES))
     engine, *_ = initialize(model, config=config(stage, optimizer=SGD, **changes))
     rank = engine.collectives.rank
-    torch.manual_seed(rank)  # of the draw, as of dropout
+    torch.manual_seed(rank)  # for LayerDrop and dropout
     norms = []
     for step in range(STEPS):
         speech = torch.randn(2, 400, generator=torch.Generator().manual_seed(10 * step + rank))

@@ -1,4 +1,4 @@
-"""Activation checkpointing in the engine: at every stage the bits of a run without it; partitioned on two ranks."""
+"""Activation checkpointing in the engine: the bits of a run without it at every stage; partitioned on two ranks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _runs(settings: list[tuple[dict[str, Any], dict[str, Any] | None, bool]]) ->
         torch.manual_seed(5)
         kind = _Checkpointing if by_hand else _Dropping
         found.append(train(whole, 6, make=lambda kind=kind: _model(kind)))
-        assert activations._current.section == ActivationCheckpointing(), "an engine left its settings behind"
+        assert activations._current.section == ActivationCheckpointing(), "settings of an earlier engine are in effect"
     return found
 
 
@@ -61,14 +61,14 @@ def test_every_stage_gives_the_bits_of_a_run_without_it(ranks: Ranks, precision:
 
 
 def _shares(on_host: bool) -> tuple[list[Tensor], list[Tensor], int, int]:
-    """Gradients plainly and with shares, for a group of both ranks; bytes kept, and of the inputs."""
+    """Returns gradients with and without partitioning over both ranks, the bytes kept, and the bytes of the inputs."""
     init_process_group()
     section = ActivationCheckpointing(partition_activations=True, cpu_checkpointing=on_host)
     shared = Activations(section, group=dist.group.WORLD)
     results = []
     kept = whole = 0
     for call in (lambda function, x: function(x), shared.checkpoint):
-        torch.manual_seed(9)  # a tensor-parallel group has the same activations on all its ranks
+        torch.manual_seed(9)  # tensor-parallel ranks have equal activations
         blocks = [_Dropping(23) for _ in range(3)]
         x = torch.randn(3, 5, 23, requires_grad=True)
         y = x * 2
@@ -89,7 +89,7 @@ def test_a_group_keeps_a_share_per_rank(ranks: Ranks, on_host: bool) -> None:
 
 
 def _in_an_engine(stage: int) -> list[str]:
-    """Differences to a run without shares, of ranks that are given the same batches, as a parallel group is."""
+    """Returns the differences from a run without partitioning; the ranks get equal batches."""
     init_process_group()
 
     def losses(section: dict[str, Any] | None) -> list[float]:
@@ -102,7 +102,7 @@ def _in_an_engine(stage: int) -> list[str]:
         return found
 
     section = {"wrap_blocks": True, "partition_activations": True}
-    whole = losses(section)  # without a group, as DeepSpeed has none at model-parallel size 1
+    whole = losses(section)  # without a group, as in DeepSpeed at model-parallel size 1
     activations.configure(tensor_parallel_group=dist.group.WORLD)
     try:
         one, other = losses(None), losses(section)
@@ -118,7 +118,7 @@ def test_shares_in_an_engine_that_shards_its_parameters(ranks: Ranks) -> None:
 def _kept_is_the_share() -> bool:
     init_process_group()
     shared = Activations(ActivationCheckpointing(partition_activations=True), group=dist.group.WORLD)
-    tensor = torch.arange(7.0, requires_grad=True)  # not a multiple of the group
+    tensor = torch.arange(7.0, requires_grad=True)  # not a multiple of the group size
     kept = shared.store.save(tensor)
     assert isinstance(kept, SavedActivation)
     assert kept.data is not None

@@ -1,4 +1,4 @@
-"""`torch_autocast` of the config: the bits of a plain loop under torch.autocast, whatever is sharded and where."""
+"""`torch_autocast` of the config: the bits of a plain loop under torch.autocast, with every kind of sharding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ALL_FP32 = {"lower_precision_safe_modules": []}
 
 
 class Mixed(nn.Module):
-    """Layers that autocast computes in 16 bits, in fp32 and in what comes; one weight is shared by two of them."""
+    """Layers that autocast runs in 16 bits, in fp32 and in the input's dtype; two of them share a weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,19 +62,19 @@ def _plain(dtype: str, optimizer: dict[str, Any], steps: int) -> Run:
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=lambda one: one["type"])
-def test_it_has_the_bits_of_a_plain_loop(optimizer: dict[str, Any], dtype: str, own_job: None) -> None:
+def test_autocast_has_the_bits_of_a_plain_loop(optimizer: dict[str, Any], dtype: str, own_job: None) -> None:
     plain = _plain(dtype, optimizer, steps=6)
     expected = None if optimizer is ADAMW else plain.losses
     for stage, modules in ((0, None), (3, None), (3, ALL_FP32)):
         run = train(_config(stage, dtype, modules, optimizer=optimizer), steps=6, make=Mixed)
         expected = expected or run.losses
         assert run.losses == expected, (stage, modules)
-    # torch's AdamW takes a vectorised square root, which some CPUs round otherwise than to the nearest float.
+    # torch's AdamW uses a vectorized square root, which some CPUs do not round to the nearest float.
     assert plain.losses == pytest.approx(expected, rel=1e-4)
 
 
 def _runs(folder: str) -> dict[str, list[str]]:
-    """What differs from stage 0, by stage, tier and parallelism."""
+    """Returns the differences from stage 0, by stage, tier and parallelism."""
     plans = {
         **{f"stage {stage}": _config(stage, "bf16") for stage in (1, 2, 3)},
         "cpu": _config(3, "bf16", **offloaded(Path(folder), "cpu", "cpu")),
@@ -88,7 +88,7 @@ def _runs(folder: str) -> dict[str, list[str]]:
     }
 
 
-def test_where_things_are_changes_nothing(ranks: Ranks, tmp_path: Path) -> None:
+def test_the_placement_of_tensors_changes_no_bit(ranks: Ranks, tmp_path: Path) -> None:
     for found in ranks(2).run(_runs, str(tmp_path)):
         assert found == {name: [] for name in ("stage 1", "stage 2", "stage 3", "cpu", "nvme", "fp16")}
 
@@ -140,20 +140,20 @@ def _pipeline(pp: int) -> tuple[list[float], list[torch.dtype]]:
     return losses, [param.dtype for param in layers.parameters()]
 
 
-def test_stages_of_a_pipeline_compute_so(ranks: Ranks, own_job: None) -> None:
+def test_stages_of_a_pipeline_run_under_autocast(ranks: Ranks, own_job: None) -> None:
     one = _pipeline(1)
     two = ranks(2).run(_pipeline, 2)
     assert two[0][0] == two[1][0] == one[0]
 
 
-def test_the_model_alone_computes_so_until_the_engine_is_destroyed(own_job: None) -> None:
+def test_the_inner_model_runs_under_autocast_until_destroy(own_job: None) -> None:
     torch.manual_seed(7)
     model = Mixed()
     batch = batches(0, 1)[0]
     plain = model(batch)
     engine, *_ = zeroaccel.initialize(model, config=_config(0, "bf16"))
     assert {name for name, param in model.named_parameters() if param.dtype is torch.float32} == {
-        "head.weight",  # also the embedding's
+        "head.weight",  # also the embedding's weight
         "norm.weight",
         "norm.bias",
         "scale",
@@ -174,7 +174,7 @@ def test_the_model_alone_computes_so_until_the_engine_is_destroyed(own_job: None
         ({"lower_precision_safe_modules": ["os.system"]}, "got 'os.system'"),
     ],
 )
-def test_what_is_no_class_of_a_module_is_refused(settings: dict[str, Any], message: str, own_job: None) -> None:
+def test_names_that_are_no_module_class_are_refused(settings: dict[str, Any], message: str, own_job: None) -> None:
     with pytest.raises(ConfigError, match=r"torch_autocast\.lower_precision_safe_") as caught:
         zeroaccel.initialize(Mixed(), config=_config(1, "bf16", settings))
     assert message in str(caught.value)

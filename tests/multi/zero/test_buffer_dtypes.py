@@ -1,4 +1,4 @@
-"""Models whose buffers are floating-point: what plain torch runs in 16 bits runs in the engine, with the same bits."""
+"""Models with floating-point buffers: those that plain torch runs in 16 bits have the same bits in the engine."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def _buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
-    """Names of the buffers that are not of one dtype with the same bits."""
+    """Returns the names of buffers that differ in dtype or bits."""
     assert one.keys() == other.keys()
     return [n for n, value in one.items() if value.dtype != other[n].dtype or not torch.equal(value, other[n])]
 
 
 def _against_plain(stage: int, precision: str) -> dict[str, str]:
-    """What differs between the engine and the same model after `model.to(dtype)`, by name of the model."""
+    """Returns the differences between the engine and the same model after `model.to(dtype)`, by name of the model."""
     found, dtype = {}, DTYPES[precision]
     for name in MODELS:
         plain = _made(name).to(dtype)
@@ -69,7 +69,7 @@ def _against_plain(stage: int, precision: str) -> dict[str, str]:
 @pytest.mark.parametrize(("stage", "precision"), [(0, "fp16"), (3, "bf16")])
 def test_models_compute_as_plain_ones_do(ranks: Ranks, stage: int, precision: str) -> None:
     for found in ranks(2).run(_against_plain, stage, precision):
-        assert found.keys() == {"rotary"}  # whose frequencies are more exact than those of the plain model
+        assert found.keys() == {"rotary"}  # its frequencies are more exact than in the plain model
         assert found["rotary"].endswith("['1.inv_freq']")
 
 
@@ -84,7 +84,7 @@ def _trained(name: str, settings: dict[str, Any], steps: int = 3) -> tuple[list[
 
 
 def _stages(precision: str) -> list[str]:
-    """Models on which a stage differs from stage 0, in a loss, a weight or a buffer."""
+    """Returns the models on which a stage differs from stage 0 in a loss, a weight or a buffer."""
     found = []
     for name in MODELS:
         losses, values = _trained(name, config(0, precision))
@@ -101,7 +101,7 @@ def test_stages_agree_on_buffers_too(ranks: Ranks, precision: str) -> None:
 
 
 def _curves(name: str) -> tuple[list[float], list[float]]:
-    """Losses of an engine, and of a plain model in bf16 with fp32 masters that torch's AdamW updates."""
+    """Returns losses of an engine, and of a plain bf16 model with fp32 masters that torch's AdamW updates."""
     adamw = {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": 0.1}}
     engine, *_ = zeroaccel.initialize(_made(name), config=config(3, "bf16", optimizer=adamw))
     plain, masters = _made(name).bfloat16(), _made(name)
@@ -126,13 +126,13 @@ def _curves(name: str) -> tuple[list[float], list[float]]:
 @pytest.mark.parametrize("name", ["BatchNorm2d", "spectral_norm, parametrized", "codebook", "positions"])
 def test_the_training_curve_is_that_of_torch(ranks: Ranks, name: str) -> None:
     for one, other in ranks(2).run(_curves, name):
-        # Not by the bit: torch's AdamW takes square roots that on some CPUs are not the nearest floats.
+        # Approximately: torch's AdamW uses square roots that some CPUs do not round to the nearest float.
         assert one == pytest.approx(other, rel=2e-3)
         assert one[-1] < 0.9 * one[0]
 
 
 def _kept_in_fp32(name: str) -> tuple[set[str], set[str], float]:
-    """Dtypes of a BatchNorm that is named in keep_in_fp32_modules, and of the rest; and a loss."""
+    """Returns the dtypes of a BatchNorm in keep_in_fp32_modules and of the other tensors, and a loss."""
     types = {"keep_in_fp32_modules": ["2" if name.endswith("d") and "1d" not in name else "1"]}
     settings = config(3, "bf16", data_types=types)
     model = _made(name)
@@ -156,7 +156,7 @@ def test_a_batch_norm_may_stay_in_fp32(ranks: Ranks, name: str) -> None:
 
 
 def _built_by_init(name: str) -> list[str]:
-    """Buffers that are not those of a model built without `zero.Init`, after a forward."""
+    """Returns, after a forward, the buffers that differ from those of a model built without `zero.Init`."""
     settings, found = config(3, "bf16"), []
     for init in (False, True):
         torch.manual_seed(0)
@@ -177,7 +177,7 @@ def test_a_model_of_init_has_the_same_buffers(ranks: Ranks, name: str, size: int
 
 
 def _already_in_16_bits(stage: int) -> dict[str, str]:
-    """Dtypes of buffers where the program cast all of the model, or all but some buffers, itself."""
+    """Returns the buffers' dtypes if the program itself cast all of the model, or all but some buffers."""
     found = {}
     half = _made("BatchNorm1d").bfloat16()
     engine, *_ = zeroaccel.initialize(half, config=config(stage, "bf16"))
@@ -203,7 +203,7 @@ def test_a_mixture_that_the_program_made_stays(ranks: Ranks) -> None:
 
 
 def _resumed(name: str, folder: str) -> tuple[list[str], list[str], bool]:
-    """What differs between rank 0's buffers as saved and as resumed; the same for eval; and whether ranks agree."""
+    """Returns the buffers of rank 0 that differ after resuming, the same for eval, and whether the ranks agree."""
     settings = config(3, "bf16")
     engine, *_ = zeroaccel.initialize(_made(name), config=settings)
     rank = engine.collectives.rank
@@ -217,7 +217,7 @@ def _resumed(name: str, folder: str) -> tuple[list[str], list[str], bool]:
     resumed = _equal(saved, _buffers(other.module))
     everyone = other.collectives.gather_objects(_buffers(other.module), "buffers")
     other.destroy()
-    wide, *_ = zeroaccel.initialize(MODELS[name](), config=config(1))  # fp32: read from bf16
+    wide, *_ = zeroaccel.initialize(MODELS[name](), config=config(1))  # fp32, read from bf16
     wide.load_checkpoint(folder, tag="here")
     widened = _equal({n: b.float() if b.is_floating_point() else b for n, b in saved.items()}, _buffers(wide.module))
     wide.destroy()
@@ -249,7 +249,7 @@ def test_all_buffers_may_be_cast(ranks: Ranks) -> None:
 
 
 def _of_transformers(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A small model, and a batch for it in fp32."""
+    """Makes a small model, and a batch for it in fp32."""
     import transformers as hf
 
     torch.manual_seed(0)
@@ -273,7 +273,7 @@ def _of_transformers(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 def _trained_of_transformers(name: str, stage: int, precision: str) -> tuple[bool, list[str], list[float]]:
-    """Whether the first output is that of the plain model; buffers that stay in fp32; losses."""
+    """Returns whether the first output equals the plain model's, the buffers that stay in fp32, and the losses."""
     dtype = DTYPES[precision]
     model, batch = _of_transformers(name)
     batch = {key: value.to(dtype) if value.is_floating_point() else value for key, value in batch.items()}
@@ -285,7 +285,7 @@ def _trained_of_transformers(name: str, stage: int, precision: str) -> tuple[boo
     engine.train()
     losses = []
     for step in range(4):
-        torch.manual_seed(step)  # of dropouts
+        torch.manual_seed(step)  # for dropout
         losses.append(train_step(engine, engine(**batch).loss))
     engine.destroy()
     return same, kept, losses
@@ -306,7 +306,7 @@ def test_models_of_transformers(ranks: Ranks, name: str, precision: str) -> None
 
 
 def _own_lists() -> dict[str, Any]:
-    """Losses of a model with both lists of modules in fp32, by stage; and the error of a router that casts itself."""
+    """Returns a model's losses with both fp32 module lists, by stage, and the error of a router that casts itself."""
     found: dict[str, Any] = {}
 
     def losses(kind: str, name: str, stage: int, **data_types: Any) -> list[float]:

@@ -1,4 +1,4 @@
-"""Compiled models and blocks: the numbers of the eager ones, graphs that end at units only, refusals by name."""
+"""Compiled models and blocks: the numbers of eager ones, graph breaks at units only, errors that name the module."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Network(nn.Module):
 
 
 def _model() -> Network:
-    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")  # torch's tracer asks for it itself
-    warnings.filterwarnings("ignore", message="`torch.jit.script", category=DeprecationWarning)  # inductor's imports
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")  # torch's tracer triggers it
+    warnings.filterwarnings("ignore", message="`torch.jit.script", category=DeprecationWarning)  # inductor's
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
@@ -71,10 +71,10 @@ _WAYS: dict[str, Way] = {
 
 
 def _trained(stage: int, way: str, *, begin: int = 0, optimizer: str = "SGD", **sections: Any) -> tuple[Any, ...]:
-    """Losses and weights; and graphs, reasons and number of graph breaks.
+    """Returns losses, weights, number of graphs, foreign reasons of graph breaks, and number of graph breaks.
 
     Args:
-        begin: the step before which it is compiled.
+        begin: the step before which the model is compiled.
     """
     model = _model()
     engine = _engine(model, stage, optimizer, **sections)
@@ -94,7 +94,7 @@ def _trained(stage: int, way: str, *, begin: int = 0, optimizer: str = "SGD", **
 
 def _pair(stage: int, way: str, recomputes: bool, optimizer: str) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     sections = {"activation_checkpointing": {"wrap_blocks": True}} if recomputes else {}
-    begin = 1 if way == "model" else 0  # the model is compiled behind the first step
+    begin = 1 if way == "model" else 0  # the model is compiled after the first step
     eager = _trained(stage, "eager", optimizer=optimizer, **sections)
     return eager, _trained(stage, way, begin=begin, optimizer=optimizer, **sections)
 
@@ -111,7 +111,8 @@ def test_compiled_training_has_the_bits_of_eager_and_graphs_end_at_units(
     ranks: Ranks, stage: int, way: str, recomputes: bool
 ) -> None:
     # At stage 3 each layer is a unit. The compiler counts a break for the hook before each of the five, and one for the
-    # hook behind each kind of layer, whose graphs are shared. Blocks compiled one by one have their hooks outside.
+    # hook after each kind of layer, whose graphs are shared. The hooks of blocks compiled one by one are outside of the
+    # graphs.
     graphs, ends = (3, _BLOCKS + 2 + 2) if way != "blocks" and stage == 3 else (1, 0)
     optimizer = "AdamW" if way == "blocks" else "SGD"
     for eager, compiled in ranks(2).run(_pair, stage, way, recomputes, optimizer):
@@ -146,7 +147,7 @@ def _model_of_compiled_blocks() -> Network:
     return model
 
 
-def test_what_cannot_be_compiled_is_refused_by_name(ranks: Ranks) -> None:
+def test_models_that_cannot_be_compiled_are_refused_by_name(ranks: Ranks) -> None:
     for name, compiler, own, fullgraph, engine in ranks(2).run(_refusals):
         assert name.startswith("engine.compile(backend): expected a backend of torch.compile (eager, aot_eager, ")
         assert compiler.startswith('engine.compile(backend): "inductor": expected a C++ compiler on each machine')
@@ -158,7 +159,7 @@ def test_what_cannot_be_compiled_is_refused_by_name(ranks: Ranks) -> None:
 
 
 def _by_inductor(stage: int, recomputes: bool) -> tuple[list[float], list[float], list[float]]:
-    """Losses of the engine, of a plain loop, and of the same loop without a compiler; ranks see the same batches."""
+    """Returns losses of the engine, of a plain loop, and of the same loop without a compiler, on equal batches."""
     model = _model().eval()
     engine = _engine(model, stage, **({"activation_checkpointing": {"wrap_blocks": True}} if recomputes else {}))
     model.eval()

@@ -1,6 +1,6 @@
-"""A step whose norm, clipping and overflow check stay on the device, here the CPU: the bits of one that the host knows.
+"""Steps whose norm, clipping and overflow check stay on the device have the bits of steps that the host decides.
 
-What the engine does on an accelerator runs in host memory too, where its tensors happen to be.
+The device is the CPU: the engine's code for accelerators also runs on tensors in host memory.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "Lion": {"type": "Lion", "params": {"lr": 1e-3, "weight_decay": 0.1}},
     "Adagrad": {"type": "Adagrad", "params": {"lr": 1e-2}},
     "bf16 moments": {"type": "AdamW", "params": {"lr": 1e-2, "moments_dtype": "bf16"}},
-    # A torch class: the host has to know before it steps.
+    # A torch class: the host must know the overflow before it steps.
     "torch RMSprop": {"type": "torch.optim.RMSprop", "params": {"lr": 1e-3}},
 }
 
 
 def on_device(engine: Engine) -> None:
-    """Lets an engine on the CPU check its gradients as one on an accelerator does."""
+    """Makes an engine on the CPU check its gradients as an engine on an accelerator does."""
     assert engine._boundary is not None
     engine._boundary._checks_on_device = True
 
@@ -53,14 +53,16 @@ def _skips(settings: Mapping[str, Any]) -> tuple[list[str], int]:
 
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 @pytest.mark.parametrize("stage", range(4))
-def test_bits_are_those_of_a_step_that_the_host_knows(own_job: None, stage: int, optimizer: str) -> None:
+def test_a_step_on_the_device_has_the_bits_of_one_on_the_host(own_job: None, stage: int, optimizer: str) -> None:
     section = OPTIMIZERS[optimizer]
     assert _same_bits(config(stage, "bf16", optimizer=section, gradient_clipping=0.5)) == []
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_bits_on_several_ranks(ranks: Ranks, world_size: int, accumulation: int) -> None:
+def test_a_step_on_the_device_has_the_same_bits_on_several_ranks(
+    ranks: Ranks, world_size: int, accumulation: int
+) -> None:
     for stage in (0, 2, 3):
         settings = config(stage, "bf16", accumulation, gradient_clipping=0.5)
         assert ranks(world_size).run(_same_bits, settings) == [[]] * world_size
@@ -68,7 +70,7 @@ def test_bits_on_several_ranks(ranks: Ranks, world_size: int, accumulation: int)
 
 @pytest.mark.parametrize(("stage", "world_size"), [(1, 1), (2, 2)])
 def test_an_overflow_is_skipped_on_the_device_of_all_ranks(ranks: Ranks, stage: int, world_size: int) -> None:
-    # A scale of 2**20 overflows for several steps, in the first of them before there are any states.
+    # A scale of 2**20 overflows for several steps, the first of them before there are any states.
     settings = config(stage, "fp16", fp16={"enabled": True, "initial_scale_power": 20, "hysteresis": 1})
     for found, skipped in ranks(world_size).run(_skips, settings):
         assert found == []
@@ -76,7 +78,7 @@ def test_an_overflow_is_skipped_on_the_device_of_all_ranks(ranks: Ranks, stage: 
 
 
 def _reads(settings: Mapping[str, Any]) -> int:
-    """How often the host reads statistics in 4 steps that log nothing."""
+    """Returns how often the host reads statistics in 4 steps that log nothing."""
     count = 0
     read = grad_norm.DeviceStats.read
 
@@ -108,7 +110,7 @@ def test_the_host_reads_nothing_where_nothing_depends_on_it(own_job: None) -> No
 
 
 def _different_rates() -> tuple[str, float, int]:
-    """The error of a step with two learning rates, the weights it left, and the steps that were counted."""
+    """Returns the error of a step with two learning rates, the weights after it, and the number of counted steps."""
     torch.manual_seed(7)
     model = Toy()
     engine, optimizer, *_ = zeroaccel.initialize(model, config=config(1, "bf16"))
@@ -131,7 +133,7 @@ def _largest_change(before: list[Tensor], model: Toy) -> float:
 
 
 def _different_rates_unread() -> tuple[str, float, float]:
-    """The same where no step waits for the device: what changed in the step, and the error of the one after it."""
+    """Does the same when no step waits for the device: the step's change, and the error of the next step."""
     torch.manual_seed(7)
     model = Toy()
     settings = config(1, bf16={"enabled": True, "check_grad_overflow": False})
@@ -167,7 +169,7 @@ def test_different_settings_are_found_a_step_late_where_no_step_waits(ranks: Ran
         assert afterwards > 0.0
 
 
-def test_the_factor_of_a_control_is_that_of_the_host() -> None:
+def test_the_gradient_factor_on_the_device_equals_the_hosts() -> None:
     generator = torch.Generator().manual_seed(0)
     for power in (-140, -60, -20, 0, 3, 40, 127):
         grads: list[Tensor] = [torch.randn(999, generator=generator) * 2.0**power]

@@ -1,4 +1,4 @@
-"""Engines whose ranks diverge: the job ends on all ranks in time; one message has ranks, collectives and modules."""
+"""Engines whose ranks diverge: the job ends on all ranks in time; one message gives ranks, collectives and modules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.environment import WAIT_LIMIT
 from tests.support.job import JobResult, run_job, side_by_side
 
 LIMIT = round(time_limits.seconds(2.0), 1)
-PROMISE = 15.0  # seconds after the limit in which every rank has ended
+PROMISE = 15.0  # seconds after the limit within which every rank has ended
 
 Ended = Callable[[tuple[str, int]], JobResult]
 
@@ -27,7 +27,7 @@ def _run(job: tuple[str, int]) -> tuple[JobResult, float]:
 
 @pytest.fixture(scope="module")
 def ended(request: pytest.FixtureRequest) -> Iterator[Ended]:
-    """``ended((scenario, stage))``: the job's result, once it is known to have ended in time."""
+    """Fixture ``ended((scenario, stage))``: the job's result, after a check that it ended in time."""
     with side_by_side(request, "job", _run, 3) as outcome:
 
         def result_of(job: tuple[str, int]) -> JobResult:
@@ -40,10 +40,10 @@ def ended(request: pytest.FixtureRequest) -> Iterator[Ended]:
         yield result_of
 
 
-# What the one message of a job has, beside the ranks that it names.
+# Parts of a job's one message, in addition to the ranks that it names.
 PARTED: dict[tuple[str, int], tuple[str, ...]] = {
     ("branches", 3): (
-        '"reduce towers.sound"',  # where rank 0 is: the gradient that never comes, in backward
+        '"reduce towers.sound"',  # rank 0 waits in backward for a missing gradient
         "rank 1: waiting for gather",
         '"unshard towers.sound"',
         "diverging_engines.py",
@@ -60,7 +60,7 @@ PARTED: dict[tuple[str, int], tuple[str, ...]] = {
 
 
 @pytest.mark.parametrize("job", PARTED, ids=lambda job: f"{job[0]}-{job[1]}")
-def test_ranks_that_part_end_with_where_each_of_them_is(ended: Ended, job: tuple[str, int]) -> None:
+def test_diverging_ranks_end_with_the_place_of_each(ended: Ended, job: tuple[str, int]) -> None:
     result = ended(job)
     assert result.returncodes == (75, 75)
     assert [words for words in PARTED[job] if words not in result.stderr] == [], result.stderr

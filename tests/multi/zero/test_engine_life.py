@@ -22,7 +22,7 @@ def _same(one: list[Run], other: list[Run]) -> list[list[str]]:
     return [differences(a, b) for a, b in zip(one, other, strict=True)]
 
 
-# -- several engines, and the end of one
+# -- several engines, and destroyed engines
 
 
 def _alternate(stages: tuple[int, int], together: bool) -> list[Run]:
@@ -86,7 +86,7 @@ def _live_nbytes() -> int:
 
 
 def _memory_after_destroy(settings: dict[str, Any]) -> tuple[float, float]:
-    """Bytes per parameter before and after `destroy`, while the engine and its optimizer are referred to."""
+    """Returns bytes per parameter before and after `destroy`, while the engine and its optimizer are referenced."""
     gc.collect()
     gc.disable()
     try:
@@ -106,7 +106,7 @@ def _memory_after_destroy(settings: dict[str, Any]) -> tuple[float, float]:
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_destroy_gives_the_memory_back(ranks: Ranks, stage: int) -> None:
-    """At once, and not once Python's collector of cycles comes by."""
+    """Immediately, and not when Python's cyclic garbage collector runs."""
     trained, left = ranks(1).run(_memory_after_destroy, config(stage, "bf16"))[0]
     assert trained > 13  # weights, masters and two moments
     assert left < 2.1  # the model's own weights
@@ -142,7 +142,7 @@ def _infer(stage: int, precision: str, with_gradients: bool) -> tuple[list[float
 def test_an_engine_for_inference_at_every_stage(ranks: Ranks, with_gradients: bool) -> None:
     answers = [ranks(2).run(_infer, stage, "bf16", with_gradients)[0] for stage in range(4)]
     assert all(losses == answers[0][0] for losses, _ in answers)
-    # Five forwards of five units: what a pass remembers does not pile up.
+    # Five forwards of five units: the engine's records of a pass do not accumulate.
     assert answers[3][1] < 20
 
 
@@ -176,5 +176,5 @@ def _count_gathers(make: Callable[[], nn.Module]) -> int:
 
 @pytest.mark.parametrize("make", [Toy, Recomputed, RecomputedReentrant])
 def test_recomputation_gathers_nothing_again(ranks: Ranks, make: type[nn.Module]) -> None:
-    # Three blocks, gathered for forward and for backward; the three at the end are those of `destroy`.
+    # Three blocks, gathered for forward and for backward; `destroy` gathers the last three.
     assert ranks(2).run(_count_gathers, make) == [6, 6]

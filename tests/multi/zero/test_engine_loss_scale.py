@@ -1,4 +1,4 @@
-"""fp16: what an overflow does to the step, the scale, the counts and the scheduler, and what a scale never changes."""
+"""fp16: the effect of an overflow on step, scale, counts and scheduler; the scale never changes other results."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class History:
 
 
 def _run(settings: dict[str, Any], overflows: list[bool], inputs: list[float] | None = None) -> History:
-    """Steps once per entry; where it is true, the loss of the last rank alone overflows."""
+    """Steps once per entry of `overflows`; if it is true, the loss of the last rank alone overflows."""
     model = Linear()
     engine, *_ = zeroaccel.initialize(
         model,
@@ -59,7 +59,7 @@ def _run(settings: dict[str, Any], overflows: list[bool], inputs: list[float] | 
         history.applied.append(engine.was_step_applied())
         history.rates.append(engine.get_lr()[0])
         history.norms.append(engine.get_global_grad_norm())
-        with torch.no_grad():  # the gradient of the weight sum is the weight itself
+        with torch.no_grad():  # the gradient of the sum of weights
             history.weights.append(torch.tensor(engine(torch.ones(40)).item() / model.factor))
     history.counts = (engine.global_steps, engine.skipped_steps, engine.micro_steps, engine.global_samples)
     engine.destroy()
@@ -179,11 +179,11 @@ def test_bf16_skips_what_is_not_finite_unless_told_otherwise(ranks: Ranks) -> No
     assert ranks(2).run(_bf16_overflow, False) == [(True, False)] * 2
 
 
-# -- what an update consists of
+# -- parameters of an update
 
 
 def _take_part(settings: dict[str, Any]) -> list[list[float]]:
-    """Two weights; the second takes part in the first step only."""
+    """Trains two weights, the second of which takes part in the first step only."""
     torch.manual_seed(7)
     model = nn.Module()
     model.blocks = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(2))

@@ -1,7 +1,7 @@
 """Model states per rank against the formulas of Rajbhandari et al., ZeRO (2020), section 5, on padded elements.
 
 With N elements on W ranks in 16 bits and Adam: parameters 2N, gradients 2N, fp32 master and two moments 12N; each
-divided by W from the stage on that shards it.
+divided by W from the stage that shards it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ States = dict[str, int]
 
 
 def _states(settings: dict[str, Any]) -> tuple[int, list[States], States]:
-    """(N, the states after each backward but the last of the second step, the states after that step)."""
+    """Returns (N, states after each backward but the last of the second step, states after that step)."""
     engine, *_ = zeroaccel.initialize(Trained(), config=settings)
     accumulation = engine.gradient_accumulation_steps()
     seen = []
@@ -39,7 +39,7 @@ def _states(settings: dict[str, Any]) -> tuple[int, list[States], States]:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_the_papers_formulas_hold(ranks: Ranks, world_size: int, stage: int) -> None:
+def test_memory_equals_the_papers_formulas(ranks: Ranks, world_size: int, stage: int) -> None:
     settings = config(stage, "bf16", 3, data_types={"grad_accum_dtype": "bf16"})
     for numel, seen, after in ranks(world_size).run(_states, settings):
         part = numel // world_size
@@ -54,7 +54,7 @@ def test_the_papers_formulas_hold(ranks: Ranks, world_size: int, stage: int) -> 
 def test_sums_in_fp32_take_twice_as_much(ranks: Ranks, stage: int) -> None:
     for numel, seen, _ in ranks(2).run(_states, config(stage, "bf16", 3)):
         gradients = [states["gradients"] for states in seen]
-        # Sharded, the first micro-step's gradient is still in the dtype it travelled in: there is no sum yet.
+        # If sharded, the first micro-step's gradient keeps the dtype of its reduction: there is no sum yet.
         assert gradients == ([4 * numel, 4 * numel] if stage < 2 else [2 * numel // 2, 4 * numel // 2])
 
 
@@ -88,7 +88,7 @@ def test_full_parameters_are_counted_while_they_are_unsharded(ranks: Ranks) -> N
 
 
 class _Sharing(nn.Module):
-    """Four matrices, each a unit: the gradients of two share memory, and a hook keeps that of the last."""
+    """Four matrices, each a unit: two gradients share memory, and a hook keeps a reference to the last one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,8 +109,8 @@ def _sharing_batch(number: int, rank: int) -> Tensor:
 
 
 def _sharing_weights(stage: int) -> tuple[list[Tensor], set[str]]:
-    """After two steps of two micro-steps; and whose flat gradient is the one that autograd has made."""
-    arrived: list[Tensor] = []  # for as long as they are here, no other tensor gets their memory
+    """Returns the weights after two steps of two micro-steps, and the units that reuse autograd's gradient."""
+    arrived: list[Tensor] = []  # keeps the gradients alive, so their memory is not reused
     taken: set[str] = set()
     arrive, start = GradReducer.on_grad_ready, GradReducer._start_reduction
 
@@ -145,7 +145,7 @@ def test_the_gradient_of_a_unit_of_one_parameter_is_not_copied_where_nothing_sha
     optimizer = torch.optim.SGD(params, lr=0.05, momentum=0.9)
     for step in range(2):
         batches_of_step = [_sharing_batch(number, rank) for number in (2 * step, 2 * step + 1) for rank in range(2)]
-        # Not by `backward`: into gradients that share memory, torch adds a second one twice.
+        # Not by `backward`: torch adds a second gradient twice into gradients that share memory.
         grads = [torch.autograd.grad(plain(batch) / 4, params) for batch in batches_of_step]
         for param, *parts in zip(params, *grads, strict=True):
             param.grad = torch.stack(parts).sum(0)
@@ -153,5 +153,5 @@ def test_the_gradient_of_a_unit_of_one_parameter_is_not_copied_where_nothing_sha
     for weights, taken in ranks(2).run(_sharing_weights, stage):
         for weight, expected in zip(weights, plain.parameters(), strict=True):
             assert torch.allclose(weight, expected, rtol=1e-6, atol=1e-7)
-        # Below stage 2 the sum over micro-steps is formed in the first gradient, and launched with the second.
+        # Below stage 2 the sum over micro-steps is formed in the first gradient, and reduced with the second.
         assert taken == ({"blocks.0", "blocks.3"} if stage >= 2 else set())

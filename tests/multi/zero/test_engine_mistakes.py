@@ -1,4 +1,4 @@
-"""Wrong calls and configs: one clear error on every rank, also when one rank alone is wrong, and no rank hangs."""
+"""Wrong calls and configs: one clear error on every rank, even if only one rank is wrong, and no rank hangs."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _named(kind: str, **params: Any) -> Arguments:
 
 
 WARMUP = {"type": "WarmupLR", "params": {}}
-# Every other mistake in a config is in unit/config: here is that ranks agree on what one of them reads.
+# unit/config tests the other config mistakes; these cases test that ranks agree on the error of one of them.
 CASES: dict[str, tuple[Callable[[Any], Arguments], type[ZeroAccelError], tuple[str, ...]]] = {
     "batch triangle": (
         lambda model: {"config": {**config(1, accumulation=3), "train_batch_size": 16}},
@@ -125,12 +125,12 @@ CASES: dict[str, tuple[Callable[[Any], Arguments], type[ZeroAccelError], tuple[s
 }
 
 
-# What the other ranks do where that is not the plain config: the mistake is to be the only difference.
+# Arguments of the correct ranks if not the plain config, so that the mistake is the only difference.
 RIGHT: dict[str, Callable[[nn.Module], Arguments]] = {"optimizer that has stepped": _fresh_optimizer}
 
 
 def _attempt(name: str, wrong_ranks: tuple[int, ...]) -> tuple[str, str]:
-    """(class, message) of what `initialize` raised on this rank."""
+    """Returns (class, message) of the error that `initialize` raised on this rank."""
     model = Toy()
     make = CASES[name][0] if torch.distributed.get_rank() in wrong_ranks else RIGHT.get(name)
     arguments: Arguments = {"config": config(1)} if make is None else make(model)
@@ -180,7 +180,7 @@ class Matrices(nn.Module):
 
 
 class WithAttributes(torch.optim.SGD):
-    """Keeps a setting outside its groups, as many optimizers from elsewhere do."""
+    """Keeps a setting outside its groups, as many third-party optimizers do."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, lr=lr)
@@ -207,7 +207,7 @@ def test_finding_the_kind_of_an_optimizer_leaves_it_and_the_model_alone(ranks: R
 
 
 class TwoRules(torch.optim.SGD):
-    """Plain SGD, but a group that says so is stepped by its norm."""
+    """Plain SGD, except that a marked group is stepped by its norm."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
@@ -217,7 +217,7 @@ class TwoRules(torch.optim.SGD):
 
 
 def _mixed_rules(stage: int) -> tuple[list[tuple[int, ...]], bool]:
-    """(shapes of the masters on both ranks, whether the weights are those of the optimizer on the unsharded model)."""
+    """Returns (shapes of the masters on both ranks, whether the weights equal those of the unsharded optimizer)."""
     torch.manual_seed(3)
     model, plain = Matrices(), Matrices()
     plain.load_state_dict(model.state_dict())
@@ -243,7 +243,7 @@ def test_an_optimizer_of_unknown_class_steps_whole_tensors_in_every_group(ranks:
     one, other = ranks(2).run(_mixed_rules, 2)
     assert one[1]
     assert other[1]
-    assert sorted(one[0] + other[0]) == [(8, 8), (8, 8)], "each whole on one rank"
+    assert sorted(one[0] + other[0]) == [(8, 8), (8, 8)], "each matrix is whole on one rank"
 
 
 # -- different models
@@ -313,7 +313,7 @@ def test_wrong_calls_say_what_to_do_and_break_nothing(ranks: Ranks, stage: int) 
         assert "gradient" in messages["detached"]
 
 
-def test_half_a_job_is_reported_at_once() -> None:
+def test_an_incomplete_job_environment_is_reported_at_once() -> None:
     program = "import torch, zeroaccel\nzeroaccel.initialize(torch.nn.Linear(2, 2), config={'train_batch_size': 2})"
     result = run_command([sys.executable, "-c", program], env={"WORLD_SIZE": "2", "RANK": "0"})
     assert result.returncode == 1

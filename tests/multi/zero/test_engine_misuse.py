@@ -1,4 +1,4 @@
-"""Unusual uses of an engine by programs: the right numbers, or one error on every rank."""
+"""Unusual uses of an engine by programs: correct results, or one error on every rank."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _unfit(kind: str) -> str:
         first, second = {
             "one memory": (memory[:4, :4], memory[:4, :4]),
             "overlap": (memory.view(-1)[:16].view(4, 4), memory.view(-1)[15:31].view(4, 4)),
-            "columns": (memory[:4, :4], memory[:4, 4:]),  # beside each other
+            "columns": (memory[:4, :4], memory[:4, 4:]),  # side by side
         }[kind]
         model[0].weight.data, model[1].weight.data = first, second  # type: ignore[index]
     else:
@@ -191,7 +191,7 @@ def _said(write: Callable[[nn.Parameter], Any], engine: Engine) -> str:
 
 
 def _uses_while_sharded() -> tuple[dict[str, str], dict[str, str], list[str]]:
-    """What is said of each write and each read of values; and what is not as it should be of what needs none."""
+    """Returns the errors of each write and each read of values, and the permitted uses that fail."""
     engine, *_ = zeroaccel.initialize(Toy(), config=config(3))
     _step(engine)
     param = engine.module.get_parameter(FQN)
@@ -246,7 +246,7 @@ def test_uses_of_sharded_parameters_are_named(ranks: Ranks) -> None:
 
 
 class Penalised(Toy):
-    """A term of all weights, which are read without their modules; and a parameter among the outputs."""
+    """A model with a penalty on all weights, read outside their modules, and with a parameter among its outputs."""
 
     def __init__(self, where: str) -> None:
         super().__init__()
@@ -305,7 +305,7 @@ def test_weights_in_the_loss_train_as_in_a_plain_loop(ranks: Ranks) -> None:
 
 
 def _read_unseen() -> str:
-    """Torch's functions do not see it, so the step has to."""
+    """Reads a parameter in a way that torch's functions do not notice, so the step must detect it."""
     with log_lines() as log:
         engine, *_ = zeroaccel.initialize(Toy(), config=config(3))
         loss = _loss(engine)
@@ -397,7 +397,7 @@ def test_writes_that_do_not_last_are_named(ranks: Ranks, stage: int, precision: 
 
 
 class Renormed(Toy):
-    """torch's own write to a weight: rows that are looked up are made shorter."""
+    """torch's own write to a weight: it renormalizes the rows that are looked up."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -410,7 +410,7 @@ def _add_one(param: nn.Parameter) -> None:
 
 
 def _allowed(stage: int) -> bool:
-    """Writes that last, and one that comes again at each use."""
+    """Tries permanent writes, and one that repeats at each use."""
     model = Renormed()
     engine, *_ = zeroaccel.initialize(model, config=config(stage, "bf16"))
     _step(engine)
@@ -438,7 +438,7 @@ def test_writes_that_last_are_allowed(ranks: Ranks, stage: int) -> None:
 
 
 def _moved(stage: int, how: str) -> dict[str, torch.Tensor]:
-    """Weights after a step, a write that lasts, and another step."""
+    """Returns the weights after a step, a permanent write, and another step."""
     torch.manual_seed(3)
     engine, *_ = zeroaccel.initialize(Toy(), config=config(stage))
     _step(engine)
@@ -467,7 +467,7 @@ def test_writes_that_last_have_the_same_effect(ranks: Ranks, stage: int) -> None
 
 
 def _copies(stage: int) -> list[float]:
-    """Losses of the model in the engine, of a deep copy, of a pickled copy, and of the copy in an engine of its own."""
+    """Returns losses of the model in its engine, a deep copy, a pickled copy, and the copy in its own engine."""
     batch = batches(0, 1)[0]
     engine, *_ = zeroaccel.initialize(Toy(), config=config(stage))
     _step(engine)
@@ -498,7 +498,7 @@ def test_a_copy_of_the_model_is_an_ordinary_one(ranks: Ranks, stage: int) -> Non
 
 
 def _wrapped(stage: int) -> bool:
-    """Wrappers around modules may come after the engine: they bring no parameters."""
+    """Wraps modules after the engine was made; wrappers add no parameters."""
     engine, *_ = zeroaccel.initialize(Toy(), config=config(stage))
     _step(engine)
     engine.module.layers[1] = nn.Sequential(engine.module.layers[1])

@@ -1,4 +1,4 @@
-"""The dtypes of parameters and buffers, and which modules form one unit."""
+"""The dtypes of parameters and buffers, and the modules that form one unit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zeroaccel.errors import UsageError
 
 
 class Mixed(Toy):
-    """Buffers of several dtypes and a part that wants to stay in fp32."""
+    """Buffers of several dtypes and a part to keep in fp32."""
 
     _keep_in_fp32_modules_strict = ("final",)
 
@@ -30,7 +30,7 @@ class Mixed(Toy):
         self.register_buffer("absent", None)
         self.final = nn.LayerNorm(WIDTH)
         self.final.register_buffer("scale", torch.ones(WIDTH))
-        self.finals = nn.Linear(WIDTH, WIDTH)  # a name that only begins so
+        self.finals = nn.Linear(WIDTH, WIDTH)  # its name only starts like a kept module
 
     def forward(self, tokens: Tensor) -> Tensor:
         self.count += 1
@@ -51,7 +51,7 @@ def _dtypes(settings: dict[str, Any]) -> tuple[dict[str, str], int]:
     found |= {name: str(b.dtype).removeprefix("torch.") for name, b in model.named_buffers()}
     engine.destroy()
     assert model.absent is None
-    assert model.table.tolist() == [0, 1, 2, 3]  # rank 0's
+    assert model.table.tolist() == [0, 1, 2, 3]  # the values of rank 0
     assert not torch.equal(model.final.weight, torch.ones_like(model.final.weight))
     return found, int(model.count)
 
@@ -81,7 +81,7 @@ def test_everything_is_fp32_without_a_precision(ranks: Ranks) -> None:
 
 
 class GivenMixed(Mixed):
-    """Some blocks are given in other dtypes; what is trained has the dtype of the precision, or fp32 where kept."""
+    """A model with blocks in other dtypes; trained weights get the dtype of the precision, or fp32 if kept."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class GivenMixed(Mixed):
 
 
 class GivenFloat64(Mixed):
-    """All of it in 64 bits: what is kept in fp32 becomes that."""
+    """A model in 64 bits: parameters kept in fp32 become fp32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ def test_init_casts_what_it_is_configured_to(ranks: Ranks) -> None:
 
 
 class IntegerWeights(Toy):
-    """Frozen integers, as quantised layers have them."""
+    """Frozen integer weights, like those of quantized layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ def test_frozen_parameters_that_are_not_floating(ranks: Ranks) -> None:
 
 
 class Gated(nn.Module):
-    """A mixture with names that tell nothing: which half runs, the rank decides."""
+    """A mixture with uninformative names; the rank decides which half runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,7 +235,7 @@ def _compiled_gathers() -> tuple[int, int]:
     for layer in model.layers:
         layer.compile(backend="eager")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the compiler looks at .grad of everything it sees
+        warnings.simplefilter("ignore")  # the compiler reads .grad of every tensor
         settings = config(3, "bf16", stage3_max_reuse_distance=0)
         engine, *_ = zeroaccel.initialize(model, config=settings, collectives=counted)
         data = batches(engine.collectives.rank, 3)

@@ -1,4 +1,4 @@
-"""Other orders of forward, backward and step than the textbook's: the same bits at every stage, or a clear error."""
+"""Unusual orders of forward, backward and step: the same bits at every stage, or a clear error."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def eval_before_step(engine: Engine, batch: Tensor) -> Tensor:
 
 
 def forward_before_step(engine: Engine, batch: Tensor) -> Tensor:
-    """With gradients on, and no backward after it: nothing it unsharded may outlive the update."""
+    """Runs a forward with gradients and without a backward: no unsharded weight may survive the update."""
     engine.backward(engine(batch))
     seen = engine(batch)
     engine.step()
@@ -103,7 +103,7 @@ def inference_mode_between_steps(engine: Engine, batch: Tensor) -> Tensor:
 
 
 def inner_module_alone(engine: Engine, batch: Tensor) -> Tensor:
-    """A block, and modules that the root owns, outside the root's forward, some with a backward of their own."""
+    """Runs a block and modules of the root outside the root's forward, some with their own backward."""
     model = engine.module
     with torch.no_grad():
         seen = model.layers[1](model.embed(batch)).float().mean()
@@ -174,7 +174,7 @@ def test_a_direct_backward_divides_by_the_accumulation_steps(ranks: Ranks, stage
 
 
 class Changing(Toy):
-    """Every other forward runs the blocks in the opposite order."""
+    """Runs the blocks in the opposite order in every other forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ class Answer:
 
 
 class Hidden:
-    """Has a tensor where no walk over containers finds it."""
+    """Holds a tensor that no traversal of containers finds."""
 
     __slots__ = ("_get",)
 
@@ -215,7 +215,7 @@ class Hidden:
 
 
 class Dressed(Toy):
-    """Blocks that return their tensor in a dataclass, a mapping with attributes, or an object of their own."""
+    """Blocks that return their tensor in a dataclass, a mapping with attributes, or a custom object."""
 
     def forward(self, tokens: Tensor) -> Any:
         return SimpleNamespace(loss=super().forward(tokens), kind="dressed")
@@ -321,7 +321,7 @@ def test_half_a_backward_is_never_stepped(ranks: Ranks, stage: int) -> None:
 
 
 class Careful(Toy):
-    """Catches what one of its blocks raises, and goes on without that block."""
+    """Catches the exception of a block, and continues without that block."""
 
     def run_layers(self, x: Tensor) -> Tensor:
         for layer in self.layers:

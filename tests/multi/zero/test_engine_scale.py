@@ -1,7 +1,6 @@
-"""The interpreter's work per unit does not grow with the world: counted, on torch's fake process group.
+"""The interpreter's work per unit does not grow with the world size: counted on torch's fake process group.
 
-On gloo a collective is one message per peer, which is the transport's nature and not counted here; on NCCL, as in this
-test, it is one call.
+On gloo a collective sends one message per peer, which is not counted here; on NCCL, as in this test, it is one call.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from tests.support.environment import ROOT
 from tests.support.job import run_command
 
 STAGES = (1, 3)
-CALLS_PER_UNIT = 1020  # 975 counted at stage 3, torch's own included
-CALLS_PER_PARAMETER = 21  # 19 counted for each parameter more that a unit has
+CALLS_PER_UNIT = 1020  # 975 counted at stage 3, including torch's own
+CALLS_PER_PARAMETER = 21  # 19 counted per additional parameter of a unit
 
 
 @pytest.fixture(scope="module")
@@ -43,5 +42,5 @@ def test_a_further_parameter_of_a_unit_takes_few_calls(measured: list[dict[str, 
     few, many = (one for one in measured if (one["stage"], one["world_size"]) == (3, 8))
     added = many["units"] * (many["parameters"] - few["parameters"])
     assert (many["calls"] - few["calls"]) / added < CALLS_PER_PARAMETER
-    # Gradients of a unit are copied by one call, however many they are.
+    # One call copies all gradients of a unit.
     assert many["by_name"]["_VariableFunctionsClass._foreach_copy_"] == many["units"]

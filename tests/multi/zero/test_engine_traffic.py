@@ -1,4 +1,4 @@
-"""What a step sends and how much of it is under way at a time, counted by recording collectives.
+"""Bytes that a step sends, and bytes in flight at a time, counted by recording collectives.
 
 The formulas are those of Rajbhandari et al., ZeRO (2020), section 7, on the padded number of elements.
 """
@@ -27,7 +27,7 @@ from zeroaccel.zero.wrap_policy import LARGE_LEAF_NUMEL
 
 
 class Trained(Toy):
-    """Everything is trained: the formulas speak of one model size."""
+    """A Toy whose parameters are all trained, because the formulas have one model size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ def _step(engine: Engine, data: list[Tensor]) -> None:
 
 
 def _padded_numel(engine: Engine, world_size: int) -> tuple[int, int]:
-    """Elements of all units, each parameter and each unit rounded up; (trained, frozen)."""
+    """Returns (trained, frozen) elements of all units, with each parameter and each unit padded."""
     sizes = {name: (param.numel(), param.requires_grad) for name, param in engine.module.named_parameters()}
     totals = {True: 0, False: 0}
     for unit in engine.units:
@@ -52,7 +52,7 @@ def _padded_numel(engine: Engine, world_size: int) -> tuple[int, int]:
 
 
 def _measure(settings: dict[str, Any], make: type[nn.Module]) -> tuple[dict[str, int], dict[str, int], tuple[int, int]]:
-    """(elements, bytes sent) of the third step by operation and dtype, and the padded model sizes."""
+    """Returns (elements, bytes sent) of the third step by operation and dtype, and the padded model sizes."""
     torch.manual_seed(7)
     counted = recording()
     engine, *_ = zeroaccel.initialize(make(), config=settings, collectives=counted)
@@ -81,7 +81,7 @@ def _measure(settings: dict[str, Any], make: type[nn.Module]) -> tuple[dict[str,
         (1, 1, 1, 1),
         (2, 1, 1, 1),
         (3, 1, 2, 1),  # parameters for forward and for backward
-        (0, 4, 1, 1),  # reduced once a step
+        (0, 4, 1, 1),  # reduced once per step
         (1, 4, 1, 1),
         (2, 4, 1, 4),  # reduced every micro-step
         (3, 4, 8, 4),
@@ -97,7 +97,7 @@ def test_traffic_of_a_step(
             "all_gather bfloat16": gathers * numel,
             "reduce_scatter bfloat16": reductions * numel,
         }
-        # Of each tensor a rank sends what the W - 1 others need of it: about the model's bytes per pass.
+        # Of each tensor a rank sends the parts that the W - 1 others need: about the model's bytes per pass.
         part = numel * 2 * (world_size - 1) // world_size
         assert sent == {"all_gather bfloat16": gathers * part, "reduce_scatter bfloat16": reductions * part}
 
@@ -108,7 +108,7 @@ def test_a_model_that_stays_unsharded_until_backward_is_gathered_once(ranks: Ran
 
 
 def _visit_each_parameter(precision: str) -> tuple[int, int, int]:
-    """Elements gathered by a loop that reads, and by one that writes; elements of the padded model."""
+    """Returns the elements gathered by a loop that reads and by one that writes, and those of the padded model."""
     torch.manual_seed(7)
     counted = recording()
     model = Trained()
@@ -133,19 +133,19 @@ def _visit_each_parameter(precision: str) -> tuple[int, int, int]:
             ahead = [call.label for call in counted.calls if call.label.endswith(" ahead")]
             assert ahead
             assert ahead == [f"unshard {name} ahead" for name in units[2:]]
-            for name, view in views.items():  # the program's own: nobody gathers what it writes there
+            for name, view in views.items():  # the program's own tensors: no gather reads writes to them
                 assert torch.equal(view, expected[name])
                 view.zero_()
     kept = sum(buffer.full.untyped_storage().nbytes() for unit in engine.units for buffer in unit.buffers)
     assert kept <= sum(buffer.nbytes for unit in engine.units if unit.name == "root" for buffer in unit.buffers)
     for name, value in engine.iter_named_full_params():
         assert torch.equal(value, expected[name] * 2), name
-    for _, param in model.named_parameters():  # a loop that ends early, with a unit on its way
+    for _, param in model.named_parameters():  # a loop that ends early, with a gather in flight
         with GatheredParameters([param]):
             counted.reset()
         if any(call.label.endswith(" ahead") for call in counted.calls):
             break
-    _step(engine, data[1:2])  # the values are those of before the step no longer
+    _step(engine, data[1:2])  # the prefetched values are now outdated
     last = list(model.named_parameters())[-1]
     for _ in range(2):
         with GatheredParameters([last[1]]):
@@ -166,7 +166,7 @@ def test_a_loop_that_gathers_one_parameter_at_a_time_gathers_each_unit_once(rank
 
 
 class _NormBeforeHead(nn.Module):
-    """The root's parameters lie between two units that a loop comes to one after the other."""
+    """A root whose own parameters lie between two units that a loop visits one after the other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ def test_a_unit_gathered_ahead_is_not_gathered_again_behind_parameters_of_the_ro
 
 
 def _sent(counted: RecordingCollectives) -> int:
-    """Elements of two bytes that all ranks sent to each other rank since the last call."""
+    """Returns the number of 16-bit elements that all ranks sent to each other rank since the last call."""
     nbytes = sum(call.nbytes for call in counted.calls if call.op == "all_gather")
     total = sum(counted.gather_objects(nbytes, "count")) // (counted.world_size - 1)
     counted.reset()
@@ -243,7 +243,7 @@ def _gather_parts(changes: dict[str, Any]) -> None:
     with GatheredParameters([down.bias]):
         assert torch.equal(down.bias, expected["layers.1.down.bias"])
     assert _sent(counted) <= unit - up.weight.numel() - up.bias.numel() - down.weight.numel()
-    # A forward inside gathers the rest of its unit, and leaves alone what the block shows and writes.
+    # A forward inside gathers the rest of its unit, and keeps the parameter that the block gathered and writes.
     forget()
     with GatheredParameters([up.weight], modifier_rank=0), torch.no_grad():
         before = engine(data[1])
@@ -254,7 +254,7 @@ def _gather_parts(changes: dict[str, Any]) -> None:
         assert engine(data[1]) != before
     with GatheredParameters([up.weight]):
         assert not bool(up.weight.any())
-    # A view of a parameter that the program goes on to use in backward.
+    # A view of a parameter that the program then uses in backward.
     with GatheredParameters([down.weight]):
         penalty = down.weight.float().square().sum()
     train_step(engine, engine(data[2]) + penalty)
@@ -299,7 +299,7 @@ def _visit_before_the_engine() -> int:
     return max(gathered.values())
 
 
-def test_such_a_loop_over_a_model_of_zero_init_gathers_each_module_once(ranks: Ranks) -> None:
+def test_a_loop_over_a_model_from_zero_init_gathers_each_module_once(ranks: Ranks) -> None:
     assert ranks(2).run(_visit_before_the_engine) == [1, 1]
 
 
@@ -335,7 +335,7 @@ def test_one_rank_sends_nothing(ranks: Ranks) -> None:
 
 
 class _Noted:
-    """A collective under way that tells when it has been waited for."""
+    """A collective in flight that records when it has been waited for."""
 
     def __init__(self, work: Work, done: Callable[[], None]) -> None:
         self._work, self._done = work, done
@@ -350,7 +350,7 @@ class _Noted:
 
 
 class InFlight(RecordingCollectives):
-    """Also measures the most elements that were under way at a time, by operation; `probe` is called at each gather."""
+    """Also measures the peak number of elements in flight, by operation; calls `probe` at each gather."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__(inner)
@@ -375,7 +375,7 @@ class InFlight(RecordingCollectives):
 
 
 def _peaks(settings: dict[str, Any]) -> tuple[dict[str, int], dict[str, int], int]:
-    """(most elements under way by operation, elements of each unit, most unsharded elements at a time)."""
+    """Returns (peak elements in flight by operation, elements of each unit, peak unsharded elements)."""
     watched = InFlight(recording().inner)
     engine, *_ = zeroaccel.initialize(Trained(), config=settings, collectives=watched)
     data = batches(engine.collectives.rank, 3)
@@ -432,10 +432,10 @@ def test_units_are_fetched_ahead_until_the_prefetch_limit(ranks: Ranks) -> None:
             assert (peaks["all_gather"] > needed) is (ahead > 0)
 
 
-def test_little_is_unsharded_at_a_time(ranks: Ranks) -> None:
+def test_at_most_the_root_and_one_unit_are_unsharded(ranks: Ranks) -> None:
     settings = config(3, "bf16", stage3_max_live_parameters=0, stage3_max_reuse_distance=0)
     for _, sizes, whole in ranks(2).run(_peaks, settings):
-        # What runs needs the root and one unit more; nothing else is here.
+        # Computation needs the root and one more unit; nothing else is gathered.
         assert whole <= sizes["root"] + max(n for name, n in sizes.items() if name != "root")
     for _, sizes, whole in ranks(2).run(_peaks, config(3, "bf16")):
         assert whole == sum(sizes.values())

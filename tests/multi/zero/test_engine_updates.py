@@ -1,4 +1,4 @@
-"""Accumulation, clipping, param groups and how gradients are averaged, against what a plain loop would do."""
+"""Accumulation, clipping, param groups and averaging of gradients, against a plain loop."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def _seeded(settings: dict[str, Any], **arguments: Any) -> Engine:
 
 
 def _counted(engine: Engine, data: list[Tensor]) -> None:
-    """The textbook: the engine counts."""
+    """The standard loop: the engine counts micro-steps."""
     for batch in data:
         train_step(engine, engine(batch))
 
 
 def _set_boundaries(engine: Engine, data: list[Tensor]) -> None:
-    """The caller says which micro-step is the last, and steps at each."""
+    """The caller marks the last micro-step, and calls `step()` after every micro-step."""
     for number, batch in enumerate(data, 1):
         engine.set_gradient_accumulation_boundary(number % MICRO_STEPS == 0)
         train_step(engine, engine(batch))
@@ -47,7 +47,7 @@ def _set_boundaries(engine: Engine, data: list[Tensor]) -> None:
 
 
 def _one_step(engine: Engine, data: list[Tensor]) -> None:
-    """The caller says which micro-step is the last, and steps only there."""
+    """The caller marks the last micro-step, and calls `step()` only there."""
     for number, batch in enumerate(data, 1):
         engine.set_gradient_accumulation_boundary(number % MICRO_STEPS == 0)
         engine.backward(engine(batch))
@@ -64,7 +64,7 @@ def _unsynced(engine: Engine, data: list[Tensor]) -> None:
 
 
 def _unsynced_to_the_end(engine: Engine, data: list[Tensor]) -> None:
-    """No backward outside: the step has to catch up."""
+    """Runs every backward under no_sync: the step must do the reductions."""
     for batch in data:
         with engine.no_sync():
             engine.backward(engine(batch))
@@ -114,7 +114,7 @@ def test_unmanaged_accumulation_makes_every_step_an_update(ranks: Ranks, stage: 
     (expected, counts), _ = ranks(2).run(_accumulate, settings, "_counted")
     (run, also), _ = ranks(2).run(_unmanaged, settings)
     assert counts == also
-    for name, weight in expected.weights.items():  # reduced at each backward: the sums associate differently
+    for name, weight in expected.weights.items():  # reduced at each backward: another order of sums
         torch.testing.assert_close(run.weights[name], weight, rtol=1e-4, atol=1e-5)
 
 
@@ -159,7 +159,7 @@ def test_no_sync_saves_reductions_where_gradients_are_unsharded(ranks: Ranks) ->
 
 
 class Sum(nn.Module):
-    """A weight whose gradient is its input; wide enough for every rank to own a part."""
+    """A weight whose gradient is its input, wide enough for every rank to own a part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class Sum(nn.Module):
 
 
 def _sum_small_ones(settings: dict[str, Any], value: float, count: int) -> float:
-    """The update of one weight by a gradient of 1 and then many small ones; the parameters are bf16."""
+    """Returns the update of one weight by a gradient of 1 and then many small ones, with bf16 parameters."""
     model = Sum()
     engine, *_ = zeroaccel.initialize(model, config=settings)
     for number in range(count):
@@ -184,7 +184,7 @@ def _sum_small_ones(settings: dict[str, Any], value: float, count: int) -> float
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_micro_steps_are_summed_in_the_dtype_asked_for(ranks: Ranks, stage: int) -> None:
-    small = 2.0**-9  # half a step of bf16 at 1
+    small = 2.0**-9  # half the spacing of bf16 numbers at 1
     narrow = config(stage, "bf16", 9, optimizer=PLAIN_SGD, data_types={"grad_accum_dtype": "bf16"})
     wide = config(stage, "bf16", 9, optimizer=PLAIN_SGD, communication_data_type="fp32")
     assert ranks(2).run(_sum_small_ones, narrow, small, 9) == pytest.approx([1.0, 1.0], abs=1e-6)
@@ -195,7 +195,7 @@ def test_micro_steps_are_summed_in_the_dtype_asked_for(ranks: Ranks, stage: int)
 
 
 def _plain_step(clipping: float, world_size: int) -> tuple[float, Weights, Weights]:
-    """(norm, gradients after clipping, weights after a step of SGD with lr 1) of one process with all batches."""
+    """Runs one process on all batches: (norm, clipped gradients, weights after a step of SGD with lr 1)."""
     torch.manual_seed(7)
     model = Toy()
     for rank in range(world_size):
@@ -242,7 +242,7 @@ def test_the_norm_can_be_left_out(ranks: Ranks) -> None:
 
 
 class Spy(RecordingCollectives):
-    """Remembers the largest gradient that was sent."""
+    """Records the largest gradient that was sent."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__(inner)
@@ -256,7 +256,7 @@ class Spy(RecordingCollectives):
 
 
 def _average(settings: dict[str, Any]) -> tuple[float, float]:
-    """(update, largest element sent) where the ranks' gradients are 1, 2, ..."""
+    """Returns (update, largest element sent) for gradients of 1, 2, ... on the ranks."""
     spy = Spy(recording().inner)
     model = Sum()
     engine, *_ = zeroaccel.initialize(model, config=settings, collectives=spy)
@@ -272,7 +272,7 @@ def test_gradients_are_averaged_or_summed(ranks: Ranks, stage: int) -> None:
 
     assert run() == [(1.5, 1.0), (1.5, 2.0)]
     assert run(gradient_allreduce_op="sum") == [(3.0, 1.0), (3.0, 2.0)]
-    # Divided before they are sent: by the number of ranks, or by a factor with the rest afterwards.
+    # Divided before sending: by the number of ranks, or by a factor, with the rest afterwards.
     assert run(prescale_gradients=True) == [(1.5, 0.5), (1.5, 1.0)]
     assert run(gradient_predivide_factor=4.0) == [(1.5, 0.25), (1.5, 0.5)]
     assert run(gradient_predivide_factor=4.0, gradient_allreduce_op="sum") == [(3.0, 0.25), (3.0, 0.5)]

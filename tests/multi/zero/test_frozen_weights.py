@@ -1,4 +1,4 @@
-"""Frozen weights that the engine stores as codes: the same bits at every stage and in every tier, and plain losses."""
+"""Frozen weights that the engine quantizes: the same bits at every stage and tier, and a plain loop's losses."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from zeroaccel.comm.level_codes import FORMATS, decode, encode
 from zeroaccel.errors import EngineStateError, UsageError
 from zeroaccel.zero.layout import round_up
 
-WIDTH = 48  # no multiple of a block, in squares neither of int8's
+WIDTH = 48  # no multiple of a block; its square is no multiple of an int8 block
 VOCABULARY = 61
 
 
 class Adapted(nn.Module):
-    """A frozen layer beside two small trained ones."""
+    """A frozen layer with two small trained ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Adapted(nn.Module):
 
 
 class Model(nn.Module):
-    """An embedding, blocks that are recomputed in backward or not, and a frozen head."""
+    """An embedding, blocks that may be recomputed in backward, and a frozen head."""
 
     def __init__(self, recomputes: str = "") -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def _steps(engine: Any, batches: list[Tensor]) -> list[float]:
 
 
 def _rounded(model: nn.Module, name: str) -> dict[str, Tensor]:
-    """Replaces what is stored as codes by the values of its codes, one parameter at a time."""
+    """Replaces the weights that the engine quantizes by their decoded codes; returns them by name."""
     codec, values = FORMATS[name], {}
     for fqn in sorted(CODED):
         param = model.get_parameter(fqn)
@@ -198,7 +198,7 @@ def test_ranks_have_and_send_codes_only(ranks: Ranks, name: str, world_size: int
     shards = [codec.nbytes(numel // world_size) for numel in numels]
     for nbytes, calls in ranks(world_size).run(_memory_and_traffic, name, 3):
         assert nbytes == sum(shards)
-        # In forward the head's, which belong to the root, come first, and in backward too.
+        # The head belongs to the root, whose codes are gathered first, in forward and in backward.
         expected = [] if world_size == 1 else [shards[3], *shards[:3], shards[3], *reversed(shards[:3])]
         assert [sent for _, sent in calls] == expected
     for nbytes, calls in ranks(world_size).run(_memory_and_traffic, name, 1):
@@ -226,8 +226,8 @@ def _second_copies(name: str) -> list[tuple[list[float], int, int]]:
 
 
 @pytest.mark.parametrize("name", ["int8", "nf4"])
-def test_second_copies_are_of_codes(ranks: Ranks, name: str) -> None:
-    """Under hpZ backward gathers codes from two ranks instead of four; second copies were of decoded values."""
+def test_second_copies_hold_codes(ranks: Ranks, name: str) -> None:
+    """With hpZ, backward gathers codes from two ranks instead of four. Regression: second copies were decoded."""
     codec = FORMATS[name]
     numels = [round_up(numel, codec.block_numel * 4) for numel in (*(WIDTH * WIDTH,) * 3, VOCABULARY * WIDTH)]
     nbytes = sum(4 * codec.nbytes(numel // 4) for numel in numels)
@@ -250,7 +250,7 @@ def _saved(folder: str, saves: tuple[int, str | None], resumes: list[tuple[int, 
         model = Model()
         with torch.no_grad():
             for param in model.parameters():
-                param.add_(1.0)  # what is loaded has to replace it
+                param.add_(1.0)  # loading must replace these values
         engine = _initialized(model, stage, "AdamW", frozen_weights=name)
         engine.load_checkpoint(folder)
         results.append(_steps(engine, _batches()[2:]))

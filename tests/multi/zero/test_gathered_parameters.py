@@ -1,4 +1,4 @@
-"""Full parameters outside forward and backward: reading, writing, generating while ranks diverge."""
+"""Full parameters outside forward and backward: reading, writing, and generation while ranks diverge."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def same_everywhere(engine: Engine, value: Tensor) -> bool:
 
 
 def _writes(stage: int, precision: str, **changes: Any) -> Run:
-    """Trains, writes in all ways that are allowed, trains on."""
+    """Trains, writes in all permitted ways, and continues training."""
     engine, model = build(config(stage, precision, optimizer=SGD, **changes))
     run = Run(losses=steps(engine, 2))
     rank = engine.collectives.rank
@@ -45,7 +45,7 @@ def _writes(stage: int, precision: str, **changes: Any) -> Run:
     with GatheredParameters([None, layer.up.weight, model.offset, model.embed.weight, model.frozen], modifier_rank=1):
         assert torch.equal(layer.up.weight, untouched["layers.1.up.weight"])
         with torch.no_grad():
-            layer.up.weight[3].fill_(100.0 + rank)  # rank 1's counts
+            layer.up.weight[3].fill_(100.0 + rank)  # the values of rank 1 are kept
             model.frozen.fill_(rank + 1.0)
             if rank == 1:
                 model.embed.weight.data.mul_(0.5)
@@ -57,13 +57,13 @@ def _writes(stage: int, precision: str, **changes: Any) -> Run:
         assert same_everywhere(engine, model.embed.weight.detach().float())
         with GatheredParameters(layer.down.bias, modifier_rank=0), torch.no_grad():
             layer.down.bias.copy_(torch.arange(float(WIDTH)))
-        assert engine.state_dict()["layers.1.down.bias"][2] == 2.0  # the outer one still holds all
+        assert engine.state_dict()["layers.1.down.bias"][2] == 2.0  # the outer context still holds all
     with GatheredParameters([]), GatheredParameters(None), GatheredParameters(model.norm.weight, enabled=False):
         pass
     run.losses += steps(engine, 3, skip=2)
     engine.destroy()
     run.weights = {name: param.detach().clone() for name, param in model.named_parameters()}
-    assert bool((model.layers[1].up.weight[3] > 90).all())  # the optimizer went on from what was written
+    assert bool((model.layers[1].up.weight[3] > 90).all())  # the optimizer continued from the written values
     return run
 
 
@@ -77,7 +77,7 @@ def test_writes_reach_every_rank_the_shard_and_the_master(ranks: Ranks, tmp_path
 
 
 def _bits_survive() -> bool:
-    """Elements that are not written keep the bits that bf16 does not have."""
+    """Elements that are not written keep the bits that bf16 cannot represent."""
     engine, model = build(config(3, "bf16"))
     steps(engine, 1)
     before = zeroaccel.zero.safe_get_full_fp32_param(model.layers[0].up.weight)
@@ -165,7 +165,7 @@ def test_mistakes_are_named_on_every_rank(ranks: Ranks, stage: int) -> None:
 
 
 def _generate(budget: int | None) -> dict[str, Any]:
-    """Different numbers of forwards per rank, in different orders; then training goes on."""
+    """Runs a different number of forwards per rank, in different orders; then continues training."""
     engine, model = build(config(3))
     rank = engine.collectives.rank
     before = steps(engine, 1)
@@ -176,7 +176,7 @@ def _generate(budget: int | None) -> dict[str, Any]:
         whole = sum(unit.state.value == "unsharded" for unit in engine.units)
         for _ in range(1 + 3 * rank):
             outputs.append([engine(batch).item() for batch in batches(0, 2)])
-        if rank == 0:  # a part of the model alone, on one rank alone
+        if rank == 0:  # only a part of the model, on one rank only
             outputs.append(model.layers[2](torch.ones(1, WIDTH)).shape)
     assert all(unit.state.value == "sharded" for unit in engine.units if not unit.persistent)
     assert all(output == expected for output in outputs if isinstance(output, list))
@@ -203,7 +203,7 @@ def _plain_losses() -> list[float]:
 
 
 def _leaves_early() -> list[str]:
-    """An exception on one rank inside: the other finishes what it does."""
+    """Raises an exception inside the context on one rank: the other rank finishes its forwards."""
     engine, _ = build(config(3))
     rank = engine.collectives.rank
     said: list[str] = []
@@ -226,7 +226,7 @@ def test_an_exception_on_one_rank_does_not_stop_the_others(ranks: Ranks) -> None
 
 
 def _part_alone(stage: int) -> tuple[list[float], list[float]]:
-    """Inner modules of a block, and of the root, called without it, with a backward."""
+    """Calls inner modules of a block, and of the root, outside their unit's forward, with a backward."""
     engine, model = build(config(stage))
     x = torch.ones(2, WIDTH)
     norm = model.layers[1].norm.weight
@@ -264,7 +264,7 @@ def test_ordinary_parameters_are_let_alone(ranks: Ranks) -> None:
 
 
 def _one_of_two_buffers() -> list[float]:
-    """Frozen and trained parameters of a unit lie in two buffers, of which each block gathers from one."""
+    """Gathers from a unit whose frozen and trained parameters lie in two buffers; each context uses one of them."""
     model = Toy()
     model.layers[1].norm.requires_grad_(False)
     values = {name: param.detach().clone() for name, param in model.named_parameters()}
@@ -272,7 +272,7 @@ def _one_of_two_buffers() -> list[float]:
     for name in ("layers.1.up.weight", "layers.1.norm.weight", "layers.1.down.weight", "layers.1.norm.weight"):
         param = model.get_parameter(name)
         with GatheredParameters(param):
-            view = param.detach()[0]  # lives on
+            view = param.detach()[0]  # outlives the context
             assert torch.equal(param, values[name]), name
     assert torch.equal(view, values["layers.1.norm.weight"][0])
     losses = steps(engine, 2)

@@ -1,6 +1,6 @@
 """Situations in which hooks of sharded engines have gone wrong before, one test each.
 
-Each compares stage 3 with stage 0, where nothing is hooked: the same bits, or the hook bit.
+Each test compares stage 3 with stage 0, which has no hooks: the bits must be equal.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Recomputed(Toy):
 
 
 class Adapted(Toy):
-    """Frozen blocks with a trainable low-rank addition: the weights are needed after the last gradient has come."""
+    """Frozen blocks with a trainable low-rank addition: the weights are needed after the last gradient arrives."""
 
     def __init__(self, *, recompute: bool | None = None) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Adapted(Toy):
 
 
 class Shared(Toy):
-    """One block applied twice, and a projection that two blocks own together."""
+    """One block applied twice, and a projection that belongs to two blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Outside(Toy):
     def __init__(self) -> None:
         super().__init__()
         del self.head
-        self.big = nn.Embedding(3000, WIDTH)  # large enough to be a unit of its own
+        self.big = nn.Embedding(3000, WIDTH)  # large enough to be a separate unit
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.run_layers(self.embed(tokens[:, :-1]) + self.big(tokens[:, :-1]))
@@ -88,7 +88,7 @@ class Outside(Toy):
 
 
 class InPlace(Toy):
-    """A view that a block returns is changed in place by its caller."""
+    """A block returns views, and its caller changes one in place."""
 
     def run_layers(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -109,14 +109,14 @@ class _Halves(nn.Module):
 
 
 class ViewBlock(Block):
-    """A block that returns a view of what it computed."""
+    """A block that returns a view of its result."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x)[...]
 
 
 class InPlaceOnOutput(Toy):
-    """The output of a block is a view, and its caller changes it in place: the hook must not be lost."""
+    """A block returns a view, and its caller changes it in place: the hook must not be lost."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class InPlaceOnInput(Toy):
 
 
 class Nested(Toy):
-    """Inputs and outputs inside dictionaries, tuples and keywords; one unused output."""
+    """Inputs and outputs inside dictionaries, tuples and keywords; one output is unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class Encoder(Toy):
 
 
 class MixtureOfExperts(Toy):
-    """Ranks use different experts, and no rank uses one of them."""
+    """The ranks use different experts, and one expert is unused on all ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class MixtureOfExperts(Toy):
 
 
 class RootExperts(Toy):
-    """Experts that the root itself lists: rank 0 runs none."""
+    """Experts in a list of the root itself; rank 0 runs none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ class PartlyUsed(Toy):
 
 
 class PassedBy(Toy):
-    """Blocks that are an identity in some steps, or whose output is dropped: other ones on each rank."""
+    """Blocks that are an identity in some steps, or whose output is dropped: different blocks on each rank."""
 
     def __init__(self, recompute: bool | None = None, drops: bool = True) -> None:
         super().__init__(layers=4)
@@ -252,7 +252,7 @@ class ReturnsViews(Toy):
 
 
 class Penalised(Toy):
-    """A penalty on the gradient with respect to an input: a backward within forward, which is differentiated itself."""
+    """A penalty on the gradient with respect to an input: a differentiable backward within forward."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         start = self.embed(tokens[:, :-1])
@@ -278,7 +278,7 @@ class _OwnBackward(torch.autograd.Function):
 
 
 class OwnFunctions(Toy):
-    """Blocks with a function whose backward reads the parameter, parametrised weights, and lists of parameters."""
+    """Blocks with a function whose backward reads the parameter, parametrized weights, and lists of parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -344,7 +344,7 @@ TRAPS: dict[str, Callable[[], nn.Module]] = {
 def _train(settings: dict[str, Any], trap: str) -> Run:
     with warnings.catch_warnings():
         if "compiled" in trap:
-            warnings.simplefilter("ignore")  # the compiler looks at .grad of everything it sees
+            warnings.simplefilter("ignore")  # the compiler reads .grad of every tensor
         return train(settings, 3, make=TRAPS[trap])
 
 
@@ -357,7 +357,7 @@ def test_stage_3_gives_the_bits_of_stage_0(ranks: Ranks, trap: str) -> None:
 
 
 class KeepsViews(Toy):
-    """A block that leaves a view of its parameter to the code behind it, by an attribute or inside an object."""
+    """A block that passes a view of its parameter to later code, by an attribute or inside an object."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -406,7 +406,7 @@ def test_views_of_parameters_that_outlive_their_module_are_named(ranks: Ranks, w
         assert "clone() of it" in said
 
 
-# -- what goes wrong inside a hook stays with its engine
+# -- an error inside a hook affects only its engine
 
 PLACES = (
     ("_coordinator", "root_pre_forward"),
@@ -420,7 +420,7 @@ PLACES = (
     ("grad_reducer", "on_grad_ready"),
     ("grad_reducer", "end"),
 )
-OF_UNITS = ("pre_forward", "post_forward", "pre_backward", "post_backward")  # which stage 0 does not hook
+OF_UNITS = ("pre_forward", "post_forward", "pre_backward", "post_backward")  # stage 0 has no such hooks
 TRANSFORMS: dict[str, Callable[[Engine, Tensor], Any]] = {
     "grad": lambda engine, x: torch.func.grad(lambda y: _called(engine, x, y))(torch.ones(())),
     "vmap": lambda engine, x: torch.func.vmap(lambda y: _called(engine, x, y))(torch.ones(2)),
@@ -445,7 +445,7 @@ def _raise(*args: Any, **kwargs: Any) -> None:
 
 
 def _after_errors(stage: int) -> list[str]:
-    """Places and transforms after which another engine of the process trains otherwise, or the engine after reset()."""
+    """Returns the places and transforms whose error affects another engine, or this one after reset()."""
     plain, wrong = _another(stage), []
     for place in (*PLACES, *TRANSFORMS):
         engine, *_ = zeroaccel.initialize(Toy(), config=config(stage, optimizer=SGD))
@@ -456,12 +456,12 @@ def _after_errors(stage: int) -> list[str]:
                 TRANSFORMS[place](engine, first)
         else:
             with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch's own, of a hook that raises again for the modules around
+                warnings.simplefilter("ignore")  # torch's own, for a hook that raises again in the modules around
                 patch.setattr(getattr(engine, place[0]), place[1], _raise)
                 if stage == 3 or place[1] not in OF_UNITS:
                     with pytest.raises(LookupError):
                         train_step(engine, engine(second))
-        if _another(stage) != plain:  # while the engine that failed is still there
+        if _another(stage) != plain:  # while the failed engine still exists
             wrong.append(f"another, after {place}")
         engine.reset()
         if not math.isfinite(train_step(engine, engine(second))):
@@ -477,7 +477,7 @@ def test_an_error_in_a_hook_leaves_other_engines_alone(ranks: Ranks, stage: int)
 
 def _torchs_own() -> list[str]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # deprecated by torch, which still has it
+        warnings.simplefilter("ignore")  # deprecated by torch, but still available
         scripted = nn.Sequential(nn.Linear(2, 2), torch.jit.trace(nn.Linear(2, 1), torch.ones(1, 2)))
     said = [message(UsageError, zeroaccel.initialize, scripted, config=config(3))]
     engine, *_ = zeroaccel.initialize(Toy(), config=config(3))
@@ -492,7 +492,7 @@ def _torchs_own() -> list[str]:
     return said
 
 
-def test_what_torch_offers_and_an_engine_cannot_do_is_named(ranks: Ranks) -> None:
+def test_unsupported_uses_of_torch_are_named(ranks: Ranks) -> None:
     for scripted, clipped in ranks(2).run(_torchs_own):
         assert "initialize(model): module 1: expected Python modules" in scripted
         assert "a TorchScript module (Linear)" in scripted

@@ -1,4 +1,4 @@
-"""LayerDrop that each rank draws by itself: right below stage 3 and with one unit; else named with the cure."""
+"""LayerDrop with a draw per rank: correct below stage 3 and with one unit; otherwise an error with the remedy."""
 
 from __future__ import annotations
 

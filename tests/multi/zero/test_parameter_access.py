@@ -20,7 +20,7 @@ from zeroaccel.zero.engine import Engine
 
 
 def build(stage: int, precision: str, accumulation: int = 1, **changes: Any) -> tuple[Engine, Toy]:
-    """Two param groups, the second with another rate."""
+    """Makes an engine with two param groups of different rates."""
     torch.manual_seed(7)
     model = Toy(layers=2)
     named = dict(model.named_parameters())
@@ -37,7 +37,7 @@ def backward(engine: Engine, index: int) -> None:
 
 
 def _everything(stage: int, precision: str, world_size: int, **changes: Any) -> dict[str, Tensor]:
-    """Reads all there is, changes some of it, takes a step, reads again."""
+    """Reads all values, changes some, takes a step, and reads again."""
     engine, model = build(stage, precision, **changes)
     backward(engine, 0)
     engine.step()
@@ -186,7 +186,7 @@ def test_mistakes_are_named_on_every_rank(ranks: Ranks) -> None:
 
 
 def _two_groups_of_two() -> list[bool]:
-    """Shards within pairs of ranks: a rank's place in its pair counts, not its number."""
+    """Shards within pairs of ranks: a shard's offset follows from the place in the pair, not from the rank."""
     torch.manual_seed(7)
     model = Toy(layers=1)
     before = {name: param.detach().clone() for name, param in model.named_parameters()}

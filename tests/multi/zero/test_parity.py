@@ -13,7 +13,7 @@ from tests.support.training import ADAMW, SGD, Toy, batches, config, train
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {"AdamW": ADAMW, "SGD": SGD}  # SGD with momentum
 STEPS = 5
-# The last case alone shows a wrong weight of all micro-steps: clipping hides a factor of the whole gradient from SGD.
+# Only the last case detects a wrong weight of all micro-steps: clipping hides a factor of the whole gradient from SGD.
 CASES = ((3, 1, 0.3), (2, 3, 0.3), (2, 3, 0.0))  # ranks, micro-steps, clipping
 
 
@@ -29,7 +29,7 @@ def _plain_loop(world_size: int, accumulation: int, kind: str, clipping: float) 
         for micro in range(accumulation):
             for rank in range(world_size):
                 (model(data[rank][step * accumulation + micro]) / (world_size * accumulation)).backward()
-        for param in trainable:  # as in the engine, a parameter without a gradient has a gradient of zero
+        for param in trainable:  # as in the engine, an unused parameter has a gradient of zero
             param.grad = torch.zeros_like(param) if param.grad is None else param.grad
         if clipping:
             torch.nn.utils.clip_grad_norm_(trainable, clipping)
@@ -55,7 +55,7 @@ def test_fp32_follows_a_plain_loop(ranks: Ranks, stage: int, optimizer: str) -> 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_16_bits_stay_near_a_plain_loop(ranks: Ranks, precision: str, optimizer: str) -> None:
-    # Catches a wrong gradient scale: a factor of 2 would move SGD's weights by far more than rounding does.
+    # Detects a wrong gradient scale: a factor of 2 would change SGD's weights by far more than rounding does.
     expected = _plain_loop(2, 1, optimizer, 0.0)
     start = {name: param.detach() for name, param in _seeded().named_parameters()}
     for stage in (0, 3):

@@ -1,4 +1,4 @@
-"""Stage 3 gathers a mixture's experts one projection at a time: the bits of whole layers, in less memory."""
+"""Stage 3 gathers the experts of a mixture one projection at a time: the bits of whole layers, in less memory."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_projections_train_with_the_bits_of_whole_layers(ranks: Ranks, case: str
             assert differences(whole, other) == []
 
 
-# -- what is gathered, and when
+# -- contents and order of gathers
 
 
 @dataclass
@@ -111,7 +111,7 @@ class _Gathered:
 
 
 def _gathered(changes: dict[str, Any], *, trains: bool, experts: str = "grouped_mm") -> _Gathered:
-    """Of the third pass: labels of gathers, bytes sent for them, most elements of full parameters at a time."""
+    """Returns, for the third pass: labels of gathers, bytes sent for them, peak elements of full parameters."""
     ranks, live, peak = recording(), dict[int, int](), 0
     allocate, free = FlatBuffer.allocate, FlatBuffer.free
 
@@ -175,7 +175,7 @@ def test_experts_that_are_looped_over_stay_for_the_whole_forward(ranks: Ranks) -
 
 
 def _dropped(settings: dict[str, Any]) -> Run:
-    """Rank 1 drops the output of a layer, so that its backward passes the layer's experts by."""
+    """Drops the output of a layer on rank 1, so that its backward skips the layer's experts."""
     engine, *_ = zeroaccel.initialize(_mixture(output_router_logits=False), config=settings, collectives=recording())
     if torch.distributed.get_rank() == 1:
         engine.module.model.layers[1].register_forward_hook(lambda layer, args, output: args[0])
@@ -190,13 +190,13 @@ def _with_a_layer_dropped() -> tuple[Run, Run]:
     return _dropped(config(3, **NARROW, **WHOLE)), _dropped(config(3, **NARROW))
 
 
-def test_a_backward_that_passes_experts_by_gathers_them_too(ranks: Ranks) -> None:
+def test_a_backward_that_skips_experts_gathers_them_too(ranks: Ranks) -> None:
     for whole, split in ranks(2).run(_with_a_layer_dropped):
         assert differences(whole, split) == []
 
 
 def _gradients_beside_their_reduction() -> tuple[int, list[str]]:
-    """How many buffers are reduced, and which gradients have memory of their own as their reduction begins."""
+    """Returns the number of reduced buffers, and the gradients with separate memory when their reduction begins."""
     refs: dict[int, weakref.ref[Tensor]] = {}
     reductions, found = 0, list[str]()
     arrive, start = GradReducer.on_grad_ready, GradReducer._start_reduction

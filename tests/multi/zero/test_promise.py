@@ -39,7 +39,8 @@ def test_stages_give_the_same_bits(ranks: Ranks, world_size: int, precision: str
             ranks(world_size).run(train, config(stage, precision, accumulation, gradient_clipping=clipping), steps)
             for stage in range(4)
         ]
-        # With accumulation, stages 0 and 1 sum micro-steps and then ranks, 2 and 3 the other way round.
+        # With accumulation, stages 0 and 1 sum over micro-steps and then over ranks, stages 2 and 3 in the reverse
+        # order.
         pairs = [(0, 1), (2, 3)] + ([(0, 2)] if accumulation == 1 else [])
         for one, other in pairs:
             for rank in range(world_size):
@@ -57,7 +58,7 @@ def at_stage_0(ranks: Ranks) -> list[Run]:
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_settings_of_movement_change_nothing(ranks: Ranks, at_stage_0: list[Run], setting: str) -> None:
+def test_settings_of_data_movement_change_no_bit(ranks: Ranks, at_stage_0: list[Run], setting: str) -> None:
     for stage in (3,) if "persist" in setting else (1, 2) if setting == "overlap" else (2, 3):
         changed = ranks(2).run(train, config(stage, "bf16", gradient_clipping=0.5, **SETTINGS[setting]), STEPS)
         assert [differences(a, b) for a, b in zip(at_stage_0, changed, strict=True)] == [[], []], stage

@@ -13,7 +13,7 @@ from tests.support.training import train_step
 
 
 class Packed(nn.Parameter):
-    """As libraries of quantised weights have it: a subclass of `nn.Parameter` with what is needed to unpack it."""
+    """A subclass of `nn.Parameter` with the data to unpack it, as in libraries for quantized weights."""
 
     scale: Tensor
 
@@ -29,7 +29,7 @@ class Packed(nn.Parameter):
 
 
 class Adapted(nn.Module):
-    """Block of an int8 matrix that is frozen and two small trained ones."""
+    """A block of a frozen int8 matrix and two small trained ones."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

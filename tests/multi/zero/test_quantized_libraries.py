@@ -1,4 +1,4 @@
-"""A frozen base in a library's quantised classes: carried by its codes and scales, or a named error."""
+"""A frozen base in a library's quantized classes: the engine handles its codes and scales, or raises a named error."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ WRAPPERS = ["torchao int8", "torchao float8", "torchao int4", "quanto int8", "qu
 
 
 class Params4bit(nn.Parameter):
-    """Stands in for the library's class where it is not installed."""
+    """Replaces the library's class where it is not installed."""
 
     quant_state: Any
 
@@ -54,7 +54,7 @@ Params4bit.__module__ = "bitsandbytes.nn.modules"
 
 
 class ScaledCodes:
-    """What the library calls a QuantState: scales of blocks of 64 values, and what each code stands for."""
+    """The library's QuantState: scales of blocks of 64 values, and the value of each code."""
 
     nested = False
 
@@ -66,7 +66,7 @@ class ScaledCodes:
 
 
 class OffsetCodes(ScaledCodes):
-    """With an offset, which the library packs into a tensor of JSON."""
+    """Codes with an offset, which the library packs into a tensor of JSON."""
 
     def __init__(self, absmax: Tensor, code: Tensor) -> None:
         super().__init__(absmax, code)
@@ -98,7 +98,7 @@ class StandIn(nn.Module):
 
 
 class Wrapper(Tensor):
-    """Stands in for weights of torchao and quanto: codes of 8 bits, a scale and a zero point per row."""
+    """Replaces weights of torchao and quanto: codes of 8 bits, a scale and a zero point per row."""
 
     codes: Tensor
     scale: Tensor
@@ -152,7 +152,7 @@ def _require(kind: str) -> None:
 
 
 class HQQLinear(nn.Module):
-    """Stands in for HQQ's layer: two codes in a byte, with scales and zeros in a dictionary."""
+    """Replaces HQQ's layer: two codes in a byte, with scales and zeros in a dictionary."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ HQQLinear.__module__ = "hqq.core.quantize"
 
 
 class WQLinear(nn.Module):
-    """Stands in for layers of GPTQ and AWQ: eight codes in 32 bits, scales in 16, packed zeros, all in buffers."""
+    """Replaces layers of GPTQ and AWQ: eight codes in 32 bits, scales in 16, packed zeros, all in buffers."""
 
     qweight: Tensor
     qzeros: Tensor
@@ -200,7 +200,7 @@ WQLinear.__module__ = "awq.modules.linear.gemm"
 
 
 def _linear(made: nn.Linear | None = None) -> nn.Linear:
-    """A layer of torch, or of a library, with weights as those of the stand-ins."""
+    """Makes a layer of torch, or of a library, with weights like those of the stand-ins."""
     linear = nn.Linear(WIDTH, WIDTH, bias=False) if made is None else made
     with torch.no_grad():
         linear.weight.copy_(torch.randn(WIDTH, WIDTH) / 8)
@@ -250,7 +250,7 @@ def _layer(kind: str) -> nn.Module:
 
 
 class Adapted(nn.Module):
-    """A quantised layer that is frozen, and two small trained ones."""
+    """A frozen quantized layer, and two small trained ones."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -264,7 +264,7 @@ class Adapted(nn.Module):
 
 
 class Model(nn.Module):
-    """Blocks, recomputed in backward or not."""
+    """Blocks that may be recomputed in backward."""
 
     def __init__(self, kind: str, recomputes: str) -> None:
         super().__init__()
@@ -283,7 +283,7 @@ class Model(nn.Module):
 
 
 def _replace_base(model: Model, kind: str) -> None:
-    """Other codes and scales of the same kind."""
+    """Replaces the base by other codes and scales of the same kind."""
     for block in model.blocks:
         block.base = _layer(kind)
 
@@ -354,9 +354,9 @@ def test_a_quantized_base_has_the_losses_of_one_process(ranks: Ranks, tmp_path: 
         for losses, expected, _ in found.values():
             assert losses == pytest.approx(expected, abs=1e-6)
             assert losses[0] != losses[-1]
-        # Scales are sharded with the codes; what is left on every rank are nested statistics and code books.
+        # Scales are sharded with the codes; only nested statistics and code books stay whole on every rank.
         adapters = 3 * 2 * 4 * WIDTH * 4
-        per_value = 1 + 4 / WIDTH  # of codes in 8 bits, some of which torchao keeps 4 bits in
+        per_value = 1 + 4 / WIDTH  # codes in 8 bits, of which torchao uses 4 bits in some kinds
         if kind in ("stand-in", *KINDS[:-1]):
             per_value = 0.5 + (1 / 64 if "nested" in kind else 4 / 64)
         elif kind in BUFFERS:
@@ -371,7 +371,7 @@ def test_a_quantized_base_has_the_losses_of_one_process(ranks: Ranks, tmp_path: 
 
 
 def _codes_here(params: Iterable[nn.Parameter]) -> tuple[int, int]:
-    """Bytes of quantised weights and their scales on this rank, and in the model."""
+    """Returns the bytes of quantized weights and their scales on this rank, and in the model."""
     handles = [handle_of(tensor) for param in params for tensor in (param, *(scales_of(param) or {}).values())]
     coded = [handle for handle in handles if handle is not None and scales_of(handle.param) is not None]
     assert all(handle.is_absent for handle in coded)
@@ -392,7 +392,7 @@ def _built_sharded(kind: str) -> tuple[tuple[int, int], list[float]]:
 
 @pytest.mark.parametrize("kind", ["stand-in", "stand-in in bfloat16", "wrapper", *KINDS, *WRAPPERS])
 def test_a_base_that_zero_init_shards_has_the_same_losses(ranks: Ranks, kind: str) -> None:
-    """Every rank had the whole of it until the engine was made."""
+    """Regression: every rank held the whole base until the engine was made."""
     _require(kind)
     expected = _plain(Model(kind, ""), "SGD")
     for (here, whole), losses in ranks(2).run(_built_sharded, kind):
@@ -461,7 +461,7 @@ def _evaluated_first(stages: tuple[int, ...]) -> list[list[float]]:
 
 
 def test_the_kernel_for_evaluations_leaves_codes_alone(ranks: Ranks) -> None:
-    """A model in evaluation mode repacked its codes in the first forward: an error below stage 3, and wrong there."""
+    """Regression: in evaluation mode, the first forward repacked codes: an error below stage 3, wrong results there."""
     pytest.importorskip("bitsandbytes")
     model = Model("nf4", "").eval()
     for block in model.blocks:
@@ -487,7 +487,7 @@ def _gathers(kind: str) -> tuple[list[tuple[str, int]], str]:
 
 
 def test_gathers_are_of_codes_and_scales_which_nothing_rounds(ranks: Ranks) -> None:
-    """The codes of one block and its scales; the adapters alone are rounded (qwZ)."""
+    """Gathers the codes and scales of one block; qwZ rounds the adapters only."""
     for calls, said in ranks(2).run(_gathers, "stand-in"):
         codes, scales = WIDTH * WIDTH // 2, WIDTH * WIDTH // 64
         assert sorted(calls) == [("float32", scales), ("float32", 2 * 4 * WIDTH), ("uint8", codes)]
@@ -528,9 +528,9 @@ def test_checkpoints_and_state_dicts_have_codes_and_scales(ranks: Ranks, tmp_pat
     for losses, resumed, differing, same in ranks(2).run(_saved, kind, str(tmp_path)):
         assert resumed == losses
         assert same
-        own = "base.weight.absmax", "base.weight.quant_map"  # of the stand-in, which has them in no state dict
+        own = "base.weight.absmax", "base.weight.quant_map"  # in no state dict of the stand-in
         differing = [name for name in differing if not (kind.startswith("stand-in") and name.endswith(own))]
-        if kind == "quanto int4":  # whose layers pack the codes otherwise when they write a state dict
+        if kind == "quanto int4":  # its layers pack codes differently in a state dict
             continue
         assert [name for name in differing if not name.endswith("weight_format")] == []
 
@@ -539,7 +539,7 @@ def test_checkpoints_and_state_dicts_have_codes_and_scales(ranks: Ranks, tmp_pat
     "kind", ["stand-in in bfloat16", "wrapper", "fp4 in bfloat16", "nf4, nested", "int8", *WRAPPERS]
 )
 def test_conversions_leave_codes_and_their_scales_as_they_are(tmp_path: Path, kind: str) -> None:
-    """Codes in bfloat16 became float32, where those that are NaNs lost their bits, and scales 16-bit numbers."""
+    """Regression: bfloat16 codes became float32, in which NaN codes lost their bits, and scales became 16-bit."""
     _require(kind)
     engine = _initialized(Model(kind, ""), 3, "AdamW")
     engine.save_checkpoint(tmp_path / "saved")
@@ -560,7 +560,7 @@ def test_conversions_leave_codes_and_their_scales_as_they_are(tmp_path: Path, ki
 
 
 class Bnb4bitParametrization(nn.Module):
-    """Stands in for the library's class where it is not installed."""
+    """Replaces the library's class where it is not installed."""
 
     def __init__(self, quant_state: Any) -> None:
         super().__init__()
@@ -578,7 +578,7 @@ Bnb4bitParametrization.__module__ = "bitsandbytes.nn.parametrize"
 
 
 class Experts(nn.Module):
-    """A fused weight of three dimensions, which libraries quantise as a parameter of no layer."""
+    """A fused weight of three dimensions, which libraries quantize as a parameter outside of a layer."""
 
     def __init__(self, kind: str, seed: int) -> None:
         super().__init__()
@@ -618,7 +618,7 @@ def _experts(kind: str, folder: str) -> tuple[list[float], list[float], list[flo
 
 @pytest.mark.parametrize("kind", ["stand-in", "nf4", "nf4, nested"])
 def test_fused_experts_are_carried_by_codes_and_scales(ranks: Ranks, tmp_path: Path, kind: str) -> None:
-    """Their scales were whole on every rank, and in no checkpoint."""
+    """Regression: their scales were whole on every rank, and missing in checkpoints."""
     _require(kind)
     expected = _plain(Experts(kind, 1), "AdamW")
     for losses, at_stage_0, at_stage_3, nbytes in ranks(2).run(_experts, kind, str(tmp_path)):
@@ -639,7 +639,7 @@ def _with_offsets(seed: int) -> Model:
 
 
 def test_a_checkpoint_with_its_base_restores_offsets_of_scales(tmp_path: Path) -> None:
-    """They are in no tensor of the model: those of the model stayed, under the codes of the checkpoint."""
+    """Regression: no tensor holds the offsets, so the model kept its own beside the codes of the checkpoint."""
     model = _with_offsets(1)
     _save(model, tmp_path)
     other = _with_offsets(2)
@@ -652,7 +652,7 @@ def test_a_checkpoint_with_its_base_restores_offsets_of_scales(tmp_path: Path) -
 
 @pytest.mark.parametrize("kind", ["stand-in", "wrapper", *KINDS, *WRAPPERS, "hqq stand-in", *BUFFERS])
 def test_a_plain_model_takes_scales_from_a_checkpoint(tmp_path: Path, kind: str) -> None:
-    """The library loads codes by name and drops scales: those of the model stayed, under codes of the checkpoint."""
+    """Regression: the library loads codes by name and drops scales, so the model kept its own scales."""
     if kind == "stand-in":
         model, other = _with_offsets(1), _with_offsets(2)
     else:
@@ -677,7 +677,7 @@ def _whole_saved(folder: str, kind: str) -> bool:
     from transformers.quantizers import HfQuantizer
 
     class Serializable(HfQuantizer):
-        """As of bitsandbytes: transformers then ignores the state dict that it is passed."""
+        """Like bitsandbytes: transformers then ignores a state dict that is passed to it."""
 
         requires_calibration = False
 
@@ -703,7 +703,7 @@ def _whole_saved(folder: str, kind: str) -> bool:
     if kind == "stand-in":
         model.hf_quantizer = Serializable()
     expected = {name: _bits(value) for name, value in model.state_dict().items()}
-    if kind == "torchao int8":  # whose files have names and tensors of their own
+    if kind == "torchao int8":  # its files have other names and tensors
         whole = Path(folder) / "whole"
         model.save_pretrained(whole)  # rank 0 writes
         torch.distributed.barrier()
@@ -734,7 +734,7 @@ def test_save_pretrained_of_a_live_quantised_model_writes_codes_and_scales(
 
 
 def test_a_checkpoint_of_adapters_leaves_scales_to_the_base(tmp_path: Path) -> None:
-    """It had those of its own base, which came under codes of another one."""
+    """Regression: it included the scales of its own base, which were then loaded beside another base's codes."""
     model, other = Model("stand-in", ""), Model("stand-in", "")
     _replace_base(other, "stand-in")
     expected = [block.base.weight.quant_state.absmax.clone() for block in other.blocks]
@@ -767,7 +767,7 @@ def test_codes_that_a_model_without_its_library_loads_are_named(tmp_path: Path) 
 
 
 def _loaded(kind: str, file: str) -> tuple[list[float], list[float], list[float]]:
-    """Losses of a model, and of another one that takes its state dict at stages 0 and 3."""
+    """Returns the losses of a model, and of another one that loads its state dict, at stages 0 and 3."""
     engine = _initialized(Model(kind, ""), 3, "SGD")
     state = engine.consolidated_state_dict()
     if state is not None:
@@ -796,7 +796,7 @@ def test_a_live_model_loads_wrapped_weights(ranks: Ranks, tmp_path: Path, kind: 
 
 
 def test_codes_that_the_first_forward_replaces_are_refused_by_name() -> None:
-    """compressed_tensors' made whole weights of them, on every rank."""
+    """compressed_tensors' first forward replaces the codes by whole weights, on every rank."""
     model = nn.Sequential(nn.Linear(4, 4))
     model[0].quantization_status = "compressed"  # type: ignore[assignment]
     with refused(UsageError, "module 0:", "codes of compressed_tensors", "frozen_weights"):

@@ -1,8 +1,8 @@
-"""A walk through combinations of settings that say where things are and when they move: none may change a bit.
+"""Random combinations of settings that decide where tensors are and when they move: none may change a bit.
 
-Each step draws a model, an optimizer, a precision and what moves what where, from a seed, and compares the run with the
-plainest one that has the same arithmetic: stage 0, but for codes of ZeRO++, and for accumulation, where stage 2 and 3
-sum over the ranks first. A failure shows the draw, and its seed gives it again.
+Each step draws a model, an optimizer, a precision and such settings from a seed, and compares the run with the simplest
+one that has the same arithmetic: stage 0, except with the codes of ZeRO++, and with accumulation, where stages 2 and 3
+sum over the ranks first. A failure prints the draw and the seed that reproduces it.
 
     python -m pytest -m slow tests/multi/zero/test_random_walk.py --sweep-seed 1000 --sweep-count 500
 """
@@ -40,7 +40,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 def _partly_frozen() -> nn.Module:
     model = Toy()
     model.layers[1].requires_grad_(False)
-    model.embed.requires_grad_(False)  # and the head with it
+    model.embed.requires_grad_(False)  # and so the tied head
     return model
 
 
@@ -57,7 +57,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def draw(rng: random.Random, world_size: int) -> dict[str, Any]:
-    """Settings of two runs that must give the same bits: "plain", and "moved", where nearly all is elsewhere."""
+    """Draws the settings of two runs that must give equal bits: "plain", and "moved", with other places and times."""
     precision = rng.choice(["fp32", "bf16", "fp16"])
     accumulation = rng.choice([1, 1, 3])
     stage = rng.choice([1, 2, 3, 3, 3, 3, 3])
@@ -100,7 +100,7 @@ def draw(rng: random.Random, world_size: int) -> dict[str, Any]:
             }
     offload = rng.choice(["none", "cpu", "nvme"])
     if offload == "nvme" and top["optimizer"] is OPTIMIZERS["int8 moments"]:
-        offload = "cpu"  # the other is refused
+        offload = "cpu"  # files are refused here
     if offload != "none":
         moved["offload_optimizer"] = {
             "device": offload,
@@ -126,7 +126,7 @@ def draw(rng: random.Random, world_size: int) -> dict[str, Any]:
 
 
 def _train(settings: dict[str, Any], model_kind: str, init: str, mesh: bool, evals: bool, folder: str) -> Run:
-    """Four steps, now and then with evaluations between."""
+    """Trains four steps, with evaluations in between if `evals` is set."""
     text = json.dumps(config(**settings)).replace("FOLDER", folder)
     torch.manual_seed(7 + (torch.distributed.get_rank() if init != "none" else 0))
     if init == "none":
@@ -164,7 +164,7 @@ def _train_wrongly(*arguments: Any) -> Run:
 
 
 def _walk(ranks: Ranks, seeds: Iterable[int], folder: Path, sweep: Sweep, train: Callable[..., Run] = _train) -> str:
-    """What differed, with the draws that show it."""
+    """Returns the differences, with the draws that reproduce them."""
     cases = []
     for seed in seeds:
         rng = random.Random(seed)

@@ -1,4 +1,4 @@
-"""Models that are sharded while they are built: the same training as of a model that was built unsharded."""
+"""Models sharded during construction train like models that are built unsharded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from zeroaccel.zero.access.param_registry import handle_of
 
 
 class Elaborate(Toy):
-    """A constructor that comes back to what it built: initialises, computes, ties, replaces."""
+    """A constructor that uses parameters it has made: initializes, computes, ties, replaces."""
 
     def __init__(self, layers: int = 3, width: int = WIDTH) -> None:
         super().__init__(layers, width)
@@ -42,7 +42,7 @@ class Elaborate(Toy):
 
 
 class LateParameter(nn.Module):
-    """Gives a module that is part of it already another parameter."""
+    """Replaces a parameter of a submodule after registering the submodule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,14 +59,14 @@ def train(engine: Any) -> Run:
 
 
 def full_elements(model: nn.Module) -> int:
-    """Elements of parameters that are in this rank's memory as they are."""
+    """Returns the number of parameter elements in this rank's memory."""
     found = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() // p.element_size() for p in model.parameters()}
     return sum(found.values())
 
 
 def _same(stage: int, precision: str, how: str, folder: str) -> Run:
     rank = torch.distributed.get_rank()
-    torch.manual_seed(7 + rank)  # rank 0's values count
+    torch.manual_seed(7 + rank)  # the values of rank 0 are used
     settings = config(stage, precision, optimizer=SGD)
     if how == "plain":
         model = Elaborate()
@@ -79,7 +79,7 @@ def _same(stage: int, precision: str, how: str, folder: str) -> Run:
             EngineStateError, model.layers[1].up.weight.norm
         )
         if how == "nvme":
-            assert list(Path(folder).iterdir()) == []  # unlinked: gone with the process
+            assert list(Path(folder).iterdir()) == []  # unlinked files vanish with the process
         with zero.GatheredParameters(model.parameters()):
             assert model.layers[2].down.bias[0].item() == 0.25
             starts = model.layers[1].up(torch.ones(1, WIDTH)).sum().item()
@@ -90,7 +90,9 @@ def _same(stage: int, precision: str, how: str, folder: str) -> Run:
 
 
 @pytest.mark.parametrize(("stage", "precision"), [(3, "fp32"), (3, "bf16"), (1, "bf16")])
-def test_the_same_as_a_model_that_was_built_unsharded(ranks: Ranks, stage: int, precision: str, tmp_path: Path) -> None:
+def test_training_equals_that_of_a_model_built_unsharded(
+    ranks: Ranks, stage: int, precision: str, tmp_path: Path
+) -> None:
     expected = ranks(2).run(_same, stage, precision, "plain", "")
     for how in ("init", "cpu", "nvme") if (stage, precision) == (3, "bf16") else ("init",):
         found = ranks(2).run(_same, stage, precision, how, str(tmp_path))
@@ -114,14 +116,14 @@ def test_the_engine_may_shard_in_smaller_groups(ranks: Ranks, how: str) -> None:
 
 
 def _sizes() -> None:
-    """Each rank has its part; nesting, dtypes, models that are there, what no other module holds."""
+    """Sharded sizes with nested contexts, dtypes, existing models, and modules without a parent."""
     with zero.Init(dtype=torch.bfloat16):
         model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
         with zero.Init(dtype=torch.float32):
             inner = LateParameter()
         with zero.Init(enabled=False):
             outer = nn.Linear(3, 3)
-        loose = nn.Linear(64, 64)  # part of nothing
+        loose = nn.Linear(64, 64)  # belongs to no other module
         with torch.device("meta"):
             meta = nn.Linear(4, 4)
     assert {param.dtype for param in model.parameters()} == {torch.bfloat16} == {p.dtype for p in outer.parameters()}
@@ -144,15 +146,15 @@ def _sizes() -> None:
     kept = handle_of(loose.weight).registry  # type: ignore[union-attr]
     before = len(kept.units)
     zeroaccel.initialize(loose, config=config(3))[0].destroy()
-    assert len(kept.units) == before - 1  # its shards are gone
+    assert len(kept.units) == before - 1  # its shards are freed
 
 
-def test_who_is_sharded_where(ranks: Ranks) -> None:
+def test_each_rank_holds_its_part_of_every_model(ranks: Ranks) -> None:
     ranks(2).run(_sizes)
 
 
 def _undone() -> list[str]:
-    """Nothing of it is left, whatever ended it; and what cannot be is said."""
+    """Exits remove every hook, also after an error; and each unsupported use raises an error."""
     hooks = [
         nn.modules.module._global_module_registration_hooks,
         nn.modules.module._global_parameter_registration_hooks,
@@ -188,16 +190,16 @@ def _undone() -> list[str]:
     assert not any("refuse" in hook._function.__name__ for hook in model[0]._forward_pre_hooks.values())
     attempt(UsageError, lambda: zeroaccel.initialize(model, config=config(3)))
     first.destroy()
-    second, *_ = zeroaccel.initialize(model, config=config(3))  # of an engine that is gone
+    second, *_ = zeroaccel.initialize(model, config=config(3))  # the model of a destroyed engine
     with zero.Init():
-        other = nn.Linear(4, 4)  # beside an engine
+        other = nn.Linear(4, 4)  # while an engine exists
     second(torch.ones(1, 5))
     second.destroy()
     zeroaccel.initialize(other, config=config(3))[0].destroy()
     return found
 
 
-def test_nothing_is_left_and_mistakes_are_named(ranks: Ranks) -> None:
+def test_exits_undo_everything_and_mistakes_are_named(ranks: Ranks) -> None:
     for found in ranks(2).run(_undone):
         copied, copy_called, pickled, *called, dtype, device, nvme, twice = found
         assert "only NaN, as a copy or a cast of a sharded parameter has" in copied
@@ -228,7 +230,7 @@ def test_one_rank_only_casts(ranks: Ranks) -> None:
 
 
 def _traffic() -> list[str]:
-    """Values that are the same on all ranks already are not sent again by initialize()."""
+    """initialize() does not send values again that are already equal on all ranks."""
     zeroaccel.comm.topology.init_process_group()
     with zero.Init():
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))

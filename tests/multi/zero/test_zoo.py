@@ -1,7 +1,7 @@
-"""The zoo: transformers' model classes, made small by one script, train at stage 3 as at stage 0 and in plain torch.
+"""The zoo: transformers' model classes, shrunk by one script, train at stage 3 as at stage 0 and in plain torch.
 
-Each class is built, trained for three steps by a plain loop and at both stages, on two ranks with data and random
-states of their own, and compared in every bit of weights, buffers, losses and norms.
+Each class is built and trained for three steps by a plain loop and at both stages, on two ranks with different data and
+random states; every bit of weights, buffers, losses and norms is compared.
 
     python -m pytest -m slow tests/multi/zero/test_zoo.py --sweep-seed 1 --sweep-report build/zoo.jsonl
 
@@ -33,8 +33,8 @@ from tests.multi.zero import zoo  # noqa: E402 - it imports transformers
 
 STEPS = 3
 SGD = {"type": "SGD", "params": {"lr": 0.005, "momentum": 0.9}}
-ADAM = {"type": "Adam", "params": {"lr": 0.01, "eps": 1e-4}}  # a small eps makes steps of rounding errors
-TOLERANCE = 1e-4  # beside the plain loop, whose optimizers round otherwise: of what training moved in a tensor
+ADAM = {"type": "Adam", "params": {"lr": 0.01, "eps": 1e-4}}  # with a small eps, rounding errors give full steps
+TOLERANCE = 1e-4  # to the plain loop, whose optimizers round differently: relative to a tensor's change
 SHARDED = {
     "reduce_bucket_size": 300,
     "allgather_bucket_size": 200,
@@ -42,7 +42,7 @@ SHARDED = {
     "stage3_prefetch_bucket_size": 500,
     "stage3_max_reuse_distance": 0,
 }
-SECONDS = 60.0  # of a quiet machine, for one class
+SECONDS = 60.0  # for one class on an idle machine
 
 
 def _batches(batch: dict[str, Tensor], seed: int) -> list[dict[str, Tensor]]:
@@ -59,7 +59,7 @@ def _states(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _plain(model: nn.Module, batches: list[dict[str, Tensor]], draws: int, optimizer: dict[str, Any]) -> Run:
-    """Data-parallel training in torch alone."""
+    """Runs data-parallel training in plain torch."""
     trainable = [param for param in model.parameters() if param.requires_grad]
     own = {"SGD": torch.optim.SGD, "Adam": torch.optim.Adam}[optimizer["type"]](trainable, **optimizer["params"])
     run = Run()
@@ -67,7 +67,7 @@ def _plain(model: nn.Module, batches: list[dict[str, Tensor]], draws: int, optim
     for each in batches:
         loss = zoo.loss_of(model(**each))
         loss.backward()
-        for param in trainable:  # as in the engine, a parameter without a gradient has a gradient of zero
+        for param in trainable:  # as in the engine, an unused parameter has a gradient of zero
             param.grad = torch.zeros_like(param) if param.grad is None else param.grad.contiguous()
             torch.distributed.all_reduce(param.grad)
             param.grad /= torch.distributed.get_world_size()
@@ -92,7 +92,7 @@ def _engine(model: nn.Module, batches: list[dict[str, Tensor]], draws: int, sett
 
 
 def _far(plain: Run, run: Run, start: nn.Module, *nudged: Run) -> list[str]:
-    """What is not that of the plain loop but for rounding: of updates, or as far as nudged weights went."""
+    """Returns weights that differ from the plain loop's by more than rounding and the `nudged` runs explain."""
     found, loses_bits = [], False
     before = _states(start)
     for name, weight in plain.weights.items():
@@ -103,7 +103,7 @@ def _far(plain: Run, run: Run, start: nn.Module, *nudged: Run) -> list[str]:
             (weight - other).abs().max().item()
             for other in (start_value, run.weights[name], *(each.weights[name] for each in nudged))
         )
-        # Where a last bit decides on a tenth of the way, as in batch norms of two values, no loop follows another.
+        # If a last bit decides a tenth of the change, as in batch norms of two values, no two loops agree.
         loses_bits = loses_bits or any(each > 0.1 * moved > 1e-3 for each in grown)
         if not error <= max(1e-6 + TOLERANCE * moved, *(10 * each for each in grown), 0.0):
             found.append(f"{name} by {error:.1e} of {moved:.1e}, nudged {grown}")
@@ -111,7 +111,7 @@ def _far(plain: Run, run: Run, start: nn.Module, *nudged: Run) -> list[str]:
 
 
 def _nudged(model: nn.Module) -> nn.Module:
-    """A copy of which every weight is changed in its last bit."""
+    """Returns a copy in which every weight is changed in its last bit."""
     model = copy.deepcopy(model)
     with torch.no_grad():
         for param in model.parameters():
@@ -122,7 +122,7 @@ def _nudged(model: nn.Module) -> nn.Module:
 def _train(
     kind: str, name: str, seed: int, optimizer: dict[str, Any], planted: bool = False, alike: bool = False
 ) -> tuple[str, str]:
-    """(outcome, detail) of a class on this rank; with `planted` stage 3 is wrong, with `alike` ranks drop out alike."""
+    """Trains a class; returns (outcome, detail). `planted` breaks stage 3, `alike` gives ranks one random state."""
     draws = seed + (0 if alike else torch.distributed.get_rank())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -131,7 +131,7 @@ def _train(
             model, batch = zoo.build(kind, name, seed)
         except zoo.NotBuilt as error:
             return "not built", str(error)
-        for tensor in [*model.parameters(), *model.buffers()]:  # some classes leave memory as they find it
+        for tensor in [*model.parameters(), *model.buffers()]:  # some classes leave memory uninitialized
             torch.distributed.broadcast(tensor.data, 0)
         batches = _batches(batch, seed)
         alone = zoo.failure(copy.deepcopy(model).to(torch.bfloat16), _cast(batch, torch.bfloat16))
@@ -149,7 +149,7 @@ def _train(
                     return "refused", f"{precision}, stage {stage}: {type(error).__name__}: {error}"
             *plain, whole, sharded = runs
             wrong += [f"{precision}: {each}" for each in differences(whole, sharded)]
-            if plain and _far(plain[0], whole, model):  # rounding may grow: as much as that of a weight's last bit does
+            if plain and _far(plain[0], whole, model):  # rounding may grow as the change of a weight's last bit does
                 plain.append(_plain(_nudged(model), batches, draws, optimizer))
             wrong += [f"plain: {each}" for each in (_far(plain[0], whole, model, *plain[1:]) if plain else [])]
     if wrong:
@@ -158,7 +158,7 @@ def _train(
 
 
 def _look(pool: Pool, head: str, kind: str, name: str, seed: int, **how: Any) -> Case:
-    """What comes of a class; where ranks part, as by layers dropped at random, again with one random state on all."""
+    """Trains a class; if ranks diverge, e.g. by layers dropped at random, again with one random state on all."""
     case = _case(pool, head, kind, name, seed, how)
     if case.outcome == "failed" and "CollectiveError" in case.detail:
         again = _case(pool, head, kind, name, seed, {**how, "alike": True})
@@ -181,7 +181,7 @@ def _case(pool: Pool, head: str, kind: str, name: str, seed: int, how: dict[str,
 
 
 def _walk(ranks: Ranks, chosen: list[tuple[str, str, str]], sweep: Sweep) -> list[Case]:
-    """Every tenth class is trained with Adam, the others with SGD and momentum, which shows the scale of gradients."""
+    """Trains every tenth class with Adam, the others with momentum SGD, which reveals the scale of gradients."""
     return [
         sweep.add(_look(ranks(2), *each, sweep.seed, optimizer=ADAM if index % 10 == 9 else SGD))
         for index, each in enumerate(chosen)

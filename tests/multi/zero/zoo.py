@@ -1,7 +1,7 @@
-"""Small models of transformers' classes, and inputs for them, by one script for all.
+"""Small models of transformers' classes, and inputs for them, from one script for all.
 
-`classes` lists them by head, `build` makes a model of a class from its default config with every size cut down by the
-name of its field, `batches` gives the inputs that its forward takes. No class has a line of its own here; one that
+`classes` lists them by head, `build` makes a model of a class from its default config with every size reduced by the
+name of its field, and `batches` gives the inputs that its forward takes. There is no code for single classes; one that
 cannot be made this way raises `NotBuilt` with the reason.
 """
 
@@ -39,11 +39,11 @@ HEADS = {
 
 
 class NotBuilt(Exception):
-    """The class does not shrink, or does not train in plain torch, by this script."""
+    """Raised for a class that this script cannot shrink, or that does not train in plain torch."""
 
 
 def classes() -> list[tuple[str, str, str]]:
-    """(head, model type, class name) of every class, each class once."""
+    """Returns (head, model type, class name) of every class, each class once."""
     found = {}
     for head, mapping in HEADS.items():
         for kind, names in getattr(modeling_auto, f"{mapping}_MAPPING_NAMES").items():
@@ -59,7 +59,7 @@ def _at_most(limit: int) -> Any:
     return lambda value, index: min(value, limit)
 
 
-# What a field's name says of its size; the first that matches counts. Lists are cut element by element.
+# Limits of sizes by the name of the field; the first match counts. Lists are reduced element by element.
 SIZES: list[tuple[str, Any]] = [
     (r"vocab|num_embeddings", _at_most(VOCABULARY)),
     (r"(experts_per_to|top_?k|moe_k|n_group|topk_group|shared_experts)", _at_most(2)),
@@ -97,7 +97,7 @@ def _size(name: str, value: int, index: int) -> int:
 
 
 class _Shrinking:
-    """Cuts the fields of one config and its sub-configs; token ids stay distinct and inside the vocabulary."""
+    """Reduces the fields of one config and its sub-configs; token ids stay distinct and inside the vocabulary."""
 
     def __init__(self) -> None:
         self._ids: dict[int, int] = {}
@@ -135,7 +135,7 @@ class _Shrinking:
         return _size(name, value, index)
 
 
-# Changes that are tried one after the other where a config or its model refuses the sizes.
+# Changes to try one after the other if a config or its model refuses the sizes.
 REPAIRS: list[dict[str, Any]] = [
     {},
     {"num_key_value_heads": 4},
@@ -143,7 +143,7 @@ REPAIRS: list[dict[str, Any]] = [
     {"per_layer_config": None},
     {"num_heads": 8, "mamba_n_heads": 8, "mamba_d_head": 8, "n_mamba_heads": 8, "mamba_d_ssm": 64},
 ]
-# What a class needs and its default config leaves open.
+# Values that a class needs and its default config leaves out.
 OPEN: dict[str, Any] = {
     "pad_token_id": 0,
     "eos_token_id": 2,
@@ -161,7 +161,7 @@ OPEN: dict[str, Any] = {
 
 
 def shrink(cls: type[Any]) -> Iterator[Any]:
-    """Configs of a class, smaller than the default; several where sizes of the first may not fit."""
+    """Yields configs of a class, smaller than the default; several if the sizes of the first may not fit."""
     try:
         fields = cls().to_dict()
     except Exception as error:
@@ -211,7 +211,7 @@ def seed_all(seed: int) -> None:
 
 
 def build(kind: str, name: str, seed: int) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A model of a class and a batch it takes; every parameter is finite and none is exactly zero or one.
+    """Returns a model and a batch for it; every parameter is finite, and none is exactly zero or one.
 
     Raises:
         NotBuilt: with the reason.
@@ -251,7 +251,7 @@ def build(kind: str, name: str, seed: int) -> tuple[nn.Module, dict[str, Tensor]
 
 
 def inputs(model: nn.Module, seed: int) -> Iterator[dict[str, Tensor]]:
-    """Batches that the forward may take, the fullest first: images, sound and text together, then less."""
+    """Yields batches that the forward may take, the fullest first: images, sound and text together, then fewer."""
     taken = inspect.signature(model.forward).parameters
     generator = torch.Generator().manual_seed(seed)
     for kinds in (("image", "sound", "text"), ("image", "text"), ("sound", "text"), ("text",), ("image",), ("sound",)):
@@ -273,7 +273,7 @@ SOURCES = {
 
 
 def _fields(config: Any, *names: str) -> Iterator[Any]:
-    """Values of fields of a config and its sub-configs, nearest first."""
+    """Yields the values of fields of a config and its sub-configs, nearest first."""
     for name in names:
         if isinstance(value := getattr(config, name, None), (int, list, tuple)) and not isinstance(value, bool):
             yield value
@@ -334,7 +334,7 @@ def _image(config: Any, taken: Any, generator: torch.Generator) -> Iterator[dict
 
 
 def _with_places(batch: dict[str, Tensor], config: Any, failure: str) -> Iterator[dict[str, Tensor]]:
-    """The batch with as many image tokens as the model said, in its failure, that it has features of images."""
+    """Yields the batch with as many image tokens as the model's error message counts image features."""
     found = re.search(r"tokens.*?features:? (?:shape )?\D*(\d+)", failure)
     token = _field(config, "image_token_id", "image_token_index", "img_context_token_id", otherwise=None)
     if not found or token is None or "input_ids" not in batch:
@@ -384,7 +384,7 @@ def _labels(model: nn.Module, batch: dict[str, Tensor], generator: torch.Generat
 
 
 def failure(model: nn.Module, batch: dict[str, Tensor]) -> str:
-    """Why a forward and a backward in plain torch fail, or nothing."""
+    """Returns the error of a forward and a backward in plain torch, or an empty string."""
     try:
         loss = loss_of(model(**batch))
         loss.backward()
@@ -396,7 +396,7 @@ def failure(model: nn.Module, batch: dict[str, Tensor]) -> str:
 
 
 def varied(batch: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
-    """Another batch of the same shapes: other pixels, sounds and words; special tokens stay where they are."""
+    """Returns another batch of equal shapes: other pixels, sounds and words; special tokens keep their places."""
     generator = torch.Generator().manual_seed(seed)
     other = {}
     for name, value in batch.items():
@@ -412,7 +412,7 @@ def varied(batch: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
 
 
 def loss_of(output: Any) -> Tensor:
-    """The loss of an output, or the mean square of what it returns."""
+    """Returns the loss of an output, or the sum of the mean squares of its tensors."""
     loss = getattr(output, "loss", None)
     if isinstance(loss, Tensor):
         return loss.float().mean()
