@@ -9,9 +9,9 @@ seconds cost
 
 where R is the time from the failure to the next step. For the disk, T is Daly's optimum (A higher order estimate of the
 optimum checkpoint interval, 2006, equation 20): sqrt(2 C m) * (1 + sqrt(C / 2m) / 3 + C / 2m / 9) - C for m = 1 / f. In
-memory there are two rows: "auto" saves as often as 2 % of the time allows, and the other uses the same optimum. A state
-in memory is lost if the next machine fails before all have started again, R seconds; the state on disk replaces it. C
-is bytes divided by rates. Rates, R and failures are arguments, which the program prints.
+memory there are two rows: "auto" spends 2 % of the time on saves, and the other uses the same optimum. A state in
+memory is lost if the next machine fails before all have started again, R seconds; the state on disk replaces it. C is
+bytes divided by rates. Rates, R and failures are arguments, which the program prints.
 """
 
 from __future__ import annotations

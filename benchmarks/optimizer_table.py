@@ -86,7 +86,7 @@ def _named(name: str, **settings: Any) -> _Make:
 
 
 def _decayed(kind: Callable[..., Optimizer], **settings: Any) -> _Make:
-    """Returns param groups with weight decay on matrices only, as in most scripts."""
+    """Returns a constructor with weight decay on matrices only, as in most scripts."""
 
     def make(model: nn.Module) -> Optimizer:
         matrices = [param for param in _trained(model) if param.dim() > 1]

@@ -44,9 +44,8 @@ def rank(stage: int) -> None:
     accelerator = Accelerator(mixed_precision="bf16", zero_plugin=ZeroPlugin(zero_stage=stage))
     tokens = torch.randint(0, 256, (64, 129))
     loader = torch.utils.data.DataLoader(tokens, batch_size=8)  # type: ignore[arg-type]
-    optimizer = torch.optim.AdamW(
-        model.parameters()
-    )  # the first optimizer of a process imports torch's compiler: about a second
+    # The first optimizer of a process imports torch's compiler, which takes about a second.
+    optimizer = torch.optim.AdamW(model.parameters())
     accelerator.wait_for_everyone()
     start, busy = time.perf_counter(), time.process_time()
     prepared, optimizer, loader = accelerator.prepare(model, optimizer, loader)

@@ -82,10 +82,8 @@ def train(shape: Shape, deadline: float) -> Trained:
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, DEVICE_NBYTES / total))
     torch.manual_seed(0)
-    with (
-        zeroaccel.zero.Init(config_dict_or_path=config(shape)),
-        torch.device("cuda"),
-    ):  # the device draws random numbers faster
+    # The device draws random numbers faster.
+    with zeroaccel.zero.Init(config_dict_or_path=config(shape)), torch.device("cuda"):
         model = Decoder(shape)
     engine, *_ = zeroaccel.initialize(model, config=config(shape))
     tokens = torch.randint(shape.vocabulary, (shape.batch, shape.sequence + 1), device="cuda")
