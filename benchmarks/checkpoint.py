@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--loads", type=int, nargs="*", default=[1, 3, 4])
     parser.add_argument("--parts", nargs="*", default=["save", "stall", "loads", "convert"])
-    parser.add_argument("--deepspeed-python", help="an interpreter that has deepspeed")
+    parser.add_argument("--deepspeed-python", help="interpreter that has DeepSpeed")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rank-does", help=argparse.SUPPRESS)
     options = parser.parse_args()

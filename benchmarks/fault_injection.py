@@ -83,7 +83,7 @@ def cases() -> Iterator[Case]:
 
 
 @click.command()
-@click.option("--limits", default="2,5,10", show_default=True, help="Seconds that a collective may wait, by commas.")
+@click.option("--limits", default="2,5,10", show_default=True, help="Limits of a collective in seconds, by commas.")
 @click.option("--only", default="", help="Run the cases whose name contains this.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the numbers to this file.")
 @click.option("--show", is_flag=True, help="Print the output of the processes.")

@@ -72,14 +72,14 @@ def in_memory(memory: Place, interval: float, disk: Place, machines: int, failur
 
 @click.command()
 @click.option("--ranks_per_machine", default=8, show_default=True)
-@click.option("--bytes_per_parameter", default=12.0, show_default=True, help="Masters and two moments.")
-@click.option("--disk_rate", default=2e9, show_default=True, help="Bytes per second of a machine to the disk.")
-@click.option("--shared_rate", default=100e9, show_default=True, help="Bytes per second that all share there.")
+@click.option("--bytes_per_parameter", default=12.0, show_default=True, help="By default masters and two moments.")
+@click.option("--disk_rate", default=2e9, show_default=True, help="Bytes per second from a machine to the disk.")
+@click.option("--shared_rate", default=100e9, show_default=True, help="Bytes per second to the disk that all share.")
 @click.option("--memory_rate", default=8e9, show_default=True, help="Bytes per second of a machine into its memory.")
 @click.option("--network_rate", default=10e9, show_default=True, help="Bytes per second from machine to machine.")
 @click.option("--disk_recovery", default=300.0, show_default=True, help="Seconds to the next step, without reads.")
 @click.option("--memory_recovery", default=15.0, show_default=True, help="The same, with states in memory.")
-@click.option("--mtbf_days", default=264.0, show_default=True, help="Of a machine.")
+@click.option("--mtbf_days", default=264.0, show_default=True, help="Days between failures of a machine.")
 def main(ranks_per_machine: int, bytes_per_parameter: float, mtbf_days: float, **seconds: float) -> None:
     """Prints the arguments and the table."""
     arguments = {"bytes per parameter": bytes_per_parameter, "days between failures of a machine": mtbf_days, **seconds}

@@ -82,7 +82,7 @@ def main() -> None:
 @main.command(context_settings={"show_default": True})
 @click.option("--numel", default=50_000_000, help="Parameters.")
 @click.option("--threads", default=2, help="Threads of each contender.")
-@click.option("--rounds", default=9, help="Rounds; each has every contender once.")
+@click.option("--rounds", default=9, help="Rounds; each runs every contender once.")
 @click.option("--steps", default=3, help="Steps of a contender in a round; the result is the median.")
 @click.option("--deepspeed-python", type=click.Path(exists=True, dir_okay=False), help="Interpreter with DeepSpeed.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the results here.")

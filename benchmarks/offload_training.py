@@ -48,10 +48,10 @@ def main() -> None:
 
 
 @main.command(context_settings={"show_default": True})
-@click.option("--rounds", default=7, help="Rounds; each has every contender once.")
+@click.option("--rounds", default=7, help="Rounds; each runs every contender once.")
 @click.option("--steps", default=3, help="Timed steps of a contender in a round.")
 @click.option("--stage", type=click.Choice(["2", "3"]), multiple=True, default=["2", "3"])
-@click.option("--deepspeed-python", type=click.Path(exists=True, dir_okay=False), help="One that has DeepSpeed.")
+@click.option("--deepspeed-python", type=click.Path(exists=True, dir_okay=False), help="Interpreter with DeepSpeed.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the results here.")
 @click.option("--check", is_flag=True, help="Exit with 1 if a bar is missed.")
 def step(
@@ -80,8 +80,8 @@ def step(
 
 
 @main.command(context_settings={"show_default": True})
-@click.option("--folder", type=click.Path(exists=True, file_okay=False), default=".", help="On the disk to measure.")
-@click.option("--layers", default=12, help="Of 4 million parameters each.")
+@click.option("--folder", type=click.Path(exists=True, file_okay=False), default=".", help="Folder on the disk.")
+@click.option("--layers", default=12, help="Layers of 4 million parameters each.")
 @click.option("--rounds", default=5)
 @click.option("--block-size", default=1 << 20, help="Bytes of one request (aio.block_size).")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the results here.")
@@ -117,9 +117,9 @@ def stream(folder: str, layers: int, rounds: int, block_size: int, json_path: Pa
 
 
 @main.command(context_settings={"show_default": True})
-@click.option("--folder", type=click.Path(exists=True, file_okay=False), default=".", help="On the disk to measure.")
-@click.option("--device", type=click.Choice(["cpu", "nvme"]), default="nvme", help="Where the states are.")
-@click.option("--layers", default=6, help="Of 4 million parameters each.")
+@click.option("--folder", type=click.Path(exists=True, file_okay=False), default=".", help="Folder on the disk.")
+@click.option("--device", type=click.Choice(["cpu", "nvme"]), default="nvme", help="Tier of the states.")
+@click.option("--layers", default=6, help="Layers of 4 million parameters each.")
 @click.option("--batch", default=64, help="Rows of a forward: more rows hide more of the update.")
 @click.option("--rounds", default=5)
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the results here.")

@@ -282,8 +282,8 @@ def _versions() -> str:
 @click.command()
 @click.option("--only", default="", help="Names, separated by commas.")
 @click.option("--worlds", default="1,2,3", help="Numbers of ranks.")
-@click.option("--packages", multiple=True, help="A folder with packages of optimizers.")
-@click.option("--markdown", type=click.Path(path_type=Path), help="A file for the table.")
+@click.option("--packages", multiple=True, help="Folder with packages of optimizers.")
+@click.option("--markdown", type=click.Path(path_type=Path), help="Write the table to this file.")
 @click.option("--seconds", default=3000, help="Time limit of the runs with one number of ranks.")
 @click.option("--rank-job", default="", hidden=True)
 def main(only: str, worlds: str, packages: tuple[str, ...], markdown: Path | None, seconds: int, rank_job: str) -> None:

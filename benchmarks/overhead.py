@@ -180,7 +180,7 @@ def _least(measure: Callable[[], Times], rounds: int) -> Times:
 
 @click.command(context_settings={"show_default": True})
 @click.option("--units", default=32, help="Number of blocks, each a unit.")
-@click.option("--parameters", default=2, help="Of each unit.")
+@click.option("--parameters", default=2, help="Parameters of each unit.")
 @click.option("--steps", default=40, help="Steps in a round; the result is the median.")
 @click.option("--rounds", default=3, help="Rounds; the result is the fastest.")
 @click.option("--world-sizes", default="2,64,1024", help="Separated by commas.")

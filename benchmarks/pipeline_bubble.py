@@ -134,7 +134,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", default="2,3,4")
     parser.add_argument("--micro-batches", default="4,8")
-    parser.add_argument("--seconds", type=float, default=0.15, help="of a forward of one micro-batch on one stage")
+    parser.add_argument("--seconds", type=float, default=0.15, help="seconds of a forward of one micro-batch")
     parser.add_argument("--steps", type=int, default=5, help="timed ones")
     parser.add_argument("--markdown", type=Path, help="also write the table to this file")
     parser.add_argument("--check", action="store_true", help="exit with 1 if the bar is missed")

@@ -40,7 +40,7 @@ def parse_args(argv):
     add("--num_train_epochs", type=int, default=1)
     add("--max_train_steps", type=int, help="number of updates; overrides the epochs")
     add("--checkpointing_steps", help='updates between two states, or "epoch"')
-    add("--resume_from_checkpoint", help="the folder of a state")
+    add("--resume_from_checkpoint", help="folder of a state")
     add("--with_tracking", action="store_true")
     add("--report_to", default="all", help="all, tensorboard or wandb")
     add("--seed", type=int, default=42)

@@ -43,7 +43,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--with_tracking", action="store_true")
     parser.add_argument("--report_to", default="all", help="all, tensorboard, wandb or jsonl")
-    parser.add_argument("--project_dir", default="runs", help="where trackers write")
+    parser.add_argument("--project_dir", default="runs", help="folder of the trackers")
     parser.add_argument("--num_epochs", type=int, default=3)
     parser.add_argument("--batch_size", type=int, default=8, help="per process")
     parser.add_argument("--lr", type=float, default=1e-2)
