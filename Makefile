@@ -1,4 +1,4 @@
-# Each target is sufficient by itself on a machine with Python 3.11 and pip: the environment is made on first use.
+# Each target works by itself on a machine with Python 3.11 and pip: the first use creates the environment.
 
 PYTHON     ?= $(shell python3.11 -c 'import sys; print(sys.executable)' 2>/dev/null || command -v python3)
 DEMO_ARGS  ?=
@@ -13,11 +13,11 @@ RELEASE_ARGS  ?=
 VENV      := .venv
 BIN       := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-# Files of tests go to TEST_JOBS processes in their order: e2e and multi are the long ones. A test starts many more, and
-# each would compile the package anew where Python is told to keep no bytecode.
+# TEST_JOBS processes run the files of tests in their order: e2e and multi are the long ones. A test starts many more
+# processes, and with PYTHONDONTWRITEBYTECODE each would compile the package again.
 PYTEST    := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 
-# Runs tests, and `make lint` beside them: tests that wait leave a core to it. What it says comes last.
+# Runs tests and, beside them, `make lint`, which uses cores while tests wait. Prints the output of lint last.
 define beside_lint
 @mkdir -p build; $(MAKE) --no-print-directory lint >build/lint.txt 2>&1 & lint=$$!; \
 $(1); tests=$$?; wait $$lint; lint=$$?; cat build/lint.txt; exit $$((tests ? tests : lint))
@@ -32,16 +32,16 @@ help:  ## Show the targets
 demo: $(INSTALLED)  ## Train a small GPT on real text with ZeRO-3 in bf16 on two processes; OFFLOAD=cpu or nvme
 	$(BIN)/zeroaccel launch --num_processes 2 examples/train_gpt.py --offload $(OFFLOAD) --report build/demo $(DEMO_ARGS)
 
-test: $(INSTALLED)  ## Lint, check the types and run the tests, all but a few slow ones
+test: $(INSTALLED)  ## Lint, check the types and run all tests except slow ones
 	$(call beside_lint,$(PYTEST) -m "not slow" $(TEST_ARGS))
 
-test-all: $(INSTALLED)  ## The same with the slow ones
+test-all: $(INSTALLED)  ## Lint, check the types and run all tests
 	$(call beside_lint,$(PYTEST) $(TEST_ARGS))
 
-test-versions: $(INSTALLED)  ## Run them with the oldest and newest torch and Hugging Face libraries, an environment each
+test-versions: $(INSTALLED)  ## Run the tests with the oldest and newest torch and Hugging Face libraries
 	$(BIN)/python .ci/versions.py $(VERSIONS_ARGS)
 
-lint: $(INSTALLED)  ## Check style, format, types and the English of the pages
+lint: $(INSTALLED)  ## Check style, format, types and the English of pages, docstrings and messages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -64,8 +64,8 @@ clean:  ## Remove the environment and everything built
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# torch goes in first and alone, at the version the tests run on; what depends on it then finds it and fetches no other.
-# The stamp is written last, so an installation that broke off is taken up again.
+# Installs torch first and alone, at the version of the tests, so that other packages keep it. Writes the stamp last, so
+# that the next run continues an interrupted installation.
 $(INSTALLED): pyproject.toml setup.cfg constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt "$$(grep '^torch==' constraints.txt)"

@@ -1,7 +1,7 @@
 """Checks the English of pages, docstrings, comments and messages: `python .ci/prose.py [PAGE OR FOLDER ...]`.
 
-It finds five habits that make documentation hard to read: sentences that hide who acts, free relatives as subjects,
-chains of "of", phrases from a list, and lines that are too long. It matches patterns; it does not parse grammar.
+It finds five habits that make documentation hard to read: passives without an agent, free relatives as subjects, chains
+of "of", phrases from a list, and lines that are too long. It matches patterns; it does not parse grammar.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("zeroaccel", "cli")
-"""The folders whose docstrings, comments and messages the rules apply to."""
+"""Folders whose docstrings, comments and messages must follow the rules."""
 MIN_MESSAGE_WORDS = 4
-"""A string in code with fewer words is a name, a key or a label."""
+"""Shorter strings in code are names, keys or labels, which the rules do not cover."""
 MAX_COLUMNS = 130
 MAX_PASSIVE_SHARE = 0.2
-"""Sentences of a page that may have a passive without an agent."""
+"""Largest share of the sentences of a page with a passive without an agent."""
 
 _PARTICIPLES = "broken|built|chosen|cut|done|drawn|found|given|held|kept|known|laid|left|lost|made|meant|put|read|said"
 _PARTICIPLES += "|seen|sent|set|shown|spread|taken|thrown|told|understood|written"
-# Participles that describe a state rather than an action: nobody has to be named.
+# Participles that describe a state rather than an action, and need no agent.
 _STATES = "allowed|based|called|deprecated|enabled|disabled|fixed|installed|limited|named|needed|overlapped|related"
 _STATES += "|replicated|required|sharded|supported|tied|unsharded|unsupported|used"
 _PASSIVE = re.compile(
@@ -79,7 +79,7 @@ class Finding:
 
 
 def main(paths: Sequence[str] = ()) -> int:
-    """Prints what the pages and sources below `paths` break, or those of the whole tree; 1 if anything."""
+    """Prints the findings in pages and sources below `paths`, by default the whole tree; returns 1 if there are any."""
     chosen = [(ROOT / path).resolve() for path in paths] or [ROOT]
     findings: list[Finding] = []
     for file in [*pages(), *sources()]:
@@ -96,12 +96,12 @@ def main(paths: Sequence[str] = ()) -> int:
 
 
 def pages() -> list[Path]:
-    """The pages that the rules apply to."""
+    """Returns the pages that must follow the rules."""
     return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def sources() -> list[Path]:
-    """The modules that the rules apply to."""
+    """Returns the modules that must follow the rules."""
     return [path for folder in SOURCES for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
@@ -128,7 +128,7 @@ def _docstrings_and_messages(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _comments(text: str) -> Iterator[tuple[int, str]]:
-    """Comments that fill lines of their own, as one text each, and those behind code."""
+    """Yields comments: consecutive comment lines as one text, and comments behind code."""
     first, last, column, block = 0, 0, 0, ""
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type != tokenize.COMMENT:
@@ -146,7 +146,7 @@ def _comments(text: str) -> Iterator[tuple[int, str]]:
 
 
 def page_findings(text: str, place: str) -> Iterator[Finding]:
-    """What a page breaks."""
+    """Yields the findings of a page."""
     in_code = False
     for number, line in enumerate(text.splitlines(), 1):
         in_code ^= line.lstrip().startswith("```")
@@ -161,7 +161,7 @@ def page_findings(text: str, place: str) -> Iterator[Finding]:
 
 
 def sentence_findings(text: str, place: str) -> Iterator[Finding]:
-    """What the sentences of a text break, one by one."""
+    """Yields the findings of a text, sentence by sentence."""
     for sentence in sentences(text):
         if any(len(_PASSIVE.findall(clause)) > 1 for clause in sentence.split(";")):
             yield Finding(place, "two passives without an agent in a sentence", sentence)
@@ -174,7 +174,7 @@ def sentence_findings(text: str, place: str) -> Iterator[Finding]:
 
 
 def sentences(text: str) -> Iterator[str]:
-    """The sentences, headings and cells of a page or a docstring, without code, markup and link targets."""
+    """Yields the sentences, headings and cells of a page or a docstring, without code, markup and link targets."""
     text = re.sub(r"^ *```.*?^ *```", "", text, flags=re.DOTALL | re.MULTILINE)
     text = re.sub(r"^(Example|Examples):\n(?:(?: +.*)?\n)*", "", text + "\n", flags=re.MULTILINE)
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
@@ -186,7 +186,7 @@ def sentences(text: str) -> Iterator[str]:
 
 
 def _blocks(lines: Iterable[str]) -> Iterator[str]:
-    """Paragraphs, items of lists, cells of tables and entries of `Args:`, each in one line."""
+    """Yields paragraphs, list items, table cells and entries of `Args:`, each in one line."""
     block = ""
     for line in [*lines, ""]:
         text = line.strip()

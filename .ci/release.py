@@ -1,10 +1,10 @@
 """Builds a release into dist/ and checks it: metadata, contents, and an installation from the wheel and from the sdist.
 
-    make release                                            # no public place is named in it
+    make release                                            # without project URLs
     make release RELEASE_ARGS="--repository https://..."    # with project URLs, and a README whose links lead there
 
-The version is `zeroaccel.__version__`; CHANGELOG.md and CITATION.cff have to know it. What is built is what git tracks.
-Nothing is uploaded and no tag is made.
+The version is `zeroaccel.__version__`; CHANGELOG.md and CITATION.cff must have the same one. The archives contain the
+files that git tracks. The program uploads nothing and makes no tag.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ assert engine.global_steps == 1 and zeroaccel.__file__.startswith(__import__("sy
 
 
 class ReleaseError(Exception):
-    """The tree, or what was built of it, is not fit for a release."""
+    """Raised if the tree, or an archive built from it, is not fit for a release."""
 
 
 def version_of(tree: Path) -> str:
-    """`zeroaccel.__version__`, read and not imported."""
+    """Returns `zeroaccel.__version__`, read from the source without an import."""
     for node in ast.parse((tree / "zeroaccel" / "__init__.py").read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__version__":
             return str(ast.literal_eval(node.value))
@@ -73,10 +73,10 @@ def version_of(tree: Path) -> str:
 
 
 def check_words(tree: Path, version: str) -> None:
-    """The changelog's first version and the citation are of this version and of one date.
+    """Checks that the newest section of the changelog and the citation have this version and the same date.
 
     Raises:
-        ReleaseError: one of them is not; with file, line, and what it has to say.
+        ReleaseError: if one of them differs; names the file, the line and the expected text.
     """
     lines = (tree / "CHANGELOG.md").read_text().splitlines()
     at, heading = next(((n, line) for n, line in enumerate(lines, 1) if line.startswith("## ")), (0, "no heading"))
@@ -90,7 +90,7 @@ def check_words(tree: Path, version: str) -> None:
 
 
 def stage(tree: Path, to: Path, repository: str) -> None:
-    """Copies what git tracks, with the links of the README leading to `repository`, or as plain words without one."""
+    """Copies the files that git tracks; README links point to `repository`, or become plain words without one."""
     names = subprocess.run(["git", "ls-files", "-z"], cwd=tree, capture_output=True, text=True, check=True).stdout
     for name in filter(None, names.split("\0")):
         (to / name).parent.mkdir(parents=True, exist_ok=True)
@@ -111,7 +111,7 @@ def stage(tree: Path, to: Path, repository: str) -> None:
 
 
 def outside_the_tree(markdown: str, repository: str) -> str:
-    """The same page where no file lies beside it: relative links lead to `repository`, or become words without one.
+    """Adapts a page for use outside the tree: relative links point to `repository`, or become words without one.
 
     Example:
         >>> outside_the_tree("[How](docs/how.md)", "https://example.org/it")
@@ -125,17 +125,17 @@ def outside_the_tree(markdown: str, repository: str) -> str:
 
 
 def build(tree: Path, to: Path) -> tuple[Path, Path]:
-    """The wheel and the sdist of a tree, the wheel built from the sdist as pip would."""
+    """Builds the wheel and the sdist of a tree, the wheel from the sdist, like pip."""
     run([sys.executable, "-m", "build", "--outdir", to, tree])
     (wheel,), (sdist,) = to.glob("*.whl"), to.glob("*.tar.gz")
     return wheel, sdist
 
 
 def check_contents(wheel: Path, sdist: Path) -> None:
-    """The sdist is the tree, and the wheel the packages alone.
+    """Checks that the sdist contains the tree, and the wheel only the packages.
 
     Raises:
-        ReleaseError: names what is missing, or too much.
+        ReleaseError: names the missing or superfluous files.
     """
     with tarfile.open(sdist) as archive:
         there = {name.partition("/")[2] for name in archive.getnames()}
@@ -154,7 +154,7 @@ def _expect(archive: Path, there: set[str], names: Iterable[str]) -> None:
 
 
 def check_python(tree: Path) -> None:
-    """No module uses what came after the oldest Python of setup.cfg, in syntax or library."""
+    """Checks that no module uses syntax or library features newer than the oldest Python of setup.cfg."""
     oldest = re.search(r"python_requires = >=([\d.]+)", (tree / "setup.cfg").read_text())
     assert oldest, "setup.cfg says which Pythons there are"
     vermin = Path(sys.executable).with_name("vermin")
@@ -163,10 +163,10 @@ def check_python(tree: Path) -> None:
 
 
 def check_installation(archive: Path, version: str, borrow: bool) -> None:
-    """Installs the archive into an environment that has nothing, and uses it from an empty folder.
+    """Installs the archive into an empty environment, and uses it from an empty folder.
 
     Args:
-        borrow: dependencies are this environment's, not installed once more (seconds, not minutes).
+        borrow: use the dependencies of this environment instead of installing them (seconds, not minutes).
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -181,7 +181,7 @@ def check_installation(archive: Path, version: str, borrow: bool) -> None:
                 check=True,
             )
             behind = [path for path in sys.path if path.endswith("site-packages")]
-            # A finder of an editable installation is a .pth of its own, which a folder named in a .pth does not run.
+            # An editable installation has a .pth file, which Python does not run in a folder named by another .pth.
             (Path(site.stdout.strip()) / "behind.pth").write_text("\n".join(behind))
             run([*install, "--no-deps", archive])
         else:
@@ -201,7 +201,7 @@ def run(words: Sequence[object], cwd: Path | None = None) -> str:
     """Runs a command, and returns what it printed.
 
     Raises:
-        ReleaseError: it failed; with its last lines.
+        ReleaseError: if the command fails; includes its last lines.
     """
     result = subprocess.run([str(word) for word in words], cwd=cwd, capture_output=True, text=True, check=False)
     if result.returncode != 0:
@@ -213,11 +213,11 @@ def run(words: Sequence[object], cwd: Path | None = None) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--repository", default="", metavar="URL", help="where the tree is published, for links and project URLs"
+        "--repository", default="", metavar="URL", help="URL of the published tree, for links and project URLs"
     )
-    parser.add_argument("--borrow", action="store_true", help="try installations with this environment's dependencies")
+    parser.add_argument("--borrow", action="store_true", help="test installations with this environment's dependencies")
     parser.add_argument("--allow-dirty", action="store_true", help="build a tree with changes that are not committed")
-    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="where the archives go (%(default)s)")
+    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder for the archives (%(default)s)")
     arguments = parser.parse_args()
     try:
         changed = run(["git", "status", "--porcelain"], cwd=ROOT)

@@ -1,13 +1,13 @@
-"""Runs the tests on every pair of a torch and a set of Hugging Face libraries that zeroaccel says it runs on.
+"""Runs the tests on every supported pair of a torch version and a set of Hugging Face libraries.
 
-Each pair has an environment of its own in build/versions, made on first use: torch first, then the tree as it is.
-The pinned torch with the newest libraries is what `make test` runs; the other rows are the edges of what is allowed:
+Each pair has a separate environment in build/versions, created on first use: torch first, then the tree. `make test`
+runs the pinned torch with the newest libraries; the other rows are the limits of the supported range:
 
-    python .ci/versions.py                                     # all rows, all tests but the slow ones: hours
+    python .ci/versions.py                                     # all rows, all tests except slow ones: hours
     python .ci/versions.py --only oldest -- tests/unit         # one row, some tests
     python .ci/versions.py --markdown build/versions.md        # the table of benchmarks/results/versions-*.md
 
-Ends with 1 where a row's tests failed, with 2 where a row could not be tested (no interpreter, or no such package).
+The exit code is 1 if a row's tests failed, and 2 if a row could not be tested (no interpreter, or no such package).
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENTS = ROOT / "build" / "versions"
 SHOWN = ("torch", "transformers", "accelerate", "peft", "trl", "numpy")
 
-# The lower bounds of setup.cfg, with the TRL of that time that the tests know.
+# The lower bounds of setup.cfg, with the TRL of that time that the tests support.
 OLDEST = ("transformers==4.56.2", "accelerate==1.10.1", "peft==0.17.0", "trl==1.0.0", "huggingface_hub<1.0")
 NEWEST = ("transformers", "accelerate", "peft", "trl")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One environment. `python` is what it asks for; its libraries' lower bounds decide (transformers 5 needs 3.11)."""
+    """One environment. `python` is its Python version, which its libraries bound (transformers 5 needs 3.11)."""
 
     name: str
     python: str
@@ -46,7 +46,7 @@ class Row:
 
 
 def rows() -> tuple[Row, ...]:
-    """The oldest torch of setup.cfg, the pinned one and the newest, each with the oldest and newest libraries."""
+    """Returns the oldest torch of setup.cfg, the pinned and the newest, each with the oldest and newest libraries."""
     pinned = (ROOT / "constraints.txt").read_text().split("torch==")[1].split()[0]
     return (
         Row("oldest", "3.10", "2.6.0", OLDEST),
@@ -59,14 +59,14 @@ def rows() -> tuple[Row, ...]:
 
 
 class RowError(Exception):
-    """A row cannot be tested here."""
+    """Raised if a row cannot be tested here."""
 
 
 def interpreter(version: str) -> str:
-    """A Python of this version: on the path, or among pyenv's.
+    """Returns a Python of this version from the path, or from pyenv.
 
     Raises:
-        RowError: there is none that starts.
+        RowError: if none starts.
     """
     candidates = [shutil.which(f"python{version}")]
     candidates += [str(path) for path in sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))]
@@ -78,10 +78,10 @@ def interpreter(version: str) -> str:
 
 
 def prepare(row: Row) -> Path:
-    """The interpreter of the row's environment, which is made when it is not there or its row has changed.
+    """Returns the interpreter of the row's environment; creates it if it is missing or its row has changed.
 
     Raises:
-        RowError: the packages cannot be installed.
+        RowError: if the packages cannot be installed.
     """
     folder = ENVIRONMENTS / row.name
     python, stamp = folder / "bin" / "python", folder / "row.json"
@@ -91,7 +91,7 @@ def prepare(row: Row) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     subprocess.run([interpreter(row.python), "-m", "venv", folder], check=True)
     pins = ["-c", str(ROOT / "constraints.txt")] if row.pinned else []
-    # torch by itself: a later step then finds it, and takes no other.
+    # torch alone first, so that the second step keeps it.
     steps = [[f"torch=={row.torch}"], [f"torch=={row.torch}", "-e", f"{ROOT}[hf,test]", *row.libraries]]
     for step in steps:
         words = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *pins, *step]
@@ -103,7 +103,7 @@ def prepare(row: Row) -> Path:
 
 
 def versions(python: Path) -> dict[str, str]:
-    """What the environment has."""
+    """Returns the package versions of the environment."""
     code = "import importlib.metadata as m, json, platform as p, sys; "
     code += "print(json.dumps([p.python_version(), *map(m.version, sys.argv[1:])]))"
     said = subprocess.run([python, "-c", code, *SHOWN], capture_output=True, text=True, check=True).stdout
@@ -111,10 +111,10 @@ def versions(python: Path) -> dict[str, str]:
 
 
 def run_tests(row: Row, python: Path, arguments: Sequence[str]) -> tuple[int, str]:
-    """Runs pytest in the row's environment: its exit code, and its last line ("5188 passed, 311 skipped in ...")."""
+    """Runs pytest in the row's environment; returns its exit code and last line ("5188 passed, 311 skipped in ...")."""
     words = [str(python), "-m", "pytest", "--numprocesses", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
     words += ["-m", "not slow", *arguments]
-    # Commands that tests start are looked up where their interpreter is.
+    # Tests start commands from the folder of their interpreter.
     path = os.pathsep.join([str(python.parent), os.environ.get("PATH", "")])
     log = ENVIRONMENTS / f"{row.name}.log"
     with log.open("w") as out:
@@ -126,7 +126,7 @@ def run_tests(row: Row, python: Path, arguments: Sequence[str]) -> tuple[int, st
 
 
 def table(lines: Sequence[tuple[Row, dict[str, str], str]], arguments: Sequence[str]) -> str:
-    """The results in Markdown."""
+    """Returns the results in Markdown."""
     head = ("row", "Python", *SHOWN, "result")
     text = [f"Of {date.today()}, `pytest -m 'not slow' {' '.join(arguments)}`:".replace(" `:", "`:"), ""]
     text += ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
@@ -142,8 +142,8 @@ def main() -> int:
     parser.add_argument(
         "--only", nargs="+", choices=names, default=names, metavar="ROW", help=f"some of: {', '.join(names)}"
     )
-    parser.add_argument("--markdown", type=Path, help="write the table to this file, too")
-    parser.add_argument("tests", nargs="*", help="arguments of pytest, after --")
+    parser.add_argument("--markdown", type=Path, help="also write the table to this file")
+    parser.add_argument("tests", nargs="*", help="arguments for pytest, after --")
     arguments = parser.parse_args()
     lines: list[tuple[Row, dict[str, str], str]] = []
     worst = 0

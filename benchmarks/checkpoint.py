@@ -1,12 +1,12 @@
-"""How fast checkpoints are saved, loaded and consolidated, and how much memory that takes; compared with DeepSpeed.
+"""Measures time and memory of saving, loading and converting checkpoints, compared with DeepSpeed.
 
     python benchmarks/checkpoint.py FOLDER [--ranks 2] [--layers 8] [--deepspeed-python PYTHON] [--json FILE]
 
-Starts its own ranks (CPU, gloo, stage 3, bf16, AdamW). Rounds alternate between what is compared, and medians count,
-since disks have moods. "plain" is what the disk allows a save: each rank writes the bytes of its own file with one
-write and one fsync. "copy" is that for a conversion: one program that reads a file of the same bytes and writes it, in
-pieces of 4 MiB, with one fsync. Memory is the proportional set without the page cache (Pss_Anon and Pss_Shmem of
-/proc/PID/smaps_rollup), looked at every 10 ms.
+Starts its own ranks (CPU, gloo, stage 3, bf16, AdamW). Each round runs every variant, and the table shows medians,
+because the speed of a disk varies. "plain" is the lower bound of a save on this disk: each rank writes the bytes of
+its file with one write and one fsync. "copy" is the lower bound of a conversion: a program reads a file of the same
+size and writes it in pieces of 4 MiB, with one fsync. Memory is the proportional set size without the page cache
+(Pss_Anon and Pss_Shmem of /proc/PID/smaps_rollup), sampled every 10 ms.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ with open(sys.argv[1], "rb", buffering=0) as source, open(sys.argv[2], "wb", buf
 
 
 def main() -> None:
-    """Runs everything and prints a table, or writes JSON as well."""
+    """Runs all measurements, prints a table, and optionally writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--loads", type=int, nargs="*", default=[1, 3, 4])
     parser.add_argument("--parts", nargs="*", default=["save", "stall", "loads", "convert"])
-    parser.add_argument("--deepspeed-python", help="an interpreter that has deepspeed")
+    parser.add_argument("--deepspeed-python", help="interpreter that has DeepSpeed")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rank-does", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -61,7 +61,7 @@ def main() -> None:
         "convert": lambda: convert(options),
     }
     for name, part in parts.items():
-        if name in options.parts or name == "save":  # the others need what it leaves
+        if name in options.parts or name == "save":  # the others load its checkpoint
             report[name] = part()
             if name == "stall":
                 report[name]["share_of_save"] = report[name]["seconds"] / report["save"]["save_seconds"]
@@ -114,13 +114,13 @@ def convert(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def watched(command: list[str]) -> tuple[float, int]:
-    """(seconds, peak of private memory in bytes) of a program."""
+    """Runs a program; returns (seconds, peak of its private memory in bytes)."""
     os.sync()
     begin = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     peak = 0
     while process.poll() is None:
-        with contextlib.suppress(OSError):  # it may end meanwhile
+        with contextlib.suppress(OSError):  # it may end during the read
             peak = max(peak, private_nbytes(process.pid))
         time.sleep(0.01)
     if process.returncode:
@@ -129,7 +129,7 @@ def watched(command: list[str]) -> tuple[float, int]:
 
 
 def private_nbytes(pid: int) -> int:
-    """Memory of a process without the page cache, in bytes; what it shares counts in part."""
+    """Returns the memory of a process without the page cache, in bytes; shared pages count in proportion."""
     rollup = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return sum(1024 * int(line.split()[1]) for line in rollup if line.startswith(("Pss_Anon", "Pss_Shmem")))
 
@@ -159,13 +159,13 @@ def as_deepspeed_rank(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def start_ranks(options: argparse.Namespace, count: int, task: str, python: str = sys.executable) -> Any:
-    """What rank 0 of `count` ranks reports of a task."""
+    """Runs a task on `count` ranks and returns the figures of rank 0."""
     words = [python, __file__, str(options.folder), "--layers", str(options.layers), "--rank-does", task]
     return start(words, count)
 
 
 def start(command: list[str], count: int) -> Any:
-    """What rank 0 of `count` ranks prints in its last line; each runs `command`."""
+    """Runs `command` on `count` ranks and returns the last line of rank 0, parsed as JSON."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -186,7 +186,7 @@ def start(command: list[str], count: int) -> Any:
 
 
 def as_rank(options: argparse.Namespace) -> dict[str, Any]:
-    """One rank's part of a task."""
+    """Runs a task as one rank."""
     import torch
     from torch import nn
 
@@ -237,7 +237,7 @@ def as_rank(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def held_up(engine: Any, folder: Path, forward_and_backward: Callable[[], None]) -> float:
-    """Seconds that a background save takes from the main thread: the call, and the wait before weights change."""
+    """Returns the seconds for which a background save blocks the main thread: its call, and before an update."""
     from zeroaccel.checkpoint.background_save import BackgroundSave
 
     call = timed(engine, lambda: engine.save_checkpoint(folder, tag="beside"))
@@ -252,7 +252,7 @@ def held_up(engine: Any, folder: Path, forward_and_backward: Callable[[], None])
 
 
 def timed(engine: Any, call: Callable[[], object]) -> float:
-    """Seconds until every rank is done."""
+    """Returns the seconds until every rank has finished."""
     engine.collectives.barrier("begin")
     begin = time.perf_counter()
     call()
@@ -261,7 +261,7 @@ def timed(engine: Any, call: Callable[[], object]) -> float:
 
 
 def write_plainly(path: Path, content: bytes) -> None:
-    """One write, one fsync."""
+    """Writes a file with one write and one fsync."""
     target = path.with_name(path.name + ".plain")
     with open(target, "wb", buffering=0) as file:
         file.write(content)

@@ -1,9 +1,9 @@
-"""How long the command line takes to answer: help of the program and of its commands, in processes of their own.
+"""Measures how long `zeroaccel --help` and the help of each command take, each in a new process.
 
     python benchmarks/command_line.py
 
-Prints, per command, the best and the median of the wall-clock times, and the processor time of the best. On a machine
-that does other things the processor time is the one to look at.
+Prints, per command, the best and the median wall-clock time, and the processor time of the best run. Compare processor
+times on a machine that runs other programs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def _once(words: list[str]) -> tuple[float, float]:
-    """Seconds of wall clock and of processor that one process takes."""
+    """Runs one process; returns its (wall-clock, processor) seconds."""
     before, start = os.times(), time.perf_counter()
     subprocess.run([sys.executable, "-m", "zeroaccel.cli", *words], stdout=subprocess.DEVNULL, check=True)
     wall, after = time.perf_counter() - start, os.times()

@@ -1,9 +1,9 @@
-"""The engines that are compared, each reduced to forward, backward and update of one step.
+"""The engines that the benchmark compares, each as forward, backward and update of one step.
 
-All of them train the same bf16 model with AdamW, or those with "muon" in their names with Muon for the matrices of the
-blocks and AdamW for the rest, and clip the global norm to 1. They are set up as their documentation
-tells a user to, defaults left alone; README.md says what each one is and why. An engine is imported only by the
-process that runs it. Knows nothing of clocks and rounds (`rank.py`, `race.py`).
+All of them train the same bf16 model with AdamW and clip the global norm to 1; contenders with "muon" in their names
+use Muon for the matrices of the blocks and AdamW for the rest. Each is set up as its documentation recommends, with its
+default settings; README.md describes the contenders. Only the process that runs an engine imports it. `rank.py` and
+`race.py` measure the time and run the rounds.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ class Contender(Protocol):
     """One engine around one model, on one rank."""
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The loss of this rank's batch."""
+        """Returns the loss of this rank's batch."""
 
     def backward(self, loss: Tensor) -> None:
-        """Gradients, reduced or on their way."""
+        """Computes the gradients and starts their reduction."""
 
     def update(self) -> None:
-        """Clips, steps and drops the gradients; the next forward sees the new weights."""
+        """Clips, steps and drops the gradients; the next forward uses the new weights."""
 
     def facts(self) -> dict[str, Any]:
-        """What it has to say about itself: sent bytes by operation since the last call, bytes of model states."""
+        """Returns the bytes sent by each operation since the last call, and the bytes of model states."""
 
 
 def _adamw(params: Any) -> torch.optim.Optimizer:
@@ -71,7 +71,7 @@ class _Torch:
 
 
 class _Bare(_Torch):
-    """Forward and backward on each rank for itself: no communication, no update. The floor of every other step."""
+    """Forward and backward without communication or update: the lower bound of every other step."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model.bfloat16())
@@ -103,7 +103,7 @@ class _MasterDdp(_Torch):
 
 
 def _muon(named: Mapping[str, Tensor]) -> torch.optim.Optimizer:
-    """On every rank all of it, as a script for DDP does."""
+    """Returns Muon over all parameters on every rank, as a script for DDP has it."""
     from zeroaccel.ops.tensorwise import Muon
 
     matrices = [value for name, value in named.items() if _is_hidden_matrix(name, value)]
@@ -143,10 +143,10 @@ def _fsdp2(model: nn.Module, *, keep: bool = False, reduce: torch.dtype = torch.
 
 
 def _deepspeed_json(stage: int, **zero: Any) -> dict[str, Any]:
-    """What both DeepSpeed and zeroaccel are given."""
+    """Returns the config that both DeepSpeed and zeroaccel get."""
     settings = {"lr": LEARNING_RATE, "betas": list(BETAS), "eps": 1e-8, "weight_decay": WEIGHT_DECAY}
     return {
-        "train_micro_batch_size_per_gpu": 1,  # the engines only count by it
+        "train_micro_batch_size_per_gpu": 1,  # the engines only count samples with it
         "gradient_accumulation_steps": 1,
         "gradient_clipping": CLIP,
         "bf16": {"enabled": True},
@@ -219,7 +219,7 @@ class _Zeroaccel:
 
 
 def _compiled(make: Callable[[nn.Module], Contender], model: nn.Module) -> Contender:
-    """With each block compiled by inductor before the engine is made, as FSDP2's users do."""
+    """Compiles each block with inductor before the engine is made, as users of FSDP2 do."""
     for block in model.layers:  # type: ignore[union-attr]
         block.compile(fullgraph=True)
     return make(model)
@@ -242,7 +242,7 @@ CONTENDERS: Mapping[str, Callable[[nn.Module], Contender]] = {
     "deepspeed-3": partial(_DeepSpeed, stage=3),
     "deepspeed-3-host": partial(_DeepSpeed, stage=3, offload_optimizer={"device": "cpu"}),
     "deepspeed-3-lean": partial(_DeepSpeed, stage=3, stage3_max_reuse_distance=0),
-    "deepspeed-3-muon": partial(_DeepSpeed, stage=3, muon=True, reduce_scatter=False),  # the only way it has
+    "deepspeed-3-muon": partial(_DeepSpeed, stage=3, muon=True, reduce_scatter=False),  # the only way that it supports
     "deepspeed-3-torch-adam": partial(_DeepSpeed, stage=3, torch_adam=True),
     "zeroaccel-0": partial(_Zeroaccel, stage=0),
     "zeroaccel-0-compiled": partial(_compiled, partial(_Zeroaccel, stage=0)),
@@ -264,9 +264,10 @@ HEATS: Sequence[Sequence[str]] = (
     ("bare", "ddp-master", "ddp-autocast", "deepspeed-2", "zeroaccel-0", "zeroaccel-1", "zeroaccel-2"),
     ("bare", "fsdp2", "fsdp2-keep", "deepspeed-3", "deepspeed-3-lean", "zeroaccel-3", "zeroaccel-3-lean"),
 )
-"""Who runs together by default: parameters whole all the time, and parameters sharded. All at once take 35 GiB."""
+"""Contenders that run together by default: those with unsharded parameters, and those with sharded ones. All
+together take 35 GiB."""
 
 
 def needs_deepspeed(name: str) -> bool:
-    """Whether the contender runs in an environment that has DeepSpeed."""
+    """Returns True if the contender needs an interpreter with DeepSpeed."""
     return name.startswith("deepspeed")

@@ -1,12 +1,11 @@
-"""The control plane of many ranks: messages and time of agreement, initialize and recovery, simulated in one process.
+"""Measures messages and time of the control plane with many ranks, simulated in one process.
 
     python benchmarks/control_plane.py --most 4096
 
 Each rank is a thread (`tests/support/simulated_groups.py`) that runs the code of a job: an agreement without errors,
-the comparison of plans, and a state in memory that is saved and copied, and completed after the loss of a machine.
-Counted are the messages of the rank that sends the most. Seconds are the processor's, of the median rank: what it
-computes, without a network. `initialize` is that of one rank whose peers do not exist: it has all of its own
-computation and sends nothing.
+the comparison of plans, and saving and copying a state in memory, with its recovery after the loss of a machine. The
+message count is that of the rank that sends the most. Seconds are processor time of the median rank, without a network.
+`initialize` runs on one rank whose peers do not exist: it computes everything that a rank computes and sends nothing.
 """
 
 from __future__ import annotations
@@ -37,23 +36,23 @@ from zeroaccel.setup.plan import TrainPlan
 
 PER_NODE = 8
 MOST_WITH_STATES = 1024
-"""Ranks that fit: each of them has the list of all files."""
+"""Largest number of ranks that fits in memory: each rank holds the list of all files."""
 _NBYTES = 64
 
 
 def agree(ranks: Collectives) -> None:
-    """No rank has an error."""
+    """Runs an agreement in which no rank has an error."""
     with agreed(ranks, "agreement"):
         pass
 
 
 def compare(ranks: Collectives) -> None:
-    """As `TrainPlan.compare`: three digests of each rank."""
+    """Compares three digests of each rank, like `TrainPlan.compare`."""
     ranks.gather_objects(("settings" * 8, 0, "parameters" * 6), "compare plans")
 
 
 def recovery(root: Path) -> Callable[[Collectives], None]:
-    """Saves and copies a state in memory; the second of the machines loses its own; all find and complete it."""
+    """Saves and copies a state in memory; the second machine loses its own; all ranks find the copy and restore it."""
 
     def recover(ranks: Collectives) -> None:
         machine = ranks.rank // PER_NODE
@@ -78,14 +77,14 @@ def recovery(root: Path) -> Callable[[Collectives], None]:
 
 
 def measured(world_size: int, call: Callable[[Collectives], None]) -> tuple[int, int, float]:
-    """(messages and bytes of the rank that sends the most, processor seconds of the median rank)."""
+    """Returns (messages and bytes of the rank that sends the most, processor seconds of the median rank)."""
     sent = [one for _, one in run(world_size, call, per_node=PER_NODE)]
     seconds = statistics.median(one.seconds for one in sent)
     return max(one.messages for one in sent), max(one.nbytes for one in sent), seconds
 
 
 def initialize_seconds(world_size: int) -> float:
-    """Of one rank, stage 3."""
+    """Returns the processor seconds of `initialize` on one rank at stage 3."""
     with torch.device("cpu"):
         model = nn.Sequential(
             *[nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(24)]
@@ -101,9 +100,9 @@ def initialize_seconds(world_size: int) -> float:
 
 
 @click.command()
-@click.option("--most", default=4096, show_default=True, help="Ranks of the last row.")
+@click.option("--most", default=4096, show_default=True, help="Number of ranks in the last row.")
 def main(most: int) -> None:
-    """Prints a table of powers of four."""
+    """Prints a table whose numbers of ranks are powers of four."""
     torch.set_num_threads(1)
     initialize_seconds(8)
     print(f"{date.today()}, {os.cpu_count()} cores, torch {torch.__version__}, load {os.getloadavg()[0]:.0f}")

@@ -1,13 +1,13 @@
-"""What a rank of a mesh holds at its peak and sends in a step, as `zeroaccel.estimate` predicts it and as it really is.
+"""Compares peak memory and sent bytes of a rank on a mesh with the prediction of `zeroaccel.estimate`.
 
     zeroaccel launch --cpu --num_processes 2 benchmarks/estimate_mesh.py --tp 2      # or --sp 2, or --pp 2; as JSON
     zeroaccel launch --cpu --num_processes 4 benchmarks/estimate_mesh.py --ep 2
 
-The model is a small Llama of transformers, with --ep a small Mixtral. Measured is the most that torch's CPU allocator
-has given out at a time, by its own profiler, on the rank with the most, in the step with the least: gloo's threads let
-go of a message a little after it has arrived, later on a busy machine, which is no memory that a step needs. And the
-bytes of every message: those of ZeRO and of sequences as the engine's meter counts them, with --ep by a recorder, those
-of layers and stages as torch's collectives are called.
+The model is a small Llama of transformers, with --ep a small Mixtral. The measured peak is the largest amount that
+torch's CPU allocator had allocated at a time, according to its profiler, on the rank with the most memory, in the step
+with the least: gloo's threads free a message shortly after it has arrived, later on a busy machine, and a step does not
+need that memory. Sent bytes are those of every message: the engine's meter counts ZeRO and sequences (a recorder with
+--ep), and `CollectiveBytes` counts torch's collectives of layers and stages.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _SILENT = ("::wait_tensor", "::_wrap_tensor_autograd")  # nothing is sent
 
 
 class CollectiveBytes(TorchDispatchMode):
-    """Counts what torch's own collectives send: sums as a ring, gathers and messages as they are."""
+    """Counts the bytes that torch's own collectives send: sums as a ring, gathers and messages in full."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class CollectiveBytes(TorchDispatchMode):
 
 @contextmanager
 def counted(engine: Any, sequences: Any) -> Iterator[Counter[str]]:
-    """Axis -> bytes that this rank sends inside."""
+    """Collects axis -> bytes that this rank sends inside the context."""
     sent: Counter[str] = Counter()
 
     def on(axis: str) -> Any:
@@ -105,7 +105,7 @@ def _settings(sizes: dict[str, int]) -> Any:
 
 
 def measure(stage: int, accumulation: int, steps: int, sizes: dict[str, int]) -> tuple[int, dict[str, int]]:
-    """The peak in bytes and what is sent in a step, on this rank, in the later steps. (all ranks)"""
+    """Returns the peak in bytes and the bytes sent per step on this rank, in the steps after the first. (all ranks)"""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": BATCH,
         "gradient_accumulation_steps": accumulation,
@@ -115,7 +115,7 @@ def measure(stage: int, accumulation: int, steps: int, sizes: dict[str, int]) ->
     }
     run = LENGTH // sizes["sp"]
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        torch.manual_seed(0)  # stages are those of one model
+        torch.manual_seed(0)  # all ranks cut the same model
         model = MODELS[sizes["ep"] > 1][0](_settings(sizes))
         ranks = RecordingCollectives(Collectives(init_process_group())) if sizes["ep"] > 1 else None
         parallel = zeroaccel.ParallelConfig(**sizes)
@@ -135,11 +135,11 @@ def measure(stage: int, accumulation: int, steps: int, sizes: dict[str, int]) ->
     engine.destroy()
     peaks = _peaks(profiled.profiler.kineto_results.events())
     assert len(peaks) == steps
-    return min(peaks[1:]), {axis: nbytes for axis, nbytes in sent.items() if nbytes}  # the first makes the states
+    return min(peaks[1:]), {axis: nbytes for axis, nbytes in sent.items() if nbytes}  # step 0 makes the states
 
 
 def _peaks(events: list[Any]) -> list[int]:
-    """Per step the most bytes that are allocated at a time in it."""
+    """Returns, per step, the most bytes allocated at a time."""
     peaks: list[int] = []
     allocated = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
@@ -174,7 +174,7 @@ def main(stage: int, accumulation: int, steps: int, **sizes: int) -> None:
         axes = {axis for _, sent in of_ranks for axis in sent}
         most = {axis: max(sent.get(axis, 0) for _, sent in of_ranks) for axis in sorted(axes)}
         estimated = Counter(one.sent)
-        if sizes["ep"] > 1:  # which rank gets more tokens is up to the router
+        if sizes["ep"] > 1:  # the router decides which rank gets more tokens
             most["ep"] = round(sum(sent["ep"] for _, sent in of_ranks) / len(of_ranks))
             estimated["dp"] += estimated.pop("dp of experts", 0)
         found = {"peak": one.device.total, "sent": dict(sorted(estimated.items()))}

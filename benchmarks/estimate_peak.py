@@ -1,12 +1,12 @@
-"""The peak memory that `zeroaccel.estimate` predicts, compared with that of a real run.
+"""Compares the peak memory that `zeroaccel.estimate` predicts with that of a real run.
 
     python benchmarks/estimate_peak.py                     # all stages, two ranks each; about three minutes
     python benchmarks/estimate_peak.py --frozen            # adapters on frozen bases; needs peft, and bitsandbytes
     zeroaccel launch --cpu --num_processes 2 benchmarks/estimate_peak.py --stage 3    # one of them, as JSON
 
-The model is that of examples/train_gpt.py, and with adapters a Llama or a Mixtral of transformers with PEFT's LoRA.
-Measured is the most that torch's CPU allocator has given out at a time in the second step, as its own memory profiler
-counts: all tensors and all that kernels allocate inside themselves. A stage runs in processes of its own, since a
+The model is that of examples/train_gpt.py, and with adapters a Llama or a Mixtral of transformers with PEFT's LoRA. The
+measured peak is the largest amount that torch's CPU allocator had allocated at a time in the second step, according to
+torch's memory profiler: all tensors, and all temporary memory of kernels. Each stage runs in new processes, because a
 second profile in one process loses events.
 """
 
@@ -38,13 +38,13 @@ ROOT = Path(__file__).resolve().parents[1]
 BATCH, LENGTH, RANKS, ADAPTERS = 8, 128, 2, 8
 BASES = ("", "int8", "nf4", "mxfp4", "bnb_nf4", "bnb_nf4_double")
 MODELS = ("gpt", "llama", "mixtral")
-# Of a Mixtral "all-linear" are its experts too, to which PEFT adds a product of adapters in full.
+# "all-linear" includes the experts of a Mixtral; PEFT computes the full product of their adapters.
 _TARGETS: dict[str, Any] = {"llama": "all-linear", "mixtral": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 _STEP = "the step that is measured"
 
 
 def demo() -> tuple[nn.Module, Callable[[nn.Module, int, int], Any]]:
-    """The example's model as its loop steps it; a MODEL for `zeroaccel estimate`."""
+    """Returns the model and step of examples/train_gpt.py; a MODEL for `zeroaccel estimate`."""
     spec = importlib.util.spec_from_file_location("train_gpt", ROOT / "examples" / "train_gpt.py")
     assert spec is not None and spec.loader is not None, "the example has moved"
     example = importlib.util.module_from_spec(spec)
@@ -59,14 +59,14 @@ def _step(model: nn.Module, batch: int, length: int) -> tuple[Tensor, Tensor]:
 
 
 def llama() -> tuple[nn.Module, Callable[[nn.Module, int, int], Any]]:
-    """A small Llama; a MODEL for `zeroaccel estimate`."""
+    """Returns a small Llama; a MODEL for `zeroaccel estimate`."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, **_SIZES)), _causal_step
 
 
 def mixtral() -> tuple[nn.Module, Callable[[nn.Module, int, int], Any]]:
-    """A small Mixtral, whose experts are three-dimensional parameters."""
+    """Returns a small Mixtral, whose experts are three-dimensional parameters."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     sizes = {**_SIZES, "intermediate_size": 512}
@@ -86,7 +86,7 @@ def _causal_step(model: nn.Module, batch: int, length: int) -> tuple[Tensor, Any
 
 
 def _model(name: str, frozen: str | None) -> tuple[nn.Module, Callable[[nn.Module, int, int], Any]]:
-    """As it is trained: `frozen` is that of its base under adapters, None without any."""
+    """Returns the model to train: `frozen` names the storage of its base under adapters, None without adapters."""
     model, step = {"gpt": demo, "llama": llama, "mixtral": mixtral}[name]()
     if frozen is None:
         return model, step
@@ -100,7 +100,7 @@ def _model(name: str, frozen: str | None) -> tuple[nn.Module, Callable[[nn.Modul
 
 
 def measure(stage: int, precision: str, accumulation: int, name: str, frozen: str | None) -> int:
-    """The most bytes allocated at a time in the second step. (all ranks)"""
+    """Returns the most bytes allocated at a time in the second step. (all ranks)"""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": BATCH,
         "gradient_accumulation_steps": accumulation,
@@ -134,7 +134,7 @@ def measure(stage: int, precision: str, accumulation: int, name: str, frozen: st
 def compare(
     stage: int, precision: Precision, accumulation: int, name: str, frozen: FrozenWeights | None
 ) -> dict[str, Any]:
-    """Both numbers for one plan, on every rank. (all ranks)"""
+    """Returns the predicted and the measured peak of one plan on every rank. (all ranks)"""
     measured = measure(stage, precision, accumulation, name, frozen)
     workload = Workload(
         ranks=dist.get_world_size(), precision=precision, batch=BATCH, sequence=LENGTH, accumulation=accumulation
@@ -148,11 +148,11 @@ def compare(
 
 
 @click.command()
-@click.option("--stage", type=click.IntRange(0, 3), help="This one, in a job that runs already.")
+@click.option("--stage", type=click.IntRange(0, 3), help="Measure this stage in the job that is running.")
 @click.option("--precision", type=click.Choice(["bf16", "fp32"]), default="bf16")
 @click.option("--accumulation", type=click.IntRange(1), default=1)
 @click.option("--model", type=click.Choice(MODELS), default="gpt")
-@click.option("--base", type=click.Choice(BASES), help="Of adapters: how their frozen base is stored.")
+@click.option("--base", type=click.Choice(BASES), help="With adapters: storage of their frozen base.")
 @click.option("--frozen", is_flag=True, help="Compare all bases.")
 def main(
     stage: int | None, precision: Precision, accumulation: int, model: str, base: FrozenWeights | None, frozen: bool

@@ -1,14 +1,14 @@
-"""A mixture whose parameters are mostly experts: divided among the ranks, sharded at stage 3, and with torch's FSDP2.
+"""Compares expert parallelism, stage 3 and FSDP2 on a mixture whose parameters are mostly experts.
 
     python benchmarks/experts.py --markdown benchmarks/results/experts-DATE.md
 
-Each round starts one job of every contender, in turn: a Mixtral with 16 experts a layer in fp32, AdamW, 4 gloo ranks,
-one sample per rank. "Whole layers" is stage 3 with one gather per layer, which the others are compared with. With
-`--regather`, ours gather for each use and one unit ahead, as where the model does not fit. A job's step is the median
-of its timed steps on its slowest rank; its peak is the most memory of a rank from before the model is made, beyond what
-the process had then; CPU seconds and page faults are of a process and step, with the kernel's share. Ratios are of the
-same round, and their median counts, so a busy machine slows down what is compared alike. Gathers are bytes that a rank
-sends, by the engine's recorder.
+Each round starts one job of every contender in turn: a Mixtral with 16 experts per layer in fp32, AdamW, 4 gloo ranks,
+one sample per rank. The reference, "whole layers", is stage 3 with one gather per layer. With `--regather`, zeroaccel
+gathers weights for each use and one unit ahead, as it does for a model that does not fit. A job's step time is the
+median of its timed steps on the slowest rank. Its peak is the largest growth of a rank's memory since before the model
+was made. CPU seconds and page faults are per process and step, including the kernel's share. The table shows the median
+of the ratios within a round, because a busy machine slows both sides of such a ratio. Gathers are the bytes that a rank
+sends, according to the engine's recorder.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _batch() -> dict[str, Tensor]:
 
 
 def _zeroaccel(ep: int, keys: dict[str, Any]) -> tuple[Callable[[], None], Callable[[], dict[str, int]]]:
-    """One step, and the bytes of gathers of weights since the last call: all, and those of experts alone."""
+    """Returns (runs one step, returns the bytes of weight gathers since its last call: all, and those of experts)."""
     import zeroaccel
     from zeroaccel.comm.collectives import Collectives
     from zeroaccel.comm.recording import RecordingCollectives
@@ -108,7 +108,7 @@ def _fsdp2() -> tuple[Callable[[], None], Callable[[], dict[str, int]]]:
 
 
 def measure(name: str, regather: bool) -> None:
-    """One job of a contender; rank 0 prints its figures. (all ranks)"""
+    """Runs one job of a contender; rank 0 prints the figures. (all ranks)"""
     import transformers  # noqa: F401  before memory is read
 
     before = resource.getrusage(resource.RUSAGE_SELF)
@@ -137,7 +137,7 @@ def measure(name: str, regather: bool) -> None:
     dist.all_gather_object(of_ranks, own)
     if dist.get_rank() == 0:
         print(json.dumps({key: max(one[key] for one in of_ranks) for key in own}), flush=True)
-    if name == "FSDP2":  # torch's gloo groups crash one process in about ten at its exit; ours ends its groups itself
+    if name == "FSDP2":  # torch's gloo groups crash about one process in ten at exit; zeroaccel destroys its groups
         dist.barrier()
         os._exit(0)
 
@@ -183,8 +183,8 @@ def main() -> None:
     lines = [
         f"Mixtral, {', '.join(f'{key} {value}' for key, value in SIZES.items())}:",
         f"{_experts_share():.0%} of the parameters are experts; fp32, AdamW, {RANKS} gloo ranks, {TOKENS} tokens each.",
-        f"Medians over {asked.rounds} rounds, least and most in brackets."
-        + (" Ours gather for each use, one unit ahead." if asked.regather else ""),
+        f"Medians over {asked.rounds} rounds, smallest and largest in brackets."
+        + (" zeroaccel gathers for each use, one unit ahead." if asked.regather else ""),
         "",
         *_table(rounds),
     ]

@@ -1,10 +1,10 @@
-"""How long the processes of a job live on when a rank is stopped, or when the cable between two machines is pulled.
+"""Measures how long the processes of a job outlive a stopped rank, or a pulled cable between two machines.
 
     python benchmarks/fault_injection.py                       # all cases, about ten minutes
     python benchmarks/fault_injection.py --limits 5 --only cut
 
-The training, its starters and the two machines (network namespaces, so run it as root) are those of the tests,
-`tests/e2e/fault_injection.py`. Seconds are from the signal, or from the pulling, to the end of each process.
+The training, its launchers and the two machines (network namespaces, so run it as root) are those of the tests,
+`tests/e2e/fault_injection.py`. Seconds count from the signal, or from the pulling, to the end of each process.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ sys.path.insert(0, str(ROOT))
 from tests.e2e.fault_injection import Aftermath, Starter, network, starting  # noqa: E402
 
 PROMISE_SECONDS = 15.0
-_GIVE_UP_SECONDS = 100.0  # after the limit; a process that is still there then counts as endless
+_GIVE_UP_SECONDS = 100.0  # after the limit; a process that is still running then counts as endless
 
 
 @dataclass(frozen=True)
 class Case:
-    """The fault, who starts the job, and where.
+    """A fault, the launcher of the job, and its machines.
 
     Attributes:
-        stopped: the rank that is stopped; None: the cable is pulled.
-        machines: on which the ranks are, in equal parts.
-        flags: for the launcher.
+        stopped: rank to stop; None pulls the cable.
+        machines: number of machines; each has the same number of ranks.
+        flags: flags of the launcher.
     """
 
     starter: Starter
@@ -83,10 +83,10 @@ def cases() -> Iterator[Case]:
 
 
 @click.command()
-@click.option("--limits", default="2,5,10", show_default=True, help="Seconds a collective may wait, by commas.")
-@click.option("--only", default="", help="Cases whose name contains this.")
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Where to keep the numbers.")
-@click.option("--show", is_flag=True, help="Print what the processes said.")
+@click.option("--limits", default="2,5,10", show_default=True, help="Limits of a collective in seconds, by commas.")
+@click.option("--only", default="", help="Run the cases whose name contains this.")
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the numbers to this file.")
+@click.option("--show", is_flag=True, help="Print the output of the processes.")
 @click.option(
     "--check", is_flag=True, help=f"Exit with 1 if a job takes longer than the limit and {PROMISE_SECONDS:g} s."
 )

@@ -1,11 +1,11 @@
-"""What the readers of files from outside make of files that mean harm: how many were tried, what each took.
+"""Tries hostile files on every reader of outside files, and measures the time and memory of each attempt.
 
     python benchmarks/fuzz_readers.py --inputs 10000 --markdown result.md
 
-Every reader is given the corpus of found cases (tests/hostile/bombs.py) and then valid files with random edits, in
-processes of their own. Of each attempt the processor time, the time on the clock and the growth of the resident set
-above what it was before are taken. Exit code 1 if one took more than 2 s of processor time or 500 MB, raised anything
-that is not of errors.py, or ended its process.
+Every reader gets the corpus of found cases (tests/hostile/bombs.py) and then valid files with random edits, in separate
+processes. The program measures the processor time, the wall-clock time and the growth of the resident set for each
+attempt. The exit code is 1 if an attempt took more than 2 s of processor time or 500 MB, raised an exception that
+errors.py does not define, or ended its process.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Attempt = tuple[str, str, int]
 
 @dataclass
 class Tally:
-    """What one reader did."""
+    """Results of one reader."""
 
     tried: int = 0
     found: int = 0
@@ -94,14 +94,14 @@ def _memory_mb(name: str) -> float:
 
 
 def _measured(attempt: Attempt, seeds: dict[str, list[bytes]], root: Path) -> tuple[float, float, float, str]:
-    """(processor seconds, seconds, MB above what was taken before, what came of it)."""
+    """Returns (processor seconds, wall-clock seconds, MB of growth, outcome) of an attempt."""
     made, read = root / "made", root / "read"
     for folder in (made, read):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
     content = _content(attempt, seeds, made)
     outcome = "read"
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
     before, cpu, clock = _memory_mb("VmRSS"), time.process_time(), time.perf_counter()
     try:
         READERS[attempt[0]].read(content, read)
@@ -124,18 +124,18 @@ def _worker(pipe: Connection) -> None:
         for number, (name, reader) in enumerate(READERS.items()):
             (root / f"seeds{number}").mkdir()
             seeds[name] = list(reader.seeds(root / f"seeds{number}"))
-            for content in seeds[name]:  # what is imported and compiled on first use
+            for content in seeds[name]:  # imports and compiles on first use
                 (root / f"seeds{number}" / "read").mkdir()
                 reader.read(content, root / f"seeds{number}" / "read")
                 shutil.rmtree(root / f"seeds{number}" / "read")
         gc.collect()
-        gc.freeze()  # a collection after each attempt then looks at what the attempt left only
+        gc.freeze()  # a collection after each attempt then visits only objects of that attempt
         while (attempt := pipe.recv()) is not None:
             pipe.send(_measured(attempt, seeds, root))
 
 
 def _run(attempts: Iterator[Attempt], tallies: dict[str, Tally]) -> None:
-    """Gives the attempts to a process; a new one where one ends or does not answer."""
+    """Runs the attempts in a process; starts a new one if it ends or does not answer."""
     context = multiprocessing.get_context("spawn")
     process: Any = None
     for attempt in attempts:
@@ -181,10 +181,10 @@ def _table(tallies: dict[str, Tally]) -> list[str]:
 
 @click.command()
 @click.option("--inputs", default=1000, show_default=True, help="Edited files for each reader, beside the corpus.")
-@click.option("--only", multiple=True, type=click.Choice(list(READERS)), help="A reader; all by default.")
-@click.option("--markdown", type=click.Path(path_type=Path), help="Write the table there, too.")
+@click.option("--only", multiple=True, type=click.Choice(list(READERS)), help="Name of a reader; all by default.")
+@click.option("--markdown", type=click.Path(path_type=Path), help="Also write the table to this file.")
 def main(inputs: int, only: tuple[str, ...], markdown: Path | None) -> None:
-    """Try files that mean harm on every reader, and measure."""
+    """Tries hostile files on every reader, and measures time and memory."""
     tallies = {name: Tally() for name in only or READERS}
     _run((attempt for name in tallies for attempt in _attempts(name, inputs)), tallies)
     for name, one in tallies.items():
@@ -194,11 +194,11 @@ def main(inputs: int, only: tuple[str, ...], markdown: Path | None) -> None:
     beyond = sum(len(one.beyond) for one in tallies.values())
     if markdown is not None:
         markdown.write_text(
-            f"# Files that mean harm, {date.today()}\n\n"
+            f"# Hostile files, {date.today()}\n\n"
             f"`python benchmarks/fuzz_readers.py --inputs {inputs}`, torch {torch.__version__}, Python "
             f"{platform.python_version()}. Bounds: {MOST_SECONDS:.0f} s of processor time, {MOST_MB:.0f} MB above what "
-            f"the process had before, no exception but those of errors.py; {beyond} of "
-            f"{sum(one.tried for one in tallies.values())} were beyond one.\n\n" + "\n".join(lines) + "\n"
+            f"the process had before, no exception except those of errors.py; {beyond} of "
+            f"{sum(one.tried for one in tallies.values())} exceeded one.\n\n" + "\n".join(lines) + "\n"
         )
     sys.exit(1 if beyond else 0)
 

@@ -1,12 +1,12 @@
-"""One contender of `offload.py adam`, in a process of its own: steps on request, and answers with the seconds.
+"""One contender of `offload.py adam` in a separate process: runs steps on request and prints their seconds.
 
     python benchmarks/host_adam.py CONTENDER NUMEL THREADS
 
 Reads a number of steps per line from standard input and prints a JSON list of their seconds. A step takes a bf16
-gradient, multiplies it by a factor, updates float32 masters and two moments, and leaves bf16 weights; what an
-optimizer does not do itself (upcast, scale, downcast) is done around it: as one would write it, or, in the contenders
-called "kept buffers", into a float32 gradient that stays allocated. The file imports nothing of the project but in
-`zeroaccel`'s own contenders, because DeepSpeed's runs in another environment.
+gradient, multiplies it by a factor, updates float32 masters and two moments, and writes bf16 weights. If an optimizer
+does not upcast, scale and downcast itself, the contender does so around it: in plain torch code, or, in the contenders
+called "kept buffers", into a float32 gradient that stays allocated. Only zeroaccel's own contenders import the project,
+because DeepSpeed's contender runs in another environment.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ Step = Callable[[], Any]
 SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 SCALE = 0.5
 BYTES_PER_ELEMENT = {"adam": 28, "triad": 12}
-"""Adam: gradient 2, weight 2, and master and two moments 4 each, read and written. Triad: two read, one written."""
+"""Bytes per element. Adam reads gradient 2, writes weight 2, and reads and writes master and two moments, 4 each.
+Triad: two read, one written."""
 FETCHED_BYTES_PER_ELEMENT = {"adam": 30, "triad": 16}
-"""The same with the lines that a processor reads because they are about to be written over."""
+"""The same, plus the cache lines that a processor reads before it overwrites them."""
 
 
 def own(numel: int, **options: Any) -> Step:
@@ -40,7 +41,7 @@ def own(numel: int, **options: Any) -> Step:
 
 
 def around(numel: int, make: Callable[[list[Tensor]], torch.optim.Optimizer], *, keep: bool) -> Step:
-    """Upcast and scale, `make`'s optimizer, downcast."""
+    """Returns a step: upcast and scale, `make`'s optimizer, downcast."""
     master, grad, weight = _tensors(numel)
     master = torch.nn.Parameter(master)
     kept = torch.empty_like(master)
@@ -56,7 +57,7 @@ def around(numel: int, make: Callable[[list[Tensor]], torch.optim.Optimizer], *,
 
 
 def alone(numel: int, make: Callable[[list[Tensor]], torch.optim.Optimizer]) -> Step:
-    """`make`'s optimizer on a float32 gradient, and nothing around it."""
+    """Returns a step of `make`'s optimizer alone, on a float32 gradient."""
     master, grad, _ = _tensors(numel)
     master = torch.nn.Parameter(master)
     master.grad = grad.float()
@@ -78,7 +79,7 @@ def unfused(params: list[Tensor]) -> torch.optim.Optimizer:
 
 
 def triad(numel: int) -> Step:
-    """a = b + s * c over float32, compiled like the optimizer's kernel and on the same threads."""
+    """Returns a = b + s * c over float32, compiled like the optimizer's kernel, on the same threads."""
     import numba
     import numpy as np
 

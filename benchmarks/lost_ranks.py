@@ -1,13 +1,13 @@
-"""A soak of lost ranks: seeded runs are killed and stopped again and again, and resume from the memory of the machine.
+"""Soak test for lost ranks: kills and stops seeded runs repeatedly, which resume from states in memory.
 
     python benchmarks/lost_ranks.py --minutes 10 --seed 0
     python benchmarks/lost_ranks.py --minutes 150 --faults 1000 --jobs 3
 
-Each run has two or three ranks, any stage, and four to eight faults: a rank or two are killed before a step, while a
-state is written, or as soon as the run has resumed; or a rank is stopped (SIGSTOP), which the watchdog names after its
-limit. Several runs go side by side, as starts and limits are mostly waits. Counted are runs whose final weights differ
-from those of the same run without faults, runs that hang, and processes and files in memory that are left. The program
-of the ranks is `tests/e2e/lost_ranks.py`.
+Each run has two or three ranks, any stage, and four to eight faults. A fault kills one or two ranks before a step,
+during the write of a state, or as soon as the run has resumed; or it stops a rank (SIGSTOP), which the watchdog names
+after its limit. Several runs go side by side, because starts and limits are mostly waits. The program counts runs whose
+final weights differ from those of the same run without faults, runs that hang, and leftover processes and files in
+memory. The ranks run `tests/e2e/lost_ranks.py`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ STEPS, LIMIT_SECONDS, HANG_SECONDS = 28, 4.0, 120.0
 
 
 def faults_of(draw: random.Random, num_ranks: int) -> list[tuple[str, str]]:
-    """(kind, order for the program) of each attempt."""
+    """Returns (kind, order for the program) of each attempt."""
     found, step = [], 3
     for _ in range(draw.randint(4, 8)):
         kind = draw.choice(KINDS)
@@ -45,7 +45,7 @@ def faults_of(draw: random.Random, num_ranks: int) -> list[tuple[str, str]]:
 
 
 def launched(folder: Path, num_ranks: int, seed: int, faults: list[str]) -> tuple[bool, str, str]:
-    """(whether it ended in time, the digest of its weights, what it said)."""
+    """Runs a job; returns (True if it ended in time, the digest of its weights, its output)."""
     folder.mkdir()
     flags = ["--max_restarts", str(len(faults)), "--timeout", str(LIMIT_SECONDS)]
     words = [PROGRAM, folder, STEPS, 2, seed, ",".join(faults)]
@@ -62,7 +62,7 @@ def launched(folder: Path, num_ranks: int, seed: int, faults: list[str]) -> tupl
 
 
 def recoveries(folder: Path, kinds: list[str]) -> list[tuple[str, float, int]]:
-    """(kind, seconds from the fault to the first step after it, steps lost) of each fault."""
+    """Returns (kind, seconds from the fault to the first step after it, lost steps) of each fault."""
     found = []
     for attempt, kind in enumerate(kinds):
         begin, then = folder / f"fault.{attempt}", folder / f"resumed.{attempt + 1}"
@@ -73,10 +73,10 @@ def recoveries(folder: Path, kinds: list[str]) -> list[tuple[str, float, int]]:
 
 
 class Soak:
-    """What the runs have shown so far.
+    """Results of the runs so far.
 
     Attributes:
-        whole: digest of the run without faults, by (ranks, seed of the program, which is its stage as well).
+        whole: digests of the runs without faults, by (ranks, seed of the program, which also sets the stage).
     """
 
     def __init__(self, most: int, end: float, seed: int) -> None:
@@ -87,11 +87,11 @@ class Soak:
 
     @property
     def num_faults(self) -> int:
-        """Suffered by all runs."""
+        """Number of faults in all runs."""
         return sum(self.counts[kind] for kind in KINDS)
 
     def work(self) -> None:
-        """Runs until the time is over, or the faults are many enough; in a thread of its own."""
+        """Starts runs until the time is over or enough faults have happened; executed in a separate thread."""
         while time.monotonic() < self._end and self.num_faults < self._most:
             with self._lock:
                 seed, self._seed = self._seed, self._seed + 1
@@ -99,7 +99,7 @@ class Soak:
                 self.suffer(seed, Path(folder))
 
     def suffer(self, seed: int, folder: Path) -> None:
-        """One run with faults."""
+        """Runs one job with faults."""
         draw = random.Random(seed)
         key = draw.choice([2, 2, 3]), seed % 4
         faults = faults_of(draw, key[0])
@@ -117,15 +117,15 @@ class Soak:
                 print(f"{faults}\n{left}\n{said}", flush=True)
 
     def digest_without_faults(self, key: tuple[int, int], folder: Path) -> str:
-        """Of the same program."""
+        """Returns the digest of the same program without faults."""
         if key not in self.whole:
             self.whole[key] = launched(folder / "whole", *key, [])[1]
         return self.whole[key]
 
 
 def left_behind(folder: Path) -> list[str]:
-    """The launcher's folder in memory, once a rank has started, and processes of the run in this folder."""
-    for _ in range(3):  # what ends just now
+    """Returns the launcher's folder in memory, if a rank has started, and processes of the run in this folder."""
+    for _ in range(3):  # for processes that are ending
         memory = folder / "lost/memory"
         left = [str(memory.readlink())] if memory.exists() else []
         words = [" ".join(one.info["cmdline"] or []) for one in psutil.process_iter(["cmdline"])]
@@ -138,13 +138,11 @@ def left_behind(folder: Path) -> list[str]:
 
 @click.command()
 @click.option("--minutes", default=10.0, show_default=True)
-@click.option("--faults", "most", default=1_000_000, metavar="N", help="End after so many, if the time is not over.")
+@click.option("--faults", "most", default=1_000_000, metavar="N", help="End after N faults, if the time is not over.")
 @click.option("--seed", default=0, show_default=True)
-@click.option(
-    "--jobs", default=1, show_default=True, help="Runs side by side; with one, seconds are of a quiet machine."
-)
+@click.option("--jobs", default=1, show_default=True, help="Runs side by side; 1 times a quiet machine.")
 def main(minutes: float, most: int, seed: int, jobs: int) -> None:
-    """Runs until the time is over, or the faults are many enough. Exits with 1 where any run went wrong."""
+    """Starts runs until the time is over or enough faults have happened. Exits with 1 if a run failed."""
     begin = time.monotonic()
     soak = Soak(most, begin + 60 * minutes, seed)
     workers = [threading.Thread(target=soak.work) for _ in range(jobs)]

@@ -1,4 +1,4 @@
-"""Expected time that failures cost per day: states in peers' memory beside checkpoints on a disk, in closed form.
+"""Computes the expected time that failures cost per day, with states in peers' memory and with checkpoints on a disk.
 
     python benchmarks/lost_time.py
 
@@ -7,11 +7,11 @@ seconds cost
 
     86400 * C / (T + C)  +  f * (T / 2 + R)
 
-with R from the failure to the next step. For the disk, T is Daly's optimum (A higher order estimate of the optimum
-checkpoint interval, 2006, equation 20): sqrt(2 C m) * (1 + sqrt(C / 2m) / 3 + C / 2m / 9) - C for m = 1 / f. In memory
-there are two rows: "auto" saves as often as 2 % of the time allows, and the optimum is the same formula's. A state in
-memory is lost where the next machine fails before all have started again, R seconds; the disk's takes its place. C is
-bytes by rates; rates, R and failures are arguments, and printed.
+where R is the time from the failure to the next step. For the disk, T is Daly's optimum (A higher order estimate of the
+optimum checkpoint interval, 2006, equation 20): sqrt(2 C m) * (1 + sqrt(C / 2m) / 3 + C / 2m / 9) - C for m = 1 / f. In
+memory there are two rows: "auto" spends 2 % of the time on saves, and the other uses the same optimum. A state in
+memory is lost if the next machine fails before all have started again, R seconds; the state on disk replaces it. C is
+bytes divided by rates. Rates, R and failures are arguments, which the program prints.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ MOST_COST = 0.02  # `zeroaccel/accelerate/memory_states.py`
 
 @dataclass(frozen=True)
 class Place:
-    """Where states are saved.
+    """A place for states.
 
     Attributes:
-        cost: seconds that training stops for a state.
+        cost: seconds for which training stops to save a state.
         recovery: seconds from a failure to the next step.
     """
 
@@ -40,7 +40,7 @@ class Place:
 
 
 def daly(cost: float, mtbf: float) -> float:
-    """Seconds between two checkpoints at which least is lost.
+    """Returns the seconds between two checkpoints that minimize the lost time.
 
     Example:
         >>> round(daly(60.0, 86400.0))  # Young's sqrt(2 C m) is 3220
@@ -53,18 +53,18 @@ def daly(cost: float, mtbf: float) -> float:
 
 
 def lost_per_day(place: Place, interval: float, failures: float) -> float:
-    """Seconds.
+    """Returns the seconds lost per day.
 
     Args:
-        failures: per day, of the job.
+        failures: failures of the job per day.
     """
     return DAY * place.cost / (interval + place.cost) + failures * (interval / 2 + place.recovery)
 
 
 def in_memory(memory: Place, interval: float, disk: Place, machines: int, failures: float) -> float:
-    """Seconds lost per day, with the disk behind the memory, at the interval for what the memory does not cover."""
+    """Returns the seconds lost per day with states in memory, and on disk for failures that memory does not cover."""
     mtbf = DAY / failures
-    # One particular machine of all fails within the seconds of a recovery.
+    # Share of failures in which one particular machine fails within the seconds of a recovery.
     both = failures * memory.recovery / DAY / machines
     behind = daly(disk.cost, mtbf / both) if both else math.inf
     return lost_per_day(memory, interval, failures * (1 - both)) + lost_per_day(disk, behind, failures * both)
@@ -72,14 +72,14 @@ def in_memory(memory: Place, interval: float, disk: Place, machines: int, failur
 
 @click.command()
 @click.option("--ranks_per_machine", default=8, show_default=True)
-@click.option("--bytes_per_parameter", default=12.0, show_default=True, help="Masters and two moments.")
-@click.option("--disk_rate", default=2e9, show_default=True, help="Bytes per second of a machine to the disk.")
-@click.option("--shared_rate", default=100e9, show_default=True, help="Bytes per second that all share there.")
+@click.option("--bytes_per_parameter", default=12.0, show_default=True, help="By default masters and two moments.")
+@click.option("--disk_rate", default=2e9, show_default=True, help="Bytes per second from a machine to the disk.")
+@click.option("--shared_rate", default=100e9, show_default=True, help="Bytes per second to the disk that all share.")
 @click.option("--memory_rate", default=8e9, show_default=True, help="Bytes per second of a machine into its memory.")
 @click.option("--network_rate", default=10e9, show_default=True, help="Bytes per second from machine to machine.")
-@click.option("--disk_recovery", default=300.0, show_default=True, help="Seconds to the next step, without reading.")
-@click.option("--memory_recovery", default=15.0, show_default=True, help="The same, from memory.")
-@click.option("--mtbf_days", default=264.0, show_default=True, help="Of a machine.")
+@click.option("--disk_recovery", default=300.0, show_default=True, help="Seconds to the next step, without reads.")
+@click.option("--memory_recovery", default=15.0, show_default=True, help="The same, with states in memory.")
+@click.option("--mtbf_days", default=264.0, show_default=True, help="Days between failures of a machine.")
 def main(ranks_per_machine: int, bytes_per_parameter: float, mtbf_days: float, **seconds: float) -> None:
     """Prints the arguments and the table."""
     arguments = {"bytes per parameter": bytes_per_parameter, "days between failures of a machine": mtbf_days, **seconds}

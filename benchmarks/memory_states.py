@@ -1,9 +1,9 @@
-"""What states in memory cost a training that nothing ends: blocks of steps with and without them, in turn, in one run.
+"""Measures the cost of states in memory in an undisturbed training: blocks of steps with and without them, in turn.
 
     python benchmarks/memory_states.py --machines 2 --interval 20 --width 1024
 
 Starts two ranks on CPUs (stage 2, AdamW, forward and backward of `--rows` samples per rank). With two machines each
-rank's folder counts as one of another machine, so the ranks exchange copies. Medians over the blocks count.
+rank's folder counts as one of another machine, so the ranks exchange copies. The result is the median over blocks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RANKS = 2
 
 
 def train(root: Path, machines: int, interval: str, width: int, rows: int, blocks: int, steps: int) -> None:
-    """One rank."""
+    """Trains as one rank."""
     from zeroaccel import Accelerator, ProjectConfiguration, ZeroPlugin
     from zeroaccel.accelerate import memory_states
 
@@ -46,7 +46,7 @@ def train(root: Path, machines: int, interval: str, width: int, rows: int, block
     batches = (batch for _ in iter(int, 1) for batch in loader)
     means: dict[bool, list[float]] = {True: [], False: []}
     saved = trained = 0
-    for block in range(-2, 2 * blocks):  # the first two warm up
+    for block in range(-2, 2 * blocks):  # the first two are warm-up
         memory._is_on = on = block % 2 == 0
         memory._at, memory._last = memory_states._Moment(model.global_steps, time.monotonic()), None
         begin, last, number = time.monotonic(), None, 0
@@ -86,12 +86,12 @@ def report(means: dict[bool, list[float]], numel: int, saved: int, steps: int) -
 @click.option("--interval", default="auto", show_default=True, help='Steps between two states, or "auto".')
 @click.option("--width", default=1024, show_default=True)
 @click.option("--rows", default=64, show_default=True)
-@click.option("--blocks", default=6, show_default=True, help="With states, and as many without.")
+@click.option("--blocks", default=6, show_default=True, help="Blocks with states; as many run without.")
 @click.option(
-    "--steps", default=60, show_default=True, help="Of a block, at least; two intervals where those are more."
+    "--steps", default=60, show_default=True, help="Least number of steps of a block; at least two intervals."
 )
 def main(machines: int, interval: str, width: int, rows: int, blocks: int, steps: int) -> None:
-    """Starts the ranks, and waits for them."""
+    """Starts the ranks and waits for them."""
     words = [sys.executable, __file__, "rank"]
     root = Path(tempfile.mkdtemp(prefix="states-", dir=MEMORY))
     try:

@@ -1,11 +1,11 @@
-"""Meshes of several axes beside one process: how far they are apart, and states resumed from mesh to mesh.
+"""Compares meshes of several axes with one process, and resumes states from mesh to mesh.
 
     python benchmarks/mesh_tables.py [--parity] [--resume] [--markdown FILE]
 
 Parity: each mesh trains a small Llama and a GPT-2 for three steps of three micro-batches, with SGD and momentum and
-with AdamW, at every stage and with states in host memory, in fp32; the same training in a plain loop of one process is
-beside it. Resume: a training goes from mesh to mesh by its checkpoints; masters and moments after each load are
-compared with those before the save, by their bits.
+with AdamW, at every stage and with states in host memory, in fp32; the reference is a plain loop of one process.
+Resume: a training goes from mesh to mesh by its checkpoints; the program compares the bits of masters and moments after
+each load with those before the save.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.support.mesh_training import train_micro_step
 
 VOCABULARY, BATCH, LENGTH, MICRO_BATCHES, STEPS, CLIPPING = 64, 2, 8, 3, 3, 0.5
 SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
-# GPT-2's biases of keys have gradients of rounding errors alone; with a smaller eps Adam makes whole steps of them.
+# The key biases of GPT-2 have gradients that are rounding errors; with a smaller eps Adam makes full steps of them.
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-4}}
 OPTIMIZERS = {"SGD, momentum": SGD, "AdamW": ADAMW}
 KINDS = ("llama", "gpt2")
@@ -84,7 +84,7 @@ def batches(place: int) -> Iterator[dict[str, Any]]:
 
 
 def alone(kind: str, optimizer: dict[str, Any], places: int) -> dict[str, Any]:
-    """The plain loop: mean over micro-batches and data-parallel ranks."""
+    """Trains in the plain loop: mean over micro-batches and data-parallel ranks."""
     import torch
 
     model = build(kind)
@@ -214,7 +214,7 @@ def parity() -> list[str]:
     lines = [
         "## Parity with one process",
         "",
-        "Largest difference over three steps, fp32: of losses and gradient norms relative, of weights absolute "
+        "Largest difference over three steps, fp32: relative for losses and gradient norms, absolute for weights "
         "(the learning rates are 0.1 and 0.01).",
         "",
         "| mesh | ranks | model | optimizer | stage | loss | norm | weight |",
@@ -259,9 +259,9 @@ def resume(asked: str | None = None) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parity", action="store_true", help="that table; by default both")
+    parser.add_argument("--parity", action="store_true", help="print only this table")
     parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--model", choices=KINDS, help="of the table of states; by default both")
+    parser.add_argument("--model", choices=KINDS, help="model in the table of states; by default both")
     parser.add_argument("--markdown", type=Path)
     parser.add_argument("--rank", nargs="+", help=argparse.SUPPRESS)
     asked = parser.parse_args()

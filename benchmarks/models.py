@@ -1,6 +1,6 @@
 """The model that every contender trains: a small decoder-only transformer in the style of Llama.
 
-Plain torch, so that no contender finds something in it that it knows better than the others.
+It is plain torch, so that no contender has special support for it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Shape:
 
 
 class Decoder(nn.Module):
-    """Embedding, blocks, norm and an untied head; its forward gives the loss.
+    """Embedding, blocks, norm and an untied head; its forward returns the loss.
 
     (B, T) token ids and (B, T) targets -> scalar fp32 cross entropy.
     """
@@ -51,7 +51,7 @@ class Decoder(nn.Module):
 
 
 class _Block(nn.Module):
-    """Rotary attention and a gated MLP of four times the width, each behind an RMS norm. (B, T, H) -> (B, T, H)."""
+    """Rotary attention and a gated MLP of four times the width, each after an RMS norm. (B, T, H) -> (B, T, H)."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class _Block(nn.Module):
         self.gate = nn.Linear(hidden, inner, bias=False)
         self.up = nn.Linear(hidden, inner, bias=False)
         self.down = nn.Linear(inner, hidden, bias=False)
-        # Not a buffer: some contenders cast those, and then the angles would differ.
+        # Not a buffer: some contenders cast buffers, which would change the angles.
         self.turn = _rotation(shape.sequence, hidden // shape.heads)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -80,14 +80,14 @@ class _Block(nn.Module):
 
 
 def _rotation(sequence: int, width: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of rotary embeddings (Su et al. 2021), each (T, width), fp32."""
+    """Returns cosines and sines of rotary embeddings (Su et al. 2021), each (T, width), fp32."""
     frequencies = 10000.0 ** (-torch.arange(0, width, 2) / width)
     angles = torch.outer(torch.arange(sequence), frequencies).repeat(1, 2)
     return angles.cos(), angles.sin()
 
 
 def _rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
-    """(B, heads, T, width), the two halves of width as the two coordinates."""
+    """Rotates (B, heads, T, width), with the two halves of width as the two coordinates."""
     cosine, sine = (part.to(x.dtype) for part in turn)
     left, right = x.chunk(2, -1)
     turned: Tensor = x * cosine + torch.cat((-right, left), -1) * sine
@@ -95,7 +95,7 @@ def _rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def batches(shape: Shape, rank: int, count: int = 8) -> list[tuple[Tensor, Tensor]]:
-    """`count` fixed batches of random tokens for one rank, the same for every contender: (tokens, targets), (B, T)."""
+    """Returns `count` fixed random batches of one rank, equal for all contenders: (tokens, targets), (B, T)."""
     generator = torch.Generator().manual_seed(1000 + rank)
     lines = torch.randint(shape.vocabulary, (count, shape.batch, shape.sequence + 1), generator=generator)
     return [(line[:, :-1].contiguous(), line[:, 1:].contiguous()) for line in lines]

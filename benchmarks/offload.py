@@ -1,12 +1,13 @@
-"""The cost of training with states on the host, part by part, compared with others that do the same.
+"""Measures the cost of training with states on the host, compared with other implementations.
 
     python benchmarks/offload.py adam
     python benchmarks/offload.py adam --deepspeed-python /path/to/env/bin/python --check
 
 `adam`: one optimizer step on host memory, from a bf16 gradient to bf16 weights. Every contender is a process of
-`host_adam.py`; they take turns, and a ratio is the median over rounds of the ratio within a round. All are bound by
-memory, so the least ratio there can be is that of the bytes they move: 30 a parameter here (28 and the line that is
-fetched to be overwritten), 54 for upcast, scale, update and downcast as four passes over buffers that stay allocated.
+`host_adam.py`; they take turns, and a ratio is the median over rounds of the ratio within a round. Memory bandwidth
+limits all of them, so the lower bound of a ratio is that of the bytes they move: 30 per parameter here (28, and 2 that
+the processor fetches before it overwrites them), 54 for upcast, scale, update and downcast as four passes over buffers
+that stay allocated.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Contender:
         self._answer()
 
     def steps(self, count: int) -> list[float]:
-        """Seconds of each of `count` steps."""
+        """Runs `count` steps and returns the seconds of each."""
         assert self._process.stdin is not None, "a contender listens on its standard input"
         self._process.stdin.write(f"{count}\n")
         self._process.stdin.flush()
@@ -60,7 +61,7 @@ class Contender:
         self._process.communicate()
 
     def _answer(self) -> Any:
-        """The next line that is JSON; what libraries print besides is passed over."""
+        """Returns the next line that is JSON; skips other output of libraries."""
         assert self._process.stdout is not None, "a contender answers on its standard output"
         for line in self._process.stdout:
             if line.startswith(("[", '"')):
@@ -69,7 +70,7 @@ class Contender:
                 except json.JSONDecodeError:
                     continue
         assert self._process.stderr is not None, "the end of the log is there to be shown"
-        lines = self._process.stderr.read().strip().splitlines() or ["it ended without a word"]
+        lines = self._process.stderr.read().strip().splitlines() or ["it ended without output"]
         raise click.ClickException(lines[-1])
 
 
@@ -81,9 +82,9 @@ def main() -> None:
 @main.command(context_settings={"show_default": True})
 @click.option("--numel", default=50_000_000, help="Parameters.")
 @click.option("--threads", default=2, help="Threads of each contender.")
-@click.option("--rounds", default=9, help="Rounds; each has every contender once.")
-@click.option("--steps", default=3, help="Steps of a contender in a round; the median counts.")
-@click.option("--deepspeed-python", type=click.Path(exists=True, dir_okay=False), help="One that has DeepSpeed.")
+@click.option("--rounds", default=9, help="Rounds; each runs every contender once.")
+@click.option("--steps", default=3, help="Steps of a contender in a round; the result is the median.")
+@click.option("--deepspeed-python", type=click.Path(exists=True, dir_okay=False), help="Interpreter with DeepSpeed.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the results here.")
 @click.option("--check", is_flag=True, help="Exit with 1 if a bar is missed.")
 def adam(
@@ -105,7 +106,7 @@ def adam(
         for name in CONTENDERS:
             python = deepspeed_python if name.startswith("deepspeed") else sys.executable
             if python is None:
-                console.print(f"{name} is left out: there is no interpreter that has it (--deepspeed-python)")
+                console.print(f"{name} is left out: no interpreter has it (--deepspeed-python)")
                 continue
             try:
                 contenders[name] = Contender(name, python, numel, threads)
@@ -116,7 +117,7 @@ def adam(
         turns = random.Random(0)
         for _ in range(rounds):
             for name in turns.sample(list(contenders), len(contenders)):
-                contenders[name].steps(1)  # brings the caches and the clock to its own state
+                contenders[name].steps(1)  # warms up its caches and the clock
                 seconds.setdefault(name, []).append(statistics.median(contenders[name].steps(steps)))
     finally:
         for contender in contenders.values():
@@ -154,7 +155,7 @@ def _ratio(seconds: Mapping[str, Sequence[float]], one: str, other: str) -> floa
 
 
 def _bars(seconds: Mapping[str, Sequence[float]]) -> list[Bar]:
-    """What has to hold. The rate is held against the triad's with the lines that both fetch only to overwrite."""
+    """Returns the bars. The rates of Adam and of the triad include cache lines that are fetched and overwritten."""
     limits = {"deepspeed": 0.45, "torch fused": 0.45, "torch unfused": 0.2, "torch unfused, update only": 0.2}
     found = [
         Bar(f"time against {name}", _ratio(seconds, "zeroaccel", name), limit)

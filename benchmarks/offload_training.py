@@ -1,13 +1,13 @@
-"""A training step with states on the host, and how fast states in a file are streamed through an update.
+"""Measures a training step with states on the host, and the rate at which an update streams states from a file.
 
     python benchmarks/offload_training.py step --deepspeed-python /path/to/env/bin/python
     python benchmarks/offload_training.py stream --folder /path/on/the/disk
     python benchmarks/offload_training.py beside --folder /path/on/the/disk
 
 `step`: the contenders of `step_time.py`, with and without `offload_optimizer.device: cpu`. `stream`: one process
-updates masters and moments that live in a file, in turn with plain sequential direct I/O of the same file, slabs and
-blocks and nothing else: the disk's own speed at that moment. `beside`: what of that update is hidden by
-`offload_optimizer.update_during`, and what it does to the step.
+updates masters and moments in a file, in turn with plain sequential direct I/O of the same file in the same slabs and
+blocks, which gives the speed of the disk at that moment. `beside`: the part of that update that
+`offload_optimizer.update_during` hides, and its effect on the step time.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ _STREAM_BAR = 1 / 0.8
 
 @click.group()
 def main() -> None:
-    """What offload costs a training step, and how close to its disk it streams."""
+    """Measures the cost of offload in a training step, and its streaming rate beside that of the disk."""
 
 
 @main.command(context_settings={"show_default": True})
-@click.option("--rounds", default=7, help="Rounds; each has every contender once.")
+@click.option("--rounds", default=7, help="Rounds; each runs every contender once.")
 @click.option("--steps", default=3, help="Timed steps of a contender in a round.")
 @click.option("--stage", type=click.Choice(["2", "3"]), multiple=True, default=["2", "3"])
-@click.option("--deepspeed-python", type=click.Path(exists=True, dir_okay=False), help="One that has DeepSpeed.")
+@click.option("--deepspeed-python", type=click.Path(exists=True, dir_okay=False), help="Interpreter with DeepSpeed.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the results here.")
 @click.option("--check", is_flag=True, help="Exit with 1 if a bar is missed.")
 def step(
     rounds: int, steps: int, stage: tuple[str, ...], deepspeed_python: str | None, json_path: Path | None, check: bool
 ) -> None:
-    """The optimizer on the host, compared with ours without offload and with DeepSpeed's."""
+    """Compares steps with the optimizer on the host with steps without offload and with DeepSpeed's."""
     if deepspeed_python is None and importlib.util.find_spec("deepspeed") is not None:
         deepspeed_python = sys.executable
     names = [name for bar in _STEP_BARS for name in bar[:2] if any(f"-{number}" in name for number in stage)]
@@ -80,14 +80,14 @@ def step(
 
 
 @main.command(context_settings={"show_default": True})
-@click.option("--folder", type=click.Path(exists=True, file_okay=False), default=".", help="On the disk to measure.")
-@click.option("--layers", default=12, help="Of 4 million parameters each.")
+@click.option("--folder", type=click.Path(exists=True, file_okay=False), default=".", help="Folder on the disk.")
+@click.option("--layers", default=12, help="Layers of 4 million parameters each.")
 @click.option("--rounds", default=5)
 @click.option("--block-size", default=1 << 20, help="Bytes of one request (aio.block_size).")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the results here.")
 @click.option("--check", is_flag=True, help="Exit with 1 if the bar is missed.")
 def stream(folder: str, layers: int, rounds: int, block_size: int, json_path: Path | None, check: bool) -> None:
-    """An update of states in a file, in turn with nothing but the I/O of it."""
+    """Times an update of states in a file, in turn with its I/O alone."""
     engine = _engine(folder, layers, block_size)
     shard = engine.sharded_optimizer
     assert shard is not None
@@ -98,7 +98,7 @@ def stream(folder: str, layers: int, rounds: int, block_size: int, json_path: Pa
         engine.backward(engine(torch.ones(1, 2048, dtype=torch.bfloat16)))
         before, moved = shard.update_seconds, _moved(tier)
         engine.step()
-        if turn:  # the first has no states to read
+        if turn:  # the first step has no states to read
             seconds.append(shard.update_seconds - before)
             nbytes = _moved(tier) - moved
             raw.append(_plain(tier.file, nbytes // 2, tier.buffers.peak_nbytes // 3))
@@ -117,20 +117,20 @@ def stream(folder: str, layers: int, rounds: int, block_size: int, json_path: Pa
 
 
 @main.command(context_settings={"show_default": True})
-@click.option("--folder", type=click.Path(exists=True, file_okay=False), default=".", help="On the disk to measure.")
-@click.option("--device", type=click.Choice(["cpu", "nvme"]), default="nvme", help="Where the states are.")
-@click.option("--layers", default=6, help="Of 4 million parameters each.")
-@click.option("--batch", default=64, help="Rows of a forward: more of them hide more.")
+@click.option("--folder", type=click.Path(exists=True, file_okay=False), default=".", help="Folder on the disk.")
+@click.option("--device", type=click.Choice(["cpu", "nvme"]), default="nvme", help="Tier of the states.")
+@click.option("--layers", default=6, help="Layers of 4 million parameters each.")
+@click.option("--batch", default=64, help="Rows of a forward: more rows hide more of the update.")
 @click.option("--rounds", default=5)
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the results here.")
 def beside(folder: str, device: str, layers: int, batch: int, rounds: int, json_path: Path | None) -> None:
-    """Seconds of a step with the update in it, during backward, and during the next step; in turn."""
+    """Times a step with the update inside it, during backward, and during the next step; in turn."""
     engines = {during: _engine(folder, layers, 1 << 20, device, during) for during in ("step", "backward", "next_step")}
     rows = torch.ones(batch, 2048, dtype=torch.bfloat16)
     seconds: dict[str, list[tuple[float, float, float]]] = {during: [] for during in engines}
     for turn in range(rounds + 2):
         for during, engine in engines.items():
-            for _ in range(2):  # of two steps in a row the second overlaps its predecessor's update
+            for _ in range(2):  # the second of two consecutive steps overlaps the update of the first
                 shard, begun = engine.sharded_optimizer, time.perf_counter()
                 update, hidden = shard.update_seconds, shard.hidden_seconds
                 engine.backward(engine(rows))
@@ -191,7 +191,7 @@ def _moved(tier: Any) -> int:
 
 
 def _plain(file: BlockFile, nbytes: int, slab_nbytes: int) -> float:
-    """Seconds to read `nbytes` of the file in slabs, one after the other, and then to write as many."""
+    """Returns the seconds to read `nbytes` of the file in consecutive slabs, and then to write as many."""
     from zeroaccel.offload.host_buffers import aligned_bytes, aligned_nbytes
 
     slab = aligned_bytes(aligned_nbytes(slab_nbytes))

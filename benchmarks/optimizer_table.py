@@ -1,16 +1,16 @@
-"""Which optimizers give the bits of torch at every stage, on every tier, on one to three ranks, and which are refused.
+"""Tests which optimizers give the bits of torch at every stage, on every tier, on one to three ranks.
 
     python benchmarks/optimizer_table.py --markdown result.md
     python benchmarks/optimizer_table.py --only AdamW,Muon --worlds 2
 
-Every optimizer trains a small model for some steps through the engine. For comparison, the same class over a copy of
-the unsharded model takes the engine's reduced gradients, `safe_get_full_grad`, and steps as torch does. A cell
-says whether all weights have the same bits at the end, on all ranks; by how many units in the last place they differ
-otherwise; or the reason why the engine refuses. Optimizers of packages are there where the package is importable:
-`--packages` names a folder to look in.
+Every optimizer trains a small model for some steps in the engine. The reference is the same class over a copy of the
+unsharded model, which takes the engine's reduced gradients (`safe_get_full_grad`) and steps as torch does. A cell shows
+if all weights have the same bits at the end on all ranks; if not, by how many units in the last place they differ, or
+the reason why the engine refuses the optimizer. The table includes optimizers of packages that are importable;
+`--packages` adds a folder to the import path.
 
-Exit code 1 if an optimizer neither has torch's bits nor is refused, where its kind is not elementwise: flat pieces may
-be rounded otherwise at the end of a vector by a kernel of torch.
+The exit code is 1 if an optimizer neither has torch's bits nor is refused. Elementwise optimizers are exempt, because
+torch's kernels may round the end of a vector differently in flat pieces.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _Make = Callable[[nn.Module], Optimizer]
 
 
 class Small(nn.Module):
-    """An embedding, a convolution, matrices, vectors and a number; no width is a multiple of a number of ranks."""
+    """An embedding, a convolution, matrices, vectors and a scalar; no width is a multiple of a number of ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ def _named(name: str, **settings: Any) -> _Make:
 
 
 def _decayed(kind: Callable[..., Optimizer], **settings: Any) -> _Make:
-    """With weight decay on matrices only, as most scripts have it."""
+    """Returns a constructor with weight decay on matrices only, as in most scripts."""
 
     def make(model: nn.Module) -> Optimizer:
         matrices = [param for param in _trained(model) if param.dim() > 1]
@@ -113,7 +113,7 @@ _PACKAGES: Mapping[str, str] = {
 
 
 def contenders() -> dict[str, _Make]:
-    """Name -> what makes it, of all that can be imported."""
+    """Returns name -> constructor of all optimizers that can be imported."""
     found: dict[str, _Make] = {}
     found["torch.AdamW, two groups"] = _decayed(torch.optim.AdamW, lr=0.01)
     if hasattr(torch.optim, "Muon"):
@@ -159,7 +159,7 @@ def _ulps(one: Tensor, other: Tensor) -> float:
 
 
 def _compared(make: _Make, stage: int, tier: str, folder: str) -> str:
-    """What a cell says; runs on all ranks alike."""
+    """Returns the text of a cell, on all ranks."""
     torch.manual_seed(7)
     whole = Small()
     plain = _made(make, whole)
@@ -256,7 +256,7 @@ def _kind_of(make: _Make) -> tuple[str, str]:
 
 
 def _summary(cells: Mapping[tuple[int, str, int], str]) -> str:
-    """One cell for all: what is said, and for which stages, tiers and numbers of ranks where not for all."""
+    """Returns one cell for all runs: each result with its stages, tiers and numbers of ranks, unless all agree."""
     by_words: dict[str, list[tuple[int, str, int]]] = {}
     for place, words in cells.items():
         by_words.setdefault(re.sub(r" at stage \d| \[ranks? [^]]*\]|; (use|give) .*", "", words), []).append(place)
@@ -272,7 +272,7 @@ def _summary(cells: Mapping[tuple[int, str, int], str]) -> str:
 
 
 def _versions() -> str:
-    """Of the packages that are there."""
+    """Returns the versions of the available packages."""
     found = importlib.metadata.packages_distributions()
     names = dict.fromkeys(package.split(".")[0] for package in _PACKAGES)
     installed = {name: found[name][0] for name in names if name in found}
@@ -282,9 +282,9 @@ def _versions() -> str:
 @click.command()
 @click.option("--only", default="", help="Names, separated by commas.")
 @click.option("--worlds", default="1,2,3", help="Numbers of ranks.")
-@click.option("--packages", multiple=True, help="A folder with packages of optimizers.")
-@click.option("--markdown", type=click.Path(path_type=Path), help="A file for the table.")
-@click.option("--seconds", default=3000, help="The most that one number of ranks may take.")
+@click.option("--packages", multiple=True, help="Folder with packages of optimizers.")
+@click.option("--markdown", type=click.Path(path_type=Path), help="Write the table to this file.")
+@click.option("--seconds", default=3000, help="Time limit of the runs with one number of ranks.")
 @click.option("--rank-job", default="", hidden=True)
 def main(only: str, worlds: str, packages: tuple[str, ...], markdown: Path | None, seconds: int, rank_job: str) -> None:
     """Prints the table."""

@@ -1,16 +1,16 @@
-"""What the engine's own Python costs per unit and step, and that it does not grow with the world size.
+"""Measures the cost of the engine's Python per unit and step, at several world sizes.
 
     python benchmarks/overhead.py
 
-Trains a chain of small blocks, each a unit of stage 3, whose arithmetic is all but nothing, once plainly and once in
-the engine, and divides the difference by the number of units: hooks, schedule, unshard, reshard, gradients. This
-process plays one rank of a job that is not there, in one of two ways:
+Trains a chain of small blocks with almost no arithmetic, each a unit of stage 3, once in plain torch and once in the
+engine, and divides the difference by the number of units: hooks, schedule, unshard, reshard, gradients. The process is
+one rank of a job without other processes, in one of two ways:
 
     none    collectives write zeros and return, so that all the time is the engine's;
-    fake    torch's process group without peers, through the engine's own collectives; its copies, which stand for
-            those of the other ranks, do grow with the world size, and are printed apart.
+    fake    torch's process group without peers, through the engine's own collectives; its copies, which replace those
+            of the other ranks, do grow with the world size, so they are printed separately.
 
-Nothing is waited for, so times are the thread's own, which another program on the machine disturbs little.
+The process never waits, so times are processor times of its thread, which other programs on the machine disturb little.
 Every parameter has 16 * 1024 elements, which need no padding up to 1024 ranks: flat buffers are equal, shards shrink.
 """
 
@@ -46,7 +46,7 @@ Times = dict[str, float]
 
 
 class Silent(Collectives):
-    """No communication: weights and gradients are zeros, since arithmetic on what memory holds may be slow."""
+    """Collectives without communication: they write zeros, because arithmetic on uninitialized memory may be slow."""
 
     def all_gather(self, out: Tensor, shard: Tensor, label: str, split_sizes: Sequence[int] = ()) -> Work:
         out.zero_()
@@ -72,7 +72,7 @@ class Silent(Collectives):
 
 
 class Timed(Collectives):
-    """Takes the time of the calls and of their completion."""
+    """Collectives that time their calls and the completion."""
 
     seconds = 0.0
 
@@ -93,7 +93,7 @@ class Timed(Collectives):
         start = time.thread_time()
         work = call(*args)
         if work is not None:
-            work.wait()  # a finished work; it only has to be counted
+            work.wait()  # already finished; the call only needs to be counted
         self.seconds += time.thread_time() - start
         return work
 
@@ -123,7 +123,7 @@ def _chain(units: int, parameters: int) -> nn.Sequential:
 
 
 def _plain(units: int, parameters: int, steps: int) -> Times:
-    """The same arithmetic without an engine, and without an optimizer: its update is the engine's to answer for."""
+    """Times the same arithmetic without an engine and without an optimizer: the update counts as the engine's."""
     model = _chain(units, parameters).bfloat16()
     return _timed_steps(model, lambda loss: loss.backward(), lambda: model.zero_grad(), lambda: 0.0, steps)
 
@@ -135,7 +135,7 @@ def _engine(units: int, parameters: int, steps: int, world_size: int, kind: type
         "zero_optimization": {
             "stage": 3,
             "stage3_param_persistence_threshold": 0,
-            "stage3_max_reuse_distance": 0,  # every unit goes and comes back
+            "stage3_max_reuse_distance": 0,  # reshards and unshards every unit
         },
         "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
     }
@@ -156,7 +156,7 @@ def _timed_steps(
     spent: Callable[[], float],
     steps: int,
 ) -> Times:
-    """The medians over `steps` steps, after some that only warm up."""
+    """Returns the medians over `steps` steps, after some warm-up steps."""
     x = torch.zeros(1, WIDTH, dtype=torch.bfloat16, requires_grad=True)
     rows: list[list[float]] = []
     for _ in range(steps + 5):
@@ -173,20 +173,20 @@ def _timed_steps(
 
 
 def _least(measure: Callable[[], Times], rounds: int) -> Times:
-    """Of several rounds the least of each: what else runs on the machine only ever adds."""
+    """Returns the smallest value of each phase over several rounds, because other programs can only add time."""
     found = [measure() for _ in range(rounds)]
     return {name: min(times[name] for times in found) for name in found[0]}
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--units", default=32, help="Blocks, each a unit.")
-@click.option("--parameters", default=2, help="Of each unit.")
-@click.option("--steps", default=40, help="Steps in a round; the median counts.")
-@click.option("--rounds", default=3, help="Rounds; the least counts.")
+@click.option("--units", default=32, help="Number of blocks, each a unit.")
+@click.option("--parameters", default=2, help="Parameters of each unit.")
+@click.option("--steps", default=40, help="Steps in a round; the result is the median.")
+@click.option("--rounds", default=3, help="Rounds; the result is the fastest.")
 @click.option("--world-sizes", default="2,64,1024", help="Separated by commas.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the results here.")
 def main(units: int, parameters: int, steps: int, rounds: int, world_sizes: str, json_path: Path | None) -> None:
-    """Microseconds of the engine's own Python per unit and step."""
+    """Measures the microseconds of the engine's Python per unit and step."""
     torch.set_num_threads(1)
     plain = _least(lambda: _plain(units, parameters, steps), rounds)
     rows: list[dict[str, Any]] = []

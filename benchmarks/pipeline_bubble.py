@@ -1,11 +1,11 @@
-"""The idle part of a pipeline's steps, measured, against the formula of its schedules, (p - 1) / (m + p - 1).
+"""Compares the measured idle part of a pipeline's steps with the formula of its schedules, (p - 1) / (m + p - 1).
 
     python benchmarks/pipeline_bubble.py [--stages 2,3,4] [--micro-batches 4,8] [--markdown FILE] [--check]
 
-p ranks have one stage each. A stage computes next to nothing and sleeps, twice as long in backward as in forward: what
-is measured is the schedule, on any number of cores. A rank is idle while it does not sleep; the time of a step is that
-of the whole `train_batch` of the slowest rank, with the agreement on the batch, the optimizer's step and the loss. The
-mean over ranks is taken per step, and the median over steps. The bar: within 10 % of the formula.
+p ranks have one stage each. A stage computes almost nothing and sleeps, twice as long in backward as in forward, so the
+result depends only on the schedule, for any number of cores. A rank is idle while it does not sleep. The time of a step
+is that of the whole `train_batch` of the slowest rank, including the agreement on the batch, the optimizer's step and
+the loss. The result is the median over steps of the mean over ranks. The bar: within 10 % of the formula.
 
 (GPipe: Huang et al., 2019, arXiv:1811.06965, section 2.3; 1F1B: Narayanan et al., 2021, arXiv:2104.04473, section 2.2.)
 """
@@ -31,7 +31,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 
 
 def run_rank(stages: int, micro_batches: list[int], forward_seconds: float, steps: int) -> None:
-    """Trains by every schedule; rank 0 prints one JSON line."""
+    """Trains with every schedule; rank 0 prints one JSON line."""
     import torch
     from torch import Tensor, nn
 
@@ -87,7 +87,7 @@ def run_rank(stages: int, micro_batches: list[int], forward_seconds: float, step
                 slept, start = 0.0, time.perf_counter()
                 engine.train_batch(iter([batch] * count))
                 times = job.gather_objects((time.perf_counter() - start, slept), "times")
-                if step:  # the first one learns the shapes between stages
+                if step:  # the first step learns the shapes between stages
                     longest = max(seconds for seconds, _ in times)
                     idle.append(1 - statistics.fmean(busy for _, busy in times) / longest)
             found.append({"schedule": schedule, "micro_batches": count, "idle": idle})
@@ -134,10 +134,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", default="2,3,4")
     parser.add_argument("--micro-batches", default="4,8")
-    parser.add_argument("--seconds", type=float, default=0.15, help="of a forward of one micro-batch on one stage")
+    parser.add_argument("--seconds", type=float, default=0.15, help="seconds of a forward of one micro-batch")
     parser.add_argument("--steps", type=int, default=5, help="timed ones")
-    parser.add_argument("--markdown", type=Path, help="write the table here, too")
-    parser.add_argument("--check", action="store_true", help="exit code 1 beyond the bar")
+    parser.add_argument("--markdown", type=Path, help="also write the table to this file")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if the bar is missed")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     stages, micro_batches = (
@@ -153,7 +153,7 @@ def main() -> None:
         f"--seconds {options.seconds:g} --steps {options.steps}`: a rank per stage, over gloo on one machine",
         f"with {os.cpu_count()} cores, whose load average was {os.getloadavg()[0]:.1f} at the start. A forward of a",
         f"micro-batch on a stage sleeps {options.seconds:g} s, its backward twice that. Idle is the median over",
-        f"{options.steps} steps, with the least and the most in parentheses; the formula is (p - 1) / (m + p - 1).",
+        f"{options.steps} steps, with the smallest and largest in parentheses; the formula is (p - 1) / (m + p - 1).",
         "",
         "| schedule | stages p | micro-batches m | formula | idle | of the formula |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",

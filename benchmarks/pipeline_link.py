@@ -1,11 +1,11 @@
-"""Step time of a pipeline whose stages lie on the two sides of a slow link, beside stage 3 across the same link.
+"""Compares the step time of a pipeline across a slow link with that of stage 3 across the same link.
 
     sudo python benchmarks/pipeline_link.py [--rate 300] [--markdown FILE] [--check]
 
 Two network namespaces with two ranks each, joined by a link with a token bucket, as in `throttled.py`; it needs root,
 `ip` and `tc`. Every combination trains the same small Llama in bf16 on the same samples of a step, one after the other
-in the same processes; a step's time is the median over its steps of that of the slowest rank. Bytes across are counted
-message by message on every rank, by axis. The bar: the pipeline at least 3 times as fast as stage 3.
+in the same processes. The step time is the median over steps of the slowest rank's time. Every rank counts the bytes
+across the link message by message and by axis. The bar: the pipeline at least 3 times as fast as stage 3.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from throttled import HOSTS, RANKS_PER_HOST, run_on_two_hosts
 
 BAR = 3.0
 VOCAB = 512
-# Axes of the mesh, stage, micro-batches of a step: every combination sees 8 samples of a micro-batch of one.
+# Axes of the mesh, stage, micro-batches of a step: every combination trains on 8 samples in micro-batches of one.
 COMBINATIONS: dict[str, tuple[dict[str, int], int, int]] = {
     "stage 3 over 4 ranks": ({}, 3, 2),
     "stage 1 over 4 ranks": ({}, 1, 2),
@@ -34,7 +34,7 @@ COMBINATIONS: dict[str, tuple[dict[str, int], int, int]] = {
 
 
 def run_rank(steps: int, hidden: int, layers: int, tokens: int) -> None:
-    """Trains by every combination; rank 0 prints one JSON line."""
+    """Trains with every combination; rank 0 prints one JSON line."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -91,10 +91,10 @@ def run_rank(steps: int, hidden: int, layers: int, tokens: int) -> None:
                     total += loss.detach().float() / len(own)
             taken = torch.tensor([time.perf_counter() - start])
             job.all_reduce(taken, "max", "measure")
-            if not axes:  # `train_batch` returns that of all ranks
+            if not axes:  # `train_batch` returns the loss of all ranks
                 job.all_reduce(total, "sum", "measure")
                 loss = total / places
-            if step >= 2:  # the first records the order of the modules, the second warms up what follows it
+            if step >= 2:  # step 0 records the module order, step 1 warms up prefetching
                 seconds.append(taken.item())
             losses.append(loss.item())
         by_axis = job.gather_objects({axis: links["across"] for axis, links in counting.nbytes_by_axis().items()}, "by")
@@ -109,13 +109,13 @@ def run_rank(steps: int, hidden: int, layers: int, tokens: int) -> None:
 def main() -> None:
     """Measures every combination."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", type=int, default=300, help="of the link, Mbit/s")
+    parser.add_argument("--rate", type=int, default=300, help="rate of the link, Mbit/s")
     parser.add_argument("--steps", type=int, default=5, help="timed ones")
     parser.add_argument("--hidden", type=int, default=384)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--markdown", type=Path, help="write the table here, too")
-    parser.add_argument("--check", action="store_true", help="exit code 1 below the bar")
+    parser.add_argument("--markdown", type=Path, help="also write the table to this file")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if the bar is missed")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     sizes = [f"--{name}={getattr(options, name)}" for name in ("steps", "hidden", "layers", "tokens")]
@@ -133,7 +133,7 @@ def main() -> None:
         f"namespaces with {RANKS_PER_HOST} ranks each, and {options.rate} Mbit/s between them in each direction",
         f"(a token bucket, `tc tbf`), {os.cpu_count()} cores for all; the load average was {load:.1f} at the start.",
         f"A Llama of {slowest['numel'] / 1e6:.1f} M parameters in bf16, 8 samples of {options.tokens} tokens in each",
-        "step. MB are what all ranks together send across in a step, counted.",
+        "step. MB are the counted megabytes that all ranks together send across in a step.",
         "",
         "| | seconds per step | times as fast as stage 3 | MB across: ZeRO | between stages | last loss |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",

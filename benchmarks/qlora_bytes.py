@@ -1,10 +1,10 @@
-"""QLoRA at stage 3: the bytes of a quantised base on a rank, and those of its gathers, on 1, 2 and 4 CPU ranks.
+"""Counts the bytes of a quantized base on a rank, and of its gathers: QLoRA at stage 3 on 1, 2 and 4 CPU ranks.
 
     python benchmarks/qlora_bytes.py [--ranks 1 2 4] [--markdown FILE] [--check]
 
-Trains adapters on a small Llama with random weights for two steps in bf16. The base is bitsandbytes' NF4 (with double
-quantisation or without), or stored by `frozen_weights`. Engine and `RecordingCollectives` count the bytes. Needs peft,
-transformers and, for its rows, bitsandbytes.
+Trains adapters on a small Llama with random weights for two steps in bf16. The base is bitsandbytes' NF4 (with or
+without double quantization), or stored with `frozen_weights`. Engine and `RecordingCollectives` count the bytes. Needs
+peft, transformers and, for its rows, bitsandbytes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _model(base: str) -> Any:
 
 
 def quantize(llama: nn.Module, *, nested: bool) -> None:
-    """Puts bitsandbytes' NF4 layers in the place of all linear ones but the head."""
+    """Replaces all linear layers except the head by bitsandbytes' NF4 layers."""
     from bitsandbytes.nn import Linear4bit
 
     for name, module in list(llama.named_modules()):
@@ -129,7 +129,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--markdown", type=Path)
-    parser.add_argument("--check", action="store_true", help="exit code 1 above a bar")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a bar is missed")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.folder is not None:

@@ -1,7 +1,7 @@
-"""Starts the ranks of every contender and lets the contenders run in turn, round after round.
+"""Starts the ranks of every contender and runs the contenders in turn, round after round.
 
-A machine is never equally fast for minutes on end, so no contender is measured in one go: each round has all of them,
-in an order of its own, and what is compared is their times in the same round. Who is not running is blocked.
+The speed of a machine varies over minutes. Each round therefore runs all contenders, in a random order, and ratios
+compare times of the same round. Contenders that are not running block.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ OLDER = "@older"
 
 
 class ContenderFailed(Exception):
-    """A rank ended or did not answer; the message is the end of its log."""
+    """Raised if a rank ended or did not answer; the message is the end of its log."""
 
 
 class TooLittleMemory(Exception):
-    """The contenders would swap or be killed, and so measure nothing."""
+    """Raised if the contenders do not fit in memory: they would swap or be killed."""
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """What is the same for all contenders.
+    """Settings that all contenders share.
 
     Attributes:
-        steps: timed in each round.
-        warmup: untimed at the beginning, besides one before the timed ones of each round.
-        deepspeed_python: interpreter that has DeepSpeed; None where there is none.
-        older: another checkout of this tree, where contenders whose names end in `OLDER` run; "" for none.
+        steps: timed steps in each round.
+        warmup: untimed steps at the start, in addition to one before the timed steps of each round.
+        deepspeed_python: interpreter that has DeepSpeed, or None.
+        older: another checkout of this tree, which runs contenders whose names end in `OLDER`; "" for none.
     """
 
     shape: Shape
@@ -63,18 +63,18 @@ class Conditions:
 
 @dataclass
 class Result:
-    """What one contender did.
+    """Measurements of one contender.
 
     Attributes:
-        seconds: per round, the median step.
-        processor_seconds: per round, what the median step takes of the processor, all threads, mean over ranks.
-        phases: per round, the median forward, backward and update.
-        losses: per round, after its last step, the mean over ranks.
-        peak_rss: bytes, the worst rank, while the rounds ran.
-        peak_rss_start: bytes, the worst rank, from its start to the end of the warm-up.
-        sent_nbytes: per step, rank 0, by collective; empty where not counted.
-        model_state_nbytes: rank 0, between two steps; empty where not counted.
-        failure: why there is nothing of the above.
+        seconds: median step time of each round.
+        processor_seconds: processor time of the median step of each round, all threads, mean over ranks.
+        phases: median times of forward, backward and update in each round.
+        losses: mean loss over ranks after the last step of each round.
+        peak_rss: peak in bytes of the worst rank during the rounds.
+        peak_rss_start: peak in bytes of the worst rank, from its start to the end of the warm-up.
+        sent_nbytes: bytes that rank 0 sends per step, by collective; empty if not counted.
+        model_state_nbytes: bytes of model states of rank 0 between two steps; empty if not counted.
+        failure: reason why the measurements are missing.
     """
 
     numel: int = 0
@@ -96,11 +96,11 @@ def race(
     """Runs all rounds.
 
     Args:
-        say: called with progress messages.
+        say: function that gets progress messages.
 
     Raises:
-        ContenderFailed: one that had started well broke off.
-        TooLittleMemory: they do not all fit.
+        ContenderFailed: if a contender fails after a successful start.
+        TooLittleMemory: if the contenders do not all fit in memory.
     """
     results = {name: Result() for name in names}
     teams: dict[str, _Team] = {}
@@ -144,7 +144,7 @@ def _started(name: str, conditions: Conditions, result: Result) -> _Team:
 
 def _run(team: _Team, steps: int, result: Result) -> None:
     answers = team.ask({"do": "steps", "count": steps + 1})
-    # A step is over when the slowest rank is through; the first one finds caches that others have used.
+    # A step ends when the slowest rank ends; the first one runs with caches that others have used.
     worst = [
         [max(phase) for phase in zip(*(answer["seconds"][step] for answer in answers), strict=True)]
         for step in range(1, steps + 1)
@@ -190,21 +190,21 @@ class _Team:
             )
 
     def ask(self, order: dict[str, Any]) -> list[dict[str, Any]]:
-        """Gives all ranks the order and waits for what they answer, by rank."""
+        """Sends the order to all ranks and returns their answers, by rank."""
         for process in self._ranks:
             assert process.stdin is not None, "started with a pipe"
             try:
                 process.stdin.write(json.dumps(order) + "\n")
                 process.stdin.flush()
             except BrokenPipeError:
-                pass  # it is gone; `answers` says why
+                pass  # it has ended; `answers` reports why
         return self.answers()
 
     def answers(self) -> list[dict[str, Any]]:
-        """One answer per rank.
+        """Returns one answer per rank.
 
         Raises:
-            ContenderFailed: a rank is gone or silent.
+            ContenderFailed: if a rank has ended or is silent.
         """
         found = []
         for process, log in zip(self._ranks, self._logs, strict=True):
@@ -217,7 +217,7 @@ class _Team:
         return found
 
     def stop(self) -> None:
-        """Ends the ranks: asks first, by closing their input."""
+        """Ends the ranks: first closes their input, then kills them."""
         for process in self._ranks:
             assert process.stdin is not None, "started with a pipe"
             process.stdin.close()
@@ -243,7 +243,7 @@ def _environment(rank: int, conditions: Conditions, port: int, tree: Path, *, fo
         "OMP_NUM_THREADS": str(conditions.threads),
         "MKL_NUM_THREADS": str(conditions.threads),
     }
-    if foreign:  # it has its own packages
+    if foreign:  # its interpreter has its own packages
         environment.pop("PYTHONPATH", None)
     else:
         paths = [str(tree), environment.get("PYTHONPATH", "")]

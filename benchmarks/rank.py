@@ -1,11 +1,11 @@
-"""One rank of one contender: builds it, then does as the driver says, one JSON line at a time.
+"""One rank of one contender: builds it, then follows the orders of the driver, one JSON line at a time.
 
-Started by `race.py`, which also sets the environment. Between two lines it blocks on a pipe, so that a contender that
-is not running takes no time from the one that is.
+`race.py` starts it and sets the environment. Between two lines it blocks on a pipe, so that a waiting contender takes
+no time from the running one.
 
     {"do": "steps", "count": 5}  ->  {"seconds": [[forward, backward, update], ...], "processor": [...], "loss": ...,
                                        "facts": {...}}
-    {"do": "peak"}               ->  {"peak_rss": bytes since the last such question}
+    {"do": "peak"}               ->  {"peak_rss": bytes since the last such order}
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def main() -> None:
     for line in sys.stdin:
         order = json.loads(line)
         _answer(answers, trainer.steps(order["count"]) if order["do"] == "steps" else {"peak_rss": _peak_rss()})
-    # The groups' threads may wait for peers that are gone already.
+    # The groups' threads may wait for peers that have already ended.
     sys.stderr.flush()
     os._exit(0)
 
 
 class Trainer:
-    """Goes round the batches and times every phase."""
+    """Trains on the batches in turn and times every phase."""
 
     def __init__(self, contender: Contender, shape: Shape) -> None:
         self.contender = contender
@@ -51,7 +51,7 @@ class Trainer:
         self.taken = 0
 
     def steps(self, count: int) -> dict[str, Any]:
-        """Runs `count` steps; the loss is that of the last one."""
+        """Runs `count` steps; returns their times and the loss of the last one."""
         contender, seconds, processor = self.contender, [], []
         loss = torch.tensor(float("nan"))
         contender.facts()
@@ -72,7 +72,7 @@ class Trainer:
 
 
 def _private_stdout() -> TextIO:
-    """The pipe to the driver; whatever else prints goes to the log instead."""
+    """Returns the pipe to the driver; redirects all other output to the log."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return answers
@@ -84,7 +84,7 @@ def _answer(answers: TextIO, fact: dict[str, Any]) -> None:
 
 
 def _peak_rss() -> int:
-    """The kernel's high-water mark of this process, which is then set back to what it has now."""
+    """Returns the kernel's high-water mark of this process, and resets it to the current size."""
     status = Path("/proc/self/status").read_text()
     kilobytes = next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))
     Path("/proc/self/clear_refs").write_text("5")

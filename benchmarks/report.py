@@ -1,4 +1,4 @@
-"""Turns the results of a race into tables, ratios, the bars they have to pass, and JSON."""
+"""Turns the results of a race into tables, ratios, bars and JSON."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["Bar", "Ratio", "bars", "document", "holds", "losses_agree", "machine
 
 MIB = 1 << 20
 LOSS_TOLERANCE = 0.01
-"""Relative; bf16 keeps 8 bits, and the engines round at different places."""
+"""Largest relative difference of losses: bf16 keeps 8 bits, and the engines round at different places."""
 
 Results = Mapping[str, Result]
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """Of two contenders' times, taken round by round."""
+    """Ratio of two contenders' times, computed per round."""
 
     median: float
     low: float
@@ -37,7 +37,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Bar:
-    """One thing that has to hold."""
+    """A requirement: a value and its upper limit."""
 
     claim: str
     value: float
@@ -49,7 +49,7 @@ class Bar:
 
 
 def ratio(of: Result, to: Result, measure: str = "seconds") -> Ratio:
-    """Median, smallest and largest of the rounds' ratios."""
+    """Returns median, smallest and largest of the rounds' ratios."""
     pairs = [mine / theirs for mine, theirs in zip(getattr(of, measure), getattr(to, measure), strict=True)]
     return Ratio(statistics.median(pairs), min(pairs), max(pairs))
 
@@ -60,10 +60,10 @@ def _fastest(results: Results, names: Iterable[str]) -> str | None:
 
 
 _OTHER_TRAINING = ("bare", "ddp-bf16")
-# What is held against what. A name with variants stands for the fastest of them.
+# Contender, peers, limit. A name with variants means the fastest of them.
 _DDP = ("ddp-master", "ddp-autocast")
 _DEEPSPEED_2 = ("deepspeed-2", "deepspeed-2-torch-adam")
-# Not fsdp2-keep, which is sharded in backward only: the table shows it too.
+# Without fsdp2-keep, which is sharded in backward only; the table shows it.
 _STAGE_3 = ("fsdp2", "fsdp2-fp32-reduce", "deepspeed-3", "deepspeed-3-lean", "deepspeed-3-torch-adam")
 _SPEED_BARS = (
     ("zeroaccel-3-lean", _STAGE_3, 0.6),
@@ -72,12 +72,12 @@ _SPEED_BARS = (
     ("zeroaccel-2", _DDP, 1.0),
 )
 _MEMORY_BARS = (("zeroaccel-3-lean", "fsdp2", 1.1), ("zeroaccel-3", "fsdp2", 1.1), ("zeroaccel-3", "fsdp2-keep", 1.1))
-# Gathers and reductions of the model. Stage 3 with the default reuse distance keeps so small a model unsharded.
+# Gathers and reductions of the model. Stage 3 with the default reuse distance keeps this small model unsharded.
 _TRAFFIC = {"zeroaccel-0": 2, "zeroaccel-1": 2, "zeroaccel-2": 2, "zeroaccel-3": 2, "zeroaccel-3-lean": 3}
 
 
 def bars(results: Results, world_size: int) -> list[Bar]:
-    """All bars whose contenders ran."""
+    """Returns all bars whose contenders ran."""
     there = {name: result for name, result in results.items() if not result.failure}
     found = []
     for name, peers, limit in _SPEED_BARS:
@@ -97,14 +97,14 @@ def bars(results: Results, world_size: int) -> list[Bar]:
 
 
 def traffic(result: Result, world_size: int) -> float:
-    """Bytes a rank sends per step, in units of what it sends when the bf16 model is gathered once."""
+    """Returns the bytes that a rank sends per step, divided by those of one gather of the bf16 model."""
     return sum(result.sent_nbytes.values()) / (2 * result.numel * (world_size - 1) / world_size)
 
 
 def losses_agree(results: Results) -> tuple[str, float]:
-    """The contender whose loss is farthest from the median of all, in any round, and how far, relatively.
+    """Returns the contender whose loss is farthest from the median in any round, and its relative distance.
 
-    What trains without fp32 masters, or not at all, is left out.
+    Leaves out contenders that train without fp32 masters, or not at all.
     """
     there = {name: r for name, r in results.items() if not r.failure and name not in _OTHER_TRAINING}
     middle = [statistics.median(losses) for losses in zip(*(r.losses for r in there.values()), strict=True)]
@@ -117,14 +117,14 @@ def losses_agree(results: Results) -> tuple[str, float]:
 
 
 def holds(results: Results, world_size: int) -> bool:
-    """Every bar is passed and the losses agree."""
+    """Returns True if every bar is met and the losses agree."""
     there = [result for result in results.values() if not result.failure]
     agree = len(there) < 2 or losses_agree(results)[1] <= LOSS_TOLERANCE
     return agree and all(bar.passed for bar in bars(results, world_size))
 
 
 def show(results: Results, conditions: Conditions, console: Console) -> None:
-    """Prints everything there is to see."""
+    """Prints tables, ratios and bars."""
     there = {name: result for name, result in results.items() if not result.failure}
     references = [name for name in (_fastest(there, names) for names in _COLUMNS) if name]
     if there:
@@ -176,7 +176,7 @@ def _show_times(there: Results, references: Sequence[str], conditions: Condition
 
 
 def pairs_of(there: Results) -> list[tuple[str, str, Ratio, Ratio]]:
-    """Compiled contenders beside themselves in eager mode and FSDP2 compiled; others beside those of an older tree."""
+    """Returns pairs to compare: compiled contenders with eager ones and compiled FSDP2; others with an older tree."""
     pairs = [(name, name.removesuffix(_COMPILED)) for name in there if name.endswith(_COMPILED)]
     pairs += [(name, _PEER) for name, _ in pairs if name != _PEER]
     pairs += [(name.removesuffix(OLDER), name) for name in there if name.endswith(OLDER)]
@@ -188,7 +188,7 @@ def pairs_of(there: Results) -> list[tuple[str, str, Ratio, Ratio]]:
 
 
 def document(results: Results, conditions: Conditions) -> dict[str, Any]:
-    """Everything about one heat, for JSON."""
+    """Returns all results of one heat, for JSON."""
     there = {name: result for name, result in results.items() if not result.failure}
     return {
         "results": {name: asdict(result) for name, result in results.items()},
@@ -200,7 +200,7 @@ def document(results: Results, conditions: Conditions) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """What it ran on."""
+    """Returns a description of the machine."""
     return {"cpu": _cpu(), "cores": os.cpu_count(), "python": platform.python_version()}
 
 

@@ -1,10 +1,10 @@
-"""What weights for a generator cost: gathered bytes, the peak of a stream, deltas of 200 steps, and 1,024 ranks.
+"""Measures the cost of weights for a generator: gathered bytes, peak of a stream, deltas of 200 steps, 1,024 ranks.
 
     python benchmarks/rollout_streams.py [--steps 200] [--markdown FILE] [--check]
 
-Trains the GPT of examples/train_gpt.py on its text, ZeRO-3 in bf16 on two CPU ranks. A receiver beside rank 0 is
-compared with the engine, bit for bit, after each delta. Bytes are counted by `RecordingCollectives`; the table of a
-large job follows from closed forms and the measured payload.
+Trains the GPT of examples/train_gpt.py on its text, ZeRO-3 in bf16 on two CPU ranks. After each delta
+it compares the bits of a receiver beside rank 0 with those of the engine. `RecordingCollectives` counts the bytes; the
+table of a large job uses closed forms and the measured payload.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _step(engine: Any, data: Iterator[Any]) -> float:
 
 
 def _gathers() -> dict[str, float]:
-    """Elements that each way gathers, over those of the padded model, and the peak of a stream in units and buckets."""
+    """Returns gathered elements of each way / those of the padded model, and a stream's peak in units and buckets."""
     from zeroaccel.zero import GatheredParameters
 
     engine, counted, data = _engine(SMALL_RATE)
@@ -112,7 +112,7 @@ def _gathers() -> dict[str, float]:
 
 
 def _trained(steps: int) -> dict[str, Any]:
-    """Weights after so many steps at the larger rate."""
+    """Returns the weights after `steps` steps at the larger rate."""
     from zeroaccel.zero import safe_get_full_fp32_param
 
     engine, _, data = _engine(LARGE_RATE)
@@ -124,7 +124,7 @@ def _trained(steps: int) -> dict[str, Any]:
 
 
 def _follow(rate: float, steps: int, start: dict[str, Any] | None = None) -> dict[str, float]:
-    """Payloads of deltas over the bytes of the weights; fails where a bit of the receiver differs."""
+    """Returns payloads of deltas / bytes of the weights; fails if a bit of the receiver differs."""
     import torch
 
     from zeroaccel.rollout import Packet, WeightReceiver
@@ -162,7 +162,7 @@ def _follow(rate: float, steps: int, start: dict[str, Any] | None = None) -> dic
 
 
 def _step_times(rounds: int) -> list[float]:
-    """Seconds of a step with marks / without, of one engine in turn."""
+    """Returns the ratios of step times with marks / without, measured in turn on one engine."""
     engine, _, data = _engine(SMALL_RATE)
     ratios = []
     for _ in range(3):
@@ -171,7 +171,7 @@ def _step_times(rounds: int) -> list[float]:
         took = {}
         for marks in (bool(number % 2), not number % 2):
             engine.mark_changes(marks)
-            _step(engine, data)  # makes the bits
+            _step(engine, data)  # allocates the bits
             took[marks] = min(_step(engine, data) for _ in range(3))
         ratios.append(took[True] / took[False])
     engine.destroy()
@@ -179,7 +179,7 @@ def _step_times(rounds: int) -> list[float]:
 
 
 def _adapter_times(rounds: int) -> list[float]:
-    """Seconds of a stream that merges LoRA of all layers / one that leaves adapters apart, in turn."""
+    """Returns time ratios of a stream that merges LoRA of all layers / one that sends adapters apart, in turn."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -211,7 +211,7 @@ def _adapter_times(rounds: int) -> list[float]:
 
 
 def measure(steps: int) -> None:
-    """One rank's part."""
+    """Runs all measurements as one rank."""
     import torch
 
     torch.set_num_threads(1)
@@ -228,10 +228,10 @@ def measure(steps: int) -> None:
 
 
 def _large_job(payload: float) -> Iterator[str]:
-    """Rows for `RANKS` ranks that hold `NUMEL` bf16 weights; every link carries `LINK` bytes per second."""
+    """Returns rows for `RANKS` ranks that hold `NUMEL` bf16 weights; every link carries `LINK` bytes per second."""
     weights = 2 * NUMEL
     shard = weights / RANKS
-    gathered = weights - shard  # what a rank receives in gathers of all units
+    gathered = weights - shard  # bytes that a rank receives in gathers of all units
     rows = [
         ("gather all units, one rank sends them", gathered, weights, UNITS * (RANKS - 1), gathered + weights),
         ("the same as a stream: gathers and sends overlap", gathered, weights, UNITS * (RANKS - 1), weights),
@@ -243,7 +243,7 @@ def _large_job(payload: float) -> Iterator[str]:
 
 
 def report(found: dict[str, Any]) -> Iterator[str]:
-    """The tables."""
+    """Returns the tables."""
     gathers, small, fresh, large, times = (found[key] for key in ("gathers", "small", "fresh", "large", "times"))
     yield f"# Weights to a generator, {date.today()}"
     yield ""
@@ -277,7 +277,7 @@ def report(found: dict[str, Any]) -> Iterator[str]:
     yield f"Step with marks / step without: {statistics.median(times):.3f} ({spread})."
     merged = found["adapters"]
     spread = f"{min(merged):.3f}..{max(merged):.3f}, {len(merged)} rounds"
-    yield f"Stream that merges LoRA of all layers / that leaves it apart: {statistics.median(merged):.3f} ({spread})."
+    yield f"Stream that merges LoRA of all layers / that sends it apart: {statistics.median(merged):.3f} ({spread})."
     yield ""
     yield (
         f"Closed forms for {RANKS:,} ranks and {NUMEL / 1e9:.0f} B bf16 parameters in {UNITS} units, links of "
@@ -297,7 +297,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--markdown", type=Path)
-    parser.add_argument("--check", action="store_true", help="exit code 1 where a bar is not met")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a bar is missed")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.rank:

@@ -1,11 +1,11 @@
-"""How long a person waits before the first step: imports, `prepare`, and the step itself.
+"""Measures the time until the end of the first step: imports, `prepare`, and the step itself.
 
     python benchmarks/start_up.py
 
-Imports are timed in fresh interpreters, in turn, and the least of each is shown: what else the machine does can only
-add. `prepare` and the first step are timed on two ranks after the imports, with the model of `make demo`
-(examples/train_gpt.py), at stages 0 and 3; kernels come from Numba's cache, which the first run on a machine fills. The
-processor time of a rank, all threads, is what a loaded machine disturbs less.
+The program times imports in fresh interpreters, in turn, and shows the smallest time of each, because other programs
+can only add time. It times `prepare` and the first step on two ranks after the imports, with the model of `make demo`
+(examples/train_gpt.py), at stages 0 and 3; kernels come from Numba's cache, which the first run on a machine fills. A
+loaded machine affects the processor time of a rank (all threads) less than the wall-clock time.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ BAR_RATIO, BAR_SECONDS = 1.15, 3.0
 
 
 def seconds_of(statement: str) -> float:
-    """Of a fresh interpreter that only imports."""
+    """Returns the seconds of a fresh interpreter that runs only the import."""
     start = time.perf_counter()
     subprocess.run([sys.executable, "-c", statement], check=True, cwd=ROOT)
     return time.perf_counter() - start
 
 
 def rank(stage: int) -> None:
-    """One rank: prints its times as JSON."""
+    """Trains as one rank and prints its times as JSON."""
     sys.path.insert(0, str(ROOT / "examples"))
     import torch
     from train_gpt import GPT
@@ -40,11 +40,12 @@ def rank(stage: int) -> None:
 
     torch.manual_seed(0)
     model = GPT(dim=320, layers=3, heads=5)
-    torch.set_num_threads(1)  # as the launcher has it where ranks share the cores
+    torch.set_num_threads(1)  # like the launcher for ranks that share the cores
     accelerator = Accelerator(mixed_precision="bf16", zero_plugin=ZeroPlugin(zero_stage=stage))
     tokens = torch.randint(0, 256, (64, 129))
     loader = torch.utils.data.DataLoader(tokens, batch_size=8)  # type: ignore[arg-type]
-    optimizer = torch.optim.AdamW(model.parameters())  # the first of a process imports torch's compiler: about a second
+    # The first optimizer of a process imports torch's compiler, which takes about a second.
+    optimizer = torch.optim.AdamW(model.parameters())
     accelerator.wait_for_everyone()
     start, busy = time.perf_counter(), time.process_time()
     prepared, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -63,7 +64,7 @@ def rank(stage: int) -> None:
 
 
 def first_step(stage: int) -> dict[str, float]:
-    """The times of rank 0 of two."""
+    """Returns the times of rank 0 of two."""
     command = [sys.executable, "-m", "zeroaccel.cli", "launch", "--num_processes", "2", __file__, "--rank", str(stage)]
     result = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True)
     measured: dict[str, float] = json.loads(result.stdout.strip().splitlines()[-1])
@@ -73,7 +74,7 @@ def first_step(stage: int) -> dict[str, float]:
 @click.command()
 @click.option("--rank", "stage", type=int, default=None, hidden=True)
 @click.option("--rounds", default=7, show_default=True, help="Interpreters per statement.")
-@click.option("--check", is_flag=True, help="Exit with 1 if a bar is not held.")
+@click.option("--check", is_flag=True, help="Exit with 1 if a bar is missed.")
 def main(stage: int | None, rounds: int, check: bool) -> None:
     """Measures imports, prepare and the first step."""
     if stage is not None:

@@ -1,10 +1,10 @@
-"""Step time, memory and traffic of zeroaccel, DDP, FSDP2 and DeepSpeed, on this machine.
+"""Compares step time, memory and traffic of zeroaccel, DDP, FSDP2 and DeepSpeed on this machine.
 
     python benchmarks/step_time.py
     python benchmarks/step_time.py --only zeroaccel-3-lean,fsdp2 --rounds 5 --json result.json
     python benchmarks/step_time.py --only zeroaccel-3,zeroaccel-3@older --older ../older
 
-The command line only: `race.py` measures, `report.py` prints.
+This file is the command line; `race.py` measures, and `report.py` prints.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from rich.console import Console
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--rounds", default=15, help="Rounds; each has every contender once.")
+@click.option("--rounds", default=15, help="Rounds; each runs every contender once.")
 @click.option("--steps", default=5, help="Timed steps of a contender in a round.")
 @click.option("--warmup", default=5, help="Untimed steps of a contender at the start.")
 @click.option("--world-size", default=2, help="Processes of each contender.")
 @click.option("--threads", default=1, help="Threads of each process.")
 @click.option("--only", help="Contenders, separated by commas, all in one heat; by default two heats.")
-@click.option("--deepspeed-python", type=click.Path(exists=True, dir_okay=False), help="One that has DeepSpeed.")
+@click.option("--deepspeed-python", type=click.Path(exists=True, dir_okay=False), help="Interpreter with DeepSpeed.")
 @click.option("--older", default="", metavar="TREE", help="Another checkout: --only NAME@older runs NAME there.")
 @click.option("--hidden", default=Shape.hidden)
 @click.option("--layers", default=Shape.layers)
@@ -39,7 +39,9 @@ from rich.console import Console
 @click.option("--vocabulary", default=Shape.vocabulary)
 @click.option("--sequence", default=Shape.sequence)
 @click.option("--batch", default=Shape.batch, help="Sequences per rank and step.")
-@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the results here.")
+@click.option(
+    "--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the results to this file."
+)
 @click.option("--check", is_flag=True, help="Exit with 1 if a bar is missed or the losses disagree.")
 def main(
     rounds: int,

@@ -1,12 +1,13 @@
-"""Step time of stage 3 with and without ZeRO++ between two hosts that share a slow link.
+"""Compares the step time of stage 3 with and without ZeRO++ between two hosts that share a slow link.
 
     sudo python benchmarks/throttled.py --rates 100,300,1000 --markdown result.md
 
 The hosts are two network namespaces joined by a pair of virtual interfaces, each throttled by a token bucket (`tc`),
-with two ranks on each; ranks of one host talk over its loopback. It needs root, `ip` and `tc`, and leaves nothing
-behind.
-All combinations run in the same processes, one after the other; a step's time is the median over its steps of that of
-the slowest rank. The bar: all three at least 1.8 times as fast as plain stage 3 at every rate. Exit code 1 if not.
+with two ranks on each; ranks of one host communicate over its loopback. It needs root, `ip` and `tc`, and removes the
+namespaces at the end.
+All combinations run in the same processes, one after the other; the step time is the median over steps of the slowest
+rank's time. The bar: all three parts of ZeRO++ together at least 1.8 times as fast as plain stage 3 at every rate. Exit
+code 1 if not.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _PORT = 29533
 
 @contextmanager
 def two_hosts(mbit: int) -> Iterator[list[str]]:
-    """The names of two network namespaces joined by a link of this rate in each direction."""
+    """Creates two network namespaces, joined by a link of this rate in each direction; yields their names."""
     spaces = [f"zeroaccel-{os.getpid()}-{host}" for host in range(HOSTS)]
     ends = [f"za{os.getpid() % 10**6}{host}" for host in "ab"]
     try:
@@ -59,7 +60,7 @@ def two_hosts(mbit: int) -> Iterator[list[str]]:
             _inside(space, "ip", "addr", "add", f"10.77.0.{host + 1}/24", "dev", end)
             _inside(space, "ip", "link", "set", "lo", "up")
             _inside(space, "ip", "link", "set", end, "up")
-            burst = max(32, mbit // 4)  # KiB: two milliseconds of it
+            burst = max(32, mbit // 4)  # KiB: two milliseconds of the rate
             shape = f"tc qdisc add dev {end} root tbf rate {mbit}mbit burst {burst}kb latency 400ms"
             _inside(space, *shape.split())
         yield spaces
@@ -80,7 +81,7 @@ def _inside(space: str, *words: str) -> None:
 
 
 def run_rank(steps: int, dim: int, layers: int) -> None:
-    """Trains under every combination; rank 0 prints one JSON line."""
+    """Trains with every combination; rank 0 prints one JSON line."""
     import torch
 
     import zeroaccel
@@ -126,7 +127,7 @@ def run_rank(steps: int, dim: int, layers: int) -> None:
             taken = torch.tensor([time.perf_counter() - start])
             across = counting.across_nbytes()
             counting.all_reduce(taken, "max", "measure")
-            if step >= 2:  # the first records the order of the modules, the second warms up what follows it
+            if step >= 2:  # step 0 records the module order, step 1 warms up prefetching
                 seconds.append(taken.item())
             losses.append(loss.item())
         found[name] = {
@@ -142,7 +143,7 @@ def run_rank(steps: int, dim: int, layers: int) -> None:
 
 
 def run_on_two_hosts(mbit: int, own: list[str]) -> str:
-    """What rank 0 of a command printed that ran as a rank four times, two on each host."""
+    """Runs a command as four ranks, two on each host; returns the output of rank 0."""
     ranks = []
     with two_hosts(mbit) as spaces:
         try:
@@ -190,7 +191,7 @@ def _measure(mbit: int, steps: int, dim: int, layers: int) -> dict[str, Any]:
 @click.option("--steps", default=5, help="Timed steps.")
 @click.option("--dim", default=256, help="Width of the model.")
 @click.option("--layers", default=6)
-@click.option("--markdown", type=click.Path(dir_okay=False, path_type=Path), help="Write the table here, too.")
+@click.option("--markdown", type=click.Path(dir_okay=False, path_type=Path), help="Also write the table to this file.")
 @click.option("--rank", is_flag=True, hidden=True)
 def main(rates: str, steps: int, dim: int, layers: int, markdown: Path | None, rank: bool) -> None:
     """Measures every combination at every rate."""
@@ -202,7 +203,7 @@ def main(rates: str, steps: int, dim: int, layers: int, markdown: Path | None, r
         "",
         f"`python benchmarks/throttled.py --rates {rates} --steps {steps} --dim {dim} --layers {layers}`: two network",
         f"namespaces with {RANKS_PER_HOST} ranks each, a token bucket on the link between them, {os.cpu_count()} cores",
-        "for all. Seconds per step, and how many times as fast as plain stage 3; MB are what rank 0 sends across",
+        "for all. Seconds per step, and the speed-up over plain stage 3; MB are the megabytes that rank 0 sends across",
         "in a step.",
         "",
         "| link | " + " | ".join(COMBINATIONS) + " |",

@@ -1,12 +1,12 @@
-"""How large the tree is, how it is cut, and how many words document it, and how many modules a call passes.
+"""Measures the tree: its size, its modules, its documentation, and the modules that a call passes through.
 
     python benchmarks/tree_measures.py            # this tree
     python benchmarks/tree_measures.py ../older   # another checkout of it
 
-Code lines bear a token; docstrings, comments and blank lines are counted apart. Two paths are traced in a process of
-their own, at world size 1 and stage 3: the modules that are handed the model, the
-optimizer or the loader between `Accelerator.prepare` and the engine, and the modules with a function that one training
-step calls (the third: the first two record the prefetch trace).
+Code lines contain a token; docstrings, comments and blank lines count separately. A separate process traces two paths,
+at world size 1 and stage 3: the modules that get the model, the optimizer or the loader between `Accelerator.prepare`
+and the engine, and the modules with a function that one training step calls (the third step: the first two record the
+prefetch trace).
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ SKIPPED_TOKENS = {
 
 @dataclass(frozen=True)
 class Module:
-    """One file, counted.
+    """Counts of one file.
 
     Attributes:
-        code, docstring, comments: lines of each.
+        code, docstring, comments: number of lines of each.
         imports: code lines of import statements and of `__all__`.
-        functions: code lines of every function, methods and nested ones included.
+        functions: code lines of every function, including methods and nested functions.
         classes: names of the classes at the top of the module.
         imported: modules of the tree that it imports.
     """
@@ -77,7 +77,7 @@ def count(text: str, name: str, is_package: bool, names: set[str]) -> Module:
     targets: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            docstrings.update(range(node.lineno, (node.end_lineno or 0) + 1))  # of fields, too
+            docstrings.update(range(node.lineno, (node.end_lineno or 0) + 1))  # docstrings of fields, too
         if isinstance(node, (ast.Import, ast.ImportFrom)) or (isinstance(node, ast.Assign) and _assigns_all(node)):
             imports.update(range(node.lineno, (node.end_lineno or 0) + 1))
             targets.update(_targets(node, name, is_package, names))
@@ -121,7 +121,7 @@ def modules_of(root: Path) -> dict[Path, Module]:
     return {path: count((root / path).read_text(), module_name(path), path.stem == "__init__", names) for path in paths}
 
 
-# Runs in a process of its own, in the tree that is measured.
+# Runs in a separate process, in the measured tree.
 TRACED = """
 import json, os, socket, sys
 import torch
@@ -194,7 +194,7 @@ def traced(root: Path) -> Mapping[str, list[str]]:
 
 @click.command()
 @click.argument("root", type=click.Path(exists=True, file_okay=False, path_type=Path), default=".")
-@click.option("--paths/--no-paths", default=True, help="Trace `prepare` and a training step, too.")
+@click.option("--paths/--no-paths", default=True, help="Also trace `prepare` and a training step.")
 def main(root: Path, paths: bool) -> None:
     """Prints the measures of a tree."""
     root = root.resolve()
@@ -251,7 +251,7 @@ def _words(root: Path) -> str:
     pages = [root / "README.md", root / "CONTRIBUTING.md", *sorted((root / "docs").rglob("*.md"))]
     texts = [page.read_text() for page in pages if page.exists()]
     every = sum(len(text.split()) for text in texts)
-    words = sum(any(map(str.isalnum, token)) for text in texts for token in text.split())  # no bars of tables
+    words = sum(any(map(str.isalnum, token)) for text in texts for token in text.split())  # without the bars of tables
     prose = sum(len(_CODE_BLOCK.sub("", text).split()) for text in texts)
     return (
         f"documents: {len(texts)} pages, {every:,} tokens between blanks, {prose:,} without code blocks; "

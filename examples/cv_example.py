@@ -1,8 +1,8 @@
-"""Image classification: squares, discs, triangles and crosses under noise, told apart by a small convolutional network.
+"""Image classification: a small convolutional network distinguishes squares, discs, triangles and crosses in noise.
 
     zeroaccel launch --num_processes 2 --zero_stage 2 examples/cv_example.py
 
-The images are drawn when they are asked for, each from its number; nothing is downloaded.
+The data set draws each image from its number on access; the example downloads nothing.
 """
 
 import argparse
@@ -18,7 +18,7 @@ SIZE = 24
 
 
 class Shapes(Dataset):
-    """`length` images of (1, SIZE, SIZE) with the number of their shape; `first` is the number of the first image."""
+    """`length` images of (1, SIZE, SIZE) with the index of their shape; `first` is the number of the first image."""
 
     def __init__(self, length, first=0):
         self.length, self.first = length, first
@@ -55,9 +55,9 @@ def network(width=16, classes=4):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mixed_precision", choices=["no", "fp16", "bf16"], help="by default what the launcher says")
+    parser.add_argument("--mixed_precision", choices=["no", "fp16", "bf16"], help="default: as set by the launcher")
     parser.add_argument("--num_epochs", type=int, default=5)
-    parser.add_argument("--images", type=int, default=2000, help="to train on; a quarter as many for evaluation")
+    parser.add_argument("--images", type=int, default=2000, help="training images; a quarter as many for evaluation")
     parser.add_argument("--batch_size", type=int, default=32, help="per process")
     parser.add_argument("--lr", type=float, default=1e-2)
     parser.add_argument("--seed", type=int, default=42)

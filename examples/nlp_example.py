@@ -3,7 +3,7 @@
     zeroaccel launch --num_processes 2 --zero_stage 2 examples/nlp_example.py
     python examples/nlp_example.py                    # one process; the script is the same
 
-The lines are code and docstrings of the Python that runs this; nothing is downloaded, and a token is a byte.
+The lines are code and docstrings of the Python standard library; the example downloads nothing, and a token is a byte.
 """
 
 import argparse
@@ -25,7 +25,7 @@ LENGTH = 64
 
 
 def read_lines(count):
-    """`count` pairs of a line and what it is, half of each kind."""
+    """Returns `count` pairs of a line and its class, half of them from each class."""
     found = {PYTHON: [], ENGLISH: []}
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         source = path.read_text(encoding="utf-8", errors="ignore")
@@ -44,7 +44,7 @@ def read_lines(count):
 
 
 def collate(lines):
-    """A batch, padded to its longest line."""
+    """Returns a batch, padded to its longest line."""
     tokens = [torch.tensor(list(text.encode()[:LENGTH])) for text, _ in lines]
     input_ids = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True, padding_value=PADDING)
     labels = torch.tensor([kind for _, kind in lines])
@@ -53,7 +53,7 @@ def collate(lines):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mixed_precision", choices=["no", "fp16", "bf16"], help="by default what the launcher says")
+    parser.add_argument("--mixed_precision", choices=["no", "fp16", "bf16"], help="default: as set by the launcher")
     parser.add_argument("--num_epochs", type=int, default=3)
     parser.add_argument("--lines", type=int, default=2000, help="lines of text, a fifth of them for evaluation")
     parser.add_argument("--batch_size", type=int, default=16, help="per process")
@@ -84,7 +84,7 @@ def main(argv=None):
     model, optimizer, train_dataloader, eval_dataloader = accelerator.prepare(
         model, optimizer, train_dataloader, eval_dataloader
     )
-    # The prepared loader knows how many batches this process gets.
+    # The length of the prepared loader is the number of batches of this process.
     steps = len(train_dataloader) * args.num_epochs
     scheduler = accelerator.prepare(get_linear_schedule_with_warmup(optimizer, steps // 10, steps))
 
@@ -103,7 +103,7 @@ def main(argv=None):
         for batch in eval_dataloader:
             with torch.no_grad():
                 predicted = model(**batch).logits.argmax(dim=-1)
-            # From all processes, without what was repeated to fill up the last batch.
+            # Results of all processes, without the samples repeated to fill the last batch.
             predicted, labels = accelerator.gather_for_metrics((predicted, batch["labels"]))
             correct += (predicted == labels).sum().item()
             total += len(labels)

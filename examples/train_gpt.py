@@ -1,11 +1,11 @@
-"""Trains a small GPT on the bytes of a text, measures it on text it has not seen, and lets it write a few lines.
+"""Trains a small GPT on the bytes of a text, evaluates it on held-out text, and generates a few lines.
 
     zeroaccel launch --num_processes 2 examples/train_gpt.py
     python examples/train_gpt.py --stage 0 --precision fp32 --text book.txt
 
 The text is the source code of Python's standard library, which every machine has, or a file of yours. The model is
-plain PyTorch. What ZeRO takes is `ds_config`, the call of `zeroaccel.initialize`, and `engine` in place of the model,
-the optimizer and the schedule. Ends with exit code 1 unless the loss on unseen text is below its unigram entropy.
+plain PyTorch. ZeRO needs `ds_config`, the call of `zeroaccel.initialize`, and `engine` in place of the model, the
+optimizer and the schedule. The exit code is 1 unless the loss on held-out text is below its unigram entropy.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 import zeroaccel
 
 BYTES = 256
-HELD_OUT_LIMIT = 1 << 18  # bytes; enough to tell models apart, and soon read
+HELD_OUT_LIMIT = 1 << 18  # bytes; enough to distinguish models, and quick to read
 NOT_SOURCE = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages", "dist-packages"}
 
 
@@ -40,7 +40,7 @@ NOT_SOURCE = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-pac
 
 
 def rotated(x: Tensor) -> Tensor:
-    """Rotary positions (Su et al., arXiv:2104.09864, section 3.4). x: (batch, heads, length, dim)."""
+    """Applies rotary positions (Su et al., arXiv:2104.09864, section 3.4). x: (batch, heads, length, dim)."""
     length, dim = x.shape[-2:]
     frequencies = 10_000.0 ** (-torch.arange(0, dim, 2, device=x.device) / dim)
     angles = torch.outer(torch.arange(length, device=x.device), frequencies)
@@ -50,7 +50,7 @@ def rotated(x: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """Attention to what came before, then a two-layer network; each is added to its normalised input."""
+    """Causal attention, then a two-layer network; each is added to its input, which it reads normalised."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class GPT(nn.Module):
 
 
 def corpus(path: Path | None, at_least: int) -> tuple[Tensor, Tensor]:
-    """(training text, held-out text) as uint8: every 25th source file is held out, or the end of the one file."""
+    """Returns (training text, held-out text) as uint8; holds out every 25th source file, or the end of the one file."""
     if path is not None:
         text = path.read_bytes()
         cut = len(text) - min(len(text) // 10, HELD_OUT_LIMIT)
@@ -107,7 +107,7 @@ def corpus(path: Path | None, at_least: int) -> tuple[Tensor, Tensor]:
 
 
 def batches(text: Tensor, size: int, length: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless (inputs, targets), (size, length) each, from random places of the text."""
+    """Yields (inputs, targets) without end, (size, length) each, from random places of the text."""
     random = torch.Generator().manual_seed(seed)
     while True:
         starts = torch.randint(len(text) - length, (size, 1), generator=random)
@@ -116,7 +116,7 @@ def batches(text: Tensor, size: int, length: int, seed: int) -> Iterator[tuple[T
 
 
 def unigram_entropy(text: Tensor) -> float:
-    """Bits per byte that a model needs which knows how often each byte occurs in this text, and nothing more."""
+    """Returns the bits per byte of a model that knows only the frequency of each byte in this text."""
     p = torch.bincount(text.flatten().int(), minlength=BYTES) / text.numel()
     return -torch.xlogy(p, p).sum().item() / math.log(2)
 
@@ -125,7 +125,7 @@ def unigram_entropy(text: Tensor) -> float:
 
 
 def ds_config(args: argparse.Namespace) -> dict[str, Any]:
-    """What a DeepSpeed JSON would say; `zeroaccel.initialize` takes the path of one just as well."""
+    """Returns a config in the format of a DeepSpeed JSON; `zeroaccel.initialize` also takes the path of such a file."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": args.batch_size,
         "gradient_clipping": 1.0,
@@ -142,7 +142,7 @@ def ds_config(args: argparse.Namespace) -> dict[str, Any]:
                 "cos_min_ratio": 0.05,
             },
         },
-        # The threshold keeps biases and norms unsharded on every rank; larger ones are gathered for use.
+        # The threshold keeps biases and norms unsharded on every rank; larger parameters are gathered for use.
         "zero_optimization": {"stage": args.stage, "stage3_param_persistence_threshold": 4 * args.dim},
     }
     if args.precision != "fp32":
@@ -161,14 +161,14 @@ def ds_config(args: argparse.Namespace) -> dict[str, Any]:
 
 def zero_formula(numel: int, stage: int, ranks: int, precision: str) -> float:
     """Bytes of weights, gradients and Adam's state per rank (Rajbhandari et al., arXiv:1910.02054, section 5)."""
-    # Adam has two fp32 moments; 16-bit weights also have an fp32 master, fp32 weights are their own.
+    # Adam has two fp32 moments; 16-bit weights also have an fp32 master, fp32 weights need none.
     weights, gradients, optimizer = (4, 4, 8) if precision == "fp32" else (2, 2, 12)
     shared = [ranks if stage >= first else 1 for first in (3, 2, 1)]
     return numel * (weights / shared[0] + gradients / shared[1] + optimizer / shared[2])
 
 
 def train(engine: zeroaccel.Engine, text: Tensor, args: argparse.Namespace, console: Console) -> dict[str, int]:
-    """The loop of forward, backward and step. Returns the bytes of model state on this rank, gradients included."""
+    """Trains with forward, backward and step. Returns the bytes of model state on this rank, including gradients."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     device = next(engine.parameters()).device
     data = batches(text, args.batch_size, args.seq, seed=args.seed + rank)
@@ -184,7 +184,7 @@ def train(engine: zeroaccel.Engine, text: Tensor, args: argparse.Namespace, cons
             logits = engine(inputs.to(device))
             loss = F.cross_entropy(logits.flatten(0, 1), targets.to(device).flatten())
             engine.backward(loss)
-            # The gradients are reduced; the unsharded ones of stages 0 and 1, which the formula counts, are freed.
+            # Gradients are reduced by now; stages 0 and 1 have freed the unsharded ones, which the formula counts.
             state = engine.model_state_nbytes()
             engine.step()
 
@@ -201,11 +201,11 @@ def train(engine: zeroaccel.Engine, text: Tensor, args: argparse.Namespace, cons
 
 @torch.no_grad()
 def evaluate(engine: zeroaccel.Engine, windows: Tensor, batch_size: int) -> float:
-    """Mean loss in bits per byte. windows: (count, length + 1), count a multiple of the ranks, which share them."""
+    """Returns the mean loss in bits per byte over windows (count, length + 1), with count a multiple of the ranks."""
     engine.eval()
     device = next(engine.parameters()).device
     total = torch.zeros((), device=device)
-    # Each rank has parts of the weights, so all must do equally many forwards.
+    # Each rank has parts of the weights, so all ranks must run the same number of forwards.
     for window in windows[dist.get_rank() :: dist.get_world_size()].split(batch_size):
         ids = window.to(device).long()
         logits = engine(ids[:, :-1])
@@ -216,7 +216,7 @@ def evaluate(engine: zeroaccel.Engine, windows: Tensor, batch_size: int) -> floa
 
 @torch.no_grad()
 def generate(engine: zeroaccel.Engine, prompt: str, length: int, context: int, seed: int) -> str:
-    """Continues `prompt` by `length` bytes. Every rank draws the same ones: equal logits, equal seeds."""
+    """Continues `prompt` by `length` bytes. Every rank draws the same bytes: equal logits, equal seeds."""
     engine.eval()
     device = next(engine.parameters()).device
     random = torch.Generator().manual_seed(seed)
@@ -229,7 +229,7 @@ def generate(engine: zeroaccel.Engine, prompt: str, length: int, context: int, s
 
 
 def finish_report(args: argparse.Namespace, console: Console, seconds: float) -> None:
-    """Has the page made, and says where it is and what to try next."""
+    """Writes the report page, and prints its path and commands to try next."""
     page = args.report / "report.html"
     subprocess.run([sys.executable, "-m", "zeroaccel.cli", "report", args.report, "-o", page], check=True)
     program = os.path.relpath(Path(sys.executable).with_name("zeroaccel"))
@@ -245,7 +245,7 @@ def finish_report(args: argparse.Namespace, console: Console, seconds: float) ->
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", type=Path, metavar="FILE", help="train on this file; the end of it is held out")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="train on this file, and hold out its end")
     parser.add_argument("--stage", type=int, default=3, choices=range(4), help="ZeRO stage [%(default)s]")
     parser.add_argument("--precision", default="bf16", choices=("bf16", "fp16", "fp32"), help="[%(default)s]")
     parser.add_argument("--offload", default="none", choices=("none", "cpu", "nvme"), help="of states [%(default)s]")
@@ -257,10 +257,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=3, help="blocks [%(default)s]")
     parser.add_argument("--heads", type=int, default=5, help="attention heads [%(default)s]")
     parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate [%(default)s]")
-    parser.add_argument("--prompt", default="class ", help="what the model continues at the end [%(default)r]")
+    parser.add_argument("--prompt", default="class ", help="text that the model continues at the end [%(default)r]")
     parser.add_argument("--generate", type=int, default=300, help="bytes to generate [%(default)s]")
-    parser.add_argument("--report", type=Path, metavar="FOLDER", help="write metrics, and a page of them, there")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, batches and generated text [%(default)s]")
+    parser.add_argument("--report", type=Path, metavar="FOLDER", help="write metrics and a report page to this folder")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights, batches and generated text [%(default)s]")
     args = parser.parse_args()
     if args.offload != "none" and args.stage == 0:
         parser.error("--offload: needs --stage 1, 2 or 3")
@@ -274,7 +274,7 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     args, begun = arguments(), time.perf_counter()
     if args.report is not None and os.environ.get("RANK", "0") == "0":
-        shutil.rmtree(args.report / "metrics", ignore_errors=True)  # of an earlier run, which these would continue
+        shutil.rmtree(args.report / "metrics", ignore_errors=True)  # of an earlier run
     torch.manual_seed(args.seed)
     model = GPT(args.dim, args.layers, args.heads)
     engine, _, _, _ = zeroaccel.initialize(model=model, config=ds_config(args))
@@ -282,7 +282,7 @@ def main() -> int:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     console = Console(quiet=rank != 0, highlight=False, soft_wrap=True)
     text, held_out = corpus(args.text, at_least=ranks * (args.seq + 1))
-    # Each window has the inputs and the byte after them, and each rank as many windows.
+    # Each window has the inputs and the byte after them; each rank gets the same number of windows.
     windows = held_out.unfold(0, args.seq + 1, args.seq)
     windows = windows[: len(windows) // ranks * ranks]
     targets = windows[:, 1:]

@@ -1,4 +1,4 @@
-"""Configuration templates, as package data: `importlib.resources.files("zeroaccel.templates")`."""
+"""Templates of configuration files, as package data: `importlib.resources.files("zeroaccel.templates")`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ __all__ = ["ABOUT"]
 _JSON = {
     "zero_stage1": "optimizer states are sharded",
     "zero_stage2": "optimizer states and gradients are sharded",
-    "zero_stage2_offload": "the same, with optimizer states in host memory",
+    "zero_stage2_offload": "stage 2 with optimizer states in host memory",
     "zero_stage3": "optimizer states, gradients and parameters are sharded",
-    "zero_stage3_offload": "the same, with optimizer states and parameters in host memory",
-    "zero_stage3_nvme": "the same, with optimizer states and parameters on a local disk, in the folder nvme_path",
-    "zero_stage3_zeropp": "the same, with ZeRO++: zero_hpz_partition_size is the number of processes per machine",
+    "zero_stage3_offload": "stage 3 with optimizer states and parameters in host memory",
+    "zero_stage3_nvme": "stage 3 with optimizer states and parameters on a local disk: nvme_path is the folder",
+    "zero_stage3_zeropp": "stage 3 with ZeRO++: zero_hpz_partition_size is the number of processes per machine",
 }
 
 ABOUT: Mapping[str, str] = {
@@ -25,9 +25,9 @@ ABOUT: Mapping[str, str] = {
     "cpu_one_machine.yaml": "launch file for one machine without accelerators",
     "gpu_one_machine.yaml": "launch file for one machine with accelerators",
     "several_machines.yaml": "launch file for several machines",
-    "hostfile": "list of machines for a job that one of them starts",
+    "hostfile": "machines of a job that you start on one of them",
     "slurm.sbatch": "job script for SLURM",
     "kubernetes.yaml": "job for Kubernetes, as a PyTorchJob",
     "trainjob.yaml": "job for Kubernetes, as a TrainJob of Kubeflow Trainer v2",
 }
-"""File in this folder -> description."""
+"""File of this folder -> its purpose."""

@@ -1,11 +1,11 @@
-"""Runs the plan for a GPU, part by part, and writes what was found beside what the stream model predicts.
+"""Runs the GPU benchmarks part by part, and writes their figures beside the predictions of the stream model.
 
     python benchmarks/gpu [PART ...] [--size small|large] [--limit SECONDS] [--out FOLDER] [--kept]
 
-Each part is a process of its own with a time limit, so that one that fails or hangs costs only itself; FOLDER gets
-its figures as JSON as they come, and `gpu-DATE.md` with the table of all. With `--kept`, predictions and figures that
-FOLDER has of an earlier run stay: predictions can be made on another machine, and parts run one at a time. Without a
-CUDA device the predictions are made all the same, and the parts are skipped by name.
+Each part runs in a separate process with a time limit, so that a part that fails or hangs does not stop the others.
+FOLDER gets each figure as JSON immediately, and `gpu-DATE.md` with the table of all. `--kept` keeps the predictions and
+figures of an earlier run in FOLDER, so that predictions can come from another machine, and parts can run one at a time.
+Without a CUDA device the program makes the predictions and skips the parts by name.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def main() -> int:
 
 
 def _predictions(arguments: argparse.Namespace, folder: Path) -> dict[str, float]:
-    """By the stream model, or those that an earlier run left; of no part with --no-predictions."""
+    """Returns predictions of the stream model, or those of an earlier run; none with --no-predictions."""
     file = folder / "predictions.json"
     begun = time.monotonic()
     if arguments.kept and file.exists():
@@ -80,7 +80,7 @@ def _predictions(arguments: argparse.Namespace, folder: Path) -> dict[str, float
 
 
 _QUANTITIES = {"waits": "waits", "overlap": "ms", "memory": "peak GiB"}
-"""Of a plan, that a part measures."""
+"""Part -> the quantity of a plan that it measures."""
 
 
 def _belongs(prediction: str, part: str) -> bool:
@@ -90,13 +90,13 @@ def _belongs(prediction: str, part: str) -> bool:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks/gpu", description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all by default")
-    parser.add_argument("--size", choices=("small", "large"), default="large", help="of the models (default large)")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"one of {', '.join(PARTS)}; all by default")
+    parser.add_argument("--size", choices=("small", "large"), default="large", help="size of models (default large)")
     parser.add_argument("--limit", type=float, default=LIMIT_SECONDS, help="seconds for a part (default 600)")
     parser.add_argument("--out", default="build/gpu", help="folder for the figures (default build/gpu)")
     parser.add_argument("--no-predictions", action="store_true", help="measure only")
-    parser.add_argument("--kept", action="store_true", help="what the folder has of earlier runs stays in the report")
-    parser.add_argument("--only", help=argparse.SUPPRESS)  # the process of one part
+    parser.add_argument("--kept", action="store_true", help="keep the figures of earlier runs in the report")
+    parser.add_argument("--only", help=argparse.SUPPRESS)  # for the process of one part
     arguments = parser.parse_args()
     unknown = [name for name in arguments.parts if name not in PARTS]
     if unknown:
@@ -113,7 +113,7 @@ def _no_gpu() -> str | None:
 
 
 def _run_apart(name: str, arguments: argparse.Namespace, folder: Path) -> tuple[list[Figure], str]:
-    """The figures of a part in a process of its own, and how it ended."""
+    """Runs a part in a separate process; returns its figures and how it ended."""
     command = [sys.executable, str(HERE), "--only", name, "--size", arguments.size]
     command += ["--limit", str(arguments.limit), "--out", str(folder)]
     begun = time.monotonic()

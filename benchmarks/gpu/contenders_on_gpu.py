@@ -1,6 +1,6 @@
-"""The step of plain torch, of FSDP2 and of DeepSpeed on one GPU with the same model, batch and settings as ours.
+"""Steps of plain torch, FSDP2 and DeepSpeed on one GPU, with the same model, batch and settings as zeroaccel.
 
-Without a GPU they are constructed, and step, on the CPU, which is how a test runs them.
+Without a GPU they run on the CPU, which a test uses.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _network(size: Size) -> tuple[GatedNetwork, Tensor]:
 
 
 def torch_step(size: Size) -> Step:
-    """Everything in bf16, without fp32 masters: less memory traffic than any of the others."""
+    """Returns a step in bf16 without fp32 masters, which needs less memory traffic than the others."""
     network, tokens = _network(size)
     model = network.bfloat16()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
@@ -44,7 +44,7 @@ def torch_step(size: Size) -> Step:
 
 
 def fsdp2_step(size: Size) -> Step:
-    """Blocks are sharded by `fully_shard`, in bf16 with fp32 masters and reductions in bf16, as ours are."""
+    """Returns a step with `fully_shard` per block: bf16 with fp32 masters and reductions in bf16, like zeroaccel."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -69,10 +69,10 @@ def fsdp2_step(size: Size) -> Step:
 
 
 def deepspeed_step(size: Size, config: dict[str, Any]) -> Step:
-    """Raises ImportError where DeepSpeed is not installed."""
+    """Returns a step of DeepSpeed. Raises ImportError if DeepSpeed is not installed."""
     import os
 
-    # Without these it looks for ranks by MPI, where mpi4py is installed.
+    # Without these variables it looks for ranks by MPI if mpi4py is installed.
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29556"}
     for name, value in alone.items():
         os.environ.setdefault(name, value)

@@ -1,4 +1,4 @@
-"""Figures of a run on a GPU: what was measured, beside what was predicted; as a table in Markdown."""
+"""Figures of a run on a GPU: measured values beside predictions, as a table in Markdown."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class Figure:
     """One reading.
 
     Attributes:
-        name: what was read.
-        value: None where it could not be read.
-        unit: of the value and of the prediction.
-        predicted: by the stream model, before; None where it predicts nothing.
-        note: why there is no value, or what to compare it with.
+        name: name of the measured quantity.
+        value: measured value, or None if it could not be read.
+        unit: unit of the value and of the prediction.
+        predicted: prediction of the stream model, or None if it predicts nothing.
+        note: reason for a missing value, or a figure to compare with.
     """
 
     name: str
@@ -26,12 +26,12 @@ class Figure:
     note: str = ""
 
     def as_json(self) -> dict[str, Any]:
-        """For the file that a part leaves."""
+        """Returns the figure for the JSON file of a part."""
         return asdict(self)
 
 
 def table(figures: Iterable[Figure]) -> list[str]:
-    """Lines of a Markdown table.
+    """Returns the lines of a Markdown table.
 
     Example:
         >>> table([Figure("host waits, stage 2", 1, "per step", predicted=1)])[2]

@@ -1,6 +1,7 @@
-"""How large a decoder trains in 32 GB of device memory: weights, masters and states on the host (ZeRO-Offload's claim).
+"""Finds the largest decoder that trains in 32 GB of device memory with weights, masters and states on the host.
 
-Ren et al. 2021, "ZeRO-Offload", section 6: 13e9 parameters on one GPU of 32 GB, at 30 TFLOPS and more.
+The claim is that of Ren et al. 2021, "ZeRO-Offload", section 6: 13e9 parameters on one GPU of 32 GB, at 30 TFLOPS
+and more.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ _NBYTES_PER_PARAMETER = 2 + 2.125 + 4 + 2  # bf16 weights, residuals of the mast
 
 @dataclass(frozen=True)
 class Trained:
-    """What came of a few steps.
+    """Results of a few training steps.
 
     Attributes:
-        teraflops: per second, counting 8 operations per parameter and token: 2 forward, 4 backward, 2 recomputed.
-        seconds: of a step, the median.
-        peak_nbytes: of device memory.
+        teraflops: rate with 8 operations per parameter and token: 2 forward, 4 backward, 2 recomputed.
+        seconds: median time of a step.
+        peak_nbytes: peak of device memory.
     """
 
     numel: int
@@ -42,18 +43,18 @@ class Trained:
 
 
 def numel(shape: Shape) -> int:
-    """Parameters of the decoder: 16 H^2 a layer (4 of attention, 12 of the MLP), norms, embedding and head."""
+    """Counts the parameters: 16 H^2 per layer (4 of attention, 12 of the MLP), norms, embedding and head."""
     layer = 16 * shape.hidden**2 + 2 * shape.hidden
     return shape.layers * layer + shape.hidden * (2 * shape.vocabulary + 1)
 
 
 def host_nbytes(shape: Shape) -> float:
-    """What a rank's host memory holds."""
+    """Returns the bytes that a rank's host memory holds."""
     return numel(shape) * _NBYTES_PER_PARAMETER
 
 
 def config(shape: Shape) -> dict[str, Any]:
-    """Both on the host, masters as residuals, moments in bf16, the blocks' inputs on the host too."""
+    """Returns a config with parameters, optimizer (residual masters, bf16 moments) and block inputs on the host."""
     return {
         "train_micro_batch_size_per_gpu": shape.batch,
         "bf16": {"enabled": True},
@@ -71,20 +72,18 @@ def config(shape: Shape) -> dict[str, Any]:
 
 
 def train(shape: Shape, deadline: float) -> Trained:
-    """A few steps of a model that is built shard by shard.
+    """Trains a model that is built shard by shard for a few steps.
 
     Args:
-        deadline: of time.monotonic, after which no further step begins.
+        deadline: value of time.monotonic after which no further step begins.
     """
     import zeroaccel
 
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, DEVICE_NBYTES / total))
     torch.manual_seed(0)
-    with (
-        zeroaccel.zero.Init(config_dict_or_path=config(shape)),
-        torch.device("cuda"),
-    ):  # which draws random numbers faster
+    # The device draws random numbers faster.
+    with zeroaccel.zero.Init(config_dict_or_path=config(shape)), torch.device("cuda"):
         model = Decoder(shape)
     engine, *_ = zeroaccel.initialize(model, config=config(shape))
     tokens = torch.randint(shape.vocabulary, (shape.batch, shape.sequence + 1), device="cuda")

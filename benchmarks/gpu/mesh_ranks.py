@@ -1,7 +1,7 @@
-"""One of two ranks that share a GPU over NCCL: each axis of a mesh beside a plain loop on that GPU; see `parts.meshes`.
+"""One of two ranks that share a GPU over NCCL: compares each axis of a mesh with a plain loop; see `parts.meshes`.
 
 Models and loops are those of the tests of each axis, with their batches on the device. Prints a line `FIGURE name: D`
-for each row, where D is the greatest relative difference of the losses, or what went wrong.
+for each row, where D is the largest relative difference of the losses, or the error.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ __all__: list[str] = []
 
 HOST = {"device": "cpu"}
 ON_HOST = {"offload_param": HOST, "offload_optimizer": HOST}
-FAST_SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}  # of the plain loops of those tests
+FAST_SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}  # settings of the plain loops in those tests
 
 
 def on_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, with what it returns on the GPU: a model, a batch, or an iterator of batches."""
+    """Wraps a function so that its result (a model, a batch, or an iterator of batches) is on the GPU."""
 
     def moved(*args: Any, **kwargs: Any) -> Any:
         return _moved(function(*args, **kwargs))
@@ -59,12 +59,12 @@ def _moved(value: Any) -> Any:
 
 
 def difference(losses: list[float], plain: list[float]) -> float:
-    """The greatest relative one."""
+    """Returns the largest relative difference."""
     return max(abs(one - other) / abs(other) for one, other in zip(losses, plain, strict=True))
 
 
 def mean_over_ranks(values: list[float]) -> list[float]:
-    """Of values that each rank has for batches of its own."""
+    """Returns the mean over ranks of values from different batches."""
     total = torch.tensor(values, dtype=torch.float64, device="cuda")
     torch.distributed.all_reduce(total)
     mean: list[float] = (total / torch.distributed.get_world_size()).tolist()
@@ -72,7 +72,7 @@ def mean_over_ranks(values: list[float]) -> list[float]:
 
 
 def sequence(what: str, stage: int, **keys: Any) -> float:
-    """Sequences divided over two ranks."""
+    """Compares sequences divided over two ranks."""
     tests = test_sequence_parallel
     plain, _ = tests._plain("llama", "sdpa", 2, what, places=1)
     losses, _ = tests._cut("llama", "sdpa", 2, what, 2, stage, keys)
@@ -80,7 +80,7 @@ def sequence(what: str, stage: int, **keys: Any) -> float:
 
 
 def tensor(stage: int, **keys: Any) -> float:
-    """Layers divided over two ranks."""
+    """Compares layers divided over two ranks."""
     make = on_device(small_llama)
     plain = test_tensor_parallel._plain(make, False, 1, 0.0)
     run = test_tensor_parallel._train(make(), config(stage, optimizer=FAST_SGD, **keys), ParallelConfig(tp=2))
@@ -88,7 +88,7 @@ def tensor(stage: int, **keys: Any) -> float:
 
 
 def stages(kind: str, stage: int, schedule: str) -> float:
-    """Two pipeline stages."""
+    """Compares two pipeline stages."""
     tests = test_pipeline
     run = tests.staged(config(stage, optimizer=SGD, gradient_accumulation_steps=4), kind, 2, schedule=schedule)
     model: Any = tests.build(kind)
@@ -105,7 +105,7 @@ def stages(kind: str, stage: int, schedule: str) -> float:
 
 
 def experts(kind: str, stage: int, implementation: str = "eager", **keys: Any) -> float:
-    """Experts divided over two ranks, which have batches of their own."""
+    """Compares experts divided over two ranks, which have different batches."""
     tests, make = test_expert_parallel, on_device(small_mixture)
     plain = tests._plain(make(kind, implementation), "sgd", 2)
     settings = config(stage, optimizer=tests.SGD, gradient_clipping=0.5, **keys)
@@ -114,7 +114,7 @@ def experts(kind: str, stage: int, implementation: str = "eager", **keys: Any) -
 
 
 def rows() -> Iterator[tuple[str, Callable[[], float]]]:
-    """Name and measurement of each row."""
+    """Returns name and measurement of each row."""
     for stage, keys in ((2, {}), (3, {}), (3, ON_HOST)):
         where = f"stage {stage}{', both on host' if keys else ''}"
         yield f"sp 2, {where}", lambda stage=stage, keys=keys: sequence("padded", stage, **keys)

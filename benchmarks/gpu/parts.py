@@ -1,7 +1,7 @@
-"""The parts of the plan for a GPU, each of at most ten minutes, in the order in which they say most.
+"""The parts of the GPU benchmarks, each of at most ten minutes, the most informative first.
 
-A part is a function of a `Run`; it adds `Figure`s as it goes, so that what was read before a failure is kept. A part
-whose means are missing (a second interpreter with DeepSpeed, a sanitizer) says so in a figure's note.
+A part is a function of a `Run`. It adds each `Figure` immediately, so that a later failure does not lose it. If a part
+lacks its tools (an interpreter with DeepSpeed, a sanitizer), the note of a figure says so.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Run:
-    """One part under way.
+    """A running part.
 
     Args:
-        size: of the workloads, a name in `SIZES`.
-        seconds: that the part may take.
-        report: called with each figure.
-        predictions: by "plan/quantity".
+        size: size of the workloads, a name in `SIZES`.
+        seconds: time limit of the part.
+        report: function that gets each figure.
+        predictions: predictions by "plan/quantity".
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Run:
 
 
 def milliseconds(call: Callable[[], object], count: int = 5) -> float:
-    """Median time of a call, with the device drained before and after."""
+    """Returns the median time of a call, synchronizing the device before and after."""
     call()
     times = []
     for _ in range(count):
@@ -71,7 +71,7 @@ def milliseconds(call: Callable[[], object], count: int = 5) -> float:
 
 
 def machine(run: Run) -> None:
-    """What the device, its link and its memory can do: the ceilings of all that follows."""
+    """Bandwidth of the device, its link and its memory: the upper bounds for all other parts."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     versions = (
         f"{properties.name}, torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {torch.cuda.nccl.version()}"
@@ -97,7 +97,7 @@ def machine(run: Run) -> None:
 
 
 def start(run: Run) -> None:
-    """The first minutes: what a start takes, kernel by kernel and step by step, and which devices it uses."""
+    """The first minutes: time of each start phase and of the first steps, and the devices in use."""
     from zeroaccel.ops.device_kernels import compile_kernels
 
     begun = time.perf_counter()
@@ -109,7 +109,7 @@ def start(run: Run) -> None:
         run.add(name, now - begun, "s")
         begun = now
 
-    # Of two devices not the first: what a thread does without selecting one shows there.
+    # Not device 0: a thread that does not select a device would then use a second one.
     device = torch.device("cuda", torch.cuda.device_count() - 1)
     torch.cuda.set_device(device)
     torch.zeros(1, device=device)
@@ -137,7 +137,7 @@ def _device() -> torch.device:
 
 
 def _devices_used() -> int | None:
-    """On how many devices this process has memory, by nvidia-smi; None where that does not see it."""
+    """Returns the number of devices on which nvidia-smi shows memory of this process, or None if it shows none."""
     if shutil.which("nvidia-smi") is None:
         return None
     query = ["nvidia-smi", "--query-compute-apps=pid,gpu_uuid", "--format=csv,noheader"]
@@ -174,7 +174,7 @@ def tests(run: Run) -> None:
         "short",
         "-rf",
     ]
-    command += ["-W", "default"]  # this machine's libraries may be newer than those whose warnings are known
+    command += ["-W", "default"]  # this machine's libraries may be newer and have unknown warnings
     begun = time.perf_counter()
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=run.seconds)
     print(found.stdout[-6000:], found.stderr[-2000:])
@@ -183,7 +183,7 @@ def tests(run: Run) -> None:
 
 
 def kernels(run: Run) -> None:
-    """The step's kernels beside torch's fused AdamW and its norm, in milliseconds for 1e9 elements."""
+    """The kernels of a step beside torch's fused AdamW and norm, in milliseconds for 1e9 elements."""
     from zeroaccel.comm.quantized import INT4, INT8, dequantize, dequantize_add, quantize
     from zeroaccel.ops import Adam
     from zeroaccel.ops.reductions import max_abs_into, square_sums_into
@@ -231,7 +231,7 @@ def kernels(run: Run) -> None:
 
 
 def waits(run: Run) -> None:
-    """Calls of one step at which the host waits: those that torch's debug mode sees, and events that are waited for."""
+    """Calls of one step at which the host waits: those that torch's debug mode finds, and waits for events."""
     for name in PLANS:
         work = Workload(name, run.size)
         for _ in range(3):
@@ -244,7 +244,7 @@ def waits(run: Run) -> None:
 
 
 def _waits_of(step: Callable[[], object]) -> collections.Counter[str]:
-    """How often the host waits in a call, by file and line."""
+    """Returns how often the host waits in a call, by file and line."""
     places: collections.Counter[str] = collections.Counter()
     synchronize = torch.cuda.Event.synchronize
 
@@ -253,7 +253,7 @@ def _waits_of(step: Callable[[], object]) -> collections.Counter[str]:
         places[f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno}"] += 1
         synchronize(event)
 
-    torch.cuda.Event.synchronize = counted  # the debug mode does not see it
+    torch.cuda.Event.synchronize = counted  # the debug mode does not find it
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as seen:
@@ -267,7 +267,7 @@ def _waits_of(step: Callable[[], object]) -> collections.Counter[str]:
 
 
 def overlap(run: Run) -> None:
-    """Time of a step, and how much of the copies lies beside computation."""
+    """Time of a step, and the part of the copies that overlaps with computation."""
     for name in PLANS:
         work = Workload(name, run.size)
         for _ in range(3):
@@ -289,7 +289,7 @@ def overlap(run: Run) -> None:
 
 
 def _union_ms(spans: Sequence[tuple[float, float]]) -> float:
-    """Length of the union of spans in microseconds, in milliseconds."""
+    """Returns the length in milliseconds of the union of spans in microseconds."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))
@@ -298,7 +298,7 @@ def _union_ms(spans: Sequence[tuple[float, float]]) -> float:
 
 
 def memory(run: Run) -> None:
-    """Peaks of the caching allocator, beside the model's."""
+    """Peaks of the caching allocator, beside the stream model's."""
     for name in PLANS:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -314,7 +314,7 @@ def memory(run: Run) -> None:
 
 
 def lane(run: Run) -> None:
-    """One update of host-resident state, by the cores, by the device, and split between them."""
+    """One update of host-resident state: by the cores, by the device, and split between them."""
     from zeroaccel.offload.device_lane import AdamLane
     from zeroaccel.ops import Adam
     from zeroaccel.ops.device_kernels import kernels_for
@@ -340,7 +340,7 @@ def lane(run: Run) -> None:
                 optimizer.step_shard(optimizer.param_groups[0], master, grad, grad_scale=1.0, out=out)
 
             step()
-            if pinned:  # as the engine's states are
+            if pinned:  # like the engine's states
                 state = optimizer.state[master]
                 state.update({key: value.pin_memory() for key, value in state.items() if isinstance(value, Tensor)})
             found = milliseconds(step, 8)
@@ -354,18 +354,18 @@ def lane(run: Run) -> None:
 
 
 def ranks(run: Run) -> None:
-    """Two ranks over NCCL on this one device: the bits of the stages, of offload and of ZeRO++'s exact parts."""
+    """Two ranks over NCCL on this device: equal bits with all stages, offload and the exact parts of ZeRO++."""
     text = _two_ranks(run, "two_ranks.py", 29555)
     for name, verdict in _verdicts(text):
         run.add(name, float(verdict == "same"), "", note=verdict)
     construction, _, steps = text.partition("STEPS BEGIN")
     run.add("communicators made at construction", construction.count("Init COMPLETE"))
-    # Of the first plan: later ones make groups of their own.
+    # Only the first plan counts: later plans create further groups.
     run.add("communicators made in steps", steps.partition("STEPS END")[0].count("Init COMPLETE"), "of 0")
 
 
 def meshes(run: Run) -> None:
-    """Two ranks over NCCL on this one device: the greatest relative difference of losses from a plain loop's on it."""
+    """Two ranks over NCCL on this device: the largest relative difference of losses from those of a plain loop."""
     for name, verdict in _verdicts(_two_ranks(run, "mesh_ranks.py", 29557)):
         try:
             run.add(name, float(verdict))
@@ -374,14 +374,14 @@ def meshes(run: Run) -> None:
 
 
 def _verdicts(text: str) -> list[tuple[str, str]]:
-    """Name and result of each line that begins with FIGURE."""
+    """Returns name and result of each line that begins with FIGURE."""
     lines = [line.removeprefix("FIGURE ") for line in text.splitlines() if line.startswith("FIGURE ")]
     return [(name, verdict) for name, _, verdict in (line.partition(": ") for line in lines)]
 
 
 def _two_ranks(run: Run, script: str, port: int) -> str:
-    """What the first of two ranks on this device prints; adds how they end, or why they do not run."""
-    # A host name of its own for each rank gets NCCL past its check for two ranks on one device; they talk over lo.
+    """Runs two ranks on this device; adds how they end or why they cannot run, and returns the output of rank 0."""
+    # NCCL allows two ranks on one device if their host names differ; they communicate over lo.
     environment = {
         **os.environ,
         **{"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"},
@@ -421,7 +421,7 @@ def _two_ranks(run: Run, script: str, port: int) -> str:
 
 
 def sanitizer(run: Run) -> None:
-    """Torch's own check of stream order around each plan; it sees no host memory, the stream model does."""
+    """Torch's check of stream order around each plan; unlike the stream model, it does not check host memory."""
     script = (
         f"import sys; sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1])!r}]\n"
         "from workloads import PLANS, Workload\n"
@@ -475,7 +475,7 @@ def side_by_side(run: Run) -> None:
 
 
 def largest(run: Run) -> None:
-    """The largest decoder that trains within 32 GB of device memory, with optimizer and parameters on the host."""
+    """The largest decoder that trains in 32 GB of device memory, with optimizer and parameters on the host."""
     from largest_model import SIZES, host_nbytes, train
 
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -499,4 +499,4 @@ PARTS: dict[str, Callable[[Run], None]] = {
         *(ranks, meshes, sanitizer, side_by_side, largest),
     )
 }
-"""By name, in order."""
+"""Parts by name, in order."""

@@ -1,4 +1,4 @@
-"""What one GPU trains with, and how large: data, which the stream model reads as well."""
+"""Configs and model sizes for one GPU; the stream model uses them, too."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ SIZES: Mapping[str, Size] = {
     "small": Size(layers=6, width=512, inner=1376, tokens=1024, vocabulary=32000),
     "large": Size(layers=24, width=2048, inner=5504, tokens=8192, vocabulary=32000),
 }
-"""By name; the large network has 1.35e9 parameters."""
+"""Sizes by name; the large network has 1.35e9 parameters."""
 
 _HOST = {"device": "cpu"}
-_CORES = {**_HOST, "ratio": 1.0}  # the host's cores alone update
+_CORES = {**_HOST, "ratio": 1.0}  # only the host's cores update
 _TRAVELLING = {"stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 250_000_000}
 
 
 def plan(stage: int, **zero: Any) -> dict[str, Any]:
-    """A config of bf16, AdamW and clipping; `activation_checkpointing` is a section of its own."""
+    """Returns a config with bf16, AdamW and clipping; `activation_checkpointing` is a separate section."""
     top = {name: zero.pop(name) for name in ("activation_checkpointing",) if name in zero}
     return {
         "train_micro_batch_size_per_gpu": 1,

@@ -1,7 +1,7 @@
-"""What the stream model says of the plans, before anything is measured.
+"""Predictions of the stream model for the plans.
 
-Run as a program it prints them as JSON: the library that stands in for CUDA has to be loaded before torch is, so
-`predict` starts a process of its own.
+As a program this file prints them as JSON: the library that replaces CUDA must be loaded before torch, so `predict`
+starts a separate process.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-BYTES_PER_MS = 4.0e9  # of device memory, read and written: the rate of the model
+BYTES_PER_MS = 4.0e9  # bytes of device memory read and written: the rate of the model
 
 
 def predict(size: str) -> dict[str, float]:
-    """By "plan/quantity": waits, ms and "peak GiB" of a step; milliseconds of kernels for 1e9 elements.
+    """Returns, by "plan/quantity": waits, ms and "peak GiB" of a step; milliseconds of kernels for 1e9 elements.
 
-    Empty, with a line that says why, where there is no C++ compiler for the model's library.
+    Without a C++ compiler for the model's library, prints the reason and returns an empty dict.
     """
     if shutil.which("g++") is None:
         print("no predictions: the stream model needs g++")
@@ -33,7 +33,7 @@ def predict(size: str) -> dict[str, float]:
 
 
 def main() -> None:
-    """Runs each plan, and each kernel, on the model."""
+    """Runs each plan and each kernel on the model."""
     sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
     from tests.cuda_model.run import run_case  # first: it loads the library before torch
 
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def _kernels() -> dict[str, float]:
-    """Milliseconds for 1e9 elements at the model's rate, from the bytes of each launch."""
+    """Returns milliseconds for 1e9 elements at the model's rate, from the bytes of each launch."""
     import torch
 
     from tests.cuda_model.modelled_ranks import modelled_rank
@@ -78,7 +78,7 @@ def _kernels() -> dict[str, float]:
         control, largest, sums = zeros(2), zeros(1, torch.int32), zeros(2, torch.int64)
         for kind in ("fp32", "bf16", "int8"):
             optimizer = Adam([master], moments_dtype=kind)
-            for _ in range(2):  # the first step makes the states
+            for _ in range(2):  # the first step creates the states
                 model.reset_counts()
                 optimizer.step_shard(optimizer.param_groups[0], master, grad, grad_scale=control, out=out)
             note(f"adam {kind}")

@@ -1,6 +1,6 @@
-"""One of two ranks that share a GPU over NCCL: the results of every plan beside those of stage 0; see `parts.ranks`.
+"""One of two ranks that share a GPU over NCCL: compares the results of every plan with stage 0; see `parts.ranks`.
 
-Prints a line `FIGURE name: same`, or what differs, for each.
+Prints a line `FIGURE name: same`, or the differing results, for each.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ ROUNDED = {
     ),
 }
 STEPS = 4
-ROUNDED_BOUND = 0.02  # of the loss; int8 weights and int4 gradients are off by a few per mille of it
+ROUNDED_BOUND = 0.02  # relative to the loss; int8 weights and int4 gradients differ by a few per mille
 
 
 Results = list[tuple[float, float | None, int]]
-"""Of each step: the loss, the norm of the gradients, and a checksum of the weights."""
+"""Results of each step: the loss, the norm of the gradients, and a checksum of the weights."""
 
 
 def with_sgd(config: dict[str, Any]) -> dict[str, Any]:
-    """The same with SGD: Adam hides the scale of a gradient."""
+    """Returns the same config with SGD, because Adam hides the scale of a gradient."""
     return {**config, "optimizer": {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}}}
 
 
 def results(config: dict[str, Any]) -> Results:
-    """Of a few steps, from the same weights and batches."""
+    """Returns the results of a few steps from the same weights and batches."""
     torch.manual_seed(0)
     device = torch.device("cuda", torch.cuda.current_device())
     with torch.device(device):

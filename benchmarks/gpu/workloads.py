@@ -1,4 +1,4 @@
-"""An engine on the GPU, its batch, and a step over them."""
+"""An engine on the GPU, its batch, and its step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.cuda_model.gated_network import GatedNetwork
 
 
 class Workload:
-    """Trains what the stream model predicts: the same network, batch and config.
+    """Trains the network, batch and config of the stream model's predictions.
 
     Args:
         plan: a name in `PLANS`.
@@ -29,15 +29,15 @@ class Workload:
         self.engine, *_ = zeroaccel.initialize(network, config=copy.deepcopy(PLANS[plan]))
 
     def step(self) -> Tensor:
-        """One step; returns its loss."""
+        """Runs one step; returns its loss."""
         loss: Tensor = self.engine(self.tokens)
         self.engine.backward(loss)
         self.engine.step()
         return loss.detach()
 
     def close(self) -> None:
-        """Gives the memory back."""
+        """Frees the memory."""
         self.engine.destroy()
         del self.engine, self.tokens
-        gc.collect()  # the engine refers to itself, and to the model
+        gc.collect()  # the engine references itself and the model
         torch.cuda.empty_cache()

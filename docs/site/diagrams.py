@@ -1,8 +1,8 @@
-"""The diagrams of docs/how_it_works.md, drawn from what the engine itself decides: `python docs/site/diagrams.py`.
+"""The diagrams of docs/how_it_works.md, drawn from the engine's own plans: `python docs/site/diagrams.py`.
 
-Units come from its wrap policy, shards from its flat layouts, what a stage shards from its shard plan, where tensors
-live from its tier plan, and groups of ranks from its mesh layout. A test compares the files in docs/diagrams with what
-this draws, so that they cannot say something else than the code does.
+Units come from its wrap policy, shards from its flat layouts, the sharding of each stage from its shard plan, the
+places of tensors from its tier plan, and groups of ranks from its mesh layout. A test compares the files in
+docs/diagrams with the output of this program, so that they match the code.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _RANKS = 4
 
 
 class Block(nn.Module):
-    """A block of the model that is drawn."""
+    """A block of the model in the diagrams."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 def drawn_units() -> list[UnitSpec]:
-    """The units of a small model at stage 3: an embedding, three blocks and a head; norms are below the threshold."""
+    """Returns the units of a small model at stage 3: embedding, three blocks, head; norms are below the threshold."""
     width = 64
     model = nn.Sequential()
     model.add_module("embed", nn.Embedding(128, width))
@@ -47,7 +47,7 @@ def drawn_units() -> list[UnitSpec]:
 
 
 def layout_of(unit: UnitSpec, ranks: int) -> FlatLayout:
-    """The flat buffer of a unit over so many ranks."""
+    """Returns the flat buffer of a unit over a number of ranks."""
     return FlatLayout.build([(fqn, tuple(param.shape)) for fqn, param in unit.params], ranks)
 
 
@@ -55,7 +55,7 @@ def layout_of(unit: UnitSpec, ranks: int) -> FlatLayout:
 
 
 def units() -> str:
-    """Each unit's flat buffer: which parameters it has, and which rank has which part."""
+    """Draws the flat buffer of each unit: its parameters, and the part of each rank."""
     specs, left, width, row = drawn_units(), 150, 640, 64
     largest = max(layout_of(spec, _RANKS).numel for spec in specs)
     parts = [_key(150, 16, [f"rank {rank}" for rank in range(_RANKS)])]
@@ -83,7 +83,7 @@ _KINDS = ("parameters", "gradients", "masters and states")
 
 
 def stages() -> str:
-    """What each rank has of a model at each stage, to the scale of bf16 with Adam."""
+    """Draws the model state of each rank at each stage, to the scale of bf16 with Adam."""
     nbytes = dict(zip(_KINDS, (2, 2, 12), strict=True))  # per element: Rajbhandari et al., ZeRO, 2020, section 3.1
     left, wide, tall = 130, 150, 8.0
     parts = [_key(130, 16, _KINDS)]
@@ -103,11 +103,11 @@ def stages() -> str:
                 at += share / 16 * wide
                 total += share / _RANKS
         parts.append(_text(x + wide / 2, 66 + _RANKS * 36 + 14, f"{total:g} bytes per parameter", "middle small"))
-    return _svg(parts, left + 4 * (wide + 40), 66 + _RANKS * 36 + 34, "Stages: what each of four ranks has")
+    return _svg(parts, left + 4 * (wide + 40), 66 + _RANKS * 36 + 34, "Stages: the model state of each of four ranks")
 
 
 def tiers() -> str:
-    """Where parameters' shards, masters and states live between uses, by what is offloaded."""
+    """Draws the tiers of shards, masters and states between uses, for each setting of offload."""
     cases = {
         "no offload": {},
         "offload_optimizer: cpu": {"offload_optimizer": {"device": "cpu"}},
@@ -143,7 +143,7 @@ def tiers() -> str:
 
 
 def groups() -> str:
-    """The groups of eight ranks on two machines, with the three parts of ZeRO++ on."""
+    """Draws the groups of eight ranks on two machines, with the three parts of ZeRO++ enabled."""
     zero = {
         "stage": 3,
         "zero_hpz_partition_size": 4,
@@ -181,7 +181,7 @@ def groups() -> str:
 
 
 def checkpoints() -> str:
-    """A checkpoint of three ranks, and what each of two ranks reads of its files."""
+    """Draws a checkpoint of three ranks, and the ranges that each of two ranks reads from its files."""
     unit = next(spec for spec in drawn_units() if len(spec.params) > 1 and not spec.persistent)
     saved, loaded = layout_of(unit, 3), layout_of(unit, 2)
     left, width = 150, 640
@@ -221,7 +221,7 @@ def _svg(parts: Iterable[str], width: float, height: float, title: str) -> str:
         f"<title>{escaped(title)}</title>\n"
         "<style>text{font:14px system-ui,sans-serif;fill:#1b1b1f}.small{font-size:12px;fill:#55555f}"
         ".white{fill:#fff;font-size:12px;font-weight:600}.end{text-anchor:end}.middle{text-anchor:middle}</style>\n"
-        # Paper of its own: a page may be dark, and an image cannot know.
+        # White background, because the page may be dark.
         f'<rect width="{width:g}" height="{height:g}" rx="6" fill="#fff"/>\n' + "\n".join(parts) + "\n</svg>\n"
     )
 
@@ -248,7 +248,7 @@ def _key(x: float, y: float, names: Sequence[str]) -> str:
 
 
 def write(folder: Path) -> None:
-    """Draws all of them."""
+    """Writes all diagrams to a folder."""
     folder.mkdir(exist_ok=True)
     for name, draw in DIAGRAMS.items():
         (folder / f"{name}.svg").write_text(draw(), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Docstrings as griffe reads them: its section of examples is called Examples, and each parameter has its own line."""
+"""Adapts docstrings for griffe: its section of examples is called Examples, and each parameter has a separate line."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _SHARED = re.compile(r"^(?P<indent> +)(?P<names>\w+(, \w+)+): ?(?P<text>.*)$")
 
 
 class DocstringSections(griffe.Extension):
-    """Renames sections that griffe takes for text, and repeats a description that several parameters share."""
+    """Renames sections that griffe does not recognise, and repeats a description that several parameters share."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
-        """Called for each object, before its docstring is parsed."""
+        """Rewrites the docstring of an object before griffe parses it."""
         if obj.docstring is not None:
             text = re.sub(r"^( *)Example:$", r"\1Examples:", obj.docstring.value, flags=re.MULTILINE)
             obj.docstring.value = "\n".join(_one_line_each(text.split("\n")))
 
 
 def _one_line_each(lines: list[str]) -> list[str]:
-    """Lines of a docstring, where `a, b: text` in a list of parameters has become an item for each."""
+    """Returns the lines of a docstring, with `a, b: text` in a list of parameters split into one item each."""
     result: list[str] = []
     in_section = False
     index = 0

@@ -1,4 +1,4 @@
-"""The reference of errors, read out of the code: each place that raises one, by what it says and what it says to do."""
+"""The reference of errors, generated from the code: the message and the remedy of each place that raises an error."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _UNSAID = re.compile(r"^(\{\w+\}[:, ]*)+$")
 
 @dataclass(frozen=True)
 class Message:
-    """One place of the code that raises. Parts that are known only at run time are names in braces."""
+    """A place in the code that raises an error. Values of a run are names in braces."""
 
     error: str
     part: str
@@ -46,7 +46,7 @@ class Message:
 
 
 def messages(root: Path) -> Iterator[Message]:
-    """All of them, in the order of the files under `root` (the tree)."""
+    """Yields all messages, in the order of the files under `root` (the tree)."""
     names = [name for name in errors.__all__ if name.endswith("Error")]
     for folder in (root / "zeroaccel", root / "cli"):
         for path in sorted(folder.rglob("*.py")):
@@ -68,10 +68,10 @@ def messages(root: Path) -> Iterator[Message]:
 
 
 def errors_page(root: Path) -> list[str]:
-    """The page, in lines of Markdown."""
+    """Returns the page as lines of Markdown."""
     parts: dict[str, list[Message]] = defaultdict(list)
     for message in messages(root):
-        # A place that only hands on what another one found has nothing of its own to look up.
+        # Leaves out places that only pass on the message of another one.
         if not _UNSAID.match(message.where) or message.expected.strip("{}") != message.expected or message.fix:
             parts[message.part].append(message)
     lines = ["# Errors", "", *_INTRODUCTION, "", "| class | exit code | means |", "|---|---|---|"]
@@ -88,10 +88,10 @@ def errors_page(root: Path) -> list[str]:
 
 
 _INTRODUCTION = (
-    "A message of zeroaccel reads `where: expected X, got Y; what to do`. This page has all of them, as the code says",
-    "them; what only a run knows is in braces. Search for the words that stay the same. A mistake that concerns all",
-    "ranks is raised on all of them. [Debugging hangs](../hangs.md) explains hangs, [the FAQ](../faq.md) answers what",
-    "is asked most.",
+    "A message of zeroaccel reads `where: expected X, got Y; what to do`. This page lists all messages of the code,",
+    "with values of a run as names in braces. Search for the words outside the braces. If a mistake concerns all",
+    "ranks, all of them raise the error. [Debugging hangs](../hangs.md) explains hangs, and [the FAQ](../faq.md)",
+    "answers frequent questions.",
 )
 
 
@@ -104,7 +104,7 @@ def _name(node: ast.expr) -> str:
 
 
 def _text(node: ast.expr, constants: Mapping[str, ast.expr]) -> str:
-    """What an expression for a message says, as far as the code says it."""
+    """Returns the text of a message expression, as far as the code determines it."""
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.JoinedStr):
@@ -123,7 +123,7 @@ def _text(node: ast.expr, constants: Mapping[str, ast.expr]) -> str:
 
 
 def _unknown(node: ast.expr) -> str:
-    """A name for a value that only a run knows: `type(model).__name__` is {model}."""
+    """Returns a name for a value of a run: {model} for `type(model).__name__`."""
     names = [part.id if isinstance(part, ast.Name) else part.attr for part in ast.walk(node) if _name_like(part)]
     said = [
         name.strip("_") for name in names if name not in ("type", "__name__", "str", "join", "listed", "sorted", "self")
@@ -136,7 +136,7 @@ def _name_like(node: ast.AST) -> bool:
 
 
 def _cell(text: str) -> str:
-    """Text in a cell of a table: Markdown's own signs are not signs there."""
+    """Returns text for a cell of a table, without Markdown syntax."""
     if not text:
         return ""
     if _UNSAID.match(text):

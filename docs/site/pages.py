@@ -1,7 +1,7 @@
-"""Pages of the site that are made from the code, and links of pages that lie elsewhere in the tree: a hook of mkdocs.
+"""Hook of mkdocs: generates pages of the site from the code, and adapts links of pages outside docs/.
 
-The reference is what the program itself goes by: the commands' own help, the config's schema with the table of what
-takes effect, and the settings of a launch. So it cannot say something else than they do.
+The reference comes from the data that the program uses: the help of the commands, the schema of the config with its
+table of supported keys, and the settings of a launch. It therefore always matches the program.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ FROM_TREE = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
 }
-"""Page of the tree -> page of the site; results of benchmarks follow their own paths."""
+"""Page of the tree -> page of the site; results of benchmarks keep their paths."""
 _CELL = re.compile(r"<td.*?</td>", re.DOTALL)
-_WRAPS = re.compile(r"(_|[A-Za-z)\"'][./,=])(?=\w)(?![^<>]*>)")  # and not inside a tag
+_WRAPS = re.compile(r"(_|[A-Za-z)\"'][./,=])(?=\w)(?![^<>]*>)")  # but not inside a tag
 _LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -66,7 +66,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Leads links out of docs/ to where their pages are on the site; links to other files become their names."""
+    """Points links out of docs/ to the pages of the site; replaces links to other files by their names."""
     place = page.file.src_uri
     if place in FROM_TREE.values() or not place.startswith(("reference/", "benchmarks/")):
         return _relinked(markdown, posixpath.join("docs", place), place)
@@ -74,7 +74,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
 
 def on_post_page(output: str, *, page: Page, config: MkDocsConfig) -> str:
-    """Lets names in cells of tables wrap behind a dot, an underscore or a slash; the search index has them whole."""
+    """Lets names in table cells wrap after a dot, an underscore or a slash; the search index keeps them whole."""
     return _CELL.sub(lambda cell: _WRAPS.sub(r"\1<wbr>", cell[0]), output)
 
 
@@ -83,7 +83,7 @@ def _from_tree(path: Path, name: str) -> str:
 
 
 def _relinked(text: str, path: str, place: str) -> str:
-    """The text of a page that lies at `path` in the tree and at `place` on the site."""
+    """Returns the text of a page at `path` in the tree with its links adapted to `place` on the site."""
 
     def link(match: re.Match[str]) -> str:
         label, target, anchor = match[1], match[2], match[3] or ""
@@ -102,7 +102,7 @@ def _relinked(text: str, path: str, place: str) -> str:
 
 
 def _results_linked_to() -> list[str]:
-    """Pages below benchmarks/ that pages of docs/ and of the root lead to, directly or over each other."""
+    """Returns the pages below benchmarks/ that pages of docs/ and of the root link to, directly or indirectly."""
     found: set[Path] = set()
     pages = [*sorted((ROOT / "docs").glob("*.md")), *(ROOT / name for name in FROM_TREE)]
     while pages:
@@ -152,7 +152,7 @@ _KINDS = {Kind.WORKS: "works", Kind.IGNORED: "does nothing", Kind.REFUSED: "refu
 def _config_keys() -> Iterator[str]:
     yield "# Keys of the JSON config"
     yield ""
-    yield "Those of DeepSpeed's format, and a few more. `zeroaccel config validate FILE` says what a file means."
+    yield "The keys of DeepSpeed's format, and a few more. `zeroaccel config validate FILE` explains a file."
     yield from ("", "| key | default | what it sets | here |", "| --- | --- | --- | --- |")
     for path in field_paths(Config):
         *above, name = path
@@ -170,7 +170,7 @@ def _config_keys() -> Iterator[str]:
 
 
 def _status(key: str) -> SupportStatus:
-    """A key's own line of the table, or that of the section that stands for it."""
+    """Returns the table entry of a key, or that of its section."""
     while key not in KEYS and "." in key:
         key = key.rpartition(".")[0]
     return KEYS[key]
@@ -179,8 +179,8 @@ def _status(key: str) -> SupportStatus:
 def _launch_keys() -> Iterator[str]:
     yield "# Keys of the launch file"
     yield ""
-    yield "Each setting as a key of the file, as a flag of `zeroaccel launch`, and in the environment. A flag counts"
-    yield "more than the environment, and that more than the file."
+    yield "Each setting as a key of the file, as a flag of `zeroaccel launch`, and in the environment. Flags override"
+    yield "the environment, which overrides the file."
     yield from ("", "| key | flag | variables | what it sets |", "| --- | --- | --- | --- |")
     for name, setting in SETTINGS.items():
         about = " ".join((LaunchSettings.model_fields[name].description or "").split())
@@ -191,15 +191,15 @@ def _launch_keys() -> Iterator[str]:
 def _variables() -> Iterator[str]:
     yield "# Environment variables"
     yield ""
-    yield "Besides those of the settings of a launch ([here](launch_keys.md)). One that begins with `ZEROACCEL_`"
-    yield "and that nothing reads is an error, with the nearest name."
+    yield "Variables other than the [settings of a launch](launch_keys.md). A variable that begins with `ZEROACCEL_`"
+    yield "and that nothing reads is an error, which names the nearest one."
     yield from ("", "| variable | what it does |", "| --- | --- |")
     for name, about in OTHER_VARIABLES.items():
         yield f"| `{name}` | {about} |"
 
 
 def deepspeed_page() -> Iterator[str]:
-    """Every name that `import deepspeed` provides or refuses, from the tables of the facade."""
+    """Yields the page of all names that `import deepspeed` provides or refuses, from the tables of the facade."""
     yield "# DeepSpeed's names"
     yield ""
     yield "The names that `import deepspeed` provides under zeroaccel ([behaviour](../deepspeed_names.md))."
@@ -218,7 +218,7 @@ def deepspeed_page() -> Iterator[str]:
         "",
         "## Missing names",
         "",
-        "A module here covers each of its names that the list of modules lacks.",
+        "A module in this list covers all its names that the list of modules lacks.",
     )
     yield from ("", "| name | instead |", "| --- | --- |")
     yield from (f"| `{name}` | {_cell(instead)} |" for name, instead in ABSENT.items())

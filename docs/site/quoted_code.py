@@ -1,7 +1,7 @@
-"""Copies functions of the tree into pages that quote them: `python docs/site/quoted_code.py` writes the pages anew.
+"""Copies functions of the tree into pages that quote them: `python docs/site/quoted_code.py` updates the pages.
 
-A page has a marker `<!-- code: path/of/file.py:Name.of.function -->` and a block after it, which is the function as it
-is in the file, with its docstring cut to the first paragraph. tests/unit/house/test_documents.py compares the two.
+A page has a marker `<!-- code: path/of/file.py:Name.of.function -->` and a block after it: the function from the file,
+with its docstring cut to the first paragraph. tests/unit/house/test_documents.py compares the two.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# The fence has attributes, so tests/e2e does not take a quotation for an example to run.
+# The fence has attributes, so that tests/e2e does not run a quotation as an example.
 _QUOTED = re.compile(r"(<!-- code: ([\w/.]+):([\w.]+) -->\n)```.*?\n```\n", re.DOTALL)
 
 
 def with_quotations(text: str) -> str:
-    """The page with every quotation as the tree has it."""
+    """Returns the page with every quotation updated from the tree."""
     return _QUOTED.sub(lambda match: f"{match[1]}``` py\n{quotation(match[2], match[3])}```\n", text)
 
 
 def quotation(path: str, name: str) -> str:
-    """The source of a function or method, dedented, with the first paragraph of its docstring."""
+    """Returns the source of a function or method, dedented, with the first paragraph of its docstring."""
     source = (ROOT / path).read_text()
     node: ast.AST = ast.parse(source)
     for part in name.split("."):

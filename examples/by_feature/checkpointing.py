@@ -1,11 +1,11 @@
-"""Saving and resuming: a run that is interrupted anywhere and resumed is, bit for bit, the run that was not.
+"""Saving and resuming: an interrupted and resumed run gives the same bits as an uninterrupted one.
 
     zeroaccel launch --num_processes 2 --zero_stage 3 examples/by_feature/checkpointing.py \\
         --project_dir runs/disc --checkpointing_steps 5
     ... the same with --resume_from_checkpoint latest
 
-`save_state` saves weights, optimizer, schedule, the position in the shuffled data, random numbers, and what is
-registered.
+`save_state` saves weights, optimizer, schedule, the position in the shuffled data, random states, and registered
+objects.
 """
 
 import argparse
@@ -18,13 +18,13 @@ from zeroaccel import Accelerator, ProjectConfiguration, set_seed
 
 
 def points(count=256):
-    """Points of the plane, and whether they lie in a disc."""
+    """Returns points of the plane, and for each 1 if it lies in a disc."""
     x = torch.randn(count, 2, generator=torch.Generator().manual_seed(0))
     return TensorDataset(x, (x.norm(dim=1) < 1.2).long())
 
 
 class Curve:
-    """The losses so far; anything with these two methods can be part of a state."""
+    """The losses so far; any object with these two methods can be part of a state."""
 
     def __init__(self):
         self.losses = []
@@ -38,9 +38,9 @@ class Curve:
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--project_dir", required=True, help="states go to its folder checkpoints")
+    parser.add_argument("--project_dir", required=True, help="states are saved in its folder checkpoints")
     parser.add_argument("--checkpointing_steps", type=int, default=5, help="updates between two states")
-    parser.add_argument("--total_limit", type=int, default=3, help="states that are kept")
+    parser.add_argument("--total_limit", type=int, default=3, help="number of states to keep")
     parser.add_argument("--resume_from_checkpoint", help='a state\'s folder, or "latest"')
     parser.add_argument("--max_train_steps", type=int, help="stop after this many updates, as if interrupted")
     parser.add_argument("--gradient_accumulation_steps", type=int, default=2)
@@ -70,7 +70,7 @@ def main(argv=None):
         folder = None if args.resume_from_checkpoint == "latest" else args.resume_from_checkpoint
         accelerator.print(f"resumed from {accelerator.load_state(folder)}, after {len(curve.losses)} updates")
 
-    # The loader's epoch is the one to go on with, and iterating starts behind the last batch that was trained on.
+    # After a resume the loader has the epoch of the state, and continues after the last trained batch.
     for epoch in range(dataloader.epoch, args.num_epochs):
         for x, y in dataloader:
             with accelerator.accumulate(model):

@@ -1,11 +1,11 @@
-"""Causal language modelling with a DeepSpeed config file: what the file has is used, what it has not is made here.
+"""Causal language modelling with a DeepSpeed config file, which may set the optimizer and the schedule.
 
     zeroaccel launch --num_processes 2 --deepspeed_config_file zero_stage3.json examples/by_feature/config_support.py \\
         --train_file text.txt --output_dir out --with_tracking --report_to tensorboard
 
-Where the file has an "optimizer" or a "scheduler" section, `DummyOptim` and `DummyScheduler` stand for them and fill
-their "auto" values; where it has none, the script's own are used. Models are made from a config, and text is a file; by
-default the model is a tiny Llama, a token is a byte, and the text is the standard library's.
+If the file has an "optimizer" or a "scheduler" section, `DummyOptim` and `DummyScheduler` represent them and fill their
+"auto" values; otherwise the script uses its own. The script makes the model from a config and reads text from a file;
+by default the model is a tiny Llama, a token is a byte, and the text is the source of the standard library.
 """
 
 import argparse
@@ -29,18 +29,18 @@ def parse_args(argv):
     add("--train_file", help="text to train on")
     add("--validation_file", help="text to evaluate on; by default the last tenth of the other")
     add("--block_size", type=int, default=64, help="tokens per sample")
-    add("--output_dir", default="out", help="states, and at the end the model")
+    add("--output_dir", default="out", help="folder for states, and at the end for the model")
     add("--learning_rate", type=float, default=1e-3)
     add("--weight_decay", type=float, default=0.0)
     add("--lr_scheduler_type", default="linear")
     add("--num_warmup_steps", type=int, default=0)
     add("--per_device_train_batch_size", type=int, default=8)
     add("--per_device_eval_batch_size", type=int, default=8)
-    add("--gradient_accumulation_steps", type=int, help="by default what the launcher or the config file says")
+    add("--gradient_accumulation_steps", type=int, help="default: the setting of the launcher or the config file")
     add("--num_train_epochs", type=int, default=1)
-    add("--max_train_steps", type=int, help="updates, whatever the epochs")
+    add("--max_train_steps", type=int, help="number of updates; overrides the epochs")
     add("--checkpointing_steps", help='updates between two states, or "epoch"')
-    add("--resume_from_checkpoint", help="the folder of a state")
+    add("--resume_from_checkpoint", help="folder of a state")
     add("--with_tracking", action="store_true")
     add("--report_to", default="all", help="all, tensorboard or wandb")
     add("--seed", type=int, default=42)
@@ -48,7 +48,7 @@ def parse_args(argv):
 
 
 def read_blocks(args, tokenizer):
-    """(train, validation): lists of samples, each `block_size` tokens."""
+    """Returns (train, validation): lists of samples, each `block_size` tokens."""
 
     def tokens(text):
         return torch.tensor(tokenizer(text)["input_ids"] if tokenizer else list(text.encode()))
@@ -64,7 +64,7 @@ def read_blocks(args, tokenizer):
 
 
 def evaluate(model, dataloader, accelerator):
-    """(perplexity, mean loss) over all samples, each counted once."""
+    """Returns (perplexity, mean loss) over all samples, each counted once."""
     model.eval()
     losses = []
     for ids in dataloader:
@@ -82,7 +82,7 @@ def make_schedule(args, optimizer, configured, max_train_steps):
 
     if "scheduler" in configured:
         return DummyScheduler(optimizer, total_num_steps=max_train_steps, warmup_num_steps=args.num_warmup_steps)
-    if "optimizer" in configured:  # prepare() makes it, and only then a schedule can be made of it
+    if "optimizer" in configured:  # prepare() makes it, and the schedule needs it
         return DummyScheduler(optimizer, lr_scheduler_callable=of)
     return of(optimizer)
 
@@ -107,7 +107,7 @@ def main(argv=None):
         config = LlamaConfig(vocab_size=len(tokenizer) if tokenizer else 256, **size)
     model = AutoModelForCausalLM.from_config(config)
 
-    # The config file decides who makes the optimizer and the schedule.
+    # The config file decides if it or the script defines the optimizer and the schedule.
     configured = accelerator.state.deepspeed_plugin.deepspeed_config if accelerator.state.deepspeed_plugin else {}
     make_optimizer = DummyOptim if "optimizer" in configured else torch.optim.AdamW
     optimizer = make_optimizer(model.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay)
@@ -153,7 +153,7 @@ def main(argv=None):
             best = perplexity
             accelerator.save_state(best_folder)
 
-    # What was best, to the digit.
+    # The loaded state must give exactly the best perplexity.
     accelerator.load_state(best_folder)
     perplexity, _ = evaluate(model, eval_dataloader, accelerator)
     if perplexity != best:

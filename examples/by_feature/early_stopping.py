@@ -1,8 +1,9 @@
-"""Early stopping: one process sees that it is time, and all of them stop at the same step.
+"""Early stopping: one process decides to stop, and all processes stop at the same step.
 
     zeroaccel launch --num_processes 2 examples/by_feature/early_stopping.py --target_loss 0.3
 
-A process that left the loop alone would leave the others waiting. `set_trigger` asks, `check_trigger` answers on all.
+If only one process left the loop, the others would wait for it. `set_trigger` on one process makes `check_trigger` true
+on all.
 """
 
 import argparse
@@ -15,14 +16,14 @@ from zeroaccel import Accelerator, set_seed
 
 
 def points(count=256):
-    """Points of the plane, and whether they lie in a disc."""
+    """Returns points of the plane, and for each 1 if it lies in a disc."""
     x = torch.randn(count, 2, generator=torch.Generator().manual_seed(0))
     return TensorDataset(x, (x.norm(dim=1) < 1.2).long())
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target_loss", type=float, default=0.3, help="stop once a process sees a loss below it")
+    parser.add_argument("--target_loss", type=float, default=0.3, help="stop when a process has a smaller loss")
     parser.add_argument("--num_epochs", type=int, default=20)
     parser.add_argument("--batch_size", type=int, default=8, help="per process")
     parser.add_argument("--lr", type=float, default=1e-2)

@@ -3,8 +3,8 @@
     zeroaccel launch --num_processes 2 --zero_stage 3 examples/by_feature/gradient_accumulation.py \\
         --gradient_accumulation_steps 4
 
-The losses are the same, bit for bit, at every ZeRO stage at which gradients are summed in the same order: 0 and 1, and
-2 and 3; without accumulation at all of them.
+The losses have the same bits at stages that sum gradients in the same order: 0 and 1, and 2 and 3; without
+accumulation, at all stages.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from zeroaccel import Accelerator, set_seed
 
 
 def points(count=256):
-    """Points of the plane, and whether they lie in a disc."""
+    """Returns points of the plane, and for each 1 if it lies in a disc."""
     x = torch.randn(count, 2, generator=torch.Generator().manual_seed(0))
     return TensorDataset(x, (x.norm(dim=1) < 1.2).long())
 
@@ -45,7 +45,7 @@ def main(argv=None):
             with accelerator.accumulate(model):
                 loss = nn.functional.cross_entropy(model(x), y)
                 accelerator.backward(loss)
-                optimizer.step()  # does something where an accumulation ends, as does zero_grad
+                optimizer.step()  # acts only at the end of an accumulation, like zero_grad
                 optimizer.zero_grad()
             window.append(loss.detach())
             if accelerator.sync_gradients:  # there was an update

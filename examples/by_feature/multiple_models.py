@@ -2,7 +2,7 @@
 
     zeroaccel launch --num_processes 2 examples/by_feature/multiple_models.py
 
-Each model has its own plugin, and so its own stage and offload. `accelerator.backward` finds the right engine.
+Each model has a plugin, which sets its stage and offload. `accelerator.backward` finds the right engine.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from zeroaccel import Accelerator, ZeroPlugin, set_seed
 
 
 class Teacher(nn.Module):
-    """Knows the answer: scores of whether a point lies in a disc."""
+    """Exact scores of the two classes: outside and inside a disc."""
 
     def __init__(self):
         super().__init__()
@@ -43,7 +43,7 @@ def main(argv=None):
     student = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 2))
     optimizer = torch.optim.AdamW(student.parameters(), lr=args.lr)
     student, optimizer, dataloader = accelerator.prepare(student, optimizer, dataloader)
-    # From here on models are prepared under the other plugin; without an optimizer, for inference.
+    # From here on, `prepare` uses the other plugin; a model without an optimizer is for inference.
     accelerator.state.select_deepspeed_plugin("teacher")
     teacher = accelerator.prepare(Teacher().requires_grad_(False))
 

@@ -1,4 +1,4 @@
-"""Trackers: the same numbers to TensorBoard, Weights & Biases, or a tracker of one's own.
+"""Trackers: logs the same numbers to TensorBoard, Weights & Biases, or your own tracker.
 
     zeroaccel launch --num_processes 2 examples/by_feature/tracking.py \\
         --with_tracking --report_to tensorboard --project_dir runs/disc
@@ -17,13 +17,13 @@ from zeroaccel import Accelerator, GeneralTracker, set_seed
 
 
 def points(count=256):
-    """Points of the plane, and whether they lie in a disc."""
+    """Returns points of the plane, and for each 1 if it lies in a disc."""
     x = torch.randn(count, 2, generator=torch.Generator().manual_seed(0))
     return TensorDataset(x, (x.norm(dim=1) < 1.2).long())
 
 
 class JsonLines(GeneralTracker):
-    """One line of JSON per call of `log`. A tracker is a class with these methods, passed as an instance."""
+    """Writes one line of JSON per call of `log`. A tracker is an instance of a class with these methods."""
 
     name = "jsonl"
 
@@ -43,7 +43,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--with_tracking", action="store_true")
     parser.add_argument("--report_to", default="all", help="all, tensorboard, wandb or jsonl")
-    parser.add_argument("--project_dir", default="runs", help="where trackers write")
+    parser.add_argument("--project_dir", default="runs", help="folder of the trackers")
     parser.add_argument("--num_epochs", type=int, default=3)
     parser.add_argument("--batch_size", type=int, default=8, help="per process")
     parser.add_argument("--lr", type=float, default=1e-2)
@@ -59,7 +59,7 @@ def main(argv=None):
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     model, optimizer, dataloader = accelerator.prepare(model, optimizer, dataloader)
 
-    # No process has to ask whether it is the main one: the others' trackers do nothing.
+    # All processes may call it: trackers of other processes than the main one do nothing.
     accelerator.init_trackers("disc", config=vars(args))
     step = 0
     for epoch in range(args.num_epochs):
@@ -75,7 +75,7 @@ def main(argv=None):
         mean = accelerator.reduce(total, "mean").item() / len(dataloader)
         accelerator.log({"train_loss": mean, "epoch": epoch}, step=step)
         accelerator.print(f"epoch {epoch}: loss {mean:.6f}")
-    accelerator.end_training()  # closes the trackers too
+    accelerator.end_training()  # also closes the trackers
 
 
 if __name__ == "__main__":

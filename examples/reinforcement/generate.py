@@ -2,7 +2,7 @@
 
     python generate.py --folder /dev/shm/policy --versions 31
 
-Of zeroaccel it uses one file, rollout/receiver.py, which needs torch only: copy it to do without the package.
+It uses only rollout/receiver.py of zeroaccel, which needs only torch: copy that file to run without the package.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zeroaccel.rollout.receiver import WeightReceiver, receive_files
 
 @torch.no_grad()
 def sample(policy: Policy, generator: torch.Generator) -> Tensor:
-    """(SAMPLES, LENGTH) tokens."""
+    """Returns (SAMPLES, LENGTH) tokens."""
     tokens = torch.randint(TOKENS, (SAMPLES, 1), generator=generator)
     while tokens.shape[1] < LENGTH:
         chances = policy(tokens[:, -1:])[:, -1].float().softmax(-1)
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     arguments.folder.mkdir(parents=True, exist_ok=True)
     policy = Policy().bfloat16()
-    receiver = WeightReceiver(policy.state_dict())  # its tensors are the policy's own, and change in place
+    receiver = WeightReceiver(policy.state_dict())  # shares its tensors with the policy, which change in place
     generator = torch.Generator().manual_seed(1)
     while (receiver.version or 0) < arguments.versions:
         if not receive_files(receiver, arguments.folder, "generator", timeout_seconds=60):

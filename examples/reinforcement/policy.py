@@ -1,4 +1,4 @@
-"""The model of train.py and generate.py: the next token from the last one."""
+"""The model of train.py and generate.py: predicts the next token from the last one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trainer: policy gradients on what generate.py samples, which follows its weights by deltas.
+"""The trainer: policy gradients on samples of generate.py, which gets the weights as deltas.
 
     zeroaccel launch --num_processes 2 train.py --folder /dev/shm/policy
 
@@ -29,7 +29,7 @@ CONFIG = {
 
 
 def publish(engine: zeroaccel.Engine, sink: FileSink) -> int:
-    """Sends what the step changed; all weights, where a generator has missed a version. Returns this rank's bytes."""
+    """Sends the weights that the step changed, or all if a generator missed a version. Returns this rank's bytes."""
     try:
         return send(engine, engine.stream_deltas(engine.streamed_version), sink)
     except UsageError as refused:
@@ -38,7 +38,7 @@ def publish(engine: zeroaccel.Engine, sink: FileSink) -> int:
 
 
 def samples_of(folder: Path, version: int) -> Tensor:
-    """What the generator has sampled with a version."""
+    """Returns the samples that the generator drew with a version."""
     path, until = folder / f"samples-{version}.pt", time.monotonic() + 60
     while not path.exists():
         if time.monotonic() > until:
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     engine, *_ = zeroaccel.initialize(Policy(), config=CONFIG)
     rank, ranks = engine.collectives.rank, engine.collectives.world_size
     sink = FileSink(arguments.folder)
-    engine.mark_changes()  # from now on a step marks which weights it changes: one bit each
+    engine.mark_changes()  # from now on, steps mark the weights that they change: one bit each
     send(engine, engine.stream_weights(only_rank=0), sink if rank == 0 else None)
     rewards = []
     for _ in range(arguments.steps):
