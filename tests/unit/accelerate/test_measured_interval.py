@@ -1,4 +1,4 @@
-"""How many steps lie between two states in memory where "auto" chooses, on synthetic times."""
+"""The number of steps between two in-memory states that "auto" chooses, on synthetic times."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ STEP = 0.1
 def train(
     seconds: Iterator[float], cost: Callable[[int], float], beside: int, num_states: int
 ) -> tuple[list[int], float, float]:
-    """(intervals, seconds of steps alone, seconds that states add); `cost` of each state, over `beside` steps."""
+    """Returns (intervals, seconds of the steps alone, seconds added by the states).
+    Args:
+        cost: seconds that each state adds, as a function of the state's number.
+        beside: number of steps during which a state is copied.
+    """
     measured = MeasuredInterval()
     intervals, alone, added = [2], 0.0, 0.0
     for number in range(num_states):
@@ -35,7 +39,7 @@ def test_states_cost_two_percent(cost: float, beside: int) -> None:
     intervals, alone, added = train(itertools.repeat(STEP), lambda _: cost, beside, 30)
     exact = round(cost / MOST_COST / STEP)
     assert all(exact <= interval <= exact + 1 for interval in intervals)
-    # The first comes after two steps; each of the others pays for itself with the steps before it.
+    # The first state comes after two steps; the cost of each later one is at most 2 % of the steps before it.
     assert 0.01 < (added - cost) / alone <= MOST_COST
 
 

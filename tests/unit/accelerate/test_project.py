@@ -1,4 +1,4 @@
-"""Folders of states: where they are written, which are removed, and which count as states at all."""
+"""Folders of saved states: the name of the next one, pruning, and the recognition of complete ones."""
 
 from __future__ import annotations
 

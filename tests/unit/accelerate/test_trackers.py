@@ -1,4 +1,4 @@
-"""Trackers: what TensorBoard reads back, the calls to wandb, and a class of the user's own."""
+"""Trackers: values read back from TensorBoard's files, the calls to wandb, and a user's own class."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zeroaccel.telemetry.trackers import GeneralTracker, Trackers
 
 
 class Notes(GeneralTracker):
-    """A tracker of the user's own."""
+    """A user's own tracker."""
 
     name = "notes"
 
@@ -136,7 +136,7 @@ def _installed(monkeypatch: pytest.MonkeyPatch, name: str) -> Any:
 
 def test_services_that_accelerate_has_trackers_for(monkeypatch: pytest.MonkeyPatch) -> None:
     state = pytest.importorskip("accelerate.state").PartialState
-    state(cpu=True)  # as an Accelerator does
+    state(cpu=True)  # as `Accelerator()` does
     monkeypatch.setattr(state, "_shared_state", dict(state._shared_state))
     trackio, mlflow = _installed(monkeypatch, "trackio"), _installed(monkeypatch, "mlflow")
     mlflow.search_experiments.return_value = []

@@ -1,4 +1,4 @@
-"""A manifest that is damaged, newer, contradicts itself, or leads out of its folder is refused."""
+"""Readers refuse manifests that are damaged, newer, contradictory, or name files outside their folder."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_it_comes_back_as_it_was(tmp_path: Path) -> None:
 
 
 def edited(folder: Path, edit: Callable[[dict[str, Any]], None]) -> None:
-    """Changes the manifest, with a checksum that fits: damage that a checksum does not find."""
+    """Changes the manifest and updates its checksum, for damage that a checksum does not find."""
     body = json.loads((folder / "manifest.json").read_text())["manifest"]
     edit(body)
     (folder / "manifest.json").write_text(json.dumps({"checksum": format_._checksum(body), "manifest": body}))
@@ -143,7 +143,7 @@ def test_any_changed_character_is_found(tmp_path: Path) -> None:
             found = read_manifest(folder)
         except CheckpointError:
             continue
-        assert found == example(), place  # white space between tokens may change
+        assert found == example(), place  # a change of white space between tokens is harmless
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", "null", '{"manifest": NaN}', "[" * 100_000])

@@ -1,4 +1,4 @@
-"""Plain data goes through JSON unchanged, and nothing else goes through."""
+"""Plain data passes through JSON unchanged, and other objects are refused."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_other_tensors_are_kept_beside() -> None:
 
 
 class Text(str):
-    """Not plain: it would come back as another class."""
+    """Not plain data: JSON would return it as a `str`."""
 
 
 @pytest.mark.parametrize(

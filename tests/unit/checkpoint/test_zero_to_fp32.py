@@ -1,6 +1,6 @@
-"""Consolidation: byte for byte what the ranks saved, streamed, and never from a damaged checkpoint.
+"""Consolidation: the exact bytes that the ranks saved, streamed, and never from a damaged checkpoint.
 
-The checkpoints are made by hand from the format's page, so that reader and writer cannot be wrong together.
+The checkpoints are written by hand from docs/checkpoint_format.md, so that reader and writer cannot share a mistake.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _frozen_bf16(*shape: int) -> Entry:
 
 
 def _parameters() -> dict[str, Entry]:
-    """Odd sizes, one element, none, a scalar, and one frozen in bf16."""
+    """Returns parameters with odd sizes, one element, no elements, a scalar, and a frozen one in bf16."""
     return {
         "embed.weight": _f32(17, 5),
         "layer.weight": _f32(700, 301),
@@ -285,7 +285,7 @@ def test_the_dropped_script_needs_no_torch(root: Path, parameters: dict[str, Ent
         "import runpy, sys\nsys.modules['torch'] = sys.modules['zeroaccel'] = None\n"
         "runpy.run_path(sys.argv[1], run_name='__main__')"
     )
-    # The script finds its own arguments behind its name, as if it had been started by it.
+    # `sys.argv` begins with the script's name, as if the interpreter had started the script itself.
     code = code.replace("runpy.run_path", "sys.argv = sys.argv[1:]\nrunpy.run_path").replace(
         "argv[1], run", "argv[0], run"
     )
@@ -311,11 +311,11 @@ def test_memory_is_a_few_chunks_whatever_the_size(tmp_path: Path) -> None:
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak < 50 << 20  # of 160 MB
+    assert peak < 50 << 20  # the checkpoint has 160 MB
     assert torch.equal(load_file(tmp_path / "model.safetensors")["layer15"], torch.full((2_500_000,), 15.0))
 
 
-# ---- what must be refused ----
+# ---- refused checkpoints ----
 
 
 def _flip(path: Path, offset: int) -> None:
@@ -443,7 +443,7 @@ def test_a_pattern_that_matches_nothing_says_what_there_is(root: Path, tmp_path:
         run([str(root), str(tmp_path / "out"), "--only", "lorra_*"], "program")
 
 
-# ---- the calls ----
+# ---- Python functions ----
 
 
 class _Tied(nn.Module):

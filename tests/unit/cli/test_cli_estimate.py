@@ -1,4 +1,4 @@
-"""`zeroaccel estimate`: the table, the JSON, the charts, and the messages to a wrong command line."""
+"""`zeroaccel estimate`: the table, the JSON, the charts, and the messages for wrong command lines."""
 
 from __future__ import annotations
 

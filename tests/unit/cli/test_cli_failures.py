@@ -1,4 +1,4 @@
-"""Which rank failed first, and its report: from the exit states of processes to words and an exit code."""
+"""The report of the rank that failed first: from the exit states of processes to a message and an exit code."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ PLACE = ("num_machines", "machine_rank", "main_process_ip", "main_process_port",
     ("environ", "place"),
     [
         ({}, ()),
-        (_variables("SLURM_JOB_ID=1 SLURM_NNODES=2 SLURM_NODEID=0"), ()),  # a batch script, and no srun
+        (_variables("SLURM_JOB_ID=1 SLURM_NNODES=2 SLURM_NODEID=0"), ()),  # a batch script without srun
         (SLURM | {"LOCAL_RANK": "0"}, ()),
         (SLURM | {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1"}, ()),
         (SLURM, (2, 1, "gpu3", 23456)),

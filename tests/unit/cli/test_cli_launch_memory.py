@@ -1,4 +1,4 @@
-"""The launcher's memory: there from the start to the end, and what killed launchers have left is removed."""
+"""The launcher's memory folder: it exists while the launcher runs; folders of killed launchers are removed."""
 
 from __future__ import annotations
 

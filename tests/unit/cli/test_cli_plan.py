@@ -1,4 +1,4 @@
-"""Plans: the number of processes and threads, and the mistakes that are found before anything starts."""
+"""Launch plans: the number of processes and threads, and the mistakes found before any process starts."""
 
 from __future__ import annotations
 
@@ -105,12 +105,12 @@ def test_the_headline_says_so_once_and_a_flag_leaves_it_out(machine: pytest.Monk
     assert "PYTORCH_ALLOC_CONF" not in plan.environment
 
 
-# -- cores and memory of the GPU's node, on a machine with two
+# -- cores and memory of the GPU's NUMA node, on a machine with two nodes
 
 
 @pytest.fixture
 def two_nodes(machine: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
-    """8 cores and 4 GPUs, two of each node; a fifth is of no node, a sixth is not shown."""
+    """8 cores and 4 GPUs, two GPUs per NUMA node; a fifth has no node, a sixth is not listed."""
     for index, (node, cores) in enumerate([(0, "0-2,6"), (0, "0-2,6"), (1, "3-5,7"), (1, "3-5,7"), (-1, "0-7")]):
         folder = tmp_path / "devices" / f"0000:{0x80 + index:02x}:00.0"
         folder.mkdir(parents=True)
@@ -131,7 +131,7 @@ def two_nodes(machine: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch
         ({"gpu_ids": "3,0"}, {}, ("3,4,5,7", "0,1,2,6")),
         ({"num_processes": 4, "numa_affinity": False}, {}, ()),
         ({"num_processes": 4, "use_cpu": True}, {}, ()),
-        ({"num_processes": 5}, {}, ()),  # of one the node is not known
+        ({"num_processes": 5}, {}, ()),  # the fifth GPU has no node
         ({"gpu_ids": "3,5"}, {}, ()),
         ({"gpu_ids": "3,0"}, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, ()),
         ({"gpu_ids": "GPU-1f"}, {}, ()),
@@ -158,7 +158,7 @@ def test_a_program_that_is_no_python_is_not_bound_to_a_node(two_nodes: pytest.Mo
 def test_a_machine_of_one_node_binds_nothing(two_nodes: pytest.MonkeyPatch) -> None:
     two_nodes.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 6})
     assert _plan({"num_processes": 2}).cores == ()
-    assert _plan({"gpu_ids": "2"}).cores == ()  # none of its cores may be used
+    assert _plan({"gpu_ids": "2"}).cores == ()  # the process may not use the cores of its node
 
 
 def test_the_host_has_no_device_memory(machine: pytest.MonkeyPatch) -> None:
@@ -223,7 +223,7 @@ def test_scripts_and_modules_run_under_the_runner_and_programs_do_not() -> None:
     ],
 )
 def test_a_program_that_is_not_there(machine: pytest.MonkeyPatch, program: Program, words: str) -> None:
-    if not words:  # a module of that name is in this folder, and what is below it is for the processes to find
+    if not words:  # the folder has a module of this name; only the processes look up its submodules
         _plan({}, program=program)
     else:
         assert words in _refusal({}, program)
@@ -234,7 +234,7 @@ def test_a_port_that_is_taken(machine: pytest.MonkeyPatch) -> None:
         port = server.getsockname()[1]
         said = _refusal({"main_process_port": port})
         assert said.startswith(f"--main_process_port {port}: address already in use; choose another")
-        # Another machine than the first does not listen there.
+        # Only the first machine listens on this port.
         _plan({"main_process_port": port, "num_machines": 2, "machine_rank": 1, "main_process_ip": "127.0.0.1"})
     assert _plan({"main_process_port": port}).port == port
     assert port_trouble(port) == ""
@@ -314,7 +314,7 @@ def test_lines_of_other_ranks_begin_with_the_rank_on_a_terminal() -> None:
 
     assert streams({}, out=True, err=True) == {1: 3, 2: 3}
     assert streams({}, out=False, err=True) == {1: 2, 2: 2}
-    assert streams({}, out=False, err=False) == 0  # what reads a pipe gets what programs write
+    assert streams({}, out=False, err=False) == 0  # a pipe gets unchanged lines
     assert streams({"log_line_prefix": "all"}, out=False, err=False) == 3
     assert streams({"log_line_prefix": "none"}, out=True, err=True) == 0
     assert streams({"tee": {0: 1}}, out=True, err=True) == {0: 1}

@@ -1,4 +1,4 @@
-"""The runner runs a script as the interpreter itself would, with --local_rank if it takes it, and reports its end."""
+"""The runner executes a script as the interpreter would, adds --local_rank if it takes that, and reports its end."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ dump = pickle.dumps(Local())
 
 
 class Job:
-    """One process under the runner, which reports into a folder like the elastic agent's."""
+    """One process under the runner, which writes its report into a folder, as under the elastic agent."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -101,7 +101,7 @@ def test_an_exception_is_reported_and_not_printed(job: Job) -> None:
     assert trace[0] == "Traceback (most recent call last):"
     assert trace[1] == f'  File "{job.folder / "script.py"}", line 3, in <module>'
     assert trace[-1] == "ValueError: boom"
-    # What torch's elastic agent reads.
+    # The fields that torch's elastic agent reads.
     message = json.loads(job.report_path.read_text())["message"]
     assert message["extraInfo"]["py_callstack"] == report["traceback"]
     assert int(message["extraInfo"]["timestamp"]) == int(report["time"])
@@ -239,7 +239,7 @@ def test_modules_beside_the_script_are_read_too(tmp_path: Path) -> None:
     (package / "more.py").write_text(f"import project.arguments\n{ARGPARSE.format(repr('--local_rank'))}")
     (tmp_path / "train.py").write_text("import os\nfrom project.arguments import parse\n")
     assert local_rank_option(tmp_path / "train.py") == "--local_rank"
-    (package / "more.py").write_bytes(b"\xff\xfe\x00")  # no Python
+    (package / "more.py").write_bytes(b"\xff\xfe\x00")  # not a Python file
     assert local_rank_option(tmp_path / "train.py") is None
     assert local_rank_option(tmp_path / "absent.py") is None
 

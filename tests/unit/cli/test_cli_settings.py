@@ -1,4 +1,4 @@
-"""The settings of a launch: each checked alone and against the others, and reported by the name the user typed."""
+"""The settings of a launch: checked alone and against each other, and reported by the name that the user typed."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_all_contradictions_are_reported_at_once() -> None:
     ("values", "rendezvous"),
     [
         ({}, "c10d"),
-        ({"rdzv_backend": "static"}, "c10d"),  # as in every file of accelerate; there is no port to be fixed
+        ({"rdzv_backend": "static"}, "c10d"),  # as every file of accelerate has it; no port is set
         ({"main_process_port": 0}, "c10d"),
         ({"main_process_port": 4711}, "static"),
         ({"main_process_port": 4711, "rdzv_backend": "c10d"}, "c10d"),

@@ -1,4 +1,4 @@
-"""`zeroaccel config` and its sub-commands, in process: what they print and write, and how mistakes end."""
+"""`zeroaccel config` and its sub-commands, in this process: printed texts, written files and error messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FILE = "zeroaccel.yaml"
 
 @pytest.fixture(autouse=True)
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working directory, and no launch file of the user."""
+    """An empty working directory, and a user without a launch file."""
     monkeypatch.chdir(tmp_path)
     environ = {"HOME": str(tmp_path / "home"), "PATH": "/usr/bin:/bin"}
     monkeypatch.setattr(command_module.os, "environ", environ)

@@ -1,4 +1,4 @@
-"""The questionnaire without a terminal: one table behind wizard and flags, and never a key that does not apply."""
+"""The questionnaire without a terminal: wizard and flags share one table, and keys that do not apply are left out."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _machine(folder: Path, *devices: Device) -> Machine:
 
 
 class Scripted:
-    """Answers by a table, else takes what is proposed; notes what it was asked."""
+    """Answers from a table, or with the proposal, and records the questions."""
 
     def __init__(self, answers: Mapping[str, Any] | None = None, backs: Mapping[str, int] | None = None) -> None:
         self.answers, self.backs = dict(answers or {}), dict(backs or {})
@@ -71,7 +71,7 @@ def test_every_question_is_about_a_setting_and_reads_only_earlier_ones() -> None
 
     class Watched(dict[str, Any]):
         def get(self, key: str, default: Any = None) -> Any:
-            assert key in earlier, f"reads {key} before it is asked"
+            assert key in earlier, f"the question reads {key} before it is asked"
             return super().get(key, default)
 
     for question in QUESTIONS:
@@ -108,7 +108,7 @@ def test_a_json_config_leaves_only_its_autos_to_be_asked(tmp_path: Path) -> None
     asked = asker.asked[asker.asked.index("deepspeed_config_file") + 1 :]
     assert asked == ["gradient_clipping?", "gradient_clipping", "zero3_init_flag", "dynamo_backend?"]
     assert asker.remarks == [f"{path} decides zero_stage 3, mixed_precision bf16; that is not asked"]
-    checked(render(answers), "zeroaccel.yaml")  # and a launch does not find anything said twice
+    checked(render(answers), "zeroaccel.yaml")  # a launch finds no setting given twice
 
 
 def _random_answer(question: Question, situation: WizardState, chance: random.Random, folder: Path) -> Any:
@@ -157,13 +157,13 @@ def test_wizard_flags_and_the_file_itself_make_the_same_bytes(seed: int, tmp_pat
     answers = _walk(machine, Guessing())
     text = render(answers)
     file = checked(text, "zeroaccel.yaml")
-    # by flags
+    # from flags
     again = {key: parse(by_key(key), as_text(value)) for key, value in answers.items()}
     assert render(complete(again, machine).answers) == text
-    # by the command that is printed
+    # the printed command has every flag
     words = command_line(answers, {}, Path("zeroaccel.yaml"))
     assert all(by_key(key).flag in words for key in answers)
-    # and from the file, as an update without changes
+    # from the file, as an update without changes
     former, extras = answers_of(file)
     assert extras == {}
     assert render(complete({}, machine, former=former).answers) == text
@@ -171,7 +171,7 @@ def test_wizard_flags_and_the_file_itself_make_the_same_bytes(seed: int, tmp_pat
 
 def test_back_changes_an_answer_and_drops_what_hung_on_it(tmp_path: Path) -> None:
     script = {"zero_stage": [3, 2], "offload_param_device": "nvme", "offload_optimizer_device": ["cpu", "cpu"]}
-    # Back from the folder, through the devices, to the stage.
+    # Goes back from the folder, through the devices, to the stage.
     asker = Scripted(script, {"offload_param_nvme_path": 1, "offload_param_device": 1, "offload_optimizer_device": 1})
 
     def value(question: Question, proposal: Any, situation: WizardState, *, back: bool) -> Any:
@@ -210,7 +210,7 @@ def test_what_a_plan_answers_is_not_asked_while_it_applies(tmp_path: Path) -> No
     needs = {"offload_optimizer_nvme_path": 2**60}
     asker = Scripted()
     walk = Walk(_machine(tmp_path), {}, {}, lambda *_: PlanAnswers(plan, needs))
-    with pytest.raises(InvalidAnswer, match="GiB are needed"):  # the folder is held to what the plan needs
+    with pytest.raises(InvalidAnswer, match="GiB are needed"):  # the plan's needs apply to the folder
         walk.run(asker)
     assert "zero_stage" not in asker.asked
     assert asker.asked[-1] == "offload_optimizer_nvme_path"
@@ -388,7 +388,7 @@ def test_zeropp_is_asked_for_at_stage_3_of_several_machines(tmp_path: Path) -> N
 def test_a_model_that_fits_on_a_mesh_only_gets_one(tmp_path: Path) -> None:
     model = Model("125m", 8192, 1)
     answers = {"num_processes": 2, "mixed_precision": "bf16", "use_cpu": False}
-    devices = (Device("Small", 8 * 2**30, has_bf16=True),) * 2  # one alone needs 8.7 GB, with torch 2.6 8.4 GB
+    devices = (Device("Small", 8 * 2**30, has_bf16=True),) * 2  # a single rank needs 8.7 GB, 8.4 GB with torch 2.6
     machine = Machine(devices, 2**20, 8)
     plan = best_plan(model, machine, answers)
     assert plan.note.startswith("125m fits on a mesh only, ")
@@ -396,7 +396,7 @@ def test_a_model_that_fits_on_a_mesh_only_gets_one(tmp_path: Path) -> None:
 
 
 class _Tables:
-    """Answers the questions of a `PlanTable`: text by what is proposed, tables by their last possible row."""
+    """Answers a `PlanTable`: text questions from a list, tables by one of their last possible rows."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -412,7 +412,7 @@ class _Tables:
     def choose(
         self, words: str, options: list[Option], proposal: Any, *, back: bool, heading: str, footing: str
     ) -> Any:
-        # Only one row is the best, and no row that does not fit is.
+        # Only one row has the suffix "best", and it is a row that fits.
         self.lines += [f"   {one.title.removesuffix('  best')} (no: device)" for one in options]
         self.lines += [f"? {words} (arrow keys)", f"   {heading}", f"   {footing}"]
         return [one.value for one in options if not one.impossible][-1 if words.startswith("Which mesh") else -2]

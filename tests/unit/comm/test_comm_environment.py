@@ -1,4 +1,4 @@
-"""What the environment says of a job and of a rank's cores, and the one clear error for each contradiction in it."""
+"""The job and a rank's cores as read from the environment, and one error for each contradiction in the variables."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _set(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
         (JOB, (1, 4)),
         ({}, (0, 1)),
         ({"WORLD_SIZE": "1", "RANK": "0"}, (0, 1)),  # one process needs no address
-        ({"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1"}, (0, 1)),  # an address alone is no job
+        ({"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1"}, (0, 1)),  # an address alone does not make a job
         *(({name: "2", "WORLD_SIZE": "1"}, (0, 1)) for name in MPI),
     ],
 )
@@ -119,7 +119,7 @@ ALL = frozenset(range(8))
         (8, ALL, [ALL], 8),
         (8, ALL, [ALL] * 3, 2),
         (8, ALL, [ALL] * 9, 1),
-        (4, frozenset(range(4)), [frozenset(range(4)), frozenset(range(4, 8))], 4),  # bound by another program
+        (4, frozenset(range(4)), [frozenset(range(4)), frozenset(range(4, 8))], 4),  # bound externally
         (3, ALL, [ALL] * 2, 1),  # a container's quota
     ],
 )
@@ -161,7 +161,7 @@ def test_who_said_how_many_threads(
 
 
 def limits_after(world_size: int, soft: int, hard: int) -> list[str]:
-    """The soft limit of open files and what the log says, of a process with these limits."""
+    """Returns the soft limit on open files and the log, from a process that starts with these limits."""
     code = (
         "import logging, resource; from zeroaccel.comm.environment import allow_connections; "
         f"resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard})); "

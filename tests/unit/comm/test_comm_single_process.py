@@ -1,4 +1,4 @@
-"""Jobs without a network: of one process, and of 1024 ranks on torch's fake backend."""
+"""Jobs without a network: one process, and 1024 ranks on torch's fake backend."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_destroy_gives_back_what_was_made(alone: Topology) -> None:
     assert not dist.is_initialized()
     with pytest.raises(EngineStateError, match="init_process_group"):
         current_topology()
-    destroy()  # a second time is nothing to do
+    destroy()  # a second call does nothing
     assert init_process_group("gloo") is not alone
 
 
@@ -197,7 +197,7 @@ def test_scratch_keeps_the_two_largest() -> None:
     kept = {loan.data_ptr() for loan in loans[1:]}
     for loan in loans:
         pool.release(loan)
-    # Both loans at once, so that none of them is memory of the block that was let go.
+    # Both loans are out at once, so that the pool must return both blocks that it kept.
     again = [pool.acquire(15, torch.uint8), pool.acquire(25, torch.uint8)]
     assert {loan.data_ptr() for loan in again} == kept
 
@@ -221,7 +221,7 @@ def test_no_watchdog_runs(simulated: Topology) -> None:
 def test_a_gather_uses_the_backend(simulated: Topology) -> None:
     out = torch.zeros(2 * W)
     Collectives(simulated).all_gather(out, torch.tensor([1.0, 2.0]), "unshard a").wait()
-    # Every rank of the simulation contributes what this one does.
+    # Every rank of the simulation contributes this rank's values.
     assert torch.equal(out, torch.tensor([1.0, 2.0]).repeat(W))
 
 

@@ -1,4 +1,4 @@
-"""The flight recorder: sequence numbers, hashes that ranks compare, and what a watchdog reads from it."""
+"""The flight recorder: sequence numbers, hashes that ranks compare, and the facts that a watchdog reads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_equal_histories_have_equal_digests_and_tags_in_every_process() -> None:
     entries = [[_issue(recorder, "gather", f"unshard {i}") for i in range(3)] for recorder in recorders]
     assert recorders[0].digest() == recorders[1].digest()
     assert [entry.tag for entry in entries[0]] == [entry.tag for entry in entries[1]]
-    # A constant, because a hash that is salted per process would pass everything above.
+    # A constant, because a hash with a salt per process would pass the checks above.
     assert entries[0][-1].tag == TAG_OF_THREE_GATHERS
 
 

@@ -1,4 +1,4 @@
-"""The import finder of `zeroaccel.compat`: which names it serves, which it refuses, and that it is removed again."""
+"""The import finder of `zeroaccel.compat`: names that it serves, names that it refuses, and its removal."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_what_is_not_there_is_refused_with_the_nearest_that_is(statement: str, t
 
 @pytest.mark.usefixtures("facade")
 def test_absent_names_are_not_on_the_table() -> None:
-    """A module that is there may have a row, for the names that it lacks."""
+    """Existing modules may have a row, for the names that they lack."""
     names = {f"{module}.{name}" for module, names in SURFACE.items() for name in names}
     assert not names & set(ABSENT)
 

@@ -1,4 +1,4 @@
-"""Keys that DeepSpeed ignores: which of three answers each one gets, and that the answer has the key's position."""
+"""Keys that DeepSpeed ignores: each one's answer out of three, with the key's position."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zeroaccel.zero.storage.swapped_masters import cut_sub_groups
 
 @pytest.fixture
 def warned() -> Iterator[list[str]]:
-    """Lines of the log that are warnings."""
+    """The warnings in the log."""
     with log_lines(logging.WARNING) as lines:
         yield lines
 
@@ -50,7 +50,7 @@ def test_what_is_asked_for_and_does_not_happen_is_warned_of_once(text: str, note
     assert len(lines) == 1
     assert lines[0].startswith("<json>:1:")
     load_config(text)
-    assert [line for line in warned if note in line] in (lines, [])  # another test may have said it in this process
+    assert [line for line in warned if note in line] in (lines, [])  # another test may have logged it in this process
 
 
 QUIET = [
@@ -169,7 +169,7 @@ def test_nothing_is_offloaded_of_what_is_not_sharded() -> None:
 
 
 def test_every_answer_that_stops_a_run_says_what_to_do() -> None:
-    """One sentence with the nearest thing here, for what older releases of DeepSpeed had."""
+    """Features of older DeepSpeed releases are refused with the nearest alternative."""
     for name in ("compression_training", "data_efficiency", "progressive_layer_drop", "sparse_attention", "elasticity"):
         assert KEYS[name].kind is Kind.REFUSED
         assert KEYS[name].fix

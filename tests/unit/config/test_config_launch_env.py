@@ -1,4 +1,4 @@
-"""The variables between launcher and script, in both directions; accelerate's spelling of them, and unknown ones."""
+"""The variables that the launcher sets and the script reads; accelerate's spellings, and unknown variables."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FULL = LaunchedSettings(
 
 
 def test_what_is_written_is_read() -> None:
-    assert all(getattr(FULL, field.name) is not None for field in fields(FULL)), "every field takes part"
+    assert all(getattr(FULL, field.name) is not None for field in fields(FULL)), "the test must set every field"
     sources = {field.name: f"--{field.name}" for field in fields(FULL)} | {"zero_stage": "zeroaccel.yaml:12"}
     environment = to_environment(FULL, sources)
     assert from_environment(environment) == (FULL, sources)
@@ -61,7 +61,7 @@ def test_what_nobody_said_is_not_written() -> None:
 
 
 def test_the_variables_of_another_launcher() -> None:
-    """No sources, True and False capitalised, and "none" and "auto" where nothing was said."""
+    """They have no sources, capitalised True and False, and "none" and "auto" for settings that are not given."""
     settings, sources = from_environment(
         {
             "ACCELERATE_USE_DEEPSPEED": "true",

@@ -1,7 +1,7 @@
 """Every key that DeepSpeed 0.16.9 reads from a config has an answer: it works, is noted, or is refused by name.
 
-Newer releases have dropped or moved some of them, and public configs still have them. A value is one that differs from
-the default, so that the answer is that of a key which is on.
+Newer releases have dropped or moved some of them, and public configs still have them. Each value here differs from the
+default, so that the key is on.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ what nothing uses
 )
 """Name -> settings that DeepSpeed 0.16.9 trains with, and zeroaccel too."""
 
-_NOT_READ = {"fp32_allreduce", "allgather_size"}  # of releases that are older still
+_NOT_READ = {"fp32_allreduce", "allgather_size"}  # keys of even older releases
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("amp", {"enabled": True, "opt_level": "O1"}),
@@ -157,4 +157,4 @@ def test_what_is_another_training_is_refused_by_name(key: str, section: dict[str
     with pytest.raises(ConfigError) as caught:
         load_config({key.partition(".")[0]: section})
     assert str(caught.value).startswith(f"{key}: ")
-    assert "; " in str(caught.value), "what to do"
+    assert "; " in str(caught.value), "the message has no remedy"

@@ -1,4 +1,4 @@
-"""Launch files: accelerate's are read as they are, and every mistake in one is reported with its position."""
+"""Launch files: accelerate's load unchanged, and every mistake in one is reported with its position."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.refusals import message
 from zeroaccel.config.launch.launch_file import LaunchConfig, find_launch_file, read_launch_file
 from zeroaccel.errors import ConfigError
 
-# As `accelerate config` writes it for a machine with two devices and stage 3.
+# The file that `accelerate config` writes for a machine with two devices and stage 3.
 OF_ACCELERATE = """\
 compute_environment: LOCAL_MACHINE
 debug: false
@@ -174,7 +174,7 @@ def test_the_file_is_looked_for_in_one_order(tmp_path: Path) -> None:
     of_user.touch()
     assert found() == str(of_user)
     (project / "zeroaccel.yaml").touch()
-    assert found() == str(of_user)  # nothing says that the folders above are of the same project
+    assert found() == str(of_user)  # no marker shows that the folders above belong to this project
     (project / "pyproject.toml").touch()
     assert found() == str(project / "zeroaccel.yaml")
     (below / "zeroaccel.yaml").touch()

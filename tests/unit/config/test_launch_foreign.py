@@ -1,4 +1,4 @@
-"""Keys and flags of accelerate that this launcher lacks: translated, dropped with a note, or refused."""
+"""Keys and flags of accelerate that this launcher lacks: it translates, drops with a note, or refuses each."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _notes(text: str, **arguments: Any) -> list[str]:
         ({"fsdp_reshard_after_forward": False, "fsdp_version": 2}, {"zero_stage": 2}),
         ({"fsdp_reshard_after_forward": "true", "fsdp_version": "2"}, {"zero_stage": 3}),
         (
-            # FSDP2 has no strategy: the other key decides.
+            # FSDP2 has no strategy, so the other key decides.
             {"fsdp_reshard_after_forward": False, "fsdp_version": 2, "fsdp_sharding_strategy": "FULL_SHARD"},
             {"zero_stage": 2},
         ),
@@ -53,14 +53,14 @@ def _notes(text: str, **arguments: Any) -> list[str]:
                 "zero3_save_16bit_model": True,
             },
         ),
-        ({"sharding_strategy": 2, "offload_params": False}, {"zero_stage": 2}),  # as accelerate's first files had them
+        ({"sharding_strategy": 2, "offload_params": False}, {"zero_stage": 2}),  # keys of accelerate's first files
     ],
 )
 def test_fsdp_shards_as_a_stage_does(fsdp: dict[str, Any], values: dict[str, Any]) -> None:
     made = translate_fsdp(fsdp)
     assert made.values == values
     assert made.problems == []
-    # Each key that was given is accounted for.
+    # Each given key has a note.
     keys = {key if key.startswith("fsdp_") else f"fsdp_{key}" for key in fsdp}
     assert keys <= {key for key, _ in made.notes}
 
@@ -197,8 +197,8 @@ def test_blanks_of_a_file_are_filled_by_flags() -> None:
         ({"offload_optimizer_device": "cpu"}, []),
         ({"zero_stage": 2, "offload_param_device": "CPU"}, ["offload_param_device"]),
         ({"zero_stage": 2, "offload_param_device": "none"}, []),
-        ({"zero_stage": 2, "offload_param_device": "gpu"}, []),  # wrong, and reported
-        ({"offload_param_device": "cpu", "deepspeed_config_file": "ds.json"}, []),  # the stage is said there
+        ({"zero_stage": 2, "offload_param_device": "gpu"}, []),  # an invalid value, reported elsewhere
+        ({"offload_param_device": "cpu", "deepspeed_config_file": "ds.json"}, []),  # the JSON has the stage
     ],
 )
 def test_offload_of_what_is_not_sharded_does_nothing(values: dict[str, Any], idle: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""`ParallelConfig`: which ranks divide experts, and sizes that do not go together."""
+"""`ParallelConfig`: the ranks that divide experts, and sizes that contradict each other."""
 
 from __future__ import annotations
 

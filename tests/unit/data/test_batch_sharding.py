@@ -1,4 +1,4 @@
-"""Which rank gets which samples: against a single process's order, and against accelerate's sharding."""
+"""The samples of each rank, compared with a single process's order and with accelerate's sharding."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from zeroaccel.data.batch_sharding import (
 
 
 def order(length: int, size: int, *, drop_last: bool = False) -> list[list[int]]:
-    """The batches of a single process."""
+    """Returns the batches of a single process."""
     return list(BatchSampler(SequentialSampler(range(length)), size, drop_last))
 
 
 def sharded_batches(batches: list[list[int]], rules: ShardingRules) -> list[list[RankBatch[int]]]:
-    """By rank, its batches; each rank's computed independently, as ranks do."""
+    """Returns each rank's batches, computed independently, as the ranks do."""
     return [list(batches_of_rank(shard_batches(batches, rules), rank)) for rank in range(rules.world_size)]
 
 

@@ -1,4 +1,4 @@
-"""Each rank's part of a dataset: every item, equally many, another order per epoch, and no change of the RNG."""
+"""The ranks' parts of a dataset: all items, equal sizes, another order per epoch, and an unchanged global RNG."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def batches(loader: DataLoader[Any]) -> list[list[int]]:
 
 
 def parts(dataset: Any, world_size: int, size: int = 2, **options: Any) -> list[list[list[int]]]:
-    """The batches of one epoch, rank by rank."""
+    """Returns the batches of one epoch for each rank."""
     return [batches(build_dataloader(dataset, size, rank, world_size, **options)) for rank in range(world_size)]
 
 
@@ -37,7 +37,7 @@ def items(part: list[list[int]]) -> list[int]:
     return [item for batch in part for item in batch]
 
 
-# -- with indices
+# -- map-style datasets
 
 
 @pytest.mark.parametrize(("length", "world_size"), [(12, 1), (12, 3), (13, 3), (2, 3)])
@@ -81,7 +81,7 @@ def test_workers_read_a_dataset_with_indices() -> None:
     assert [batches(loader), batches(loader)] == [batches(alone), batches(alone)]
 
 
-# -- iterable
+# -- iterable datasets
 
 
 @pytest.mark.parametrize("length", [9, 10, 11])
@@ -115,10 +115,10 @@ def test_an_iterable_starts_anew_in_each_epoch_and_hears_its_number() -> None:
 def test_the_length_of_a_sized_iterable_is_what_it_gives(length: int, drop_last: bool) -> None:
     for rank in range(3):
         loader = build_dataloader(SizedStream(length), 2, rank, 3, drop_last=drop_last)
-        assert len(loader) == len(batches(loader))  # torch warns, and so fails, where they differ
+        assert len(loader) == len(batches(loader))  # a difference makes torch warn, which fails
 
 
-# -- both
+# -- both kinds
 
 
 @pytest.mark.parametrize("dataset", [Numbers(8), Stream(8)])
