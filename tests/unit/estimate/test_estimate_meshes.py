@@ -269,9 +269,7 @@ def test_the_recommended_mesh_is_the_simplest_that_fits() -> None:
 def test_what_a_model_cannot_be_cut_into() -> None:
     row = mesh_row(_subject(), Workload(ranks=8, sequence=64, tp=8), ROOMY)
     assert row.refused == "small: tp 8: expected a divisor of its 4 heads of keys, got 8"
-    assert (
-        mesh_row(_subject(), Workload(ranks=8, sequence=64, sp=8), ROOMY).plan is not None
-    )  # key heads are copied
+    assert mesh_row(_subject(), Workload(ranks=8, sequence=64, sp=8), ROOMY).plan is not None  # key heads are copied
     six = mesh_row(_subject(replace(SHAPE, heads=6, key_heads=2)), Workload(ranks=4, sequence=64, tp=2, sp=2), ROOMY)
     assert six.refused == "small: sp 2: expected a divisor of its 3 heads of queries, got 2"
     tied = _subject(replace(SHAPE, tied=True))

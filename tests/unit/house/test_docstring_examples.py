@@ -1,4 +1,4 @@
-"""The examples in docstrings run as they are written."""
+"""The examples in docstrings run and give the documented results."""
 
 from __future__ import annotations
 

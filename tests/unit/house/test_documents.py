@@ -1,4 +1,4 @@
-"""Documents mention files, symbols, flags and figures that exist; docstrings deny nothing that a table has."""
+"""Documents mention existing files, symbols, flags and figures; docstrings do not deny existing axes of the mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tests/interop/suites`: what becomes of other projects' tests in its tables; their processes have the facade."""
+"""`tests/interop/suites`: the outcomes of other projects' tests in its tables; their processes have the facade."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nested containers of tensors: every kind that a model or a loader gives keeps its type and its order."""
+"""Nested containers of tensors: every kind that a model or a loader returns keeps its type and order."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Batch(NamedTuple):
 
 
 class Tokens(UserDict):  # type: ignore[type-arg]
-    """As transformers' BatchEncoding: a mapping that is no dict, with a `to` of its own."""
+    """Like transformers' BatchEncoding: a mapping that is not a dict, with its own `to`."""
 
     def to(self, device: str) -> Tokens:
         return Tokens({key: value.to(device) for key, value in self.items()})
 
 
 class Output(OrderedDict):  # type: ignore[type-arg]
-    """As transformers' ModelOutput before it is registered with pytree."""
+    """Like transformers' ModelOutput before its registration with pytree."""
 
 
 class Rows(list):  # type: ignore[type-arg]
@@ -53,7 +53,7 @@ class Record:
 
 
 class Fixed(UserDict):  # type: ignore[type-arg]
-    """A mapping that cannot be made of a dict."""
+    """A mapping whose constructor takes no dict."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""setup.cfg and constraints.txt agree with the tree: a forgotten package is missing only once installed."""
+"""setup.cfg and constraints.txt agree with the tree; otherwise an installation would lack a package."""
 
 from __future__ import annotations
 

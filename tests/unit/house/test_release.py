@@ -1,4 +1,4 @@
-"""A release is of one version everywhere, is made of what is tracked, and says what is wrong with it."""
+"""Releases have one version everywhere, contain the tracked files, and report their mistakes."""
 
 from __future__ import annotations
 
@@ -117,14 +117,14 @@ def test_a_release_is_built_and_installed(tmp_path: Path) -> None:
     words = [sys.executable, ROOT / ".ci" / "release.py", "--allow-dirty", "--borrow", "--out", tmp_path]
     result = run_command(words, timeout=500, cwd=ROOT)
     if release.version_of(ROOT) not in (ROOT / "CHANGELOG.md").read_text().partition("\n## ")[2].partition("\n")[0]:
-        assert "CHANGELOG.md" in result.stderr  # between releases nothing can be released
+        assert "CHANGELOG.md" in result.stderr  # the tree is between two releases
         return
     assert result.returncode == 0, result.stderr
     assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_rows_are_the_edges_of_what_is_allowed() -> None:
-    """The lower bounds that setup.cfg promises are what the oldest row has, and the pinned row is `make test`'s."""
+    """The oldest row has the lower bounds of setup.cfg, and the pinned row the versions of `make test`."""
     settings = (ROOT / "setup.cfg").read_text()
     rows = {row.name: row for row in versions.rows()}
     assert f"torch>={rows['oldest'].torch.removesuffix('.0')}\n" in settings

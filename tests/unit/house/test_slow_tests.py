@@ -1,4 +1,4 @@
-"""`tests/slow_tests.txt` names tests that are there, and thinned parameters still cover each value."""
+"""`tests/slow_tests.txt` names existing tests, and thinned parameters still cover each value."""
 
 from __future__ import annotations
 
