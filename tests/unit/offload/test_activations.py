@@ -1,4 +1,4 @@
-"""Activation checkpointing without ranks: the same numbers wherever inputs are stored, and what is refused."""
+"""Activation checkpointing without ranks: equal numbers wherever the inputs are stored, and refusals."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Model(nn.Module):
 
 
 class Mirror:
-    """Host memory of a device that is not there: copies, and notes in which order they were asked for."""
+    """Host memory for a simulated device; copies at once, and records the order of the calls."""
 
     def __init__(self) -> None:
         self.sent = self.brought = self.protected = 0
@@ -97,7 +97,7 @@ class Mirror:
 
 
 def gradients(model: nn.Module) -> tuple[float, list[Tensor], Tensor]:
-    """Loss, gradients, and what the random generator stands at."""
+    """Returns the loss, the gradients and the state of the random generator."""
     torch.manual_seed(11)
     model.train()
     loss = model(torch.randn(7, 5))
@@ -143,9 +143,9 @@ def test_numbers_are_those_of_a_run_without_it(name: str, mirrored: bool, monkey
     configure(section)
     assert same(gradients(Model(checkpoint)), reference)
     if mirrored:
-        inputs = 7 * 12 * 5  # four hidden states, and the extra one of the third block
+        inputs = 7 * 12 * 5  # four hidden states, and the third block's extra input
         assert mirror.sent == mirror.brought == inputs * 3
-        assert mirror.ahead == 4 * 3, "all but the last block's input come while a later block is recomputed"
+        assert mirror.ahead == 4 * 3, "inputs return during the recomputation of a later block"
 
 
 def test_what_is_kept_is_the_inputs_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +202,7 @@ def test_a_change_in_place_after_forward_does_not_reach_what_was_kept() -> None:
 
 
 class LateLink(Mirror):
-    """Copies to the host as late as a device may: when the program may change the sources, or wants them back."""
+    """Copies to the host as late as a device may: when the program may change the sources or fetches the copies."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,7 +246,7 @@ def test_an_input_may_be_changed_in_place_once_its_call_is_over(raises: bool, mo
         hidden.zero_()
     out.sum().backward()
     assert torch.equal(weight.grad, 2 * (3 * (weight.detach() * 2).cos()))
-    assert under_way_inside[0] == 1, "the function hides the copy of its input"
+    assert under_way_inside[0] == 1, "the copy of an input did not overlap with the function"
 
 
 def test_two_backwards_through_one_graph() -> None:

@@ -1,4 +1,4 @@
-"""Optimizers by name, and the probe that finds out whether one can step on shards."""
+"""Optimizers by name, and the probe for optimizers that can step on shards."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_what_cannot_be_built_is_reported_with_an_address(
 
 
 class _Tiny(nn.Module):
-    """The parts of a language model that Muon tells apart."""
+    """The parts of a language model that Muon distinguishes."""
 
     def __init__(self) -> None:
         super().__init__()

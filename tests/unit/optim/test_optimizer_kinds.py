@@ -1,4 +1,4 @@
-"""Which optimizers step on flat shards, on full tensors, or on all parameters at once; finding out changes nothing."""
+"""Optimizers that step on flat shards, on full tensors, or on all parameters at once; the trial changes nothing."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_hooks_and_schedulers_do_not_see_the_trial() -> None:
 
 
 class HookedByItself(Written):
-    """Clips all gradients together before its step, in a hook of its own."""
+    """Clips all gradients together before its step, in its own hook."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)
@@ -266,7 +266,7 @@ def test_tensor_rates_and_a_default_device_are_no_hindrance() -> None:
 def test_what_has_stepped_is_reported_from_what_is_new() -> None:
     switched = ScheduleFree(_params())
     switched.train()
-    assert switched.state  # of empty dictionaries
+    assert switched.state  # with empty dictionaries
     assert not has_stepped(switched)
     assert classify(switched).groups == (PER_TENSOR,)
     assert not has_stepped(torch.optim.Adagrad(_params()))
@@ -304,7 +304,7 @@ def test_states_per_element_are_listed_without_a_trace() -> None:
 
 
 class SeesValues(Written):
-    """Keeps a second state where a value is large."""
+    """Adds a second state if a value is large."""
 
     def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
         state["sum"] = state.get("sum", 0) + grad

@@ -1,4 +1,4 @@
-"""Settings as texts that ranks compare: equal where settings are, different where not, and readable."""
+"""Settings as readable texts that ranks compare: equal settings have equal texts, different ones different texts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _text(value: Any) -> str:
 
 
 class Rule:
-    """What LambdaLR may be given instead of a function."""
+    """A callable object, which LambdaLR accepts in place of a function."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
@@ -205,7 +205,7 @@ def test_schedulers_are_compared_by_their_arguments(name: str) -> None:
 
 
 class _Ranks:
-    """As many ranks as `HyperparameterCheck` is constructed with."""
+    """A stand-in for collectives that has a number of ranks only."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -255,7 +255,7 @@ def test_a_digest_goes_by_values_and_not_by_how_they_came_about() -> None:
     one.param_groups[0]["weight_decay"], one.param_groups[1]["eps"] = 1, 0.5
     check.digest()
     one.param_groups[0]["weight_decay"] = 1.0
-    one.param_groups[1] = dict(reversed(one.param_groups[1].items()))  # as a loaded state replaces groups
+    one.param_groups[1] = dict(reversed(one.param_groups[1].items()))  # `load_state_dict` replaces groups, too
     other.param_groups[0]["weight_decay"], other.param_groups[1]["eps"] = torch.tensor(1), 0.5
     assert check.digest() == others.digest()
 
@@ -264,7 +264,7 @@ def test_what_an_optimizer_adds_to_groups_later_is_its_own() -> None:
     optimizer = _optimizer()
     check = _check(optimizer)
     before = check.digest()
-    optimizer.param_groups[0]["step"] = 1  # a counter that only moves where the group has elements
+    optimizer.param_groups[0]["step"] = 1  # counts only on ranks with elements of the group
     optimizer.param_groups[0]["params"] = []
     assert check.digest() == before
 

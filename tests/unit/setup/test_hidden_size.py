@@ -1,4 +1,4 @@
-"""The hidden size of a model, from any of the places that have it."""
+"""The hidden size of a model, from each possible place in its config or weights."""
 
 from __future__ import annotations
 

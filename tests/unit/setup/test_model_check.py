@@ -1,4 +1,4 @@
-"""Models and inputs on devices that are not the engine's, made up with tensors that have a device and no data."""
+"""Models and inputs on other devices than the engine's, by fake tensors with a device and no data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def on(device: str, *size: int) -> torch.Tensor:
 
 
 class Model(nn.Module):
-    """Parameters `0` ... and a buffer, each on a device."""
+    """Parameters named `0`, `1`, ... and a buffer, each on its device."""
 
     def __init__(self, *devices: str, buffer: str = "cpu") -> None:
         super().__init__()
@@ -105,7 +105,7 @@ def test_gradients_in_fp32_are_few_at_a_time_on_a_device(
 
 
 def test_a_forward_says_which_input_is_elsewhere(own_job: None) -> None:
-    """On the CPU another device is the meta device."""
+    """On a CPU machine, the meta device is the other device."""
     settings = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
     engine, *_ = zeroaccel.initialize(nn.Linear(4, 2), config=settings)
     try:

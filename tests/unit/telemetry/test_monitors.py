@@ -1,4 +1,4 @@
-"""Monitors: what reaches the files, which ranks write, missing packages, and failures that must not stop a run."""
+"""Monitors: the written files, the ranks that write, missing packages, and failures that must not stop a run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from zeroaccel.telemetry.trackers import (
 
 
 def sections(**named: dict[str, Any]) -> Config:
-    """A config in which these sections are on."""
+    """Returns a config in which these sections are on."""
     return load_config({name: {"enabled": True, **keys} for name, keys in named.items()})
 
 
@@ -48,7 +48,7 @@ class Recorder(GeneralTracker):
 
 @pytest.fixture
 def wandb(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """A stand-in for the package; returns what the test sets."""
+    """Installs a stand-in for the package and returns the list of its calls."""
     told: list[Any] = []
     run = SimpleNamespace(
         log=lambda values, step: told.append(("log", values, step)), finish=lambda: told.append(("finish",))
@@ -75,7 +75,7 @@ def test_csv_has_one_file_per_metric(tmp_path: Path) -> None:
         "Train_lr.csv",
         "my_metric.csv",
     ]
-    # read before close: rows do not wait in a buffer
+    # read before close, because rows must not remain in a buffer
     assert (tmp_path / "run/Train_loss.csv").read_bytes() == b"step,loss\n8,2.5\n16,0.1\n"
     monitors.close()
     monitors.close()
@@ -175,7 +175,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         build_monitors(sections(csv_monitor={"output_path": str(tmp_path / "file")}), rank=0)
 
 
-# -- several as one
+# -- several monitors
 
 
 def test_monitors_pass_everything_on_and_close_once() -> None:

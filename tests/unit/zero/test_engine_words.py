@@ -1,4 +1,4 @@
-"""What an engine says of itself, and what calls say to names that they do not have."""
+"""An engine's description of itself, and the errors for misspelt arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reduced gradients on their way to host memory, with copies that end as late as a device may let them."""
+"""Copies of reduced gradients to host memory that end as late as a device allows."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import zeroaccel
 from zeroaccel.comm.collectives import Work
 from zeroaccel.comm.topology import destroy
 
-_LIMIT = 2  # gradients on the device behind the newest one, as in `grad_reducer.py`
+_LIMIT = 2  # gradients on the device besides the newest one, as in `grad_reducer.py`
 _LAYERS = 6
 
 
 class LateCopy:
-    """NaN in host memory until the host waits for it. Its source must be there until then, or until it was dropped."""
+    """A copy whose host memory is NaN until the host waits for it; `on_device` is True while its source exists."""
 
     def __init__(self, copies: LateCopies, source: Tensor) -> None:
         self._copies = copies
@@ -48,11 +48,11 @@ class LateCopy:
 
 
 class LateCopies:
-    """A `CopyStream` of a device that is not there.
+    """A `CopyStream` for a simulated device.
 
     Attributes:
-        finishes, single_waits: how often the host waited for all copies, and for one.
-        most_on_device: sources at a time.
+        finishes, single_waits: number of waits for all copies, and for a single one.
+        most_on_device: largest number of sources on the device at a time.
     """
 
     pinned = True
@@ -130,6 +130,6 @@ def test_an_update_during_backward_gets_what_has_landed() -> None:
     copies = LateCopies()
     trained = _train(copies, **during)
     assert all(torch.equal(one, other) for one, other in zip(trained, reference, strict=True))
-    # All but the newest few of a backward are landed one by one, while the backward goes on.
+    # During backward, the host waits for all but the newest copies one by one.
     assert copies.single_waits > 0
     assert copies.finishes == 3
