@@ -89,7 +89,7 @@ NOT_HERE = {
 }
 
 
-def test_what_scripts_import_is_there() -> None:
+def test_names_that_scripts_import_exist() -> None:
     for name in IMPORTED.split():
         assert getattr(utils, name) is getattr(utils, name), name
         assert hasattr(theirs, name) or name in ("clear_device_cache", "DummyOptim", "DummyScheduler"), name
@@ -105,7 +105,7 @@ def test_what_scripts_import_is_there() -> None:
 
 
 @pytest.mark.parametrize("name", NOT_HERE)
-def test_what_is_not_there_says_what_is(name: str) -> None:
+def test_missing_names_are_refused_with_an_alternative(name: str) -> None:
     with pytest.raises(ImportError, match=f"accelerate's {name}: .*{NOT_HERE[name]}"):
         exec(f"from zeroaccel.utils import {name}")
 
@@ -358,7 +358,7 @@ def test_handlers_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         Accelerator(kwargs_handlers=[object()])
 
 
-def test_a_handler_says_what_differs_from_its_defaults() -> None:
+def test_to_kwargs_has_values_that_differ_from_the_defaults() -> None:
     ours = kwargs_handlers.DistributedDataParallelKwargs(static_graph=True)
     assert (
         ours.to_kwargs()

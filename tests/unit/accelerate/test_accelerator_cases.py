@@ -398,7 +398,7 @@ def test_an_engine_without_an_accelerator_refuses_states_in_memory() -> None:
     initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), config=config)[0].destroy()
 
 
-def test_what_is_said_twice_alike_is_no_contradiction() -> None:
+def test_equal_settings_given_twice_do_not_contradict() -> None:
     model = _model()
     tree = {"zero_optimization": {"stage": 1}, "gradient_accumulation_steps": 2, "train_batch_size": 8}
     accelerator = Accelerator(zero_plugin=ZeroPlugin(tree, zero_stage=1), gradient_accumulation_steps=2)

@@ -69,7 +69,7 @@ def test_longer_steps_and_dearer_states_are_followed() -> None:
     assert (intervals[5], intervals[-1]) == (50, 200)
 
 
-def test_what_training_waited_for_counts_at_least() -> None:
+def test_the_time_that_training_is_blocked_is_a_lower_bound() -> None:
     measured = MeasuredInterval()
     measured.note_step(STEP)
     measured.note_state(3, 3 * STEP - 0.05, blocked_seconds=0.02)

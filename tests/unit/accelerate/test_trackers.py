@@ -48,7 +48,7 @@ def read(folder: Path) -> EventAccumulator:
     return accumulator
 
 
-def test_tensorboard_reads_what_was_logged(tmp_path: Path) -> None:
+def test_tensorboard_reads_logged_values(tmp_path: Path) -> None:
     trackers = Trackers("tensorboard", tmp_path, is_main_process=True)
     trackers.init("run", {"lr": 0.1, "layers": [1, 2]}, {"tensorboard": {"flush_secs": 30}})
     trackers.log({"loss": torch.tensor(2.5), "note": "first"}, step=3)
@@ -88,7 +88,7 @@ def test_a_tracker_of_ones_own_gets_its_keywords_and_its_end() -> None:
     assert notes.calls == [({"loss": 1.0}, 2, {"commit": True}), "finish"]
 
 
-def test_one_that_fails_to_end_leaves_none_running() -> None:
+def test_all_trackers_finish_if_one_fails() -> None:
     class Broken(Notes):
         name = "broken"
 
@@ -103,7 +103,7 @@ def test_one_that_fails_to_end_leaves_none_running() -> None:
     assert notes.calls == ["finish"]
 
 
-def test_wandb_is_reported_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_gets_configs_values_images_and_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     wandb: Any = ModuleType("wandb")
     wandb.__spec__ = ModuleSpec("wandb", None, origin="here")
     run = MagicMock()
@@ -181,12 +181,12 @@ def test_a_service_that_this_accelerate_lacks(monkeypatch: pytest.MonkeyPatch) -
         (3, "logs", "names or instances of GeneralTracker, got 'int'"),
     ],
 )
-def test_what_cannot_track_is_named(log_with: Any, logging_dir: str | None, message: str) -> None:
+def test_wrong_trackers_are_refused_by_name(log_with: Any, logging_dir: str | None, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Trackers(log_with, logging_dir, is_main_process=False)
 
 
-def test_names_that_are_not_there(tmp_path: Path) -> None:
+def test_unknown_trackers_and_values_are_refused(tmp_path: Path) -> None:
     trackers = Trackers("tensorboard", tmp_path, is_main_process=True)
     with pytest.raises(UsageError, match="call init_trackers first"):
         trackers.get("tensorboard")

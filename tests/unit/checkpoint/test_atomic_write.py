@@ -43,7 +43,7 @@ def test_writers_of_one_file_do_not_meet(tmp_path: Path) -> None:
     assert (tmp_path / "latest").read_bytes() == b"other"
 
 
-def test_what_was_not_published_is_removed(tmp_path: Path) -> None:
+def test_unpublished_files_are_removed(tmp_path: Path) -> None:
     with NewFile(tmp_path / "latest"):
         assert len(list(tmp_path.iterdir())) == 1
     assert list(tmp_path.iterdir()) == []

@@ -65,7 +65,7 @@ def saved(root: Path, tag: str = "one", saved_at: float = 1.0) -> Path:
     return folder
 
 
-def test_it_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_a_manifest_is_read_back_unchanged(tmp_path: Path) -> None:
     found = read_manifest(saved(tmp_path))
     assert found == example()
     assert found.canonical("z") == "a"
@@ -147,7 +147,7 @@ def test_any_changed_character_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", "null", '{"manifest": NaN}', "[" * 100_000])
-def test_what_is_no_manifest_is_an_error(tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_not_a_manifest_is_an_error(tmp_path: Path, text: str) -> None:
     folder = saved(tmp_path)
     (folder / "manifest.json").write_text(text)
     with pytest.raises(CheckpointError, match="damaged"):

@@ -208,7 +208,7 @@ def test_states_without_names_must_fit_the_groups(unpack: Unpack) -> None:
 
 
 @pytest.mark.parametrize("name", ["stage1_bf16_optimizer_w3", "stage2_round_robin_w2", "stage3_bf16_w2_universal"])
-def test_it_is_converted_like_ours(name: str, unpack: Unpack) -> None:
+def test_conversion_works_as_for_our_checkpoints(name: str, unpack: Unpack) -> None:
     folder = unpack(name)
     checkpoint = open_deepspeed_checkpoint(folder)
     source = open_source(folder)
@@ -461,7 +461,7 @@ def test_a_scrambled_universal_checkpoint_is_refused(unpack: Unpack) -> None:
         open_deepspeed_checkpoint(folder)
 
 
-def test_the_store_checks_what_it_reads(unpack: Unpack) -> None:
+def test_the_store_reports_unreadable_files(unpack: Unpack) -> None:
     checkpoint = open_deepspeed_checkpoint(unpack("stage2_aligned_w2"))
     store = store_of(checkpoint)
     store.fill("master/embed.weight", 0, torch.empty(21))

@@ -57,7 +57,7 @@ def limited_memory() -> Iterator[None]:
 
 @pytest.mark.usefixtures("limited_memory")
 @pytest.mark.parametrize(("reader", "name"), list(BOMBS))
-def test_what_was_found_is_one_error(reader: str, name: str, tmp_path: Path) -> None:
+def test_files_of_the_corpus_raise_one_error(reader: str, name: str, tmp_path: Path) -> None:
     (tmp_path / "made").mkdir()
     (tmp_path / "read").mkdir()
     content = bomb(reader, name, tmp_path / "made")
@@ -206,7 +206,7 @@ def test_a_piece_of_another_length_is_found(tmp_path: Path) -> None:
         (b"gone", "gone: no such checkpoint"),
     ],
 )
-def test_whatever_latest_says_is_a_tag_or_a_named_error(tmp_path: Path, content: bytes, words: str) -> None:
+def test_any_other_content_of_latest_is_an_error(tmp_path: Path, content: bytes, words: str) -> None:
     (tmp_path / "latest").write_bytes(content)
     with pytest.raises(CheckpointError, match=words):
         find_checkpoint(tmp_path)

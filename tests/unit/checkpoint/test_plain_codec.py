@@ -81,6 +81,6 @@ def test_everything_else_is_refused_by_its_key(value: Any, address: str) -> None
     "value",
     [{"$": "os.system"}, {"$": "bytes", "base64": "*"}, {"$": "dict", "items": [[1]]}, {"$": "scalar", "dtype": "F99"}],
 )
-def test_what_is_no_encoding_is_an_error(value: Any) -> None:
+def test_invalid_encodings_are_an_error(value: Any) -> None:
     with pytest.raises(CheckpointError):
         decode([value], lambda key: torch.zeros(0))

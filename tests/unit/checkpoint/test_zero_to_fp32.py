@@ -107,7 +107,7 @@ def test_a_folder_of_safetensors_has_every_value(world_size: int, tmp_path: Path
         assert file.metadata() == {"format": "pt", "head.weight": "embed.weight"}
 
 
-def test_it_says_what_it_does(root: Path, tmp_path: Path) -> None:
+def test_the_command_prints_its_progress(root: Path, tmp_path: Path) -> None:
     out = tmp_path / "model.safetensors"
     said = typed("zero-to-fp32", root, out)
     numel = sum(entry.data.size for entry in _parameters().values())
@@ -438,7 +438,7 @@ def test_a_wrong_option_is_one_message_and_exit_code_2(options: str, words: str,
     assert words in said.err
 
 
-def test_a_pattern_that_matches_nothing_says_what_there_is(root: Path, tmp_path: Path) -> None:
+def test_a_pattern_without_a_match_lists_the_tensors(root: Path, tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match=r"no tensor is selected; there are embed\.weight, "):
         run([str(root), str(tmp_path / "out"), "--only", "lorra_*"], "program")
 
@@ -518,7 +518,7 @@ def test_conversion_by_call_has_the_options_of_the_command(root: Path, tmp_path:
 # ---- `zeroaccel checkpoint` ----
 
 
-def test_inspect_shows_what_is_there(root: Path) -> None:
+def test_inspect_shows_checkpoints_files_and_latest(root: Path) -> None:
     make_checkpoint(root, {"w": _f32(3)}, tag="broken")
     (root / "broken" / "manifest.json").unlink()
     shown = typed("checkpoint inspect", root).out

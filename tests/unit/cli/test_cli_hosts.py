@@ -38,7 +38,7 @@ def test_a_wrong_line_is_named(tmp_path: Path, content: str, message: str) -> No
         read_hostfile(str(tmp_path / "hosts"))
 
 
-def test_a_file_that_is_none_is_reported(tmp_path: Path) -> None:
+def test_a_missing_file_and_a_folder_are_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no such file"):
         read_hostfile(str(tmp_path / "hosts"))
     with pytest.raises(ConfigError, match="expected a file, got a folder"):
@@ -55,7 +55,9 @@ def test_a_file_that_is_none_is_reported(tmp_path: Path) -> None:
         (None, "node1:0@node2:3@me@node3:1", {"node1": (1, 2, 3), "node2": (0, 1, 2), "me@node3": (0, 2, 3)}),
     ],
 )
-def test_filters(include: str | None, exclude: str | None, left: dict[str, tuple[int, ...]]) -> None:
+def test_filters_select_hosts_and_slots(
+    include: str | None, exclude: str | None, left: dict[str, tuple[int, ...]]
+) -> None:
     kept = select_hosts(HOSTS, include, exclude)
     assert {host.name: host.slots for host in kept} == left
     assert list(left) == [host.name for host in kept]

@@ -53,7 +53,7 @@ def _refusal(values: Mapping[str, Any], program: Program | None = None) -> str:
         (0, {"num_processes": 3}, 3, "cpu", "3 processes on cpu, 2 threads each"),
     ],
 )
-def test_how_many_processes(
+def test_the_number_of_processes(
     machine: pytest.MonkeyPatch, devices: int, values: dict[str, Any], num_local: int, device: str, said: str
 ) -> None:
     machine.setattr(plan_module, "devices", lambda: (GPU,) * devices)
@@ -190,7 +190,7 @@ def test_threads_are_cores_over_processes_unless_the_user_says(
     assert plan.headline.endswith(f"on cpu, {said}")
 
 
-def test_only_what_was_asked_for_is_added_to_the_environment(machine: pytest.MonkeyPatch) -> None:
+def test_only_requested_settings_are_added_to_the_environment(machine: pytest.MonkeyPatch) -> None:
     assert _plan({}).environment == {"OMP_NUM_THREADS": "8"}
     assert _plan({"use_cpu": True, "timeout": 30.0, "debug": True}).environment == {
         "OMP_NUM_THREADS": "8",
@@ -249,7 +249,9 @@ def test_a_port_that_is_taken(machine: pytest.MonkeyPatch) -> None:
         ({"tee": {0: 3, 2: 1}, "num_processes": 2}, "--tee: expected local ranks 0 to 1, got 2"),
     ],
 )
-def test_what_does_not_fit_this_machine(machine: pytest.MonkeyPatch, values: dict[str, Any], words: str) -> None:
+def test_plans_that_do_not_fit_this_machine_are_refused(
+    machine: pytest.MonkeyPatch, values: dict[str, Any], words: str
+) -> None:
     assert words in _refusal(values)
 
 
@@ -285,7 +287,7 @@ def test_an_address_of_another_machine_means_nothing_on_one(machine: pytest.Monk
     )
 
 
-def test_local_size_is_what_the_deepspeed_command_calls_it(machine: pytest.MonkeyPatch) -> None:
+def test_ranks_have_the_local_size_variable_of_the_deepspeed_command(machine: pytest.MonkeyPatch) -> None:
     assert [_plan({"num_processes": 3}).rank_environment(rank)["LOCAL_SIZE"] for rank in range(3)] == ["3"] * 3
 
 

@@ -84,7 +84,7 @@ def test_an_end_that_goes_unnoticed_breaks_the_connection_to_the_store() -> None
 
 
 @pytest.mark.usefixtures("quick")
-def test_an_end_that_is_noticed_does_nothing() -> None:
+def test_a_process_end_that_the_agent_notices_has_no_effect() -> None:
     said: list[str] = []
     with _connection() as (port, client), ProcessWatch(600.0, port, 0.0, said.append):
         subprocess.run([sys.executable, "-c", ""], check=True)

@@ -151,7 +151,7 @@ def test_a_crash_leaves_the_python_stack(job: Job) -> None:
     assert "line 3 in crash" in job.report_path.with_name(runner.FAULT_FILE).read_text()
 
 
-def test_hooks_of_libraries_run_and_what_they_print_is_known(job: Job) -> None:
+def test_hooks_of_libraries_run_and_the_report_notes_printed_tracebacks(job: Job) -> None:
     chained = "import sys\nfound = sys.excepthook\ndef hook(*args):\n    print('chained')\n    found(*args)\n"
     done = job.run(f"{chained}sys.excepthook = hook\nraise ValueError('boom')\n")
     assert (done.stdout, done.stderr) == ("chained\n", "")
@@ -178,7 +178,7 @@ def test_a_fork_of_the_process_prints_its_own_error(job: Job) -> None:
     assert not job.report_path.exists()
 
 
-def test_a_failing_process_waits_a_moment_for_others_that_fail_alike(job: Job) -> None:
+def test_a_failing_process_waits_briefly_for_other_failures(job: Job) -> None:
     process = subprocess.Popen(
         [sys.executable, runner.__file__, job.script("raise ValueError\n")],
         cwd=job.folder,
@@ -225,7 +225,7 @@ ARGPARSE = "import argparse\np = argparse.ArgumentParser()\np.add_argument({}, t
         ("", None),
     ],
 )
-def test_what_a_script_declares(source: str, option: str | None, tmp_path: Path) -> None:
+def test_the_local_rank_option_of_a_script_is_found(source: str, option: str | None, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(source)
     assert local_rank_option(script) == option
@@ -245,7 +245,7 @@ def test_modules_beside_the_script_are_read_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("program", [("s.py",), ("-m", "s")])
-def test_the_runner_puts_the_local_rank_before_what_was_given(program: tuple[str, ...], tmp_path: Path) -> None:
+def test_the_runner_puts_the_local_rank_before_the_arguments(program: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "s.py").write_text("import json, sys\nprint(json.dumps(sys.argv))\n")
     done = subprocess.run(
         [sys.executable, runner.__file__, "--local_rank_as=--local-rank", *program, "a"],

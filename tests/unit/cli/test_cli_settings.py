@@ -13,7 +13,7 @@ from zeroaccel.errors import ConfigError
 MACHINES: dict[str, Any] = {"num_machines": 2, "machine_rank": 0, "main_process_ip": "10.0.0.1"}
 
 
-def test_nothing_has_to_be_given() -> None:
+def test_every_setting_is_optional() -> None:
     assert launch_settings({}) == LaunchSettings()
 
 
@@ -94,9 +94,9 @@ def test_all_contradictions_are_reported_at_once() -> None:
         (MACHINES | {"rdzv_backend": "c10d"}, "c10d"),
     ],
 )
-def test_how_machines_meet(values: dict[str, Any], rendezvous: str) -> None:
+def test_the_rendezvous_follows_from_port_and_machines(values: dict[str, Any], rendezvous: str) -> None:
     assert launch_settings(values).rendezvous == rendezvous
 
 
-def test_every_setting_says_what_it_is_for() -> None:
+def test_every_setting_has_a_description() -> None:
     assert [name for name, field in LaunchSettings.model_fields.items() if not field.description] == []

@@ -40,7 +40,7 @@ def _verify(folder: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple
 
 
 @pytest.mark.parametrize("script", ["same", "nan"])
-def test_the_same_to_the_last_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+def test_equal_runs_are_the_same_to_the_last_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     result, runs = _verify(tmp_path, monkeypatch, script)
     assert (result.exit_code, runs) == (0, 2)
     assert result.stdout.splitlines()[-1] == "the same to the last bit"

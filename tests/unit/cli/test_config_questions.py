@@ -87,7 +87,7 @@ def test_every_question_is_about_a_setting_and_reads_only_earlier_ones() -> None
         earlier.add(question.key)
 
 
-def test_only_what_applies_is_asked(tmp_path: Path) -> None:
+def test_only_questions_that_apply_are_asked(tmp_path: Path) -> None:
     asker = Scripted({"zero_stage": 2})
     _walk(_machine(tmp_path), asker)
     assert " ".join(asker.asked) == (
@@ -169,7 +169,7 @@ def test_wizard_flags_and_the_file_itself_make_the_same_bytes(seed: int, tmp_pat
     assert render(complete({}, machine, former=former).answers) == text
 
 
-def test_back_changes_an_answer_and_drops_what_hung_on_it(tmp_path: Path) -> None:
+def test_back_changes_an_answer_and_drops_dependent_answers(tmp_path: Path) -> None:
     script = {"zero_stage": [3, 2], "offload_param_device": "nvme", "offload_optimizer_device": ["cpu", "cpu"]}
     # Goes back from the folder, through the devices, to the stage.
     asker = Scripted(script, {"offload_param_nvme_path": 1, "offload_param_device": 1, "offload_optimizer_device": 1})
@@ -199,13 +199,13 @@ def test_back_from_the_first_question_is_reported_and_flags_are_not_asked(tmp_pa
     assert (answers["zero_stage"], answers["gradient_clipping"]) == (3, 0.5)
 
 
-def test_a_model_that_fits_nowhere_says_what_it_needs() -> None:
+def test_a_model_without_a_fitting_plan_is_refused_with_its_needs() -> None:
     said = message(ConfigError, best_plan, Model("1m", 64), Machine(memory_nbytes=2**20), {})
     assert said.startswith("--model 1m: no plan fits this machine: stage ")
     assert "GiB in memory, of 0.0 GiB, of which a tenth stays free; more processes, a smaller --batch" in said
 
 
-def test_what_a_plan_answers_is_not_asked_while_it_applies(tmp_path: Path) -> None:
+def test_questions_that_a_plan_answers_are_skipped(tmp_path: Path) -> None:
     plan = {"zero_stage": 3, "offload_optimizer_device": "nvme", "offload_param_device": "none"}
     needs = {"offload_optimizer_nvme_path": 2**60}
     asker = Scripted()
@@ -277,7 +277,7 @@ def test_nvme_needs_a_disk_with_room_for_the_plan(tmp_path: Path) -> None:
     complete(nvme, _machine(tmp_path), needs={"offload_optimizer_nvme_path": 1})
 
 
-def test_what_has_no_default_is_missing(tmp_path: Path) -> None:
+def test_questions_without_a_default_are_missing(tmp_path: Path) -> None:
     settled = complete({"num_machines": 2, "multinode_launcher": "ssh"}, _machine(tmp_path))
     assert [question.key for question in settled.missing] == ["hostfile", "main_process_ip"]
 
@@ -313,7 +313,7 @@ def test_text_without_a_meaning(key: str, text: str, words: str) -> None:
         parse(by_key(key), text)
 
 
-def test_an_update_keeps_what_no_question_is_about(tmp_path: Path) -> None:
+def test_an_update_keeps_settings_without_a_question(tmp_path: Path) -> None:
     text = "num_processes: 2\nmax_restarts: 3\ndynamo_config: {dynamo_backend: 'no'}\nmixed_precision: bf16\n"
     former, extras = answers_of(checked(text, "zeroaccel.yaml"))
     again = yaml.safe_load(render(complete({"zero_stage": 1}, _machine(tmp_path), former=former).answers, extras))
@@ -418,7 +418,7 @@ class _Tables:
         return [one.value for one in options if not one.impossible][-1 if words.startswith("Which mesh") else -2]
 
 
-def test_tables_fit_80_columns_and_what_was_picked_is_answered(tmp_path: Path) -> None:
+def test_tables_fit_80_columns_and_the_picked_row_answers(tmp_path: Path) -> None:
     machine = _machine(tmp_path, *(Device("Small", 5 * 2**30, has_bf16=True),) * 4)
     tables = _Tables()
     tables.texts[0] = "llama-3.1-8x"

@@ -134,7 +134,7 @@ def test_lines_of_torchrun_are_lines_of_this_launcher(
         ("--start_method spawn", "--start_method: does nothing, every process is a separate program"),
     ],
 )
-def test_what_is_not_done_is_noted(words: str, note: str, machine: pytest.MonkeyPatch) -> None:
+def test_flags_without_effect_are_noted(words: str, note: str, machine: pytest.MonkeyPatch) -> None:
     assert f"note: {note}" in _dry_run(f"{words} train.py").notes
 
 

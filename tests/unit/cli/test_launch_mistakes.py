@@ -108,7 +108,7 @@ def _refusal(arguments: str) -> str:
         ("--fp8_backend te", "--fp8_backend: 8-bit training is not available; use --mixed_precision bf16"),
     ],
 )
-def test_one_sentence(arguments: str, words: str) -> None:
+def test_a_mistake_is_one_line(arguments: str, words: str) -> None:
     said = _refusal(f"{arguments} train.py")
     assert words in said
     assert said.count("\n") == 1
@@ -143,7 +143,7 @@ def test_a_syntax_error_shows_its_line(arguments: str, lines: list[str]) -> None
     assert all(line.startswith(start) for line, start in zip(said, lines, strict=True)), said
 
 
-def test_what_this_machine_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_about_this_machine_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         assert f"--main_process_port {port}: address already in use" in _refusal(f"--main_process_port {port} train.py")

@@ -80,7 +80,7 @@ def estimated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_the_page_of_an_estimate_says_what_its_json_does(estimated: Path) -> None:
+def test_the_page_of_an_estimate_agrees_with_its_json(estimated: Path) -> None:
     path = estimated
     plans = json.loads(typed("estimate", MODEL, *_WORKLOAD, "--json").out)["plans"]
     found = _read(path)
@@ -278,7 +278,7 @@ class _Terminal(io.StringIO):
         return True
 
 
-def test_a_line_says_what_takes_long_and_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_names_a_long_operation_and_disappears(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = _Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
     shown = threading.Event()

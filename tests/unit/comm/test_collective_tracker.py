@@ -100,7 +100,7 @@ def test_the_report_of_a_call_that_cannot_be_made_says_that_this_rank_waits_for_
     assert recorder.longest_wait is None
 
 
-def test_what_is_left_to_do_is_done_once_at_the_wait_and_its_buffers_are_forgotten(tracker: CollectiveTracker) -> None:
+def test_the_wait_runs_the_remaining_operation_once_and_releases_its_buffers(tracker: CollectiveTracker) -> None:
     buffer = torch.zeros(3)
     alive, total = weakref.ref(buffer), torch.zeros(3)
     work = MessageWork(

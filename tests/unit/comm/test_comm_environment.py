@@ -92,7 +92,7 @@ def test_the_place_on_the_machine_needs_both_numbers(monkeypatch: pytest.MonkeyP
     assert local_rank_and_size() == (2, 8)
 
 
-def test_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_of_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     assert timeout_seconds(None) == 600.0
     _set(monkeypatch, ZEROACCEL_COLLECTIVE_TIMEOUT="2.5")
     assert timeout_seconds(None) == 2.5
@@ -102,7 +102,7 @@ def test_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("value", ["ten", "-1", "nan"])
-def test_a_limit_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+def test_an_invalid_limit_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     _set(monkeypatch, ZEROACCEL_COLLECTIVE_TIMEOUT=value)
     with pytest.raises(ConfigError, match="ZEROACCEL_COLLECTIVE_TIMEOUT: expected a number of seconds"):
         timeout_seconds(None)
@@ -123,7 +123,7 @@ ALL = frozenset(range(8))
         (3, ALL, [ALL] * 2, 1),  # a container's quota
     ],
 )
-def test_a_fair_part(usable: int, own: frozenset[int], local: list[frozenset[int]], threads: int) -> None:
+def test_ranks_share_cores_fairly(usable: int, own: frozenset[int], local: list[frozenset[int]], threads: int) -> None:
     assert fair_threads(usable, own, local) == threads
 
 
@@ -143,7 +143,7 @@ def test_the_cores_of_this_process() -> None:
         ("1", True, None, False),
     ],
 )
-def test_who_said_how_many_threads(
+def test_a_number_of_threads_set_by_the_user_is_recognised(
     omp: str | None,
     elastic: bool,
     launcher: bytes | None,

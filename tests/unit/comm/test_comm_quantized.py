@@ -96,7 +96,7 @@ def test_the_ends_of_the_range(codec: Codec) -> None:
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_shows_in_its_whole_block(codec: Codec, dtype: torch.dtype, bad: float) -> None:
+def test_a_non_finite_value_makes_its_block_nan(codec: Codec, dtype: torch.dtype, bad: float) -> None:
     values = torch.ones(3 * codec.block_numel + 1, dtype=dtype)
     for place in (0, codec.block_numel, 3 * codec.block_numel):
         hurt = values.clone()

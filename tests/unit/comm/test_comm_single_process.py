@@ -87,7 +87,7 @@ def test_several_ranks_on_cuda_devices_need_a_backend_for_their_tensors() -> Non
     topology._require_data_backend(torch.device("cpu"), "cpu:gloo", transport_over)
 
 
-def test_destroy_gives_back_what_was_made(alone: Topology) -> None:
+def test_destroy_ends_the_group_that_init_made(alone: Topology) -> None:
     destroy()
     assert not dist.is_initialized()
     with pytest.raises(EngineStateError, match="init_process_group"):
@@ -247,7 +247,7 @@ def test_control_goes_through_the_backend_too(simulated: Topology) -> None:
     assert collectives.gather_objects("x", "names") == ["x"] * W
 
 
-def test_the_books_of_a_call_do_not_grow_with_the_job(simulated: Topology) -> None:
+def test_the_record_of_a_call_does_not_grow_with_the_job(simulated: Topology) -> None:
     collectives = Collectives(simulated)
     out, shard = torch.zeros(W), torch.zeros(1)
     collectives.all_gather(out, shard, "unshard a").wait()

@@ -48,7 +48,7 @@ def test_errors_are_below_the_stated_bound_and_reach_it(name: str) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_was_decoded_is_encoded_to_the_same_values(name: str, dtype: torch.dtype) -> None:
+def test_decoded_values_are_encoded_without_a_change(name: str, dtype: torch.dtype) -> None:
     values = _spread(64 * 999).to(dtype)
     once = _back(values, name, dtype)
     assert torch.equal(_back(once, name, dtype), once)

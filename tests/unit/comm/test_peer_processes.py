@@ -53,7 +53,7 @@ def _peers(ranks: list[subprocess.Popen[str]], *, signals: bool = True) -> PeerP
     return PeerProcesses(0, processes, signals=signals)
 
 
-def test_what_can_be_seen(ranks: list[subprocess.Popen[str]]) -> None:
+def test_states_of_peer_processes(ranks: list[subprocess.Popen[str]]) -> None:
     peers = _peers(ranks)
     who = f"pid {ranks[0].pid}"
     assert peers.status(1) == ProcessStatus("running", who)

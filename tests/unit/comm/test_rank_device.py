@@ -127,7 +127,7 @@ def test_instances_of_a_gpu_and_shared_ones_by_request_pass(machine: Callable[..
 @pytest.mark.parametrize(
     ("variables", "shares"), [({}, False), ({"NCCL_HOSTID": "a"}, True), ({"NCCL_MULTI_RANK_GPU_ENABLE": "1"}, True)]
 )
-def test_who_asks_nccl_for_shared_devices(
+def test_variables_that_let_ranks_share_devices(
     variables: dict[str, str], shares: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("NCCL_HOSTID", "NCCL_MULTI_RANK_GPU_ENABLE"):

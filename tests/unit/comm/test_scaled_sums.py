@@ -27,7 +27,7 @@ def operations(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.mark.parametrize(("backend", "scale", "scales"), [("nccl", 0.25, False), ("nccl", 1, True), ("gloo", 1, False)])
-def test_only_what_is_no_mean_is_scaled(
+def test_only_scales_other_than_a_mean_are_multiplied(
     monkeypatch: pytest.MonkeyPatch, operations: list[Any], backend: str, scale: float, scales: bool
 ) -> None:
     monkeypatch.setattr(dist, "get_backend_config", lambda group: f"cuda:{backend}")

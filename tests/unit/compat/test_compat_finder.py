@@ -82,7 +82,7 @@ def test_the_metadata_pass_the_gates_of_the_libraries() -> None:
         ("import deepspeed; deepspeed.accelerator.get_accelerator().amp", "get_accelerator().amp"),
     ],
 )
-def test_what_is_not_there_is_refused_with_the_nearest_that_is(statement: str, told: str) -> None:
+def test_missing_names_are_refused_with_the_nearest_alternative(statement: str, told: str) -> None:
     with pytest.raises((ImportError, AttributeError), match="zeroaccel answers for deepspeed") as caught:
         exec(statement)
     assert told in str(caught.value)
@@ -130,7 +130,7 @@ def test_a_real_one_is_shadowed_only_when_asked(tmp_path: Path, monkeypatch: pyt
         del sys.modules["deepspeed"]
 
 
-def test_it_comes_before_the_libraries_that_look_once() -> None:
+def test_install_must_precede_the_libraries() -> None:
     code = "import accelerate\nimport zeroaccel.compat\nzeroaccel.compat.install()"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=time_limits.seconds(100), check=False

@@ -60,7 +60,7 @@ def test_the_last_step_of_an_epoch_is_saved_after_the_epochs_evaluation(states: 
         ("elsewhere", {}, "memory"),
     ],
 )
-def test_a_run_resumes_from_the_later_of_memory_and_what_the_script_asks_for(
+def test_a_run_resumes_from_the_later_of_memory_and_the_requested_checkpoint(
     states: TrainerStates, tmp_path: Path, asked: Any, there: dict[int, str], taken: str
 ) -> None:
     for step, name in there.items():

@@ -120,7 +120,7 @@ def test_a_grid_has_hops_of_its_own_in_each_column() -> None:
     assert layout.hops == (((0, 2), (4, 6), (1, 3), (5, 7)), ((0, 4), (2, 6), (1, 5), (3, 7)))
 
 
-def test_where_four_bits_are_pointless_or_impossible() -> None:
+def test_four_bit_gradients_need_several_equal_nodes() -> None:
     plan, forced = _plan(8, zero_quantized_gradients=True), {"quantize_gradients_on_one_node": True}
     alone = MeshLayout.of(plan, ALL, ALL)
     assert alone.hops is None

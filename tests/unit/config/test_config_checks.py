@@ -163,7 +163,7 @@ def _tree(*sizes: int | str | None) -> dict[str, Any]:
         (("auto", 4, "auto"), (12, 4, 1)),
     ],
 )
-def test_what_is_not_given_is_derived(given: tuple[Any, ...], solved: tuple[int, int, int]) -> None:
+def test_missing_batch_sizes_are_derived(given: tuple[Any, ...], solved: tuple[int, int, int]) -> None:
     assert solve_batch(load_config(_tree(*given)), world_size=3) == BatchSizes(*solved)
 
 

@@ -41,7 +41,7 @@ FULL = LaunchedSettings(
 )
 
 
-def test_what_is_written_is_read() -> None:
+def test_written_variables_are_read_back() -> None:
     assert all(getattr(FULL, field.name) is not None for field in fields(FULL)), "the test must set every field"
     sources = {field.name: f"--{field.name}" for field in fields(FULL)} | {"zero_stage": "zeroaccel.yaml:12"}
     environment = to_environment(FULL, sources)
@@ -51,7 +51,7 @@ def test_what_is_written_is_read() -> None:
     assert all(name.startswith(("ACCELERATE_", "PARALLELISM_")) for name in set(environment) - {SOURCES_VARIABLE})
 
 
-def test_what_nobody_said_is_not_written() -> None:
+def test_unset_settings_are_not_written() -> None:
     assert to_environment(LaunchedSettings(), {}) == {}
     assert from_environment({}) == (LaunchedSettings(), {})
     assert to_environment(LaunchedSettings(mixed_precision="no"), {"mixed_precision": "default"}) == {

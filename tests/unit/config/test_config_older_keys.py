@@ -146,14 +146,14 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_what_older_releases_train_with_is_accepted(name: str) -> None:
+def test_keys_of_older_releases_that_train_are_accepted(name: str) -> None:
     config = load_config(TRAINED[name])
     unknown = [note for note in config.notes if "unknown key, which changes nothing" in note]
     assert len(unknown) == len(_NOT_READ & {*json.loads(TRAINED[name])}), unknown
 
 
 @pytest.mark.parametrize(("key", "section"), REFUSED)
-def test_what_is_another_training_is_refused_by_name(key: str, section: dict[str, Any]) -> None:
+def test_keys_of_another_training_are_refused_by_name(key: str, section: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config({key.partition(".")[0]: section})
     assert str(caught.value).startswith(f"{key}: ")

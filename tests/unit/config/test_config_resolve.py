@@ -204,7 +204,7 @@ def test_a_default_that_cannot_be_written_is_left_out() -> None:
         ("scheduler.params.total_num_steps", "a number of optimizer steps", "total_num_steps", "scheduler"),
     ],
 )
-def test_what_has_no_sensible_default_is_an_error(path: str, what: str, argument: str, of: str) -> None:
+def test_an_auto_without_a_sensible_default_is_an_error(path: str, what: str, argument: str, of: str) -> None:
     tree = _nested(path, "auto")
     tree[of]["type"] = "Any"
     fix = f"write {what}, or pass {argument} where the {of}'s placeholder is made"
@@ -292,12 +292,12 @@ def test_contradictions_and_mistakes_are_reported_together() -> None:
         ("zero_optimization.reduce_bucket_size", 7, Facts(hidden_size=HIDDEN)),  # a formula does not contradict
     ],
 )
-def test_what_agrees_or_was_only_seen_is_kept(path: str, value: Any, facts: Facts) -> None:
+def test_values_that_agree_or_were_only_observed_are_kept(path: str, value: Any, facts: Facts) -> None:
     resolved = resolve(_nested(path, value), facts)
     assert (_at(resolved.tree, path), resolved.sources) == (value, {})
 
 
-def test_a_wrong_value_is_not_told_twice() -> None:
+def test_a_wrong_value_is_reported_once() -> None:
     with refused(ConfigError, "expected a whole number", lines=1):
         load_config({STEPS: "four"}, facts=Facts(accumulation=_said(4)))
 
@@ -305,7 +305,7 @@ def test_a_wrong_value_is_not_told_twice() -> None:
 # -- keys that are absent
 
 
-def test_what_somebody_wrote_goes_in_where_the_config_is_silent() -> None:
+def test_explicit_facts_fill_absent_keys() -> None:
     facts = Facts(accumulation=_said(4), precision=_said("bf16"), micro_batch_size=_seen(2), lr=_said(0.1))
     resolved = resolve({"bfloat16": {}, "optimizer": {"type": "SGD"}}, facts)
     assert resolved.tree == {

@@ -133,7 +133,7 @@ def test_a_value_has_one_form_however_it_was_written(tree: Any, path: str, value
 
 
 @pytest.mark.parametrize("number", ["five", "500 MB", 1.5, True, None, [1], float("inf"), float("nan"), -1])
-def test_sizes_refuse_what_is_no_whole_number(number: object) -> None:
+def test_sizes_must_be_whole_numbers(number: object) -> None:
     with pytest.raises(ConfigError, match=r"^zero_optimization\.reduce_bucket_size: expected a "):
         load_config({"zero_optimization": {"reduce_bucket_size": number}})
 

@@ -122,7 +122,7 @@ def test_other_keys_of_a_section_that_is_off_do_not_matter(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", IGNORED)
-def test_a_moot_key_leaves_one_note(name: str) -> None:
+def test_a_key_without_effect_leaves_one_note(name: str) -> None:
     standing, field = KEYS[name], _section_of(name).model_fields[name.split(".")[-1]]
     default = field.get_default()
     value: object = {"vocabulary_size": 8}.get(name, default)

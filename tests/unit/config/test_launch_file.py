@@ -76,7 +76,7 @@ def test_accelerates_keys_are_read_unchanged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", ["'NO'", "NO", "INDUCTOR"])
-def test_a_key_of_older_files_means_what_it_meant(tmp_path: Path, backend: str) -> None:
+def test_a_key_of_older_files_keeps_its_meaning(tmp_path: Path, backend: str) -> None:
     (tmp_path / "old.yaml").write_text(f"num_processes: 2\ndynamo_backend: {backend}\ncommand_file: null\n")
     given = read_launch_file(tmp_path / "old.yaml")
     assert given.values["dynamo_backend"] == backend.strip("'").lower()
@@ -141,7 +141,7 @@ def test_all_mistakes_are_reported_at_once(tmp_path: Path) -> None:
         ("a: \x07", "launch.yaml: not valid YAML: unacceptable character #x0007"),
     ],
 )
-def test_what_is_not_yaml_shows_the_line(tmp_path: Path, text: str, words: str) -> None:
+def test_a_file_that_is_not_yaml_is_refused_with_the_line(tmp_path: Path, text: str, words: str) -> None:
     assert words in _refusal(tmp_path, text)
 
 
@@ -189,6 +189,6 @@ def test_json_is_yaml_and_an_empty_file_says_nothing(tmp_path: Path) -> None:
     assert _read(tmp_path, "").values == {}
 
 
-def test_words_that_yaml_takes_for_false(tmp_path: Path) -> None:
+def test_no_is_read_as_text_where_text_is_expected(tmp_path: Path) -> None:
     values = _read(tmp_path, "mixed_precision: no\ndistributed_type: NO\ndowncast_bf16: no\n").values
     assert values == {"mixed_precision": "no", "distributed_type": "NO", "num_processes": 1}

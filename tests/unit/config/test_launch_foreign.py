@@ -103,7 +103,7 @@ def test_flags_of_fsdp_count_more_than_the_file() -> None:
         ("{fsdp_sharding_stratgy: NO_SHARD}", "fsdp_config.fsdp_sharding_stratgy: unknown key; did you mean fsdp_sha"),
     ],
 )
-def test_what_fsdp_does_not_have_is_refused(fsdp: str, words: str) -> None:
+def test_wrong_fsdp_keys_are_refused(fsdp: str, words: str) -> None:
     with refused(ConfigError, words):
         parse_launch_file(f"distributed_type: FSDP\nfsdp_config: {fsdp}\n", "f.yaml")
 
@@ -160,14 +160,16 @@ LAUNCHER = "deepspeed_config: {{deepspeed_multinode_launcher: {}}}"
         ),
     ],
 )
-def test_what_accelerate_ignores_is_a_note_with_its_place(text: str, values: dict[str, Any], note: str) -> None:
+def test_keys_that_accelerate_ignores_leave_a_note_with_their_place(
+    text: str, values: dict[str, Any], note: str
+) -> None:
     given = parse_launch_file(text, "f.yaml")
     assert given.values == values
     assert len(given.notes) == 1
     assert note in given.notes[0]
 
 
-def test_nothing_is_noted_that_says_nothing() -> None:
+def test_empty_keys_leave_no_note() -> None:
     text = (
         "downcast_bf16: 'no'\ntpu_env: []\ntpu_use_cluster: false\nfsdp_config: {}\nmegatron_lm_config: {}\n"
         "main_training_function: main\ncommand_file: null\ntpu_name: null\nmain_process_ip: ''\nnum_processes: 2\n"
@@ -201,7 +203,7 @@ def test_blanks_of_a_file_are_filled_by_flags() -> None:
         ({"offload_param_device": "cpu", "deepspeed_config_file": "ds.json"}, []),  # the JSON has the stage
     ],
 )
-def test_offload_of_what_is_not_sharded_does_nothing(values: dict[str, Any], idle: list[str]) -> None:
+def test_offload_of_unsharded_tensors_has_no_effect(values: dict[str, Any], idle: list[str]) -> None:
     given = ExplicitSettings(values, dict.fromkeys(values, "f.yaml:3:5")).effective()
     assert given.values == {name: value for name, value in values.items() if name not in idle}
     assert [note.split()[1] for note in given.notes] == idle

@@ -104,7 +104,7 @@ def test_every_setting_has_a_flag_in_one_group() -> None:
     assert sorted(grouped) == sorted(LaunchSettings.model_fields)
 
 
-def test_what_is_handed_on_arrives_with_its_source() -> None:
+def test_settings_reach_the_ranks_with_their_sources() -> None:
     values: dict[str, Any] = {
         "mixed_precision": "fp16",
         "zero_stage": 3,
@@ -223,7 +223,7 @@ def launched(tmp_path: Path) -> Callable[[dict[str, Any], dict[str, str] | str],
     return launched
 
 
-def test_a_file_that_repeats_what_the_json_decides_is_refused_by_the_keys_it_repeats(
+def test_a_file_that_repeats_settings_of_the_json_is_refused_by_the_keys(
     launched: Callable[..., ExplicitSettings], tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match="3 settings are said twice") as caught:
@@ -244,13 +244,13 @@ def test_flags_and_variables_may_repeat_the_json_but_not_contradict_it(
         check_json(launched({**DECIDED, "gradient_accumulation_steps": 4}, source))
 
 
-def test_what_is_auto_or_absent_is_left_to_the_launch(launched: Callable[..., ExplicitSettings]) -> None:
+def test_auto_and_absent_keys_are_left_to_the_launch(launched: Callable[..., ExplicitSettings]) -> None:
     for source in ("z.yaml:1:1", "--x"):
         assert check_json(launched(ALL_AUTO, source)) is not None
         assert check_json(launched({"train_micro_batch_size_per_gpu": 1}, source)) is not None
 
 
-def test_the_other_precision_is_something_else(launched: Callable[..., ExplicitSettings]) -> None:
+def test_another_precision_conflicts(launched: Callable[..., ExplicitSettings]) -> None:
     with pytest.raises(ConfigError, match=r"--x bf16: conflicts with .*fp16.enabled true"):
         check_json(launched({"train_micro_batch_size_per_gpu": 1, "fp16": {"enabled": True}}, "--x"))
 

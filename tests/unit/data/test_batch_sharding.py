@@ -49,7 +49,9 @@ def samples(turns: list[RankBatch[int]]) -> list[list[int]]:
         (0, 2, {}, [[], []]),
     ],
 )
-def test_two_ranks(length: int, size: int, options: dict[str, bool], expected: list[list[list[int]]]) -> None:
+def test_batches_of_two_ranks(
+    length: int, size: int, options: dict[str, bool], expected: list[list[list[int]]]
+) -> None:
     rules = ShardingRules(2, batch_size=size, **options)
     assert [samples(turns) for turns in sharded_batches(order(length, size), rules)] == expected
 
@@ -116,7 +118,7 @@ def test_every_rank_knows_its_length_and_its_last_turn(case: dict[str, int]) -> 
 
 @settings(max_examples=300, deadline=None)
 @given(dealings)
-def test_the_same_as_accelerate_deals(case: dict[str, int]) -> None:
+def test_batches_are_those_of_accelerate(case: dict[str, int]) -> None:
     batches, rules = rules_of(case)
     sampler = BatchSampler(SequentialSampler(range(case["length"])), rules.batch_size or 1, rules.drop_last)
     for rank, turns in enumerate(sharded_batches(batches, rules)):

@@ -135,7 +135,7 @@ MAKERS: dict[str, Make] = {
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", MAKERS)
-def test_ranks_together_see_what_a_single_process_sees(name: str, world_size: int) -> None:
+def test_ranks_together_see_the_items_of_a_single_process(name: str, world_size: int) -> None:
     make = MAKERS[name]
     plain, loaders = make(), prepared(make, world_size)
     dropped = name == "drop_last" and world_size == 4
@@ -164,7 +164,7 @@ def test_a_batch_is_divided_on_request() -> None:
     stream=st.booleans(),
     stop=st.integers(0, 6),
 )
-def test_resuming_anywhere_goes_on_as_if_nothing_had_been(
+def test_resuming_anywhere_continues_the_order(
     length: int, part: int, world_size: int, drop_last: bool, even: bool, split: bool, stream: bool, stop: int
 ) -> None:
     size = part * world_size if split else part
@@ -368,7 +368,7 @@ def test_workers_change_nothing() -> None:
     assert stream.end_of_dataloader
 
 
-def test_it_is_a_loader_and_shows_what_was_given() -> None:
+def test_a_prepared_loader_is_a_loader_with_the_given_attributes() -> None:
     given = DataLoader(Numbers(10), 2, collate_fn=torch.tensor)
     loader = prepare_data_loader(given, rank=0, world_size=2, device="meta")
     assert isinstance(loader, DataLoader)
@@ -419,7 +419,7 @@ def test_another_number_of_ranks_goes_on_at_the_same_sample(caplog: pytest.LogCa
         (lambda: DataLoader(Numbers(4)), {"dispatch_batches": True}, "collectives with dispatch_batches"),
     ],
 )
-def test_what_cannot_be_dealt_is_named(make: Any, options: dict[str, Any], message: str) -> None:
+def test_loaders_that_cannot_be_sharded_are_refused_by_name(make: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         prepare_data_loader(make(), DataLoaderConfiguration(**options), rank=0, world_size=2)
 

@@ -112,7 +112,7 @@ def test_an_iterable_starts_anew_in_each_epoch_and_hears_its_number() -> None:
 
 @pytest.mark.parametrize("length", [7, 8, 9])
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_the_length_of_a_sized_iterable_is_what_it_gives(length: int, drop_last: bool) -> None:
+def test_the_length_of_a_sized_iterable_is_the_number_of_batches(length: int, drop_last: bool) -> None:
     for rank in range(3):
         loader = build_dataloader(SizedStream(length), 2, rank, 3, drop_last=drop_last)
         assert len(loader) == len(batches(loader))  # a difference makes torch warn, which fails
@@ -145,7 +145,7 @@ def test_loading_leaves_torchs_random_numbers_alone(dataset: Any) -> None:
         (Stream(4), {"num_workers": 2}, "num_workers: expected 0"),
     ],
 )
-def test_what_cannot_be_loaded_is_named(dataset: Any, options: dict[str, Any], message: str) -> None:
+def test_wrong_datasets_and_options_are_refused_by_name(dataset: Any, options: dict[str, Any], message: str) -> None:
     arguments = {"micro_batch_size": 2, "rank": 0, "world_size": 2, **options}
     with pytest.raises(UsageError, match=message):
         build_dataloader(dataset, **arguments)

@@ -51,7 +51,7 @@ def test_masters_as_residuals_take_2_bytes_and_a_bit() -> None:
         Workload(precision="fp16", residual_masters=True)
 
 
-def test_states_in_memory_are_two_of_each_rank_and_of_a_neighbour() -> None:
+def test_in_memory_states_are_two_of_each_rank_and_of_a_neighbour() -> None:
     for stage, ranks, local, copies in ((0, 4, 4, 2), (1, 8, 1, 4), (0, 8, 1, 8)):  # at stage 0, a rank has all states
         work = Workload(ranks=ranks, ranks_per_machine=local, sequence=8, peer_checkpoints=True)
         (one,) = estimate(_Blocks, work, [(stage, "none", "none")])  # type: ignore[arg-type]
@@ -149,7 +149,7 @@ def test_states_are_those_of_the_paper(precision: str) -> None:
     assert rows[3].device.params < rows[2].device.params
 
 
-def test_the_optimizer_counts() -> None:
+def test_states_depend_on_the_optimizer() -> None:
     held = {
         name: estimate(_Blocks, Workload(ranks=2, sequence=8, optimizer=name), PLAIN[1:2])[0].device.optimizer  # type: ignore[arg-type]
         for name in ("sgd", "momentum", "adam")
@@ -390,7 +390,7 @@ def test_models_that_do_not_grow_evenly_are_not_lengthened() -> None:
     ("stage", "changes"),
     [(0, {}), (3, {"checkpointing": True, "accumulation": 2}), (1, {"precision": "fp32", "batch": 2})],
 )
-def test_shapes_alone_tell_what_torchs_fake_tensors_do(stage: int, changes: dict[str, object]) -> None:
+def test_shapes_alone_give_the_results_of_fake_tensors(stage: int, changes: dict[str, object]) -> None:
     workload = Workload(ranks=4, sequence=32, **changes)  # type: ignore[arg-type]
     assert subject("2m").shapes_only
     # Irregular sizes, heads that share keys, biases, and at stage 3 tied embeddings.
@@ -560,7 +560,7 @@ def test_names_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         (Shape(layers=2, width=1024, inner=4096, vocabulary=8192), {"accumulation": 2, "tp": 2, "batch": 2}),
     ],
 )
-def test_closed_forms_say_what_simulations_do(shape: Shape, changes: dict[str, Any]) -> None:
+def test_closed_forms_agree_with_simulations(shape: Shape, changes: dict[str, Any]) -> None:
     def build(layers: int = shape.layers) -> tuple[nn.Module, Step]:
         return Decoder(replace(shape, layers=layers)), predict_tokens
 
@@ -612,7 +612,7 @@ class _Scores(nn.Module):
         return out
 
 
-def test_what_no_closed_form_fits_is_simulated() -> None:
+def test_models_without_a_closed_form_are_simulated() -> None:
     workload = Workload(ranks=2, sequence=64)
     at = [one for one in positions(workload) if not one.checkpointing]
     forms, what = ClosedForms(at), subject(_Scores)

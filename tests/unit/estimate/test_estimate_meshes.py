@@ -266,7 +266,7 @@ def test_the_recommended_mesh_is_the_simplest_that_fits() -> None:
     assert [row.recommended for row in rows[1:]] == [False] * (len(rows) - 1)
 
 
-def test_what_a_model_cannot_be_cut_into() -> None:
+def test_meshes_that_a_model_cannot_be_divided_into() -> None:
     row = mesh_row(_subject(), Workload(ranks=8, sequence=64, tp=8), ROOMY)
     assert row.refused == "small: tp 8: expected a divisor of its 4 heads of keys, got 8"
     assert mesh_row(_subject(), Workload(ranks=8, sequence=64, sp=8), ROOMY).plan is not None  # key heads are copied
@@ -321,7 +321,7 @@ def test_rows_in_units_of_the_model() -> None:
     assert across["replicas of one machine"] == pytest.approx(3 / 8, rel=1e-4)
 
 
-def test_one_machine_sends_nothing() -> None:
+def test_one_machine_has_no_traffic_across_machines() -> None:
     assert traffic_table(10**9, Workload(ranks=8)) == []
     alone = {row.name: row.across for row in traffic_table(10**6, Workload(ranks=2, ranks_per_machine=1))}
     assert alone["hpZ"] == alone["stage 3"]

@@ -12,7 +12,7 @@ from tests.unit.house.documents import ROOT, Document, absent, denials, document
 
 
 @pytest.mark.parametrize("document", documents(), ids=lambda document: document.path)
-def test_a_document_mentions_what_exists(document: Document) -> None:
+def test_documents_mention_existing_things_only(document: Document) -> None:
     assert list(dict.fromkeys(absent(document))) == []
 
 

@@ -242,7 +242,7 @@ SOUND: list[tuple[Rule, dict[str, str]]] = [
 
 
 @pytest.mark.parametrize(("rule", "files"), SOUND, ids=_name)
-def test_what_is_sound_passes(rule: Rule, files: dict[str, str]) -> None:
+def test_sound_trees_pass(rule: Rule, files: dict[str, str]) -> None:
     assert not list(rule(_planted(files)))
 
 

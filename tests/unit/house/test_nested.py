@@ -92,7 +92,7 @@ def test_containers_keep_type_and_order(data: Any) -> None:
         assert list(mapped) == list(data)
 
 
-def test_what_is_no_container_stays_the_same_object() -> None:
+def test_objects_that_are_not_containers_stay_the_same() -> None:
     record, boxes = Record(torch.ones(2)), Boxes(torch.ones(2))
     mapped = _negated([record, boxes, "text", 3])
     assert mapped[0] is record
@@ -101,7 +101,7 @@ def test_what_is_no_container_stays_the_same_object() -> None:
     assert list(tensors_of([record, boxes])) == []
 
 
-def test_a_mapping_that_cannot_be_made_of_a_dict_becomes_one() -> None:
+def test_a_mapping_that_takes_no_dict_becomes_a_dict() -> None:
     mapped = _negated(Fixed())
     assert type(mapped) is dict
     assert torch.equal(mapped["a"], -torch.ones(2))

@@ -84,7 +84,7 @@ def _archives(folder: Path, in_wheel: list[str], in_sdist: list[str]) -> tuple[P
     return wheel, sdist
 
 
-def test_what_is_missing_or_too_much_in_an_archive_is_named(tmp_path: Path) -> None:
+def test_missing_and_superfluous_files_of_an_archive_are_named(tmp_path: Path) -> None:
     wheel, sdist = list(release._IN_WHEEL), list(release._IN_SDIST)
     release.check_contents(*_archives(tmp_path, wheel, sdist))
     with pytest.raises(release.ReleaseError, match=r"it.tar.gz: constraints.txt not in it; see MANIFEST.in"):
@@ -123,7 +123,7 @@ def test_a_release_is_built_and_installed(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_rows_are_the_edges_of_what_is_allowed() -> None:
+def test_rows_are_the_bounds_of_the_supported_versions() -> None:
     """The oldest row has the lower bounds of setup.cfg, and the pinned row the versions of `make test`."""
     settings = (ROOT / "setup.cfg").read_text()
     rows = {row.name: row for row in versions.rows()}

@@ -25,7 +25,7 @@ def slowness(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return measured
 
 
-def test_what_is_measured_is_within_bounds() -> None:
+def test_the_measured_slowness_is_within_bounds() -> None:
     assert 1.0 <= time_limits.measure() <= CAP
 
 

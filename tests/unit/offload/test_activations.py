@@ -148,7 +148,7 @@ def test_numbers_are_those_of_a_run_without_it(name: str, mirrored: bool, monkey
         assert mirror.ahead == 4 * 3, "inputs return during the recomputation of a later block"
 
 
-def test_what_is_kept_is_the_inputs_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_inputs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     saved: list[int] = []
 
     def count(tensor: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ def test_strides_come_back_and_gaps_are_left_alone() -> None:
     assert store.save(expanded := torch.randn(4, 1).expand(4, 6)) is expanded
 
 
-def test_a_change_in_place_after_forward_does_not_reach_what_was_kept() -> None:
+def test_a_change_in_place_after_forward_does_not_change_the_kept_input() -> None:
     configure(ActivationCheckpointing(contiguous_memory_optimization=True, number_checkpoints=1))
     weight = torch.randn(4, requires_grad=True)
     hidden = weight * 2
@@ -280,7 +280,7 @@ def test_a_copied_or_pickled_model_calls_itself() -> None:
         assert same(gradients(twin), gradients(model))
 
 
-def test_which_blocks_are_repeated() -> None:
+def test_repeated_blocks_are_found() -> None:
     nested = nn.Sequential(
         nn.Linear(3, 3), nn.Sequential(*(nn.Sequential(nn.Linear(3, 3)) for _ in range(2))), nn.ReLU()
     )

@@ -52,7 +52,7 @@ def _pattern(numel: int, value: int) -> torch.Tensor:
 @pytest.mark.parametrize("block", [4096, 1 << 20])
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("checksum", [True, False])
-def test_what_is_stored_comes_back(tmp_path: Path, threads: int, block: int, overlap: bool, checksum: bool) -> None:
+def test_stored_bytes_come_back(tmp_path: Path, threads: int, block: int, overlap: bool, checksum: bool) -> None:
     tier = _tier(tmp_path, IoSettings(block, threads, overlap, checksum))
     for value in (1, 2):
         for index, key in enumerate(SIZES):
@@ -95,7 +95,7 @@ def test_a_part_of_a_key_can_be_stored_and_fetched(tier: NvmeTier) -> None:
     tier.release(loan)
 
 
-def test_the_budget_holds_and_nobody_waits_for_himself(tmp_path: Path) -> None:
+def test_the_budget_holds_without_a_deadlock(tmp_path: Path) -> None:
     tier = _tier(tmp_path, budget=3 * 40_960, **{str(index): 40_960 for index in range(8)}, huge=1_000_000)
     for index in range(8):
         _store(tier, str(index), index)
@@ -254,7 +254,7 @@ def test_a_file_system_without_nameless_files_or_direct_io(
     tier.close()
 
 
-def test_a_folder_that_will_not_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsuitable_folders_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "file"
     file.write_text("")
     with pytest.raises(ConfigError, match=r"^nvme_path: expected a folder on a local disk, got .*missing, which"):

@@ -301,7 +301,7 @@ def _tiers(monkeypatch: pytest.MonkeyPatch, device: str, stage: int = 3, **secti
         ("cpu", {"device": "cpu"}, False),
     ],
 )
-def test_what_decides_that_states_are_locked(
+def test_settings_that_lock_states(
     device: str, section: dict[str, object] | None, pins: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sections = {} if section is None else {"offload_optimizer": section}
@@ -358,7 +358,7 @@ def test_the_end_of_an_interpreter_unlocks_nothing(runtime: Runtime) -> None:
     assert runtime.locked == {}
 
 
-def test_large_slabs_ask_for_huge_pages_and_say_what_takes_time(
+def test_large_slabs_request_huge_pages_and_log_the_time_they_take(
     runtime: Runtime, monkeypatch: pytest.MonkeyPatch, warnings: pytest.LogCaptureFixture
 ) -> None:
     advice: list[int] = []

@@ -223,7 +223,7 @@ def test_the_norm_has_the_integers_of_the_host(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_what_is_not_finite_is_above_every_number(dtype: torch.dtype, bad: float) -> None:
+def test_non_finite_values_are_above_every_number(dtype: torch.dtype, bad: float) -> None:
     values = spread(3000, 1).to(dtype)
     values[2999] = bad
     largest, sums = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
@@ -395,7 +395,7 @@ def test_every_kernel_is_one_of_the_source() -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_what_lies_on_a_device_goes_by_its_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_of_a_device_use_its_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On tensors without memory: the package's functions launch kernels and read no values."""
     kernels = Counted()
     for module in (reductions, step_control, quantized, shard_step):

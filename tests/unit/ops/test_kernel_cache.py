@@ -25,7 +25,7 @@ class Compiling:
         return b"image %d" % self.count
 
 
-def test_a_second_process_takes_what_the_first_one_compiled(tmp_path: Path) -> None:
+def test_a_second_process_loads_the_image_of_the_first(tmp_path: Path) -> None:
     compiling, folder = Compiling(), tmp_path / "home" / "kernels"
     assert [cached_image(KEY, compiling, folder) for _ in range(2)] == [b"image 1"] * 2
     assert folder.stat().st_mode & 0o777 == 0o700
@@ -72,7 +72,7 @@ def test_the_folder_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert cache_folder() == tmp_path / ".cache" / "zeroaccel" / "kernels"
 
 
-def test_what_the_compiler_makes_comes_back(tmp_path: Path) -> None:
+def test_a_compiled_image_is_read_back(tmp_path: Path) -> None:
     try:
         compiler = open_nvrtc()
     except KernelError as error:

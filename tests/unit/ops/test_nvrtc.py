@@ -71,7 +71,7 @@ def test_the_compiler_names_the_line(compiler: Nvrtc) -> None:
         compiler.compile("__global__ void f() {\n    nothing = 1;\n}", "kernels.cu", "compute_80")
 
 
-def test_torchs_own_compiler_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvrtc_of_torch_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("cuda_nvrtc/lib/libnvrtc.so.12", "cu13/lib/libnvrtc.so.13", "cu13/lib/libnvrtc-builtins.so.13.0"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
@@ -127,7 +127,7 @@ def test_a_module_launches_on_torchs_stream_in_torchs_context(driver: ctypes.CDL
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))  # type: ignore[arg-type]
 
 
-def test_what_the_driver_refuses_is_named(driver: ctypes.CDLL) -> None:
+def test_refusals_of_the_driver_are_named(driver: ctypes.CDLL) -> None:
     with pytest.raises(KernelError, match=r"cuModuleLoadData on cuda:3: invalid argument \(1\)"):
         nvrtc.DriverModule(b"not an image of the driver", DEVICE, [])
     with pytest.raises(KernelError, match=r"cuModuleGetFunction on cuda:3: named symbol not found \(500\)"):
@@ -156,7 +156,7 @@ def messages(
 
 
 @pytest.mark.parametrize(("status", "is_old"), [(222, True), (209, True), (1, False)])
-def test_an_old_driver_is_named_with_what_to_do(status: int, is_old: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_driver_is_named_with_a_remedy(status: int, is_old: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     module = object.__new__(nvrtc.DriverModule)
     module._device = torch.device("cuda", 3)

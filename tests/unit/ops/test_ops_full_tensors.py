@@ -84,7 +84,7 @@ def test_a_matrix_is_orthogonalised(shape: tuple[int, ...], method: str, roundin
     torch.testing.assert_close(found, orthogonalized(matrices, method="gram"), rtol=rounding, atol=rounding)
 
 
-def test_muon_is_torchs_but_for_rounding() -> None:
+def test_muon_is_torchs_except_for_rounding() -> None:
     if not hasattr(torch.optim, "Muon"):
         pytest.skip("this torch has no Muon")
     settings: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1}
@@ -147,7 +147,9 @@ def test_groups_have_the_settings_of_their_rule() -> None:
         ({"use_muon": False}, {"betas": (0.9, 1.0)}, "betas"),
     ],
 )
-def test_what_muon_cannot_take_is_reported(group: dict[str, Any], settings: dict[str, Any], words: str) -> None:
+def test_wrong_groups_and_settings_of_muon_are_reported(
+    group: dict[str, Any], settings: dict[str, Any], words: str
+) -> None:
     with refused(UsageError, words):
         Muon([{"params": [Parameter(torch.ones(3, 3))], **group}], **settings)
 

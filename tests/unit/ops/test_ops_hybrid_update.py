@@ -85,7 +85,7 @@ def stepped(split: HybridUpdate | None, dtype: torch.dtype, *, rounded: bool = T
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("ratio", [0.0, 0.3, 0.997, 1.0, None])
-def test_the_cut_shows_in_no_bit(ratio: float | None, dtype: torch.dtype) -> None:
+def test_no_bit_depends_on_the_cut(ratio: float | None, dtype: torch.dtype) -> None:
     mirror = Mirror()
     for rounded in (True, False):
         shared = stepped(HybridUpdate(mirror, ratio), dtype, rounded=rounded)

@@ -76,7 +76,7 @@ def test_a_kernel_works_where_no_cache_can_be_written(monkeypatch: pytest.Monkey
     assert "NUMBA_CACHE_DIR" in said[0]
 
 
-def test_what_is_kept_on_disk_goes_stale_with_every_file_that_it_was_made_of() -> None:
+def test_the_disk_cache_goes_stale_with_any_file_of_the_kernels() -> None:
     """Numba's own stamp covers the function's file only, but a loop inlines functions of several files."""
     cache = updates.adam._cache._cache_file
     assert cache._source_stamp == number_formats._stamp()

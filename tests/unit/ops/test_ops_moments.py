@@ -28,7 +28,7 @@ def test_no_cut_of_a_layout_divides_a_block() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(signed_values, min_size=1, max_size=70), st.booleans(), st.integers(0, 2**32 - 1))
-def test_a_block_holds_what_its_note_says(values: list[float], signed: bool, random: int) -> None:
+def test_a_block_has_the_documented_precision(values: list[float], signed: bool, random: int) -> None:
     plain = torch.tensor(values, dtype=torch.float32)
     plain = plain if signed else plain.abs()
     for noise in (None, torch.full((len(values),), random)):

@@ -24,7 +24,7 @@ def gradient(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_it_is_the_l2_norm(dtype: torch.dtype) -> None:
+def test_the_result_is_the_l2_norm(dtype: torch.dtype) -> None:
     tensors = [gradient(numel, dtype) for numel in (1, 1000, 20_011)]
     wanted = torch.cat(tensors).double().norm().item()
     assert l2_norm(tensors) == pytest.approx(wanted, rel=1e-13)
@@ -44,7 +44,7 @@ def test_any_spread_gives_the_same_bits() -> None:
     assert norm_from(high, low, exponent) == whole
 
 
-def test_a_sum_of_floats_would_not() -> None:
+def test_a_sum_of_floats_depends_on_the_order() -> None:
     """The values of the test above are hard enough: torch's norm depends on their order."""
     values = gradient(9001)
     random = torch.Generator().manual_seed(1)

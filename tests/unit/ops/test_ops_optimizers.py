@@ -347,9 +347,7 @@ def test_the_state_of_adam() -> None:
 
 
 @every_format
-def test_a_saved_state_goes_on_as_if_nothing_had_been(
-    optimizer_class: type[ShardOptimizer], options: dict[str, Any]
-) -> None:
+def test_a_loaded_state_continues_exactly(optimizer_class: type[ShardOptimizer], options: dict[str, Any]) -> None:
     def go_on(optimizer: ShardOptimizer, param: Parameter, seeds: range) -> None:
         for seed in seeds:
             param.grad = normal(101, seed=seed)

@@ -33,7 +33,7 @@ def test_the_sum_is_float32_in_rank_order(ranks: int, dtype: torch.dtype) -> Non
     assert torch.equal(out, expected(chunks, 1 / 3, dtype))
 
 
-def test_another_order_of_ranks_would_be_seen_and_one_rounding_per_rank() -> None:
+def test_the_order_of_ranks_matters_and_the_sum_is_rounded_once() -> None:
     chunks = torch.tensor([[1e8], [-1e8], [1.0]])
     out = torch.empty(1)
     sum_ranks(out, chunks, 1.0)

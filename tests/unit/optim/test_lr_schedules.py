@@ -296,7 +296,7 @@ def test_a_foreign_state_is_refused(state: dict[str, Any]) -> None:
 # -- by name
 
 
-def test_the_five_names() -> None:
+def test_the_names_are_deepspeeds_five() -> None:
     assert VALID_LR_SCHEDULES == ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
     assert set(VALID_LR_SCHEDULES) <= set(vars(lr_schedules))
 

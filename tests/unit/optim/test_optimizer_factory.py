@@ -68,9 +68,7 @@ def test_any_class_of_torch_goes_by_its_name(name: str) -> None:
         ("AdamW", {"lr": -1.0}, ("AdamW", "-1.0")),
     ],
 )
-def test_what_cannot_be_built_is_reported_with_an_address(
-    name: str, settings: dict[str, Any], words: tuple[str]
-) -> None:
+def test_wrong_optimizers_are_reported_with_an_address(name: str, settings: dict[str, Any], words: tuple[str]) -> None:
     with refused(ConfigError, *words):
         build_optimizer(name, settings, _params())
 

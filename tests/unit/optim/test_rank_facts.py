@@ -93,7 +93,7 @@ def test_different_settings_have_different_texts(name: str) -> None:
     assert len({repr(canonical(value)) for value in DIFFERENT[name]}) == 2
 
 
-def test_what_contains_itself_has_a_text() -> None:
+def test_a_list_that_contains_itself_has_a_text() -> None:
     endless: list[Any] = [1]
     endless.append(endless)
     assert _text(endless).startswith("(1, (1, ")
@@ -129,7 +129,7 @@ def _optimizer(lr: float = 0.1, **more: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=lr)
 
 
-def test_what_belongs_to_one_rank_is_left_out() -> None:
+def test_settings_of_one_rank_are_left_out() -> None:
     own = [_optimizer(rank=rank, local_rank=rank, verbose=rank == 0, log_every=rank) for rank in range(2)]
     assert difference([optimizer_facts(optimizer) for optimizer in own]) is None
     assert not any("params" in address for address in optimizer_facts(own[0]) if "number" not in address)
@@ -260,7 +260,7 @@ def test_a_digest_goes_by_values_and_not_by_how_they_came_about() -> None:
     assert check.digest() == others.digest()
 
 
-def test_what_an_optimizer_adds_to_groups_later_is_its_own() -> None:
+def test_keys_that_an_optimizer_adds_to_groups_are_not_compared() -> None:
     optimizer = _optimizer()
     check = _check(optimizer)
     before = check.digest()

@@ -124,7 +124,7 @@ def test_no_more_than_a_tile_is_held() -> None:
     assert (logits.rows, inner.rows) == (max(2 * TOKENS // 6, HIDDEN), max(2 * TOKENS // 4, HIDDEN))
 
 
-def test_without_gradients_there_are_logits() -> None:
+def test_without_gradients_logits_are_computed() -> None:
     model = _llama()
     whole = model(**_batch())
     TiledLoss(model, tiles=3)
@@ -180,7 +180,7 @@ def test_gradients_in_fp16_do_not_vanish_with_the_number_of_tokens() -> None:
         torch.testing.assert_close(narrow.float(), exact, rtol=2e-2, atol=2e-4)
 
 
-def test_what_cannot_be_tiled_is_named() -> None:
+def test_models_that_cannot_be_tiled_are_refused_by_name() -> None:
     sizes = {**SIZES, "intermediate_size": 32, "num_key_value_heads": 2, "head_dim": 8}
     capped = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**sizes))
     TiledLoss(capped, 2)

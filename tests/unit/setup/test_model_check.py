@@ -84,7 +84,7 @@ def test_inputs_elsewhere_are_named(message: str) -> None:
         (MESSAGES[0], (on("cuda:0", 2), 3, "text")),
     ],
 )
-def test_other_errors_stay_what_they_are(message: str, args: tuple[Any, ...]) -> None:
+def test_other_errors_are_unchanged(message: str, args: tuple[Any, ...]) -> None:
     assert misplaced_inputs(RuntimeError(message), args, {}, GPU) is None
 
 
@@ -97,7 +97,7 @@ def test_other_errors_stay_what_they_are(message: str, args: tuple[Any, ...]) ->
         (GPU, {"sub_group_size": 0}, 0),
     ],
 )
-def test_gradients_in_fp32_are_few_at_a_time_on_a_device(
+def test_a_device_has_a_limited_number_of_fp32_gradients_at_a_time(
     device: torch.device, section: dict[str, int], expected: int
 ) -> None:
     config = load_config({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2, **section}})

@@ -135,7 +135,7 @@ def test_wandb_gets_the_project_and_one_log_per_step(wandb: list[Any]) -> None:
 # -- from a config
 
 
-def test_what_is_on_is_built_on_rank_0_only(tmp_path: Path, wandb: list[Any]) -> None:
+def test_monitors_are_built_on_rank_0_only(tmp_path: Path, wandb: list[Any]) -> None:
     config = sections(csv_monitor={"output_path": str(tmp_path), "job_name": "job"}, wandb={})
     assert not build_monitors(config, rank=1)
     assert not build_monitors(sections(), rank=0)

@@ -109,7 +109,7 @@ def test_phases_and_memory_as_lines() -> None:
     assert format_memory(after, "allocated") == "allocated GiB after: forward 2.00 | step 1.00 | peak 5.00"
 
 
-def test_events_count_in_samples_and_leave_out_what_is_not_known() -> None:
+def test_events_count_in_samples_and_leave_out_unknown_facts() -> None:
     assert step_events(StepFacts(1, 0, 8, [0.1, 0.2], grad_norm=2.0, loss_scale=4.0, loss=3.0)) == [
         ("Train/loss", 3.0, 8),
         ("Train/lr", 0.1, 8),
@@ -159,7 +159,7 @@ def test_only_a_cuda_device_is_waited_for(device: str, waits: int, monkeypatch: 
     assert waited == [torch.device(device)] * waits
 
 
-def test_memory_on_the_cpu_sees_what_is_taken_and_remembers_it() -> None:
+def test_memory_on_the_cpu_has_the_current_size_and_the_peak() -> None:
     before = memory_now(CPU)
     taken = torch.ones(64 * 2**20, dtype=torch.uint8)
     held = memory_now(CPU)
@@ -171,7 +171,7 @@ def test_memory_on_the_cpu_sees_what_is_taken_and_remembers_it() -> None:
     assert after.peak < 2**40
 
 
-def test_memory_on_cuda_is_what_torch_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_on_cuda_is_that_of_torchs_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 5)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7)
     assert memory_now(torch.device("cuda", 0)) == MemoryUse(5, 7)

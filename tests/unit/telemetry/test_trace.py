@@ -157,7 +157,7 @@ def test_other_files_are_refused_by_name(text: str | None, message: str, tmp_pat
     assert str(path) in str(raised.value)
 
 
-def test_the_page_says_what_the_trace_does() -> None:
+def test_the_page_agrees_with_the_trace() -> None:
     text = trace_page(_two_ranks())
     assert "http" not in text
     assert '<th scope="row" class="text">1. unshard layers.0</th>' in text

@@ -109,7 +109,7 @@ def _train(copies: LateCopies | None, *, precision: str, accumulation: int, **of
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_host_waits_once_a_backward_and_reads_what_was_reduced(precision: str, accumulation: int) -> None:
+def test_the_host_waits_once_per_backward_and_reads_reduced_gradients(precision: str, accumulation: int) -> None:
     reference = _train(None, precision=precision, accumulation=accumulation)
     copies = LateCopies()
     trained = _train(copies, precision=precision, accumulation=accumulation)
@@ -124,7 +124,7 @@ def test_few_gradients_wait_on_the_device() -> None:
     assert 1 < copies.most_on_device <= _LIMIT + 1
 
 
-def test_an_update_during_backward_gets_what_has_landed() -> None:
+def test_an_update_during_backward_reads_completed_copies() -> None:
     during = {"precision": "bf16", "accumulation": 1, "update_during": "backward"}
     reference = _train(None, **during)
     copies = LateCopies()

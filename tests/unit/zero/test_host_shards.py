@@ -25,7 +25,7 @@ def buffer() -> FlatBuffer:
     return made
 
 
-def test_the_host_waits_for_what_an_update_still_writes(buffer: FlatBuffer) -> None:
+def test_the_host_waits_for_the_writes_of_an_update(buffer: FlatBuffer) -> None:
     values, numel = torch.zeros(buffer.own.numel), buffer.own.numel
     copies = Mock()
     shard = MemoryShard(ShardPlace("", buffer.layout, 0, buffer.full, None, copies), values)

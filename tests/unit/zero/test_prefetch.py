@@ -74,7 +74,7 @@ def test_the_prefetch_budget(budget: int, expected: str) -> None:
     assert _played(prefetch_bucket_size=budget, **KEEP_NOTHING).play()[0] == expected.split()
 
 
-def test_what_is_still_to_come_counts_against_the_budget() -> None:
+def test_pending_units_count_against_the_budget() -> None:
     ahead = _played(prefetch_bucket_size=20, **KEEP_NOTHING).play()
     # a takes 10 of the 20 elements, and b exceeds them; at a, b alone uses the whole budget.
     assert ahead[:3] == [["a", "b"], [], ["c"]]

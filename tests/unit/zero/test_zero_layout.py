@@ -189,7 +189,7 @@ def test_a_scalar_and_an_empty_parameter_have_places() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
-def test_nothing_at_all(world_size: int) -> None:
+def test_an_empty_layout_has_no_elements(world_size: int) -> None:
     layout = FlatLayout.build([], world_size)
     assert (layout.numel, layout.shard_numel(world_size - 1), list(layout.padding())) == (0, 0, [])
 

@@ -133,7 +133,7 @@ def test_buffers_beside_parameters_that_are_in_the_precision_stay() -> None:
     assert _dtypes(nested)["0.2.mask"] == "bfloat16"  # the nearest module with parameters decides
 
 
-def test_names_and_what_the_config_asks_for_come_first() -> None:
+def test_names_and_settings_of_the_config_come_first() -> None:
     assert _dtypes(_normed_block(), fp32=("1.running_var",))["1.running_var"] == "float32"
     assert set(_dtypes(_normed_block(), torch.float16, ("2.mask",)).values()) == {"float16", "float32"}
     kept = ("0.weight", "0.bias", "1.weight", "1.bias")  # no parameter is cast
