@@ -1,4 +1,4 @@
-"""The runner executes a script as the interpreter would, adds --local_rank if it takes that, and reports its end."""
+"""The runner executes scripts as the interpreter would, adds --local_rank for those that take it, and reports ends."""
 
 from __future__ import annotations
 

@@ -136,10 +136,10 @@ def test_the_cores_of_this_process() -> None:
     [
         (None, False, b"", False),
         (None, True, b"OMP_NUM_THREADS=1", False),
-        ("4", True, b"", True),  # torchrun would have made it 1
+        ("4", True, b"", True),  # torchrun would have set it to 1
         ("1", False, b"", True),
         ("1", True, b"PATH=/bin\0HOME=/", False),  # torchrun's default
-        ("1", True, b"PATH=/bin\0OMP_NUM_THREADS=1\0", True),  # torchrun was given it
+        ("1", True, b"PATH=/bin\0OMP_NUM_THREADS=1\0", True),  # set for torchrun itself
         ("1", True, None, False),
     ],
 )

@@ -62,7 +62,7 @@ def test_levels_are_exact_and_ties_go_to_the_even_mantissa() -> None:
     assert _back(torch.cat((ties, -ties)), "mxfp4").tolist() == expected + [-value for value in expected]
     quantiles = torch.tensor(NF4.levels)
     assert torch.equal(_back(quantiles, "nf4"), quantiles)
-    # The scale is the least power of two of which the largest value is at most 6 times.
+    # The scale is the least power of two for which the block's largest value is at most 6 scales.
     for largest, scale in ((6.0, 1.0), (6.001, 2.0), (3.0, 0.5), (3.001, 1.0)):
         scales, _ = MXFP4.views(_code(torch.full((32,), largest), "mxfp4"), 32)
         assert 2.0 ** (int(scales[0]) - 127) == scale

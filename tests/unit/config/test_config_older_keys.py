@@ -121,7 +121,7 @@ what nothing uses
     "different_groups": {}}}}
 """)
 )
-"""Name -> settings that DeepSpeed 0.16.9 trains with, and zeroaccel too."""
+"""Name -> settings with which DeepSpeed 0.16.9 and zeroaccel train."""
 
 _NOT_READ = {"fp32_allreduce", "allgather_size"}  # keys of even older releases
 
@@ -142,7 +142,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("zero_optimization.legacy_stage1", {"stage": 1, "legacy_stage1": True}),
     ("zero_optimization.zeropp_loco_param", {"stage": 3, "zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024}}),
 ]
-"""(key that is named, its section): another training than the one that zeroaccel does."""
+"""(key in the message, its section): training methods that zeroaccel does not have."""
 
 
 @pytest.mark.parametrize("name", TRAINED)

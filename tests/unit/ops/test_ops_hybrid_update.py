@@ -28,7 +28,7 @@ NUMEL = 5000
 
 
 class Mirror:
-    """A simulated device: copies tiles, steps them by the CPU's kernel beside the host's part, and copies them back."""
+    """A simulated device: copies tiles, steps them by the CPU's kernel while the host works, and copies them back."""
 
     def __init__(self, pause: float = 0.0) -> None:
         self.pause = pause
