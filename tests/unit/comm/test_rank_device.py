@@ -77,7 +77,7 @@ def test_a_rank_takes_the_device_of_its_number_or_that_of_its_group(machine: Cal
         machine(visible)
         assert [rank_device(local, 2).index for local in range(2)] == [0, 1]
     assert rank_device(0, 2, torch.device("cuda", 3)).index == 3
-    # The group has no device, and the program has chosen one for its process: it precedes that of the local rank.
+    # Without a device of the group, the program's current device precedes that of the local rank.
     machine(4, current=3, initialized=True)
     assert rank_device(0, 2).index == 3
     assert rank_device(0, 2, torch.device("cuda", 1)).index == 1

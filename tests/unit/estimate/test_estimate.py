@@ -52,7 +52,7 @@ def test_masters_as_residuals_take_2_bytes_and_a_bit() -> None:
 
 
 def test_in_memory_states_are_two_of_each_rank_and_of_a_neighbour() -> None:
-    for stage, ranks, local, copies in ((0, 4, 4, 2), (1, 8, 1, 4), (0, 8, 1, 8)):  # at stage 0, a rank has all states
+    for stage, ranks, local, copies in ((0, 4, 4, 2), (1, 8, 1, 4), (0, 8, 1, 8)):  # at stage 0, resuming reads all
         work = Workload(ranks=ranks, ranks_per_machine=local, sequence=8, peer_checkpoints=True)
         (one,) = estimate(_Blocks, work, [(stage, "none", "none")])  # type: ignore[arg-type]
         assert one.host.total == one.host.saved == pytest.approx(copies * 12 * one.numel / ranks, rel=0.05)

@@ -53,7 +53,7 @@ def examples() -> Iterator[doctest.DocTest]:
 
 
 def main() -> int:
-    """Runs the examples and returns the number of failures as a status: 0 if all pass."""
+    """Runs the examples and returns the exit status: 0 if all pass."""
     warnings.simplefilter("ignore")
     logger.setLevel("ERROR")
     failures = 0
