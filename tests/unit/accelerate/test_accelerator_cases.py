@@ -355,7 +355,9 @@ def test_two_meanings_are_reported_with_both_places(
         ),
     ],
 )
-def test_states_in_memory_are_said_once(peer: Any, argument: Any, interval: int | None, message: str) -> None:
+def test_wrong_settings_of_in_memory_states_are_refused(
+    peer: Any, argument: Any, interval: int | None, message: str
+) -> None:
     sections = {} if peer is None else {"checkpoint": {"peer": peer}}
 
     def prepare() -> None:

@@ -61,7 +61,7 @@ def test_a_first_state_that_takes_longer_is_forgotten() -> None:
     assert intervals == [650, 650, 65, 65]
 
 
-def test_longer_steps_and_dearer_states_are_followed() -> None:
+def test_the_interval_follows_longer_steps_and_costlier_states() -> None:
     longer = itertools.chain(itertools.repeat(STEP, 2000), itertools.repeat(5 * STEP))
     intervals, *_ = train(longer, lambda _: 0.5, 1, 40)
     assert (intervals[0], intervals[-1]) == (250, 50)

@@ -32,7 +32,7 @@ def test_a_planted_link_is_neither_followed_nor_kept(tmp_path: Path, monkeypatch
     assert victim.read_text() == "precious"
 
 
-def test_writers_of_one_file_do_not_meet(tmp_path: Path) -> None:
+def test_writers_of_one_file_do_not_interfere(tmp_path: Path) -> None:
     with NewFile(tmp_path / "latest") as one, NewFile(tmp_path / "latest") as other:
         os.write(one.handle, b"one")
         os.write(other.handle, b"other")

@@ -176,7 +176,7 @@ def test_a_file_that_cannot_be_flushed_leaves_nothing(tmp_path: Path, monkeypatc
     assert (tmp_path / "latest").read_bytes() == b"one"
 
 
-def test_files_that_no_manifest_names_mean_nothing(tmp_path: Path) -> None:
+def test_files_that_no_manifest_names_are_ignored(tmp_path: Path) -> None:
     folder = saved(tmp_path)
     (folder / "rank00001-of-00002-89abcdef.safetensors").write_bytes(b"left over")
     assert read_manifest(folder) == example()

@@ -301,7 +301,7 @@ def test_the_dropped_script_needs_no_torch(root: Path, parameters: dict[str, Ent
     )
 
 
-def test_memory_is_a_few_chunks_whatever_the_size(tmp_path: Path) -> None:
+def test_memory_is_a_few_chunks_for_any_size(tmp_path: Path) -> None:
     parameters = {f"layer{index}": Entry("F32", np.full(2_500_000, index, "<f4")) for index in range(16)}
     make_checkpoint(tmp_path, parameters, states=False)
     source = zero_to_fp32.read_source(tmp_path)
@@ -412,7 +412,7 @@ def test_a_full_disk_is_named_for_pickled_files_too(root: Path, tmp_path: Path) 
     assert not list(tmp_path.glob("out.bin*"))
 
 
-def test_a_file_the_manifest_does_not_name_means_nothing(
+def test_a_file_that_the_manifest_does_not_name_is_ignored(
     root: Path, parameters: dict[str, Entry], tmp_path: Path
 ) -> None:
     folder = root / "global_step1"

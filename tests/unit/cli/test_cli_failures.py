@@ -120,7 +120,7 @@ def test_a_message_to_sys_exit_is_reported_once() -> None:
     assert _tell(*ends) == "on all 2 ranks: no data (sys.exit at a.py:3 in main)"
 
 
-def test_a_failure_that_points_elsewhere_says_so() -> None:
+def test_a_lost_connection_points_to_another_machine() -> None:
     told = _tell(_end(0, headline=CLOSED), ranks=1, several_machines=True)
     assert told.endswith("the cause is probably on another machine: see what its launcher says")
 

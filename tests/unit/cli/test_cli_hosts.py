@@ -74,7 +74,7 @@ def test_filters_select_hosts_and_slots(
         (None, "node1:0", "has 4 processes and node1 3, and all machines must have the same number"),
     ],
 )
-def test_wrong_filters(include: str | None, exclude: str | None, message: str) -> None:
+def test_wrong_filters_are_refused(include: str | None, exclude: str | None, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as raised:
         select_hosts(HOSTS[:2] if include else HOSTS, include, exclude)
     assert "\n" not in str(raised.value)
@@ -89,7 +89,7 @@ def test_wrong_filters(include: str | None, exclude: str | None, message: str) -
         ("r[1-2]n[08-09]", ["r1n08", "r1n09", "r2n08", "r2n09"]),
     ],
 )
-def test_lists_of_slurm(text: str, names: list[str]) -> None:
+def test_node_lists_of_slurm_are_expanded(text: str, names: list[str]) -> None:
     assert expand_nodelist(text) == names
 
 
@@ -119,7 +119,9 @@ PLACE = ("num_machines", "machine_rank", "main_process_ip", "main_process_port",
         (_variables(KUBERNETES), (3, 0, "job-0")),
     ],
 )
-def test_schedulers(environ: dict[str, str], place: tuple[object, ...]) -> None:
+def test_variables_of_schedulers_give_the_place_of_a_machine(
+    environ: dict[str, str], place: tuple[object, ...]
+) -> None:
     found = cluster_environment(environ)
     assert found.values == dict(zip(PLACE, place, strict=False))
     assert found.sources.keys() == found.values.keys()

@@ -116,7 +116,7 @@ def test_options_after_the_script_are_the_scripts(script: str) -> None:
     assert shown.rstrip().endswith(f"{script} --num_processes 7 --dry-run -- -x")
 
 
-def test_the_dry_run_shows_each_process_and_says_nothing_else(script: str) -> None:
+def test_the_dry_run_prints_each_process_and_nothing_else(script: str) -> None:
     said = typed("launch --cpu --num_processes 3 --timeout 5 --dry_run", script, "a b")
     assert said.err == ""
     commands = [line for line in said.out.splitlines() if not line.startswith("#")]

@@ -95,7 +95,7 @@ def test_device_memory_grows_unless_the_user_says(
     assert {name: value for name, value in environment.items() if name.endswith("ALLOC_CONF")} == expected
 
 
-def test_the_headline_says_so_once_and_a_flag_leaves_it_out(machine: pytest.MonkeyPatch) -> None:
+def test_the_headline_names_expandable_segments_unless_a_flag_disables_them(machine: pytest.MonkeyPatch) -> None:
     machine.setattr(plan_module, "devices", lambda: (GPU,))
     machine.setattr("zeroaccel.cli.machine.version", lambda package: "2.13.0+cu130")
     said = "PYTORCH_ALLOC_CONF=expandable_segments:True (--no_expandable_segments leaves it out)"
@@ -161,7 +161,7 @@ def test_a_machine_of_one_node_binds_nothing(two_nodes: pytest.MonkeyPatch) -> N
     assert _plan({"gpu_ids": "2"}).cores == ()  # the process may not use the cores of its node
 
 
-def test_the_host_has_no_device_memory(machine: pytest.MonkeyPatch) -> None:
+def test_cpu_jobs_have_no_allocator_setting(machine: pytest.MonkeyPatch) -> None:
     assert not any(name.endswith("ALLOC_CONF") for name in _plan({}).environment)
 
 
@@ -279,7 +279,7 @@ def test_a_plan_that_is_only_shown_may_name_hosts_that_are_not_known_yet(machine
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "node-7.invalid"])
-def test_an_address_of_another_machine_means_nothing_on_one(machine: pytest.MonkeyPatch, host: str) -> None:
+def test_an_address_has_no_effect_on_a_single_machine(machine: pytest.MonkeyPatch, host: str) -> None:
     plan = _plan({"main_process_ip": host, "num_processes": 2})
     assert plan.host == "127.0.0.1"
     assert plan.warnings == (

@@ -44,7 +44,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(orphans, "_BLIND_SECONDS", 0.2)
 
 
-def test_a_thread_that_waits_for_an_answer_goes_on() -> None:
+def test_breaking_connections_releases_a_thread_that_waits_for_an_answer() -> None:
     with _connection() as (port, client), _connection() as (_, other):
         received: list[bytes] = []
         thread = threading.Thread(target=lambda: received.append(client.recv(1)))

@@ -167,7 +167,7 @@ def test_a_line_means_what_it_means_to_accelerate(
     assert job["use_cpu"] == theirs.cpu
 
 
-def test_nearly_all_is_resolved_and_nothing_is_there_twice() -> None:
+def test_nearly_all_entries_are_resolved_and_few_are_equal() -> None:
     for entries, key, least in ((_FILES, "settings", 45), (_LINES, "line", 80)):
         assert len(entries) >= least
         texts = {json.dumps(entry[key], sort_keys=True) for entry in entries}

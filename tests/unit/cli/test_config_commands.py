@@ -29,7 +29,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_data_goes_to_stdout_and_talk_to_stderr(project: Path) -> None:
+def test_data_goes_to_stdout_and_messages_to_stderr(project: Path) -> None:
     said = typed("config --yes --dry_run --zero-stage 1")
     assert yaml.safe_load(said.out)["deepspeed_config"]["zero_stage"] == 1
     assert said.err == "dry run: zeroaccel.yaml is not written\n"
@@ -115,7 +115,7 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(arguments: str, words: str, p
     assert not (project / FILE).exists()
 
 
-def test_default_does_not_replace_a_file_unless_told(project: Path) -> None:
+def test_default_replaces_a_file_only_on_request(project: Path) -> None:
     typed("config default --mixed_precision fp16")
     first = (project / FILE).read_text()
     assert "mixed_precision: fp16\n" in first
@@ -211,7 +211,7 @@ def test_validate_finds_the_mistakes_that_initialize_finds(text: str, project: P
     assert said.out == ""
 
 
-def test_validate_takes_auto_for_right(project: Path) -> None:
+def test_validate_accepts_auto(project: Path) -> None:
     auto = {"lr": "auto", "betas": "auto", "weight_decay": "auto"}
     steps = {"total_num_steps": "auto", "warmup_num_steps": "auto", "warmup_max_lr": [1e-3, 1e-4]}
     tree = {
@@ -261,7 +261,7 @@ def test_validate_looks_into_the_json_that_a_launch_file_names(project: Path) ->
     assert typed("config validate l.yaml").out.splitlines()[0] == "l.yaml: launch file, right"
 
 
-def test_convert_drops_unknown_keys_when_told(project: Path) -> None:
+def test_convert_drops_unknown_keys_on_request(project: Path) -> None:
     (project / "ds.json").write_text('{"_why": 1, "wibble": 2, "gradient_clippin": 1, "gradient_clipping": 0.5}')
     said = typed("config convert ds.json", code=2).err
     assert "ds.json:1:13: wibble: unknown key" in said

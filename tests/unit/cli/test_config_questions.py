@@ -308,7 +308,7 @@ def test_text_becomes_a_value(key: str, text: str, value: Any) -> None:
         ("main_process_ip", " ", "expected text, got ''"),
     ],
 )
-def test_text_without_a_meaning(key: str, text: str, words: str) -> None:
+def test_invalid_answers_are_refused(key: str, text: str, words: str) -> None:
     with pytest.raises(InvalidAnswer, match=re.escape(words)):
         parse(by_key(key), text)
 

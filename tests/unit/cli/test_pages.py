@@ -229,7 +229,7 @@ def test_mistakes_write_nothing(arguments: str, message: str, tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
-def test_names_cannot_leave_their_place() -> None:
+def test_names_are_escaped_in_pages() -> None:
     hostile = "</script><script>alert(1)</script>"
     text = page(hostile, [], data={"name": hostile})
     assert hostile not in text

@@ -133,7 +133,7 @@ class _BrokenStore:
         raise RuntimeError("Connection reset by peer")
 
 
-def test_a_broken_connection_is_not_silence(channels: list[SideChannel]) -> None:
+def test_a_broken_connection_is_lost_rather_than_silent(channels: list[SideChannel]) -> None:
     channels[1]._store = _BrokenStore()  # type: ignore[assignment]
     with pytest.raises(ChannelLost, match="reset by peer") as caught:
         channels[1].events()

@@ -164,7 +164,7 @@ def test_an_error_is_raised_as_it_is(alone: Topology) -> None:
     assert caught.value is error
 
 
-def test_a_recording_counts_calls_and_no_bytes(alone: Topology) -> None:
+def test_a_recording_counts_calls_and_has_no_bytes_on_one_rank(alone: Topology) -> None:
     recording = RecordingCollectives(Collectives(alone))
     recording.all_gather(torch.empty(4), torch.ones(4), "unshard a").wait()
     recording.reduce_scatter(torch.empty(4), torch.ones(4, dtype=torch.bfloat16), "reduce a").wait()
@@ -179,7 +179,7 @@ def test_a_recording_counts_calls_and_no_bytes(alone: Topology) -> None:
     assert recording.calls == []
 
 
-def test_scratch_is_used_again_and_never_twice_at_a_time() -> None:
+def test_scratch_memory_is_reused_but_never_shared() -> None:
     pool = BufferPool()
     first = pool.acquire(100, torch.float32)
     address = first.data_ptr()
@@ -213,7 +213,7 @@ def simulated() -> Iterator[Topology]:
     dist.destroy_process_group()
 
 
-def test_no_watchdog_runs(simulated: Topology) -> None:
+def test_a_simulated_job_has_no_watchdog(simulated: Topology) -> None:
     assert simulated.watchdog is None
     assert (simulated.rank, simulated.world_size, simulated.local_world_size) == (3, W, 1)
 

@@ -63,7 +63,7 @@ def test_a_rank_that_leaves_closes_its_watchdog() -> None:
 
 
 @pytest.mark.parametrize(("issued", "is_held_up"), [(1, True), (2, False)])
-def test_a_rank_that_left_after_its_part_of_a_sum_holds_nobody_up(issued: int, is_held_up: bool) -> None:
+def test_a_rank_that_left_after_its_part_of_a_sum_delays_no_rank(issued: int, is_held_up: bool) -> None:
     recorder = FlightRecorder()
     for label in ("sum up", "sum down"):
         entry = recorder.issue("reduce", "all_reduce", label, 8, "float32")

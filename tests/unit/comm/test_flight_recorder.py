@@ -50,7 +50,7 @@ def test_order_matters_within_a_kind_and_not_between_kinds() -> None:
     assert digest_of(("gather", "a"), ("reduce", "b")) == digest_of(("reduce", "b"), ("gather", "a"))
 
 
-def test_a_difference_is_never_forgotten() -> None:
+def test_a_difference_stays_in_the_digest() -> None:
     recorders = FlightRecorder(), FlightRecorder()
     for recorder, label in zip(recorders, "ab", strict=True):
         _issue(recorder, "gather", label)
@@ -100,6 +100,6 @@ def test_recent_calls_are_kept_per_kind_and_bounded() -> None:
     assert len(recorder.recent(per_kind=100)) == 10
 
 
-def test_a_call_reads_as_a_sentence_part() -> None:
+def test_the_text_of_a_call() -> None:
     call = Call("gather", 412, "all_gather", "unshard layers.3", 4096, "bfloat16", "backward")
     assert str(call) == 'gather #412 all_gather "unshard layers.3" (4096 x bfloat16, backward)'

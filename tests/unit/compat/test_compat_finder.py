@@ -51,7 +51,7 @@ def test_submodules_are_reached_as_attributes() -> None:
 
 
 @pytest.mark.usefixtures("facade")
-def test_the_metadata_pass_the_gates_of_the_libraries() -> None:
+def test_the_metadata_pass_the_version_checks_of_the_libraries() -> None:
     assert importlib.util.find_spec("deepspeed") is not None
     assert importlib.metadata.metadata("deepspeed")["Name"] == "deepspeed"
     assert parse("0.18.2") <= parse(importlib.metadata.version("deepspeed")) < parse("0.19.6")

@@ -30,7 +30,7 @@ def _plan(world_size: int, **zero: Any) -> CommPlan:
     return comm_plan(load_config({"train_batch_size": 24, "zero_optimization": {"stage": 3, **zero}}), world_size)
 
 
-def test_a_config_that_asks_for_nothing_is_plain() -> None:
+def test_a_config_without_communication_settings_is_plain() -> None:
     assert _plan(6).plain
     assert _plan(6, mics_shard_size=6).plain
     assert _plan(6, mics_shard_size=-1, zero_hpz_partition_size=1).plain

@@ -93,7 +93,7 @@ def test_the_variables_of_another_launcher() -> None:
         (SOURCES_VARIABLE, "{", "expected a JSON object from variable to source"),
     ],
 )
-def test_a_value_that_means_nothing(variable: str, text: str, message: str) -> None:
+def test_invalid_values_are_refused_by_variable(variable: str, text: str, message: str) -> None:
     with refused(ConfigError, message, variable):
         from_environment({variable: text})
 

@@ -228,7 +228,7 @@ def test_a_micro_batch_size_is_needed_to_train_only() -> None:
     assert resolve({MICRO: "auto", TRAIN: "auto"}, Facts()).tree == {}
 
 
-def test_sizes_that_do_not_divide_are_left_to_the_check_that_tells_all_four() -> None:
+def test_sizes_that_do_not_divide_are_left_to_the_check_of_all_four() -> None:
     facts = Facts(world_size=Fact(2, "the process group"), training=True)
     assert resolve({TRAIN: 25, MICRO: 4, STEPS: "auto"}, facts).tree == {TRAIN: 25, MICRO: 4}
 
@@ -318,7 +318,7 @@ def test_explicit_facts_fill_absent_keys() -> None:
     assert load_config({}, facts=facts).sources[STEPS] == "code"
 
 
-def test_facts_neither_make_an_optimizer_nor_give_a_schedule_arguments() -> None:
+def test_facts_add_no_optimizer_and_no_arguments_of_a_schedule() -> None:
     facts = Facts(lr=_said(0.1), total_num_steps=_said(9), warmup_num_steps=_said(1))
     assert resolve({}, facts).tree == {}
     kept = {"scheduler": {"type": "LRRangeTest", "params": {"lr_range_test_min_lr": 1}}}

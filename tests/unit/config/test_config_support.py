@@ -144,7 +144,7 @@ def test_a_key_without_effect_leaves_one_note(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in IGNORED if KEYS[name].warns])
-def test_a_key_that_asks_for_nothing_leaves_no_note(name: str) -> None:
+def test_a_refused_key_that_is_off_leaves_no_note(name: str) -> None:
     standing, field = KEYS[name], _section_of(name).model_fields[name.split(".")[-1]]
     off: object = {standing.switch: False} if standing.switch else field.get_default()
     assert load_config(_wrap(name, off if off is not None else {"enabled": False})).notes == ()

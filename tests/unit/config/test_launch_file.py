@@ -184,7 +184,7 @@ def test_the_file_is_looked_for_in_one_order(tmp_path: Path) -> None:
     assert found("typed.yaml") == "typed.yaml"
 
 
-def test_json_is_yaml_and_an_empty_file_says_nothing(tmp_path: Path) -> None:
+def test_json_is_yaml_and_an_empty_file_has_no_settings(tmp_path: Path) -> None:
     assert _read(tmp_path, '{"num_processes": 3, "mixed_precision": "no"}').values["num_processes"] == 3
     assert _read(tmp_path, "").values == {}
 

@@ -228,7 +228,7 @@ def test_a_note_says_why_offload_does_nothing(values: dict[str, Any], said: str)
     assert note.endswith(f"does nothing, {said}")
 
 
-def test_rdzv_conf_may_say_where_the_machines_meet() -> None:
+def test_rdzv_conf_may_have_the_endpoint() -> None:
     conf = {"rdzv_backend": "c10d", "rdzv_endpoint": "node1:29400", "join_timeout": 60}
     given = gather(ExplicitSettings({"rdzv_conf": conf}, {"rdzv_conf": "--rdzv_conf"}), {}, ExplicitSettings())
     assert given.values == {

@@ -275,7 +275,7 @@ def test_set_epoch_keeps_a_loaded_position_in_that_epoch() -> None:
     assert len(list(resumed)) == 6
 
 
-def test_a_dataset_hears_of_epochs() -> None:
+def test_a_dataset_gets_the_number_of_each_epoch() -> None:
     class Told(Numbers):
         heard: list[int]
 

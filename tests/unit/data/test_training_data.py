@@ -105,7 +105,7 @@ def test_drop_last_leaves_out_an_incomplete_round(length: int) -> None:
     assert of_rank == [list(range(rank, length - length % 3, 3)) for rank in range(3)]
 
 
-def test_an_iterable_starts_anew_in_each_epoch_and_hears_its_number() -> None:
+def test_an_iterable_restarts_in_each_epoch_and_gets_its_number() -> None:
     loader = build_dataloader(EpochStream(4), 2, 1, 2)
     assert [batches(loader), batches(loader)] == [[[1, 3]], [[101, 103]]]
 

@@ -350,7 +350,7 @@ def test_wrong_workloads_are_reported(changes: dict[str, object], message: str) 
 
 
 @pytest.mark.parametrize(("stage", "lengths_run"), [(0, [4, 5, 6]), (1, [4, 5, 6]), (3, [5, 6, 7])])
-def test_a_few_of_many_blocks_tell_of_all(stage: int, lengths_run: list[int]) -> None:
+def test_a_few_of_many_blocks_give_the_estimate_of_all(stage: int, lengths_run: list[int]) -> None:
     shape = Shape(layers=16, width=16384, inner=8192, vocabulary=1000)
 
     def build(layers: int = shape.layers) -> tuple[nn.Module, Step]:
@@ -482,7 +482,7 @@ def test_known_configs_have_their_published_numbers_of_parameters(name: str) -> 
     assert sum(param.numel() for param in model.parameters()) == known.numel
 
 
-def test_a_model_that_reads_pictures_is_said_to_be_without_its_tower() -> None:
+def test_the_note_of_a_vision_model_excludes_its_tower() -> None:
     for name in (*READ_PICTURES, "google/gemma-3-27b-it"):
         assert subject(name).note.endswith("the text model alone, without its vision tower and projector")
     assert "tower" not in subject("gemma-3-1b").note + subject("qwen3-8b").note

@@ -235,7 +235,7 @@ def test_meshes_have_the_same_samples_per_step() -> None:
     assert {one.mesh.dp_shard * one.accumulation for one in meshes} == {24}
 
 
-def test_shares_that_cross_machines() -> None:
+def test_shares_of_traffic_that_cross_machines() -> None:
     apart = Workload(ranks=16, ranks_per_machine=4, tp=8)
     assert crossing_share(apart, "tp") == pytest.approx(2 / 8)
     assert crossing_share(Workload(ranks=16, ranks_per_machine=4, tp=4), "tp") == 0
@@ -244,7 +244,7 @@ def test_shares_that_cross_machines() -> None:
     assert crossing_share(Workload(ranks=8, ranks_per_machine=4, pp=4, accumulation=4), "pp") == pytest.approx(1 / 3)
 
 
-def test_sharing_layers_across_machines_is_said_with_numbers() -> None:
+def test_tensor_parallelism_across_machines_is_noted_with_numbers() -> None:
     what = _subject()
     words = needless_crossing(
         what, mesh_row(what, Workload(ranks=8, ranks_per_machine=2, sequence=512, batch=8, tp=4), ROOMY), ROOMY

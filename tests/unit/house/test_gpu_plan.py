@@ -52,7 +52,7 @@ def test_figures_of_earlier_runs_are_kept(gpu: Callable[..., int], tmp_path: Pat
     assert "of another machine" not in report.read_text()
 
 
-def test_the_programs_beside_ours_step_without_a_gpu(gpu: Callable[..., int]) -> None:
+def test_the_programs_for_comparison_step_without_a_gpu(gpu: Callable[..., int]) -> None:
     contenders = importlib.import_module("contenders_on_gpu")
     try:
         for make in (contenders.torch_step, contenders.fsdp2_step):

@@ -127,7 +127,7 @@ def test_sizes_of_batches() -> None:
     assert batch_size_of({"a": 1}) is None
 
 
-def test_moving_asks_objects_that_can_move_themselves() -> None:
+def test_objects_with_a_method_to_move_themselves_use_it() -> None:
     boxes = Boxes(torch.ones(2))
     assert to_device(boxes, "meta").device == "meta"
     moved = to_device([boxes, torch.ones(2), ("text", Tokens({"ids": torch.ones(1)}))], "meta")

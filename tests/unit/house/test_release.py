@@ -22,7 +22,7 @@ CITATION = 'cff-version: 1.2.0\nversion: 1.2.3\ndate-released: "2026-01-31"\n'
 release, versions = load_script(".ci/release.py"), load_script(".ci/versions.py")
 
 
-def test_one_version() -> None:
+def test_the_version_is_the_same_everywhere() -> None:
     assert release.version_of(ROOT) == zeroaccel.__version__
     assert f"\nversion: {zeroaccel.__version__}\n" in (ROOT / "CITATION.cff").read_text()
     headings = [line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("## ")]

@@ -211,7 +211,7 @@ def test_without_overlap_one_transfer_goes_at_a_time(tmp_path: Path, monkeypatch
 # -- the file and its folder
 
 
-def test_the_file_is_nobody_elses_and_leaves_nothing(tmp_path: Path) -> None:
+def test_the_file_is_private_and_leaves_nothing(tmp_path: Path) -> None:
     first, second = _tier(tmp_path), _tier(tmp_path)
     _store(first, "large", 1)
     _store(second, "large", 2)
@@ -284,7 +284,7 @@ def test_unsuitable_folders_are_refused(tmp_path: Path, monkeypatch: pytest.Monk
         ("posix_fallocate", errno.ENOSPC, r"bytes of free space for this rank.*No space left.*has not started"),
     ],
 )
-def test_a_disk_that_takes_no_file(
+def test_a_disk_without_room_or_write_access_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int, message: str
 ) -> None:
     def refuse(*_: Any, **__: Any) -> int:

@@ -57,7 +57,7 @@ def test_a_folder_that_others_may_write_is_not_used(tmp_path: Path) -> None:
     assert len(list(folder.iterdir())) == 1
 
 
-def test_a_home_that_takes_no_files_only_costs_time(tmp_path: Path) -> None:
+def test_kernels_work_without_a_writable_home(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     compiling = Compiling()
     assert cached_image(KEY, compiling, tmp_path / "file" / "kernels") == b"image 1"

@@ -249,7 +249,7 @@ def test_an_error_on_the_host_waits_for_the_device() -> None:
     assert mirror.waited == 1
 
 
-def test_an_optimizer_that_shares_can_be_copied() -> None:
+def test_a_hybrid_optimizer_can_be_copied() -> None:
     optimizer = Adam([torch.zeros(1)])
     optimizer.hybrid = HybridUpdate(Mirror(), 0.5)
     assert copy.deepcopy(optimizer.hybrid) is optimizer.hybrid

@@ -87,7 +87,7 @@ def test_one_cycle_moves_beta1_and_leaves_beta2(case: str) -> None:
     assert {beta2 for _, beta2 in moments} == {0.95}
 
 
-def test_one_cycle_tells_the_betas_of_the_present_step() -> None:
+def test_one_cycle_returns_the_betas_of_the_current_step() -> None:
     optimizer = adam()
     scheduler = OneCycle(optimizer, 1e-4, 1e-3, cycle_first_step_size=2, cycle_min_mom=0.8, cycle_max_mom=0.9)
     assert scheduler.get_mom() == [(0.9, 0.95)]  # the group already has the lower end
@@ -140,7 +140,7 @@ def test_a_warmup_of_no_steps_is_at_the_peak_at_once(kind: str, params: dict[str
     assert rates == pytest.approx(expected, abs=1e-15)
 
 
-def test_a_run_shorter_than_its_warmup_is_said(notes: list[str]) -> None:
+def test_a_run_shorter_than_its_warmup_is_noted(notes: list[str]) -> None:
     WarmupCosineLR(adam(), total_num_steps=3, warmup_num_steps=5)
     assert len(notes) == 1
     assert "total_num_steps = 3 is less than warmup_num_steps = 5" in notes[0]

@@ -20,7 +20,7 @@ def _params() -> list[nn.Parameter]:
 
 
 @pytest.mark.parametrize("name", ["adam", "AdamW", "LION", "adagrad", "RMSPROP", "Sgd"])
-def test_own_optimizers_go_by_any_case(name: str) -> None:
+def test_names_of_own_optimizers_ignore_case(name: str) -> None:
     optimizer = build_optimizer(name, {"lr": 0.25}, _params())
     assert type(optimizer).__module__.startswith("zeroaccel.")
     assert optimizer.param_groups[0]["lr"] == 0.25
@@ -44,7 +44,7 @@ def test_torchs_adam_can_be_asked_for() -> None:
 
 
 @pytest.mark.parametrize("name", ["Adamax", "NAdam", "Adafactor", "torch.optim.RMSprop"])
-def test_any_class_of_torch_goes_by_its_name(name: str) -> None:
+def test_any_class_of_torch_can_be_named(name: str) -> None:
     plain = name.removeprefix("torch.optim.")
     assert type(build_optimizer(name, {"lr": 0.5}, _params())) is getattr(torch.optim, plain)
     assert plain in known_optimizers()

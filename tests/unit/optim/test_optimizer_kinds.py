@@ -314,7 +314,7 @@ class SeesValues(Written):
         return grad
 
 
-def test_states_are_found_without_values_where_that_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_are_found_without_values_where_possible(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
     found = optimizer_copy._state_after_step
 
@@ -330,7 +330,7 @@ def test_states_are_found_without_values_where_that_will_do(monkeypatch: pytest.
     assert seen == [False, True]
 
 
-def test_a_twin_shares_nothing() -> None:
+def test_a_copy_of_an_optimizer_shares_nothing() -> None:
     optimizer = Lookahead(torch.optim.Adagrad(_params()))
     with isolated():
         twin = OptimizerCopy(optimizer).optimizer

@@ -105,7 +105,7 @@ class Ramp:
     rank: int
 
 
-def test_values_are_shown_as_people_write_them() -> None:
+def test_values_are_shown_in_a_short_form() -> None:
     shown = {
         0.1: "0.1",
         3.0: "3",
@@ -280,7 +280,7 @@ def test_a_group_that_came_later_is_compared() -> None:
     assert check.digest() == before
 
 
-def test_one_process_looks_at_nothing() -> None:
+def test_a_single_process_compares_nothing() -> None:
     optimizer = _optimizer()
     check = _check(optimizer, world_size=1)
     del optimizer.param_groups

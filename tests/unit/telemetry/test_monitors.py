@@ -189,7 +189,7 @@ def test_monitors_pass_everything_on_and_close_once() -> None:
     assert not monitors
 
 
-def test_a_monitor_that_fails_is_said_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_monitor_is_reported_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     handler = logging.Handler()
     monkeypatch.setattr(handler, "emit", lambda record: said.append(f"{record.getMessage()}: {record.exc_info[1]}"))

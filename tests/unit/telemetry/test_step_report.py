@@ -237,7 +237,7 @@ def test_breakdowns_alone_come_every_ten_steps(
     ]
 
 
-def test_nothing_is_measured_when_nothing_is_on(lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_without_settings_measures_nothing(lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*args: Any) -> Any:
         raise AssertionError("measured something")
 
@@ -253,7 +253,7 @@ def test_nothing_is_measured_when_nothing_is_on(lines: list[str], monkeypatch: p
     assert lines == []
 
 
-def test_other_ranks_say_nothing(lines: list[str]) -> None:
+def test_other_ranks_report_nothing(lines: list[str]) -> None:
     sink = Sink()
     report = StepReport(rank=1, steps_per_print=1, wall_clock_breakdown=True, memory_breakdown=True, monitors=sink)
     report.begin("forward")

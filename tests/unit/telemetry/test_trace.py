@@ -85,7 +85,7 @@ def test_each_moment_of_a_step_counts_once() -> None:
     assert sum(trace.split(1, 0).values()) == pytest.approx(0.020)
 
 
-def test_the_largest_waits_say_who_comes_last() -> None:
+def test_the_largest_waits_name_the_last_rank() -> None:
     gather, reduction = _two_ranks().largest_waits()
     assert (gather.rank, gather.label, gather.phase, gather.last_rank) == (0, "unshard layers.0", "forward", 1)
     assert (gather.seconds, gather.late_seconds) == pytest.approx((0.005, 0.004))
@@ -299,7 +299,7 @@ def test_the_command_names_the_waits_and_the_files(tmp_path: Path, monkeypatch: 
         (("none.json",), 2, "none.json: expected a trace written by zeroaccel"),
     ],
 )
-def test_a_script_that_cannot_be_traced(
+def test_scripts_that_cannot_be_traced_are_reported(
     words: tuple[str, ...], code: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result = _trace(tmp_path, monkeypatch, *words)

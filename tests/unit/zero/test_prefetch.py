@@ -159,7 +159,7 @@ def test_passes_of_different_kinds_have_their_own_order() -> None:
     assert player.play()[0] == player.play(FORWARD, "eval")[0] == ["a", "b", "c"]
 
 
-def test_a_pass_cut_short_leaves_the_schedule_intact_and_outside_of_one_nothing_is_fetched() -> None:
+def test_an_incomplete_pass_keeps_the_schedule_and_outside_a_pass_nothing_is_fetched() -> None:
     player = _played(**KEEP_NOTHING)
     player.schedule.begin("train")
     player.use("root")

@@ -27,7 +27,7 @@ def test_every_changed_bit_of_a_word_shows(words: int, monkeypatch: pytest.Monke
         assert fingerprint(data.flip(0)) != plain
 
 
-def test_nothing_has_a_fingerprint_too() -> None:
+def test_an_empty_tensor_has_a_fingerprint() -> None:
     assert fingerprint(torch.empty(0)).tolist() == [0]
 
 

@@ -71,7 +71,7 @@ def test_resuming_changes_nothing(overflows: str, hysteresis: int, window: int, 
         scale = resumed
 
 
-def test_scales_that_do_not_move(caplog: pytest.LogCaptureFixture) -> None:
+def test_static_scales_stay_the_same(caplog: pytest.LogCaptureFixture) -> None:
     for scale, value in ((LossScale(), 1.0), (StaticLossScale(128), 128.0)):
         for overflow in (True, False, True):
             scale.update(overflow=overflow)
