@@ -1,4 +1,4 @@
-"""Names, handlers and plugins of accelerate with an `Accelerator`: each works, is noted, or is refused by name."""
+"""Names, handlers and plugins of accelerate: each works with `Accelerator`, leaves a note, or is refused by name."""
 
 from __future__ import annotations
 
@@ -65,8 +65,7 @@ def test_kinds_of_jobs_are_those_of_accelerate() -> None:
     assert Accelerator(cpu=True).distributed_type in (DistributedType.NO, DistributedType.MULTI_GPU)
 
 
-# What scripts in the folders of examples of accelerate, diffusers, PEFT, TRL and transformers import from
-# `accelerate.utils`, and what they get.
+# Names that the example scripts of accelerate, diffusers, PEFT, TRL and transformers import from `accelerate.utils`.
 IMPORTED = """
     AutocastKwargs DistributedDataParallelKwargs DDPCommunicationHookType DistributedType
     DummyOptim DummyScheduler DataLoaderConfiguration DeepSpeedPlugin
@@ -90,7 +89,7 @@ NOT_HERE = {
 }
 
 
-def test_what_scripts_import_is_there() -> None:
+def test_names_that_scripts_import_exist() -> None:
     for name in IMPORTED.split():
         assert getattr(utils, name) is getattr(utils, name), name
         assert hasattr(theirs, name) or name in ("clear_device_cache", "DummyOptim", "DummyScheduler"), name
@@ -106,7 +105,7 @@ def test_what_scripts_import_is_there() -> None:
 
 
 @pytest.mark.parametrize("name", NOT_HERE)
-def test_what_is_not_there_says_what_is(name: str) -> None:
+def test_missing_names_are_refused_with_an_alternative(name: str) -> None:
     with pytest.raises(ImportError, match=f"accelerate's {name}: .*{NOT_HERE[name]}"):
         exec(f"from zeroaccel.utils import {name}")
 
@@ -128,7 +127,7 @@ def test_names_of_the_root_and_of_modules_that_are_not_there() -> None:
 
 @pytest.mark.parametrize("name", ["checkpoint", "rollout", "zero"])
 def test_packages_are_attributes_as_deepspeeds_are(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a process that has imported nothing else."""
+    """The package is imported on first access."""
     package = importlib.import_module(f"zeroaccel.{name}")
     monkeypatch.delattr(zeroaccel, name)
     assert getattr(zeroaccel, name) is package
@@ -257,7 +256,7 @@ def test_loggers_of_accelerate_work_beside(caplog: pytest.LogCaptureFixture) -> 
     Accelerator()
     with caplog.at_level("INFO"):
         logger.info("in time")
-    said = [record.getMessage().removeprefix("[RANK 0] ") for record in caplog.records]  # accelerate 1.10 has no rank
+    said = [record.getMessage().removeprefix("[RANK 0] ") for record in caplog.records]  # 1.10 writes no rank
     assert said == ["in time"]
 
 
@@ -359,7 +358,7 @@ def test_handlers_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         Accelerator(kwargs_handlers=[object()])
 
 
-def test_a_handler_says_what_differs_from_its_defaults() -> None:
+def test_to_kwargs_has_values_that_differ_from_the_defaults() -> None:
     ours = kwargs_handlers.DistributedDataParallelKwargs(static_graph=True)
     assert (
         ours.to_kwargs()

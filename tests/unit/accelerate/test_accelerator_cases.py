@@ -1,6 +1,6 @@
-"""Optimizer x schedule x config, and every "auto": what `prepare` makes of each, as a table with the values.
+"""The results of `prepare` as tables: optimizer x schedule x config, and every "auto" with its value.
 
-One process; what several ranks make of it is in tests/multi.
+One process; tests/multi has several ranks.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _tree(**sections: Any) -> dict[str, Any]:
 
 
 def _prepare(optimizer: str, scheduler: str, tree: dict[str, Any]) -> tuple[Accelerator, list[Any]]:
-    """Prepares a model with what the two words say, in an unusual order."""
+    """Prepares a model with the optimizer and schedule of these kinds, passed in an unusual order."""
     model = _model()
     made: Any = {"code": lambda: torch.optim.SGD(model.parameters(), lr=0.1), "dummy": lambda: _dummy(model)}[
         optimizer
@@ -67,7 +67,7 @@ def _dummy(model: nn.Module) -> DummyOptim:
 
 
 def _steps(accelerator: Accelerator, prepared: list[Any], count: int) -> list[float]:
-    """The learning rate of each update."""
+    """Returns the learning rate of each update."""
     *head, loader, optimizer, model = prepared
     rates = []
     for batch in [batch for _ in range(count) for batch in loader][:count]:
@@ -100,13 +100,13 @@ def test_cases_that_work(
 ) -> None:
     tree = _tree(optimizer=has_optimizer, scheduler=has_scheduler)
     accelerator, prepared = _prepare(optimizer, scheduler, tree)
-    assert type(prepared[-2].optimizer).__name__ == kind  # never another one than was asked for
+    assert type(prepared[-2].optimizer).__name__ == kind  # never a substitute for the requested class
     assert _steps(accelerator, prepared, 4) == pytest.approx(rates, rel=1e-4)
 
 
 ADD_SCHEDULER = 'add a "scheduler" section'
 REFUSED = [
-    # optimizer, schedule, optimizer in the config, schedule in the config; what the message holds
+    # optimizer, schedule, optimizer in the config, schedule in the config; parts of the message
     ("dummy", "none", None, None, 'DummyOptim needs an optimizer in the config|add an "optimizer" section|or pass a'),
     ("code", "none", ADAMW, None, "optimizer AdamW, and SGD in code|remove the section|or pass DummyOptim"),
     (
@@ -136,7 +136,7 @@ def test_cases_that_are_refused(
 
 
 class Configured(nn.Module):
-    """A model with a config, whose weights would give another width."""
+    """A model whose config has another width than its weights."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -226,7 +226,7 @@ def test_every_auto_and_where_it_came_from(config: Any, hidden: int, source: str
 
 
 class _Sampler:
-    """A batch sampler that does not say how large its batches are."""
+    """A batch sampler without a `batch_size`."""
 
     def __iter__(self) -> Iterator[list[int]]:
         return iter([[0, 1, 2], [3, 4, 5]])
@@ -258,7 +258,7 @@ def test_where_the_batch_size_comes_from(loaders: list[Any], smallest: bool, mic
 
 
 class _Shuffled(_Sampler):
-    """The same, drawing from a generator of its own and from torch's."""
+    """A batch sampler without a `batch_size` that draws from its own generator and from torch's."""
 
     def __init__(self) -> None:
         self.generator = torch.Generator().manual_seed(5)
@@ -275,7 +275,7 @@ def test_a_probed_batch_takes_no_random_numbers() -> None:
     assert torch.equal(sampler.generator.get_state(), before[1])
 
 
-# -- said twice
+# -- settings given twice
 
 
 STEPS = "gradient_accumulation_steps"
@@ -355,7 +355,9 @@ def test_two_meanings_are_reported_with_both_places(
         ),
     ],
 )
-def test_states_in_memory_are_said_once(peer: Any, argument: Any, interval: int | None, message: str) -> None:
+def test_wrong_settings_of_in_memory_states_are_refused(
+    peer: Any, argument: Any, interval: int | None, message: str
+) -> None:
     sections = {} if peer is None else {"checkpoint": {"peer": peer}}
 
     def prepare() -> None:
@@ -398,7 +400,7 @@ def test_an_engine_without_an_accelerator_refuses_states_in_memory() -> None:
     initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), config=config)[0].destroy()
 
 
-def test_what_is_said_twice_alike_is_no_contradiction() -> None:
+def test_equal_settings_given_twice_do_not_contradict() -> None:
     model = _model()
     tree = {"zero_optimization": {"stage": 1}, "gradient_accumulation_steps": 2, "train_batch_size": 8}
     accelerator = Accelerator(zero_plugin=ZeroPlugin(tree, zero_stage=1), gradient_accumulation_steps=2)
@@ -406,7 +408,7 @@ def test_what_is_said_twice_alike_is_no_contradiction() -> None:
     assert accelerator.zero_config["train_micro_batch_size_per_gpu"] == 4
 
 
-# -- objects that do not fit
+# -- objects that do not belong together
 
 
 def test_an_optimizer_needs_its_model() -> None:
@@ -439,7 +441,7 @@ def test_a_schedule_needs_its_optimizer() -> None:
     with pytest.raises(UsageError, match="argument 0, LambdaLR: expected its optimizer in the same prepare"):
         accelerator.prepare(_halving(optimizer), _loader())
     model, optimizer = accelerator.prepare(model, optimizer)
-    late = accelerator.prepare(_halving(optimizer))  # of the wrapper, after the fact
+    late = accelerator.prepare(_halving(optimizer))  # its optimizer is the wrapper that prepare returned
     assert late.optimizer is optimizer
     with pytest.raises(UsageError, match="which creates the config's scheduler with its optimizer"):
         accelerator.prepare(DummyScheduler(optimizer))

@@ -1,4 +1,4 @@
-"""The settings of an accelerator from the launcher's variables, with a JSON that sets everything, or only "auto"."""
+"""An Accelerator's settings from the launcher's variables, with a JSON that sets everything or is all "auto"."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_flags_fill_a_json_in_which_all_is_auto(monkeypatch: pytest.MonkeyPatch,
     early = accelerator.zero_config
     assert early["zero_optimization"]["offload_optimizer"] == {"device": "nvme", "nvme_path": str(tmp_path / "nvme")}
     assert (early["fp16"], early["bf16"], early["gradient_clipping"]) == ({"enabled": True}, {"enabled": False}, 1.0)
-    assert early["train_batch_size"] == "auto"  # only a loader can tell
+    assert early["train_batch_size"] == "auto"  # known once a loader is prepared
     assert f"{file}:9:5 (--zero_stage)" in str(accelerator.state)
     assert accelerator.deepspeed_plugin.is_auto("zero_optimization.stage")
     _prepare(accelerator)

@@ -1,4 +1,4 @@
-"""How many steps lie between two states in memory where "auto" chooses, on synthetic times."""
+"""The number of steps between two in-memory states that "auto" chooses, on synthetic times."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ STEP = 0.1
 def train(
     seconds: Iterator[float], cost: Callable[[int], float], beside: int, num_states: int
 ) -> tuple[list[int], float, float]:
-    """(intervals, seconds of steps alone, seconds that states add); `cost` of each state, over `beside` steps."""
+    """Returns (intervals, seconds of the steps alone, seconds added by the states).
+    Args:
+        cost: seconds that each state adds, as a function of the state's number.
+        beside: number of steps during which a state is copied.
+    """
     measured = MeasuredInterval()
     intervals, alone, added = [2], 0.0, 0.0
     for number in range(num_states):
@@ -35,7 +39,7 @@ def test_states_cost_two_percent(cost: float, beside: int) -> None:
     intervals, alone, added = train(itertools.repeat(STEP), lambda _: cost, beside, 30)
     exact = round(cost / MOST_COST / STEP)
     assert all(exact <= interval <= exact + 1 for interval in intervals)
-    # The first comes after two steps; each of the others pays for itself with the steps before it.
+    # The first state comes after two steps; the cost of each later one is at most 2 % of the steps before it.
     assert 0.01 < (added - cost) / alone <= MOST_COST
 
 
@@ -57,7 +61,7 @@ def test_a_first_state_that_takes_longer_is_forgotten() -> None:
     assert intervals == [650, 650, 65, 65]
 
 
-def test_longer_steps_and_dearer_states_are_followed() -> None:
+def test_the_interval_follows_longer_steps_and_costlier_states() -> None:
     longer = itertools.chain(itertools.repeat(STEP, 2000), itertools.repeat(5 * STEP))
     intervals, *_ = train(longer, lambda _: 0.5, 1, 40)
     assert (intervals[0], intervals[-1]) == (250, 50)
@@ -65,7 +69,7 @@ def test_longer_steps_and_dearer_states_are_followed() -> None:
     assert (intervals[5], intervals[-1]) == (50, 200)
 
 
-def test_what_training_waited_for_counts_at_least() -> None:
+def test_the_time_that_training_is_blocked_is_a_lower_bound() -> None:
     measured = MeasuredInterval()
     measured.note_step(STEP)
     measured.note_state(3, 3 * STEP - 0.05, blocked_seconds=0.02)

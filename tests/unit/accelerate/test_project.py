@@ -1,4 +1,4 @@
-"""Folders of states: where they are written, which are removed, and which count as states at all."""
+"""Folders of saved states: the name of the next one, pruning, and the recognition of complete ones."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_state_is_not_written_over_but_the_rest_of_one_is(tmp_path: Path) -> N
     assert next_state_folder(ProjectConfiguration(str(tmp_path), iteration=4)).name == "checkpoint_4"
 
 
-def test_directories_and_what_is_refused() -> None:
+def test_directories_and_refusals() -> None:
     assert ProjectConfiguration("p").logging_dir == "p"
     assert ProjectConfiguration("p", "l").logging_dir == "l"
     with pytest.raises(ConfigError, match="project_dir="):

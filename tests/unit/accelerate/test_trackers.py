@@ -1,4 +1,4 @@
-"""Trackers: what TensorBoard reads back, the calls to wandb, and a class of the user's own."""
+"""Trackers: values read back from TensorBoard's files, the calls to wandb, and a user's own class."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zeroaccel.telemetry.trackers import GeneralTracker, Trackers
 
 
 class Notes(GeneralTracker):
-    """A tracker of the user's own."""
+    """A user's own tracker."""
 
     name = "notes"
 
@@ -48,7 +48,7 @@ def read(folder: Path) -> EventAccumulator:
     return accumulator
 
 
-def test_tensorboard_reads_what_was_logged(tmp_path: Path) -> None:
+def test_tensorboard_reads_logged_values(tmp_path: Path) -> None:
     trackers = Trackers("tensorboard", tmp_path, is_main_process=True)
     trackers.init("run", {"lr": 0.1, "layers": [1, 2]}, {"tensorboard": {"flush_secs": 30}})
     trackers.log({"loss": torch.tensor(2.5), "note": "first"}, step=3)
@@ -88,7 +88,7 @@ def test_a_tracker_of_ones_own_gets_its_keywords_and_its_end() -> None:
     assert notes.calls == [({"loss": 1.0}, 2, {"commit": True}), "finish"]
 
 
-def test_one_that_fails_to_end_leaves_none_running() -> None:
+def test_all_trackers_finish_if_one_fails() -> None:
     class Broken(Notes):
         name = "broken"
 
@@ -103,7 +103,7 @@ def test_one_that_fails_to_end_leaves_none_running() -> None:
     assert notes.calls == ["finish"]
 
 
-def test_wandb_is_reported_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_gets_configs_values_images_and_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     wandb: Any = ModuleType("wandb")
     wandb.__spec__ = ModuleSpec("wandb", None, origin="here")
     run = MagicMock()
@@ -136,7 +136,7 @@ def _installed(monkeypatch: pytest.MonkeyPatch, name: str) -> Any:
 
 def test_services_that_accelerate_has_trackers_for(monkeypatch: pytest.MonkeyPatch) -> None:
     state = pytest.importorskip("accelerate.state").PartialState
-    state(cpu=True)  # as an Accelerator does
+    state(cpu=True)  # as `Accelerator()` does
     monkeypatch.setattr(state, "_shared_state", dict(state._shared_state))
     trackio, mlflow = _installed(monkeypatch, "trackio"), _installed(monkeypatch, "mlflow")
     mlflow.search_experiments.return_value = []
@@ -181,12 +181,12 @@ def test_a_service_that_this_accelerate_lacks(monkeypatch: pytest.MonkeyPatch) -
         (3, "logs", "names or instances of GeneralTracker, got 'int'"),
     ],
 )
-def test_what_cannot_track_is_named(log_with: Any, logging_dir: str | None, message: str) -> None:
+def test_wrong_trackers_are_refused_by_name(log_with: Any, logging_dir: str | None, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Trackers(log_with, logging_dir, is_main_process=False)
 
 
-def test_names_that_are_not_there(tmp_path: Path) -> None:
+def test_unknown_trackers_and_values_are_refused(tmp_path: Path) -> None:
     trackers = Trackers("tensorboard", tmp_path, is_main_process=True)
     with pytest.raises(UsageError, match="call init_trackers first"):
         trackers.get("tensorboard")

@@ -18,7 +18,7 @@ _SIZES = {"U8": 1, "F16": 2, "BF16": 2, "F32": 4, "I64": 8, "F64": 8}
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor: `data` has the dtype's item size; BF16 is uint16."""
+    """A tensor to be saved; the elements of `data` have the size of `dtype`, so BF16 is stored as uint16."""
 
     dtype: str
     data: NDArray[Any]
@@ -27,7 +27,7 @@ class Entry:
 
 
 def sums_of(data: bytes) -> NDArray[np.uint64]:
-    """The table of checksums, written down as the page says it."""
+    """Returns the table of checksums by the formula of docs/checkpoint_format.md."""
 
     def weight(index: int) -> int:
         z = (index + 1) * 0x9E3779B97F4A7C15 % 2**64
@@ -52,7 +52,7 @@ def make_checkpoint(
     stage: int = 3,
     states: bool = True,
 ) -> Path:
-    """Writes `root/<tag>` and `root/latest`; trainable F32 parameters as masters, with a state if `states`."""
+    """Writes `root/<tag>` and `root/latest`; trainable parameters become masters, with a moment if `states`."""
     folder = root / tag
     folder.mkdir(parents=True)
     tensors: dict[str, Entry] = {}
@@ -112,7 +112,7 @@ def make_checkpoint(
 def _write_rank(
     path: Path, rank: int, world_size: int, tensors: Mapping[str, Entry], pieces: dict[str, list[list[int]]]
 ) -> tuple[int, str]:
-    """Every tensor is cut at the same fractions; the ranks' intervals are the tensor's."""
+    """Writes a rank's file: rank r has elements [n * r // W, n * (r + 1) // W) of every tensor of n elements."""
     parts: list[tuple[str, int, bytes, str, int]] = []
     for key, entry in sorted(tensors.items(), key=lambda item: -_SIZES[item[1].dtype]):
         flat = np.ascontiguousarray(entry.data).reshape(-1)
@@ -145,14 +145,14 @@ def _write_rank(
 
 
 def seal(folder: Path, body: Mapping[str, Any]) -> None:
-    """Writes a manifest with the checksum that fits it."""
+    """Writes a manifest with its checksum."""
     text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
     document = {"checksum": hashlib.sha256(text.encode()).hexdigest(), "manifest": body}
     (folder / "manifest.json").write_text(json.dumps(document))
 
 
 def rewrite_manifest(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Changes a manifest and makes its checksum fit again."""
+    """Changes a manifest and updates its checksum."""
     body = json.loads((folder / "manifest.json").read_text())["manifest"]
     change(body)
     seal(folder, body)

@@ -1,4 +1,4 @@
-"""Temporary files: created by one writer, never through a link, and removed once their writer has ended."""
+"""Temporary files: one writer creates each, never through a link, and later writers remove abandoned ones."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_planted_link_is_neither_followed_nor_kept(tmp_path: Path, monkeypatch
     assert victim.read_text() == "precious"
 
 
-def test_writers_of_one_file_do_not_meet(tmp_path: Path) -> None:
+def test_writers_of_one_file_do_not_interfere(tmp_path: Path) -> None:
     with NewFile(tmp_path / "latest") as one, NewFile(tmp_path / "latest") as other:
         os.write(one.handle, b"one")
         os.write(other.handle, b"other")
@@ -43,7 +43,7 @@ def test_writers_of_one_file_do_not_meet(tmp_path: Path) -> None:
     assert (tmp_path / "latest").read_bytes() == b"other"
 
 
-def test_what_was_not_published_is_removed(tmp_path: Path) -> None:
+def test_unpublished_files_are_removed(tmp_path: Path) -> None:
     with NewFile(tmp_path / "latest"):
         assert len(list(tmp_path.iterdir())) == 1
     assert list(tmp_path.iterdir()) == []
@@ -58,7 +58,7 @@ def test_abandoned_files_are_removed_and_no_others(tmp_path: Path) -> None:
     for name in names:
         (tmp_path / name).touch()
         os.utime(tmp_path / name, (old, old))
-    (tmp_path / "latest.fedcba98.tmp").touch()  # made a moment ago, and not locked yet
+    (tmp_path / "latest.fedcba98.tmp").touch()  # too new to be abandoned, and not locked yet
     write_durably(tmp_path / "latest", b"one")
     with (tmp_path / "latest.89abcdef.tmp").open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -75,7 +75,7 @@ def test_a_folder_behind_a_link_is_not_saved_into(tmp_path: Path) -> None:
 
 
 def test_a_lock_is_of_the_folder_that_is_there(tmp_path: Path) -> None:
-    lock = FolderLock(tmp_path / "tag")  # it makes the folder
+    lock = FolderLock(tmp_path / "tag")  # creates the folder
     assert FolderLock.if_free(tmp_path / "tag") is None
     (tmp_path / "tag").rmdir()
     (tmp_path / "tag").mkdir()

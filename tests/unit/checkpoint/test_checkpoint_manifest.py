@@ -1,4 +1,4 @@
-"""A manifest that is damaged, newer, contradicts itself, or leads out of its folder is refused."""
+"""Readers refuse manifests that are damaged, newer, contradictory, or name files outside their folder."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def saved(root: Path, tag: str = "one", saved_at: float = 1.0) -> Path:
     return folder
 
 
-def test_it_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_a_manifest_is_read_back_unchanged(tmp_path: Path) -> None:
     found = read_manifest(saved(tmp_path))
     assert found == example()
     assert found.canonical("z") == "a"
@@ -76,7 +76,7 @@ def test_it_comes_back_as_it_was(tmp_path: Path) -> None:
 
 
 def edited(folder: Path, edit: Callable[[dict[str, Any]], None]) -> None:
-    """Changes the manifest, with a checksum that fits: damage that a checksum does not find."""
+    """Changes the manifest and updates its checksum, for damage that a checksum does not find."""
     body = json.loads((folder / "manifest.json").read_text())["manifest"]
     edit(body)
     (folder / "manifest.json").write_text(json.dumps({"checksum": format_._checksum(body), "manifest": body}))
@@ -143,11 +143,11 @@ def test_any_changed_character_is_found(tmp_path: Path) -> None:
             found = read_manifest(folder)
         except CheckpointError:
             continue
-        assert found == example(), place  # white space between tokens may change
+        assert found == example(), place  # a change of white space between tokens is harmless
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", "null", '{"manifest": NaN}', "[" * 100_000])
-def test_what_is_no_manifest_is_an_error(tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_not_a_manifest_is_an_error(tmp_path: Path, text: str) -> None:
     folder = saved(tmp_path)
     (folder / "manifest.json").write_text(text)
     with pytest.raises(CheckpointError, match="damaged"):
@@ -176,7 +176,7 @@ def test_a_file_that_cannot_be_flushed_leaves_nothing(tmp_path: Path, monkeypatc
     assert (tmp_path / "latest").read_bytes() == b"one"
 
 
-def test_files_that_no_manifest_names_mean_nothing(tmp_path: Path) -> None:
+def test_files_that_no_manifest_names_are_ignored(tmp_path: Path) -> None:
     folder = saved(tmp_path)
     (folder / "rank00001-of-00002-89abcdef.safetensors").write_bytes(b"left over")
     assert read_manifest(folder) == example()

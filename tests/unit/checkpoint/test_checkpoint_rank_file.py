@@ -1,4 +1,4 @@
-"""A rank's file is plain safetensors, and the checksums find every changed bit of it."""
+"""A rank's file is a valid safetensors file, and its checksums find every changed bit."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_names_of_files_are_reported_from_others() -> None:
 
 
 class Deferred(rank_file_writer.ChunkCopies):
-    """A device's copies: each takes effect only when something waits for a mark behind it."""
+    """A device's copies, each of which takes effect only when a caller waits for a mark recorded after it."""
 
     device = torch.device("cpu")
 
@@ -191,7 +191,7 @@ class Deferred(rank_file_writer.ChunkCopies):
         yield
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        assert self.within == 1, "a copy outside of its stream"
+        assert self.within == 1, "a copy was issued outside of its stream"
         target.fill_(0xAA)
         with self._lock:
             self._queue.append((target, source))
@@ -215,7 +215,7 @@ class Deferred(rank_file_writer.ChunkCopies):
 def test_chunks_of_a_device_are_read_after_their_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for folder in ("host", "device"):
         (tmp_path / folder).mkdir()
-    tensors = {name: torch.randn(900_000) for name in ("a", "b", "c", "d")}  # four chunks, of a pool of two
+    tensors = {name: torch.randn(900_000) for name in ("a", "b", "c", "d")}  # four chunks, with a pool of two buffers
     expected, _ = write_file(tmp_path / "host", tensors)
     copies, done_when_told = Deferred(), []
     monkeypatch.setattr(rank_file_writer, "copies_of", lambda entries: copies)
@@ -230,7 +230,7 @@ def test_chunks_of_a_device_are_read_after_their_copies(tmp_path: Path, monkeypa
     found, writer = write_file(tmp_path / "device", tensors)
     assert writer.path.read_bytes() == (tmp_path / "host" / writer.path.name).read_bytes()
     assert found == expected
-    assert done_when_told == [True], "the tensors were free to change while copies read them"
+    assert done_when_told == [True], "the tensors were released while copies still read them"
 
 
 def _all_but_copied(writer: RankFileWriter, name: str, value: object) -> None:

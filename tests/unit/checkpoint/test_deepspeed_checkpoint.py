@@ -69,7 +69,7 @@ def likeness(one: Tensor, other: Tensor) -> float:
 
 
 def steps_of(name: str) -> float:
-    """DeepSpeed's 16-bit optimizers of stage 0 step once, with zeros, when they are made."""
+    """Returns the step count of a checkpoint: at stage 0, 16-bit optimizers make one more step when created."""
     return 4.0 if name in ("stage0_bf16_w1", "stage0_fp16_w2") else 3.0
 
 
@@ -97,7 +97,7 @@ def test_weights_are_those_in_memory(name: str, unpack: Unpack) -> None:
         assert tuple(held.shape) == weight.shape
         assert torch.equal(read, truth.get(f"fp32/{fqn}", read)), fqn
         frozen = fqn in ("held.weight", "held.bias", "empty")
-        if fqn in (*MATRICES, *VECTORS) and "fp32" not in name:  # more than the 16-bit copies
+        if fqn in (*MATRICES, *VECTORS) and "fp32" not in name:  # the fp32 masters, not the 16-bit copies
             assert key == f"master/{fqn}"
             assert weight.dtype == "F32"
         if not name.startswith("stage0_fp32"):
@@ -132,7 +132,7 @@ def test_optimizer_states_are_those_in_memory(name: str, unpack: Unpack) -> None
         assert (dtype, shape, data.view("<f4").tolist()) == ("F32", (), [steps_of(name)])
     assert [sorted(group.names) for group in checkpoint.groups] == [sorted(MATRICES), sorted(VECTORS)]
     if name == "stage1_elastic_w2":
-        return  # no hyperparameters in it
+        return  # the file has no hyperparameters
     assert [group.options["weight_decay"] for group in checkpoint.groups] == [0.1, 0.0]
     assert [group.options["lr"] for group in checkpoint.groups] == [0.01, 0.02]
 
@@ -208,7 +208,7 @@ def test_states_without_names_must_fit_the_groups(unpack: Unpack) -> None:
 
 
 @pytest.mark.parametrize("name", ["stage1_bf16_optimizer_w3", "stage2_round_robin_w2", "stage3_bf16_w2_universal"])
-def test_it_is_converted_like_ours(name: str, unpack: Unpack) -> None:
+def test_conversion_works_as_for_our_checkpoints(name: str, unpack: Unpack) -> None:
     folder = unpack(name)
     checkpoint = open_deepspeed_checkpoint(folder)
     source = open_source(folder)
@@ -223,7 +223,7 @@ def test_it_is_converted_like_ours(name: str, unpack: Unpack) -> None:
     assert "held.weight" not in read_tensors(source, select(source, Options(exclude_frozen=True))).state_dict()
 
 
-# -- what must be refused
+# -- refused checkpoints
 
 
 class Bomb:
@@ -243,7 +243,7 @@ def test_a_pickle_that_runs_code_is_refused_by_name(unpack: Unpack, tmp_path: Pa
     with pytest.raises(ConversionError, match="mkdir"):
         open_source(folder)
     assert not marker.exists()
-    torch.load(target, weights_only=False)  # it would have
+    torch.load(target, weights_only=False)  # shows that the pickle does run code
     assert marker.exists()
 
 
@@ -262,7 +262,7 @@ def test_nothing_else_is_admitted(module: str, name: str) -> None:
         load_pickle(content, "a.pt")
 
 
-def test_a_nested_name_is_no_way_around() -> None:
+def test_a_nested_name_does_not_bypass_the_check() -> None:
     content = b"\x80\x04\x8c\x0bcollections\x8c\x15OrderedDict.__class__\x93."
     with pytest.raises(CheckpointError, match=r"refers to collections.OrderedDict.__class__"):
         load_pickle(content, "a.pt")
@@ -387,7 +387,7 @@ def test_a_flipped_byte_is_never_read(unpack: Unpack) -> None:
     for read in (lambda: store.fetch("master/up.weight"), checkpoint.verify):
         with pytest.raises(CheckpointError, match=r"zero_pp_rank_1_mp_rank_00_optim_states.pt: damaged"):
             read()
-    assert store.fetch("state/exp_avg/up.weight").shape == (5, 3)  # other records are sound
+    assert store.fetch("state/exp_avg/up.weight").shape == (5, 3)  # other records are intact
 
 
 def test_files_that_do_not_belong_together_are_noticed(unpack: Unpack) -> None:
@@ -414,7 +414,7 @@ def test_other_parallelism_is_refused(name: str, what: str, unpack: Unpack) -> N
     for path in tag_folder(folder).iterdir():
         if path.name != name:
             path.unlink()
-    with pytest.raises(ConversionError, match=rf"{name}: from .*{what}"):  # nothing but such files: theirs all the same
+    with pytest.raises(ConversionError, match=rf"{name}: from .*{what}"):  # recognised from these files alone
         open_source(folder)
 
 
@@ -461,7 +461,7 @@ def test_a_scrambled_universal_checkpoint_is_refused(unpack: Unpack) -> None:
         open_deepspeed_checkpoint(folder)
 
 
-def test_the_store_checks_what_it_reads(unpack: Unpack) -> None:
+def test_the_store_reports_unreadable_files(unpack: Unpack) -> None:
     checkpoint = open_deepspeed_checkpoint(unpack("stage2_aligned_w2"))
     store = store_of(checkpoint)
     store.fill("master/embed.weight", 0, torch.empty(21))

@@ -1,7 +1,7 @@
-"""Files that mean harm, or are damaged in ways no check foresaw: one error that names the place, and soon.
+"""Malicious and damaged files: each reader raises one error that names the place, within a bound on processor time.
 
-The corpus in `tests/hostile/bombs.py` has what was found; hypothesis edits valid files of every kind. What it takes is
-measured by `benchmarks/fuzz_readers.py` on many more; here a bound on processor time keeps the corpus honest.
+`tests/hostile/bombs.py` is a corpus of the files that earlier searches found; hypothesis also edits valid files of
+every kind. `benchmarks/fuzz_readers.py` measures time and memory on many more files.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from zeroaccel.errors import CheckpointError, ConfigError
 MOST_SECONDS = 2.0
 EXAMPLES = 30
 NOTHING_WRONG = {
-    ("pickle", "a memo of 32 GB"),  # its memo is two entries
+    ("pickle", "a memo of 32 GB"),  # the memo has two entries
     ("pickle", "dicts"),
     ("hostfile", "100000 machines"),
 }
@@ -47,7 +47,7 @@ NOTHING_WRONG = {
 
 @pytest.fixture
 def limited_memory() -> Iterator[None]:
-    """No more address space than 4 GB above what is taken."""
+    """Limits the address space to 4 GB above its current size."""
     taken = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     limits = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (taken + (4 << 30), limits[1]))
@@ -57,7 +57,7 @@ def limited_memory() -> Iterator[None]:
 
 @pytest.mark.usefixtures("limited_memory")
 @pytest.mark.parametrize(("reader", "name"), list(BOMBS))
-def test_what_was_found_is_one_error(reader: str, name: str, tmp_path: Path) -> None:
+def test_files_of_the_corpus_raise_one_error(reader: str, name: str, tmp_path: Path) -> None:
     (tmp_path / "made").mkdir()
     (tmp_path / "read").mkdir()
     content = bomb(reader, name, tmp_path / "made")
@@ -72,7 +72,7 @@ def test_what_was_found_is_one_error(reader: str, name: str, tmp_path: Path) -> 
         assert told == ""
         return
     places = (str(tmp_path), "launch.yaml", "<json>", "<base64>", "plain data of kind")
-    assert told.startswith(places), "the error names no place"
+    assert told.startswith(places), "the error does not name the place"
     assert len(told) < 10_000
     assert told.encode()
 
@@ -128,7 +128,7 @@ def test_manifests_with_other_values_are_read_or_refused_by_name() -> None:
     assert EXAMPLES < refused < 2 * EXAMPLES
 
 
-# -- one by one
+# -- single files
 
 
 def test_a_pickle_changes_no_class() -> None:
@@ -179,7 +179,7 @@ def test_a_piece_of_another_length_is_found(tmp_path: Path) -> None:
 
     def longer(body: dict[str, Any]) -> None:
         pieces = body["tensors"]["state/exp_avg/w"]["pieces"]
-        pieces[0][3] = body["tensors"]["master/w"]["pieces"][0][3]  # the bytes of the master as the state
+        pieces[0][3] = body["tensors"]["master/w"]["pieces"][0][3]  # the state refers to the bytes of the master
 
     rewrite_manifest(tmp_path / "root" / "global_step1", longer)
     found, manifest = find_checkpoint(tmp_path / "root")
@@ -206,7 +206,7 @@ def test_a_piece_of_another_length_is_found(tmp_path: Path) -> None:
         (b"gone", "gone: no such checkpoint"),
     ],
 )
-def test_whatever_latest_says_is_a_tag_or_a_named_error(tmp_path: Path, content: bytes, words: str) -> None:
+def test_any_other_content_of_latest_is_an_error(tmp_path: Path, content: bytes, words: str) -> None:
     (tmp_path / "latest").write_bytes(content)
     with pytest.raises(CheckpointError, match=words):
         find_checkpoint(tmp_path)

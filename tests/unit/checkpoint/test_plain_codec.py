@@ -1,4 +1,4 @@
-"""Plain data goes through JSON unchanged, and nothing else goes through."""
+"""Plain data passes through JSON unchanged, and other objects are refused."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_other_tensors_are_kept_beside() -> None:
 
 
 class Text(str):
-    """Not plain: it would come back as another class."""
+    """Not plain data: JSON would return it as a `str`."""
 
 
 @pytest.mark.parametrize(
@@ -81,6 +81,6 @@ def test_everything_else_is_refused_by_its_key(value: Any, address: str) -> None
     "value",
     [{"$": "os.system"}, {"$": "bytes", "base64": "*"}, {"$": "dict", "items": [[1]]}, {"$": "scalar", "dtype": "F99"}],
 )
-def test_what_is_no_encoding_is_an_error(value: Any) -> None:
+def test_invalid_encodings_are_an_error(value: Any) -> None:
     with pytest.raises(CheckpointError):
         decode([value], lambda key: torch.zeros(0))

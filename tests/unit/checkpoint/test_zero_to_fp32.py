@@ -1,6 +1,6 @@
-"""Consolidation: byte for byte what the ranks saved, streamed, and never from a damaged checkpoint.
+"""Consolidation: the exact bytes that the ranks saved, streamed, and never from a damaged checkpoint.
 
-The checkpoints are made by hand from the format's page, so that reader and writer cannot be wrong together.
+The checkpoints are written by hand from docs/checkpoint_format.md, so that reader and writer cannot share a mistake.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _frozen_bf16(*shape: int) -> Entry:
 
 
 def _parameters() -> dict[str, Entry]:
-    """Odd sizes, one element, none, a scalar, and one frozen in bf16."""
+    """Returns parameters with odd sizes, one element, no elements, a scalar, and a frozen one in bf16."""
     return {
         "embed.weight": _f32(17, 5),
         "layer.weight": _f32(700, 301),
@@ -107,7 +107,7 @@ def test_a_folder_of_safetensors_has_every_value(world_size: int, tmp_path: Path
         assert file.metadata() == {"format": "pt", "head.weight": "embed.weight"}
 
 
-def test_it_says_what_it_does(root: Path, tmp_path: Path) -> None:
+def test_the_command_prints_its_progress(root: Path, tmp_path: Path) -> None:
     out = tmp_path / "model.safetensors"
     said = typed("zero-to-fp32", root, out)
     numel = sum(entry.data.size for entry in _parameters().values())
@@ -285,7 +285,7 @@ def test_the_dropped_script_needs_no_torch(root: Path, parameters: dict[str, Ent
         "import runpy, sys\nsys.modules['torch'] = sys.modules['zeroaccel'] = None\n"
         "runpy.run_path(sys.argv[1], run_name='__main__')"
     )
-    # The script finds its own arguments behind its name, as if it had been started by it.
+    # `sys.argv` begins with the script's name, as if the interpreter had started the script itself.
     code = code.replace("runpy.run_path", "sys.argv = sys.argv[1:]\nrunpy.run_path").replace(
         "argv[1], run", "argv[0], run"
     )
@@ -301,7 +301,7 @@ def test_the_dropped_script_needs_no_torch(root: Path, parameters: dict[str, Ent
     )
 
 
-def test_memory_is_a_few_chunks_whatever_the_size(tmp_path: Path) -> None:
+def test_memory_is_a_few_chunks_for_any_size(tmp_path: Path) -> None:
     parameters = {f"layer{index}": Entry("F32", np.full(2_500_000, index, "<f4")) for index in range(16)}
     make_checkpoint(tmp_path, parameters, states=False)
     source = zero_to_fp32.read_source(tmp_path)
@@ -311,11 +311,11 @@ def test_memory_is_a_few_chunks_whatever_the_size(tmp_path: Path) -> None:
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak < 50 << 20  # of 160 MB
+    assert peak < 50 << 20  # the checkpoint has 160 MB
     assert torch.equal(load_file(tmp_path / "model.safetensors")["layer15"], torch.full((2_500_000,), 15.0))
 
 
-# ---- what must be refused ----
+# ---- refused checkpoints ----
 
 
 def _flip(path: Path, offset: int) -> None:
@@ -412,7 +412,7 @@ def test_a_full_disk_is_named_for_pickled_files_too(root: Path, tmp_path: Path) 
     assert not list(tmp_path.glob("out.bin*"))
 
 
-def test_a_file_the_manifest_does_not_name_means_nothing(
+def test_a_file_that_the_manifest_does_not_name_is_ignored(
     root: Path, parameters: dict[str, Entry], tmp_path: Path
 ) -> None:
     folder = root / "global_step1"
@@ -438,12 +438,12 @@ def test_a_wrong_option_is_one_message_and_exit_code_2(options: str, words: str,
     assert words in said.err
 
 
-def test_a_pattern_that_matches_nothing_says_what_there_is(root: Path, tmp_path: Path) -> None:
+def test_a_pattern_without_a_match_lists_the_tensors(root: Path, tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match=r"the options select no tensor; the checkpoint has embed\.weight, "):
         run([str(root), str(tmp_path / "out"), "--only", "lorra_*"], "program")
 
 
-# ---- the calls ----
+# ---- Python functions ----
 
 
 class _Tied(nn.Module):
@@ -518,7 +518,7 @@ def test_conversion_by_call_has_the_options_of_the_command(root: Path, tmp_path:
 # ---- `zeroaccel checkpoint` ----
 
 
-def test_inspect_shows_what_is_there(root: Path) -> None:
+def test_inspect_shows_checkpoints_files_and_latest(root: Path) -> None:
     make_checkpoint(root, {"w": _f32(3)}, tag="broken")
     (root / "broken" / "manifest.json").unlink()
     shown = typed("checkpoint inspect", root).out

@@ -1,4 +1,4 @@
-"""`zeroaccel estimate`: the table, the JSON, the charts, and the messages to a wrong command line."""
+"""`zeroaccel estimate`: the table, the JSON, the charts, and the messages for wrong command lines."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_table_in_a_pipe_is_plain_text() -> None:
     assert "first 1,000,000,000 elements of each rank's shards stay there (offload_param.max_in_cpu)" in shown.err
 
 
-def test_when_nothing_fits_it_says_what_would_help() -> None:
+def test_a_model_without_a_fitting_plan_gets_a_remedy() -> None:
     assert (
         "no plan fits; use more ranks"
         in typed("estimate", MODEL, "--seq", "8", "--host_memory", "1MB", "--device_memory", "0.001MB").err

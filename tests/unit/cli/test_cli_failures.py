@@ -1,4 +1,4 @@
-"""Which rank failed first, and its report: from the exit states of processes to words and an exit code."""
+"""The report of the rank that failed first: from the exit states of processes to a message and an exit code."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _tell(*ends: RankEnd, ranks: int = 2, **options: Any) -> str:
         pytest.param([_end(0, -signal.SIGTERM, "KeyError: 1", code=1)], 0, 1, id="signal on the way out"),
     ],
 )
-def test_who_failed_first(ends: list[RankEnd], first: int, code: int) -> None:
+def test_the_rank_that_failed_first_is_found(ends: list[RankEnd], first: int, code: int) -> None:
     assert first_failure(ends).rank == first
     assert exit_code(first_failure(ends)) == code
 
@@ -93,7 +93,7 @@ def test_debug_shows_the_traceback_of_an_error_raised_on_purpose() -> None:
     assert told.endswith("\nrank 1: failed in the same way")
 
 
-def test_what_is_on_the_terminal_already_is_not_repeated() -> None:
+def test_messages_printed_by_ranks_are_not_repeated() -> None:
     ends = [_end(rank, 75, "CollectiveError: a long\nstory", "on_purpose", printed=True) for rank in range(2)]
     assert _tell(*ends) == "on all 2 ranks: CollectiveError (exit code 75); the message is above"
 
@@ -120,7 +120,7 @@ def test_a_message_to_sys_exit_is_reported_once() -> None:
     assert _tell(*ends) == "on all 2 ranks: no data (sys.exit at a.py:3 in main)"
 
 
-def test_a_failure_that_points_elsewhere_says_so() -> None:
+def test_a_lost_connection_points_to_another_machine() -> None:
     told = _tell(_end(0, headline=CLOSED), ranks=1, several_machines=True)
     assert told.endswith("the cause is probably on another machine: see the message of its launcher")
 

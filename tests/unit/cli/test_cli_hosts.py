@@ -38,7 +38,7 @@ def test_a_wrong_line_is_named(tmp_path: Path, content: str, message: str) -> No
         read_hostfile(str(tmp_path / "hosts"))
 
 
-def test_a_file_that_is_none_is_reported(tmp_path: Path) -> None:
+def test_a_missing_file_and_a_folder_are_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no such file"):
         read_hostfile(str(tmp_path / "hosts"))
     with pytest.raises(ConfigError, match="expected a file, got a folder"):
@@ -55,7 +55,9 @@ def test_a_file_that_is_none_is_reported(tmp_path: Path) -> None:
         (None, "node1:0@node2:3@me@node3:1", {"node1": (1, 2, 3), "node2": (0, 1, 2), "me@node3": (0, 2, 3)}),
     ],
 )
-def test_filters(include: str | None, exclude: str | None, left: dict[str, tuple[int, ...]]) -> None:
+def test_filters_select_hosts_and_slots(
+    include: str | None, exclude: str | None, left: dict[str, tuple[int, ...]]
+) -> None:
     kept = select_hosts(HOSTS, include, exclude)
     assert {host.name: host.slots for host in kept} == left
     assert list(left) == [host.name for host in kept]
@@ -72,7 +74,7 @@ def test_filters(include: str | None, exclude: str | None, left: dict[str, tuple
         (None, "node1:0", "has 4 processes and node1 3, but all machines must have the same number"),
     ],
 )
-def test_wrong_filters(include: str | None, exclude: str | None, message: str) -> None:
+def test_wrong_filters_are_refused(include: str | None, exclude: str | None, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as raised:
         select_hosts(HOSTS[:2] if include else HOSTS, include, exclude)
     assert "\n" not in str(raised.value)
@@ -87,7 +89,7 @@ def test_wrong_filters(include: str | None, exclude: str | None, message: str) -
         ("r[1-2]n[08-09]", ["r1n08", "r1n09", "r2n08", "r2n09"]),
     ],
 )
-def test_lists_of_slurm(text: str, names: list[str]) -> None:
+def test_node_lists_of_slurm_are_expanded(text: str, names: list[str]) -> None:
     assert expand_nodelist(text) == names
 
 
@@ -108,7 +110,7 @@ PLACE = ("num_machines", "machine_rank", "main_process_ip", "main_process_port",
     ("environ", "place"),
     [
         ({}, ()),
-        (_variables("SLURM_JOB_ID=1 SLURM_NNODES=2 SLURM_NODEID=0"), ()),  # a batch script, and no srun
+        (_variables("SLURM_JOB_ID=1 SLURM_NNODES=2 SLURM_NODEID=0"), ()),  # a batch script without srun
         (SLURM | {"LOCAL_RANK": "0"}, ()),
         (SLURM | {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1"}, ()),
         (SLURM, (2, 1, "gpu3", 23456)),
@@ -117,7 +119,9 @@ PLACE = ("num_machines", "machine_rank", "main_process_ip", "main_process_port",
         (_variables(KUBERNETES), (3, 0, "job-0")),
     ],
 )
-def test_schedulers(environ: dict[str, str], place: tuple[object, ...]) -> None:
+def test_variables_of_schedulers_give_the_place_of_a_machine(
+    environ: dict[str, str], place: tuple[object, ...]
+) -> None:
     found = cluster_environment(environ)
     assert found.values == dict(zip(PLACE, place, strict=False))
     assert found.sources.keys() == found.values.keys()

@@ -1,4 +1,4 @@
-"""The launcher's memory: there from the start to the end, and what killed launchers have left is removed."""
+"""The launcher's memory folder: it exists while the launcher runs; folders of killed launchers are removed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_launchers_leave_the_memory_of_others(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_killed_launcher_left_is_removed(tmp_path: Path) -> None:
+def test_the_folder_of_a_killed_launcher_is_removed(tmp_path: Path) -> None:
     job = subprocess.Popen(
         [sys.executable, "-c", KEEPS, tmp_path], stdout=subprocess.PIPE, text=True, env=outside_any_job()
     )

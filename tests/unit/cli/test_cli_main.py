@@ -1,4 +1,4 @@
-"""The command line: it answers at once, imports only what it uses, and ends every mistake in one message."""
+"""The command line: few imports, help texts, and one message for every mistake."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return SCRIPT
 
 
-@NEEDS_STAGES  # and an older torch brings sympy by itself
+@NEEDS_STAGES  # an older torch imports sympy itself
 def test_torchs_schedules_are_imported_for_a_pipeline_only() -> None:
-    """They bring torch's compiler and sympy, which took a quarter of the time of `zeroaccel estimate`."""
+    """They import torch's compiler and sympy, which took a quarter of the time of `zeroaccel estimate`."""
     check = (
         "import sys, zeroaccel.estimate, zeroaccel.initialization\n"
         "assert not {'torch.distributed.pipelining', 'torch._dynamo', 'sympy', 'transformers'} & set(sys.modules)\n"
@@ -116,7 +116,7 @@ def test_options_after_the_script_are_the_scripts(script: str) -> None:
     assert shown.rstrip().endswith(f"{script} --num_processes 7 --dry-run -- -x")
 
 
-def test_the_dry_run_shows_each_process_and_says_nothing_else(script: str) -> None:
+def test_the_dry_run_prints_each_process_and_nothing_else(script: str) -> None:
     said = typed("launch --cpu --num_processes 3 --timeout 5 --dry_run", script, "a b")
     assert said.err == ""
     commands = [line for line in said.out.splitlines() if not line.startswith("#")]
@@ -184,7 +184,7 @@ def test_misspelt_flags_are_answered_with_the_one_that_was_meant() -> None:
         option = next(
             (p for p in command.params if isinstance(p, click.Option) and len(p.opts[0]) > 6 and not p.hidden), None
         )
-        if option is None or path in ("zeroaccel verify", "zeroaccel trace"):  # they hand flags to launch
+        if option is None or path in ("zeroaccel verify", "zeroaccel trace"):  # they pass unknown flags on to launch
             continue
         wrong = option.opts[0][:-2] + option.opts[0][-1] + option.opts[0][-2]
         if wrong == option.opts[0]:

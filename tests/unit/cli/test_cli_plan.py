@@ -1,4 +1,4 @@
-"""Plans: the number of processes and threads, and the mistakes that are found before anything starts."""
+"""Launch plans: the number of processes and threads, and the mistakes found before any process starts."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _refusal(values: Mapping[str, Any], program: Program | None = None) -> str:
         (0, {"num_processes": 3}, 3, "cpu", "3 processes on cpu, 2 threads each"),
     ],
 )
-def test_how_many_processes(
+def test_the_number_of_processes(
     machine: pytest.MonkeyPatch, devices: int, values: dict[str, Any], num_local: int, device: str, said: str
 ) -> None:
     machine.setattr(plan_module, "devices", lambda: (GPU,) * devices)
@@ -95,7 +95,7 @@ def test_device_memory_grows_unless_the_user_says(
     assert {name: value for name, value in environment.items() if name.endswith("ALLOC_CONF")} == expected
 
 
-def test_the_headline_says_so_once_and_a_flag_leaves_it_out(machine: pytest.MonkeyPatch) -> None:
+def test_the_headline_names_expandable_segments_unless_a_flag_disables_them(machine: pytest.MonkeyPatch) -> None:
     machine.setattr(plan_module, "devices", lambda: (GPU,))
     machine.setattr("zeroaccel.cli.machine.version", lambda package: "2.13.0+cu130")
     said = "PYTORCH_ALLOC_CONF=expandable_segments:True (--no_expandable_segments leaves it out)"
@@ -105,12 +105,12 @@ def test_the_headline_says_so_once_and_a_flag_leaves_it_out(machine: pytest.Monk
     assert "PYTORCH_ALLOC_CONF" not in plan.environment
 
 
-# -- cores and memory of the GPU's node, on a machine with two
+# -- cores and memory of the GPU's NUMA node, on a machine with two nodes
 
 
 @pytest.fixture
 def two_nodes(machine: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
-    """8 cores and 4 GPUs, two of each node; a fifth is of no node, a sixth is not shown."""
+    """8 cores and 4 GPUs, two GPUs per NUMA node; a fifth has no node, a sixth is not listed."""
     for index, (node, cores) in enumerate([(0, "0-2,6"), (0, "0-2,6"), (1, "3-5,7"), (1, "3-5,7"), (-1, "0-7")]):
         folder = tmp_path / "devices" / f"0000:{0x80 + index:02x}:00.0"
         folder.mkdir(parents=True)
@@ -131,7 +131,7 @@ def two_nodes(machine: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch
         ({"gpu_ids": "3,0"}, {}, ("3,4,5,7", "0,1,2,6")),
         ({"num_processes": 4, "numa_affinity": False}, {}, ()),
         ({"num_processes": 4, "use_cpu": True}, {}, ()),
-        ({"num_processes": 5}, {}, ()),  # of one the node is not known
+        ({"num_processes": 5}, {}, ()),  # the fifth GPU has no node
         ({"gpu_ids": "3,5"}, {}, ()),
         ({"gpu_ids": "3,0"}, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, ()),
         ({"gpu_ids": "GPU-1f"}, {}, ()),
@@ -158,10 +158,10 @@ def test_a_program_that_is_no_python_is_not_bound_to_a_node(two_nodes: pytest.Mo
 def test_a_machine_of_one_node_binds_nothing(two_nodes: pytest.MonkeyPatch) -> None:
     two_nodes.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 6})
     assert _plan({"num_processes": 2}).cores == ()
-    assert _plan({"gpu_ids": "2"}).cores == ()  # none of its cores may be used
+    assert _plan({"gpu_ids": "2"}).cores == ()  # the process may not use the cores of its node
 
 
-def test_the_host_has_no_device_memory(machine: pytest.MonkeyPatch) -> None:
+def test_cpu_jobs_have_no_allocator_setting(machine: pytest.MonkeyPatch) -> None:
     assert not any(name.endswith("ALLOC_CONF") for name in _plan({}).environment)
 
 
@@ -190,7 +190,7 @@ def test_threads_are_cores_over_processes_unless_the_user_says(
     assert plan.headline.endswith(f"on cpu, {said}")
 
 
-def test_only_what_was_asked_for_is_added_to_the_environment(machine: pytest.MonkeyPatch) -> None:
+def test_only_requested_settings_are_added_to_the_environment(machine: pytest.MonkeyPatch) -> None:
     assert _plan({}).environment == {"OMP_NUM_THREADS": "8"}
     assert _plan({"use_cpu": True, "timeout": 30.0, "debug": True}).environment == {
         "OMP_NUM_THREADS": "8",
@@ -223,7 +223,7 @@ def test_scripts_and_modules_run_under_the_runner_and_programs_do_not() -> None:
     ],
 )
 def test_a_program_that_is_not_there(machine: pytest.MonkeyPatch, program: Program, words: str) -> None:
-    if not words:  # a module of that name is in this folder, and what is below it is for the processes to find
+    if not words:  # the folder has a module of this name; only the processes look up its submodules
         _plan({}, program=program)
     else:
         assert words in _refusal({}, program)
@@ -234,7 +234,7 @@ def test_a_port_that_is_taken(machine: pytest.MonkeyPatch) -> None:
         port = server.getsockname()[1]
         said = _refusal({"main_process_port": port})
         assert said.startswith(f"--main_process_port {port}: address already in use; choose another")
-        # Another machine than the first does not listen there.
+        # Only the first machine listens on this port.
         _plan({"main_process_port": port, "num_machines": 2, "machine_rank": 1, "main_process_ip": "127.0.0.1"})
     assert _plan({"main_process_port": port}).port == port
     assert port_trouble(port) == ""
@@ -249,7 +249,9 @@ def test_a_port_that_is_taken(machine: pytest.MonkeyPatch) -> None:
         ({"tee": {0: 3, 2: 1}, "num_processes": 2}, "--tee: expected local ranks 0 to 1, got 2"),
     ],
 )
-def test_what_does_not_fit_this_machine(machine: pytest.MonkeyPatch, values: dict[str, Any], words: str) -> None:
+def test_plans_that_do_not_fit_this_machine_are_refused(
+    machine: pytest.MonkeyPatch, values: dict[str, Any], words: str
+) -> None:
     assert words in _refusal(values)
 
 
@@ -277,7 +279,7 @@ def test_a_plan_that_is_only_shown_may_name_hosts_that_are_not_known_yet(machine
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "node-7.invalid"])
-def test_an_address_of_another_machine_means_nothing_on_one(machine: pytest.MonkeyPatch, host: str) -> None:
+def test_an_address_has_no_effect_on_a_single_machine(machine: pytest.MonkeyPatch, host: str) -> None:
     plan = _plan({"main_process_ip": host, "num_processes": 2})
     assert plan.host == "127.0.0.1"
     assert plan.warnings == (
@@ -285,7 +287,7 @@ def test_an_address_of_another_machine_means_nothing_on_one(machine: pytest.Monk
     )
 
 
-def test_local_size_is_what_the_deepspeed_command_calls_it(machine: pytest.MonkeyPatch) -> None:
+def test_ranks_have_the_local_size_variable_of_the_deepspeed_command(machine: pytest.MonkeyPatch) -> None:
     assert [_plan({"num_processes": 3}).rank_environment(rank)["LOCAL_SIZE"] for rank in range(3)] == ["3"] * 3
 
 
@@ -314,7 +316,7 @@ def test_lines_of_other_ranks_begin_with_the_rank_on_a_terminal() -> None:
 
     assert streams({}, out=True, err=True) == {1: 3, 2: 3}
     assert streams({}, out=False, err=True) == {1: 2, 2: 2}
-    assert streams({}, out=False, err=False) == 0  # what reads a pipe gets what programs write
+    assert streams({}, out=False, err=False) == 0  # a pipe gets unchanged lines
     assert streams({"log_line_prefix": "all"}, out=False, err=False) == 3
     assert streams({"log_line_prefix": "none"}, out=True, err=True) == 0
     assert streams({"tee": {0: 1}}, out=True, err=True) == {0: 1}

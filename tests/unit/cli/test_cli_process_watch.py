@@ -1,4 +1,4 @@
-"""Processes of a job that the launcher watches besides torch's agent, and those that it finds by a mark and ends."""
+"""Processes that the launcher watches besides torch's agent, and marked processes that it finds and ends."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
 @contextmanager
 def _connection() -> Iterator[tuple[int, socket.socket]]:
-    """A port, and a connection to it over which nothing will ever come."""
+    """Yields a port and a connection to it over which no data arrives."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)) as client:
@@ -44,7 +44,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(orphans, "_BLIND_SECONDS", 0.2)
 
 
-def test_a_thread_that_waits_for_an_answer_goes_on() -> None:
+def test_breaking_connections_releases_a_thread_that_waits_for_an_answer() -> None:
     with _connection() as (port, client), _connection() as (_, other):
         received: list[bytes] = []
         thread = threading.Thread(target=lambda: received.append(client.recv(1)))
@@ -53,7 +53,7 @@ def test_a_thread_that_waits_for_an_answer_goes_on() -> None:
         thread.join(time_limits.seconds(10.0))
         assert received == [b""]
         other.settimeout(0.1)
-        with pytest.raises(TimeoutError):  # it is as it was
+        with pytest.raises(TimeoutError):  # the connection to the other port is intact
             other.recv(1)
 
 
@@ -78,13 +78,13 @@ def test_an_end_that_goes_unnoticed_breaks_the_connection_to_the_store() -> None
         process = subprocess.Popen([sys.executable, "-c", ""])
         client.settimeout(time_limits.seconds(20.0))
         with ProcessWatch(600.0, port, 0.0, said.append):
-            assert client.recv(1) == b""  # as the agent's thread waits for the store, and not for its processes
+            assert client.recv(1) == b""  # the agent's thread waits for the store in this way
         process.wait()
     assert said == [f"the rendezvous store at port {port} has not answered since a process ended"]
 
 
 @pytest.mark.usefixtures("quick")
-def test_an_end_that_is_noticed_does_nothing() -> None:
+def test_a_process_end_that_the_agent_notices_has_no_effect() -> None:
     said: list[str] = []
     with _connection() as (port, client), ProcessWatch(600.0, port, 0.0, said.append):
         subprocess.run([sys.executable, "-c", ""], check=True)
@@ -96,7 +96,7 @@ def test_an_end_that_is_noticed_does_nothing() -> None:
 
 
 class _NoProcesses:
-    """Stands for what torch's agent closes."""
+    """A stand-in for the `PContext` that torch's agent closes."""
 
     def pids(self) -> dict[int, int]:
         return {}
@@ -116,7 +116,7 @@ def test_processes_have_the_shutdown_timeout_after_a_signal(
     waits: list[tuple[int, float]] = []
     monkeypatch.setattr(PContext, "close", lambda _, number, timeout: waits.append((number, timeout)))
     ours, log = launch_settings(settings), lambda _: None
-    agents_own: Any = 30  # that torch's agent asks for, whatever happened
+    agents_own: Any = 30  # the timeout that torch's agent always passes
     stop_signals = StopSignals(lambda: None, log, ours.shutdown_timeout, may_wait_in_native_code=False)
     with stop_signals, processes_end_in_time(ours, stop_signals, log, list):
         PContext.close(_NoProcesses(), None, agents_own)  # type: ignore[arg-type]
@@ -127,8 +127,8 @@ def test_processes_have_the_shutdown_timeout_after_a_signal(
     assert waits == [(signal.SIGTERM, after_failure), (signal.SIGINT, after_signal)]
 
 
-# Starts a marked child in a session of its own, which ignores SIGTERM. The parent has no mark and waits for a signal:
-# some machines end every process whose parent is gone.
+# Starts a marked child that ignores SIGTERM in a session of its own. The parent has no mark and stays alive, because
+# some machines end every process whose parent has ended.
 PARENT = f"""
 import os, subprocess, sys
 stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(60)"

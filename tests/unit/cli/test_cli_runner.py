@@ -1,4 +1,4 @@
-"""The runner runs a script as the interpreter itself would, with --local_rank if it takes it, and reports its end."""
+"""The runner executes scripts as the interpreter would, adds --local_rank for those that take it, and reports ends."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ dump = pickle.dumps(Local())
 
 
 class Job:
-    """One process under the runner, which reports into a folder like the elastic agent's."""
+    """One process under the runner, which writes its report into a folder, as under the elastic agent."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -101,7 +101,7 @@ def test_an_exception_is_reported_and_not_printed(job: Job) -> None:
     assert trace[0] == "Traceback (most recent call last):"
     assert trace[1] == f'  File "{job.folder / "script.py"}", line 3, in <module>'
     assert trace[-1] == "ValueError: boom"
-    # What torch's elastic agent reads.
+    # The fields that torch's elastic agent reads.
     message = json.loads(job.report_path.read_text())["message"]
     assert message["extraInfo"]["py_callstack"] == report["traceback"]
     assert int(message["extraInfo"]["timestamp"]) == int(report["time"])
@@ -151,7 +151,7 @@ def test_a_crash_leaves_the_python_stack(job: Job) -> None:
     assert "line 3 in crash" in job.report_path.with_name(runner.FAULT_FILE).read_text()
 
 
-def test_hooks_of_libraries_run_and_what_they_print_is_known(job: Job) -> None:
+def test_hooks_of_libraries_run_and_the_report_notes_printed_tracebacks(job: Job) -> None:
     chained = "import sys\nfound = sys.excepthook\ndef hook(*args):\n    print('chained')\n    found(*args)\n"
     done = job.run(f"{chained}sys.excepthook = hook\nraise ValueError('boom')\n")
     assert (done.stdout, done.stderr) == ("chained\n", "")
@@ -178,7 +178,7 @@ def test_a_fork_of_the_process_prints_its_own_error(job: Job) -> None:
     assert not job.report_path.exists()
 
 
-def test_a_failing_process_waits_a_moment_for_others_that_fail_alike(job: Job) -> None:
+def test_a_failing_process_waits_briefly_for_other_failures(job: Job) -> None:
     process = subprocess.Popen(
         [sys.executable, runner.__file__, job.script("raise ValueError\n")],
         cwd=job.folder,
@@ -225,7 +225,7 @@ ARGPARSE = "import argparse\np = argparse.ArgumentParser()\np.add_argument({}, t
         ("", None),
     ],
 )
-def test_what_a_script_declares(source: str, option: str | None, tmp_path: Path) -> None:
+def test_the_local_rank_option_of_a_script_is_found(source: str, option: str | None, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(source)
     assert local_rank_option(script) == option
@@ -239,13 +239,13 @@ def test_modules_beside_the_script_are_read_too(tmp_path: Path) -> None:
     (package / "more.py").write_text(f"import project.arguments\n{ARGPARSE.format(repr('--local_rank'))}")
     (tmp_path / "train.py").write_text("import os\nfrom project.arguments import parse\n")
     assert local_rank_option(tmp_path / "train.py") == "--local_rank"
-    (package / "more.py").write_bytes(b"\xff\xfe\x00")  # no Python
+    (package / "more.py").write_bytes(b"\xff\xfe\x00")  # not a Python file
     assert local_rank_option(tmp_path / "train.py") is None
     assert local_rank_option(tmp_path / "absent.py") is None
 
 
 @pytest.mark.parametrize("program", [("s.py",), ("-m", "s")])
-def test_the_runner_puts_the_local_rank_before_what_was_given(program: tuple[str, ...], tmp_path: Path) -> None:
+def test_the_runner_puts_the_local_rank_before_the_arguments(program: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "s.py").write_text("import json, sys\nprint(json.dumps(sys.argv))\n")
     done = subprocess.run(
         [sys.executable, runner.__file__, "--local_rank_as=--local-rank", *program, "a"],

@@ -1,4 +1,4 @@
-"""The settings of a launch: each checked alone and against the others, and reported by the name the user typed."""
+"""The settings of a launch: checked alone and against each other, and reported by the name that the user typed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zeroaccel.errors import ConfigError
 MACHINES: dict[str, Any] = {"num_machines": 2, "machine_rank": 0, "main_process_ip": "10.0.0.1"}
 
 
-def test_nothing_has_to_be_given() -> None:
+def test_every_setting_is_optional() -> None:
     assert launch_settings({}) == LaunchSettings()
 
 
@@ -86,7 +86,7 @@ def test_all_contradictions_are_reported_at_once() -> None:
     ("values", "rendezvous"),
     [
         ({}, "c10d"),
-        ({"rdzv_backend": "static"}, "c10d"),  # as in every file of accelerate; there is no port to be fixed
+        ({"rdzv_backend": "static"}, "c10d"),  # as every file of accelerate has it; no port is set
         ({"main_process_port": 0}, "c10d"),
         ({"main_process_port": 4711}, "static"),
         ({"main_process_port": 4711, "rdzv_backend": "c10d"}, "c10d"),
@@ -94,9 +94,9 @@ def test_all_contradictions_are_reported_at_once() -> None:
         (MACHINES | {"rdzv_backend": "c10d"}, "c10d"),
     ],
 )
-def test_how_machines_meet(values: dict[str, Any], rendezvous: str) -> None:
+def test_the_rendezvous_follows_from_port_and_machines(values: dict[str, Any], rendezvous: str) -> None:
     assert launch_settings(values).rendezvous == rendezvous
 
 
-def test_every_setting_says_what_it_is_for() -> None:
+def test_every_setting_has_a_description() -> None:
     assert [name for name, field in LaunchSettings.model_fields.items() if not field.description] == []

@@ -1,4 +1,4 @@
-"""The report of `verify` from the records of a script; a stand-in for the launcher runs it, without an engine."""
+"""The report of `verify` on the records of a script that runs without an engine, under a stand-in for the launcher."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 from zeroaccel.cli import verify as verify_module
 from zeroaccel.cli.main import main
 
-# Writes what an engine would have written: two steps, whose numbers the test chooses.
+# Writes records as an engine does: two steps, with numbers that the test chooses.
 SCRIPT = """
 import json, os, sys
 from pathlib import Path
@@ -31,7 +31,7 @@ if sys.argv[1] in losses:
 
 
 def _verify(folder: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[Result, int]:
-    """What is said, and how often the script ran."""
+    """Returns the command's result and the number of times that the script ran."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(verify_module, "launch_command", lambda words: [sys.executable, "-S", *words])
     (folder / "train.py").write_text(SCRIPT)
@@ -40,21 +40,23 @@ def _verify(folder: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple
 
 
 @pytest.mark.parametrize("script", ["same", "nan"])
-def test_the_same_to_the_last_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+def test_equal_runs_are_the_same_to_the_last_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     result, runs = _verify(tmp_path, monkeypatch, script)
     assert (result.exit_code, runs) == (0, 2)
     assert result.stdout.splitlines()[-1] == "the same to the last bit"
 
 
-def test_a_difference_is_the_shardings_if_two_plain_runs_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_difference_is_due_to_sharding_if_two_plain_runs_agree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     result, runs = _verify(tmp_path, monkeypatch, "sharded")
     assert (result.exit_code, runs) == (1, 3)
     lines = result.stdout.splitlines()
     assert lines[-2:] == ["largest difference of a loss or a gradient norm on any rank: 1", "DIFFERENT"]
-    assert len(lines) == 6  # one for each of two steps
+    assert len(lines) == 6  # with one line for each of the two steps
 
 
-def test_a_script_without_seeds_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_without_seeds_is_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result, runs = _verify(tmp_path, monkeypatch, "random")
     assert (result.exit_code, runs) == (1, 3)
     assert result.stdout.splitlines()[-1].endswith("the script does not set all its seeds")

@@ -1,7 +1,7 @@
-"""Launch files and command lines of public projects (tests/data/collection): what is resolved, against accelerate too.
+"""Launch files and command lines of public projects (tests/data/collection): their settings, also as accelerate's.
 
-Nothing is started. Scripts and files that a line names are made in an empty folder: a launch file asks for three
-processes in bf16, a hostfile has four machines of four or eight slots.
+No process starts. Each line runs in an empty folder with the scripts and files that it names: a launch file requests
+three processes in bf16, a hostfile has four machines with four or eight slots.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _FILES, _LINES = _collected("launch_files.json"), _collected("launch_lines.json"
 
 
 def _of_file(entry: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a launch by this file on machine 0, all of them checked."""
+    """Returns the checked settings of a launch from this file on machine 0."""
     here = {"machine_rank": 0, "main_process_ip": "127.0.0.1"} if entry["settings"].get("num_machines", 1) > 1 else {}
     over = ExplicitSettings({key: value for key, value in here.items() if key not in entry["settings"]})
     file = parse_launch_file(yaml.safe_dump(entry["settings"]), "file.yaml", over=over)
@@ -74,7 +74,7 @@ def test_a_launch_file_means_what_it_means_to_accelerate(entry: dict[str, Any], 
         pytest.skip("this release of accelerate reads no such file")
     resolved = _of_file(entry)
     names = ["num_machines", "machine_rank", "main_process_port", "mixed_precision", "debug", "use_cpu"]
-    if resolved["distributed_type"] != "NO":  # which is one process, whatever the number
+    if resolved["distributed_type"] != "NO":  # "NO" means one process, whatever the number
         names.append("num_processes")
     for name in names:
         if (value := getattr(theirs, name, None)) is not None and name in resolved and name in entry["settings"]:
@@ -86,7 +86,7 @@ def test_a_launch_file_means_what_it_means_to_accelerate(entry: dict[str, Any], 
 
 
 def _words(line: str) -> list[str]:
-    """The arguments of a launcher's line, without variables in front and the launcher's name."""
+    """Returns the arguments of a launch line, without leading variables and the launcher's name."""
     words = shlex.split(line)
     while "=" in words[0]:
         words = words[1:]
@@ -97,7 +97,7 @@ def _words(line: str) -> list[str]:
 
 
 def _job(line: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The settings and the number of processes that a dry run of a line comes to."""
+    """Returns the settings and the number of processes from a dry run of a line."""
     (folder / "inner").mkdir()
     monkeypatch.chdir(folder / "inner")
     words = _words(line)
@@ -167,13 +167,13 @@ def test_a_line_means_what_it_means_to_accelerate(
     assert job["use_cpu"] == theirs.cpu
 
 
-def test_nearly_all_is_resolved_and_nothing_is_there_twice() -> None:
+def test_nearly_all_entries_are_resolved_and_few_are_equal() -> None:
     for entries, key, least in ((_FILES, "settings", 45), (_LINES, "line", 80)):
         assert len(entries) >= least
         texts = {json.dumps(entry[key], sort_keys=True) for entry in entries}
         assert len(texts) >= 0.9 * len(entries)
         assert all("/" in entry["source"].partition(" ")[0] for entry in entries)
-    # What accelerate starts; 8-bit arithmetic, parallelism, MPI and SageMaker are other engines and launchers.
+    # Files for accelerate alone: 8-bit arithmetic, parallelism, MPI and SageMaker need other engines or launchers.
     others = ("fp8_config", "parallelism_config", "mpirun_config", "compute_environment")
     ours = [one for one in _FILES if not set(one.get("refused", ())) & set(others)]
     assert sum("refused" not in one for one in ours) >= _LEAST * len(ours)

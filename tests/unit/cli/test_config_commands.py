@@ -1,4 +1,4 @@
-"""`zeroaccel config` and its sub-commands, in process: what they print and write, and how mistakes end."""
+"""`zeroaccel config` and its sub-commands, in this process: printed texts, written files and error messages."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ FILE = "zeroaccel.yaml"
 
 @pytest.fixture(autouse=True)
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working directory, and no launch file of the user."""
+    """An empty working directory, and a user without a launch file."""
     monkeypatch.chdir(tmp_path)
     environ = {"HOME": str(tmp_path / "home"), "PATH": "/usr/bin:/bin"}
     monkeypatch.setattr(command_module.os, "environ", environ)
     return tmp_path
 
 
-def test_data_goes_to_stdout_and_talk_to_stderr(project: Path) -> None:
+def test_data_goes_to_stdout_and_messages_to_stderr(project: Path) -> None:
     said = typed("config --yes --dry_run --zero-stage 1")
     assert yaml.safe_load(said.out)["deepspeed_config"]["zero_stage"] == 1
     assert said.err == "dry run: zeroaccel.yaml is not written\n"
@@ -115,7 +115,7 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(arguments: str, words: str, p
     assert not (project / FILE).exists()
 
 
-def test_default_does_not_replace_a_file_unless_told(project: Path) -> None:
+def test_default_replaces_a_file_only_on_request(project: Path) -> None:
     typed("config default --mixed_precision fp16")
     first = (project / FILE).read_text()
     assert "mixed_precision: fp16\n" in first
@@ -125,7 +125,7 @@ def test_default_does_not_replace_a_file_unless_told(project: Path) -> None:
     assert (project / FILE).read_text() != first
 
 
-def test_update_changes_what_it_is_reported(project: Path) -> None:
+def test_update_changes_the_given_settings(project: Path) -> None:
     (project / FILE).write_text(
         "num_processes: 2\ntimeout: 30\ndeepspeed_config:\n  zero_stage: 3\n  zero3_init_flag: true\n"
     )
@@ -135,7 +135,7 @@ def test_update_changes_what_it_is_reported(project: Path) -> None:
     assert (made["num_processes"], made["timeout"]) == (2, 30.0)
 
 
-def test_show_says_what_a_launch_would_run_with(project: Path) -> None:
+def test_show_lists_the_settings_of_a_launch(project: Path) -> None:
     (project / "ds.json").write_text('{"gradient_clipping": 0.5, "train_micro_batch_size_per_gpu": "auto"}')
     (project / FILE).write_text("num_processes: 2\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n")
     command_module.os.environ["ZEROACCEL_NUM_PROCESSES"] = "3"  # type: ignore[index]
@@ -149,7 +149,7 @@ def test_show_says_what_a_launch_would_run_with(project: Path) -> None:
     assert json.loads(typed("config show --resolve --json").out)["num_processes"]["value"] == 3
 
 
-def test_validate_tells_every_file(project: Path) -> None:
+def test_validate_reports_every_file(project: Path) -> None:
     (project / "good.yaml").write_text("num_processes: 2\n")
     (project / "bad.yaml").write_text("num_proceses: 2\n")
     (project / "ds.json").write_text('{"zero_optimization": {"stage": 7}}')
@@ -204,14 +204,14 @@ WRONG_FOR_INITIALIZE = {
 
 
 @pytest.mark.parametrize("text", WRONG_FOR_INITIALIZE)
-def test_validate_finds_what_initialize_would(text: str, project: Path) -> None:
+def test_validate_finds_the_mistakes_that_initialize_finds(text: str, project: Path) -> None:
     (project / "ds.json").write_text(text)
     said = typed("config validate ds.json", code=2)
     assert WRONG_FOR_INITIALIZE[text] in said.err
     assert said.out == ""
 
 
-def test_validate_takes_auto_for_right(project: Path) -> None:
+def test_validate_accepts_auto(project: Path) -> None:
     auto = {"lr": "auto", "betas": "auto", "weight_decay": "auto"}
     steps = {"total_num_steps": "auto", "warmup_num_steps": "auto", "warmup_max_lr": [1e-3, 1e-4]}
     tree = {
@@ -229,7 +229,7 @@ def test_validate_takes_auto_for_right(project: Path) -> None:
     assert said.err == ""
 
 
-def test_validate_is_as_strict_as_it_is_reported(project: Path) -> None:
+def test_validate_follows_the_strict_flag(project: Path) -> None:
     (project / "ds.json").write_text('{"wibble": 1, "overlap_comm": true}')
     assert typed("config validate ds.json", code=2).err == (
         'zeroaccel: ds.json:1:15: overlap_comm: unknown key; did you mean "zero_optimization.overlap_comm"?\n'
@@ -245,7 +245,7 @@ def test_validate_is_as_strict_as_it_is_reported(project: Path) -> None:
     )
 
 
-def test_validate_says_what_a_launch_file_mistook(project: Path) -> None:
+def test_validate_notes_misplaced_sections_of_a_launch_file(project: Path) -> None:
     (project / "l.yaml").write_text("machine_rank: 'MACHINE_RANK'\ndeepspeed_config:\n  bf16: {enabled: true}\n")
     right, section, blank = typed("config validate l.yaml").out.splitlines()
     assert right == "l.yaml: launch file, valid"
@@ -261,7 +261,7 @@ def test_validate_looks_into_the_json_that_a_launch_file_names(project: Path) ->
     assert typed("config validate l.yaml").out.splitlines()[0] == "l.yaml: launch file, valid"
 
 
-def test_convert_drops_unknown_keys_when_told(project: Path) -> None:
+def test_convert_drops_unknown_keys_on_request(project: Path) -> None:
     (project / "ds.json").write_text('{"_why": 1, "wibble": 2, "gradient_clippin": 1, "gradient_clipping": 0.5}')
     said = typed("config convert ds.json", code=2).err
     assert "ds.json:1:13: wibble: unknown key" in said
@@ -349,7 +349,7 @@ def test_convert_shards_as_fsdp_did(change: tuple[str, str], section: dict[str, 
     assert "fsdp_config.fsdp_backward_prefetch: left out, because stage3_prefetch_bucket_size in" in said.err
 
 
-def test_validate_says_what_flags_have_to_complete(project: Path) -> None:
+def test_validate_lists_the_flags_that_complete_a_launch_file(project: Path) -> None:
     (project / "two.yaml").write_text("num_machines: 2\nmachine_rank: 'MACHINE_RANK'\nnum_processes: 4\n")
     (project / "met.yaml").write_text("num_machines: 2\nrdzv_backend: c10d\nmain_process_ip: node1\n")
     (project / "odd.yaml").write_text("num_machines: 2\nnum_processes: 3\n")
@@ -393,7 +393,7 @@ def test_convert_moves_keys_of_older_files(project: Path) -> None:
     assert said.err == "command_file: does nothing, because it is a setting for TPUs\n"
 
 
-def test_convert_leaves_out_of_a_json_what_is_of_no_use(project: Path) -> None:
+def test_convert_leaves_out_useless_keys_of_a_json(project: Path) -> None:
     tree = {
         "train_batch_size": "auto",
         "amp": {"enabled": True},

@@ -1,4 +1,4 @@
-"""The questionnaire without a terminal: one table behind wizard and flags, and never a key that does not apply."""
+"""The questionnaire without a terminal: wizard and flags share one table, and keys that do not apply are left out."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _machine(folder: Path, *devices: Device) -> Machine:
 
 
 class Scripted:
-    """Answers by a table, else takes what is proposed; notes what it was asked."""
+    """Answers from a table, or with the proposal, and records the questions."""
 
     def __init__(self, answers: Mapping[str, Any] | None = None, backs: Mapping[str, int] | None = None) -> None:
         self.answers, self.backs = dict(answers or {}), dict(backs or {})
@@ -71,7 +71,7 @@ def test_every_question_is_about_a_setting_and_reads_only_earlier_ones() -> None
 
     class Watched(dict[str, Any]):
         def get(self, key: str, default: Any = None) -> Any:
-            assert key in earlier, f"reads {key} before it is asked"
+            assert key in earlier, f"the question reads {key} before it is asked"
             return super().get(key, default)
 
     for question in QUESTIONS:
@@ -87,7 +87,7 @@ def test_every_question_is_about_a_setting_and_reads_only_earlier_ones() -> None
         earlier.add(question.key)
 
 
-def test_only_what_applies_is_asked(tmp_path: Path) -> None:
+def test_only_questions_that_apply_are_asked(tmp_path: Path) -> None:
     asker = Scripted({"zero_stage": 2})
     _walk(_machine(tmp_path), asker)
     assert " ".join(asker.asked) == (
@@ -108,7 +108,7 @@ def test_a_json_config_leaves_only_its_autos_to_be_asked(tmp_path: Path) -> None
     asked = asker.asked[asker.asked.index("deepspeed_config_file") + 1 :]
     assert asked == ["gradient_clipping?", "gradient_clipping", "zero3_init_flag", "dynamo_backend?"]
     assert asker.remarks == [f"{path} decides zero_stage 3, mixed_precision bf16; these questions are skipped"]
-    checked(render(answers), "zeroaccel.yaml")  # and a launch does not find anything said twice
+    checked(render(answers), "zeroaccel.yaml")  # a launch finds no setting given twice
 
 
 def _random_answer(question: Question, situation: WizardState, chance: random.Random, folder: Path) -> Any:
@@ -157,21 +157,21 @@ def test_wizard_flags_and_the_file_itself_make_the_same_bytes(seed: int, tmp_pat
     answers = _walk(machine, Guessing())
     text = render(answers)
     file = checked(text, "zeroaccel.yaml")
-    # by flags
+    # from flags
     again = {key: parse(by_key(key), as_text(value)) for key, value in answers.items()}
     assert render(complete(again, machine).answers) == text
-    # by the command that is printed
+    # the printed command has every flag
     words = command_line(answers, {}, Path("zeroaccel.yaml"))
     assert all(by_key(key).flag in words for key in answers)
-    # and from the file, as an update without changes
+    # from the file, as an update without changes
     former, extras = answers_of(file)
     assert extras == {}
     assert render(complete({}, machine, former=former).answers) == text
 
 
-def test_back_changes_an_answer_and_drops_what_hung_on_it(tmp_path: Path) -> None:
+def test_back_changes_an_answer_and_drops_dependent_answers(tmp_path: Path) -> None:
     script = {"zero_stage": [3, 2], "offload_param_device": "nvme", "offload_optimizer_device": ["cpu", "cpu"]}
-    # Back from the folder, through the devices, to the stage.
+    # Goes back from the folder, through the devices, to the stage.
     asker = Scripted(script, {"offload_param_nvme_path": 1, "offload_param_device": 1, "offload_optimizer_device": 1})
 
     def value(question: Question, proposal: Any, situation: WizardState, *, back: bool) -> Any:
@@ -199,18 +199,18 @@ def test_back_from_the_first_question_is_reported_and_flags_are_not_asked(tmp_pa
     assert (answers["zero_stage"], answers["gradient_clipping"]) == (3, 0.5)
 
 
-def test_a_model_that_fits_nowhere_says_what_it_needs() -> None:
+def test_a_model_without_a_fitting_plan_is_refused_with_its_needs() -> None:
     said = message(ConfigError, best_plan, Model("1m", 64), Machine(memory_nbytes=2**20), {})
     assert said.startswith("--model 1m: no plan fits this machine: stage ")
     assert "GiB in memory; 0.0 GiB exist, a tenth of which stays free; use more processes" in said
 
 
-def test_what_a_plan_answers_is_not_asked_while_it_applies(tmp_path: Path) -> None:
+def test_questions_that_a_plan_answers_are_skipped(tmp_path: Path) -> None:
     plan = {"zero_stage": 3, "offload_optimizer_device": "nvme", "offload_param_device": "none"}
     needs = {"offload_optimizer_nvme_path": 2**60}
     asker = Scripted()
     walk = Walk(_machine(tmp_path), {}, {}, lambda *_: PlanAnswers(plan, needs))
-    with pytest.raises(InvalidAnswer, match="GiB are needed"):  # the folder is held to what the plan needs
+    with pytest.raises(InvalidAnswer, match="GiB are needed"):  # the plan's needs apply to the folder
         walk.run(asker)
     assert "zero_stage" not in asker.asked
     assert asker.asked[-1] == "offload_optimizer_nvme_path"
@@ -277,7 +277,7 @@ def test_nvme_needs_a_disk_with_room_for_the_plan(tmp_path: Path) -> None:
     complete(nvme, _machine(tmp_path), needs={"offload_optimizer_nvme_path": 1})
 
 
-def test_what_has_no_default_is_missing(tmp_path: Path) -> None:
+def test_questions_without_a_default_are_missing(tmp_path: Path) -> None:
     settled = complete({"num_machines": 2, "multinode_launcher": "ssh"}, _machine(tmp_path))
     assert [question.key for question in settled.missing] == ["hostfile", "main_process_ip"]
 
@@ -308,12 +308,12 @@ def test_text_becomes_a_value(key: str, text: str, value: Any) -> None:
         ("main_process_ip", " ", "expected text, got ''"),
     ],
 )
-def test_text_without_a_meaning(key: str, text: str, words: str) -> None:
+def test_invalid_answers_are_refused(key: str, text: str, words: str) -> None:
     with pytest.raises(InvalidAnswer, match=re.escape(words)):
         parse(by_key(key), text)
 
 
-def test_an_update_keeps_what_no_question_is_about(tmp_path: Path) -> None:
+def test_an_update_keeps_settings_without_a_question(tmp_path: Path) -> None:
     text = "num_processes: 2\nmax_restarts: 3\ndynamo_config: {dynamo_backend: 'no'}\nmixed_precision: bf16\n"
     former, extras = answers_of(checked(text, "zeroaccel.yaml"))
     again = yaml.safe_load(render(complete({"zero_stage": 1}, _machine(tmp_path), former=former).answers, extras))
@@ -388,7 +388,7 @@ def test_zeropp_is_asked_for_at_stage_3_of_several_machines(tmp_path: Path) -> N
 def test_a_model_that_fits_on_a_mesh_only_gets_one(tmp_path: Path) -> None:
     model = Model("125m", 8192, 1)
     answers = {"num_processes": 2, "mixed_precision": "bf16", "use_cpu": False}
-    devices = (Device("Small", 8 * 2**30, has_bf16=True),) * 2  # one alone needs 8.7 GB, with torch 2.6 8.4 GB
+    devices = (Device("Small", 8 * 2**30, has_bf16=True),) * 2  # a single rank needs 8.7 GB, 8.4 GB with torch 2.6
     machine = Machine(devices, 2**20, 8)
     plan = best_plan(model, machine, answers)
     assert plan.note.startswith("125m fits only on a mesh: ")
@@ -396,7 +396,7 @@ def test_a_model_that_fits_on_a_mesh_only_gets_one(tmp_path: Path) -> None:
 
 
 class _Tables:
-    """Answers the questions of a `PlanTable`: text by what is proposed, tables by their last possible row."""
+    """Answers a `PlanTable`: text questions from a list, tables by one of their last possible rows."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -412,13 +412,13 @@ class _Tables:
     def choose(
         self, words: str, options: list[Option], proposal: Any, *, back: bool, heading: str, footing: str
     ) -> Any:
-        # Only one row is the best, and no row that does not fit is.
+        # Only one row has the suffix "best", and it is a row that fits.
         self.lines += [f"   {one.title.removesuffix('  best')} (no: device)" for one in options]
         self.lines += [f"? {words} (arrow keys)", f"   {heading}", f"   {footing}"]
         return [one.value for one in options if not one.impossible][-1 if words.startswith("Which mesh") else -2]
 
 
-def test_tables_fit_80_columns_and_what_was_picked_is_answered(tmp_path: Path) -> None:
+def test_tables_fit_80_columns_and_the_picked_row_answers(tmp_path: Path) -> None:
     machine = _machine(tmp_path, *(Device("Small", 5 * 2**30, has_bf16=True),) * 4)
     tables = _Tables()
     tables.texts[0] = "llama-3.1-8x"

@@ -1,4 +1,4 @@
-"""Flags of the `deepspeed` command: what a dry run would start on a machine with 8 devices. No process is started."""
+"""Flags of the `deepspeed` command: the processes of a dry run on a machine with 8 devices. No process starts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HOSTS = "".join(f"worker-{number} slots=4\n" for number in range(4))
 
 @dataclass
 class DryRun:
-    """What a dry run printed: the environment and the command of each process, and the machines of a hostfile."""
+    """The output of a dry run: environment and command of each process, machines of a hostfile, and notes."""
 
     processes: list[dict[str, str]]
     commands: list[list[str]]
@@ -33,7 +33,7 @@ class DryRun:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
-    """A machine with 8 devices and 16 cores that knows every host, in a folder with a script."""
+    """A machine with 8 devices and 16 cores that resolves every host name, in a folder with a script."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch_module.os, "environ", {"HOME": str(tmp_path / "home"), "PATH": "/usr/bin:/bin"})
     monkeypatch.setattr(launch_module, "_run", lambda *_: pytest.fail("the launch began"))
@@ -134,7 +134,7 @@ def test_lines_of_torchrun_are_lines_of_this_launcher(
         ("--start_method spawn", "--start_method: does nothing, every process is a separate program"),
     ],
 )
-def test_what_is_not_done_is_noted(words: str, note: str, machine: pytest.MonkeyPatch) -> None:
+def test_flags_without_effect_are_noted(words: str, note: str, machine: pytest.MonkeyPatch) -> None:
     assert f"note: {note}" in _dry_run(f"{words} train.py").notes
 
 

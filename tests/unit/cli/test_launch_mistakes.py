@@ -1,4 +1,4 @@
-"""Every mistake in a launch is one message and exit code 2, before any process starts."""
+"""Every mistake in a launch ends in one message and exit code 2, before any process starts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FOLDER = f"{NVME} --offload_optimizer_nvme_path"
 
 @pytest.fixture(autouse=True)
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A project with a script, on a machine without accelerators, in which nothing may start."""
+    """A folder with a script on a machine without accelerators; the test fails if a launch begins."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch_module.os, "environ", {"HOME": str(tmp_path / "home"), "PATH": "/usr/bin:/bin"})
     monkeypatch.setattr(launch_module, "local_disks", lambda: iter(()))
@@ -108,7 +108,7 @@ def _refusal(arguments: str) -> str:
         ("--fp8_backend te", "--fp8_backend: 8-bit training is not available; use --mixed_precision bf16"),
     ],
 )
-def test_one_sentence(arguments: str, words: str) -> None:
+def test_a_mistake_is_one_line(arguments: str, words: str) -> None:
     said = _refusal(f"{arguments} train.py")
     assert words in said
     assert said.count("\n") == 1
@@ -121,7 +121,7 @@ def test_files_that_nobody_named_a_folder_for_go_to_the_roomiest_disk(
     folder = str(tmp_path / "folder")
     disks = Disk("/full", "xfs", 2**31), Disk(folder, "ext4", 64 * 2**30), Disk("/small", "xfs", 2**32)
     monkeypatch.setattr(launch_module, "local_disks", lambda: iter(disks))
-    monkeypatch.setattr(folder_module, "_file_system", lambda _: "ext4")  # whatever temporary files are on
+    monkeypatch.setattr(folder_module, "_file_system", lambda _: "ext4")  # not the file system of the temporary folder
     said = typed(f"launch --dry_run --cpu {json} {NVME} train.py")
     assert f"no --offload_optimizer_nvme_path: files go to {folder} (ext4, 64 GiB free), the local disk" in said.err
     assert f"ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH={folder}" in said.out
@@ -143,7 +143,7 @@ def test_a_syntax_error_shows_its_line(arguments: str, lines: list[str]) -> None
     assert all(line.startswith(start) for line, start in zip(said, lines, strict=True)), said
 
 
-def test_what_this_machine_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_about_this_machine_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         assert f"--main_process_port {port}: address already in use" in _refusal(f"--main_process_port {port} train.py")

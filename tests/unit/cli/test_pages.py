@@ -1,4 +1,4 @@
-"""The pages of `estimate`, `checkpoint inspect` and `report`: their tables against what they were made from."""
+"""The pages of `estimate`, `checkpoint inspect` and `report`: their tables against their sources."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODEL = "tests.unit.cli.test_cli_estimate:tiny"
 
 
 class _Page(HTMLParser):
-    """Tables by caption: rows of texts. Ids, and what was fetched from elsewhere."""
+    """A parsed page: the tables' rows by caption, the ids, and the addresses of fetched files and links."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def estimated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_the_page_of_an_estimate_says_what_its_json_does(estimated: Path) -> None:
+def test_the_page_of_an_estimate_agrees_with_its_json(estimated: Path) -> None:
     path = estimated
     plans = json.loads(typed("estimate", MODEL, *_WORKLOAD, "--json").out)["plans"]
     found = _read(path)
@@ -89,11 +89,11 @@ def test_the_page_of_an_estimate_says_what_its_json_does(estimated: Path) -> Non
     for row, plan in zip(rows[1:], plans, strict=True):
         assert row[5] == f"{plan['device']['total'] / 1e9:.3f}"
         assert row[8] == ("recommended" if plan["recommended"] else "yes")
-    # What is copied estimates the same, of the same memory.
+    # The command to copy gives the same estimate, for the same memory.
     words = re.search(r'<code id="command">zeroaccel (.*?)</code>', path.read_text())
     assert words is not None
     assert json.loads(typed("", *words[1].split(), "--json").out)["plans"] == plans
-    # Every position of the sliders has its own figures: of one more rank than was asked for, those of its own estimate.
+    # Each position of the sliders has the figures of its own estimate: here with one more rank than was requested.
     texts = re.search(r'id="data">(.*?)</script>', path.read_text())
     assert texts is not None
     tables = json.loads(texts[1])["tables"]
@@ -229,7 +229,7 @@ def test_mistakes_write_nothing(arguments: str, message: str, tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
-def test_names_cannot_leave_their_place() -> None:
+def test_names_are_escaped_in_pages() -> None:
     hostile = "</script><script>alert(1)</script>"
     text = page(hostile, [], data={"name": hostile})
     assert hostile not in text
@@ -278,7 +278,7 @@ class _Terminal(io.StringIO):
         return True
 
 
-def test_a_line_says_what_takes_long_and_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_names_a_long_operation_and_disappears(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = _Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
     shown = threading.Event()

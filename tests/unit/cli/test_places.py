@@ -1,4 +1,4 @@
-"""Which places of a machine have ranks after a loss, and what a machine says that meets no other one."""
+"""The places of a machine that have ranks after a loss, and the message of a machine that finds no other one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_place_is_left_out_when_it_is_lost_twice_in_a_row() -> None:
     places.note_loss([1, 3])
     assert places.used == (0, 2, 3)
     assert log == ["process 1 was lost twice in a row: continuing with 3 processes"]
-    places.note_loss([2])  # the local rank at the fourth place, which the attempt before has lost too
+    places.note_loss([2])  # local rank 2 is at place 3, which the attempt before lost too
     assert places.used == (0, 2)
     for _ in range(3):
         places.note_loss([0, 1])

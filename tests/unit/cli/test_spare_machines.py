@@ -1,4 +1,4 @@
-"""When a machine beyond the most waits, and when it joins: the changed calls of torch's rendezvous, without one."""
+"""When a spare machine waits and when it joins: the changed calls of torch's rendezvous, without a rendezvous."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zeroaccel.errors import ConfigError
 
 
 def context(node: str, members: str, late: str, spares: str, *, complete: bool = True) -> Any:
-    """The state of a rendezvous as this machine sees it."""
+    """Returns the state of a rendezvous as machine `node` sees it; each machine is one letter."""
     state = SimpleNamespace(
         participants=set(members),
         wait_list=set(late),
@@ -42,7 +42,7 @@ def test_spares_join_as_places_are_free(said: list[str]) -> None:
         spare.say_that_it_waits()
     assert len(said) == 2
     assert first.next_action(context("s", "ab", "", "st")) == _Action.SYNC
-    # "b" is lost, and "a" has left the round: it comes again before any spare.
+    # "b" is lost and "a" has left the round: "a" joins again before any spare machine.
     assert first.next_action(context("s", "b", "a", "st")) == _Action.SYNC
     forming = {"complete": False}
     assert first.next_action(context("s", "a", "", "st", **forming)) == _Action.KEEP_ALIVE

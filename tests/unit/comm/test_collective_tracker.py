@@ -1,4 +1,4 @@
-"""Collectives in flight, over messages that a test completes."""
+"""Collectives in flight, made of messages that the test completes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 class Message:
-    """What a backend returns; the test completes it."""
+    """A backend's handle of a message, which the test completes."""
 
     def __init__(self, flight_recorder: FlightRecorder) -> None:
         self.flight_recorder = flight_recorder
@@ -52,7 +52,7 @@ def test_the_flight_recorder_follows_a_wait(tracker: CollectiveTracker) -> None:
     entry, messages = _issue(tracker), [Message(tracker.flight_recorder) for _ in range(3)]
     work = MessageWork(tracker, entry, messages)
     messages[0].completed = messages[1].completed = True
-    assert not work.is_completed(), "of three messages two have come"
+    assert not work.is_completed(), "only two of three messages have arrived"
     work.wait()
     work.wait()
     assert [message.waited_for for message in messages] == [[entry]] * 3
@@ -100,7 +100,7 @@ def test_the_report_of_a_call_that_cannot_be_made_says_that_this_rank_waits_for_
     assert recorder.longest_wait is None
 
 
-def test_what_is_left_to_do_is_done_once_at_the_wait_and_its_buffers_are_forgotten(tracker: CollectiveTracker) -> None:
+def test_the_wait_runs_the_remaining_operation_once_and_releases_its_buffers(tracker: CollectiveTracker) -> None:
     buffer = torch.zeros(3)
     alive, total = weakref.ref(buffer), torch.zeros(3)
     work = MessageWork(
@@ -131,13 +131,13 @@ def test_one_collective_at_a_time_is_probed(tracker: CollectiveTracker) -> None:
     assert has_completed()
     first.completed = False
     assert not has_completed()
-    del work  # which a probe does not keep alive
+    del work  # a probe does not keep it alive
     assert has_completed()
     del others
 
 
 class Mark:
-    """A byte that a device writes when the test says so."""
+    """A stand-in for `ArrivalMark`, which the test sets as arrived."""
 
     made: ClassVar[list[Mark]] = []
 
@@ -146,7 +146,7 @@ class Mark:
         self.made.append(self)
 
     def begin(self) -> None:
-        assert self.arrived, "begun again before the device has got there"
+        assert self.arrived, "begun again before it has arrived"
         self.begun, self.arrived = self.begun + 1, False
 
     def has_arrived(self) -> bool:
@@ -163,14 +163,14 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> CollectiveTracker:
 
 def _started(tracker: CollectiveTracker) -> DeviceWork:
     message = Message(tracker.flight_recorder)
-    message.is_completed = lambda: pytest.fail("a question to CUDA")  # type: ignore[method-assign]
+    message.is_completed = lambda: pytest.fail("CUDA was queried")  # type: ignore[method-assign]
     return DeviceWork(tracker, _issue(tracker), [message], torch.device("cuda", 0))
 
 
 def test_on_cuda_the_watchdog_reads_host_memory(on_cuda: CollectiveTracker) -> None:
     recorder = on_cuda.flight_recorder
     first, second = _started(on_cuda), _started(on_cuda)
-    assert recorder.probe is None, "nothing waits for them yet"
+    assert recorder.probe is None, "no thread waits for them yet"
     first.wait()
     second.wait()
     assert recorder.probe is not None
@@ -182,7 +182,7 @@ def test_on_cuda_the_watchdog_reads_host_memory(on_cuda: CollectiveTracker) -> N
     assert has_completed()
     recorder.probe = None  # as the watchdog does
     first.wait()
-    assert recorder.probe is None, "it was waited for before"
+    assert recorder.probe is None, "the first wait has already covered it"
     third = _started(on_cuda)
     third.wait()
     assert recorder.probe is not None
@@ -202,7 +202,7 @@ def test_neither_a_graph_that_is_captured_nor_a_job_without_a_watchdog_gets_a_ma
 
 
 def test_a_mark_arrives_with_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Host memory only: of the device's part there are the arguments."""
+    """In host memory only; the device's calls are replaced."""
     zeros, ones = torch.zeros, torch.ones
     monkeypatch.setattr(torch, "zeros", lambda *size, dtype, pin_memory: zeros(*size, dtype=dtype))
     monkeypatch.setattr(torch, "ones", lambda *size, dtype, device: ones(*size, dtype=dtype))
@@ -210,4 +210,4 @@ def test_a_mark_arrives_with_its_stream(monkeypatch: pytest.MonkeyPatch) -> None
     assert not mark.has_arrived()
     for _ in range(2):
         mark.begin()
-        assert mark.has_arrived()  # a copy of host memory does not wait for a stream
+        assert mark.has_arrived()  # a copy in host memory is immediate

@@ -1,4 +1,4 @@
-"""What the environment says of a job and of a rank's cores, and the one clear error for each contradiction in it."""
+"""The job and a rank's cores as read from the environment, and one error for each contradiction in the variables."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _set(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
         (JOB, (1, 4)),
         ({}, (0, 1)),
         ({"WORLD_SIZE": "1", "RANK": "0"}, (0, 1)),  # one process needs no address
-        ({"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1"}, (0, 1)),  # an address alone is no job
+        ({"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1"}, (0, 1)),  # an address alone does not make a job
         *(({name: "2", "WORLD_SIZE": "1"}, (0, 1)) for name in MPI),
     ],
 )
@@ -92,7 +92,7 @@ def test_the_place_on_the_machine_needs_both_numbers(monkeypatch: pytest.MonkeyP
     assert local_rank_and_size() == (2, 8)
 
 
-def test_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_of_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     assert timeout_seconds(None) == 600.0
     _set(monkeypatch, ZEROACCEL_COLLECTIVE_TIMEOUT="2.5")
     assert timeout_seconds(None) == 2.5
@@ -102,7 +102,7 @@ def test_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("value", ["ten", "-1", "nan"])
-def test_a_limit_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+def test_an_invalid_limit_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     _set(monkeypatch, ZEROACCEL_COLLECTIVE_TIMEOUT=value)
     with pytest.raises(ConfigError, match="ZEROACCEL_COLLECTIVE_TIMEOUT: expected a number of seconds"):
         timeout_seconds(None)
@@ -119,11 +119,11 @@ ALL = frozenset(range(8))
         (8, ALL, [ALL], 8),
         (8, ALL, [ALL] * 3, 2),
         (8, ALL, [ALL] * 9, 1),
-        (4, frozenset(range(4)), [frozenset(range(4)), frozenset(range(4, 8))], 4),  # bound by another program
+        (4, frozenset(range(4)), [frozenset(range(4)), frozenset(range(4, 8))], 4),  # bound externally
         (3, ALL, [ALL] * 2, 1),  # a container's quota
     ],
 )
-def test_a_fair_part(usable: int, own: frozenset[int], local: list[frozenset[int]], threads: int) -> None:
+def test_ranks_share_cores_fairly(usable: int, own: frozenset[int], local: list[frozenset[int]], threads: int) -> None:
     assert fair_threads(usable, own, local) == threads
 
 
@@ -136,14 +136,14 @@ def test_the_cores_of_this_process() -> None:
     [
         (None, False, b"", False),
         (None, True, b"OMP_NUM_THREADS=1", False),
-        ("4", True, b"", True),  # torchrun would have made it 1
+        ("4", True, b"", True),  # torchrun would have set it to 1
         ("1", False, b"", True),
         ("1", True, b"PATH=/bin\0HOME=/", False),  # torchrun's default
-        ("1", True, b"PATH=/bin\0OMP_NUM_THREADS=1\0", True),  # torchrun was given it
+        ("1", True, b"PATH=/bin\0OMP_NUM_THREADS=1\0", True),  # set for torchrun itself
         ("1", True, None, False),
     ],
 )
-def test_who_said_how_many_threads(
+def test_a_number_of_threads_set_by_the_user_is_recognised(
     omp: str | None,
     elastic: bool,
     launcher: bytes | None,
@@ -161,7 +161,7 @@ def test_who_said_how_many_threads(
 
 
 def limits_after(world_size: int, soft: int, hard: int) -> list[str]:
-    """The soft limit of open files and what the log says, of a process with these limits."""
+    """Returns the soft limit on open files and the log, from a process that starts with these limits."""
     code = (
         "import logging, resource; from zeroaccel.comm.environment import allow_connections; "
         f"resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard})); "

@@ -30,7 +30,7 @@ def _back(values: Tensor, codec: Codec, dtype: torch.dtype = torch.float32) -> T
 
 
 def _absmax(values: Tensor, codec: Codec) -> Tensor:
-    """(n,) the largest magnitude of each element's block."""
+    """Returns, (n,), the largest magnitude in each element's block."""
     padded = torch.zeros(codec.blocks(values.numel()) * codec.block_numel)
     padded[: values.numel()] = values.float().abs()
     rows = padded.view(-1, codec.block_numel)
@@ -42,7 +42,7 @@ def _absmax(values: Tensor, codec: Codec) -> Tensor:
 def test_errors_are_below_the_bound(codec: Codec, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(3)
     for numel in LENGTHS:
-        # Magnitudes over many powers of two, so that blocks differ and some values are lost among large ones.
+        # Magnitudes over many powers of two: blocks differ, and small values next to large ones become 0.
         spread = torch.randint(-12, 12, (numel,), generator=generator)
         values = torch.ldexp(torch.randn(numel, generator=generator), spread).to(dtype)
         absmax = _absmax(values, codec)
@@ -60,13 +60,13 @@ def test_numbers_in_e4m3_keep_their_leading_bits() -> None:
     step = _absmax(values, FP8) / 448
     error = (_back(values, FP8) - values).abs()
     assert (error <= torch.maximum(values.abs() / 16, step / 1024) * (1 + 2.0**-15)).all()
-    # Of a block with one large value int8 loses the small ones, at as many bytes.
+    # In a block with one large value, int8 rounds the small values to 0; fp8 keeps them in as many bytes.
     outlier = torch.full((512,), 0.01)
     outlier[3] = 10.0
     assert (_back(outlier, INT8)[4:] == 0).all()
     assert ((_back(outlier, FP8) - outlier).abs() <= outlier / 16).all()
     assert FP8.nbytes(513) == INT8.nbytes(513)
-    # The bound of a block is reached: the largest numbers are 32 steps apart, and ties go to even.
+    # The error bound is reached: the largest numbers are 32 apart, and ties go to even.
     ties = torch.tensor([448.0, 432.0, 400.0])
     assert _back(ties, FP8).tolist() == [448.0, 448.0, 384.0]
     assert 16 < FP8.error_bound(448.0) < 16.01
@@ -96,7 +96,7 @@ def test_the_ends_of_the_range(codec: Codec) -> None:
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_shows_in_its_whole_block(codec: Codec, dtype: torch.dtype, bad: float) -> None:
+def test_a_non_finite_value_makes_its_block_nan(codec: Codec, dtype: torch.dtype, bad: float) -> None:
     values = torch.ones(3 * codec.block_numel + 1, dtype=dtype)
     for place in (0, codec.block_numel, 3 * codec.block_numel):
         hurt = values.clone()
@@ -122,7 +122,7 @@ def test_adding_is_decoding_and_adding(codec: Codec) -> None:
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_values_survive_being_coded_again(codec: Codec, dtype: torch.dtype) -> None:
-    """A frozen weight that is stored as int8, saved and loaded is the same int8 again."""
+    """A frozen weight stored as int8 has the same codes after saving and loading."""
     values = torch.randn(3001).to(dtype)
     once = _back(values, codec, dtype)
     assert torch.equal(_code(once, codec), _code(values, codec))
@@ -146,7 +146,7 @@ def test_threads_and_length_change_nothing(codec: Codec) -> None:
         assert torch.equal(_code(values, codec), one)
     finally:
         torch.set_num_threads(threads)
-    # A block's code does not depend on what is around it.
+    # A block's code does not depend on its neighbours.
     alone, cut = values[: codec.block_numel], codec.block_numel * codec.bits // 8
     start, start_alone = 4 * codec.blocks(values.numel()), 4
     code = _code(alone, codec)

@@ -1,4 +1,4 @@
-"""The side channel, several ranks of it over one store in this process."""
+"""The side channel: several ranks over one store in this process."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_histories_are_compared_with_the_first_that_stalls(channels: list[SideCh
     assert channels[1].compare_history(entries[1]) == (1, True)
     assert channels[0].compare_history(entries[0]) == (1, True)
     assert channels[2].compare_history(entries[2]) == (1, False)
-    assert channels[2].compare_history(entries[2], "layers") == (2, True)  # of another recorder
+    assert channels[2].compare_history(entries[2], "layers") == (2, True)  # with another recorder's history
 
 
 def test_one_rank_writes_the_report_and_states_are_found_by_rank(channels: list[SideChannel]) -> None:
@@ -80,7 +80,7 @@ def test_the_rank_that_hosts_a_tcp_store(launcher: bool, store_owner: int | None
 
 
 class _StoppedStore:
-    """A store whose process is stopped until `go_on` is set."""
+    """A store that does not answer until `go_on` is set."""
 
     def __init__(self) -> None:
         self.go_on = threading.Event()
@@ -109,7 +109,7 @@ def test_a_store_that_does_not_answer_is_not_waited_for(stopped: tuple[SideChann
     with pytest.raises(ChannelSilent, match=r"the rendezvous store at HashStore has not answered for \d+ s"):
         channel.events()
     began = time.monotonic()
-    for _ in range(100):  # each would take 0.2 s if it asked again
+    for _ in range(100):  # 0.2 s each if they queried the store
         with pytest.raises(ChannelSilent):
             channel.events()
     assert time.monotonic() - began < time_limits.seconds(2.0)
@@ -133,7 +133,7 @@ class _BrokenStore:
         raise RuntimeError("Connection reset by peer")
 
 
-def test_a_broken_connection_is_not_silence(channels: list[SideChannel]) -> None:
+def test_a_broken_connection_is_lost_rather_than_silent(channels: list[SideChannel]) -> None:
     channels[1]._store = _BrokenStore()  # type: ignore[assignment]
     with pytest.raises(ChannelLost, match="reset by peer") as caught:
         channels[1].events()
@@ -144,7 +144,7 @@ def test_the_thread_of_a_channel_ends_with_it() -> None:
     def threads() -> set[threading.Thread]:
         return {thread for thread in threading.enumerate() if thread.name == "zeroaccel-side-channel"}
 
-    before = threads()  # those of other tests end at any time
+    before = threads()  # threads of other tests may still end
     channel = SideChannel(HashStore(), 0, 1, generation=9, launcher_owns_store=False)
     (own,) = threads() - before
     del channel

@@ -1,4 +1,4 @@
-"""Jobs without a network: of one process, and of 1024 ranks on torch's fake backend."""
+"""Jobs without a network: one process, and 1024 ranks on torch's fake backend."""
 
 from __future__ import annotations
 
@@ -87,12 +87,12 @@ def test_several_ranks_on_cuda_devices_need_a_backend_for_their_tensors() -> Non
     topology._require_data_backend(torch.device("cpu"), "cpu:gloo", transport_over)
 
 
-def test_destroy_gives_back_what_was_made(alone: Topology) -> None:
+def test_destroy_ends_the_group_that_init_made(alone: Topology) -> None:
     destroy()
     assert not dist.is_initialized()
     with pytest.raises(EngineStateError, match="init_process_group"):
         current_topology()
-    destroy()  # a second time is nothing to do
+    destroy()  # a second call does nothing
     assert init_process_group("gloo") is not alone
 
 
@@ -164,7 +164,7 @@ def test_an_error_is_raised_as_it_is(alone: Topology) -> None:
     assert caught.value is error
 
 
-def test_a_recording_counts_calls_and_no_bytes(alone: Topology) -> None:
+def test_a_recording_counts_calls_and_has_no_bytes_on_one_rank(alone: Topology) -> None:
     recording = RecordingCollectives(Collectives(alone))
     recording.all_gather(torch.empty(4), torch.ones(4), "unshard a").wait()
     recording.reduce_scatter(torch.empty(4), torch.ones(4, dtype=torch.bfloat16), "reduce a").wait()
@@ -179,7 +179,7 @@ def test_a_recording_counts_calls_and_no_bytes(alone: Topology) -> None:
     assert recording.calls == []
 
 
-def test_scratch_is_used_again_and_never_twice_at_a_time() -> None:
+def test_scratch_memory_is_reused_but_never_shared() -> None:
     pool = BufferPool()
     first = pool.acquire(100, torch.float32)
     address = first.data_ptr()
@@ -197,7 +197,7 @@ def test_scratch_keeps_the_two_largest() -> None:
     kept = {loan.data_ptr() for loan in loans[1:]}
     for loan in loans:
         pool.release(loan)
-    # Both loans at once, so that none of them is memory of the block that was let go.
+    # Both loans are out at once, so that the pool must return both blocks that it kept.
     again = [pool.acquire(15, torch.uint8), pool.acquire(25, torch.uint8)]
     assert {loan.data_ptr() for loan in again} == kept
 
@@ -213,7 +213,7 @@ def simulated() -> Iterator[Topology]:
     dist.destroy_process_group()
 
 
-def test_no_watchdog_runs(simulated: Topology) -> None:
+def test_a_simulated_job_has_no_watchdog(simulated: Topology) -> None:
     assert simulated.watchdog is None
     assert (simulated.rank, simulated.world_size, simulated.local_world_size) == (3, W, 1)
 
@@ -221,7 +221,7 @@ def test_no_watchdog_runs(simulated: Topology) -> None:
 def test_a_gather_uses_the_backend(simulated: Topology) -> None:
     out = torch.zeros(2 * W)
     Collectives(simulated).all_gather(out, torch.tensor([1.0, 2.0]), "unshard a").wait()
-    # Every rank of the simulation contributes what this one does.
+    # Every rank of the simulation contributes this rank's values.
     assert torch.equal(out, torch.tensor([1.0, 2.0]).repeat(W))
 
 
@@ -247,7 +247,7 @@ def test_control_goes_through_the_backend_too(simulated: Topology) -> None:
     assert collectives.gather_objects("x", "names") == ["x"] * W
 
 
-def test_the_books_of_a_call_do_not_grow_with_the_job(simulated: Topology) -> None:
+def test_the_record_of_a_call_does_not_grow_with_the_job(simulated: Topology) -> None:
     collectives = Collectives(simulated)
     out, shard = torch.zeros(W), torch.zeros(1)
     collectives.all_gather(out, shard, "unshard a").wait()

@@ -1,4 +1,4 @@
-"""The watchdog's states: its transition table, and the ways a watchdog of one process goes through them."""
+"""The watchdog's states: the transition table, and the paths of a watchdog in one process."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_rank_that_leaves_closes_its_watchdog() -> None:
 
 
 @pytest.mark.parametrize(("issued", "is_held_up"), [(1, True), (2, False)])
-def test_a_rank_that_left_after_its_part_of_a_sum_holds_nobody_up(issued: int, is_held_up: bool) -> None:
+def test_a_rank_that_left_after_its_part_of_a_sum_delays_no_rank(issued: int, is_held_up: bool) -> None:
     recorder = FlightRecorder()
     for label in ("sum up", "sum down"):
         entry = recorder.issue("reduce", "all_reduce", label, 8, "float32")
@@ -85,14 +85,14 @@ def _entry(recorder: FlightRecorder, kind: Kind, op: str, label: str) -> Collect
     ("theirs", "group", "own_group", "is_crossed"),
     [
         (("control", 3, "all_reduce max"), "", "layers", True),
-        (("control", 3, "all_reduce max"), "", "", False),  # neither is of the layers: histories of all ranks say it
-        (("control", 2, "all_reduce max"), "", "layers", False),  # issued here: that rank goes on
-        (("control", 3, "broadcast"), "", "layers", False),  # it goes on when rank 0 has sent
-        (("gather", 3, "all_gather"), "", "layers", False),  # of all ranks, but with others than this one
+        (("control", 3, "all_reduce max"), "", "", False),  # both in the job's history, which all ranks compare
+        (("control", 2, "all_reduce max"), "", "layers", False),  # rank 1 has issued it, so rank 0 continues
+        (("control", 3, "broadcast"), "", "layers", False),  # a broadcast needs its source only
+        (("gather", 3, "all_gather"), "", "layers", False),  # a gather may be among other ranks
         (("gather", 1, "all_gather"), "layers", "layers", True),
         (("reduce", 1, "all_reduce"), "layers", "layers", False),
         (("reduce", 2, "all_reduce"), "layers", "", True),
-        (("control", 9, "receive"), "pipeline", "layers", False),  # from ranks that are not known
+        (("control", 9, "receive"), "pipeline", "layers", False),  # rank 1 does not follow this recorder
     ],
 )
 def test_ranks_that_wait_for_each_other_in_other_calls(
@@ -120,7 +120,7 @@ def test_ranks_that_wait_for_each_other_in_other_calls(
     assert (alarm is not None) == is_crossed
     if alarm is not None:
         assert alarm.headline == f"rank 0 waits for {waiting} while rank 1 waits for {own.call}"
-    # A rank that has issued what this one waits for holds it up no longer.
+    # A rank that has issued the awaited call no longer delays this one.
     issued = {"control": 9, "reduce": 9, "gather": 9}
     channels[0].publish_stall(RankState(0, waiting, group, issued=issued, issued_in_groups={"layers": issued}))
     assert watchdog._crossed(channels[1], own, own_group) is None

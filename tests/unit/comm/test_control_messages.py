@@ -1,4 +1,4 @@
-"""Agreement, gathers of objects and barriers send O(log W) messages from each rank."""
+"""In agreements, gathers of objects and barriers, each rank sends O(log W) messages."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def agree(ranks: Collectives) -> str:
 def test_ranks_agree_in_log_messages(world_size: int, agreement: int) -> None:
     found = run(world_size, agree)
     assert {words for words, _ in found} == {"7, of 3: batch: expected 1, got 2 [ranks 2, 5]"}
-    # An agreement without errors, a barrier, one with errors (sizes and words): a value costs its rank a message each.
+    # An agreement without errors, a barrier, and one with errors (sizes, then texts), plus messages for the values.
     assert all(sent.messages <= 4 * agreement + 2 * 2 * agreement for _, sent in found)
     assert min(sent.messages for _, sent in found) >= 4 * agreement
 

@@ -1,4 +1,4 @@
-"""The flight recorder: sequence numbers, hashes that ranks compare, and what a watchdog reads from it."""
+"""The flight recorder: sequence numbers, hashes that ranks compare, and the facts that a watchdog reads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_equal_histories_have_equal_digests_and_tags_in_every_process() -> None:
     entries = [[_issue(recorder, "gather", f"unshard {i}") for i in range(3)] for recorder in recorders]
     assert recorders[0].digest() == recorders[1].digest()
     assert [entry.tag for entry in entries[0]] == [entry.tag for entry in entries[1]]
-    # A constant, because a hash that is salted per process would pass everything above.
+    # A constant, because a hash with a salt per process would pass the checks above.
     assert entries[0][-1].tag == TAG_OF_THREE_GATHERS
 
 
@@ -50,7 +50,7 @@ def test_order_matters_within_a_kind_and_not_between_kinds() -> None:
     assert digest_of(("gather", "a"), ("reduce", "b")) == digest_of(("reduce", "b"), ("gather", "a"))
 
 
-def test_a_difference_is_never_forgotten() -> None:
+def test_a_difference_stays_in_the_digest() -> None:
     recorders = FlightRecorder(), FlightRecorder()
     for recorder, label in zip(recorders, "ab", strict=True):
         _issue(recorder, "gather", label)
@@ -100,6 +100,6 @@ def test_recent_calls_are_kept_per_kind_and_bounded() -> None:
     assert len(recorder.recent(per_kind=100)) == 10
 
 
-def test_a_call_reads_as_a_sentence_part() -> None:
+def test_the_text_of_a_call() -> None:
     call = Call("gather", 412, "all_gather", "unshard layers.3", 4096, "bfloat16", "backward")
     assert str(call) == 'gather #412 all_gather "unshard layers.3" (4096 x bfloat16, backward)'

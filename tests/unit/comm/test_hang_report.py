@@ -1,4 +1,4 @@
-"""The text of a hang report, for every way in which ranks desync."""
+"""The text of a hang report for every kind of desynchronisation."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_first_difference_is_found_where_memories_overlap() -> None:
     assert first_difference(recent) == (
         'gather #6 is all_gather "c" of 8 x float32 on ranks 0, 2, all_gather "x" of 8 x float32 on rank 1'
     )
-    assert first_difference({0: [_call(1, "a")], 1: [_call(1, "a"), _call(2, "b")]}) == "", "they are only apart"
+    assert first_difference({0: [_call(1, "a")], 1: [_call(1, "a"), _call(2, "b")]}) == "", "rank 1 is only ahead"
 
 
 def test_each_kind_is_compared_by_itself() -> None:
@@ -168,7 +168,7 @@ def test_ranks_of_data_alone_have_numbers_only() -> None:
     assert names([1]) == "rank 1"
     student = ParallelConfig(dp_shard=2, sp=2)
     names.use(student)
-    names.use(ParallelConfig(dp_shard=4))  # of another model: what the ranks are for the first is no less true
+    names.use(ParallelConfig(dp_shard=4))  # another model's mesh; the names from the first one stay
     assert names([1]) == "rank 1 (dp_shard 0, sp 1)"
     assert _name_while_it_fails(names) == "rank 1 (tp 1)"
     assert names([1]) == "rank 1 (dp_shard 0, sp 1)"

@@ -1,4 +1,4 @@
-"""Formats of frozen weights: stated errors, values that are exact, what is encoded twice, two ways to compute codes."""
+"""Formats of frozen weights: error bounds, exact values, repeated encoding, and two implementations of the codes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_errors_are_below_the_stated_bound_and_reach_it(name: str) -> None:
     errors = (_back(rows.reshape(-1), name).view_as(rows).double() - rows.double()).abs().amax(dim=1)
     bounds = torch.tensor([codec.error_bound(float(row.abs().max())) for row in rows], dtype=torch.float64)
     assert (errors <= bounds).all()
-    # The widest error of mxfp4 needs a block whose largest value is 5 of its steps.
+    # The largest error of mxfp4 occurs in a block whose largest value is 5.
     worst = torch.zeros(codec.block_numel)
     worst[:2] = torch.tensor({"int8": [127.0, 0.4999], "nf4": [-1.0, -0.848], "mxfp4": [5.0, 0.0]}[name])
     assert (_back(worst, name) - worst).abs().max() > 0.99 * codec.error_bound(float(worst.abs().max()))
@@ -48,7 +48,7 @@ def test_errors_are_below_the_stated_bound_and_reach_it(name: str) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_was_decoded_is_encoded_to_the_same_values(name: str, dtype: torch.dtype) -> None:
+def test_decoded_values_are_encoded_without_a_change(name: str, dtype: torch.dtype) -> None:
     values = _spread(64 * 999).to(dtype)
     once = _back(values, name, dtype)
     assert torch.equal(_back(once, name, dtype), once)
@@ -62,7 +62,7 @@ def test_levels_are_exact_and_ties_go_to_the_even_mantissa() -> None:
     assert _back(torch.cat((ties, -ties)), "mxfp4").tolist() == expected + [-value for value in expected]
     quantiles = torch.tensor(NF4.levels)
     assert torch.equal(_back(quantiles, "nf4"), quantiles)
-    # The least power of two that keeps a block within 6 of it.
+    # The scale is the least power of two for which the block's largest value is at most 6 scales.
     for largest, scale in ((6.0, 1.0), (6.001, 2.0), (3.0, 0.5), (3.001, 1.0)):
         scales, _ = MXFP4.views(_code(torch.full((32,), largest), "mxfp4"), 32)
         assert 2.0 ** (int(scales[0]) - 127) == scale
@@ -107,7 +107,7 @@ def test_torch_operations_have_the_bits_of_compiled_loops(name: str, dtype: torc
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shift", [0, 1])
 def test_the_kernel_has_the_bits_of_compiled_loops(name: str, dtype: torch.dtype, shift: int) -> None:
-    """Compiled for the host; also where codes and values begin at no multiple of what it loads and stores."""
+    """Compiled for the host, also with codes and values that are not aligned to its loads and stores."""
     codec = FORMATS[name]
     assert isinstance(codec, LevelCodec)
     numel = 64 * 77

@@ -1,4 +1,4 @@
-"""The processes of other ranks, observed from one of them: plain processes stand for the ranks."""
+"""The processes of other ranks, observed from one rank; plain processes stand in for the ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REFUSES = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: print('
 
 @pytest.fixture
 def ranks(request: pytest.FixtureRequest) -> Iterator[list[subprocess.Popen[str]]]:
-    """Two processes; the second handles SIGTERM in its own way."""
+    """Two processes; the second has a SIGTERM handler of its own."""
     pipe = subprocess.PIPE
     processes = [
         subprocess.Popen(
@@ -53,7 +53,7 @@ def _peers(ranks: list[subprocess.Popen[str]], *, signals: bool = True) -> PeerP
     return PeerProcesses(0, processes, signals=signals)
 
 
-def test_what_can_be_seen(ranks: list[subprocess.Popen[str]]) -> None:
+def test_states_of_peer_processes(ranks: list[subprocess.Popen[str]]) -> None:
     peers = _peers(ranks)
     who = f"pid {ranks[0].pid}"
     assert peers.status(1) == ProcessStatus("running", who)

@@ -1,4 +1,4 @@
-"""Which device a rank computes on, on machines whose CUDA devices are made up here."""
+"""The choice of a rank's device, on machines with simulated CUDA devices."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from zeroaccel.ops import nvrtc
 
 @dataclass
 class Driver:
-    """The part of torch.cuda that is asked for devices."""
+    """Simulated devices behind the functions of torch.cuda that the package calls."""
 
     count: int
     current: int = 0
@@ -77,13 +77,13 @@ def test_a_rank_takes_the_device_of_its_number_or_that_of_its_group(machine: Cal
         machine(visible)
         assert [rank_device(local, 2).index for local in range(2)] == [0, 1]
     assert rank_device(0, 2, torch.device("cuda", 3)).index == 3
-    # A group without a device, and a program that has chosen one for its process: not that of its number.
+    # Without a device of the group, the program's current device precedes that of the local rank.
     machine(4, current=3, initialized=True)
     assert rank_device(0, 2).index == 3
     assert rank_device(0, 2, torch.device("cuda", 1)).index == 1
-    machine(4, current=0, initialized=True)  # every process begins there
+    machine(4, current=0, initialized=True)  # the initial device of every process
     assert rank_device(2, 4).index == 2
-    machine(1)  # one visible device is taken whatever the number
+    machine(1)  # a single visible device, for any local rank
     assert [rank_device(local, 8).index for local in range(8)] == [0] * 8
 
 
@@ -97,7 +97,7 @@ def test_too_few_devices_are_named(machine: Callable[..., Driver], visible: int,
 
 def test_a_process_alone_takes_the_current_device(machine: Callable[..., Driver]) -> None:
     driver = machine(4)
-    assert sole_device().index == 0, "asking for the current device would have made a context"
+    assert sole_device().index == 0, "a query for the current device would create a context"
     driver.set_device(torch.device("cuda", 3))
     assert sole_device().index == 3
     machine(0)
@@ -127,7 +127,7 @@ def test_instances_of_a_gpu_and_shared_ones_by_request_pass(machine: Callable[..
 @pytest.mark.parametrize(
     ("variables", "shares"), [({}, False), ({"NCCL_HOSTID": "a"}, True), ({"NCCL_MULTI_RANK_GPU_ENABLE": "1"}, True)]
 )
-def test_who_asks_nccl_for_shared_devices(
+def test_variables_that_let_ranks_share_devices(
     variables: dict[str, str], shares: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("NCCL_HOSTID", "NCCL_MULTI_RANK_GPU_ENABLE"):
@@ -145,7 +145,7 @@ def test_old_torch_frees_in_the_order_of_the_stream(
     version: tuple[int, int], before: str | None, after: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "TORCH_NCCL_AVOID_RECORD_STREAMS"
-    monkeypatch.setenv(name, before or "")  # so that the variable is put back whatever happens
+    monkeypatch.setenv(name, before or "")  # so that monkeypatch restores the variable
     if before is None:
         monkeypatch.delenv(name)
     environment.avoid_record_streams(version)
@@ -164,7 +164,7 @@ def test_a_group_without_nccl_beside_devices_is_named(
     assert "2 CUDA devices are unused; make the group with init_process_group(" in line
     destroy()
     dist.destroy_process_group()
-    # A group on the CPU that was asked for is none to warn of, nor one on a machine without devices.
+    # No warning for a CPU group that the caller requested, or on a machine without devices.
     machine(2)
     with log_lines() as lines:
         assert init_process_group("gloo").device == torch.device("cpu")
@@ -210,7 +210,7 @@ def test_a_driver_too_old_for_devices_is_named(
 
 
 def test_nccl_groups_are_connected_in_order_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Groups of two fake ranks: each kind is used once, on the host's time, in the order of the call."""
+    """With groups of two fake ranks: each kind of collective runs once per group, in the order of the call."""
     used: list[tuple[str, dist.ProcessGroup]] = []
     monkeypatch.setattr(topology, "issue_first", lambda kind, one, group: used.append((kind, group)))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)

@@ -1,4 +1,4 @@
-"""Sums on an accelerator that are scaled by another number than 1/W: multiplied before they are added, rounded once."""
+"""Sums on an accelerator with a scale other than 1/W: multiplied before they are added, and rounded once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GROUP: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 4)
 
 @pytest.fixture
 def operations(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What each reduction is asked to do, in order."""
+    """The operation of each reduction, in order."""
     seen: list[Any] = []
     monkeypatch.setattr(transport, "_premul_sum", lambda factor: ("premultiplied", factor))
     monkeypatch.setattr(transport, "_reduce_scatter", lambda out, flat, op, group, async_op: seen.append(op))
@@ -27,7 +27,7 @@ def operations(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.mark.parametrize(("backend", "scale", "scales"), [("nccl", 0.25, False), ("nccl", 1, True), ("gloo", 1, False)])
-def test_only_what_is_no_mean_is_scaled(
+def test_only_scales_other_than_a_mean_are_multiplied(
     monkeypatch: pytest.MonkeyPatch, operations: list[Any], backend: str, scale: float, scales: bool
 ) -> None:
     monkeypatch.setattr(dist, "get_backend_config", lambda group: f"cuda:{backend}")

@@ -1,4 +1,4 @@
-"""The calls and small classes of DeepSpeed's modules that need no engine."""
+"""Functions and small classes of DeepSpeed's modules that need no engine."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_a_config_with_deepspeeds_names(tmp_path: Path, capsys: pytest.CaptureFi
     config.print_user_config()
     assert json.loads(capsys.readouterr().out)["train_batch_size"] == 8
     with pytest.raises(AttributeError, match=r"DeepSpeedConfig\.elasticity_enabled: zeroaccel provides"):
-        config.elasticity_enabled  # noqa: B018 - the attribute is what is tried
+        config.elasticity_enabled  # noqa: B018 - the access itself raises
     for wrong in ({"train_batch_size": 3, "train_micro_batch_size_per_gpu": 2}, {"zero_optimization": {"stage": 9}}):
         with pytest.raises(ConfigError):
             DeepSpeedConfig(wrong)
@@ -246,7 +246,7 @@ def test_recomputation_is_configured_by_deepspeeds_call() -> None:
     activation_checkpointing.configure(
         None,
         {"train_batch_size": 1, "activation_checkpointing": {"cpu_checkpointing": False}},
-        partition_activations=True,  # without a group that splits the model inputs stay whole
+        partition_activations=True,  # no effect without a model-parallel group
         checkpoint_in_cpu=True,
         profile=False,
     )
@@ -261,7 +261,7 @@ def test_recomputation_is_configured_by_deepspeeds_call() -> None:
     assert x.grad is not None
     torch.testing.assert_close(x.grad, layer.weight.sum(0).expand(2, 3))
     before = activations._current
-    activation_checkpointing.checkpoint(layer, x)  # a forward whose backward never comes
+    activation_checkpointing.checkpoint(layer, x)  # a forward without a backward
     activation_checkpointing.reset()
     assert activations._current is not before
     assert activations._current.section.number_checkpoints == 4

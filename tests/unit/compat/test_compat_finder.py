@@ -1,4 +1,4 @@
-"""The import finder of `zeroaccel.compat`: which names it serves, which it refuses, and that it is removed again."""
+"""The import finder of `zeroaccel.compat`: names that it serves, names that it refuses, and its removal."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_submodules_are_reached_as_attributes() -> None:
 
 
 @pytest.mark.usefixtures("facade")
-def test_the_metadata_pass_the_gates_of_the_libraries() -> None:
+def test_the_metadata_pass_the_version_checks_of_the_libraries() -> None:
     assert importlib.util.find_spec("deepspeed") is not None
     assert importlib.metadata.metadata("deepspeed")["Name"] == "deepspeed"
     assert parse("0.18.2") <= parse(importlib.metadata.version("deepspeed")) < parse("0.19.6")
@@ -82,7 +82,7 @@ def test_the_metadata_pass_the_gates_of_the_libraries() -> None:
         ("import deepspeed; deepspeed.accelerator.get_accelerator().amp", "get_accelerator().amp"),
     ],
 )
-def test_what_is_not_there_is_refused_with_the_nearest_that_is(statement: str, told: str) -> None:
+def test_missing_names_are_refused_with_the_nearest_alternative(statement: str, told: str) -> None:
     with pytest.raises((ImportError, AttributeError), match="zeroaccel provides deepspeed") as caught:
         exec(statement)
     assert told in str(caught.value)
@@ -90,7 +90,7 @@ def test_what_is_not_there_is_refused_with_the_nearest_that_is(statement: str, t
 
 @pytest.mark.usefixtures("facade")
 def test_absent_names_are_not_on_the_table() -> None:
-    """A module that is there may have a row, for the names that it lacks."""
+    """Existing modules may have a row, for the names that they lack."""
     names = {f"{module}.{name}" for module, names in SURFACE.items() for name in names}
     assert not names & set(ABSENT)
 
@@ -130,7 +130,7 @@ def test_a_real_one_is_shadowed_only_when_asked(tmp_path: Path, monkeypatch: pyt
         del sys.modules["deepspeed"]
 
 
-def test_it_comes_before_the_libraries_that_look_once() -> None:
+def test_install_must_precede_the_libraries() -> None:
     code = "import accelerate\nimport zeroaccel.compat\nzeroaccel.compat.install()"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=time_limits.seconds(100), check=False

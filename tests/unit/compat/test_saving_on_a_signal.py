@@ -1,4 +1,4 @@
-"""What transformers' Trainer does when it saves on a signal, on several ranks."""
+"""The behaviour of transformers' Trainer when it saves on a signal on several ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which steps of a Trainer are saved in memory, and which checkpoint a run resumes from."""
+"""The steps at which a Trainer's state is saved in memory, and the checkpoint from which a run resumes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zeroaccel.config.schema import PeerStates
 
 
 class _Memory(MemoryStates):
-    """Notes the steps at which a state may be saved, and has one of a given step."""
+    """Records the steps at which a state may be saved, and has one of step 5."""
 
     def __init__(self, folder: Path, *arguments: Any) -> None:
         super().__init__(folder, *arguments)
@@ -39,7 +39,7 @@ def _states(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> TrainerStates:
 
 def test_the_last_step_of_an_epoch_is_saved_after_the_epochs_evaluation(states: TrainerStates) -> None:
     states._engine = object()  # type: ignore[assignment]
-    calls = [(1, 0.5), (2, 1.0), (2, 1.0), (3, 1.5), (3, 1.5)]  # the run ends in the middle of the second epoch
+    calls = [(1, 0.5), (2, 1.0), (2, 1.0), (3, 1.5), (3, 1.5)]  # the run ends within the second epoch
     seen = []
     for step, epoch in calls:
         states._trainer.state = SimpleNamespace(global_step=step, epoch=epoch)
@@ -52,7 +52,7 @@ def test_the_last_step_of_an_epoch_is_saved_after_the_epochs_evaluation(states: 
     ("asked", "there", "taken"),
     [
         (None, {}, "memory"),
-        (True, {}, "memory"),  # Trainer would raise
+        (True, {}, "memory"),  # Trainer alone would raise
         (True, {4: "checkpoint-4", 3: "checkpoint-3"}, "memory"),
         (True, {12: "checkpoint-12", 4: "checkpoint-4"}, "asked"),
         ("checkpoint-6", {6: "checkpoint-6"}, "asked"),
@@ -60,7 +60,7 @@ def test_the_last_step_of_an_epoch_is_saved_after_the_epochs_evaluation(states: 
         ("elsewhere", {}, "memory"),
     ],
 )
-def test_a_run_resumes_from_the_later_of_memory_and_what_the_script_asks_for(
+def test_a_run_resumes_from_the_later_of_memory_and_the_requested_checkpoint(
     states: TrainerStates, tmp_path: Path, asked: Any, there: dict[int, str], taken: str
 ) -> None:
     for step, name in there.items():

@@ -1,4 +1,4 @@
-"""Communication plans: which rank holds which shard, in how many bits it is sent, and the formulas of the traffic."""
+"""Communication plans: the ranks of each shard, the bits in which it is sent, and the formulas of the traffic."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _plan(world_size: int, **zero: Any) -> CommPlan:
     return comm_plan(load_config({"train_batch_size": 24, "zero_optimization": {"stage": 3, **zero}}), world_size)
 
 
-def test_a_config_that_asks_for_nothing_is_plain() -> None:
+def test_a_config_without_communication_settings_is_plain() -> None:
     assert _plan(6).plain
     assert _plan(6, mics_shard_size=6).plain
     assert _plan(6, mics_shard_size=-1, zero_hpz_partition_size=1).plain
@@ -39,7 +39,7 @@ def test_a_config_that_asks_for_nothing_is_plain() -> None:
 
 
 def test_a_partition_larger_than_the_job_is_the_job() -> None:
-    """A template for machines of 8 runs on one rank; a line says what of it does not apply."""
+    """So a template for machines with 8 ranks also runs on one rank; a log line names the setting without effect."""
     with log_lines() as lines:
         assert _plan(3, zero_hpz_partition_size=77).secondary_size == 3
     assert lines == ["zero_optimization.zero_hpz_partition_size: no second copy: 77 is more than the 3 ranks"]
@@ -120,7 +120,7 @@ def test_a_grid_has_hops_of_its_own_in_each_column() -> None:
     assert layout.hops == (((0, 2), (4, 6), (1, 3), (5, 7)), ((0, 4), (2, 6), (1, 5), (3, 7)))
 
 
-def test_where_four_bits_are_pointless_or_impossible() -> None:
+def test_four_bit_gradients_need_several_equal_nodes() -> None:
     plan, forced = _plan(8, zero_quantized_gradients=True), {"quantize_gradients_on_one_node": True}
     alone = MeshLayout.of(plan, ALL, ALL)
     assert alone.hops is None
@@ -134,7 +134,7 @@ def test_where_four_bits_are_pointless_or_impossible() -> None:
 
 
 def test_the_formulas_of_the_paper() -> None:
-    """In units of the model's 2 bytes per element, across nodes, for many large units: scales and padding vanish."""
+    """Traffic across nodes in units of the model's 2 bytes per element; with large units, scales and padding vanish."""
     numel, per_node, ranks = 1 << 24, 4, 64
     unit = 2 * numel * (ranks - per_node) / ranks
 
@@ -147,7 +147,7 @@ def test_the_formulas_of_the_paper() -> None:
     assert across(**qwz) == pytest.approx(2, rel=0.01)
     assert across(**qwz, **hpz) == pytest.approx(1.5, rel=0.01)
     assert across(**qwz, **hpz, **qgz) == pytest.approx(0.5 + 0.25 / per_node, rel=0.02)
-    assert across(mics_shard_size=4) < 1  # only sums cross, and of those a fourth
+    assert across(mics_shard_size=4) < 1  # only a fourth of the sums crosses nodes
 
 
 def test_everything_inside_one_node_crosses_nothing() -> None:

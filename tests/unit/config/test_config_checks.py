@@ -1,4 +1,4 @@
-"""Keys that are valid alone and wrong together, bounds of single keys, and the batch triangle."""
+"""Keys that are valid alone but not together, bounds of single keys, and the batch triangle."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_no_contradictions(tree: dict[str, Any]) -> None:
 
 
 def test_one_mistake_is_reported_once() -> None:
-    """A stage that is wrong must not also be reported as one that does not fit the offload."""
+    """An invalid stage is not also reported as one that does not match the offload."""
     said = message(ConfigError, load_config, _zero(stage=4, offload_optimizer={"device": "cpu"}))
     assert said == "zero_optimization.stage: expected 0, 1, 2 or 3, got 4"
 
@@ -163,7 +163,7 @@ def _tree(*sizes: int | str | None) -> dict[str, Any]:
         (("auto", 4, "auto"), (12, 4, 1)),
     ],
 )
-def test_what_is_not_given_is_derived(given: tuple[Any, ...], solved: tuple[int, int, int]) -> None:
+def test_missing_batch_sizes_are_derived(given: tuple[Any, ...], solved: tuple[int, int, int]) -> None:
     assert solve_batch(load_config(_tree(*given)), world_size=3) == BatchSizes(*solved)
 
 

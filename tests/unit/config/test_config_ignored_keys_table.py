@@ -1,4 +1,4 @@
-"""Keys that DeepSpeed ignores: which of three answers each one gets, and that the answer has the key's position."""
+"""Keys that DeepSpeed ignores: each one's answer out of three, with the key's position."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zeroaccel.zero.storage.swapped_masters import cut_sub_groups
 
 @pytest.fixture
 def warned() -> Iterator[list[str]]:
-    """Lines of the log that are warnings."""
+    """The warnings in the log."""
     with log_lines(logging.WARNING) as lines:
         yield lines
 
@@ -47,13 +47,13 @@ NOTED = [
 
 
 @pytest.mark.parametrize(("text", "note"), NOTED)
-def test_what_is_asked_for_and_does_not_happen_is_warned_of_once(text: str, note: str, warned: list[str]) -> None:
+def test_requested_settings_without_effect_warn_once(text: str, note: str, warned: list[str]) -> None:
     config = load_config(text)
     lines = [line for line in config.notes if note in line]
     assert len(lines) == 1
     assert lines[0].startswith("<json>:1:")
     load_config(text)
-    assert [line for line in warned if note in line] in (lines, [])  # another test may have said it in this process
+    assert [line for line in warned if note in line] in (lines, [])  # another test may have logged it in this process
 
 
 QUIET = [
@@ -67,7 +67,9 @@ QUIET = [
 
 
 @pytest.mark.parametrize(("tree", "note"), QUIET)
-def test_what_is_served_anyway_is_noted_for_information(tree: dict[str, Any], note: str, warned: list[str]) -> None:
+def test_keys_that_are_not_needed_leave_a_note_without_a_warning(
+    tree: dict[str, Any], note: str, warned: list[str]
+) -> None:
     assert any(note in line for line in load_config(tree).notes)
     assert warned == []
 
@@ -95,7 +97,7 @@ def test_what_is_served_anyway_is_noted_for_information(tree: dict[str, Any], no
         {"bf16": {"enabled": True}, "torch_autocast": {"enabled": True}},
     ],
 )
-def test_what_is_off_or_not_known_yet_says_nothing(tree: dict[str, Any]) -> None:
+def test_keys_that_are_off_or_undecided_leave_no_note(tree: dict[str, Any]) -> None:
     assert load_config(tree).notes == ()
 
 
@@ -131,7 +133,7 @@ def test_what_is_off_or_not_known_yet_says_nothing(tree: dict[str, Any]) -> None
         ),
     ],
 )
-def test_what_would_train_otherwise_is_refused(tree: dict[str, Any], message: str) -> None:
+def test_keys_that_would_change_training_are_refused(tree: dict[str, Any], message: str) -> None:
     with refused(ConfigError, message):
         load_config(tree)
 
@@ -158,7 +160,7 @@ def test_unknown_keys_by_how_strict_one_is(tree: dict[str, Any], strict: bool, s
                 load_config(tree, unknown_keys=unknown_keys)  # type: ignore[arg-type]
 
 
-def test_nothing_is_offloaded_of_what_is_not_sharded() -> None:
+def test_unsharded_tensors_are_not_offloaded() -> None:
     cpu = {"device": "cpu"}
     for stage, found in (
         (0, ("device", "device")),
@@ -171,8 +173,8 @@ def test_nothing_is_offloaded_of_what_is_not_sharded() -> None:
         assert (plan.param, plan.optimizer) == found
 
 
-def test_every_answer_that_stops_a_run_says_what_to_do() -> None:
-    """One sentence with the nearest thing here, for what older releases of DeepSpeed had."""
+def test_every_refusal_has_a_remedy() -> None:
+    """Features of older DeepSpeed releases are refused with the nearest alternative."""
     for name in ("compression_training", "data_efficiency", "progressive_layer_drop", "sparse_attention", "elasticity"):
         assert KEYS[name].kind is Kind.REFUSED
         assert KEYS[name].fix

@@ -1,4 +1,4 @@
-"""The variables between launcher and script, in both directions; accelerate's spelling of them, and unknown ones."""
+"""The variables that the launcher sets and the script reads; accelerate's spellings, and unknown variables."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ FULL = LaunchedSettings(
 )
 
 
-def test_what_is_written_is_read() -> None:
-    assert all(getattr(FULL, field.name) is not None for field in fields(FULL)), "every field takes part"
+def test_written_variables_are_read_back() -> None:
+    assert all(getattr(FULL, field.name) is not None for field in fields(FULL)), "the test must set every field"
     sources = {field.name: f"--{field.name}" for field in fields(FULL)} | {"zero_stage": "zeroaccel.yaml:12"}
     environment = to_environment(FULL, sources)
     assert from_environment(environment) == (FULL, sources)
@@ -51,7 +51,7 @@ def test_what_is_written_is_read() -> None:
     assert all(name.startswith(("ACCELERATE_", "PARALLELISM_")) for name in set(environment) - {SOURCES_VARIABLE})
 
 
-def test_what_nobody_said_is_not_written() -> None:
+def test_unset_settings_are_not_written() -> None:
     assert to_environment(LaunchedSettings(), {}) == {}
     assert from_environment({}) == (LaunchedSettings(), {})
     assert to_environment(LaunchedSettings(mixed_precision="no"), {"mixed_precision": "default"}) == {
@@ -61,7 +61,7 @@ def test_what_nobody_said_is_not_written() -> None:
 
 
 def test_the_variables_of_another_launcher() -> None:
-    """No sources, True and False capitalised, and "none" and "auto" where nothing was said."""
+    """They have no sources, capitalised True and False, and "none" and "auto" for settings that are not given."""
     settings, sources = from_environment(
         {
             "ACCELERATE_USE_DEEPSPEED": "true",
@@ -93,7 +93,7 @@ def test_the_variables_of_another_launcher() -> None:
         (SOURCES_VARIABLE, "{", "expected a JSON object that maps variables to sources"),
     ],
 )
-def test_a_value_that_means_nothing(variable: str, text: str, message: str) -> None:
+def test_invalid_values_are_refused_by_variable(variable: str, text: str, message: str) -> None:
     with refused(ConfigError, message, variable):
         from_environment({variable: text})
 

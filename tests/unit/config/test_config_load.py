@@ -1,4 +1,4 @@
-"""The sources of a config, how each is read, and the message for one that cannot be read."""
+"""The sources of a config, the parsing of each, and the messages for unreadable ones."""
 
 from __future__ import annotations
 

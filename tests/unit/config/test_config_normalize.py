@@ -1,4 +1,4 @@
-"""Older spellings, dotted keys and "auto": their normal form, and the notes about them."""
+"""Older spellings, dotted keys and "auto": their normal forms and notes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_auto_is_a_value_where_the_default_is_auto() -> None:
 
 
 def test_every_key_of_the_config_may_be_auto() -> None:
-    """Except a name that has no default."""
+    """Except names without a default."""
     tree = dict.fromkeys(Config.model_fields, "auto")
     assert load_config(tree).unresolved == tuple(tree)
 
@@ -134,7 +134,7 @@ def test_two_names_that_agree_are_noted() -> None:
 
 
 def _numeric_keys(root: type[ConfigSection]) -> list[tuple[tuple[str, ...], object]]:
-    """(path, a value that differs from true, false and text) of every key that takes a number or a flag."""
+    """Returns (path, a numeric or boolean value) of every key that takes a number or a flag."""
     found = []
     properties = cache(lambda section: section.model_json_schema()["properties"])
     for path in field_paths(root):

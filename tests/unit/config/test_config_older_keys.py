@@ -1,7 +1,7 @@
 """Every key that DeepSpeed 0.16.9 reads from a config has an answer: it works, is noted, or is refused by name.
 
-Newer releases have dropped or moved some of them, and public configs still have them. A value is one that differs from
-the default, so that the answer is that of a key which is on.
+Newer releases have dropped or moved some of them, and public configs still have them. Each value here differs from the
+default, so that the key is on.
 """
 
 from __future__ import annotations
@@ -121,9 +121,9 @@ what nothing uses
     "different_groups": {}}}}
 """)
 )
-"""Name -> settings that DeepSpeed 0.16.9 trains with, and zeroaccel too."""
+"""Name -> settings with which DeepSpeed 0.16.9 and zeroaccel train."""
 
-_NOT_READ = {"fp32_allreduce", "allgather_size"}  # of releases that are older still
+_NOT_READ = {"fp32_allreduce", "allgather_size"}  # keys of even older releases
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("amp", {"enabled": True, "opt_level": "O1"}),
@@ -142,19 +142,19 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("zero_optimization.legacy_stage1", {"stage": 1, "legacy_stage1": True}),
     ("zero_optimization.zeropp_loco_param", {"stage": 3, "zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024}}),
 ]
-"""(key that is named, its section): another training than the one that zeroaccel does."""
+"""(key in the message, its section): training methods that zeroaccel does not have."""
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_what_older_releases_train_with_is_accepted(name: str) -> None:
+def test_keys_of_older_releases_that_train_are_accepted(name: str) -> None:
     config = load_config(TRAINED[name])
     unknown = [note for note in config.notes if "unknown key, which changes nothing" in note]
     assert len(unknown) == len(_NOT_READ & {*json.loads(TRAINED[name])}), unknown
 
 
 @pytest.mark.parametrize(("key", "section"), REFUSED)
-def test_what_is_another_training_is_refused_by_name(key: str, section: dict[str, Any]) -> None:
+def test_keys_of_another_training_are_refused_by_name(key: str, section: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config({key.partition(".")[0]: section})
     assert str(caught.value).startswith(f"{key}: ")
-    assert "; " in str(caught.value), "what to do"
+    assert "; " in str(caught.value), "the message has no remedy"

@@ -1,4 +1,4 @@
-"""Filling "auto" from facts: every key, with its value and its source, and the error where nothing fills it."""
+"""Filling "auto" from facts: the value and source of every key, and the error if no fact fills it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _at(tree: Any, path: str) -> Any:
 
 def _message(tree: dict[str, Any], facts: Facts, **more: Any) -> str:
     said = message(ConfigError, resolve, tree, facts, **more)
-    assert message(ConfigError, load_config, tree, facts=facts, **more) == said, "both ways in say the same"
+    assert message(ConfigError, load_config, tree, facts=facts, **more) == said, "`load_config` has another message"
     return said
 
 
@@ -131,7 +131,7 @@ def test_the_peak_of_a_schedule_is_the_optimizers_rate() -> None:
         (("auto", 4, 3), Facts(), (24, 4, 3)),
         (("auto", 4, None), Facts(), (8, 4, None)),
         ((24, "auto", "auto"), Facts(), (24, 12, 1)),
-        ((24, "auto", 3), Facts(micro_batch_size=_seen(1)), (24, 4, 3)),  # what follows is before what was seen
+        ((24, "auto", 3), Facts(micro_batch_size=_seen(1)), (24, 4, 3)),  # a derived size precedes an observed one
         ((24, "auto", "auto"), Facts(accumulation=_said(3)), (24, 4, 3)),
         ((24, 4, "auto"), Facts(accumulation=Fact(1, "a default", explicit=False)), (24, 4, 3)),
         ((24, "auto", "auto"), Facts(micro_batch_size=_said(3)), (24, 3, 4)),
@@ -153,7 +153,7 @@ def test_the_formulas_of_batch_sizes_are_reported() -> None:
     }
 
 
-# -- what nothing fills
+# -- keys that no fact fills
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_the_formulas_of_batch_sizes_are_reported() -> None:
         ("zero_optimization.stage", 0, "default 0"),
         ("zero_optimization.offload_param.device", "none", 'default "none"'),
         ("zero_optimization.stage3_gather_16bit_weights_on_model_save", False, "default false"),
-        ("zero_optimization.sub_group_size", 1_000_000_000, "default 1000000000"),  # no rule at all
+        ("zero_optimization.sub_group_size", 1_000_000_000, "default 1000000000"),  # without a rule
         ("gradient_clipping", 0.0, "default 0.0, 0 disables clipping"),
         ("bf16.enabled", False, "default false, no precision is requested"),
     ],
@@ -173,7 +173,7 @@ def test_the_formulas_of_batch_sizes_are_reported() -> None:
 def test_a_default_is_written_down_with_a_note(path: str, value: Any, source: str) -> None:
     resolved = resolve(_nested(path, "auto"), Facts())
     assert (_at(resolved.tree, path), resolved.sources[path]) == (value, source)
-    assert _default(("zero_optimization", "overlap_comm")) is None  # null is no value to write down
+    assert _default(("zero_optimization", "overlap_comm")) is None  # null is not written into the tree
 
 
 def test_a_default_that_cannot_be_written_is_left_out() -> None:
@@ -204,7 +204,7 @@ def test_a_default_that_cannot_be_written_is_left_out() -> None:
         ("scheduler.params.total_num_steps", "a number of optimizer steps", "total_num_steps", "scheduler"),
     ],
 )
-def test_what_has_no_sensible_default_is_an_error(path: str, what: str, argument: str, of: str) -> None:
+def test_an_auto_without_a_sensible_default_is_an_error(path: str, what: str, argument: str, of: str) -> None:
     tree = _nested(path, "auto")
     tree[of]["type"] = "Any"
     fix = f"write {what}, or pass {argument} to the {of}'s placeholder"
@@ -228,7 +228,7 @@ def test_a_micro_batch_size_is_needed_to_train_only() -> None:
     assert resolve({MICRO: "auto", TRAIN: "auto"}, Facts()).tree == {}
 
 
-def test_sizes_that_do_not_divide_are_left_to_the_check_that_tells_all_four() -> None:
+def test_sizes_that_do_not_divide_are_left_to_the_check_of_all_four() -> None:
     facts = Facts(world_size=Fact(2, "the process group"), training=True)
     assert resolve({TRAIN: 25, MICRO: 4, STEPS: "auto"}, facts).tree == {TRAIN: 25, MICRO: 4}
 
@@ -288,16 +288,16 @@ def test_contradictions_and_mistakes_are_reported_together() -> None:
         ("gradient_clipping", 1, Facts(clipping=_said(1.0))),
         ("zero_optimization.offload_param.device", "CPU", Facts(offload_param_device=_said("cpu"))),
         ("optimizer.params.betas", [0.8, 0.9], Facts(betas=_said((0.8, 0.9)))),
-        (MICRO, 8, Facts(micro_batch_size=_seen(4))),  # the 4 is in no file
-        ("zero_optimization.reduce_bucket_size", 7, Facts(hidden_size=HIDDEN)),  # a formula is no second opinion
+        (MICRO, 8, Facts(micro_batch_size=_seen(4))),  # an observed 4 does not contradict
+        ("zero_optimization.reduce_bucket_size", 7, Facts(hidden_size=HIDDEN)),  # a formula does not contradict
     ],
 )
-def test_what_agrees_or_was_only_seen_is_kept(path: str, value: Any, facts: Facts) -> None:
+def test_values_that_agree_or_were_only_observed_are_kept(path: str, value: Any, facts: Facts) -> None:
     resolved = resolve(_nested(path, value), facts)
     assert (_at(resolved.tree, path), resolved.sources) == (value, {})
 
 
-def test_a_wrong_value_is_not_told_twice() -> None:
+def test_a_wrong_value_is_reported_once() -> None:
     with refused(ConfigError, "expected a whole number", lines=1):
         load_config({STEPS: "four"}, facts=Facts(accumulation=_said(4)))
 
@@ -305,7 +305,7 @@ def test_a_wrong_value_is_not_told_twice() -> None:
 # -- keys that are absent
 
 
-def test_what_somebody_wrote_goes_in_where_the_config_is_silent() -> None:
+def test_explicit_facts_fill_absent_keys() -> None:
     facts = Facts(accumulation=_said(4), precision=_said("bf16"), micro_batch_size=_seen(2), lr=_said(0.1))
     resolved = resolve({"bfloat16": {}, "optimizer": {"type": "SGD"}}, facts)
     assert resolved.tree == {
@@ -318,7 +318,7 @@ def test_what_somebody_wrote_goes_in_where_the_config_is_silent() -> None:
     assert load_config({}, facts=facts).sources[STEPS] == "code"
 
 
-def test_facts_neither_make_an_optimizer_nor_give_a_schedule_arguments() -> None:
+def test_facts_add_no_optimizer_and_no_arguments_of_a_schedule() -> None:
     facts = Facts(lr=_said(0.1), total_num_steps=_said(9), warmup_num_steps=_said(1))
     assert resolve({}, facts).tree == {}
     kept = {"scheduler": {"type": "LRRangeTest", "params": {"lr_range_test_min_lr": 1}}}
@@ -338,7 +338,7 @@ def test_a_whole_section_may_be_auto() -> None:
     assert resolved.sources["scheduler"] == "default"
 
 
-# -- spelling, and the way into a Config
+# -- spellings, and the resulting Config
 
 
 def test_the_tree_keeps_its_spelling_and_todays_form_of_older_keys() -> None:
@@ -357,7 +357,7 @@ def test_the_tree_keeps_its_spelling_and_todays_form_of_older_keys() -> None:
             "offload_optimizer": {"device": "cpu"},
             "stage3_max_live_parameters": 9,
         },
-        "data_types": {"keep_in_fp32_modules": "auto"},  # a value of its own, not a gap
+        "data_types": {"keep_in_fp32_modules": "auto"},  # "auto" is this key's own value
     }
 
 

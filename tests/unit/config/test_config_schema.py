@@ -1,4 +1,4 @@
-"""The declared format: spellings and values of each key, and the JSON schema that editors read."""
+"""The declared format: spellings and values of each key, and the JSON schema for editors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _sections(section: type[ConfigSection] = Config) -> dict[str, type[ConfigSec
 
 
 def _renamed() -> list[tuple[tuple[str, ...], str, str]]:
-    """(path of the section, name, other spelling) of every key that has more than one name."""
+    """Returns (path of the section, name, other spelling) for each further spelling of a key."""
     found = []
     for path in field_paths(Config):
         section: type[ConfigSection] = Config
@@ -133,7 +133,7 @@ def test_a_value_has_one_form_however_it_was_written(tree: Any, path: str, value
 
 
 @pytest.mark.parametrize("number", ["five", "500 MB", 1.5, True, None, [1], float("inf"), float("nan"), -1])
-def test_sizes_refuse_what_is_no_whole_number(number: object) -> None:
+def test_sizes_must_be_whole_numbers(number: object) -> None:
     with pytest.raises(ConfigError, match=r"^zero_optimization\.reduce_bucket_size: expected a "):
         load_config({"zero_optimization": {"reduce_bucket_size": number}})
 
@@ -196,4 +196,4 @@ def test_json_schema_serves_an_editor() -> None:
     assert zero["cpu_offload"]["deprecated"] is True
     assert "deprecated" not in zero["stage3_max_live_parameters"]
     stages = schema["$defs"]["Pipeline"]["properties"]["stages"]
-    assert "anyOf" not in stages, "auto is this key's own value"
+    assert "anyOf" not in stages, "`auto` is this key's own value"

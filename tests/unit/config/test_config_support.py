@@ -1,4 +1,4 @@
-"""The table of keys: complete, without unused lines, and obeyed."""
+"""The table of supported keys: it is complete, has no unused lines, and the config obeys it."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def _section_of(name: str) -> type[ConfigSection]:
 
 
 def _switched(name: str, *, on: bool) -> dict[str, Any]:
-    """A config in which one refused key is on, or given and off."""
+    """Returns a config in which one refused key is on, or present and off."""
     standing, leaf = KEYS[name], name.split(".")[-1]
     field = _section_of(name).model_fields[leaf]
-    if name == "data_efficiency":  # without a part that is on, it is off
+    if name == "data_efficiency":  # it is off unless one of its parts is on
         return _wrap(name, {"enabled": on, "data_routing": {"enabled": True}})
     if standing.switch:
         off = {"device": "none", "autotp_size": 0}.get(standing.switch, False)
@@ -62,7 +62,7 @@ def _switched(name: str, *, on: bool) -> dict[str, Any]:
 
 
 def _standing(name: str) -> SupportStatus | None:
-    """The line that decides about a key: its own, or that of a section above that is ignored or refused entirely."""
+    """Returns the status that applies to a key: its own, or that of an enclosing section that does not work."""
     if name in KEYS:
         return KEYS[name]
     above = name
@@ -83,7 +83,7 @@ def test_every_line_of_the_table_is_a_field() -> None:
 
 
 def test_every_key_that_works_is_read_somewhere() -> None:
-    """A key works where the table is silent; one that nobody reads must not. Keys of one last name are one here."""
+    """The code reads every key that the table lists as working. Keys with the same last name count as one."""
     files = [path for folder in ("zeroaccel", "cli") for path in (ROOT / folder).rglob("*.py")]
     nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text()))]
     read = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
@@ -122,7 +122,7 @@ def test_other_keys_of_a_section_that_is_off_do_not_matter(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", IGNORED)
-def test_a_moot_key_leaves_one_note(name: str) -> None:
+def test_a_key_without_effect_leaves_one_note(name: str) -> None:
     standing, field = KEYS[name], _section_of(name).model_fields[name.split(".")[-1]]
     default = field.get_default()
     value: object = {"vocabulary_size": 8}.get(name, default)
@@ -144,7 +144,7 @@ def test_a_moot_key_leaves_one_note(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in IGNORED if KEYS[name].warns])
-def test_a_key_that_asks_for_nothing_leaves_no_note(name: str) -> None:
+def test_a_refused_key_that_is_off_leaves_no_note(name: str) -> None:
     standing, field = KEYS[name], _section_of(name).model_fields[name.split(".")[-1]]
     off: object = {standing.switch: False} if standing.switch else field.get_default()
     assert load_config(_wrap(name, off if off is not None else {"enabled": False})).notes == ()
@@ -178,7 +178,7 @@ def test_making_a_feature_available_is_one_line(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_config_as_training_libraries_hand_it_over() -> None:
-    """The dict that Accelerate passes on: both precisions, infinity, empty offload sections, and keys it fills in."""
+    """Accelerate's dict has both precisions, infinity, empty offload sections, and keys that it filled in."""
     config = load_config("""
         {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2,
         "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "none", "nvme_path": null},

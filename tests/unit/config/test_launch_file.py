@@ -1,4 +1,4 @@
-"""Launch files: accelerate's are read as they are, and every mistake in one is reported with its position."""
+"""Launch files: accelerate's load unchanged, and every mistake in one is reported with its position."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.refusals import message
 from zeroaccel.config.launch.launch_file import LaunchConfig, find_launch_file, read_launch_file
 from zeroaccel.errors import ConfigError
 
-# As `accelerate config` writes it for a machine with two devices and stage 3.
+# The file that `accelerate config` writes for a machine with two devices and stage 3.
 OF_ACCELERATE = """\
 compute_environment: LOCAL_MACHINE
 debug: false
@@ -76,7 +76,7 @@ def test_accelerates_keys_are_read_unchanged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", ["'NO'", "NO", "INDUCTOR"])
-def test_a_key_of_older_files_means_what_it_meant(tmp_path: Path, backend: str) -> None:
+def test_a_key_of_older_files_keeps_its_meaning(tmp_path: Path, backend: str) -> None:
     (tmp_path / "old.yaml").write_text(f"num_processes: 2\ndynamo_backend: {backend}\ncommand_file: null\n")
     given = read_launch_file(tmp_path / "old.yaml")
     assert given.values["dynamo_backend"] == backend.strip("'").lower()
@@ -141,7 +141,7 @@ def test_all_mistakes_are_reported_at_once(tmp_path: Path) -> None:
         ("a: \x07", "launch.yaml: not valid YAML: unacceptable character #x0007"),
     ],
 )
-def test_what_is_not_yaml_shows_the_line(tmp_path: Path, text: str, words: str) -> None:
+def test_a_file_that_is_not_yaml_is_refused_with_the_line(tmp_path: Path, text: str, words: str) -> None:
     assert words in _refusal(tmp_path, text)
 
 
@@ -174,7 +174,7 @@ def test_the_file_is_looked_for_in_one_order(tmp_path: Path) -> None:
     of_user.touch()
     assert found() == str(of_user)
     (project / "zeroaccel.yaml").touch()
-    assert found() == str(of_user)  # nothing says that the folders above are of the same project
+    assert found() == str(of_user)  # no marker shows that the folders above belong to this project
     (project / "pyproject.toml").touch()
     assert found() == str(project / "zeroaccel.yaml")
     (below / "zeroaccel.yaml").touch()
@@ -184,11 +184,11 @@ def test_the_file_is_looked_for_in_one_order(tmp_path: Path) -> None:
     assert found("typed.yaml") == "typed.yaml"
 
 
-def test_json_is_yaml_and_an_empty_file_says_nothing(tmp_path: Path) -> None:
+def test_json_is_yaml_and_an_empty_file_has_no_settings(tmp_path: Path) -> None:
     assert _read(tmp_path, '{"num_processes": 3, "mixed_precision": "no"}').values["num_processes"] == 3
     assert _read(tmp_path, "").values == {}
 
 
-def test_words_that_yaml_takes_for_false(tmp_path: Path) -> None:
+def test_no_is_read_as_text_where_text_is_expected(tmp_path: Path) -> None:
     values = _read(tmp_path, "mixed_precision: no\ndistributed_type: NO\ndowncast_bf16: no\n").values
     assert values == {"mixed_precision": "no", "distributed_type": "NO", "num_processes": 1}

@@ -1,4 +1,4 @@
-"""Keys and flags of accelerate that this launcher lacks: translated, dropped with a note, or refused."""
+"""Keys and flags of accelerate that this launcher lacks: it translates, drops with a note, or refuses each."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _notes(text: str, **arguments: Any) -> list[str]:
         ({"fsdp_reshard_after_forward": False, "fsdp_version": 2}, {"zero_stage": 2}),
         ({"fsdp_reshard_after_forward": "true", "fsdp_version": "2"}, {"zero_stage": 3}),
         (
-            # FSDP2 has no strategy: the other key decides.
+            # FSDP2 has no strategy, so the other key decides.
             {"fsdp_reshard_after_forward": False, "fsdp_version": 2, "fsdp_sharding_strategy": "FULL_SHARD"},
             {"zero_stage": 2},
         ),
@@ -53,14 +53,14 @@ def _notes(text: str, **arguments: Any) -> list[str]:
                 "zero3_save_16bit_model": True,
             },
         ),
-        ({"sharding_strategy": 2, "offload_params": False}, {"zero_stage": 2}),  # as accelerate's first files had them
+        ({"sharding_strategy": 2, "offload_params": False}, {"zero_stage": 2}),  # keys of accelerate's first files
     ],
 )
 def test_fsdp_shards_as_a_stage_does(fsdp: dict[str, Any], values: dict[str, Any]) -> None:
     made = translate_fsdp(fsdp)
     assert made.values == values
     assert made.problems == []
-    # Each key that was given is accounted for.
+    # Each given key has a note.
     keys = {key if key.startswith("fsdp_") else f"fsdp_{key}" for key in fsdp}
     assert keys <= {key for key, _ in made.notes}
 
@@ -103,7 +103,7 @@ def test_flags_of_fsdp_count_more_than_the_file() -> None:
         ("{fsdp_sharding_stratgy: NO_SHARD}", "fsdp_config.fsdp_sharding_stratgy: unknown key; did you mean fsdp_sha"),
     ],
 )
-def test_what_fsdp_does_not_have_is_refused(fsdp: str, words: str) -> None:
+def test_wrong_fsdp_keys_are_refused(fsdp: str, words: str) -> None:
     with refused(ConfigError, words):
         parse_launch_file(f"distributed_type: FSDP\nfsdp_config: {fsdp}\n", "f.yaml")
 
@@ -168,14 +168,16 @@ LAUNCHER = "deepspeed_config: {{deepspeed_multinode_launcher: {}}}"
         ),
     ],
 )
-def test_what_accelerate_ignores_is_a_note_with_its_place(text: str, values: dict[str, Any], note: str) -> None:
+def test_keys_that_accelerate_ignores_leave_a_note_with_their_place(
+    text: str, values: dict[str, Any], note: str
+) -> None:
     given = parse_launch_file(text, "f.yaml")
     assert given.values == values
     assert len(given.notes) == 1
     assert note in given.notes[0]
 
 
-def test_nothing_is_noted_that_says_nothing() -> None:
+def test_empty_keys_leave_no_note() -> None:
     text = (
         "downcast_bf16: 'no'\ntpu_env: []\ntpu_use_cluster: false\nfsdp_config: {}\nmegatron_lm_config: {}\n"
         "main_training_function: main\ncommand_file: null\ntpu_name: null\nmain_process_ip: ''\nnum_processes: 2\n"
@@ -205,11 +207,11 @@ def test_blanks_of_a_file_are_filled_by_flags() -> None:
         ({"offload_optimizer_device": "cpu"}, []),
         ({"zero_stage": 2, "offload_param_device": "CPU"}, ["offload_param_device"]),
         ({"zero_stage": 2, "offload_param_device": "none"}, []),
-        ({"zero_stage": 2, "offload_param_device": "gpu"}, []),  # wrong, and reported
-        ({"offload_param_device": "cpu", "deepspeed_config_file": "ds.json"}, []),  # the stage is said there
+        ({"zero_stage": 2, "offload_param_device": "gpu"}, []),  # an invalid value, reported elsewhere
+        ({"offload_param_device": "cpu", "deepspeed_config_file": "ds.json"}, []),  # the JSON has the stage
     ],
 )
-def test_offload_of_what_is_not_sharded_does_nothing(values: dict[str, Any], idle: list[str]) -> None:
+def test_offload_of_unsharded_tensors_has_no_effect(values: dict[str, Any], idle: list[str]) -> None:
     given = ExplicitSettings(values, dict.fromkeys(values, "f.yaml:3:5")).effective()
     assert given.values == {name: value for name, value in values.items() if name not in idle}
     assert [note.split()[1] for note in given.notes] == idle
@@ -234,7 +236,7 @@ def test_a_note_says_why_offload_does_nothing(values: dict[str, Any], said: str)
     assert note.endswith(f"does nothing: {said}")
 
 
-def test_rdzv_conf_may_say_where_the_machines_meet() -> None:
+def test_rdzv_conf_may_have_the_endpoint() -> None:
     conf = {"rdzv_backend": "c10d", "rdzv_endpoint": "node1:29400", "join_timeout": 60}
     given = gather(ExplicitSettings({"rdzv_conf": conf}, {"rdzv_conf": "--rdzv_conf"}), {}, ExplicitSettings())
     assert given.values == {

@@ -1,4 +1,4 @@
-"""Flag, environment, file, default: one order for every setting, and none is lost on the way to the processes."""
+"""Flag, environment, file, default: every setting has this order of precedence and reaches the processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from zeroaccel.config.launch.launch_sources import (
 from zeroaccel.config.launch.setting_table import SETTINGS
 from zeroaccel.errors import ConfigError
 
-# Each setting with three legal values, as text; a file has them as YAML reads them.
+# Each setting with three valid values, as text; a file has them as YAML parses them.
 VALUES = """
 distributed_type DEEPSPEED MULTI_GPU MULTI_CPU; num_processes 2 3 4; num_machines 2 3 4; min_machines 1 2 3;
 min_processes 1 2 3;
@@ -59,7 +59,7 @@ SECTIONS = {
 
 
 def _typed(name: str, text: str) -> ExplicitSettings:
-    """What a command line with this one flag gives."""
+    """Returns the settings of a command line with only this flag."""
     said: list[ExplicitSettings] = []
 
     @click.command()
@@ -104,7 +104,7 @@ def test_every_setting_has_a_flag_in_one_group() -> None:
     assert sorted(grouped) == sorted(LaunchSettings.model_fields)
 
 
-def test_what_is_handed_on_arrives_with_its_source() -> None:
+def test_settings_reach_the_ranks_with_their_sources() -> None:
     values: dict[str, Any] = {
         "mixed_precision": "fp16",
         "zero_stage": 3,
@@ -132,7 +132,7 @@ def test_what_is_handed_on_arrives_with_its_source() -> None:
 
 @pytest.mark.parametrize("kind", ["DEEPSPEED", "MULTI_CPU"])
 def test_on_cpus_accelerate_is_not_asked_for_ddp_instead_of_zero(kind: str) -> None:
-    """accelerate looks at no plugin where ACCELERATE_USE_CPU is true, which ranks inherit unless it is overridden."""
+    """accelerate ignores plugins if ACCELERATE_USE_CPU is true, which ranks would inherit from the environment."""
     settings = LaunchSettings.model_validate({"use_cpu": True, "distributed_type": kind})
     environment = launched_environment(settings, {"use_cpu": "--cpu", "distributed_type": "default"})
     assert environment["ACCELERATE_USE_DEEPSPEED"] == str(kind == "DEEPSPEED").lower()
@@ -160,7 +160,7 @@ def test_variables_that_launchers_hand_on_are_read_too() -> None:
         "mixed_precision": "bf16",
         "timeout": 30.0,
     }
-    # A variable is not the launch file: what it says may fill an "auto" of a JSON config.
+    # Settings of variables, unlike those of the launch file, may fill an "auto" of a JSON config.
     handed_on = launched_environment(given.settings(), given.sources)
     assert "ACCELERATE_CONFIG_DS_FIELDS" not in handed_on
     assert json.loads(handed_on["ZEROACCEL_LAUNCH_SOURCES"])["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == (
@@ -210,7 +210,7 @@ LAUNCH: dict[str, Any] = {
 
 @pytest.fixture
 def launched(tmp_path: Path) -> Callable[[dict[str, Any], dict[str, str] | str], ExplicitSettings]:
-    """A launch that names a JSON config and gives LAUNCH, each by the same source or by one of its own."""
+    """Returns a launch with a JSON config and the settings of LAUNCH, from one source or from one per setting."""
 
     def launched(json_config: dict[str, Any], source: dict[str, str] | str) -> ExplicitSettings:
         path = tmp_path / "ds.json"
@@ -223,7 +223,7 @@ def launched(tmp_path: Path) -> Callable[[dict[str, Any], dict[str, str] | str],
     return launched
 
 
-def test_a_file_that_repeats_what_the_json_decides_is_refused_by_the_keys_it_repeats(
+def test_a_file_that_repeats_settings_of_the_json_is_refused_by_the_keys(
     launched: Callable[..., ExplicitSettings], tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match="3 settings are given twice") as caught:
@@ -244,13 +244,13 @@ def test_flags_and_variables_may_repeat_the_json_but_not_contradict_it(
         check_json(launched({**DECIDED, "gradient_accumulation_steps": 4}, source))
 
 
-def test_what_is_auto_or_absent_is_left_to_the_launch(launched: Callable[..., ExplicitSettings]) -> None:
+def test_auto_and_absent_keys_are_left_to_the_launch(launched: Callable[..., ExplicitSettings]) -> None:
     for source in ("z.yaml:1:1", "--x"):
         assert check_json(launched(ALL_AUTO, source)) is not None
         assert check_json(launched({"train_micro_batch_size_per_gpu": 1}, source)) is not None
 
 
-def test_the_other_precision_is_something_else(launched: Callable[..., ExplicitSettings]) -> None:
+def test_another_precision_conflicts(launched: Callable[..., ExplicitSettings]) -> None:
     with pytest.raises(ConfigError, match=r"--x bf16: conflicts with .*fp16.enabled true"):
         check_json(launched({"train_micro_batch_size_per_gpu": 1, "fp16": {"enabled": True}}, "--x"))
 

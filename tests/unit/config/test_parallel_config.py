@@ -1,4 +1,4 @@
-"""`ParallelConfig`: which ranks divide experts, and sizes that do not go together."""
+"""`ParallelConfig`: the ranks that divide experts, and sizes that contradict each other."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_transformers_distributed_config_is_a_mesh(caplog: pytest.LogCaptureFixt
         ({"fsdp_size": 2, "fsdp_mixed_precision": True}, "(fsdp_mixed_precision): expected False, got True; set bf16"),
     ],
 )
-def test_what_a_distributed_config_asks_for_in_vain_is_named(arguments: dict[str, Any], message: str) -> None:
+def test_unsupported_settings_of_a_distributed_config_are_refused(arguments: dict[str, Any], message: str) -> None:
     transformers = pytest.importorskip("transformers")
     with pytest.warns(FutureWarning) if "enable_expert_parallel" in arguments else nullcontext():
         config = transformers.DistributedConfig(**arguments)

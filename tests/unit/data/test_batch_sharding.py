@@ -1,4 +1,4 @@
-"""Which rank gets which samples: against a single process's order, and against accelerate's sharding."""
+"""The samples of each rank, compared with a single process's order and with accelerate's sharding."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from zeroaccel.data.batch_sharding import (
 
 
 def order(length: int, size: int, *, drop_last: bool = False) -> list[list[int]]:
-    """The batches of a single process."""
+    """Returns the batches of a single process."""
     return list(BatchSampler(SequentialSampler(range(length)), size, drop_last))
 
 
 def sharded_batches(batches: list[list[int]], rules: ShardingRules) -> list[list[RankBatch[int]]]:
-    """By rank, its batches; each rank's computed independently, as ranks do."""
+    """Returns each rank's batches, computed independently, as the ranks do."""
     return [list(batches_of_rank(shard_batches(batches, rules), rank)) for rank in range(rules.world_size)]
 
 
@@ -49,7 +49,9 @@ def samples(turns: list[RankBatch[int]]) -> list[list[int]]:
         (0, 2, {}, [[], []]),
     ],
 )
-def test_two_ranks(length: int, size: int, options: dict[str, bool], expected: list[list[list[int]]]) -> None:
+def test_batches_of_two_ranks(
+    length: int, size: int, options: dict[str, bool], expected: list[list[list[int]]]
+) -> None:
     rules = ShardingRules(2, batch_size=size, **options)
     assert [samples(turns) for turns in sharded_batches(order(length, size), rules)] == expected
 
@@ -116,7 +118,7 @@ def test_every_rank_knows_its_length_and_its_last_turn(case: dict[str, int]) -> 
 
 @settings(max_examples=300, deadline=None)
 @given(dealings)
-def test_the_same_as_accelerate_deals(case: dict[str, int]) -> None:
+def test_batches_are_those_of_accelerate(case: dict[str, int]) -> None:
     batches, rules = rules_of(case)
     sampler = BatchSampler(SequentialSampler(range(case["length"])), rules.batch_size or 1, rules.drop_last)
     for rank, turns in enumerate(sharded_batches(batches, rules)):

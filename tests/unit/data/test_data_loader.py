@@ -1,4 +1,4 @@
-"""Prepared loaders against a single-process `DataLoader`: the same order, and again after any interruption."""
+"""Prepared loaders against a single-process `DataLoader`: the same order, also after any interruption."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ReadyBatches(IterableDataset[Any]):
 
 
 class Shuffled(Sampler[int]):
-    """A sampler of the user's own, over the global generators."""
+    """A user's sampler that draws from the global generators."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -61,7 +61,7 @@ class Shuffled(Sampler[int]):
 
 
 class Active:
-    """As an accelerator's gradient state."""
+    """A stand-in for an accelerator's gradient state."""
 
     def __init__(self) -> None:
         self.loaders: list[Any] = []
@@ -70,7 +70,7 @@ class Active:
         self.loaders.append(loader)
 
     def next_batch(self) -> None:
-        """Nothing has to be saved."""
+        """Does nothing: this state saves nothing at batches."""
 
     def remove_dataloader(self, loader: Any) -> None:
         self.loaders.remove(loader)
@@ -81,13 +81,13 @@ class Active:
 
 
 def prepared(make: Make, world_size: int, **options: Any) -> list[PreparedLoader]:
-    """One loader per simulated rank, each of a loader of its own."""
+    """Returns a prepared loader for each simulated rank, each around its own `DataLoader`."""
     configuration = DataLoaderConfiguration(dispatch_batches=False, **options)
     return [prepare_data_loader(make(), configuration, rank=rank, world_size=world_size) for rank in range(world_size)]
 
 
 def gathered(loaders: list[PreparedLoader]) -> list[int]:
-    """One epoch as `gather_for_metrics` would put it together."""
+    """Returns one epoch in the order of `gather_for_metrics`."""
     found: list[int] = []
     for batches in zip(*loaders, strict=True):
         taken = torch.cat(batches).tolist()
@@ -101,7 +101,7 @@ def alone(loader: DataLoader[Any]) -> list[int]:
 
 
 def shuffled(length: int = 23, size: int = 4, **options: Any) -> Make:
-    """A loader that shuffles with a generator of its own."""
+    """Makes loaders that shuffle with their own generator."""
     return lambda: DataLoader(
         Numbers(length), size, shuffle=True, generator=torch.Generator().manual_seed(5), **options
     )
@@ -135,7 +135,7 @@ MAKERS: dict[str, Make] = {
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", MAKERS)
-def test_ranks_together_see_what_a_single_process_sees(name: str, world_size: int) -> None:
+def test_ranks_together_see_the_items_of_a_single_process(name: str, world_size: int) -> None:
     make = MAKERS[name]
     plain, loaders = make(), prepared(make, world_size)
     dropped = name == "drop_last" and world_size == 4
@@ -164,7 +164,7 @@ def test_a_batch_is_divided_on_request() -> None:
     stream=st.booleans(),
     stop=st.integers(0, 6),
 )
-def test_resuming_anywhere_goes_on_as_if_nothing_had_been(
+def test_resuming_anywhere_continues_the_order(
     length: int, part: int, world_size: int, drop_last: bool, even: bool, split: bool, stream: bool, stop: int
 ) -> None:
     size = part * world_size if split else part
@@ -189,7 +189,7 @@ def test_resuming_anywhere_goes_on_as_if_nothing_had_been(
         list(again)
         epoch = [batch.tolist() for batch in again]
         cut = state["batches"]
-        if state["epoch"] == 2:  # the last batch of the epoch had been given: the next one follows
+        if state["epoch"] == 2:  # the epoch was complete, so the next one follows
             assert rest == [batch.tolist() for batch in again]
         else:
             assert rest == epoch[cut:]
@@ -205,7 +205,7 @@ def test_noise_that_comes_with_the_data_is_the_same_after_resuming() -> None:
     found: list[list[float]] = []
     for batch in loader:
         found.append(batch.tolist())
-        torch.rand(3)  # dropout, say
+        torch.rand(3)  # such as dropout
         if len(found) == 2:
             state, drawn = loader.state_dict(), torch.get_rng_state()
     (resumed,) = prepared(make, 1)
@@ -233,7 +233,7 @@ def test_a_sampler_without_a_generator_draws_the_same_on_all_ranks_and_again() -
 
     loaders = []
     for rank in range(2):
-        torch.manual_seed(rank)  # ranks whose own random numbers differ
+        torch.manual_seed(rank)  # the ranks' own random numbers differ
         random.seed(rank)
         loaders.append(prepare_data_loader(make(), DataLoaderConfiguration(data_seed=4), rank=rank, world_size=2))
     epochs = [gathered(loaders) for _ in range(2)]
@@ -275,7 +275,7 @@ def test_set_epoch_keeps_a_loaded_position_in_that_epoch() -> None:
     assert len(list(resumed)) == 6
 
 
-def test_a_dataset_hears_of_epochs() -> None:
+def test_a_dataset_gets_the_number_of_each_epoch() -> None:
     class Told(Numbers):
         heard: list[int]
 
@@ -300,7 +300,7 @@ def test_skipping_says_where_an_epoch_starts() -> None:
     state = resumed.state_dict()
     (resumed,) = prepared(shuffled(), 1)
     resumed.load_state_dict(state)
-    rest = skip_first_batches(resumed, 2)  # as scripts do that know the position themselves
+    rest = skip_first_batches(resumed, 2)  # for scripts that record the position themselves
     assert len(rest) == 4
     assert [batch.tolist() for batch in rest] == epoch[2:]
     assert resumed.epoch == 1
@@ -364,11 +364,11 @@ def test_workers_change_nothing() -> None:
             ends.append(loader.end_of_dataloader)
         assert ends == [False] * 5 + [True]
     (stream,) = prepared(lambda: DataLoader(SizedStream(6), 2, num_workers=2), 1)
-    assert sum(len(batch) for batch in stream) == 12  # each worker reads it all, as torch's own loader does
+    assert sum(len(batch) for batch in stream) == 12  # each worker reads the whole stream, as with torch's loader
     assert stream.end_of_dataloader
 
 
-def test_it_is_a_loader_and_shows_what_was_given() -> None:
+def test_a_prepared_loader_is_a_loader_with_the_given_attributes() -> None:
     given = DataLoader(Numbers(10), 2, collate_fn=torch.tensor)
     loader = prepare_data_loader(given, rank=0, world_size=2, device="meta")
     assert isinstance(loader, DataLoader)
@@ -419,7 +419,7 @@ def test_another_number_of_ranks_goes_on_at_the_same_sample(caplog: pytest.LogCa
         (lambda: DataLoader(Numbers(4)), {"dispatch_batches": True}, "collectives with dispatch_batches"),
     ],
 )
-def test_what_cannot_be_dealt_is_named(make: Any, options: dict[str, Any], message: str) -> None:
+def test_loaders_that_cannot_be_sharded_are_refused_by_name(make: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         prepare_data_loader(make(), DataLoaderConfiguration(**options), rank=0, world_size=2)
 

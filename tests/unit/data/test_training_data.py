@@ -1,4 +1,4 @@
-"""Each rank's part of a dataset: every item, equally many, another order per epoch, and no change of the RNG."""
+"""The ranks' parts of a dataset: all items, equal sizes, another order per epoch, and an unchanged global RNG."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def batches(loader: DataLoader[Any]) -> list[list[int]]:
 
 
 def parts(dataset: Any, world_size: int, size: int = 2, **options: Any) -> list[list[list[int]]]:
-    """The batches of one epoch, rank by rank."""
+    """Returns the batches of one epoch for each rank."""
     return [batches(build_dataloader(dataset, size, rank, world_size, **options)) for rank in range(world_size)]
 
 
@@ -37,7 +37,7 @@ def items(part: list[list[int]]) -> list[int]:
     return [item for batch in part for item in batch]
 
 
-# -- with indices
+# -- map-style datasets
 
 
 @pytest.mark.parametrize(("length", "world_size"), [(12, 1), (12, 3), (13, 3), (2, 3)])
@@ -81,7 +81,7 @@ def test_workers_read_a_dataset_with_indices() -> None:
     assert [batches(loader), batches(loader)] == [batches(alone), batches(alone)]
 
 
-# -- iterable
+# -- iterable datasets
 
 
 @pytest.mark.parametrize("length", [9, 10, 11])
@@ -105,20 +105,20 @@ def test_drop_last_leaves_out_an_incomplete_round(length: int) -> None:
     assert of_rank == [list(range(rank, length - length % 3, 3)) for rank in range(3)]
 
 
-def test_an_iterable_starts_anew_in_each_epoch_and_hears_its_number() -> None:
+def test_an_iterable_restarts_in_each_epoch_and_gets_its_number() -> None:
     loader = build_dataloader(EpochStream(4), 2, 1, 2)
     assert [batches(loader), batches(loader)] == [[[1, 3]], [[101, 103]]]
 
 
 @pytest.mark.parametrize("length", [7, 8, 9])
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_the_length_of_a_sized_iterable_is_what_it_gives(length: int, drop_last: bool) -> None:
+def test_the_length_of_a_sized_iterable_is_the_number_of_batches(length: int, drop_last: bool) -> None:
     for rank in range(3):
         loader = build_dataloader(SizedStream(length), 2, rank, 3, drop_last=drop_last)
-        assert len(loader) == len(batches(loader))  # torch warns, and so fails, where they differ
+        assert len(loader) == len(batches(loader))  # a difference makes torch warn, which fails
 
 
-# -- both
+# -- both kinds
 
 
 @pytest.mark.parametrize("dataset", [Numbers(8), Stream(8)])
@@ -145,7 +145,7 @@ def test_loading_leaves_torchs_random_numbers_alone(dataset: Any) -> None:
         (Stream(4), {"num_workers": 2}, "num_workers: expected 0"),
     ],
 )
-def test_what_cannot_be_loaded_is_named(dataset: Any, options: dict[str, Any], message: str) -> None:
+def test_wrong_datasets_and_options_are_refused_by_name(dataset: Any, options: dict[str, Any], message: str) -> None:
     arguments = {"micro_batch_size": 2, "rank": 0, "world_size": 2, **options}
     with pytest.raises(UsageError, match=message):
         build_dataloader(dataset, **arguments)

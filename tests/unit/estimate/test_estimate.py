@@ -1,4 +1,4 @@
-"""Estimates against the paper's formulas, against each other, and the errors for wrong arguments."""
+"""Estimates against the paper's formulas and against each other, and the errors for wrong arguments."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_masters_as_residuals_take_2_bytes_and_a_bit() -> None:
         Workload(precision="fp16", residual_masters=True)
 
 
-def test_states_in_memory_are_two_of_each_rank_and_of_a_neighbour() -> None:
-    for stage, ranks, local, copies in ((0, 4, 4, 2), (1, 8, 1, 4), (0, 8, 1, 8)):  # at stage 0, a rank reads all
+def test_in_memory_states_are_two_of_each_rank_and_of_a_neighbour() -> None:
+    for stage, ranks, local, copies in ((0, 4, 4, 2), (1, 8, 1, 4), (0, 8, 1, 8)):  # at stage 0, resuming reads all
         work = Workload(ranks=ranks, ranks_per_machine=local, sequence=8, peer_checkpoints=True)
         (one,) = estimate(_Blocks, work, [(stage, "none", "none")])  # type: ignore[arg-type]
         assert one.host.total == one.host.saved == pytest.approx(copies * 12 * one.numel / ranks, rel=0.05)
@@ -69,7 +69,7 @@ CODE_NBYTES = {
 
 
 class _Headed(nn.Module):
-    """Layers of a size that is sharded, and a head, which libraries leave as it is."""
+    """Layers that are large enough to be sharded, and a head, which quantization libraries leave unchanged."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def test_adapters_alone_are_trained_and_a_frozen_base_counts_as_its_codes(frozen
     assert step.numel == 4 * layer
     head = 2.0 if frozen.startswith("bnb") else CODE_NBYTES[frozen]
     expected = layer * (3 * CODE_NBYTES[frozen] + head)
-    # Adapters are below the size that is sharded.
+    # Adapters are too small to be sharded.
     assert ranks * sum(nbytes for _, nbytes in step.shards) == pytest.approx(expected, rel=0.002)
 
 
@@ -149,7 +149,7 @@ def test_states_are_those_of_the_paper(precision: str) -> None:
     assert rows[3].device.params < rows[2].device.params
 
 
-def test_the_optimizer_counts() -> None:
+def test_states_depend_on_the_optimizer() -> None:
     held = {
         name: estimate(_Blocks, Workload(ranks=2, sequence=8, optimizer=name), PLAIN[1:2])[0].device.optimizer  # type: ignore[arg-type]
         for name in ("sgd", "momentum", "adam")
@@ -168,7 +168,7 @@ def test_recomputation_and_smaller_batches_take_less() -> None:
 
 def test_accumulation_keeps_unsharded_sums_below_stage_2() -> None:
     whole, sharded = estimate(_Blocks, Workload(ranks=8, sequence=8, accumulation=4), PLAIN[1:3])
-    # fp32 sums of all gradients; or the shard of them, and those in 16 bits, all of whose reductions the bucket admits.
+    # Stage 1 keeps fp32 sums of all gradients; stage 2 their shards, and 16-bit gradients, which all fit the bucket.
     assert whole.device.gradients > 3.8 * whole.numel
     assert sharded.device.total < whole.device.total - 1.5 * whole.numel
 
@@ -182,7 +182,7 @@ def test_offload_moves_bytes_and_loses_none() -> None:
         assert away.device.total == stay.device.total - stay.device.optimizer
         assert moved.optimizer == stay.device.optimizer
     everything = _of(rows, stage=3, optimizer="nvme", param="nvme")
-    # So few shards stay in memory, by max_in_cpu; the states pass through four buffers of the largest run.
+    # All shards stay in host memory, within max_in_cpu; the states pass through four buffers of the largest run.
     assert everything.disk.params == 0
     assert everything.host.params == pytest.approx(everything.numel, rel=0.05)  # 2 bytes each, on 2 ranks
     assert 0 < everything.host.optimizer < everything.disk.optimizer / 2
@@ -195,7 +195,7 @@ def test_fp32_masters_on_the_host_are_copies() -> None:
 
 
 def test_the_recommended_plan_comes_first_and_fits() -> None:
-    large = partial(_Blocks, 8192)  # more than the 10^9 elements that stage 3 may keep unsharded
+    large = partial(_Blocks, 8192)  # more than the 10^9 elements that stage 3 keeps unsharded
     workload = Workload(ranks=8, sequence=8)
     sizes = {one.stage: one.device.total for one in estimate(large, workload, PLAIN)}
     just_enough_for_3 = int((sizes[3] + sizes[2]) / 2 / 0.9)
@@ -350,7 +350,7 @@ def test_wrong_workloads_are_reported(changes: dict[str, object], message: str) 
 
 
 @pytest.mark.parametrize(("stage", "lengths_run"), [(0, [4, 5, 6]), (1, [4, 5, 6]), (3, [5, 6, 7])])
-def test_a_few_of_many_blocks_tell_of_all(stage: int, lengths_run: list[int]) -> None:
+def test_a_few_of_many_blocks_give_the_estimate_of_all(stage: int, lengths_run: list[int]) -> None:
     shape = Shape(layers=16, width=16384, inner=8192, vocabulary=1000)
 
     def build(layers: int = shape.layers) -> tuple[nn.Module, Step]:
@@ -390,10 +390,10 @@ def test_models_that_do_not_grow_evenly_are_not_lengthened() -> None:
     ("stage", "changes"),
     [(0, {}), (3, {"checkpointing": True, "accumulation": 2}), (1, {"precision": "fp32", "batch": 2})],
 )
-def test_shapes_alone_tell_what_torchs_fake_tensors_do(stage: int, changes: dict[str, object]) -> None:
+def test_shapes_alone_give_the_results_of_fake_tensors(stage: int, changes: dict[str, object]) -> None:
     workload = Workload(ranks=4, sequence=32, **changes)  # type: ignore[arg-type]
     assert subject("2m").shapes_only
-    # Not a multiple of anything, with heads that share keys, biases and one table.
+    # Irregular sizes, heads that share keys, biases, and at stage 3 tied embeddings.
     shape = Shape(3, 48, 70, 301, heads=3, head_dim=16, key_heads=1, tied=stage == 3, biased=True)
     plain = Subject("small", "", lambda: (Decoder(shape), predict_tokens), shapes_only=True)
     assert simulate(plain, workload, stage) == simulate(replace(plain, shapes_only=False), workload, stage)
@@ -482,11 +482,11 @@ def test_known_configs_have_their_published_numbers_of_parameters(name: str) -> 
     assert sum(param.numel() for param in model.parameters()) == known.numel
 
 
-def test_a_model_that_reads_pictures_is_said_to_be_without_its_tower() -> None:
+def test_the_note_of_a_vision_model_excludes_its_tower() -> None:
     for name in (*READ_PICTURES, "google/gemma-3-27b-it"):
         assert subject(name).note.endswith("only the text model, without its vision tower and projector")
     assert "tower" not in subject("gemma-3-1b").note + subject("qwen3-8b").note
-    # Every text part of a larger model is in the list, but Gemma 3 1B, which has no tower.
+    # The list has every text part of a larger model, except Gemma 3 1B, which has no tower.
     assert {name for name, one in CONFIGS.items() if one.model_type.endswith("_text")} - {"gemma-3-1b"} == {
         *READ_PICTURES
     }
@@ -501,7 +501,7 @@ def test_a_mixture_takes_memory_for_all_its_experts() -> None:
 
 
 class _Hub(http.server.BaseHTTPRequestHandler):
-    """Has one model, `someone/tiny`; `someone/gated` asks for a login."""
+    """A hub with one model, `someone/tiny`; `someone/gated` requires a login."""
 
     def do_HEAD(self) -> None:
         self._answer()
@@ -533,7 +533,7 @@ def test_names_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         for name, value in (("ENDPOINT", address), ("HF_HUB_CACHE", str(tmp_path)), ("HF_HUB_OFFLINE", False)):
             monkeypatch.setattr(constants, name, value)
         template = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-        # Before 1.0 the module that downloads has a name of its own for it.
+        # Before 1.0 the download module has its own copy of the template.
         for module in ("constants", "file_download"):
             name = f"huggingface_hub.{module}.HUGGINGFACE_CO_URL_TEMPLATE"
             monkeypatch.setattr(name, template, raising=module == "constants")
@@ -560,7 +560,7 @@ def test_names_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         (Shape(layers=2, width=1024, inner=4096, vocabulary=8192), {"accumulation": 2, "tp": 2, "batch": 2}),
     ],
 )
-def test_closed_forms_say_what_simulations_do(shape: Shape, changes: dict[str, Any]) -> None:
+def test_closed_forms_agree_with_simulations(shape: Shape, changes: dict[str, Any]) -> None:
     def build(layers: int = shape.layers) -> tuple[nn.Module, Step]:
         return Decoder(replace(shape, layers=layers)), predict_tokens
 
@@ -580,7 +580,7 @@ def test_closed_forms_say_what_simulations_do(shape: Shape, changes: dict[str, A
                     assert here == pytest.approx(there, abs=1e-4 * theirs.device.total), (one, theirs.name, place, kind)
                     assert (here == 0) == (there == 0), (one, theirs.name, place, kind)
             assert mine.sent == pytest.approx(theirs.sent, rel=1e-4)
-    assert forms.simulated == {one for one in chosen if one.shard_ranks == 1}  # it shards nothing
+    assert forms.simulated == {one for one in chosen if one.shard_ranks == 1}  # one shard rank has nothing to shard
 
 
 def test_a_closed_form_takes_nine_simulations() -> None:
@@ -595,12 +595,12 @@ def test_a_closed_form_takes_nine_simulations() -> None:
     forms = ClosedForms(at)
     for one in at:
         forms(model, one, 1)
-    # Three corners and two checks at the first two lengths; the third at one corner.
+    # Nine simulations: three corners and a check at each of the first two lengths, and one corner at the third.
     assert sorted(lengths) == [4] * 4 + [5] * 4 + [6]
 
 
 class _Scores(nn.Module):
-    """Keeps the scores of its attention, which grow with the square of a sequence."""
+    """Saves attention scores for backward, which grow with the square of the sequence."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -612,7 +612,7 @@ class _Scores(nn.Module):
         return out
 
 
-def test_what_no_closed_form_fits_is_simulated() -> None:
+def test_models_without_a_closed_form_are_simulated() -> None:
     workload = Workload(ranks=2, sequence=64)
     at = [one for one in positions(workload) if not one.checkpointing]
     forms, what = ClosedForms(at), subject(_Scores)

@@ -1,4 +1,4 @@
-"""Meshes of an estimate: parts of a model, bytes by axis and by link, the one that is recommended, and the traffic."""
+"""Meshes of an estimate: parts of a model, bytes by axis and by link, the recommended mesh, and its traffic."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _sent(workload: Workload) -> dict[str, int]:
 def test_bytes_of_each_axis_are_those_of_the_closed_forms() -> None:
     tokens, accumulation = 2 * 64, 6
     workload = Workload(ranks=2, sequence=64, batch=2)
-    # "dp": two sums over two ranks in each half of four, that is a gather and a reduction of all parameters.
+    # "dp" of four ranks: a gather and a reduction of all parameters.
     mesh = ParallelConfig(dp_shard=4)
     form = shard_traffic(mesh, [SHAPE.numel], 4, gathers=1, reductions=1)
     assert _sent(replace(workload, ranks=4))["dp"] == pytest.approx(form["dp_shard"].inside, rel=0.001)
@@ -88,7 +88,7 @@ def test_bytes_of_each_axis_are_those_of_the_closed_forms() -> None:
     mesh = ParallelConfig(dp_shard=1, sp=2)
     heads = {"heads": SHAPE.heads, "key_heads": SHAPE.key_heads, "head_width": SHAPE.head_dim}
     whole = sequence_traffic(mesh, layers=SHAPE.layers, batch=2, tokens=64, **heads, ranks_per_node=2)
-    # Positions (8 bytes of each token) and the mean of the losses (16 bytes) are left out of an estimate.
+    # An estimate leaves out positions (8 bytes per token) and the mean of the losses (16 bytes).
     assert _sent(replace(workload, sp=2))["sp"] == whole.inside - tokens // 2 * 8 - 16
     staged = replace(workload, pp=2, accumulation=accumulation)
     mesh = ParallelConfig(pp=2, dp_shard=1)
@@ -139,13 +139,13 @@ def test_ranks_divide_experts(tmp_path: Path) -> None:
     experts = 2 * 8 * 3 * 64 * 96
     dense = of_ep[1].numel - experts
     for ep, one in of_ep.items():
-        # Each rank has a fourth of all states, whoever shares the experts.
+        # Each rank has a fourth of all states, however the ranks share the experts.
         assert one.numel == dense + experts
         assert one.device.optimizer == pytest.approx(12 * one.numel / 4, rel=0.01)
         rows, counts = tokens * 2 * (ep - 1) // ep, (ep - 1) * (8 + 2) * 8
-        # Rows of 64 values in bf16, to the experts and back with a weight in fp32, forward and backward.
+        # Rows of 64 bf16 values and one fp32 weight, to the experts and back, in forward and backward.
         assert one.sent.get("ep", 0) == 2 * (rows * (2 * (2 * 64 * 2 + 4)) + counts)
-        # A gather and a sum of the experts that two ranks have, half to the other one.
+        # A gather and a sum of the experts that two ranks have; each sends half to the other.
         assert one.sent.get("dp of experts", 0) == (2 * experts / 2 * 2 / 2 if ep == 2 else 0)
     assert of_ep[4].sent["dp"] == of_ep[2].sent["dp"] < of_ep[1].sent["dp"] / 2
 
@@ -206,7 +206,7 @@ def test_parts_of_a_model_add_up_to_it() -> None:
 def test_a_model_of_transformers_is_cut_as_the_same_decoder(axes: dict[str, int], tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     if "tp" in axes and transformers.__version__.startswith("4."):
-        pytest.skip("plans of transformers 4 split fewer layers than `Decoder`, which does as those of 5")
+        pytest.skip("transformers 4 splits fewer layers than `Decoder`, which follows the plans of transformers 5")
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     workload = Workload(**{"ranks": 2, "sequence": 32, **axes})  # type: ignore[arg-type]
     (one,) = estimate(str(tmp_path), workload, [(1, "none", "none")])
@@ -235,7 +235,7 @@ def test_meshes_have_the_same_samples_per_step() -> None:
     assert {one.mesh.dp_shard * one.accumulation for one in meshes} == {24}
 
 
-def test_shares_that_cross_machines() -> None:
+def test_shares_of_traffic_that_cross_machines() -> None:
     apart = Workload(ranks=16, ranks_per_machine=4, tp=8)
     assert crossing_share(apart, "tp") == pytest.approx(2 / 8)
     assert crossing_share(Workload(ranks=16, ranks_per_machine=4, tp=4), "tp") == 0
@@ -244,7 +244,7 @@ def test_shares_that_cross_machines() -> None:
     assert crossing_share(Workload(ranks=8, ranks_per_machine=4, pp=4, accumulation=4), "pp") == pytest.approx(1 / 3)
 
 
-def test_sharing_layers_across_machines_is_said_with_numbers() -> None:
+def test_tensor_parallelism_across_machines_is_noted_with_numbers() -> None:
     what = _subject()
     words = needless_crossing(
         what, mesh_row(what, Workload(ranks=8, ranks_per_machine=2, sequence=512, batch=8, tp=4), ROOMY), ROOMY
@@ -256,7 +256,7 @@ def test_sharing_layers_across_machines_is_said_with_numbers() -> None:
 
 
 def test_the_recommended_mesh_is_the_simplest_that_fits() -> None:
-    # Room for activations of a part of the sequence only, and no host memory to offload to.
+    # Device memory for the activations of a part of the sequence only, and no host memory for offload.
     long = Workload(ranks=2, sequence=8192)
     alone = mesh_row(_subject(), long, ROOMY)
     assert alone.plan is not None
@@ -266,12 +266,10 @@ def test_the_recommended_mesh_is_the_simplest_that_fits() -> None:
     assert [row.recommended for row in rows[1:]] == [False] * (len(rows) - 1)
 
 
-def test_what_a_model_cannot_be_cut_into() -> None:
+def test_meshes_that_a_model_cannot_be_divided_into() -> None:
     row = mesh_row(_subject(), Workload(ranks=8, sequence=64, tp=8), ROOMY)
     assert row.refused == "small: tp 8: expected a divisor of its 4 heads of keys, got 8"
-    assert (
-        mesh_row(_subject(), Workload(ranks=8, sequence=64, sp=8), ROOMY).plan is not None
-    )  # heads of keys are copied
+    assert mesh_row(_subject(), Workload(ranks=8, sequence=64, sp=8), ROOMY).plan is not None  # key heads are copied
     six = mesh_row(_subject(replace(SHAPE, heads=6, key_heads=2)), Workload(ranks=4, sequence=64, tp=2, sp=2), ROOMY)
     assert six.refused == "small: sp 2: expected a divisor of its 3 heads of queries, got 2"
     tied = _subject(replace(SHAPE, tied=True))
@@ -323,7 +321,7 @@ def test_rows_in_units_of_the_model() -> None:
     assert across["replicas of one machine"] == pytest.approx(3 / 8, rel=1e-4)
 
 
-def test_one_machine_sends_nothing() -> None:
+def test_one_machine_has_no_traffic_across_machines() -> None:
     assert traffic_table(10**9, Workload(ranks=8)) == []
     alone = {row.name: row.across for row in traffic_table(10**6, Workload(ranks=2, ranks_per_machine=1))}
     assert alone["hpZ"] == alone["stage 3"]

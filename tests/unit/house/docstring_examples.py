@@ -1,7 +1,7 @@
-"""Runs every `>>>` example of the package, one after the other, in one process of a job of one rank.
+"""Runs every `>>>` example of the package in turn, in one process of a one-rank job.
 
-A program of its own, which `test_docstring_examples.py` starts in an empty folder: examples make process groups, write
-files and install import finders. Prints one line per example, and what doctest says of those that fail.
+`test_docstring_examples.py` starts this program in an empty folder, because examples create process groups, write files
+and install import finders. It prints one line per example, and doctest's report of those that fail.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ import zeroaccel
 from zeroaccel.comm.topology import destroy
 from zeroaccel.logs import logger
 
-# The command line is documented by its help, and `__main__` and `sitecustomize` are programs.
+# The command line has its help, and `__main__` and `sitecustomize` are programs.
 _NOT_IMPORTED = ("cli", "templates", "__main__", "sitecustomize")
 
-# Of what this torch has no schedules for: they keep all outputs, as those of 2.6 do.
+# Objects that need a newer torch: the pipeline schedules of torch 2.6 keep all outputs.
 _LEFT_OUT = (
     ()
     if "return_outputs" in inspect.signature(ScheduleGPipe.step).parameters
@@ -36,7 +36,7 @@ _LEFT_OUT = (
 
 
 def modules() -> Iterator[ModuleType]:
-    """Every module of the package that can be imported without running a program."""
+    """Yields the modules of the package that are safe to import."""
     yield zeroaccel
     for found in pkgutil.walk_packages(zeroaccel.__path__, "zeroaccel."):
         if not set(found.name.split(".")) & set(_NOT_IMPORTED):
@@ -44,7 +44,7 @@ def modules() -> Iterator[ModuleType]:
 
 
 def examples() -> Iterator[doctest.DocTest]:
-    """Every docstring with `>>>`, by the name of its object."""
+    """Yields the docstrings with `>>>`, each under the name of its object."""
     finder = doctest.DocTestFinder(exclude_empty=True)
     for module in modules():
         yield from (
@@ -53,13 +53,13 @@ def examples() -> Iterator[doctest.DocTest]:
 
 
 def main() -> int:
-    """Exit status 0 if all pass."""
+    """Runs the examples and returns the exit status: 0 if all pass."""
     warnings.simplefilter("ignore")
     logger.setLevel("ERROR")
     failures = 0
     found = list(examples())
     gc.collect()
-    gc.freeze()  # the libraries' own objects: collections, one per example, took nine tenths of the time
+    gc.freeze()  # excludes the libraries' objects, over which one collection per example took 90 % of the time
     for example in found:
         output = io.StringIO()
         with contextlib.redirect_stderr(io.StringIO()):

@@ -1,7 +1,7 @@
-"""What documents mention, and whether the tree has it: files, symbols, flags, variables and measured figures.
+"""Checks the mentions in documents against the tree: files, symbols, flags, variables and measured figures.
 
-A document is README.md, CONTRIBUTING.md or a page of docs/. Code spans and shell commands are read here; tests/e2e runs
-the blocks of Python.
+A document is README.md, CONTRIBUTING.md or a page of docs/. This module reads code spans and shell commands; tests/e2e
+runs the Python blocks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from zeroaccel.parallel.axes import AXES
 ROOT = Path(__file__).resolve().parents[3]
 FOLDERS = ("zeroaccel", "cli", "templates", "docs", "tests", "benchmarks", "examples", ".ci")
 
-# Owner -> names that documents mention and that the tree does not have.
+# Owner -> names that documents mention and the tree lacks.
 _FOREIGN = {
     "the reader": "ds_config.json train.py zeroaccel.yaml trace.json finished/",
     "transformers": "config.json generation_config.json TrainingArguments base_model_tp_plan load_best_model_at_end "
@@ -56,36 +56,36 @@ _RESULTS = re.compile(r"benchmarks/results/[\w.-]+\.(?:md|json)")
 
 @dataclass(frozen=True)
 class Document:
-    """A page: its place in the tree and its text."""
+    """A page: its path in the tree and its text."""
 
     path: str
     text: str
 
     def spans(self) -> Iterator[str]:
-        """Code spans outside of blocks."""
+        """Yields code spans outside of blocks."""
         yield from re.findall(r"(?<!`)`([^`\n]+)`(?!`)", re.sub(r"```.*?```", "", self.text, flags=re.DOTALL))
 
     def commands(self) -> Iterator[str]:
-        """Lines of shell blocks, without comments, and code spans that are commands."""
+        """Yields lines of shell blocks without comments, and code spans that are commands."""
         for block in re.findall(r"```sh\n(.*?)```", self.text, flags=re.DOTALL):
             for line in block.replace("\\\n", " ").splitlines():
                 yield line.partition(" #")[0]
         yield from (span for span in self.spans() if span.startswith("zeroaccel "))
 
     def sections(self) -> Iterator[str]:
-        """The text from each heading to the next, without code."""
+        """Yields the text from each heading to the next, without code blocks."""
         text = re.sub(r"```.*?```", "", self.text, flags=re.DOTALL)
         yield from re.split(r"^#+ ", text, flags=re.MULTILINE)
 
 
 def documents() -> list[Document]:
-    """Every document of the tree."""
+    """Returns every document of the tree."""
     paths = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
     return [Document(path.relative_to(ROOT).as_posix(), path.read_text()) for path in paths]
 
 
 def absent(document: Document) -> Iterator[str]:
-    """Whatever a document mentions that the tree does not have."""
+    """Yields the mentions in a document that the tree lacks."""
     for span in document.spans():
         if (file := _FILE.fullmatch(span)) is not None:
             yield from _absent_file(span, file[1])
@@ -105,11 +105,11 @@ def absent(document: Document) -> Iterator[str]:
 
 _PAGES = "api parallel zero estimate commands config_keys launch_keys environment errors deepspeed"
 GENERATED = frozenset(f"reference/{page}.md" for page in _PAGES.split())
-"""Pages that docs/site makes."""
+"""Pages that docs/site generates."""
 
 
 def unsourced(document: Document) -> Iterator[str]:
-    """Measured figures (a number and a unit, not in a code span) that no results file named in their section has."""
+    """Yields measured figures (a number and a unit, outside code spans) that no results file of their section has."""
     for section in document.sections():
         results = " ".join((ROOT / path).read_text() for path in _RESULTS.findall(section))
         for match in _FIGURE.finditer(re.sub(r"`[^`]*`|\]\([^)]*\)", "CODE", section)):
@@ -119,7 +119,7 @@ def unsourced(document: Document) -> Iterator[str]:
 
 
 def denials(text: str) -> Iterator[str]:
-    """Where a docstring says that an axis of the mesh does not exist, although the table of axes has it."""
+    """Yields statements in a docstring that deny an axis of the mesh that the table of axes has."""
     words = {"tensor": "layers", "pipeline": "stages", "sequence": "sequences"}
     axes = [word for word in words if any(word in axis.__name__.lower() for axis in AXES)]
     kinds = "|".join([*axes, *(words[axis] for axis in axes)])
@@ -137,7 +137,7 @@ def denials(text: str) -> Iterator[str]:
 
 @cache
 def tree_files() -> frozenset[str]:
-    """Every file and folder of the tree, by its path from the root; folders end in a slash."""
+    """Returns every file and folder by its path from the root; folders end in a slash."""
     found = {path.name for path in ROOT.iterdir() if path.is_file()}
     for folder in FOLDERS:
         found.add(f"{folder}/")
@@ -167,7 +167,7 @@ def _absent_file(span: str, symbol: str | None) -> Iterator[str]:
 
 @cache
 def words_of(path: Path) -> frozenset[str]:
-    """Every identifier of a Python file, also within its string literals, but not within docstrings and comments."""
+    """Returns the identifiers of a Python file, including string literals, without docstrings and comments."""
     tree = ast.parse(path.read_text())
     words: set[str] = set()
     for node in ast.walk(tree):
@@ -184,7 +184,7 @@ def words_of(path: Path) -> frozenset[str]:
 
 @cache
 def known_words() -> frozenset[str]:
-    """Identifiers of the tree, of torch and of Python."""
+    """Returns the identifiers of the tree, of torch and of Python."""
     folders = (
         "zeroaccel",
         "cli",
@@ -211,7 +211,7 @@ def known_words() -> frozenset[str]:
 
 
 def _absent_symbol(span: str) -> Iterator[str]:
-    """Identifiers of a span that look like code (an underscore, a dot, a call, two capitals) and are nowhere."""
+    """Yields identifiers that look like code (an underscore, a dot, a call, camel case) but do not exist."""
     name = re.split(r"[(\[={ ]", span, maxsplit=1)[0].rstrip(":").removeprefix("@")
     if _NAME.fullmatch(name) is None or name in FOREIGN:
         return
@@ -251,7 +251,7 @@ def _resolves(name: str) -> bool:
 
 @cache
 def known_flags() -> frozenset[str]:
-    """Flags of the command line, and of programs and examples in the tree."""
+    """Returns the flags of the command line and of programs and examples in the tree."""
     flags = {flag for name in SUB_COMMANDS for flag in _flags_of(_command(name))} | set(_flags_of(main_command))
     for folder in ("cli", "zeroaccel", "benchmarks", "examples", "tests/interop", ".ci"):
         for path in (ROOT / folder).rglob("*.py"):
@@ -286,7 +286,7 @@ def _absent_command(line: str) -> Iterator[str]:
         yield f"zeroaccel {words[1]}: no such command"
         return
     own = line.split(words[1], 1)[1]
-    own = re.split(r"\s\S+\.py\b|\s-m\s", own)[0]  # from a script on, the flags are the script's
+    own = re.split(r"\s\S+\.py\b|\s-m\s", own)[0]  # flags after a script belong to the script
     for flag in _flags_in(own):
         if flag not in known_flags() and flag not in FOREIGN:
             yield f"zeroaccel {words[1]} {flag}: no such flag"
@@ -294,5 +294,5 @@ def _absent_command(line: str) -> Iterator[str]:
 
 @cache
 def known_variables() -> Collection[str]:
-    """Environment variables of this package."""
+    """Returns the environment variables of this package."""
     return {*OTHER_VARIABLES, *(variable for name in SETTINGS for variable in variables_of(name))}

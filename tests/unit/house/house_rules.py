@@ -1,7 +1,7 @@
-"""The rules of CONTRIBUTING.md that a program can check, each a function from parsed files to violations.
+"""The rules of CONTRIBUTING.md that a program can check; each is a function from parsed files to violations.
 
-`test_house_rules.py` runs them on the tree, and on planted violations. Sorted `__all__`, line length and the like are
-ruff's; here is what ruff cannot know: which part of the package may do what.
+`test_house_rules.py` runs them on the tree and on planted violations. Ruff checks the style of single files, such as
+line length and a sorted `__all__`; the rules here concern the package: the responsibilities of its parts.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ LAYERS = (
     ("cli",),
 )
 
-# Who may read the environment, and for what. Everything else gets what it needs as an argument.
+# Files that may read the environment, with the reason. All other files take arguments.
 ENVIRONMENT_READERS = {
-    "cli/launch/agent.py": "tells torch's elastic agent, which reads it, that attempts do not share a store",
-    "cli/config/config_command.py": "whether there is somebody to ask, and where files of the user lie",
-    "cli/doctor.py": "shows the machine and the settings in force, and passes the environment to a job of its own",
-    "cli/verify.py": "passes it to jobs of its own, with an order",
+    "cli/launch/agent.py": "gives each attempt its own store in torch's elastic agent; CUDA_VISIBLE_DEVICES",
+    "cli/config/config_command.py": "detects an interactive terminal and finds the user's files",
+    "cli/doctor.py": "shows the machine and the settings in force, and passes the environment to its own job",
+    "cli/verify.py": "passes the environment to its own jobs, with a variable for `verify`",
     "cli/launch/fork_server.py": "a fork becomes a rank, whose environment comes with the request",
-    "cli/launch/forked_ranks.py": "the process that imports has the environment that all ranks of the machine share",
-    "cli/launch/launch_command.py": "the launcher's own switches, and what its plan passes on to the ranks",
-    "cli/launch/node.py": "what the launching machine hands on, for the ranks it starts",
-    "cli/launch/runner.py": "inside a rank: how many started beside it, and where to leave its error",
-    "zeroaccel/comm/environment.py": "what the launcher or a command says of the job, and the limit for hangs",
-    "zeroaccel/ops/kernel_cache.py": "where files of the user are cached",
-    "zeroaccel/compat/__main__.py": "hands the facade on to the processes that a script starts",
-    "zeroaccel/compat/startup/sitecustomize.py": "whether the facade was handed on to this process",
-    "zeroaccel/accelerate/zero_plugin.py": "what the launcher says of training",
-    "zeroaccel/initialization.py": "whether the launcher asks for a mesh that its caller says nothing of",
-    "zeroaccel/accelerate/script_calls.py": "its calls are about the environment, for scripts that import them",
+    "cli/launch/forked_ranks.py": "the importing process has the environment that all ranks of the machine share",
+    "cli/launch/launch_command.py": "the launcher's own switches, and the variables that its plan passes to ranks",
+    "cli/launch/node.py": "variables from the launching machine, for the ranks that it starts",
+    "cli/launch/runner.py": "inside a rank: the number of local ranks, and the path of its error report",
+    "zeroaccel/comm/environment.py": "the job's variables from the launcher or a command, and the hang limit",
+    "zeroaccel/ops/kernel_cache.py": "the user's cache folder",
+    "zeroaccel/compat/__main__.py": "passes the facade on to the processes that a script starts",
+    "zeroaccel/compat/startup/sitecustomize.py": "installs the facade if the parent process passes it on",
+    "zeroaccel/accelerate/zero_plugin.py": "the launcher's training settings",
+    "zeroaccel/initialization.py": "a mesh from the launcher, if the caller passes none",
+    "zeroaccel/accelerate/script_calls.py": "functions about the environment, for scripts that import them",
     "zeroaccel/logging.py": "ACCELERATE_LOG_LEVEL, the level of a script's loggers",
-    "zeroaccel/accelerate/launchers.py": "inside the ranks it starts, to tell them their places",
-    "zeroaccel/logs.py": "RANK, known before there is a process group, and the log level",
+    "zeroaccel/accelerate/launchers.py": "sets the rank variables inside the ranks that it starts",
+    "zeroaccel/logs.py": "RANK, which is known before the process group exists, and the log level",
 }
 
-# Folder -> its most code lines. A commit that raises one says what the lines are worth.
+# Folder -> its limit of code lines. A commit that raises a limit states the reason.
 MAX_CODE_LINES: Mapping[str, int] = {
     "": 860,
     "accelerate": 4075,
@@ -78,40 +78,40 @@ MAX_CODE_LINES: Mapping[str, int] = {
 LOOSE_LINES = 100
 MAX_FUNCTION_LINES, LONG_FUNCTION_LINES, MAX_LONG_FUNCTIONS = 100, 60, 8
 MAX_LINES = 900
-# Which files use CUDA by name, and for what; elsewhere a device is asked for its type and for torch's module of it.
+# Files that name CUDA, with the reason. Others use the device's type and torch.get_device_module(device).
 CUDA_FILES = {
-    "zeroaccel/accelerate/launchers.py": "whether forks may use devices is CUDA's question",
-    "zeroaccel/accelerate/script_calls.py": "scripts call it where there may be no engine",
-    "zeroaccel/compat/deepspeed_calls.py": "what DeepSpeed's function of this name does",
-    "zeroaccel/compat/deepspeed_comm.py": "scripts pass nccl where there is no CUDA",
-    "zeroaccel/compat/deepspeed_engine.py": "what DeepSpeed's methods of these names do",
+    "zeroaccel/accelerate/launchers.py": "after CUDA's initialisation, forks cannot use devices",
+    "zeroaccel/accelerate/script_calls.py": "scripts call it without an engine",
+    "zeroaccel/compat/deepspeed_calls.py": "as DeepSpeed's function of this name",
+    "zeroaccel/compat/deepspeed_comm.py": "scripts pass nccl on machines without CUDA",
+    "zeroaccel/compat/deepspeed_engine.py": "as DeepSpeed's methods of these names",
     "zeroaccel/compat/device_accelerator.py": "DeepSpeed's own name for torch.cuda",
-    "zeroaccel/offload/page_locked.py": "locks pages by the CUDA runtime",
+    "zeroaccel/offload/page_locked.py": "locks pages through the CUDA runtime",
     "zeroaccel/ops/device_kernels.py": "kernels in CUDA C++",
-    "zeroaccel/seeds.py": "its argument takes accelerate's names of generators",
-    "zeroaccel/ops/nvrtc.py": "compiles and launches them",
-    "cli/doctor.py": "shows NCCL, kernels and copies of CUDA",
+    "zeroaccel/seeds.py": "its argument takes accelerate's names for generators",
+    "zeroaccel/ops/nvrtc.py": "compiles and launches the kernels",
+    "cli/doctor.py": "tests NCCL, kernels and copies on CUDA devices",
     "cli/machine.py": "lists GPUs",
-    "cli/launch/fork_server.py": "whether forks may use devices is CUDA's question",
+    "cli/launch/fork_server.py": "after CUDA's initialisation, forks cannot use devices",
 }
-# Which files may be longer, and why.
+# Files that may be longer, with the reason.
 LONG_FILES = {
-    "zeroaccel/zero/engine_base.py": "one class: the step, and the documented calls of programs, which delegate",
-    "zeroaccel/checkpoint/zero_to_fp32.py": "a whole program, copied beside checkpoints; it may import no other file",
+    "zeroaccel/zero/engine_base.py": "one class: the step, and documented methods, which delegate",
+    "zeroaccel/checkpoint/zero_to_fp32.py": "a whole program, copied next to checkpoints; it may import no other file",
 }
-# Which files outside zero/hooks.py register hooks, and for what.
+# Files besides zero/hooks.py that register hooks, with the reason.
 HOOKS_ELSEWHERE = {
-    "zeroaccel/telemetry/performance.py": "counts what a mixture's experts are passed, on the rank that reports",
-    "zeroaccel/parallel/ulysses.py": "arguments of one model's forward, also where there is no engine yet",
-    "zeroaccel/parallel/tensor.py": "hooks that torch's styles of tensor parallelism make for split layers",
-    "zeroaccel/parallel/tensor_modules.py": "inputs and outputs of the modules whose parameters ranks share",
+    "zeroaccel/telemetry/performance.py": "counts the tokens of a mixture's experts on the reporting rank",
+    "zeroaccel/parallel/ulysses.py": "arguments of one model's forward, also before an engine exists",
+    "zeroaccel/parallel/tensor.py": "hooks that torch's tensor-parallel styles make for split layers",
+    "zeroaccel/parallel/tensor_modules.py": "inputs and outputs of modules whose parameters ranks share",
 }
 MESH_AXES = frozenset({"pp", "dp_replicate", "dp_shard", "sp", "tp", "ep"})
 STORAGE_FOLDER = "zeroaccel/zero/storage"
-# What distinguishes storages from each other, and how many functions outside their folder may ask for it.
+# Attributes that distinguish storages, and the number of functions outside their folder that may read them.
 STORAGE_KINDS = {"aliases_weights", "is_replicated", "is_swapped", "reads_weights"}
 MAX_STORAGE_QUESTIONS = 15
-# What people import by name, besides packages and the modules directly in zeroaccel/. Elsewhere underscores do.
+# Modules with public names, besides packages and the modules directly in zeroaccel/. Others mark private names by `_`.
 PUBLIC_MODULES = {
     "zeroaccel.checkpoint.consolidate",
     "zeroaccel.comm.collectives",
@@ -121,19 +121,19 @@ PUBLIC_MODULES = {
     "zeroaccel.config.launch.launch_file",
 }
 MAX_LOOSE_MODULES = 8
-# Modules and packages with the names of accelerate's, so that a script changes nothing but the package's name. They do
-# not count as loose, and may be called `utils`.
+# Modules and packages named as in accelerate, so that scripts change only the package's name. They do not count as
+# loose, and may be called `utils`.
 NAMED_BY_ACCELERATE = {"data_loader", "local_sgd", "logging", "state", "tracking", "utils"}
 SMALL_MODULE_LINES = 60
-# Modules with one importer and under 60 code lines that are not merged into it, and why.
+# Modules with one importer and under 60 code lines that remain separate, with the reason.
 SMALL_MODULES = {
-    "zeroaccel/ops/changed.py": "a compiled loop, which belongs with the others whose files its cache depends on",
-    "zeroaccel/ops/kernel_cache.py": "reads the environment, and knows neither kernels nor a compiler",
-    "zeroaccel/accelerate/beside_accelerate.py": "the one file that touches another library's modules, and undoes it",
-    "cli/launch/launch_memory.py": "files that outlive processes; `agent.py` is about processes",
-    "zeroaccel/offload/device_lane.py": "streams and copies, of which the tables that import it and `ops` know nothing",
+    "zeroaccel/ops/changed.py": "a compiled loop, next to the others whose files its cache depends on",
+    "zeroaccel/ops/kernel_cache.py": "reads the environment; is independent of kernels and compiler",
+    "zeroaccel/accelerate/beside_accelerate.py": "the one file that changes another library's modules, and undoes it",
+    "cli/launch/launch_memory.py": "files that outlive processes; `agent.py` handles processes",
+    "zeroaccel/offload/device_lane.py": "streams and copies, from which `ops` and the importing tables are independent",
 }
-# Inside zeroaccel/zero/, from the bottom; a module imports from its own row and below.
+# Modules of zeroaccel/zero/ from the bottom; a module imports from its own row and below.
 ENGINE_LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "compiled",
@@ -160,8 +160,8 @@ ENGINE_LAYERS: tuple[tuple[str, ...], ...] = (
     ("engine_base",),
     ("engine", "access.deferred_init", "access.load_safetensors"),
 )
-# Words that the field does not use for what they were used for here, and people as subjects where a rank, a class or a
-# tensor acts. Comments, docstrings and names count; messages for people do not.
+# Former metaphors, and people as subjects in place of components. The rule reads comments, docstrings and names, but
+# not messages.
 OLD_WORDS = re.compile(
     r"\b(keepers?|couriers?|farewell|whereabouts|errands?|outings?|lend(s|ers?|ing)?|lent|borrow(s|ed|ers?|ing)?"
     r"|somebody|someone|anybody|anyone|nobody|whoever)\b",
@@ -205,23 +205,23 @@ class Source:
 
     @cached_property
     def nodes(self) -> tuple[ast.AST, ...]:
-        """Every node of the tree; a dozen rules go through all of them."""
+        """All nodes of the tree, cached because a dozen rules read them."""
         return tuple(ast.walk(self.tree))
 
     @cached_property
     def import_nodes(self) -> tuple[ast.Import | ast.ImportFrom, ...]:
-        """Every import, in a function or for typing included; three rules follow them."""
+        """All imports, including those in functions and for typing, cached for three rules."""
         return tuple(node for node in self.nodes if isinstance(node, (ast.Import, ast.ImportFrom)))
 
     @property
     def folder(self) -> str:
-        """The folder this file belongs to: "comm" for zeroaccel/comm/..., "" for zeroaccel/*.py, "cli" for cli/..."""
+        """The file's folder: "comm" for zeroaccel/comm/..., "" for zeroaccel/*.py, "cli" for cli/..."""
         parts = self.path.parts
         return parts[0] if parts[0] != "zeroaccel" else "/".join(parts[1:-1]).split("/")[0]
 
     @property
     def code_lines(self) -> int:
-        """Lines that bear a token; docstrings, comments and blank lines do not count."""
+        """Number of lines with code, without docstrings, comments and blank lines."""
         bearing: set[int] = set()
         for token in tokenize.generate_tokens(io.StringIO(self.text).readline):
             if token.type not in _NO_CODE:
@@ -236,7 +236,7 @@ class Source:
         return len(bearing)
 
     def prose(self) -> Iterator[tuple[int, str]]:
-        """Comments, docstrings and names, by line."""
+        """Yields comments, docstrings and names with their lines."""
         for token in tokenize.generate_tokens(io.StringIO(self.text).readline):
             if token.type in (tokenize.COMMENT, tokenize.NAME):
                 yield token.start[0], token.string.replace("_", " ")
@@ -257,20 +257,20 @@ Rule = Callable[[Mapping[str, Source]], Iterable[str]]  # from files by module n
 
 
 def module_name(path: PurePosixPath) -> str:
-    """The name a file of the package is imported by: cli/main.py is zeroaccel.cli.main."""
+    """Returns the module name of a file in the package; cli/main.py is zeroaccel.cli.main."""
     parts = path.with_suffix("").parts
     parts = parts[:-1] if parts[-1] == "__init__" else parts
     return ".".join(parts if parts[0] == "zeroaccel" else ("zeroaccel", *parts))
 
 
 def _layer(module: str) -> int:
-    """The height of a module of the package; a module may import from its own height and below."""
+    """Returns the module's row in `LAYERS`; a module may import from its own row and those before it."""
     part = module.split(".")[1] if "." in module else "(faces)"
     return next((height for height, parts in enumerate(LAYERS) if part in parts), LAYERS.index(("(faces)",)))
 
 
 def _imports(source: Source, modules: Collection[str]) -> Iterator[tuple[ast.stmt, str]]:
-    """The modules of the package that a file imports anywhere, in a function or for typing included."""
+    """Yields the package's modules that a file imports, including imports in functions and for typing."""
     here = module_name(source.path)
     package = here if source.path.name == "__init__.py" else here.rpartition(".")[0]
     for node in source.import_nodes:
@@ -281,7 +281,7 @@ def _imports(source: Source, modules: Collection[str]) -> Iterator[tuple[ast.stm
             if node.level:
                 parent = package.split(".")[: len(package.split(".")) - node.level + 1]
                 base = ".".join([*parent, base] if base else parent)
-            # `from package import name` means the module of that name where there is one.
+            # `from package import name` refers to the module of that name if it exists.
             targets = [f"{base}.{alias.name}" if f"{base}.{alias.name}" in modules else base for alias in node.names]
         for target in targets:
             if target == "zeroaccel" or target.startswith("zeroaccel."):
@@ -299,20 +299,20 @@ FACADES = ("accelerate", "compat", "cli")
 
 
 def core_knows_no_facade(package: Mapping[str, Source]) -> Iterator[str]:
-    """The core has no base class for a facade, and facades set no attribute of an engine that is not their own."""
+    """The core has no base class for a facade, and facades set only attributes of engines that they define."""
     for source in package.values():
         classes = [node for node in source.nodes if isinstance(node, ast.ClassDef)]
         if source.folder not in FACADES:
             for node in classes:
                 if "AssertionError" in map(_last_name, node.bases):
-                    yield source.at(node, f"{node.name} is an AssertionError, which compat/assertions.py is for")
+                    yield source.at(node, f"{node.name} is an AssertionError; define it in compat/assertions.py")
             continue
         own = {_last_name(item.target) for node in classes for item in node.body if isinstance(item, ast.AnnAssign)}
         for node in source.nodes:
             if not isinstance(node, ast.Attribute) or isinstance(node.ctx, ast.Load) or node.attr in own:
                 continue
             if _last_name(node.value).lstrip("_") == "engine":
-                yield source.at(node, f"sets engine.{node.attr}; say it in the JobSpec of the engine")
+                yield source.at(node, f"sets engine.{node.attr}; add a field to the engine's JobSpec")
 
 
 def imports_have_no_circle(package: Mapping[str, Source]) -> Iterator[str]:
@@ -348,9 +348,9 @@ def process_groups_are_made_in_one_file(package: Mapping[str, Source]) -> Iterat
 
 
 def threads_are_started_in_one_file(package: Mapping[str, Source]) -> Iterator[str]:
-    """A thread whose device nobody names works on GPU 0."""
+    """A thread without an explicit device works on GPU 0."""
     for source in _outside(package, "zeroaccel/ops/device_threads.py"):
-        if source.folder != "cli" and source.path.name != "zero_to_fp32.py":  # no CUDA; and a program by itself
+        if source.folder != "cli" and source.path.name != "zero_to_fp32.py":  # no CUDA; a separate program
             for node in source.nodes:
                 if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in _THREAD_MAKERS:
                     yield source.at(node, f"{ast.unparse(node.func)} belongs in ops/device_threads.py")
@@ -363,24 +363,24 @@ def the_environment_is_read_where_the_table_says(package: Mapping[str, Source]) 
     for source in package.values():
         for node in source.nodes:
             if _reads_environment(node) and str(source.path) not in ENVIRONMENT_READERS:
-                yield source.at(node, "reads the environment; take an argument, or give a reason in the table")
+                yield source.at(node, "reads the environment; take an argument, or add the file to ENVIRONMENT_READERS")
 
 
 def every_environment_reader_in_the_table_is_one(package: Mapping[str, Source]) -> Iterator[str]:
     readers = {str(source.path) for source in package.values() if any(map(_reads_environment, source.nodes))}
     for path in sorted(set(ENVIRONMENT_READERS) - readers):
-        yield f"{path}: is in the table of readers of the environment and reads nothing from it"
+        yield f"{path}: does not read the environment; remove it from ENVIRONMENT_READERS"
 
 
 def devices_are_asked_for_their_type(package: Mapping[str, Source]) -> Iterator[str]:
-    """No other file than those of `CUDA_FILES` uses `torch.cuda` or compares with "cuda"."""
+    """Only the files of `CUDA_FILES` use `torch.cuda` or compare with "cuda"."""
     for source in package.values():
         for node in source.nodes:
             compared = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
             names = {each.value for each in compared if isinstance(each, ast.Constant)}
             meant = "cuda" in names or (isinstance(node, ast.Attribute) and _dotted(node) == "torch.cuda")
             if meant and str(source.path) not in CUDA_FILES:
-                yield source.at(node, "names CUDA; use torch.get_device_module(device), or give a reason in the table")
+                yield source.at(node, "names CUDA; use torch.get_device_module(device), or add the file to CUDA_FILES")
 
 
 def public_modules_have_all(package: Mapping[str, Source]) -> Iterator[str]:
@@ -392,13 +392,13 @@ def public_modules_have_all(package: Mapping[str, Source]) -> Iterator[str]:
             if package_with_names or loose or name in PUBLIC_MODULES:
                 yield source.at(1, "has no __all__")
             continue
-        if isinstance(lists[-1].value, ast.Call):  # type: ignore[attr-defined]  # made of a table
+        if isinstance(lists[-1].value, ast.Call):  # type: ignore[attr-defined]  # computed from a table
             continue
         names = ast.literal_eval(lists[-1].value)  # type: ignore[attr-defined]
         if len(names) != len(set(names)):
-            yield source.at(lists[-1], "__all__ names something twice")
+            yield source.at(lists[-1], "__all__ has a name twice")
         if private := [name for name in names if name.startswith("_") and not name.startswith("__")]:
-            yield source.at(lists[-1], f"__all__ offers private names: {private}")
+            yield source.at(lists[-1], f"__all__ has private names: {private}")
 
 
 def stages_are_compared_in_config_only(package: Mapping[str, Source]) -> Iterator[str]:
@@ -412,7 +412,7 @@ def stages_are_compared_in_config_only(package: Mapping[str, Source]) -> Iterato
             elif isinstance(node, ast.Match):
                 operands = [node.subject]
             if any(re.search(r"(^|_)stage$", _last_name(operand)) for operand in operands):
-                yield source.at(node, "asks for the stage; a stage is data: ask ShardPlan or TierPlan")
+                yield source.at(node, "compares the stage; a stage is data: use ShardPlan or TierPlan")
 
 
 def axes_are_named_in_parallel_only(package: Mapping[str, Source]) -> Iterator[str]:
@@ -420,7 +420,7 @@ def axes_are_named_in_parallel_only(package: Mapping[str, Source]) -> Iterator[s
         for node in source.nodes if source.folder in ("zero", "checkpoint", "setup") else ():
             name = getattr(node, "value" if isinstance(node, ast.Constant) else "attr", None)
             if name in MESH_AXES:
-                yield source.at(node, f"names the axis {name}; ask the `Axis`, or the ParallelConfig for its groups")
+                yield source.at(node, f"names the axis {name}; use the `Axis`, or the groups of the ParallelConfig")
 
 
 def storages_are_asked_for_their_kind_rarely(package: Mapping[str, Source]) -> Iterator[str]:
@@ -433,7 +433,7 @@ def storages_are_asked_for_their_kind_rarely(package: Mapping[str, Source]) -> I
                 asking.append(source.at(node, node.name))
     if len(asking) > MAX_STORAGE_QUESTIONS:
         listed = "; ".join(asking)
-        yield f"{len(asking)} functions ask which storage they have, more than {MAX_STORAGE_QUESTIONS}: {listed}"
+        yield f"{len(asking)} functions ask for the kind of storage, more than {MAX_STORAGE_QUESTIONS}: {listed}"
 
 
 def _asks_for_a_storage_kind(node: ast.AST) -> bool:
@@ -456,7 +456,7 @@ def no_name_is_used_twice(package: Mapping[str, Source]) -> Iterator[str]:
             yield source.at(1, f"{first.path} has the same file name")
     for (first, _), *places in classes.values():
         for source, node in places:
-            yield source.at(node, f"class {node.name} is in {first.path}, too")
+            yield source.at(node, f"class {node.name} is in {first.path}, too: rename one")
 
 
 def few_modules_are_loose(package: Mapping[str, Source]) -> Iterator[str]:
@@ -478,9 +478,9 @@ def small_modules_have_several_importers(package: Mapping[str, Source]) -> Itera
             continue
         if small:
             (importer,) = importers[name]
-            yield source.at(1, f"small, and imported by {importer} alone: merge it, or give a reason in the table")
+            yield source.at(1, f"small, and imported by {importer} alone: merge it, or add it to SMALL_MODULES")
         else:
-            yield source.at(1, "is in the table of small modules with one importer, and is none")
+            yield source.at(1, "is not a small module with one importer: remove it from SMALL_MODULES")
 
 
 def the_engine_imports_downwards(package: Mapping[str, Source]) -> Iterator[str]:
@@ -500,7 +500,7 @@ def old_words_are_gone(package: Mapping[str, Source]) -> Iterator[str]:
     for source in package.values():
         for number, line in source.prose():
             if found := OLD_WORDS.search(line):
-                yield source.at(number, f"{found.group()!r}: take the field's word; the subject is a component")
+                yield source.at(number, f"{found.group()!r}: use a standard term, and a component as the subject")
 
 
 def variables_say_what_they_are(package: Mapping[str, Source]) -> Iterator[str]:
@@ -513,11 +513,11 @@ def variables_say_what_they_are(package: Mapping[str, Source]) -> Iterator[str]:
             else:
                 continue
             if name.strip("_") in PARTICIPLES:
-                yield source.at(node, f"{name!r} says what was done to it, not what it is")
+                yield source.at(node, f"{name!r} is a participle: name the variable by a noun")
 
 
 def functions_stay_short(package: Mapping[str, Source]) -> Iterator[str]:
-    """None above `MAX_FUNCTION_LINES`, docstring included; few above `LONG_FUNCTION_LINES`."""
+    """No function has more than `MAX_FUNCTION_LINES`, docstring included, and few more than `LONG_FUNCTION_LINES`."""
     found: list[tuple[int, str]] = []
     for source in package.values():
         for node in source.nodes:
@@ -535,7 +535,7 @@ def functions_stay_short(package: Mapping[str, Source]) -> Iterator[str]:
 
 
 def folders_keep_their_size(package: Mapping[str, Source]) -> Iterator[str]:
-    """No folder has more code lines than `MAX_CODE_LINES` says, nor so few that the limit holds nothing."""
+    """No folder exceeds its limit in `MAX_CODE_LINES` or is more than `LOOSE_LINES` below it."""
     lines: Counter[str] = Counter()
     for source in package.values():
         lines[source.folder] += source.code_lines
@@ -550,7 +550,7 @@ def folders_keep_their_size(package: Mapping[str, Source]) -> Iterator[str]:
 def files_stay_short(files: Mapping[str, Source]) -> Iterator[str]:
     for source in files.values():
         if (length := len(source.text.splitlines())) > MAX_LINES and str(source.path) not in LONG_FILES:
-            yield source.at(1, f"{length} lines, more than {MAX_LINES}: more than one reason to change")
+            yield source.at(1, f"{length} lines, more than {MAX_LINES}: split it by responsibility")
 
 
 _CLASS = re.compile(r"^\s*class (\w+)", re.MULTILINE)
@@ -563,18 +563,18 @@ def names_say_something(files: Mapping[str, Source]) -> Iterator[str]:
             path = PurePosixPath(*path.parts[2:])
         for part in path.parts:
             if NAMELESS & set(part.lower().split("_")):
-                yield source.at(1, f"{part!r} says nothing about what is in it")
+                yield source.at(1, f"{part!r} does not describe the contents")
         for found in _CLASS.finditer(source.text):
             if NAMELESS & set(re.findall(r"[a-z]+", _spaced(found[1]))):
                 line = source.text.count("\n", 0, found.start(1)) + 1
-                yield source.at(line, f"class {found[1]}: the name says nothing about what it is")
+                yield source.at(line, f"class {found[1]}: the name does not describe the class")
 
 
 def nothing_is_left_open(files: Mapping[str, Source]) -> Iterator[str]:
     for source in files.values():
         for number, line in enumerate(source.text.splitlines(), start=1):
             if found := OPEN_ENDS.search(line):
-                yield source.at(number, f"{found.group()}: finish it or file it")
+                yield source.at(number, f"{found.group()}: finish it, or open an issue")
 
 
 def _outside(package: Mapping[str, Source], path: str) -> Iterator[Source]:
@@ -583,9 +583,9 @@ def _outside(package: Mapping[str, Source], path: str) -> Iterator[Source]:
 
 @cache
 def _names_of_torch_distributed(tree: ast.Module) -> list[tuple[ast.AST, str]]:
-    """What a file takes from torch.distributed or its submodules, whatever it calls them: (node, name) pairs."""
+    """Returns (node, name) for each use of torch.distributed or its submodules, under any alias."""
     found: list[tuple[ast.AST, str]] = []
-    modules = {"torch.distributed"}  # dotted expressions that mean a module of torch.distributed
+    modules = {"torch.distributed"}  # expressions for modules of torch.distributed
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             modules |= {alias.asname for alias in node.names if alias.asname and _distributed(alias.name)}

@@ -1,4 +1,4 @@
-"""The diagrams of docs/how_it_works.md: as the code draws them now, well-formed, and saying what its plans say."""
+"""The diagrams of docs/how_it_works.md: up to date, well-formed, and consistent with the plans of the code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples in docstrings run as they are written."""
+"""The examples in docstrings run and give the documented results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LIMIT_SECONDS = 120
 
 
 @pytest.mark.timeout(time_limits.seconds(LIMIT_SECONDS + 60))
-def test_every_example_gives_what_it_says(tmp_path: Path) -> None:
+def test_every_example_gives_the_documented_result(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "tests.unit.house.docstring_examples"]
     done = run_command(words, LIMIT_SECONDS, {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}, tmp_path)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"

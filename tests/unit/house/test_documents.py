@@ -1,4 +1,4 @@
-"""Documents mention files, symbols, flags and figures that exist; docstrings deny nothing that a table has."""
+"""Documents mention existing files, symbols, flags and figures; docstrings do not deny existing axes of the mesh."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.unit.house.documents import ROOT, Document, absent, denials, document
 
 
 @pytest.mark.parametrize("document", documents(), ids=lambda document: document.path)
-def test_a_document_mentions_what_exists(document: Document) -> None:
+def test_documents_mention_existing_things_only(document: Document) -> None:
     assert list(dict.fromkeys(absent(document))) == []
 
 

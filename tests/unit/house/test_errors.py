@@ -19,7 +19,7 @@ def test_long_lists_are_cut(names: list[str], expected: str) -> None:
     assert listed(names, most=2) == expected
 
 
-def test_an_address_comes_first_and_what_to_do_last() -> None:
+def test_the_address_comes_first_and_the_remedy_last() -> None:
     assert (
         compose("ds.json:1:2: a", expected="1", got=None, fix="write 1")
         == "ds.json:1:2: a: expected 1, got None; write 1"

@@ -1,4 +1,4 @@
-"""`tests/interop/suites`: what becomes of other projects' tests in its tables; their processes have the facade."""
+"""`tests/interop/suites`: the outcomes of other projects' tests in its tables; their processes have the facade."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def harness(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def test_outcomes_are_counted_by_file_and_told_with_their_reason(harness: ModuleType, tmp_path: Path) -> None:
+def test_outcomes_are_counted_by_file_and_listed_with_their_reasons(harness: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "test_told.py").write_text(_FOREIGN)
     environment = harness.facade_environment({})
     found = harness.run_files(["test_told.py"], source=tmp_path, environment=environment, limit_seconds=120)
@@ -70,7 +70,7 @@ def test_a_file_that_cannot_be_read_counts_as_failed(harness: ModuleType, tmp_pa
     assert "SyntaxError" in outcome.text
 
 
-def test_a_cause_never_excuses_what_passed(harness: ModuleType) -> None:
+def test_a_cause_does_not_apply_to_a_test_that_passed(harness: ModuleType) -> None:
     passed = harness.Outcome("a.py", "test", harness.PASSED)
     assert harness.explained([passed], [harness.Cause("it cannot")]) == [passed]
 
@@ -87,7 +87,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def test_what_a_row_lacks_is_named(scripts: ModuleType, tmp_path: Path) -> None:
+def test_missing_requirements_of_a_row_are_named(scripts: ModuleType, tmp_path: Path) -> None:
     row = scripts.Script("row", "project/train.py", launch="--config_file {sources}/project/zero2.yaml --num_gpus 2")
     assert scripts.missing(row, tmp_path) == f"{tmp_path}/project/train.py, {tmp_path}/project/zero2.yaml"
     (tmp_path / "project").mkdir()

@@ -1,4 +1,4 @@
-"""`benchmarks/gpu` on a machine without a GPU: every part is skipped by name, and the command ends well."""
+"""`benchmarks/gpu` on a machine without a GPU: it skips every part by name and exits with 0."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.scripts import load_script
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """The command, with its modules found as when it is run, and without a device."""
+    """The command with its own module path, on a machine without a device."""
     monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks" / "gpu"), str(ROOT / "benchmarks"), *sys.path])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     program: ModuleType = load_script("benchmarks/gpu/__main__.py")
@@ -52,7 +52,7 @@ def test_figures_of_earlier_runs_are_kept(gpu: Callable[..., int], tmp_path: Pat
     assert "of another machine" not in report.read_text()
 
 
-def test_the_programs_beside_ours_step_without_a_gpu(gpu: Callable[..., int]) -> None:
+def test_the_programs_for_comparison_step_without_a_gpu(gpu: Callable[..., int]) -> None:
     contenders = importlib.import_module("contenders_on_gpu")
     try:
         for make in (contenders.torch_step, contenders.fsdp2_step):

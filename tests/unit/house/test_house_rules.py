@@ -1,4 +1,4 @@
-"""The house rules hold in the tree, and each of them finds a planted violation."""
+"""The tree obeys the house rules, and each rule finds a planted violation."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _name(value: object) -> str:
     return getattr(value, "__name__", "")
 
 
-# Broken trees of each rule: path and text of its file, or a dict of files, and where the complaint has to point.
+# Violations of each rule: path and text of a file, or a dict of files, and a part of the complaint.
 BROKEN: dict[Rule, list[tuple[Any, ...]]] = {
     rules.imports_point_down: [
         ("zeroaccel/comm/a.py", "from zeroaccel.zero.engine import Engine", "zeroaccel/comm/a.py:1"),
@@ -217,7 +217,7 @@ def test_documents_import_public_names_only() -> None:
     assert not [(module, name) for module, name in imported - packages if name not in import_module(module).__all__]
 
 
-# What a rule must let pass.
+# Trees that a rule must accept.
 SOUND: list[tuple[Rule, dict[str, str]]] = [
     (
         rules.imports_point_down,
@@ -242,7 +242,7 @@ SOUND: list[tuple[Rule, dict[str, str]]] = [
 
 
 @pytest.mark.parametrize(("rule", "files"), SOUND, ids=_name)
-def test_what_is_sound_passes(rule: Rule, files: dict[str, str]) -> None:
+def test_sound_trees_pass(rule: Rule, files: dict[str, str]) -> None:
     assert not list(rule(_planted(files)))
 
 

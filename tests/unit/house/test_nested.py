@@ -1,4 +1,4 @@
-"""Nested containers of tensors: every kind that a model or a loader gives keeps its type and its order."""
+"""Nested containers of tensors: every kind that a model or a loader returns keeps its type and order."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Batch(NamedTuple):
 
 
 class Tokens(UserDict):  # type: ignore[type-arg]
-    """As transformers' BatchEncoding: a mapping that is no dict, with a `to` of its own."""
+    """Like transformers' BatchEncoding: a mapping that is not a dict, with its own `to`."""
 
     def to(self, device: str) -> Tokens:
         return Tokens({key: value.to(device) for key, value in self.items()})
 
 
 class Output(OrderedDict):  # type: ignore[type-arg]
-    """As transformers' ModelOutput before it is registered with pytree."""
+    """Like transformers' ModelOutput before its registration with pytree."""
 
 
 class Rows(list):  # type: ignore[type-arg]
@@ -53,7 +53,7 @@ class Record:
 
 
 class Fixed(UserDict):  # type: ignore[type-arg]
-    """A mapping that cannot be made of a dict."""
+    """A mapping whose constructor takes no dict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def test_containers_keep_type_and_order(data: Any) -> None:
         assert list(mapped) == list(data)
 
 
-def test_what_is_no_container_stays_the_same_object() -> None:
+def test_objects_that_are_not_containers_stay_the_same() -> None:
     record, boxes = Record(torch.ones(2)), Boxes(torch.ones(2))
     mapped = _negated([record, boxes, "text", 3])
     assert mapped[0] is record
@@ -101,7 +101,7 @@ def test_what_is_no_container_stays_the_same_object() -> None:
     assert list(tensors_of([record, boxes])) == []
 
 
-def test_a_mapping_that_cannot_be_made_of_a_dict_becomes_one() -> None:
+def test_a_mapping_that_takes_no_dict_becomes_a_dict() -> None:
     mapped = _negated(Fixed())
     assert type(mapped) is dict
     assert torch.equal(mapped["a"], -torch.ones(2))
@@ -127,7 +127,7 @@ def test_sizes_of_batches() -> None:
     assert batch_size_of({"a": 1}) is None
 
 
-def test_moving_asks_objects_that_can_move_themselves() -> None:
+def test_objects_with_a_method_to_move_themselves_use_it() -> None:
     boxes = Boxes(torch.ones(2))
     assert to_device(boxes, "meta").device == "meta"
     moved = to_device([boxes, torch.ones(2), ("text", Tokens({"ids": torch.ones(1)}))], "meta")

@@ -1,4 +1,4 @@
-"""setup.cfg and constraints.txt agree with the tree: a forgotten package is missing only once installed."""
+"""setup.cfg and constraints.txt agree with the tree; otherwise an installation would lack a package."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_sources_of_kernels_are_package_data(setup_cfg: configparser.ConfigParse
     assert [path.name for path in (ROOT / "zeroaccel").rglob("*.cu")] == ["device_kernels.cu"]
 
 
-def test_what_make_test_installs_is_pinned_with_torch_first(setup_cfg: configparser.ConfigParser) -> None:
+def test_packages_of_make_test_are_pinned_with_torch_first(setup_cfg: configparser.ConfigParser) -> None:
     pins = _words((ROOT / "constraints.txt").read_text())
     assert pins[0] == "torch==2.13.0"
     assert all(re.fullmatch(r"[\w.-]+==[\w.]+", pin) for pin in pins)

@@ -1,4 +1,4 @@
-"""A release is of one version everywhere, is made of what is tracked, and says what is wrong with it."""
+"""Releases have one version everywhere, contain the tracked files, and report their mistakes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CITATION = 'cff-version: 1.2.0\nversion: 1.2.3\ndate-released: "2026-01-31"\n'
 release, versions = load_script(".ci/release.py"), load_script(".ci/versions.py")
 
 
-def test_one_version() -> None:
+def test_the_version_is_the_same_everywhere() -> None:
     assert release.version_of(ROOT) == zeroaccel.__version__
     assert f"\nversion: {zeroaccel.__version__}\n" in (ROOT / "CITATION.cff").read_text()
     headings = [line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("## ")]
@@ -84,7 +84,7 @@ def _archives(folder: Path, in_wheel: list[str], in_sdist: list[str]) -> tuple[P
     return wheel, sdist
 
 
-def test_what_is_missing_or_too_much_in_an_archive_is_named(tmp_path: Path) -> None:
+def test_missing_and_superfluous_files_of_an_archive_are_named(tmp_path: Path) -> None:
     wheel, sdist = list(release._IN_WHEEL), list(release._IN_SDIST)
     release.check_contents(*_archives(tmp_path, wheel, sdist))
     with pytest.raises(release.ReleaseError, match=r"it.tar.gz: constraints.txt not in it; see MANIFEST.in"):
@@ -117,14 +117,14 @@ def test_a_release_is_built_and_installed(tmp_path: Path) -> None:
     words = [sys.executable, ROOT / ".ci" / "release.py", "--allow-dirty", "--borrow", "--out", tmp_path]
     result = run_command(words, timeout=500, cwd=ROOT)
     if release.version_of(ROOT) not in (ROOT / "CHANGELOG.md").read_text().partition("\n## ")[2].partition("\n")[0]:
-        assert "CHANGELOG.md" in result.stderr  # between releases nothing can be released
+        assert "CHANGELOG.md" in result.stderr  # the tree is between two releases
         return
     assert result.returncode == 0, result.stderr
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_rows_are_the_edges_of_what_is_allowed() -> None:
-    """The lower bounds that setup.cfg promises are what the oldest row has, and the pinned row is `make test`'s."""
+def test_rows_are_the_bounds_of_the_supported_versions() -> None:
+    """The oldest row has the lower bounds of setup.cfg, and the pinned row the versions of `make test`."""
     settings = (ROOT / "setup.cfg").read_text()
     rows = {row.name: row for row in versions.rows()}
     assert f"torch>={rows['oldest'].torch.removesuffix('.0')}\n" in settings

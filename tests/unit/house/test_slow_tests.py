@@ -1,4 +1,4 @@
-"""`tests/slow_tests.txt` names tests that are there, and thinned parameters still cover each value."""
+"""`tests/slow_tests.txt` names existing tests, and thinned parameters still cover each value."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_every_line_names_a_test_that_is_there() -> None:
     assert missing == []
 
 
-def test_every_value_of_crossed_parameters_is_in_what_is_left() -> None:
+def test_thinned_parameters_cover_every_value() -> None:
     values = ["abcd", "xyz", "01"]
     items: list[Any] = [SimpleNamespace(callspec=SimpleNamespace(_idlist=ids)) for ids in product(*values)]
     for count in (len(items), 7, 1, 0):

@@ -1,4 +1,4 @@
-"""Limits that follow the machine's load: their values, and that they still end a test."""
+"""Time limits that follow the machine's load: their values, and tests that they end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.time_limits import CAP, VARIABLE, Limit
 
 @pytest.fixture
 def slowness(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What is measured from now on: the last of the list."""
+    """The measured slowness: the last element of the list, to which tests append."""
     measured = [1.0]
     monkeypatch.setattr(time_limits, "measure", lambda: measured[-1])
     monkeypatch.setattr(time_limits, "_last", (-1e9, 1.0))
@@ -25,7 +25,7 @@ def slowness(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return measured
 
 
-def test_what_is_measured_is_within_bounds() -> None:
+def test_the_measured_slowness_is_within_bounds() -> None:
     assert 1.0 <= time_limits.measure() <= CAP
 
 
@@ -44,10 +44,10 @@ def test_a_limit_asks_again_before_it_strikes(slowness: list[float], monkeypatch
     monkeypatch.setattr(time_limits, "time", SimpleNamespace(monotonic=lambda: now[-1]))
     limit = Limit(5.0)
     now.append(106.0)
-    slowness.append(10.0)  # a load that came later
+    slowness.append(10.0)  # the load rises
     assert not limit.is_over()
     assert (limit.left(), limit.total) == (44.0, 50.0)
-    slowness.append(1.0)  # and has gone: what it has taken is not given back
+    slowness.append(1.0)  # and falls; the limit keeps its length
     assert not limit.is_over()
     now.append(150.0)
     assert limit.is_over()
@@ -56,7 +56,7 @@ def test_a_limit_asks_again_before_it_strikes(slowness: list[float], monkeypatch
 
 @pytest.mark.parametrize(("factor", "returncode"), [("8", 0), ("1", 1)])
 def test_the_limit_of_a_test_follows(tmp_path: Path, factor: str, returncode: int) -> None:
-    # On a machine that is measured ten times slower the second one, too, strikes long before the end.
+    # Even on a machine measured ten times slower, the second limit ends the test long before its sleep does.
     seconds = {"8": 1.0, "1": 60.0}[factor]
     (tmp_path / "test_it.py").write_text(
         f"import time, pytest\n@pytest.mark.timeout(0.5)\ndef test_it():\n    time.sleep({seconds})\n"

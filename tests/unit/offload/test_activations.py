@@ -1,4 +1,4 @@
-"""Activation checkpointing without ranks: the same numbers wherever inputs are stored, and what is refused."""
+"""Activation checkpointing without ranks: equal numbers wherever the inputs are stored, and refusals."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Model(nn.Module):
 
 
 class Mirror:
-    """Host memory of a device that is not there: copies, and notes in which order they were asked for."""
+    """Host memory for a simulated device; copies at once, and records the order of the calls."""
 
     def __init__(self) -> None:
         self.sent = self.brought = self.protected = 0
@@ -97,7 +97,7 @@ class Mirror:
 
 
 def gradients(model: nn.Module) -> tuple[float, list[Tensor], Tensor]:
-    """Loss, gradients, and what the random generator stands at."""
+    """Returns the loss, the gradients and the state of the random generator."""
     torch.manual_seed(11)
     model.train()
     loss = model(torch.randn(7, 5))
@@ -143,12 +143,12 @@ def test_numbers_are_those_of_a_run_without_it(name: str, mirrored: bool, monkey
     configure(section)
     assert same(gradients(Model(checkpoint)), reference)
     if mirrored:
-        inputs = 7 * 12 * 5  # four hidden states, and the extra one of the third block
+        inputs = 7 * 12 * 5  # four hidden states, and the third block's extra input
         assert mirror.sent == mirror.brought == inputs * 3
-        assert mirror.ahead == 4 * 3, "all but the last block's input come while a later block is recomputed"
+        assert mirror.ahead == 4 * 3, "inputs return during the recomputation of a later block"
 
 
-def test_what_is_kept_is_the_inputs_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_inputs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     saved: list[int] = []
 
     def count(tensor: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ def test_strides_come_back_and_gaps_are_left_alone() -> None:
     assert store.save(expanded := torch.randn(4, 1).expand(4, 6)) is expanded
 
 
-def test_a_change_in_place_after_forward_does_not_reach_what_was_kept() -> None:
+def test_a_change_in_place_after_forward_does_not_change_the_kept_input() -> None:
     configure(ActivationCheckpointing(contiguous_memory_optimization=True, number_checkpoints=1))
     weight = torch.randn(4, requires_grad=True)
     hidden = weight * 2
@@ -202,7 +202,7 @@ def test_a_change_in_place_after_forward_does_not_reach_what_was_kept() -> None:
 
 
 class LateLink(Mirror):
-    """Copies to the host as late as a device may: when the program may change the sources, or wants them back."""
+    """Copies to the host as late as a device may: when the program may change the sources or fetches the copies."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,7 +246,7 @@ def test_an_input_may_be_changed_in_place_once_its_call_is_over(raises: bool, mo
         hidden.zero_()
     out.sum().backward()
     assert torch.equal(weight.grad, 2 * (3 * (weight.detach() * 2).cos()))
-    assert under_way_inside[0] == 1, "the function hides the copy of its input"
+    assert under_way_inside[0] == 1, "the copy of an input did not overlap with the function"
 
 
 def test_two_backwards_through_one_graph() -> None:
@@ -280,7 +280,7 @@ def test_a_copied_or_pickled_model_calls_itself() -> None:
         assert same(gradients(twin), gradients(model))
 
 
-def test_which_blocks_are_repeated() -> None:
+def test_repeated_blocks_are_found() -> None:
     nested = nn.Sequential(
         nn.Linear(3, 3), nn.Sequential(*(nn.Sequential(nn.Linear(3, 3)) for _ in range(2))), nn.ReLU()
     )

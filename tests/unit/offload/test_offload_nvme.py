@@ -1,4 +1,4 @@
-"""The NVMe tier: which bytes come back, in which order, within which memory, and the errors of a failing disk."""
+"""The NVMe tier: the bytes that it returns, their order, its memory, and the errors of a failing disk."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def _pattern(numel: int, value: int) -> torch.Tensor:
 @pytest.mark.parametrize("block", [4096, 1 << 20])
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("checksum", [True, False])
-def test_what_is_stored_comes_back(tmp_path: Path, threads: int, block: int, overlap: bool, checksum: bool) -> None:
+def test_stored_bytes_come_back(tmp_path: Path, threads: int, block: int, overlap: bool, checksum: bool) -> None:
     tier = _tier(tmp_path, IoSettings(block, threads, overlap, checksum))
     for value in (1, 2):
         for index, key in enumerate(SIZES):
             _store(tier, key, value + index)
-        fetches = {key: tier.fetch(key) for key in SIZES}  # some while they are still being written
+        fetches = {key: tier.fetch(key) for key in SIZES}  # some writes are still under way
         for index, key in enumerate(SIZES):
             loan = fetches[key].wait()
             assert torch.equal(loan, _pattern(SIZES[key], value + index)), key
@@ -95,7 +95,7 @@ def test_a_part_of_a_key_can_be_stored_and_fetched(tier: NvmeTier) -> None:
     tier.release(loan)
 
 
-def test_the_budget_holds_and_nobody_waits_for_himself(tmp_path: Path) -> None:
+def test_the_budget_holds_without_a_deadlock(tmp_path: Path) -> None:
     tier = _tier(tmp_path, budget=3 * 40_960, **{str(index): 40_960 for index in range(8)}, huge=1_000_000)
     for index in range(8):
         _store(tier, str(index), index)
@@ -107,7 +107,7 @@ def test_the_budget_holds_and_nobody_waits_for_himself(tmp_path: Path) -> None:
         assert torch.equal(loan, _pattern(40_960, index))
         tier.release(loan)
     assert tier.buffers.peak_nbytes <= 3 * 40_960
-    _store(tier, "huge", 1)  # beyond the budget, alone
+    _store(tier, "huge", 1)  # larger than the budget
     held = [tier.fetch("0").wait(), tier.fetch("1").wait(), tier.fetch("2").wait(), tier.fetch("huge").wait()]
     assert torch.equal(held[-1], _pattern(1_000_000, 1))
     for loan in held:
@@ -116,7 +116,7 @@ def test_the_budget_holds_and_nobody_waits_for_himself(tmp_path: Path) -> None:
 
 
 class CopyEvent:
-    """Of a copy to a device: under way until `passed` is set, or until the host waits for it."""
+    """The event of a copy to a device: under way until the test sets `passed` or the host waits."""
 
     def __init__(self) -> None:
         self.passed = False
@@ -139,17 +139,17 @@ def test_a_buffer_that_a_device_reads_is_in_use_until_its_event(tmp_path: Path) 
     for key, event in zip(("one", "two"), events, strict=True):
         tier.release(tier.fetch(key).wait(), after=event)
     assert tier.buffers.in_use_nbytes == 8192
-    third = tier.fetch("three")  # finds no room, and does not wait for any: the host goes on
+    third = tier.fetch("three")  # finds no free buffer, and returns without waiting
     assert [event.waits for event in events] == [0, 0]
     buffer = third.wait()
     assert torch.equal(buffer, _pattern(4096, 2))
-    assert [event.waits for event in events] == [1, 0], "the oldest, and no other"
+    assert [event.waits for event in events] == [1, 0], "the host waits for the oldest copy only"
     assert tier.buffers.peak_nbytes == 8192
     tier.release(buffer)
     events[1].passed = True
     tier.fetch("one")
     assert events[1].waits == 0
-    assert tier.buffers.in_use_nbytes == 4096, "the second came back by itself, and the first key is being read"
+    assert tier.buffers.in_use_nbytes == 4096, "the second buffer is free, the first key is being read"
     tier.close()
 
 
@@ -190,7 +190,7 @@ def test_without_overlap_one_transfer_goes_at_a_time(tmp_path: Path, monkeypatch
         most, gate, real = 0, threading.Barrier(2), os.pwritev
 
         def slow(handle: int, buffers: Any, offset: int, *, gate: threading.Barrier = gate, real: Any = real) -> int:
-            try:  # two that meet here were on their way at one time
+            try:  # two writes that meet here overlap
                 gate.wait(0.2)
                 seen.append(1)
             except threading.BrokenBarrierError:
@@ -211,13 +211,13 @@ def test_without_overlap_one_transfer_goes_at_a_time(tmp_path: Path, monkeypatch
 # -- the file and its folder
 
 
-def test_the_file_is_nobody_elses_and_leaves_nothing(tmp_path: Path) -> None:
+def test_the_file_is_private_and_leaves_nothing(tmp_path: Path) -> None:
     first, second = _tier(tmp_path), _tier(tmp_path)
     _store(first, "large", 1)
     _store(second, "large", 2)
     first.settle()
     second.settle()
-    assert list(tmp_path.iterdir()) == []  # no name: nothing to collide with, nothing left after a crash
+    assert list(tmp_path.iterdir()) == []  # the files have no names, so none remains after a crash
     assert stat.S_IMODE(os.fstat(first.file._handle).st_mode) == 0o600
     loan = first.fetch("large").wait()
     assert torch.equal(loan, _pattern(300_000, 1))
@@ -254,7 +254,7 @@ def test_a_file_system_without_nameless_files_or_direct_io(
     tier.close()
 
 
-def test_a_folder_that_will_not_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsuitable_folders_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "file"
     file.write_text("")
     with pytest.raises(ConfigError, match=r"^nvme_path: expected a folder on a local disk, got .*missing, which"):
@@ -284,7 +284,7 @@ def test_a_folder_that_will_not_do(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ("posix_fallocate", errno.ENOSPC, r"bytes of free space for this rank.*No space left.*has not started"),
     ],
 )
-def test_a_disk_that_takes_no_file(
+def test_a_disk_without_room_or_write_access_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int, message: str
 ) -> None:
     def refuse(*_: Any, **__: Any) -> int:
@@ -299,7 +299,7 @@ def test_a_disk_that_takes_no_file(
 
 
 def _damage(tier: NvmeTier, key: str, place: int) -> None:
-    """Flips one bit of a key in the file."""
+    """Flips one bit of a key's bytes in the file."""
     base = tier._table[key][0] + place // ALIGN_NBYTES * ALIGN_NBYTES
     page = aligned_bytes(ALIGN_NBYTES)
     os.preadv(tier.file._handle, [page.numpy().data], base)
@@ -319,7 +319,7 @@ def test_a_flipped_bit_is_found_on_request(tmp_path: Path) -> None:
                 fetch.wait()
             with pytest.raises(OffloadError, match="not what was written"):
                 tier.read("large", 100_001, 1)
-            tier.read("large", 0, 50_000)  # the rest is sound
+            tier.read("large", 0, 50_000)  # the other blocks are intact
         else:
             tier.release(fetch.wait())
         assert tier.buffers.in_use_nbytes == 0
@@ -344,7 +344,7 @@ def test_a_disk_that_is_full_in_the_middle(tier: NvmeTier, monkeypatch: pytest.M
     with pytest.raises(OffloadError, match=r"cannot write \(No space left on device\); free some space, then resume"):
         tier.settle()
     monkeypatch.undo()
-    _store(tier, "large", 2)  # it goes on once there is space
+    _store(tier, "large", 2)  # works again once the disk has space
     tier.settle()
     loan = tier.fetch("large").wait()
     assert torch.equal(loan, _pattern(300_000, 2))

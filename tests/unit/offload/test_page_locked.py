@@ -1,4 +1,4 @@
-"""Page-locked host memory over a made-up CUDA runtime: exact sizes, unlocked with the last view, named if refused."""
+"""Page-locked host memory over a simulated CUDA runtime: exact sizes, unlocking with the last view, and refusals."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PAGE = mmap.PAGESIZE
 
 
 class Runtime:
-    """The part of the CUDA runtime that locks pages: what is locked, by address."""
+    """The functions of the CUDA runtime that lock pages; `locked` has the sizes by address."""
 
     def __init__(self) -> None:
         self.locked: dict[int, int] = {}
@@ -123,7 +123,7 @@ def test_threads_use_the_device_of_the_process(runtime: Runtime) -> None:
     slabs = [aligned_bytes(PAGE, pinned=True)]
 
     def work() -> None:
-        runtime.current_device = 0  # as in any new thread
+        runtime.current_device = 0  # the initial device of any thread
         slabs.append(aligned_bytes(PAGE, pinned=True))
         slabs.clear()
         gc.collect()
@@ -173,7 +173,7 @@ def test_free_memory_is_that_of_the_tightest_group(tmp_path: Path) -> None:
         for name, text in (("memory.max", limit), ("memory.current", str(used)), ("memory.stat", stat)):
             (group / name).write_text(f"{text}\n")
 
-    by_machine = page_locked.free_nbytes(groups, membership)  # a system without control groups
+    by_machine = page_locked.free_nbytes(groups, membership)  # without control groups
     assert by_machine > 0
     membership.write_text("1:cpu:/elsewhere\n0::/job/step\n")
     write(own, "max", 1000)
@@ -231,7 +231,7 @@ def test_an_arena_takes_no_block_that_is_much_too_large_and_none_in_use(runtime:
     part = large[3:5]
     del large
     arena.empty((90 * PAGE,), torch.uint8)
-    assert sorted(runtime.locked.values()) == [90 * PAGE, 100 * PAGE], "a view of the first is left"
+    assert sorted(runtime.locked.values()) == [90 * PAGE, 100 * PAGE], "a view of the first tensor remains"
     del part
     arena.empty((10 * PAGE,), torch.uint8)
     assert sorted(runtime.locked.values()) == [10 * PAGE, 90 * PAGE, 100 * PAGE]
@@ -240,7 +240,7 @@ def test_an_arena_takes_no_block_that_is_much_too_large_and_none_in_use(runtime:
 
 
 def test_an_arena_serves_threads_and_finalizers(runtime: Runtime) -> None:
-    """Memory returns wherever the last view goes; what is in use is never handed out again."""
+    """Memory returns in whichever thread the last view ends, and no memory in use is allocated again."""
     arena = HostArena(pinned=True)
     wrong: list[str] = []
 
@@ -257,7 +257,7 @@ def test_an_arena_serves_threads_and_finalizers(runtime: Runtime) -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
-    assert len(runtime.locked) <= 8, "a thread has at most two tensors at a time"
+    assert len(runtime.locked) <= 8, "each of four threads has at most two tensors at a time"
 
 
 @pytest.mark.parametrize("moments_dtype", ["fp32", "bf16", "int8"])
@@ -301,7 +301,7 @@ def _tiers(monkeypatch: pytest.MonkeyPatch, device: str, stage: int = 3, **secti
         ("cpu", {"device": "cpu"}, False),
     ],
 )
-def test_what_decides_that_states_are_locked(
+def test_settings_that_lock_states(
     device: str, section: dict[str, object] | None, pins: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sections = {} if section is None else {"offload_optimizer": section}
@@ -334,7 +334,7 @@ def test_a_tier_of_the_host_has_exact_slabs(runtime: Runtime) -> None:
 
 
 def test_an_interpreter_that_ends_does_not_complain(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA may be gone before the last tensor is."""
+    """CUDA may shut down before the last tensor ends."""
     slab = aligned_bytes(PAGE, pinned=True)
 
     def gone() -> None:
@@ -348,7 +348,7 @@ def test_an_interpreter_that_ends_does_not_complain(runtime: Runtime, monkeypatc
 
 
 def test_the_end_of_an_interpreter_unlocks_nothing(runtime: Runtime) -> None:
-    """Its modules are gone by then; the system takes the pages back."""
+    """By then its modules are gone, and the system frees the pages."""
     slab = aligned_bytes(PAGE, pinned=True)
     pages = next(found for found in gc.get_objects() if type(found) is page_locked._Pages)
     pages.__del__(is_ending=lambda: True)
@@ -358,7 +358,7 @@ def test_the_end_of_an_interpreter_unlocks_nothing(runtime: Runtime) -> None:
     assert runtime.locked == {}
 
 
-def test_large_slabs_ask_for_huge_pages_and_say_what_takes_time(
+def test_large_slabs_request_huge_pages_and_log_the_time_they_take(
     runtime: Runtime, monkeypatch: pytest.MonkeyPatch, warnings: pytest.LogCaptureFixture
 ) -> None:
     advice: list[int] = []

@@ -1,10 +1,10 @@
-// The part of CUDA that zeroaccel's kernels use, for a C++ compiler of the host.
+// The subset of CUDA that zeroaccel's kernels use, for the host's C++ compiler.
 //
-// Every thread of a thread block is a fiber. It runs until it ends or waits for its warp or its block, and goes on when
-// all of these wait; so what reads shared memory before a barrier, or leaves a lane out of a shuffle, is found: as wrong
-// bits, or as a message and the end of the process.
+// Every thread of a thread block is a fiber. It runs until it ends or waits for its warp or its block, and continues
+// when all threads of that warp or block wait. A read of shared memory before a barrier, or a lane left out of a
+// shuffle, therefore shows as wrong bits, or ends the process with a message.
 //
-// Thread blocks run one after another. Floats are the host's, to be compiled without contraction.
+// Thread blocks run one after another. Floats are the host's; compile without contraction.
 
 #include <cmath>
 #include <cstdio>
@@ -58,7 +58,7 @@ static void enter() {
     swapcontext(&fibers[threadIdx.x].context, &scheduler);
 }
 
-// Lets those go on that wait together with all others of [first, last); whether there are any.
+// Makes the threads of [first, last) ready if all that have not ended wait in `state`; returns true if there are any.
 static bool release(unsigned first, unsigned last, State state) {
     for (unsigned t = first; t < last; ++t) {
         if (fibers[t].state != state && fibers[t].state != ENDED) return false;
@@ -95,17 +95,17 @@ static void run_block(unsigned threads) {
         if (ended) return;
         bool released = release(0, threads, AT_BLOCK);
         for (unsigned warp = 0; warp < threads; warp += 32) released = release(warp, warp + 32, AT_WARP) || released;
-        if (!ran && !released) stop("threads wait for others that never come");
+        if (!ran && !released) stop("threads wait for others that never arrive");
     }
 }
 
 static inline void __syncthreads() { wait_as(AT_BLOCK); }
 static inline void __syncwarp() { wait_as(AT_WARP); }
 
-// ---- warp operations, of all 32 lanes ----
+// ---- warp operations on all 32 lanes ----
 
 static void check_mask(unsigned mask) {
-    if (mask != 0xffffffffu) stop("a warp operation of a part of the lanes");
+    if (mask != 0xffffffffu) stop("a warp operation on a part of the lanes");
 }
 
 static void check_lanes() {
@@ -123,7 +123,7 @@ template <class T> static T __shfl_xor_sync(unsigned mask, T value, int distance
     check_lanes();
     T received;
     memcpy(&received, &fibers[self ^ distance].sent, sizeof(T));
-    wait_as(AT_WARP);  // until all have read
+    wait_as(AT_WARP);  // until all lanes have read
     return received;
 }
 
@@ -179,7 +179,7 @@ template <class T> static inline T atomicAdd(T* place, T value) {
     return before;
 }
 
-// ---- launches: the arguments' addresses, as the driver takes them ----
+// ---- launches, with the arguments' addresses as for the driver ----
 
 static void** addresses;
 

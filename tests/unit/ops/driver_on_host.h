@@ -1,5 +1,5 @@
-// The functions of the CUDA driver that `nvrtc.DriverModule` calls, with their C signatures (cuda.h), over kernels that
-// are compiled for the host. Handles do not fit into 32 bits, and what is called wrongly returns an error.
+// The functions of the CUDA driver that `nvrtc.DriverModule` calls, with their C signatures (cuda.h), for kernels that
+// are compiled for the host. Handles do not fit into 32 bits, and a wrong call returns an error.
 
 enum { DRIVER_SUCCESS = 0, DRIVER_INVALID_VALUE = 1, DRIVER_INVALID_CONTEXT = 201, DRIVER_NOT_FOUND = 500 };
 

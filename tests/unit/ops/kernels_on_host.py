@@ -1,4 +1,4 @@
-"""The CUDA source of the kernels, compiled as C++ for the host: the same text, with threads in turn.
+"""The CUDA source of the kernels, compiled unchanged as C++ for the host, where the threads run in turn.
 
 `HostRunner` takes the place of `nvrtc.DriverModule`, so that `DeviceKernels` works on tensors in host memory.
 """
@@ -41,7 +41,7 @@ class HostRunner:
         self.launched: list[str] = []
 
     def run(self, name: str, grid: tuple[int, int], threads: int, arguments: Sequence[object]) -> None:
-        """See `nvrtc.DriverModule.run`; returns when the kernel has run."""
+        """Runs a kernel as `nvrtc.DriverModule.run` does, and returns when it has ended."""
         with self._lock:
             self.launched.append(name)
             known = self._library.launch(name.encode(), *grid, threads, argument_addresses(arguments))
@@ -49,13 +49,13 @@ class HostRunner:
 
 
 def host_kernels(architecture: int = 800) -> DeviceKernels:
-    """The kernels on host memory, as compiled for that `__CUDA_ARCH__`; skips the test without a C++ compiler."""
+    """Returns the kernels for host memory, compiled for this `__CUDA_ARCH__`; skips the test without a C++ compiler."""
     return DeviceKernels(HostRunner(host_library(architecture)))
 
 
 @functools.cache
 def host_library(architecture: int) -> ctypes.CDLL:
-    """The compiled kernels, and a driver that runs them."""
+    """Returns the library of compiled kernels, with the functions of a driver that runs them."""
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("no C++ compiler (g++ or clang++) to compile the kernels for the host with")
@@ -79,4 +79,4 @@ def host_library(architecture: int) -> ctypes.CDLL:
         assert done.returncode == 0, f"the kernels do not compile as C++:\n{done.stderr[-4000:]}"
         return ctypes.CDLL(str(library))
     finally:
-        shutil.rmtree(folder)  # what is loaded stays
+        shutil.rmtree(folder)  # the loaded library stays

@@ -1,4 +1,4 @@
-"""The CUDA kernels, compiled for the host: the bits of the host's own loops, for every format and special value."""
+"""The CUDA kernels, compiled for the host: bits equal to the host's loops, for every format and special value."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def random(seed: int) -> torch.Generator:
 
 
 def spread(numel: int, seed: int) -> Tensor:
-    """Normal values over many powers of two."""
+    """Returns normally distributed values over many powers of two."""
     exponents = torch.randint(-30, 4, (numel,), generator=random(seed))
     return torch.ldexp(torch.randn(numel, generator=random(seed + 1)), exponents)
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """Bits, with one pattern for every NaN: the sign and the payload of those are not promised."""
+    """Returns the bits, with one pattern for every NaN, whose sign and payload are not specified."""
     if not tensor.is_floating_point():
         return tensor
     integer = torch.int32 if tensor.element_size() == 4 else torch.int16
@@ -70,9 +70,9 @@ def assert_same(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
 
 
 def fill(tensor: Tensor, name: str, seed: int) -> None:
-    """Random contents of a state's tensor; codes of any kind."""
+    """Fills a state's tensor with random values or codes."""
     if tensor.dtype is torch.uint8:
-        # Exponents of blocks that are not finite are rare, so that all else is seen.
+        # No exponent of a non-finite block, which would hide the other codes.
         low, high = (100, 140) if name.endswith("exponents") else (0, 256)
         tensor.copy_(torch.randint(low, high, tensor.shape, generator=random(seed)))
         return
@@ -88,7 +88,7 @@ def both_updates(
     kernels: DeviceKernels,
     change: Callable[[str, Tensor], None] = lambda name, tensor: None,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Master, state and rounded copy after an update by the kernel, and by the host's loop."""
+    """Returns master, state and rounded copy after an update by the kernel, and the same by the host's loop."""
     results = []
     for by_kernel in (True, False):
         param = master.clone()
@@ -109,8 +109,8 @@ def both_updates(
     return results[0], results[1]
 
 
-# A kernel reads a gradient and writes a copy by functions of its own: each dtype of both, not each pair, which the
-# host's loops would all be compiled for.
+# Separate device functions read gradients and write copies, so each dtype of both is enough; for each pair, the host's
+# loops would be compiled again.
 @pytest.mark.parametrize(
     ("grad_dtype", "out_dtype"),
     [
@@ -155,7 +155,7 @@ def test_special_values_have_the_bits_of_the_host(name: str, out_dtype: torch.dt
 
 @pytest.mark.parametrize("architecture", [700, 800])
 def test_every_8_bit_code_has_the_bits_of_the_host(architecture: int) -> None:
-    """All pairs of exponent and code, 255 (not finite) and 0 included; by shuffles, and by sm_80's reductions."""
+    """All pairs of exponent and code, including 255 (not finite) and 0, with shuffles and with sm_80's reductions."""
     numel = 256 * 256 + 17
 
     def exhaustive(entry: str, tensor: Tensor) -> None:
@@ -203,7 +203,7 @@ def norm_values(dtype: torch.dtype) -> Iterator[Tensor]:
         every = every_pattern(dtype)
         yield every[every.isfinite()]
         if dtype is torch.bfloat16:
-            for exponent in (-90, -99, -101, -110, -125, -130):  # where subnormals begin to count
+            for exponent in (-90, -99, -101, -110, -125, -130):  # the range where subnormals matter
                 yield every[every.float().abs() < 2.0**exponent]
 
 
@@ -223,7 +223,7 @@ def test_the_norm_has_the_integers_of_the_host(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_what_is_not_finite_is_above_every_number(dtype: torch.dtype, bad: float) -> None:
+def test_non_finite_values_are_above_every_number(dtype: torch.dtype, bad: float) -> None:
     values = spread(3000, 1).to(dtype)
     values[2999] = bad
     largest, sums = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
@@ -238,7 +238,7 @@ def test_what_is_not_finite_is_above_every_number(dtype: torch.dtype, bad: float
 
 @pytest.fixture
 def by_kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """A call from which on codes of host memory go by the kernels."""
+    """Returns a function that switches codes in host memory to the kernels."""
     kernels = host_kernels()
     return lambda: monkeypatch.setattr(quantized, "kernels_for", lambda device: kernels)
 
@@ -267,7 +267,7 @@ def test_codes_have_the_bits_of_the_host(codec: Codec, dtype: torch.dtype, by_ke
         for values in cases:
             code = torch.full((codec.nbytes(values.numel()),), 77, dtype=torch.uint8)
             quantized.quantize(values, codec, code)
-            # float16 has no room for what others decode to: what the host's loop writes there is not defined.
+            # Only float16 values decode to float16: the host's loop leaves an overflow undefined.
             formats = DTYPES if dtype is torch.float16 else DTYPES[:2]
             outs = [torch.full((values.numel(),), 7.0, dtype=out) for out in formats]
             for out in outs:
@@ -327,7 +327,7 @@ def test_rows_take_one_launch_each(codec: Codec, by_kernels: Callable[[], None])
 
 
 class Counted(DeviceKernels):
-    """Counts the bytes that launches read and write, and runs nothing."""
+    """Counts the bytes that launches read and write, without running them."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -347,7 +347,7 @@ class Counted(DeviceKernels):
         self.nbytes += sum(tensor.nbytes for tensor in (*reads, *writes) if tensor is not None)
         passed = {id(argument) for argument in arguments if isinstance(argument, Tensor)}
         named = {id(tensor) for tensor in (*reads, *writes) if tensor is not None}
-        assert named == passed, f"{name} reads and writes other tensors than it is passed"
+        assert named == passed, f"the reads and writes of {name} are not the tensors among its arguments"
 
 
 @pytest.mark.parametrize(
@@ -362,7 +362,7 @@ class Counted(DeviceKernels):
     ],
 )
 def test_a_boundary_moves_few_bytes(name: str, grad_dtype: torch.dtype, most: int) -> None:
-    """Norm, update and the rounded copy of one flat buffer, as the launches name what they read and write."""
+    """Norm, update and rounded copy of one flat buffer, by the tensors that the launches declare as read or written."""
     numel, kernels = 1 << 16, Counted()
     master, grad, out = torch.zeros(numel), torch.zeros(numel, dtype=grad_dtype), torch.zeros(numel).bfloat16()
     optimizer = OPTIMIZERS[name](master)
@@ -395,8 +395,8 @@ def test_every_kernel_is_one_of_the_source() -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_what_lies_on_a_device_goes_by_its_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On tensors without memory: the calls of the package end in launches, and none of them reads a value."""
+def test_tensors_of_a_device_use_its_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On tensors without memory: the package's functions launch kernels and read no values."""
     kernels = Counted()
     for module in (reductions, step_control, quantized, shard_step):
         monkeypatch.setattr(module, "kernels_for", lambda device: kernels if device.type == "meta" else None)

@@ -1,4 +1,4 @@
-"""Threads begin on the device that their work is for."""
+"""Threads start on the device of their work."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zeroaccel.ops.device_threads import CPU, executor, start_thread
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """(thread, what happened), in order: the device that it selects, and its work."""
+    """(thread, event) in order: the device that the thread selects, and its work."""
     seen: list[tuple[str, str]] = []
     monkeypatch.setattr(
         torch.cuda, "set_device", lambda device: seen.append((threading.current_thread().name, str(device)))

@@ -1,4 +1,4 @@
-"""Compiled kernels that a later process takes from the user's cache."""
+"""Compiled kernels, which a later process loads from the user's cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KEY = ("source", "sm_80", "NVRTC 12.9")
 
 
 class Compiling:
-    """Counts what is compiled."""
+    """Counts the compilations."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -25,11 +25,11 @@ class Compiling:
         return b"image %d" % self.count
 
 
-def test_a_second_process_takes_what_the_first_one_compiled(tmp_path: Path) -> None:
+def test_a_second_process_loads_the_image_of_the_first(tmp_path: Path) -> None:
     compiling, folder = Compiling(), tmp_path / "home" / "kernels"
     assert [cached_image(KEY, compiling, folder) for _ in range(2)] == [b"image 1"] * 2
     assert folder.stat().st_mode & 0o777 == 0o700
-    assert [path.stat().st_mode & 0o777 for path in folder.iterdir()] == [0o600]  # and nothing temporary
+    assert [path.stat().st_mode & 0o777 for path in folder.iterdir()] == [0o600]  # no temporary file remains
 
 
 @pytest.mark.parametrize("place", range(len(KEY)))
@@ -57,7 +57,7 @@ def test_a_folder_that_others_may_write_is_not_used(tmp_path: Path) -> None:
     assert len(list(folder.iterdir())) == 1
 
 
-def test_a_home_that_takes_no_files_only_costs_time(tmp_path: Path) -> None:
+def test_kernels_work_without_a_writable_home(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     compiling = Compiling()
     assert cached_image(KEY, compiling, tmp_path / "file" / "kernels") == b"image 1"
@@ -67,12 +67,12 @@ def test_a_home_that_takes_no_files_only_costs_time(tmp_path: Path) -> None:
 def test_the_folder_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_folder() == tmp_path / "zeroaccel" / "kernels"
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # to be ignored, by the specification
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # ignored, as the specification requires
     monkeypatch.setenv("HOME", os.fspath(tmp_path))
     assert cache_folder() == tmp_path / ".cache" / "zeroaccel" / "kernels"
 
 
-def test_what_the_compiler_makes_comes_back(tmp_path: Path) -> None:
+def test_a_compiled_image_is_read_back(tmp_path: Path) -> None:
     try:
         compiler = open_nvrtc()
     except KernelError as error:

@@ -1,4 +1,4 @@
-"""The kernels by NVIDIA's own compiler, which needs no device; and what happens where it is missing or fails."""
+"""The kernels compiled by NVRTC, which needs no device, and the fallback if NVRTC is missing or fails."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def test_ptx_rounds_each_operation_once(compiler: Nvrtc, architecture: int) -> N
         pytest.skip(f"this NVRTC does not know sm_{architecture}")
     source = SOURCE.read_text()
     ptx = compiler.compile(source, SOURCE.name, f"compute_{architecture}").rstrip(b"\0").decode()
-    # Divisions and roots are single instructions in PTX, which the driver expands, correctly rounded.
+    # Divisions and roots are single PTX instructions, which the driver expands with correct rounding.
     contracted_or_rough = [r"\bfma\.", r"\bmad\.(rn|rz|f)", r"\.ftz", r"\.approx", r"\.full", r"\bmul\.f(32|64)"]
     assert [pattern for pattern in contracted_or_rough if re.search(pattern, ptx)] == []
-    assert re.findall(r"\b(?:add|sub)\.f(?:32|64)", ptx) == []  # without .rn they may be contracted
+    assert re.findall(r"\b(?:add|sub)\.f(?:32|64)", ptx) == []  # the compiler may contract them without .rn
     for kernel in kernel_names(source):
         body_of(ptx, kernel)
     for kernel in ("adam", "adam_blocks", "adagrad"):
@@ -71,7 +71,7 @@ def test_the_compiler_names_the_line(compiler: Nvrtc) -> None:
         compiler.compile("__global__ void f() {\n    nothing = 1;\n}", "kernels.cu", "compute_80")
 
 
-def test_torchs_own_compiler_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvrtc_of_torch_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("cuda_nvrtc/lib/libnvrtc.so.12", "cu13/lib/libnvrtc.so.13", "cu13/lib/libnvrtc-builtins.so.13.0"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
@@ -94,7 +94,7 @@ IMAGE = b"\x7fELF\0image, longer than its first zero"
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
-    """In place of the driver's library, its functions over kernels that are compiled for the host."""
+    """Replaces the driver's library by functions that run kernels compiled for the host."""
     library = host_library(800)
     library.driver_stream.restype = ctypes.c_void_p
     opened = {"libcuda.so.1": library}
@@ -111,8 +111,8 @@ def test_a_module_launches_on_torchs_stream_in_torchs_context(driver: ctypes.CDL
     kernels.max_abs_into(values, largest)
     assert largest.view(torch.float32).item() == 4.0
     assert driver.driver_stream() == 0x7000_0000_0000_5003
-    assert driver.driver_depth() == 0, "a context was left on the stack"
-    # Twenty arguments of every kind, in the order of the host's loop.
+    assert driver.driver_depth() == 0, "a context remains on the stack"
+    # An update with twenty arguments of every kind, compared with the host's loop.
     results = []
     for kernel in (True, False):
         param, grad, out = torch.full((700,), 3.0), torch.linspace(-1, 1, 700), torch.zeros(700).bfloat16()
@@ -127,7 +127,7 @@ def test_a_module_launches_on_torchs_stream_in_torchs_context(driver: ctypes.CDL
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))  # type: ignore[arg-type]
 
 
-def test_what_the_driver_refuses_is_named(driver: ctypes.CDLL) -> None:
+def test_refusals_of_the_driver_are_named(driver: ctypes.CDLL) -> None:
     with pytest.raises(KernelError, match=r"cuModuleLoadData on cuda:3: invalid argument \(1\)"):
         nvrtc.DriverModule(b"not an image of the driver", DEVICE, [])
     with pytest.raises(KernelError, match=r"cuModuleGetFunction on cuda:3: named symbol not found \(500\)"):
@@ -144,7 +144,7 @@ def test_what_the_driver_refuses_is_named(driver: ctypes.CDLL) -> None:
 def messages(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> Callable[[], list[str]]:
-    """What is logged; as in a process in which nothing has been compiled or logged yet."""
+    """Returns a function for the logged warnings; caches of compiled kernels and logged lines start empty."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(device_kernels, "_compiled", {})
     monkeypatch.setattr("zeroaccel.logs._seen", set())
@@ -156,7 +156,7 @@ def messages(
 
 
 @pytest.mark.parametrize(("status", "is_old"), [(222, True), (209, True), (1, False)])
-def test_an_old_driver_is_named_with_what_to_do(status: int, is_old: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_driver_is_named_with_a_remedy(status: int, is_old: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     module = object.__new__(nvrtc.DriverModule)
     module._device = torch.device("cuda", 3)
@@ -176,7 +176,7 @@ def test_a_missing_compiler_is_named_once(messages: Callable[[], list[str]], mon
 
 
 class Compiler:
-    """An `Nvrtc` that fails, or makes an image that no driver loads."""
+    """An `Nvrtc` that fails, or returns an image that no driver can load."""
 
     def __init__(self, failure: str | None) -> None:
         self._failure = failure
@@ -239,4 +239,4 @@ def test_devices_are_compiled_for_once_each(messages: Callable[[], list[str]], m
     assert loaded == [(b"image", CUDA), (b"image", torch.device("cuda", 1))]
     assert messages() == []
     assert kernels_for(torch.device("cpu")) is None
-    assert compiler.compiled == 1  # the second device of this kind takes what the first one left
+    assert compiler.compiled == 1  # the second device of this kind loads the first one's image

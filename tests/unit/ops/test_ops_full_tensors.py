@@ -1,4 +1,4 @@
-"""Muon and LAMB: the numbers of their papers, and of the optimizers that they replace."""
+"""Muon and LAMB: the results of their papers and of the optimizers that they replace."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_lamb_is_its_formula() -> None:
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"max_coeff": 0.25}, 0.25),  # the ratio is 1 for one weight of 1 and one first moment of a root
+        ({"max_coeff": 0.25}, 0.25),  # the weight is 1 and the first update 1, so the ratio is 1
         ({"min_coeff": 4.0}, 4.0),
         ({"bias_correction": False, "betas": (0.0, 0.0)}, 1.0),
         ({"eps_inside_sqrt": True, "eps": 3.0, "bias_correction": False, "betas": (0.0, 0.0)}, 2.0 * 0.5),
@@ -84,7 +84,7 @@ def test_a_matrix_is_orthogonalised(shape: tuple[int, ...], method: str, roundin
     torch.testing.assert_close(found, orthogonalized(matrices, method="gram"), rtol=rounding, atol=rounding)
 
 
-def test_muon_is_torchs_but_for_rounding() -> None:
+def test_muon_is_torchs_except_for_rounding() -> None:
     if not hasattr(torch.optim, "Muon"):
         pytest.skip("this torch has no Muon")
     settings: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1}
@@ -147,19 +147,21 @@ def test_groups_have_the_settings_of_their_rule() -> None:
         ({"use_muon": False}, {"betas": (0.9, 1.0)}, "betas"),
     ],
 )
-def test_what_muon_cannot_take_is_reported(group: dict[str, Any], settings: dict[str, Any], words: str) -> None:
+def test_wrong_groups_and_settings_of_muon_are_reported(
+    group: dict[str, Any], settings: dict[str, Any], words: str
+) -> None:
     with refused(UsageError, words):
         Muon([{"params": [Parameter(torch.ones(3, 3))], **group}], **settings)
 
 
-# -- many tensors in few launches, as on a device; the kernels are compiled for the host
+# -- many tensors in few launches, as on a device, by kernels compiled for the host
 
 _SHAPES = [(16, 40), (40, 16), (16, 40), (24, 24), (16, 40), (2, 8, 20), (6, 2, 3, 3)]
 _VECTORS = [(3000,), (7,), (1,), (2000,)]
 
 
 class _Operations(TorchDispatchMode):
-    """Counts what a device would launch for torch: operations that are no views, nor of a number on the host."""
+    """Counts torch's launches on a device: operations other than views and those on host numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +179,7 @@ def _gradients(params: list[Parameter], step: int, dtype: torch.dtype) -> list[T
 
 
 def stepped_together(optimizer: Any, dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], int]:
-    """(masters, copies in the dtype of gradients; launches of the last step), after three steps."""
+    """Returns (masters and copies in the gradients' dtype, launches of the last step) after three steps."""
     runner = HostRunner(host_library(800))
     params = [param for group in optimizer.param_groups for param in group["params"]]
     outs = [torch.zeros(param.numel(), dtype=dtype) for param in params]
@@ -218,7 +220,7 @@ def _parameters(shapes: list[tuple[int, ...]]) -> list[Parameter]:
 def test_lamb_steps_tensors_together(settings: dict[str, Any], dtype: torch.dtype) -> None:
     optimizers = [Lamb(_parameters(_SHAPES + _VECTORS), lr=0.1, weight_decay=0.1, **settings) for _ in range(2)]
     (mine, _), theirs = stepped_together(optimizers[0], dtype), stepped_one_by_one(optimizers[1], dtype)
-    for one, other in zip(mine, theirs, strict=True):  # norms are summed in another order
+    for one, other in zip(mine, theirs, strict=True):  # the kernels sum norms in another order
         torch.testing.assert_close(one, other, rtol=1e-6 if one.dtype is torch.float32 else 1e-2, atol=1e-6)
     for one, other in zip(*map(_states, optimizers), strict=True):
         assert one["step"] == other["step"] == 3
@@ -278,6 +280,6 @@ def test_launches_do_not_grow_with_the_number_of_tensors() -> None:
         ]
         return [stepped_together(optimizer)[1] for optimizer in (Muon(muon), Lamb(_parameters(matrices + vectors)))]
 
-    # Of Muon for each of three shapes: 2 kernels, 3 for the norm, 3 in each of 5 iterations, and a copy of a tall one;
-    # one for all vectors, whose counts of steps the host keeps. Of LAMB 2 kernels, and 3 for the norms.
+    # Muon for each of three shapes: 2 kernels, 3 for the norm, 3 in each of 5 iterations; a copy of the tall shape; one
+    # for all vectors, whose step counts are on the host. LAMB: 2 kernels, and 3 for the norms.
     assert launches(2) == launches(8) == [3 * (2 + 3 + 3 * 5) + 1 + 1, 2 + 3]

@@ -1,4 +1,4 @@
-"""Hybrid updates on host and device: bits equal to a plain update at any ratio, and the ratio that is measured."""
+"""Hybrid updates on host and device: bits equal to a plain update at any ratio, and the measured ratio."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NUMEL = 5000
 
 
 class Mirror:
-    """Simulated device: tiles are copied, stepped by the CPU's kernel while the host updates its part, copied back."""
+    """A simulated device: copies tiles, steps them by the CPU's kernel while the host works, and copies them back."""
 
     def __init__(self, pause: float = 0.0) -> None:
         self.pause = pause
@@ -71,7 +71,7 @@ def normal(seed: int) -> Tensor:
 
 
 def stepped(split: HybridUpdate | None, dtype: torch.dtype, *, rounded: bool = True) -> list[Tensor]:
-    """Master, moments and rounded copy after three steps."""
+    """Returns master, moments and rounded copy after three steps."""
     master, out = normal(0), torch.zeros(NUMEL, dtype=dtype)
     optimizer = Adam([master], weight_decay=0.1)
     optimizer.hybrid = split
@@ -85,7 +85,7 @@ def stepped(split: HybridUpdate | None, dtype: torch.dtype, *, rounded: bool = T
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("ratio", [0.0, 0.3, 0.997, 1.0, None])
-def test_the_cut_shows_in_no_bit(ratio: float | None, dtype: torch.dtype) -> None:
+def test_no_bit_depends_on_the_cut(ratio: float | None, dtype: torch.dtype) -> None:
     mirror = Mirror()
     for rounded in (True, False):
         shared = stepped(HybridUpdate(mirror, ratio), dtype, rounded=rounded)
@@ -95,7 +95,7 @@ def test_the_cut_shows_in_no_bit(ratio: float | None, dtype: torch.dtype) -> Non
 
 
 def test_a_measured_share_goes_where_both_parts_take_equally_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock of its own, the device takes 4 seconds an element and the host 1: the host's share tends to 0.8."""
+    """The device takes 4 seconds per element and the host 1, on a simulated clock: the host's share tends to 0.8."""
     now = 0.0
     monkeypatch.setattr(hybrid_update.time, "perf_counter", lambda: now)
 
@@ -114,14 +114,14 @@ def test_a_measured_share_goes_where_both_parts_take_equally_long(monkeypatch: p
 
 
 class Clock:
-    """The time of a made-up machine, on which the host advances by working and by waiting."""
+    """The time of a simulated machine, which the host's work and waits advance."""
 
     def __init__(self) -> None:
         self.now = 0.0
 
 
 class TimedEvent:
-    """torch.cuda.Event on a stream that is as far as its `now`, seconds."""
+    """A stand-in for torch.cuda.Event; its stream has reached the time `now`, in seconds."""
 
     clock: Clock
 
@@ -137,12 +137,12 @@ class TimedEvent:
     def elapsed_time(self, end: TimedEvent) -> float:
         assert self.timed
         assert end.timed
-        assert end.at <= self.clock.now, "read before it has passed"
+        assert end.at <= self.clock.now, "the event was read before it passed"
         return (end.at - self.at) * 1e3
 
 
 class TimedStream:
-    """Work on a stream of the device, in seconds."""
+    """A stream of the device; `now` is the time in seconds at which its work ends."""
 
     def __init__(self, device: object = None) -> None:
         self.now = 0.0
@@ -152,7 +152,7 @@ class TimedStream:
 
 
 def test_a_device_ten_times_as_fast_gets_ten_elevenths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device's part ends long before the host asks: its rate is that of its own clock."""
+    """The device's part ends long before the host waits, so its rate comes from the device's events."""
     clock = TimedEvent.clock = Clock()
     monkeypatch.setattr(hybrid_update.time, "perf_counter", lambda: clock.now)
     monkeypatch.setattr(torch.cpu, "Event", TimedEvent)
@@ -163,7 +163,7 @@ def test_a_device_ten_times_as_fast_gets_ten_elevenths(monkeypatch: pytest.Monke
     monkeypatch.setattr(device_lane, "_TILE_NUMEL", 1 << 10)
 
     def tile(written: Sequence[Tensor], grad: Tensor, scalars: Sequence[np.generic], stream: Any) -> None:
-        stream.now = max(stream.now, clock.now) + grad.numel() * 2e-8  # each of two streams
+        stream.now = max(stream.now, clock.now) + grad.numel() * 2e-8  # per stream; there are two
 
     lane._tile = tile
 
@@ -180,7 +180,7 @@ def test_a_device_ten_times_as_fast_gets_ten_elevenths(monkeypatch: pytest.Monke
 def test_the_host_goes_on_alone_where_sharing_saves_nothing(
     shared: float, ratio: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both take half the elements in equal times, and as long together as their memory takes."""
+    """Both take equal times for half the elements; `shared` is the time of both together, bound by memory."""
     now, started = 0.0, False
     monkeypatch.setattr(hybrid_update.time, "perf_counter", lambda: now)
 
@@ -207,7 +207,7 @@ def test_the_host_goes_on_alone_where_sharing_saves_nothing(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_lane_has_the_bits_of_the_host(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the device's kernel, compiled for the host, in tiles."""
+    """The lane uses the device's kernel, compiled for the host, in tiles."""
     TimedEvent.clock = Clock()
     monkeypatch.setattr(torch.cpu, "Event", TimedEvent)
     monkeypatch.setattr(torch.cpu, "stream", lambda stream: contextlib.nullcontext())
@@ -249,7 +249,7 @@ def test_an_error_on_the_host_waits_for_the_device() -> None:
     assert mirror.waited == 1
 
 
-def test_an_optimizer_that_shares_can_be_copied() -> None:
+def test_a_hybrid_optimizer_can_be_copied() -> None:
     optimizer = Adam([torch.zeros(1)])
     optimizer.hybrid = HybridUpdate(Mirror(), 0.5)
     assert copy.deepcopy(optimizer.hybrid) is optimizer.hybrid

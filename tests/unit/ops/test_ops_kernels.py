@@ -1,4 +1,4 @@
-"""How the kernels are compiled: to vectors, with neither contraction nor float64, and where no cache can be written."""
+"""The compiled kernels: vectors without contraction or float64, and compilation without a writable cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUMPY_DTYPES = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.int1
 
 
 def compiled_ir(kernel: Any, *arguments: Any) -> str:
-    """The optimised LLVM code of a kernel, compiled anew: what is loaded from the disk cache cannot be looked at."""
+    """Returns the optimised LLVM code of a kernel, compiled anew, because the disk cache has no LLVM code."""
     fresh = numba.njit(nogil=True, error_model="numpy")(kernel.py_func)
     fresh(*arguments)
     (text,) = fresh.inspect_llvm().values()
@@ -43,7 +43,7 @@ def test_updates_are_vectors_of_float32_rounded_at_each_operation(kernel: Any, d
     ir = update_ir(kernel, buffers, coefficients, NUMPY_DTYPES[dtype])
     assert re.search(r"fmul <\d+ x float>", ir)
     assert not re.search(r"fpext|\bf(?:add|sub|mul|div)\b.*\bdouble\b", ir), "a float64 literal promotes the arithmetic"
-    assert not re.search(r"\.fma\.|fmuladd|\b(?:contract|reassoc|fast)\b", ir), "two roundings may become one"
+    assert not re.search(r"\.fma\.|fmuladd|\b(?:contract|reassoc|fast)\b", ir), "contraction may merge two roundings"
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_reductions_are_vectors() -> None:
 
 
 def test_a_kernel_works_where_no_cache_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numba finds no folder for a function that came from no file; the answer is the same as for a read-only disk."""
+    """Numba has no cache folder for a function without a file, as on a read-only disk."""
     said: list[str] = []
     monkeypatch.setattr(number_formats, "log_once", lambda level, message: said.append(message))
     namespace: dict[str, Any] = {}
@@ -76,8 +76,8 @@ def test_a_kernel_works_where_no_cache_can_be_written(monkeypatch: pytest.Monkey
     assert "NUMBA_CACHE_DIR" in said[0]
 
 
-def test_what_is_kept_on_disk_goes_stale_with_every_file_that_it_was_made_of() -> None:
-    """Numba's own stamp is that of a function's own file, and a loop is inlined from several."""
+def test_the_disk_cache_goes_stale_with_any_file_of_the_kernels() -> None:
+    """Numba's own stamp covers the function's file only, but a loop inlines functions of several files."""
     cache = updates.adam._cache._cache_file
     assert cache._source_stamp == number_formats._stamp()
     assert len(cache._source_stamp) > 1

@@ -1,4 +1,4 @@
-"""Moments in bfloat16 and in 8-bit blocks: what they can hold, that they round without bias, and that they train."""
+"""Moments in bfloat16 and in 8-bit blocks: their range, unbiased rounding, and training."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_no_cut_of_a_layout_divides_a_block() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(signed_values, min_size=1, max_size=70), st.booleans(), st.integers(0, 2**32 - 1))
-def test_a_block_holds_what_its_note_says(values: list[float], signed: bool, random: int) -> None:
+def test_a_block_has_the_documented_precision(values: list[float], signed: bool, random: int) -> None:
     plain = torch.tensor(values, dtype=torch.float32)
     plain = plain if signed else plain.abs()
     for noise in (None, torch.full((len(values),), random)):
@@ -42,15 +42,15 @@ def test_a_block_holds_what_its_note_says(values: list[float], signed: bool, ran
                 continue
             exponent = int(exponents[index]) - 127
             assert exponent - (math.frexp(largest)[1] - 1) in (0, 1)
-            least = 2.0 ** (exponent - (14 if signed else 30))  # below it, steps stop shrinking
+            least = 2.0 ** (exponent - (14 if signed else 30))  # the steps do not shrink below it
             step = torch.maximum(block.abs(), torch.tensor(least)) / 8
             share = 1.0 if noise is not None else 0.5
             assert ((kept - block).abs() <= 2 * step * share).all()
             assert (kept.sign() * block.sign() >= 0).all()
         if not signed:
-            assert torch.equal(held > 0, plain > 0), "a positive square became 0, or the other way round"
+            assert torch.equal(held > 0, plain > 0), "a positive square became 0, or 0 became positive"
         assert torch.equal(held.bfloat16().float(), held)
-        assert torch.equal(decode(*encode(held, signed=signed), signed=signed), held), "encoded twice, it changed"
+        assert torch.equal(decode(*encode(held, signed=signed), signed=signed), held), "a second encoding differs"
 
 
 def test_a_block_that_is_not_finite_is_nan_and_its_neighbours_are_not() -> None:
@@ -64,7 +64,7 @@ def test_a_block_that_is_not_finite_is_nan_and_its_neighbours_are_not() -> None:
 
 @pytest.mark.parametrize("form", ["bf16", "int8"])
 def test_rounding_at_random_has_no_bias(form: str) -> None:
-    """A thousand keys: the mean comes within five standard errors of the value, which nearest rounding misses."""
+    """With 1000 keys, the mean is within five standard errors of the value; nearest rounding misses it."""
     values = (normal(512) * 1e-3).abs()
     total = torch.zeros(512, dtype=torch.float64)
     for key in range(1000):
@@ -82,7 +82,7 @@ def test_rounding_at_random_has_no_bias(form: str) -> None:
 
 @pytest.mark.parametrize("form", ["bf16", "int8"])
 def test_a_moment_decays_in_steps_that_nearest_rounding_would_swallow(form: str) -> None:
-    """After one gradient of 1 and 2000 of 0 the second moment is 1e-3 * 0.999**2000; nearest would stay."""
+    """After one gradient of 1 and 1999 of 0, the second moment is 1e-3 * 0.999**1999; nearest rounding keeps 1e-3."""
     params = [Parameter(normal(3200))]
     optimizer = Adam(params, lr=0.0, moments_dtype=form)
     for step in range(1, 2001):
@@ -94,7 +94,7 @@ def test_a_moment_decays_in_steps_that_nearest_rounding_would_swallow(form: str)
 
 @pytest.mark.parametrize(("kind", "form"), [(Adam, "bf16"), (Adam, "int8"), (Lion, "bf16")])
 def test_training_comes_as_far_as_with_float32(kind: type[Adam] | type[Lion], form: str) -> None:
-    """Least squares with noisy gradients over scales from 0.03 to 30: the loss ends within a tenth of float32's."""
+    """Least squares with noisy gradients and scales from 0.03 to 30: the final loss is within a tenth of float32's."""
     scales = 10.0 ** torch.linspace(-1.5, 1.5, 2048)[torch.randperm(2048, generator=torch.Generator().manual_seed(1))]
     target = normal(2048, seed=2)
 
@@ -141,5 +141,5 @@ def test_any_format_loads_any_other(saved_as: str, loaded_as: str) -> None:
             loaded[name].float(), held[name].float(), rtol=0 if exact else coarser, atol=0 if exact else block * 2**-16
         )
     weight.grad = normal(1000, seed=9)
-    after.step()  # and it steps
+    after.step()  # a step works
     assert torch.optim.AdamW([weight]).load_state_dict(before.state_dict()) is None

@@ -1,4 +1,4 @@
-"""The gradient norm: right, and the same to the last bit however the elements are spread."""
+"""The gradient norm: correct, and equal to the last bit for any distribution of the elements."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def gradient(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Normal values over six orders of magnitude, with zeros among them."""
+    """Returns normal values over six orders of magnitude, with some zeros."""
     random = torch.Generator().manual_seed(numel)
     scale = 10.0 ** (torch.rand(numel, generator=random) * 6 - 4)
     values = torch.randn(numel, generator=random) * scale
@@ -24,7 +24,7 @@ def gradient(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_it_is_the_l2_norm(dtype: torch.dtype) -> None:
+def test_the_result_is_the_l2_norm(dtype: torch.dtype) -> None:
     tensors = [gradient(numel, dtype) for numel in (1, 1000, 20_011)]
     wanted = torch.cat(tensors).double().norm().item()
     assert l2_norm(tensors) == pytest.approx(wanted, rel=1e-13)
@@ -36,7 +36,7 @@ def test_any_spread_gives_the_same_bits() -> None:
     shuffled = values[torch.randperm(9001, generator=torch.Generator().manual_seed(1))]
     assert l2_norm(list(shuffled.split(17))) == whole
     assert l2_norm([torch.cat([values, torch.zeros(63)])]) == whole  # padding
-    parts = [list(shuffled[:1234].split(100)), [shuffled[1234:]]]  # two ranks, and what they would exchange
+    parts = [list(shuffled[:1234].split(100)), [shuffled[1234:]]]  # two ranks; the lines below are their exchange
     exponent = norm_exponent(max(max_abs(part) for rank in parts for part in rank))
     sums = [[square_sums(part, exponent) for part in rank] for rank in parts]
     high = sum(high for rank in sums for high, _ in rank)
@@ -44,8 +44,8 @@ def test_any_spread_gives_the_same_bits() -> None:
     assert norm_from(high, low, exponent) == whole
 
 
-def test_a_sum_of_floats_would_not() -> None:
-    """Shows that the values of the test above are hard enough: torch's norm depends on their order."""
+def test_a_sum_of_floats_depends_on_the_order() -> None:
+    """The values of the test above are hard enough: torch's norm depends on their order."""
     values = gradient(9001)
     random = torch.Generator().manual_seed(1)
     orders = {values[torch.randperm(9001, generator=random)].norm().item() for _ in range(20)}
@@ -112,16 +112,16 @@ def test_the_ends_of_the_range_neither_vanish_nor_overflow() -> None:
 
 @pytest.mark.parametrize("exponent", [-140, 0, 7, 128])
 def test_two_to_the_38_elements_fit_in_two_int64(exponent: int) -> None:
-    largest = torch.nextafter(torch.tensor([2.0**exponent]), torch.zeros(1))  # of inf, that is the largest number
+    largest = torch.nextafter(torch.tensor([2.0**exponent]), torch.zeros(1))  # for inf, the largest finite number
     assert norm_exponent(largest.item()) == exponent
     high, low = square_sums(largest, exponent)
     assert high * 2**38 < 2**63
-    assert high > 2**24  # and no bit of the range is given away
+    assert high > 2**24  # the range is used to the last bit
     assert 0 <= low < 2**25
 
 
 def test_small_elements_beside_a_large_one_keep_the_stated_bound() -> None:
-    values = torch.full((100_001,), 2.0**-26)  # each square is a quarter of the unit, and vanishes
+    values = torch.full((100_001,), 2.0**-26)  # each square is a quarter of the unit and rounds to 0
     values[0] = 1.0
     wanted = values.double().norm().item()
     assert abs(l2_norm([values]) / wanted - 1) <= len(values) * 2.0**-50

@@ -1,4 +1,4 @@
-"""Elementwise optimizers: the right numbers, the same however the vector is cut, and torch's optimizer interface."""
+"""Elementwise optimizers: correct numbers, equal bits for any cut of the vector, and torch's optimizer interface."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ Make = Callable[[list[Tensor]], torch.optim.Optimizer]
 
 @pytest.fixture(autouse=True)
 def _threads_as_torch_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_num_threads", None)  # an engine of an earlier test has chosen its own
+    monkeypatch.setattr(dispatch, "_num_threads", None)  # an engine of an earlier test may have set it
 
 
 def advance(
@@ -116,7 +116,7 @@ def test_a_hundred_steps_end_within_a_few_ulp_of_torch(ours: Make, theirs: Make)
 
 @pytest.mark.parametrize("name", ["sgd", "nesterov", "dampened", "rmsprop", "rmsprop-centered"])
 def test_sgd_and_rmsprop_are_torchs(name: str) -> None:
-    """A walk as long as this rounds at the magnitude it has come to, so the tolerance is in units of that."""
+    """After 100 steps, rounding errors are relative to the largest value, and so is the tolerance."""
     kind, options = OPTIMIZERS[name]
     counterpart = getattr(torch.optim, kind.__name__)
     start = normal(1003)
@@ -167,7 +167,7 @@ def test_out_is_the_master_rounded_and_the_gradient_is_left_alone(
     optimizer_class: type[ShardOptimizer], options: dict[str, Any], dtype: torch.dtype
 ) -> None:
     param, grad, out = normal(1003) * 1000, normal(1003, seed=1), torch.empty(1003, dtype=dtype)
-    param[::9] *= 1e4  # beyond float16
+    param[::9] *= 1e4  # beyond float16's range
     advance(optimizer_class([param], **options), param, grad, out=out)
     assert same_bits(out, param.to(dtype))
     assert torch.equal(grad, normal(1003, seed=1))
@@ -191,7 +191,7 @@ def three_steps(
     dtype: torch.dtype,
     device: str = "cpu",
 ) -> tuple[list[Tensor], Tensor]:
-    """Steps a vector in the pieces that `cuts` make, each a view of its own; gives its states and the rounded copy."""
+    """Steps a vector in pieces, cut at `cuts`, each a separate view; returns its states and the rounded copy."""
     edges = [0, *cuts, 2003]
     master, out = normal(2003).to(device), torch.empty(2003, dtype=dtype, device=device)
     pieces = [master[start:stop] for start, stop in pairwise(edges)]
@@ -211,7 +211,7 @@ def three_steps(
 def test_any_cut_gives_the_same_bits(
     optimizer_class: type[ShardOptimizer], options: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    """Of moments in blocks any cut between two of them."""
+    """For moments in blocks, any cut between two blocks."""
     whole, whole_out = three_steps(optimizer_class, options, [], dtype)
     anywhere = [[1], [7, 8, 23, 1001], list(range(1, 60)), [2002]]
     between_blocks = [[32], [64, 96, 1024, 1984], list(range(32, 640, 32))]
@@ -242,7 +242,7 @@ def rounded_sqrt(tensor: Tensor) -> Tensor:
 def test_the_torch_path_gives_the_bits_of_the_kernel(
     optimizer_class: type[ShardOptimizer], options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a square root that is rounded correctly, as CUDA's is; torch's own on the CPU is at times an ulp off."""
+    """With a correctly rounded square root, as on CUDA; torch's on the CPU is sometimes off by one ulp."""
     monkeypatch.setattr(Tensor, "sqrt", rounded_sqrt)
     kernel, kernel_out = three_steps(optimizer_class, options, [], dtype)
     monkeypatch.setattr(shard_step, "_TILE_NUMEL", 320)
@@ -319,11 +319,11 @@ def test_a_forked_child_has_threads_of_its_own(monkeypatch: pytest.MonkeyPatch) 
     if not ended:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    assert ended, "the child waits for threads it does not have"
+    assert ended, "the child waits for threads that the fork did not copy"
     assert os.waitstatus_to_exitcode(status) == 0
 
 
-# ---- a torch optimizer's manners ----
+# ---- the interface of a torch optimizer ----
 
 
 def test_the_protocol_and_the_names() -> None:
@@ -347,9 +347,7 @@ def test_the_state_of_adam() -> None:
 
 
 @every_format
-def test_a_saved_state_goes_on_as_if_nothing_had_been(
-    optimizer_class: type[ShardOptimizer], options: dict[str, Any]
-) -> None:
+def test_a_loaded_state_continues_exactly(optimizer_class: type[ShardOptimizer], options: dict[str, Any]) -> None:
     def go_on(optimizer: ShardOptimizer, param: Parameter, seeds: range) -> None:
         for seed in seeds:
             param.grad = normal(101, seed=seed)
@@ -440,7 +438,7 @@ def test_autograd_notices_that_the_weights_changed() -> None:
         loss.backward()
 
 
-# ---- what is refused ----
+# ---- refusals ----
 
 
 @pytest.mark.parametrize(

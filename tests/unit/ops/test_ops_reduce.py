@@ -1,4 +1,4 @@
-"""`sum_ranks`: the sum in rank order, in float32, rounded once, to bfloat16 and float16 as torch's casts round."""
+"""`sum_ranks`: float32 sums in rank order, rounded once, to bfloat16 and float16 as by torch's casts."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def random_chunks(ranks: int, numel: int, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_the_sum_is_float32_in_rank_order(ranks: int, dtype: torch.dtype) -> None:
-    chunks = random_chunks(ranks, 5003, dtype)  # more than two blocks, and a tail
+    chunks = random_chunks(ranks, 5003, dtype)  # over two blocks, and a remainder
     out = torch.empty(5003, dtype=dtype)
     sum_ranks(out, chunks, 1 / 3)
     assert torch.equal(out, expected(chunks, 1 / 3, dtype))
 
 
-def test_another_order_of_ranks_would_be_seen_and_one_rounding_per_rank() -> None:
+def test_the_order_of_ranks_matters_and_the_sum_is_rounded_once() -> None:
     chunks = torch.tensor([[1e8], [-1e8], [1.0]])
     out = torch.empty(1)
     sum_ranks(out, chunks, 1.0)
@@ -78,7 +78,7 @@ def test_threads_do_not_change_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _samples(dtype: torch.dtype) -> Tensor:
-    """Every value of a 16-bit dtype; of float32 a million, the special ones among them."""
+    """Returns every value of a 16-bit dtype, or a million float32 values including the special ones."""
     if dtype is not torch.float32:
         return every_pattern(dtype)
     special = [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-45, -1e-45, 1.1754942e-38, 3.4028235e38, 1.0, -1.0]
@@ -125,14 +125,14 @@ def test_every_number_and_its_midpoints_are_rounded_as_torch_rounds_them(dtype: 
     half = last_place // 2
     for offset in (0, 1, half - 1, half, half + 1, last_place - 1):
         values = (numbers + offset).view(torch.float32)
-        assert same_bits(converted(values, dtype), values.to(dtype)), f"{offset} bits above a number"
+        assert same_bits(converted(values, dtype), values.to(dtype)), f"{offset} float32 steps above a number"
 
 
 @pytest.mark.parametrize("dtype", NARROW)
 def test_random_patterns_and_small_numbers_are_rounded_as_torch_rounds_them(dtype: torch.dtype) -> None:
     random = torch.Generator().manual_seed(0)
     anything = torch.randint(-(2**31), 2**31, (300_000,), generator=random).to(torch.int32).view(torch.float32)
-    subnormal = torch.rand(100_000, generator=random) * 2.0**-14  # of float16
+    subnormal = torch.rand(100_000, generator=random) * 2.0**-14  # in float16
     for values in (anything, subnormal, -subnormal):
         assert same_bits(converted(values, dtype), values.to(dtype))
 

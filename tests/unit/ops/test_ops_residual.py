@@ -1,4 +1,4 @@
-"""Masters as a bfloat16 weight and a residual: every float32 comes back, whatever its bits."""
+"""Masters as a bfloat16 weight and a residual: every float32 pattern is restored."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _patterns(words: Tensor) -> Tensor:
 
 
 def test_every_low_half_comes_back_over_every_kind_of_upper_half() -> None:
-    """Ties both ways, subnormals, zeros with signs, what rounds up to inf, inf, and NaN."""
+    """Ties in both directions, subnormals, signed zeros, values that round to inf, inf, and NaN."""
     uppers = [0x0000, 0x0001, 0x007F, 0x0080, 0x3F80, 0x3F81, 0x7F7E, 0x7F7F, 0x7F80, 0x7F81, 0x7FC0, 0x7FFF]
     lows = torch.arange(1 << 16)
     for upper in uppers + [upper | 0x8000 for upper in uppers]:
@@ -47,7 +47,7 @@ def test_random_patterns_come_back(threads: int) -> None:
 
 
 def test_a_part_leaves_its_neighbours_alone() -> None:
-    """Any cut of any length: the bits of two parts that share a byte do not meet."""
+    """A part may start anywhere and have any length; parts that share a byte of ties keep each other's bits."""
     tie = _patterns(torch.tensor([0x3F808000, 0x3F818000, 0xC0008000]).repeat(20))
     for first in range(9):
         for length in (0, 1, 5, 8, 17, 40):

@@ -1,4 +1,4 @@
-"""Decisions on the device: the host's arithmetic to the bit, updates that do not apply, counts that are taken back."""
+"""Decisions on the device: bits equal to the host's arithmetic, skipped updates, and restored step counts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def pattern_of(value: float) -> Tensor:
     return torch.tensor([value]).view(torch.int32)
 
 
-# -- the largest and the sums
+# -- the largest magnitude and the sums
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -57,7 +57,7 @@ def test_the_largest_of_several_tensors_stays_on_the_device(dtype: torch.dtype, 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("special", [0.0, 2.0**-24, 65504.0, math.inf, -math.inf, math.nan])
 def test_torch_operations_find_the_same(dtype: torch.dtype, special: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What runs on a device without kernels, here on the CPU."""
+    """The path for a device without kernels, here on the CPU."""
     monkeypatch.setattr(reductions, "_TILE_NUMEL", 300)
     values = (normal(1000) * 1e-3).to(dtype)
     values[777] = special
@@ -109,7 +109,7 @@ def test_powers_of_two_are_exact() -> None:
 def host_decision(
     facts: Tensor, sums: Tensor | None, *, scale: float, clipping: float, grad_factor: float, skip_overflow: bool
 ) -> tuple[list[float], list[float]]:
-    """What the engine decides with numbers of the host: (control, summary)."""
+    """Returns (control, summary) as the engine decides with host numbers."""
     largest, history, negative_history, settings, negative_settings, stop = facts.tolist()
     finite = math.isfinite(largest)
     same = [history == -negative_history, settings == -negative_settings]
@@ -144,7 +144,7 @@ SUMS = [None, [0, 0], [1, 3], [2**62, 2**62], [2**25 - 1, 2**25 - 1], *map(rando
 
 @pytest.fixture(params=["torch", "kernels"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Decisions by torch operations, or by the CUDA kernels compiled for the host."""
+    """Makes torch operations decide, or the CUDA kernels compiled for the host."""
     if request.param == "kernels":
         kernels = host_kernels()
         monkeypatch.setattr(step_control, "kernels_for", lambda device: kernels)
@@ -179,11 +179,11 @@ def test_facts_of_ranks_are_joined_by_a_maximum() -> None:
     assert int(largest) == 0x7F800000
 
 
-# -- updates by a control
+# -- updates with a control
 
 
 def stepped(name: str, grads: list[Tensor], controls: list[Tensor | float], *, tiles: bool) -> list[Tensor]:
-    """Master, states and rounded copy after a step with each gradient; on the path of other devices with `tiles`."""
+    """Returns master, states and rounded copy after a step per gradient; `tiles` selects the path of other devices."""
     numel = grads[0].numel()
     master, out = normal(numel, seed=1), torch.full((numel,), 3.0, dtype=torch.bfloat16)
     optimizer = OPTIMIZERS[name](master)

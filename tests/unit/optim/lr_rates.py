@@ -7,7 +7,7 @@ from typing import Any
 LR = 5e-3
 
 # fmt: off
-# name -> type, settings, rates: the first when the schedule is made, then one per step.
+# name -> type, settings, rates: the first at construction, then one per step.
 RATES: dict[str, tuple[str, dict[str, Any], list[float]]] = {
     "warmup, log": ("WarmupLR", {"warmup_max_lr": 0.001, "warmup_num_steps": 6}, [
         0.0, 0.0, 0.0003868528072345415, 0.0006131471927654584, 0.000773705614469083, 0.000898244401703927,
@@ -66,7 +66,7 @@ RATES: dict[str, tuple[str, dict[str, Any], list[float]]] = {
         0.0001, 0.0001, 0.0001, 0.0002, 0.0002, 0.0002, 0.00030000000000000003, 0.00030000000000000003,
         0.00030000000000000003]),
 }
-# beta1 in the cycles above, in the same way; DeepSpeed's first step is at the minimum.
+# beta1 in the cycles above, in the same order; DeepSpeed's first step has the minimum.
 BETA1: dict[str, list[float]] = {
     "cycle": [
         0.8, 0.875, 0.8500000000000001, 0.8250000000000001, 0.8, 0.8250000000000001, 0.8500000000000001, 0.875, 0.9,

@@ -1,4 +1,4 @@
-"""Rates of the five schedules against DeepSpeed's, rates of groups, resuming, and schedulers by name."""
+"""The five schedules' rates against DeepSpeed's, rates of groups, resuming, and schedulers by name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EXACT: dict[str, Any] = {"rel": 1e-12, "abs": 1e-18}
 
 
 def adam(*lrs: float | None, lr: Any = LR) -> torch.optim.AdamW:
-    """One group per entry, with that rate of its own, or None for the optimizer's."""
+    """Returns an AdamW with a group per entry: the group's rate, or None for the optimizer's."""
     groups = [
         {"params": [torch.nn.Parameter(torch.zeros(1))], **({} if own is None else {"lr": own})}
         for own in (lrs or (None,))
@@ -40,7 +40,7 @@ def written(optimizer: Any) -> list[float]:
 
 @pytest.fixture
 def notes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What `log_once` says during the test, which is a warning."""
+    """Warnings that `log_once` writes during the test."""
     monkeypatch.setattr("zeroaccel.logs._seen", set())
     with log_lines(logging.WARNING) as lines:
         yield lines
@@ -87,10 +87,10 @@ def test_one_cycle_moves_beta1_and_leaves_beta2(case: str) -> None:
     assert {beta2 for _, beta2 in moments} == {0.95}
 
 
-def test_one_cycle_tells_the_betas_of_the_present_step() -> None:
+def test_one_cycle_returns_the_betas_of_the_current_step() -> None:
     optimizer = adam()
     scheduler = OneCycle(optimizer, 1e-4, 1e-3, cycle_first_step_size=2, cycle_min_mom=0.8, cycle_max_mom=0.9)
-    assert scheduler.get_mom() == [(0.9, 0.95)]  # while the group has the lower end
+    assert scheduler.get_mom() == [(0.9, 0.95)]  # the group already has the lower end
     assert optimizer.param_groups[0]["betas"] == (0.8, 0.95)
     for beta1 in (0.85, 0.8, 0.85):
         scheduler.step()
@@ -140,7 +140,7 @@ def test_a_warmup_of_no_steps_is_at_the_peak_at_once(kind: str, params: dict[str
     assert rates == pytest.approx(expected, abs=1e-15)
 
 
-def test_a_run_shorter_than_its_warmup_is_said(notes: list[str]) -> None:
+def test_a_run_shorter_than_its_warmup_is_noted(notes: list[str]) -> None:
     WarmupCosineLR(adam(), total_num_steps=3, warmup_num_steps=5)
     assert len(notes) == 1
     assert "total_num_steps = 3 is less than warmup_num_steps = 5" in notes[0]
@@ -296,13 +296,13 @@ def test_a_foreign_state_is_refused(state: dict[str, Any]) -> None:
 # -- by name
 
 
-def test_the_five_names() -> None:
+def test_the_names_are_deepspeeds_five() -> None:
     assert VALID_LR_SCHEDULES == ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
     assert set(VALID_LR_SCHEDULES) <= set(vars(lr_schedules))
 
 
 class Bare:
-    """Not torch's optimizer: it has groups, and nothing else."""
+    """An optimizer with `param_groups` alone, unlike torch's."""
 
     def __init__(self, *rates: float) -> None:
         self.param_groups: list[dict[str, Any]] = [{"lr": rate} for rate in rates]

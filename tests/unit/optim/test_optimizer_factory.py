@@ -1,4 +1,4 @@
-"""Optimizers by name, and the probe that finds out whether one can step on shards."""
+"""Optimizers by name, and the probe for optimizers that can step on shards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _params() -> list[nn.Parameter]:
 
 
 @pytest.mark.parametrize("name", ["adam", "AdamW", "LION", "adagrad", "RMSPROP", "Sgd"])
-def test_own_optimizers_go_by_any_case(name: str) -> None:
+def test_names_of_own_optimizers_ignore_case(name: str) -> None:
     optimizer = build_optimizer(name, {"lr": 0.25}, _params())
     assert type(optimizer).__module__.startswith("zeroaccel.")
     assert optimizer.param_groups[0]["lr"] == 0.25
@@ -44,7 +44,7 @@ def test_torchs_adam_can_be_asked_for() -> None:
 
 
 @pytest.mark.parametrize("name", ["Adamax", "NAdam", "Adafactor", "torch.optim.RMSprop"])
-def test_any_class_of_torch_goes_by_its_name(name: str) -> None:
+def test_any_class_of_torch_can_be_named(name: str) -> None:
     plain = name.removeprefix("torch.optim.")
     assert type(build_optimizer(name, {"lr": 0.5}, _params())) is getattr(torch.optim, plain)
     assert plain in known_optimizers()
@@ -68,15 +68,13 @@ def test_any_class_of_torch_goes_by_its_name(name: str) -> None:
         ("AdamW", {"lr": -1.0}, ("AdamW", "-1.0")),
     ],
 )
-def test_what_cannot_be_built_is_reported_with_an_address(
-    name: str, settings: dict[str, Any], words: tuple[str]
-) -> None:
+def test_wrong_optimizers_are_reported_with_an_address(name: str, settings: dict[str, Any], words: tuple[str]) -> None:
     with refused(ConfigError, *words):
         build_optimizer(name, settings, _params())
 
 
 class _Tiny(nn.Module):
-    """The parts of a language model that Muon tells apart."""
+    """The parts of a language model that Muon distinguishes."""
 
     def __init__(self) -> None:
         super().__init__()

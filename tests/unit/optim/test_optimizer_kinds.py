@@ -1,4 +1,4 @@
-"""Which optimizers step on flat shards, on full tensors, or on all parameters at once; finding out changes nothing."""
+"""Optimizers that step on flat shards, on full tensors, or on all parameters at once; the trial changes nothing."""
 
 from __future__ import annotations
 
@@ -107,21 +107,21 @@ class CountedSteps(torch.optim.AdamW):
         return super().step(closure)
 
 
-def test_the_work_is_bounded() -> None:
+def test_the_number_of_trial_steps_is_bounded() -> None:
     CountedSteps.steps = 0
     classify(CountedSteps([{"params": [nn.Parameter(torch.ones(2))], "lr": 0.1 * 0.9**depth} for depth in range(24)]))
     assert CountedSteps.steps == 12 * (1 + 4 * 2)
 
 
 @pytest.mark.parametrize("declared", ["per_tensor", OptimizerKind.COUPLED])
-def test_what_is_declared_counts(declared: Any) -> None:
+def test_a_declared_kind_takes_precedence(declared: Any) -> None:
     found = classify(torch.optim.AdamW([{"params": [param]} for param in _params()]), declared)
     assert (found.groups, found.source) == ((OptimizerKind(declared),) * 2, "declared")
     assert OptimizerKind(declared).value in found.reason
     assert classify(Noisy(_params()), "elementwise").reason == ""
 
 
-def test_a_kind_that_is_none_is_reported() -> None:
+def test_unknown_and_contradicting_kinds_are_reported() -> None:
     with pytest.raises(ConfigError, match=r"expected 'elementwise', 'per_tensor' or 'coupled', got 'flat'"):
         classify(torch.optim.AdamW(_params()), "flat")
     with pytest.raises(ConfigError, match=r'kind of optimizer Adafactor: expected "per_tensor", because its second'):
@@ -145,7 +145,7 @@ def test_sparse_gradients_are_refused() -> None:
         (lambda params: MadeOfTwo(params[:1], params[1:], by_itself=True), None, "group 1"),
     ],
 )
-def test_one_that_steps_only_what_it_was_made_with_is_refused(make: Any, declared: Any, groups: str) -> None:
+def test_an_optimizer_that_steps_its_original_parameters_is_refused(make: Any, declared: Any, groups: str) -> None:
     params = _params()
     with pytest.raises(ConfigError, match=f"got 'no update of those in {groups}: an attribute refers to"):
         classify(make(params), declared)
@@ -204,7 +204,7 @@ def test_hooks_and_schedulers_do_not_see_the_trial() -> None:
 
 
 class HookedByItself(Written):
-    """Clips all gradients together before its step, in a hook of its own."""
+    """Clips all gradients together before its step, in its own hook."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)
@@ -263,10 +263,10 @@ def test_tensor_rates_and_a_default_device_are_no_hindrance() -> None:
         assert classify(ClipsAll(_params())).groups == (COUPLED,)
 
 
-def test_what_has_stepped_is_reported_from_what_is_new() -> None:
+def test_optimizers_that_have_stepped_are_recognised() -> None:
     switched = ScheduleFree(_params())
     switched.train()
-    assert switched.state  # of empty dictionaries
+    assert switched.state  # with empty dictionaries
     assert not has_stepped(switched)
     assert classify(switched).groups == (PER_TENSOR,)
     assert not has_stepped(torch.optim.Adagrad(_params()))
@@ -304,7 +304,7 @@ def test_states_per_element_are_listed_without_a_trace() -> None:
 
 
 class SeesValues(Written):
-    """Keeps a second state where a value is large."""
+    """Adds a second state if a value is large."""
 
     def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
         state["sum"] = state.get("sum", 0) + grad
@@ -314,7 +314,7 @@ class SeesValues(Written):
         return grad
 
 
-def test_states_are_found_without_values_where_that_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_are_found_without_values_where_possible(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
     found = optimizer_copy._state_after_step
 
@@ -330,7 +330,7 @@ def test_states_are_found_without_values_where_that_will_do(monkeypatch: pytest.
     assert seen == [False, True]
 
 
-def test_a_twin_shares_nothing() -> None:
+def test_a_copy_of_an_optimizer_shares_nothing() -> None:
     optimizer = Lookahead(torch.optim.Adagrad(_params()))
     with isolated():
         twin = OptimizerCopy(optimizer).optimizer

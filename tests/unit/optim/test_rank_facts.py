@@ -1,4 +1,4 @@
-"""Settings as texts that ranks compare: equal where settings are, different where not, and readable."""
+"""Settings as readable texts that ranks compare: equal settings have equal texts, different ones different texts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _text(value: Any) -> str:
 
 
 class Rule:
-    """What LambdaLR may be given instead of a function."""
+    """A callable object, which LambdaLR accepts in place of a function."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
@@ -93,7 +93,7 @@ def test_different_settings_have_different_texts(name: str) -> None:
     assert len({repr(canonical(value)) for value in DIFFERENT[name]}) == 2
 
 
-def test_what_contains_itself_has_a_text() -> None:
+def test_a_list_that_contains_itself_has_a_text() -> None:
     endless: list[Any] = [1]
     endless.append(endless)
     assert _text(endless).startswith("(1, (1, ")
@@ -105,7 +105,7 @@ class Ramp:
     rank: int
 
 
-def test_values_are_shown_as_people_write_them() -> None:
+def test_values_are_shown_in_a_short_form() -> None:
     shown = {
         0.1: "0.1",
         3.0: "3",
@@ -129,7 +129,7 @@ def _optimizer(lr: float = 0.1, **more: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=lr)
 
 
-def test_what_belongs_to_one_rank_is_left_out() -> None:
+def test_settings_of_one_rank_are_left_out() -> None:
     own = [_optimizer(rank=rank, local_rank=rank, verbose=rank == 0, log_every=rank) for rank in range(2)]
     assert difference([optimizer_facts(optimizer) for optimizer in own]) is None
     assert not any("params" in address for address in optimizer_facts(own[0]) if "number" not in address)
@@ -205,7 +205,7 @@ def test_schedulers_are_compared_by_their_arguments(name: str) -> None:
 
 
 class _Ranks:
-    """As many ranks as `HyperparameterCheck` is constructed with."""
+    """A stand-in for collectives that has a number of ranks only."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -255,16 +255,16 @@ def test_a_digest_goes_by_values_and_not_by_how_they_came_about() -> None:
     one.param_groups[0]["weight_decay"], one.param_groups[1]["eps"] = 1, 0.5
     check.digest()
     one.param_groups[0]["weight_decay"] = 1.0
-    one.param_groups[1] = dict(reversed(one.param_groups[1].items()))  # as a loaded state replaces groups
+    one.param_groups[1] = dict(reversed(one.param_groups[1].items()))  # `load_state_dict` replaces groups, too
     other.param_groups[0]["weight_decay"], other.param_groups[1]["eps"] = torch.tensor(1), 0.5
     assert check.digest() == others.digest()
 
 
-def test_what_an_optimizer_adds_to_groups_later_is_its_own() -> None:
+def test_keys_that_an_optimizer_adds_to_groups_are_not_compared() -> None:
     optimizer = _optimizer()
     check = _check(optimizer)
     before = check.digest()
-    optimizer.param_groups[0]["step"] = 1  # a counter that only moves where the group has elements
+    optimizer.param_groups[0]["step"] = 1  # counts only on ranks with elements of the group
     optimizer.param_groups[0]["params"] = []
     assert check.digest() == before
 
@@ -280,7 +280,7 @@ def test_a_group_that_came_later_is_compared() -> None:
     assert check.digest() == before
 
 
-def test_one_process_looks_at_nothing() -> None:
+def test_a_single_process_compares_nothing() -> None:
     optimizer = _optimizer()
     check = _check(optimizer, world_size=1)
     del optimizer.param_groups

@@ -1,4 +1,4 @@
-"""Optimizers of a few lines each, of every kind, as users write them."""
+"""Short optimizers of every kind, as users write them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 
 class Written(Optimizer):
-    """An optimizer of a few lines; `settings` become the groups' own."""
+    """Steps by `direction`; `settings` become settings of the groups."""
 
     def __init__(self, params: Any, lr: float = 0.1, **settings: Any) -> None:
         super().__init__(params, {"lr": lr, **settings})
@@ -35,7 +35,7 @@ class Written(Optimizer):
 
 
 class ClipsAll(Written):
-    """By the norm over all its parameters."""
+    """Clips by the norm over all its parameters."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -46,7 +46,7 @@ class ClipsAll(Written):
 
 
 class EstimatesStepSize(Written):
-    """As Prodigy: a step size in the groups, which grows with what all the parameters have moved."""
+    """Like Prodigy: the step size in the groups grows with the distance that all parameters have moved."""
 
     def __init__(self, params: Any, lr: float = 1.0) -> None:
         super().__init__(params, lr, d=1e-6)
@@ -66,7 +66,7 @@ class EstimatesStepSize(Written):
 
 
 class BeginsLate(Written):
-    """Preconditions from its third step on."""
+    """Normalizes gradients from its third step on."""
 
     def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
         return grad if state["step"] < 3 else grad / (grad.norm() + 1e-8)
@@ -83,7 +83,7 @@ class Sign(Written):
 
 
 class CountsInGroups(Written):
-    """One count per call and group, one per call in itself, and a warm-up by it."""
+    """Counts calls in each group and in itself, with a warm-up by the groups' counts."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, 0.1, k=0)
@@ -100,7 +100,7 @@ class CountsInGroups(Written):
 
 
 class CountsParameters(CountsInGroups):
-    """Its count goes on with each parameter, so that a step depends on how many there are."""
+    """Increases its count for each parameter, so that a step depends on their number."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -124,7 +124,7 @@ class NoisyByItself(Written):
 
 
 class ScheduleFree(Written):
-    """As the SGD of Defazio et al.: steps in training mode only, from which `eval` goes to an average."""
+    """Like the SGD of Defazio et al.: steps in training mode only; `eval` switches to the average weights."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, 0.1, k=0, train_mode=False, weight_sum=0.0)
@@ -170,7 +170,7 @@ class Shampoo(Written):
 
 
 class Lookahead(Optimizer):
-    """Around another, with whose groups and states it shares."""
+    """Wraps another optimizer and shares its groups."""
 
     def __init__(self, inner: Optimizer) -> None:
         self.inner, self.param_groups, self.defaults = inner, inner.param_groups, inner.defaults
@@ -216,7 +216,7 @@ class StepsItsOwnList(Written):
 
 
 class MadeOfTwo(Written):
-    """Around optimizers with groups of their own; `by_itself` it steps the first group without them."""
+    """Wraps two optimizers with their own groups; with `by_itself`, it steps the first group itself."""
 
     def __init__(self, first: Any, second: Any, *, by_itself: bool = False) -> None:
         super().__init__([{"params": first}, {"params": second}])
@@ -232,7 +232,7 @@ class MadeOfTwo(Written):
 
 
 class MatricesOnly(Written):
-    """Orthogonalises, as Muon does; takes nothing else."""
+    """Orthogonalises matrices, like Muon, and accepts nothing else."""
 
     def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
         if grad.dim() != 2:
@@ -242,7 +242,7 @@ class MatricesOnly(Written):
 
 
 class MakesStates(Written):
-    """As MADGRAD: states of its constructor, with its count in the groups."""
+    """Like MADGRAD: creates its states in the constructor, with its count in the groups."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, lr, k=0)

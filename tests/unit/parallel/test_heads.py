@@ -1,4 +1,4 @@
-"""Heads that ranks of a tensor-parallel group cannot share are named by the config that has them."""
+"""Heads that tensor-parallel ranks cannot divide: the error names the config that has them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cutting a model into stages leaves the forwards that somebody patched into its modules."""
+"""Pipeline stages keep the patched forwards of a model's modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses and modules that are computed tile by tile give what whole ones give, and hold no more than a tile."""
+"""Tiled losses and modules: results equal to untiled ones, and intermediate tensors no larger than a tile."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SIZES = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": 2, "nu
 
 
 class LargestTensor(TorchDispatchMode):
-    """The most elements that a result of any operation has whose last dim is `width`."""
+    """Largest number of rows in the results of operations whose last dim is `width`."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -120,11 +120,11 @@ def test_no_more_than_a_tile_is_held() -> None:
     TiledModules(_blocks(model), tiles=4)
     with LargestTensor(VOCAB) as logits, LargestTensor(INNER) as inner:
         _gradients(model)
-    # The head's weight is (V, H), and its gradient is made as (H, V).
+    # The head's weight is (V, H), and backward computes its gradient as (H, V).
     assert (logits.rows, inner.rows) == (max(2 * TOKENS // 6, HIDDEN), max(2 * TOKENS // 4, HIDDEN))
 
 
-def test_without_gradients_there_are_logits() -> None:
+def test_without_gradients_logits_are_computed() -> None:
     model = _llama()
     whole = model(**_batch())
     TiledLoss(model, tiles=3)
@@ -163,7 +163,7 @@ def test_training_at_every_stage(own_job: None, optimizer: dict[str, Any]) -> No
 
 
 def test_gradients_in_fp16_do_not_vanish_with_the_number_of_tokens() -> None:
-    """A token's part of a mean over a million is below what fp16 has; the sum's is not."""
+    """A token's share of a mean over a million tokens is below fp16's range; its share of the sum is not."""
     torch.manual_seed(0)
     head, hidden = nn.Linear(HIDDEN, VOCAB).half(), torch.randn(64, HIDDEN).half().requires_grad_()
     labels = torch.randint(VOCAB, (64,))
@@ -180,7 +180,7 @@ def test_gradients_in_fp16_do_not_vanish_with_the_number_of_tokens() -> None:
         torch.testing.assert_close(narrow.float(), exact, rtol=2e-2, atol=2e-4)
 
 
-def test_what_cannot_be_tiled_is_named() -> None:
+def test_models_that_cannot_be_tiled_are_refused_by_name() -> None:
     sizes = {**SIZES, "intermediate_size": 32, "num_key_value_heads": 2, "head_dim": 8}
     capped = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**sizes))
     TiledLoss(capped, 2)

@@ -1,4 +1,4 @@
-"""The receiver: what it takes, what it refuses, and that it changes nothing before a version is complete."""
+"""The receiver: accepted and refused packets, and weights that stay unchanged until a version is complete."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_high_bytes_come_back(numel: int, kinds: int) -> None:
 
 
 def _by_operations(before: Tensor, after: Tensor, bits: Tensor) -> None:
-    """As devices do."""
+    """Marks changes by torch operations, the path for devices."""
     changed._mark_on_device(before.view(torch.int16), after.view(torch.int16), bits)
 
 
@@ -102,7 +102,7 @@ def test_a_version_that_does_not_fit_changes_nothing(refused: Packet, said: str)
     receiver = WeightReceiver(weights)
     with pytest.raises(WeightsRefusedError, match=said):
         receiver.take(refused)
-    assert receiver.take(packet(torch.ones(3))) is False  # the rest of the same version
+    assert receiver.take(packet(torch.ones(3))) is False  # another packet of the same version
     assert receiver.version is None
     assert not weights["w"].any()
     assert receiver.take(packet(torch.ones(3), version=2))
@@ -115,7 +115,7 @@ def test_senders_and_versions_that_are_not_complete_change_nothing() -> None:
     one, two = torch.ones(2), torch.full((2,), 2.0)
     assert not receiver.take(packet(one, name="a", senders=2, last=False))
     assert not receiver.take(packet(one, name="left out", senders=2, index=1))
-    assert not receiver.take(packet(two, version=2, name="a", senders=2))  # version 1 is never completed
+    assert not receiver.take(packet(two, version=2, name="a", senders=2))  # version 1 stays incomplete
     assert not any(value.any() for value in weights.values())
     assert receiver.take(packet(two, version=2, name="b", senders=2, sender=1, ties={"tied": "b"}))
     assert [value.tolist() for value in weights.values()] == [[2.0, 2.0]] * 3
@@ -130,7 +130,7 @@ def test_files_are_taken_once_all_senders_have_written(tmp_path: Path) -> None:
     write_packet(packet(torch.ones(3), senders=2, sender=1, name="v"), tmp_path)
     assert receive_files(receiver, tmp_path, "gen")
     assert all(value.all() for value in weights.values())
-    write_packet(packet(torch.zeros(3), version=3, since=2), tmp_path)  # version 2 never came
+    write_packet(packet(torch.zeros(3), version=3, since=2), tmp_path)  # version 2 is missing
     assert not receive_files(receiver, tmp_path, "gen")
     assert "expected version 2 here, got 1; send all weights" in refusal_file(tmp_path, "gen").read_text()
     write_packet(packet(torch.zeros(4), version=4), tmp_path)

@@ -1,4 +1,4 @@
-"""The hidden size of a model, from any of the places that have it."""
+"""The hidden size of a model, from each possible place in its config or weights."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _raises() -> None:
         ),
     ],
 )
-def test_a_config_says_it(config: Any, size: int, source: str) -> None:
+def test_a_config_has_the_size(config: Any, size: int, source: str) -> None:
     model = nn.Linear(3, 5)
     model.config = config
     assert facts_from_model(model).hidden_size == Fact(size, source)
@@ -52,7 +52,7 @@ def test_a_config_says_it(config: Any, size: int, source: str) -> None:
         _config(get_text_config=_raises),
     ],
 )
-def test_else_the_weights_do(config: Any) -> None:
+def test_without_a_config_the_weights_have_the_size(config: Any) -> None:
     model = nn.Sequential(nn.Embedding(50, 6), nn.Linear(6, 12), nn.Linear(12, 6), nn.LayerNorm(6), nn.Conv1d(6, 6, 3))
     if config is not None:
         model.config = config

@@ -1,4 +1,4 @@
-"""Models and inputs on devices that are not the engine's, made up with tensors that have a device and no data."""
+"""Models and inputs on other devices than the engine's, by fake tensors with a device and no data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def on(device: str, *size: int) -> torch.Tensor:
 
 
 class Model(nn.Module):
-    """Parameters `0` ... and a buffer, each on a device."""
+    """Parameters named `0`, `1`, ... and a buffer, each on its device."""
 
     def __init__(self, *devices: str, buffer: str = "cpu") -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def test_inputs_elsewhere_are_named(message: str) -> None:
         (MESSAGES[0], (on("cuda:0", 2), 3, "text")),
     ],
 )
-def test_other_errors_stay_what_they_are(message: str, args: tuple[Any, ...]) -> None:
+def test_other_errors_are_unchanged(message: str, args: tuple[Any, ...]) -> None:
     assert misplaced_inputs(RuntimeError(message), args, {}, GPU) is None
 
 
@@ -97,7 +97,7 @@ def test_other_errors_stay_what_they_are(message: str, args: tuple[Any, ...]) ->
         (GPU, {"sub_group_size": 0}, 0),
     ],
 )
-def test_gradients_in_fp32_are_few_at_a_time_on_a_device(
+def test_a_device_has_a_limited_number_of_fp32_gradients_at_a_time(
     device: torch.device, section: dict[str, int], expected: int
 ) -> None:
     config = load_config({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2, **section}})
@@ -105,7 +105,7 @@ def test_gradients_in_fp32_are_few_at_a_time_on_a_device(
 
 
 def test_a_forward_says_which_input_is_elsewhere(own_job: None) -> None:
-    """On the CPU another device is the meta device."""
+    """On a CPU machine, the meta device is the other device."""
     settings = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
     engine, *_ = zeroaccel.initialize(nn.Linear(4, 2), config=settings)
     try:

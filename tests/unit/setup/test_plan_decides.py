@@ -1,4 +1,4 @@
-"""What depends on the config is a field of the plan: `build` carries it out, and has no rule of its own to read."""
+"""All decisions from the config are fields of the plan: `build` executes it and reads no rules of the config."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that a program compiled with CUDA graphs, where sharded parameters move."""
+"""Models compiled with CUDA graphs are refused, because sharded parameters move."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 from zeroaccel.errors import UsageError
 from zeroaccel.zero.compiled import check_no_recorded_graphs
 
-# Of the compiler that torch imports.
+# From modules that torch's compiler imports.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 

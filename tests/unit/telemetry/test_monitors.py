@@ -1,4 +1,4 @@
-"""Monitors: what reaches the files, which ranks write, missing packages, and failures that must not stop a run."""
+"""Monitors: the written files, the ranks that write, missing packages, and failures that must not stop a run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from zeroaccel.telemetry.trackers import (
 
 
 def sections(**named: dict[str, Any]) -> Config:
-    """A config in which these sections are on."""
+    """Returns a config in which these sections are on."""
     return load_config({name: {"enabled": True, **keys} for name, keys in named.items()})
 
 
@@ -48,7 +48,7 @@ class Recorder(GeneralTracker):
 
 @pytest.fixture
 def wandb(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """A stand-in for the package; returns what the test sets."""
+    """Installs a stand-in for the package and returns the list of its calls."""
     told: list[Any] = []
     run = SimpleNamespace(
         log=lambda values, step: told.append(("log", values, step)), finish=lambda: told.append(("finish",))
@@ -75,7 +75,7 @@ def test_csv_has_one_file_per_metric(tmp_path: Path) -> None:
         "Train_lr.csv",
         "my_metric.csv",
     ]
-    # read before close: rows do not wait in a buffer
+    # read before close, because rows must not remain in a buffer
     assert (tmp_path / "run/Train_loss.csv").read_bytes() == b"step,loss\n8,2.5\n16,0.1\n"
     monitors.close()
     monitors.close()
@@ -135,7 +135,7 @@ def test_wandb_gets_the_project_and_one_log_per_step(wandb: list[Any]) -> None:
 # -- from a config
 
 
-def test_what_is_on_is_built_on_rank_0_only(tmp_path: Path, wandb: list[Any]) -> None:
+def test_monitors_are_built_on_rank_0_only(tmp_path: Path, wandb: list[Any]) -> None:
     config = sections(csv_monitor={"output_path": str(tmp_path), "job_name": "job"}, wandb={})
     assert not build_monitors(config, rank=1)
     assert not build_monitors(sections(), rank=0)
@@ -175,7 +175,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         build_monitors(sections(csv_monitor={"output_path": str(tmp_path / "file")}), rank=0)
 
 
-# -- several as one
+# -- several monitors
 
 
 def test_monitors_pass_everything_on_and_close_once() -> None:
@@ -189,7 +189,7 @@ def test_monitors_pass_everything_on_and_close_once() -> None:
     assert not monitors
 
 
-def test_a_monitor_that_fails_is_said_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_monitor_is_reported_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     handler = logging.Handler()
     monkeypatch.setattr(handler, "emit", lambda record: said.append(f"{record.getMessage()}: {record.exc_info[1]}"))

@@ -1,4 +1,4 @@
-"""Log lines and events of a run: their text, when and on which rank they appear, and no cost when they are off."""
+"""Log lines and events of a run: their texts, their steps and ranks, and no cost when they are off."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GIB = 2**30
 
 
 class FakeEngine:
-    """One step of 8 samples at a time."""
+    """An engine whose steps have 8 samples each."""
 
     def __init__(self, loss_scale: LossScale | None = None) -> None:
         self.global_steps = self.skipped_steps = self.global_samples = 0
@@ -70,14 +70,14 @@ class Sink:
 
 @pytest.fixture
 def lines() -> Iterator[list[str]]:
-    """The lines that zeroaccel's logger would show."""
+    """The lines of zeroaccel's logger."""
     with log_lines() as shown:
         yield shown
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time, in its one element, which stands still until it is set."""
+    """The time, in the list's one element; it stands still until the test sets it."""
     now = [100.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     return now
@@ -109,7 +109,7 @@ def test_phases_and_memory_as_lines() -> None:
     assert format_memory(after, "allocated") == "allocated GiB after: forward 2.00 | step 1.00 | peak 5.00"
 
 
-def test_events_count_in_samples_and_leave_out_what_is_not_known() -> None:
+def test_events_count_in_samples_and_leave_out_unknown_facts() -> None:
     assert step_events(StepFacts(1, 0, 8, [0.1, 0.2], grad_norm=2.0, loss_scale=4.0, loss=3.0)) == [
         ("Train/loss", 3.0, 8),
         ("Train/lr", 0.1, 8),
@@ -124,7 +124,7 @@ def test_events_count_in_samples_and_leave_out_what_is_not_known() -> None:
 
 
 class Phases(PhaseClock):
-    """Plays phases: "+name" begins one, "-name" ends it, a number passes seconds."""
+    """Plays phases: "+name" begins a phase, "-name" ends it, a number advances the clock by seconds."""
 
     def play(self, clock: list[float], moves: str) -> None:
         for move in moves.split():
@@ -138,8 +138,8 @@ class Phases(PhaseClock):
     ("moves", "expected"),
     [
         ("+forward 1 -forward +forward 3 -forward", {"forward": 4.0}),
-        ("+backward 1 +reduce 2 -reduce 4 -backward", {"reduce": 2.0, "backward": 7.0}),  # they nest
-        ("+forward 50 +forward 1 -forward -forward -step", {"forward": 1.0}),  # one that was left open
+        ("+backward 1 +reduce 2 -reduce 4 -backward", {"reduce": 2.0, "backward": 7.0}),  # nested phases
+        ("+forward 50 +forward 1 -forward -forward -step", {"forward": 1.0}),  # a phase without an end
     ],
 )
 def test_phases_are_summed_and_start_anew(clock: list[float], moves: str, expected: dict[str, float]) -> None:
@@ -159,7 +159,7 @@ def test_only_a_cuda_device_is_waited_for(device: str, waits: int, monkeypatch: 
     assert waited == [torch.device(device)] * waits
 
 
-def test_memory_on_the_cpu_sees_what_is_taken_and_remembers_it() -> None:
+def test_memory_on_the_cpu_has_the_current_size_and_the_peak() -> None:
     before = memory_now(CPU)
     taken = torch.ones(64 * 2**20, dtype=torch.uint8)
     held = memory_now(CPU)
@@ -167,11 +167,11 @@ def test_memory_on_the_cpu_sees_what_is_taken_and_remembers_it() -> None:
     del taken
     after = memory_now(CPU)
     assert after.current < held.current
-    assert after.peak > held.current - 8 * 2**20  # the kernel counts the two a few pages apart
+    assert after.peak > held.current - 8 * 2**20  # the kernel's two counts differ by a few pages
     assert after.peak < 2**40
 
 
-def test_memory_on_cuda_is_what_torch_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_on_cuda_is_that_of_torchs_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 5)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7)
     assert memory_now(torch.device("cuda", 0)) == MemoryUse(5, 7)
@@ -185,7 +185,7 @@ def test_step_lines_come_every_so_many_steps_with_the_rate_between(lines: list[s
     for _ in range(6):
         clock[0] += 2.0 if engine.global_steps < 3 else 4.0
         engine.advance(report)
-    # the first rate leaves the first step out: two steps of 8 samples in 4 s
+    # the first rate excludes the first step: two steps with 8 samples in 4 s
     assert lines == [
         "step 3 | skipped 0 | lr 3.333e-02 | grad norm 2.0000 | 4.0 samples/s",
         "step 6 | skipped 0 | lr 1.667e-02 | grad norm 2.0000 | 2.0 samples/s",
@@ -237,7 +237,7 @@ def test_breakdowns_alone_come_every_ten_steps(
     ]
 
 
-def test_nothing_is_measured_when_nothing_is_on(lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_without_settings_measures_nothing(lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*args: Any) -> Any:
         raise AssertionError("measured something")
 
@@ -253,7 +253,7 @@ def test_nothing_is_measured_when_nothing_is_on(lines: list[str], monkeypatch: p
     assert lines == []
 
 
-def test_other_ranks_say_nothing(lines: list[str]) -> None:
+def test_other_ranks_report_nothing(lines: list[str]) -> None:
     sink = Sink()
     report = StepReport(rank=1, steps_per_print=1, wall_clock_breakdown=True, memory_breakdown=True, monitors=sink)
     report.begin("forward")
@@ -295,7 +295,7 @@ def test_monitors_get_the_time_of_each_phase_and_the_memory(monkeypatch: pytest.
         for phase in phases:
             report.begin(phase)
             report.end(phase)
-        report.end("backward")  # of one that has not begun
+        report.end("backward")  # a phase that has not begun
         engine.advance(report)
     times = [
         {name: value for name, (value, _) in one.items() if name.startswith("Time/")}

@@ -1,4 +1,4 @@
-"""The file and the page of a trace, from spans made by hand: what is counted where, and what is refused."""
+"""The file and the page of a trace, from spans written by hand: the counted times, and refusals."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _span(
 
 
 def _two_ranks() -> StepTraceFile:
-    """One step of 20 ms. Rank 0 waits 5 ms for a gather that rank 1 issues late, and 2 ms for a reduction."""
+    """Returns a step of 20 ms. Rank 0 waits 5 ms for a gather that rank 1 issues late, and for a reduction."""
     first = (
         _span("phase", "forward", 0, 10),
         _span("flight", "unshard layers.0", 1, 6, GATHER, 7, lane="gathers"),
@@ -75,7 +75,7 @@ def test_each_moment_of_a_step_counts_once() -> None:
     split = {share: round(seconds * 1e3, 6) for share, seconds in trace.split(0, 0).items()}
     assert split == {
         "compute": 8,
-        # 5 for the gather and 3 for the reduction, of which another thread updates for 1.
+        # 5 for the gather and 3 for the reduction, less 1 in which another thread updates.
         "exposed communication": 7,
         "sums of gradients": 1,
         "update": 1,
@@ -85,12 +85,12 @@ def test_each_moment_of_a_step_counts_once() -> None:
     assert sum(trace.split(1, 0).values()) == pytest.approx(0.020)
 
 
-def test_the_largest_waits_say_who_comes_last() -> None:
+def test_the_largest_waits_name_the_last_rank() -> None:
     gather, reduction = _two_ranks().largest_waits()
     assert (gather.rank, gather.label, gather.phase, gather.last_rank) == (0, "unshard layers.0", "forward", 1)
     assert (gather.seconds, gather.late_seconds) == pytest.approx((0.005, 0.004))
     assert "rank 1 arrives last, 4.00 ms into the longest wait" in str(gather)
-    # Rank 1 issued the reduction before rank 0 began to wait: nothing but the transfer is left.
+    # Rank 1 issued the reduction before rank 0 began to wait, so the wait is the transfer alone.
     assert (reduction.seconds, reduction.late_seconds) == pytest.approx((0.002, 0.0))
     assert "this is the transfer" in str(reduction)
     apart = StepTraceFile(_facts(one_group=False), _two_ranks().ranks)
@@ -157,13 +157,13 @@ def test_other_files_are_refused_by_name(text: str | None, message: str, tmp_pat
     assert str(path) in str(raised.value)
 
 
-def test_the_page_says_what_the_trace_does() -> None:
+def test_the_page_agrees_with_the_trace() -> None:
     text = trace_page(_two_ranks())
     assert "http" not in text
     assert '<th scope="row" class="text">1. unshard layers.0</th>' in text
     split = "".join(f"<td>{value}</td>" for value in ("8.000", "7.000", "1.000", "1.000", "-", "3.000", "20.000"))
     assert f'<th scope="row" class="text">rank 0</th>{split}' in text
-    # By unit, in the mean over two ranks: 4 and 6 ms of forward, 4 of backward, 7 of waits, 1 of a sum, 1 of update.
+    # Per unit, means over two ranks: 4 and 6 ms in forward, 4 in backward, 7 in waits, 1 in a sum, 1 in the update.
     units = "".join(f"<td>{value}</td>" for value in ("5.000", "2.000", "-", "3.500", "0.500", "0.500", "-"))
     assert f'<th scope="row" class="text">layers.0</th>{units}' in text
 
@@ -187,7 +187,7 @@ def test_clocks_of_other_machines_are_aligned(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(timeline.time, "perf_counter_ns", lambda: next(ticks))
 
     def of_ranks(own: list[tuple[int, int]], _: str) -> list[list[tuple[int, int]]]:
-        # Rank 2 is on another machine, whose clock is 1000 ahead; it enters 2 later and leaves 3 earlier.
+        # Rank 2 is on another machine, with a clock 1000 ahead; it enters 2 later and leaves 3 earlier.
         return [own, own, [(begin + 1002, end + 997) for begin, end in own]]
 
     ranks: Any = SimpleNamespace(
@@ -199,7 +199,7 @@ def test_clocks_of_other_machines_are_aligned(monkeypatch: pytest.MonkeyPatch) -
 
 
 class _Event:
-    """A device event: the time is that of the device's clock when it was recorded."""
+    """A device event, which records the time of the device's clock."""
 
     now = 0.0
 
@@ -243,8 +243,8 @@ def test_a_compiled_model_gets_no_hooks(monkeypatch: pytest.MonkeyPatch) -> None
     hooks = TimelineHooks(model, [unit], recorded, lambda: False)
     model(torch.ones(1, 2))
     hooks.detach()
-    monkeypatch.setitem(sys.modules, "torch._dynamo", sys)  # without a compiler nothing is compiled
-    model[0]._compiled_call_impl = model[0].__call__  # as compile() leaves it
+    monkeypatch.setitem(sys.modules, "torch._dynamo", sys)  # a loaded compiler
+    model[0]._compiled_call_impl = model[0].__call__  # as after compile()
     compiled = TimelineHooks(model, [unit], recorded, lambda: False)
     assert (hooks.is_attached, compiled.is_attached) == (True, False)
     assert not model[0]._forward_hooks
@@ -252,7 +252,7 @@ def test_a_compiled_model_gets_no_hooks(monkeypatch: pytest.MonkeyPatch) -> None
     assert [(span.name, span.detail) for span in recorded.resolved().spans] == [("0", "forward")]
 
 
-# -- the command, with a stand-in for the launcher that writes what ranks would have
+# -- the command, with a stand-in for the launcher that writes the ranks' files
 
 SCRIPT = """
 import json, os, sys
@@ -299,7 +299,7 @@ def test_the_command_names_the_waits_and_the_files(tmp_path: Path, monkeypatch: 
         (("none.json",), 2, "none.json: expected a trace written by zeroaccel"),
     ],
 )
-def test_a_script_that_cannot_be_traced(
+def test_scripts_that_cannot_be_traced_are_reported(
     words: tuple[str, ...], code: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result = _trace(tmp_path, monkeypatch, *words)

@@ -1,4 +1,4 @@
-"""Threads that an engine starts end with it, and calls of a program's own threads after that are refused by name."""
+"""An engine's threads end with it, and it refuses later calls from the program's own threads by name."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_no_thread_outlives_an_engine(tmp_path: Path) -> None:
     engine.save_checkpoint(tmp_path)
     step()
     own = {thread.name.rstrip("_0123456789") for thread in set(threading.enumerate()) - before}
-    assert {"zeroaccel-update", "zeroaccel-file-"} <= own, "they run, or the test shows nothing"
+    assert {"zeroaccel-update", "zeroaccel-file-"} <= own, "the test needs running threads"
     engine.destroy()
     topology.destroy()
     assert set(threading.enumerate()) <= before

@@ -1,4 +1,4 @@
-"""What an engine says of itself, and what calls say to names that they do not have."""
+"""An engine's description of itself, and the errors for misspelt arguments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import zeroaccel
 from zeroaccel.logs import logger
 
 
-def test_an_engine_says_what_it_is_made_of() -> None:
+def test_the_repr_of_an_engine_lists_its_settings() -> None:
     config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "bf16": {"enabled": True}}
     config |= {"zero_optimization": {"stage": 2}, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
     engine = zeroaccel.initialize(nn.Linear(4, 4), config=config)[0]
@@ -19,7 +19,7 @@ def test_an_engine_says_what_it_is_made_of() -> None:
         engine.destroy()
 
 
-def test_an_engine_without_a_config_says_what_it_is_for(
+def test_an_engine_without_a_config_is_for_inference(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logger, "propagate", True)
@@ -39,6 +39,6 @@ def test_an_engine_without_a_config_says_what_it_is_for(
         (zeroaccel.ZeroPlugin, {"zero_stge": 2}, "zero_stage"),
     ],
 )
-def test_misspelt_arguments_are_told_the_name(call: object, wrong: dict[str, object], meant: str) -> None:
+def test_misspelt_arguments_are_refused_with_the_right_name(call: object, wrong: dict[str, object], meant: str) -> None:
     with pytest.raises(TypeError, match=f"did you mean '{meant}'"):
         call(**wrong)  # type: ignore[operator]

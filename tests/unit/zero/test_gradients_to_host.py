@@ -1,4 +1,4 @@
-"""Reduced gradients on their way to host memory, with copies that end as late as a device may let them."""
+"""Copies of reduced gradients to host memory that end as late as a device allows."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import zeroaccel
 from zeroaccel.comm.collectives import Work
 from zeroaccel.comm.topology import destroy
 
-_LIMIT = 2  # gradients on the device behind the newest one, as in `grad_reducer.py`
+_LIMIT = 2  # gradients on the device besides the newest one, as in `grad_reducer.py`
 _LAYERS = 6
 
 
 class LateCopy:
-    """NaN in host memory until the host waits for it. Its source must be there until then, or until it was dropped."""
+    """A copy whose host memory is NaN until the host waits for it; `on_device` is True while its source exists."""
 
     def __init__(self, copies: LateCopies, source: Tensor) -> None:
         self._copies = copies
@@ -48,11 +48,11 @@ class LateCopy:
 
 
 class LateCopies:
-    """A `CopyStream` of a device that is not there.
+    """A `CopyStream` for a simulated device.
 
     Attributes:
-        finishes, single_waits: how often the host waited for all copies, and for one.
-        most_on_device: sources at a time.
+        finishes, single_waits: number of waits for all copies, and for a single one.
+        most_on_device: largest number of sources on the device at a time.
     """
 
     pinned = True
@@ -109,7 +109,7 @@ def _train(copies: LateCopies | None, *, precision: str, accumulation: int, **of
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_host_waits_once_a_backward_and_reads_what_was_reduced(precision: str, accumulation: int) -> None:
+def test_the_host_waits_once_per_backward_and_reads_reduced_gradients(precision: str, accumulation: int) -> None:
     reference = _train(None, precision=precision, accumulation=accumulation)
     copies = LateCopies()
     trained = _train(copies, precision=precision, accumulation=accumulation)
@@ -124,12 +124,12 @@ def test_few_gradients_wait_on_the_device() -> None:
     assert 1 < copies.most_on_device <= _LIMIT + 1
 
 
-def test_an_update_during_backward_gets_what_has_landed() -> None:
+def test_an_update_during_backward_reads_completed_copies() -> None:
     during = {"precision": "bf16", "accumulation": 1, "update_during": "backward"}
     reference = _train(None, **during)
     copies = LateCopies()
     trained = _train(copies, **during)
     assert all(torch.equal(one, other) for one, other in zip(trained, reference, strict=True))
-    # All but the newest few of a backward are landed one by one, while the backward goes on.
+    # During backward, the host waits for all but the newest copies one by one.
     assert copies.single_waits > 0
     assert copies.finishes == 3

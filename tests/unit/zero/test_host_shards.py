@@ -1,4 +1,4 @@
-"""Weights in host memory that the device still writes, and buffers that let a program keep their memory."""
+"""Weights in host memory that the device is still writing, and buffers whose memory a program may keep."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def buffer() -> FlatBuffer:
     return made
 
 
-def test_the_host_waits_for_what_an_update_still_writes(buffer: FlatBuffer) -> None:
+def test_the_host_waits_for_the_writes_of_an_update(buffer: FlatBuffer) -> None:
     values, numel = torch.zeros(buffer.own.numel), buffer.own.numel
     copies = Mock()
     shard = MemoryShard(ShardPlace("", buffer.layout, 0, buffer.full, None, copies), values)
     shard.stage()
     shard.gather_input()
-    assert not copies.finish_writes.called, "an update and a gather are behind it on the device"
+    assert not copies.finish_writes.called, "an update and a gather follow the write on the device"
     uses = [
         lambda: shard.elements(shard.range),
         lambda: shard.write(shard.range, torch.ones(numel)),
@@ -44,7 +44,7 @@ def test_the_host_waits_for_what_an_update_still_writes(buffer: FlatBuffer) -> N
 
 
 class _Allocations(TorchDispatchMode):
-    """The elements of every new tensor."""
+    """Records the number of elements of every new tensor."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The prefetch trace alone: what is unsharded ahead, what stays unsharded, and what a changed order does."""
+"""The prefetch trace alone: units gathered ahead, units kept unsharded, and changes of order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KEEP_NOTHING = {"max_reuse_distance": 0}
 
 
 class Player:
-    """Does what a residency does: fetches, uses and gives up, in forward one after the other, the root around all."""
+    """Acts as a residency: fetches, uses and releases units in turn, with the root around all others in forward."""
 
     def __init__(self, sizes: dict[str, int] = SIZES, **limits: Any) -> None:
         self.sizes = sizes
@@ -52,7 +52,7 @@ class Player:
 
 
 def _played(**limits: int) -> Player:
-    """One that knows the order of a pass."""
+    """Returns a player that has recorded a pass."""
     player = Player(**limits)
     player.play()
     return player
@@ -74,15 +74,15 @@ def test_the_prefetch_budget(budget: int, expected: str) -> None:
     assert _played(prefetch_bucket_size=budget, **KEEP_NOTHING).play()[0] == expected.split()
 
 
-def test_what_is_still_to_come_counts_against_the_budget() -> None:
+def test_pending_units_count_against_the_budget() -> None:
     ahead = _played(prefetch_bucket_size=20, **KEEP_NOTHING).play()
-    # a takes 10 of 20, and b passes it; then b is on its way: all 20 are taken.
+    # a takes 10 of the 20 elements, and b exceeds them; at a, b alone uses the whole budget.
     assert ahead[:3] == [["a", "b"], [], ["c"]]
 
 
 @pytest.mark.parametrize("budget", [1, 15_000_000, 50_000_000])
 def test_the_next_layer_is_always_fetched_ahead(budget: int) -> None:
-    """Layers are larger than the bucket by default, and than that of "auto" at a width of 4096."""
+    """The layers are larger than the default bucket, and than that of "auto" at a width of 4096."""
     layer = 202_000_000
     layers = [f"layers.{index}" for index in range(6)]
     order = [*layers, *reversed(layers)]
@@ -101,7 +101,7 @@ def test_the_next_layer_is_always_fetched_ahead(budget: int) -> None:
 def test_the_next_layer_is_fetched_however_large_unless_the_program_sets_the_limit(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    layer = 850_000_000  # as a layer of 70B: two of them pass the default limit
+    layer = 850_000_000  # a layer of a 70B model; two exceed the default limit
     layers = [f"layers.{index}" for index in range(6)]
     sizes, order = dict.fromkeys(layers, layer), [*layers, *reversed(layers)]
     by_default = Player(sizes, next_always=True, **KEEP_NOTHING)
@@ -114,7 +114,7 @@ def test_the_next_layer_is_fetched_however_large_unless_the_program_sets_the_lim
     for _ in range(3):
         ahead = limited.play(order)
     assert ahead == [[]] * len(order)
-    [warning] = caplog.messages  # one, not one per unit
+    [warning] = caplog.messages  # one in total, not one per unit
     assert "layers.1 is not gathered ahead" in warning
     assert "its 850000000 elements plus the 850000000 in use exceed" in warning
     assert "zero_optimization.stage3_max_live_parameters, 1000000000; remove the key, or raise it" in warning
@@ -122,7 +122,7 @@ def test_the_next_layer_is_fetched_however_large_unless_the_program_sets_the_lim
 
 def test_nothing_is_fetched_past_a_unit_that_is_given_up_first() -> None:
     ahead = _played(**KEEP_NOTHING).play()
-    assert ahead[3] == []  # next are the root and c, which are here and will go
+    assert ahead[3] == []  # the next units, root and c, are unsharded but will be released first
     assert ahead[4] == ["c", "b", "a"]
 
 
@@ -138,7 +138,7 @@ def test_no_more_than_the_live_limit_is_fetched_ahead_or_kept() -> None:
 def test_a_unit_needed_soon_is_kept() -> None:
     player = _played(max_reuse_distance=35)
     player.play()
-    # Between its uses c waits for the root and itself: 5 + 30. For b it is 30 + 5 + 30 + 20.
+    # The reuse distance of c is root and c, 5 + 30; that of b is 30 + 5 + 30 + 20.
     assert {"KEEP c", "RESHARD b"} <= {*player.schedule.actions}
     assert player.schedule.actions.count("RESHARD a") == 2
 
@@ -159,7 +159,7 @@ def test_passes_of_different_kinds_have_their_own_order() -> None:
     assert player.play()[0] == player.play(FORWARD, "eval")[0] == ["a", "b", "c"]
 
 
-def test_a_pass_cut_short_leaves_the_schedule_intact_and_outside_of_one_nothing_is_fetched() -> None:
+def test_an_incomplete_pass_keeps_the_schedule_and_outside_a_pass_nothing_is_fetched() -> None:
     player = _played(**KEEP_NOTHING)
     player.schedule.begin("train")
     player.use("root")

@@ -1,4 +1,4 @@
-"""The wrap policy: which parameters form a unit by blocks, large leaves, ties, mixed dtypes and a config's names."""
+"""The wrap policy: units from blocks, large leaves, ties, mixed dtypes and names in the config."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_a_mixture_is_found_by_itself(kind: str) -> None:
     mixture = MIXTURES[kind]()
     assert is_mixture("ffn", mixture)
     assert set(_units(Model(ffn=mixture, norm=nn.LayerNorm(WIDTH)))) == {"ffn", "root"}
-    # In a block it travels with the block.
+    # In a block, it belongs to the block's unit.
     assert set(_units(Model(layers=nn.ModuleList([Model(ffn=mixture)])))) == {"layers.0"}
 
 
@@ -197,7 +197,7 @@ def test_a_mixture_is_found_by_its_name() -> None:
 
 
 def test_experts_of_any_transformers_5_are_recognised() -> None:
-    """Later ones set further attributes: `has_gate` by 5.3, `_is_expert_parallel` since 5.18."""
+    """Later releases set further attributes: `has_gate` by 5.3, `_is_expert_parallel` since 5.18."""
     module = nn.Module()
     module.num_experts, module.has_bias = 4, False  # type: ignore[assignment]
     assert not has_expert_interface(module)

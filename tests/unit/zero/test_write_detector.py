@@ -1,4 +1,4 @@
-"""Fingerprints of parameters: any change of 8 bytes shows, and a comparison reads the device once."""
+"""Fingerprints of parameters: they detect any change of 8 bytes, and a comparison reads the device once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_every_changed_bit_of_a_word_shows(words: int, monkeypatch: pytest.Monke
         assert fingerprint(data.flip(0)) != plain
 
 
-def test_nothing_has_a_fingerprint_too() -> None:
+def test_an_empty_tensor_has_a_fingerprint() -> None:
     assert fingerprint(torch.empty(0)).tolist() == [0]
 
 
@@ -45,7 +45,7 @@ def test_all_parameters_are_compared_in_one_read(monkeypatch: pytest.MonkeyPatch
     for index in range(5):
         detector.enter(buffer, index, writes=index == 4)
     assert detector.changed([(buffer, index) for index in range(5)]) == [False] * 5
-    assert reads == [4], "of the one that may be written nothing is compared"
+    assert reads == [4], "the parameter with a permitted write was compared"
     buffer.full[layout.slots[2].start + 3] += 1
     buffer.full[layout.slots[4].start] += 1
     assert detector.changed([(buffer, index) for index in range(5)]) == [False, False, True, False, False]

@@ -1,4 +1,4 @@
-"""Flat layouts: for any shapes and number of ranks, each element has one position and one owner."""
+"""Flat layouts: for any shapes and number of ranks, each element has exactly one position and owner."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_ranges_intersect_as_sets_do(one: FlatRange, other: FlatRange, third: Fl
     assert [element for element in range(60) if element in both] == [n for n in range(60) if n in one and n in other]
     assert both.numel == len([n for n in range(60) if n in one and n in other]) >= 0
     assert bool(both) == bool(both.numel)
-    assert both.start >= max(one.start, other.start), "so that it counts from both, even where it is empty"
+    assert both.start >= max(one.start, other.start), "an empty intersection must not start before either range"
     assert (both & both, other & one) == (both, both)
     assert list(_elements((one & other) & third)) == list(_elements(one & (other & third)))
 
@@ -92,7 +92,7 @@ def test_runs_of_a_group_tile_each_shard(
             assert run.start == cursor
             cursor = run.end
         assert cursor == layout.shard(rank).end or not runs
-        assert len({group for _, group in runs}) == len(runs), "neighbours of one group are one run"
+        assert len({group for _, group in runs}) == len(runs), "neighbours of one group must form one run"
 
 
 @given(shapes, worlds)
@@ -153,7 +153,7 @@ def test_owners_have_their_parameters_whole(given_shapes: list[tuple[int, ...]],
         shard = layout.shard(owner)
         assert shard.start <= slot.start <= slot.end <= shard.end
     seen = [slot for rank in range(world_size) for slot, _ in layout.slots_in(layout.shard(rank))]
-    assert seen == [slot for slot in layout.slots if slot.numel], "one owner each, and shards follow each other"
+    assert seen == [slot for slot in layout.slots if slot.numel], "one owner each, in the order of the shards"
 
 
 @given(st.lists(st.lists(st.integers(0, 1000), max_size=20), max_size=8), worlds)
@@ -163,14 +163,14 @@ def test_owners_are_balanced_within_each_unit(units: list[list[int]], world_size
         within = [0] * world_size
         for owner, numel in zip(loads.assign(numels), numels, strict=True):
             within[owner] += numel
-        # Graham 1969: at most 4/3 - 1/(3W) of the best possible, which is at least this.
+        # Graham 1969: at most 4/3 - 1/(3W) of the optimum, of which this is a lower bound.
         best = max([sum(numels) / world_size, *numels, *_two_of_the_largest(numels, world_size)])
         assert max(within) <= best * (4 / 3 - 1 / (3 * world_size)) + 1e-9
     assert sum(loads.numels) == sum(map(sum, units))
 
 
 def _two_of_the_largest(numels: list[int], world_size: int) -> list[int]:
-    """With more parameters than ranks, two of the W + 1 largest are on one rank."""
+    """Returns a lower bound: with more parameters than ranks, two of the W + 1 largest are on one rank."""
     ordered = sorted(numels, reverse=True)
     return [ordered[world_size - 1] + ordered[world_size]] if len(ordered) > world_size else []
 
@@ -189,7 +189,7 @@ def test_a_scalar_and_an_empty_parameter_have_places() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
-def test_nothing_at_all(world_size: int) -> None:
+def test_an_empty_layout_has_no_elements(world_size: int) -> None:
     layout = FlatLayout.build([], world_size)
     assert (layout.numel, layout.shard_numel(world_size - 1), list(layout.padding())) == (0, 0, [])
 
@@ -204,14 +204,14 @@ def test_parts_of_packed_layers_lie_where_every_reader_looks(
     splits = [Split(dim, parts, index, blocks) for index in range(parts)]
     own = [split.part(whole) for split in splits]
     assert torch.equal(splits[0].join(own), whole)
-    # A whole of several blocks has a part of each of them.
+    # A tensor with several blocks has a part of each block on each rank.
     for index, part in enumerate(own):
         expected = [block.chunk(parts, dim)[index] for block in whole.chunk(blocks, dim)]
         assert torch.equal(part, torch.cat(expected, dim))
     for split, part in zip(splits, own, strict=True):
         for first, run in split.runs(part.shape, FlatRange(0, part.numel())):
             assert part.reshape(-1)[run.at(0)].tolist() == list(range(first, first + run.numel))
-    # Saved part after part, one file each; read in row-major order.
+    # Each part is saved in a file of its own, and read in row-major order.
     pieces = tuple((index, index * part.numel(), part.numel(), 0) for index, part in enumerate(own))
     record = TensorRecord("I64", tuple(shape), pieces, (dim, parts, blocks))
     read = [

@@ -1,4 +1,4 @@
-"""The loss scale step by step, which names stay fp32, and the dtype of each buffer."""
+"""The loss scale step by step, names that stay fp32, and the dtype of each buffer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from zeroaccel.zero.precision import (
 
 
 def _scales(overflows: str, **settings: Any) -> list[float]:
-    """The scale after each step; "x" is an overflow, "." none."""
+    """Returns the scale after each step; "x" is an overflow, "." none."""
     scale = DynamicLossScale(value=256.0, **settings)
     seen = []
     for step in overflows:
@@ -36,15 +36,15 @@ def _scales(overflows: str, **settings: Any) -> list[float]:
 @pytest.mark.parametrize(
     ("overflows", "settings", "expected"),
     [
-        # The first overflow costs the tolerance, each further one halves: it is refilled by growth only.
+        # The first overflow uses up the tolerance and each further one halves the scale; only growth restores it.
         ("xx.x", {}, [256, 128, 128, 64]),
         ("xxx", {"hysteresis": 3}, [256, 256, 128]),
         ("x", {"hysteresis": 1}, [128]),
         ("x.x.xx", {"consecutive_hysteresis": True}, [256, 256, 256, 256, 256, 128]),
-        # It grows on the step after `window` good ones, and then every `window`.
+        # The scale grows on the step after `window` good ones, and then every `window` steps.
         (".....", {"window": 2}, [256, 256, 512, 512, 1024]),
         ("x....", {"window": 2, "hysteresis": 1}, [128, 128, 128, 256, 256]),
-        ("x...xx", {"window": 2}, [256, 256, 256, 512, 512, 256]),  # growth refills the tolerance
+        ("x...xx", {"window": 2}, [256, 256, 256, 512, 512, 256]),  # growth restores the tolerance
         ("xxxx", {"hysteresis": 1, "minimum": 16.0}, [128, 64, 32, 16]),
         ("xx", {"hysteresis": 1, "minimum": 100.0}, [128, 100]),
     ],
@@ -71,7 +71,7 @@ def test_resuming_changes_nothing(overflows: str, hysteresis: int, window: int, 
         scale = resumed
 
 
-def test_scales_that_do_not_move(caplog: pytest.LogCaptureFixture) -> None:
+def test_static_scales_stay_the_same(caplog: pytest.LogCaptureFixture) -> None:
     for scale, value in ((LossScale(), 1.0), (StaticLossScale(128), 128.0)):
         for overflow in (True, False, True):
             scale.update(overflow=overflow)
@@ -96,7 +96,7 @@ def test_names_kept_in_fp32() -> None:
     router = {"inner.router.weight"}
     model = Model()
     assert kept_in_fp32(model, "auto", torch.float16) == norm | router
-    assert kept_in_fp32(model, "auto", torch.bfloat16) == router  # as transformers does: only the strict list
+    assert kept_in_fp32(model, "auto", torch.bfloat16) == router  # as in transformers, the strict list only
     assert kept_in_fp32(model, ("inner",), torch.bfloat16) == router
     assert kept_in_fp32(model, ("inner.router",), torch.bfloat16) == router
     assert kept_in_fp32(model, (), torch.float16) == kept_in_fp32(nn.Linear(2, 2), "auto", torch.float16) == set()
@@ -127,18 +127,18 @@ def test_buffers_follow_the_parameters_that_are_cast() -> None:
 def test_buffers_beside_parameters_that_are_in_the_precision_stay() -> None:
     model = _normed_block()
     model[0].bfloat16()
-    assert _dtypes(model)["1.running_mean"] == "bfloat16"  # its own parameters are cast
-    assert _dtypes(model)["2.mask"] == "float32"  # one of those around it is not
+    assert _dtypes(model)["1.running_mean"] == "bfloat16"  # its module's own parameters are cast
+    assert _dtypes(model)["2.mask"] == "float32"  # module 0 next to it is not cast
     nested = nn.Sequential(_normed_block(), nn.Linear(2, 2).bfloat16())
     assert _dtypes(nested)["0.2.mask"] == "bfloat16"  # the nearest module with parameters decides
 
 
-def test_names_and_what_the_config_asks_for_come_first() -> None:
+def test_names_and_settings_of_the_config_come_first() -> None:
     assert _dtypes(_normed_block(), fp32=("1.running_var",))["1.running_var"] == "float32"
     assert set(_dtypes(_normed_block(), torch.float16, ("2.mask",)).values()) == {"float16", "float32"}
-    kept = ("0.weight", "0.bias", "1.weight", "1.bias")  # nothing is cast
+    kept = ("0.weight", "0.bias", "1.weight", "1.bias")  # no parameter is cast
     assert set(_dtypes(_normed_block(), fp32=kept).values()) == {"float32"}
-    assert _dtypes(Table(mask=torch.zeros(1))) == {"mask": "float32"}  # no parameters at all
+    assert _dtypes(Table(mask=torch.zeros(1))) == {"mask": "float32"}  # a model without parameters
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_a_parameter_that_was_cast_while_it_was_built_counts_as_cast() -> None:
     assert _dtypes(model)["1.running_mean"] == "float32"
     for param in model[1].parameters():
         note_cast(param, torch.float32)
-        note_cast(param, torch.bfloat16)  # again: the first counts
+        note_cast(param, torch.bfloat16)  # the first note counts
         assert dtype_before(param) is torch.float32
     assert _dtypes(model)["1.running_mean"] == "bfloat16"
 
@@ -185,7 +185,7 @@ def test_buffers_are_cast_in_place() -> None:
     model[2].table = model.table
     model[2].register_buffer("again", model.table)
     cast_buffers(model, torch.device("cpu"), {"table": torch.float16, "2.again": torch.float16})
-    assert model.table is model[2].again  # a shared one stays shared
+    assert model.table is model[2].again  # shared buffers stay shared
     assert (model.table.dtype, model.hidden.dtype, model.nothing) == (torch.float16, torch.float32, None)
     assert model[1].num_batches_tracked.dtype is torch.long
     assert "hidden" not in model.state_dict()
