@@ -50,7 +50,7 @@ def test_processes_of_num_gpus_get_their_local_rank(script: Path) -> None:
 
 
 def _shell(variables: dict[str, str], *words: object) -> subprocess.CompletedProcess[str]:
-    """A command as a shell with these variables finds it."""
+    """Returns a command as a shell with these variables resolves it."""
     limit = time_limits.seconds(60.0)
     return subprocess.run(
         [*map(str, words)], env=outside_any_job() | variables, capture_output=True, text=True, timeout=limit
@@ -59,7 +59,7 @@ def _shell(variables: dict[str, str], *words: object) -> subprocess.CompletedPro
 
 @pytest.fixture
 def installed(tmp_path: Path) -> dict[str, str]:
-    """Variables by which the installed commands and package are found."""
+    """Returns variables under which the installed commands and the package are found."""
     folder = tmp_path / "shims"
     done = run_command([*CLI, "compat", "install", folder], timeout=60.0)
     assert done.returncode == 0, done.stderr

@@ -52,7 +52,7 @@ def outside_any_job() -> dict[str, str]:
 
 
 def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """Returns the environment of a CPU rank of a job on this machine: one thread, and gloo on the loopback interface."""
+    """Returns the environment of a CPU rank of a job on this machine: one thread, gloo on the loopback interface."""
     return outside_any_job() | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

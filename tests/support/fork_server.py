@@ -65,11 +65,7 @@ _PRELOADED = (
     "jinja2",
     "PIL.Image",
 )
-_PRELOADED_WITH_A_THREAD = (
-    "pandas",
-    "pyarrow.compute",
-    "pyarrow.dataset",
-)  # a thread of jemalloc, started again in forks
+_PRELOADED_WITH_A_THREAD = ("pandas", "pyarrow.compute", "pyarrow.dataset")  # jemalloc starts its thread in forks
 # The interpreter reads these at its start, or torch when it is imported; the prefixes of other variables are harmless.
 _READ_AT_START = (
     "PYTHON",
