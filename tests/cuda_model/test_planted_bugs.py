@@ -1,4 +1,4 @@
-"""The model finds bugs that are planted, each in a case that is free of findings without it."""
+"""The model finds planted bugs, each in a case that has no findings without it."""
 
 from __future__ import annotations
 

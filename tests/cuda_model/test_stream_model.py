@@ -185,7 +185,7 @@ def test_the_clock_overlaps_streams(model: StreamModel) -> None:
     assert model.elapsed_seconds() == pytest.approx(2.0, abs=1e-3)
 
 
-# -- memory that is not there
+# -- freed and unwritten memory
 
 
 def test_freed_memory_is_not_used(model: StreamModel) -> None:
@@ -199,7 +199,7 @@ def test_freed_memory_is_not_used(model: StreamModel) -> None:
 def test_memory_is_written_before_it_is_read(model: StreamModel) -> None:
     memory = _device(model)
     _write(model, MAIN, memory, 0, 50)
-    _read(model, MAIN, memory, 40, 60)  # padding behind what is written
+    _read(model, MAIN, memory, 40, 60)  # padding behind the written bytes
     assert not model.findings
     _read(model, MAIN, memory, 50, 60)
     assert _kinds(model) == ["READ BEFORE ANY WRITE"]
@@ -259,7 +259,7 @@ def test_expandable_segments_serve_large_requests_from_what_small_ones_left(expa
     assert allocator.reserved == reserved * _MIB
 
 
-# -- what blocks the host at first
+# -- calls that block the host at their first use
 
 
 def test_a_request_without_a_block_asks_the_driver_once(model: StreamModel) -> None:
@@ -388,7 +388,7 @@ def test_an_item_orders_nothing_that_comes_after_it(model: StreamModel, turns: m
 
 def test_threads_that_wait_for_each_other_are_named(model: StreamModel, turns: model_threads.Turns) -> None:
     threading, _, _ = model_threads.thread_classes(turns)
-    with pytest.raises(RuntimeError, match="the host waits for ever, for an event"):
+    with pytest.raises(RuntimeError, match="deadlock: the host waits for an event"):
         threading.Event().wait()
     assert model.thread == HOST
 
