@@ -124,7 +124,7 @@ COUNTS: dict[str, tuple[int, float, int, int]] = {
 
 
 @pytest.mark.parametrize("name", COUNTS)
-def test_a_step_takes_so_many(name: str, outcome_of: Outcomes) -> None:
+def test_a_step_has_these_counts(name: str, outcome_of: Outcomes) -> None:
     outcome = outcome_of(name)
     waits, control = sum(outcome.waits.values()), sum(outcome.control.values())
     assert (outcome.boundary_kernels, outcome.boundary_bytes, waits, control) == COUNTS[name], outcome.waits
@@ -143,7 +143,7 @@ _OF_ANY_DEVICE = (
 
 
 @pytest.mark.slow  # the house rule `devices_are_asked_for_their_type` is in `make test`
-def test_devices_with_another_name_do_the_same(xpu_process: ModelProcess, outcome_of: Outcomes) -> None:
+def test_xpu_devices_have_the_same_counts(xpu_process: ModelProcess, outcome_of: Outcomes) -> None:
     for name in _OF_ANY_DEVICE:
         other, outcome = xpu_process.outcome(name), outcome_of(name)
         assert not other.error
@@ -162,7 +162,7 @@ def test_devices_with_another_name_do_the_same(xpu_process: ModelProcess, outcom
 
 
 @pytest.mark.slow  # that kernels make these codes is in tests/unit/ops/test_device_kernels.py
-def test_weights_in_e4m3_cost_what_those_in_int8_do(outcome_of: Outcomes) -> None:
+def test_weights_in_e4m3_cost_as_much_as_in_int8(outcome_of: Outcomes) -> None:
     integers, floating = outcome_of("stage 3, qwZ"), outcome_of("stage 3, qwZ in e4m3")
     assert (floating.kernels, floating.ms, floating.peak_nbytes) == (
         integers.kernels,

@@ -41,7 +41,7 @@ def test_one_stream_is_in_order(model: StreamModel) -> None:
     assert not model.findings
 
 
-def test_two_streams_are_not(model: StreamModel) -> None:
+def test_two_streams_are_unordered(model: StreamModel) -> None:
     memory, side = _device(model), model.add_stream("side")
     _write(model, MAIN, memory)
     _read(model, side, memory)
@@ -62,7 +62,7 @@ def test_a_wait_orders_what_came_before_it(model: StreamModel) -> None:
     assert _kinds(model) == ["READ AFTER WRITE"]
 
 
-def test_bytes_apart_do_not_meet(model: StreamModel) -> None:
+def test_accesses_to_other_bytes_need_no_order(model: StreamModel) -> None:
     memory, side = _device(model), model.add_stream("side")
     _write(model, MAIN, memory, 0, 50)
     _write(model, side, memory, 50, 100)
@@ -123,7 +123,7 @@ def test_a_block_is_not_reused_while_another_stream_reads_it(model: StreamModel)
 
 
 @pytest.mark.parametrize("how", ["recorded", "waited for"])
-def test_unless_the_stream_is(how: str, model: StreamModel) -> None:
+def test_a_block_is_reused_after_a_recorded_or_awaited_read(how: str, model: StreamModel) -> None:
     first, side = _device(model), model.add_stream("side")
     _write(model, MAIN, first)
     model.join(side, model.moment(MAIN))
@@ -313,7 +313,7 @@ def test_communicators_in_another_order_are_fine_as_long_as_nothing_waits() -> N
 
 
 @pytest.mark.parametrize("why", ["waits", "connects", "allocates"])
-def test_else_the_ranks_wait_for_each_other(why: str) -> None:
+def test_ranks_in_another_order_deadlock_if_one_waits(why: str) -> None:
     [circle] = deadlocks({0: _rank("gather", "reduce", **{why: True}), 1: _rank("reduce", "gather", **{why: True})})
     assert "a circle" in circle
     assert deadlocks({rank: _rank("gather", "reduce", **{why: True}) for rank in range(2)}) == []

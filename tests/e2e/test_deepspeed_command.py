@@ -93,7 +93,7 @@ def test_import_deepspeed_finds_the_facade_through_the_installed_package(install
     assert done.stdout.split()[1].startswith("zeroaccel.")
 
 
-def test_nothing_is_written_over_what_is_not_ours(tmp_path: Path) -> None:
+def test_install_keeps_files_of_others(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "deepspeed").write_text("#!/bin/sh\n")
     result = run_command([*CLI, "compat", "install", tmp_path], timeout=60.0)

@@ -89,7 +89,7 @@ def test_the_failure_is_reported_last_and_once_with_its_host(tmp_path: Path) -> 
     assert lines[-1] == "ValueError: no labels"
 
 
-def test_the_same_by_c10d_from_each_machine(tmp_path: Path) -> None:
+def test_a_c10d_job_is_started_on_each_machine(tmp_path: Path) -> None:
     script = write_script(tmp_path, DIE_ONCE)
     port = str(free_port())
     command = [sys.executable, "-m", "zeroaccel.cli", "launch", "--cpu", "--num_machines", 2, "--num_processes", 2]

@@ -65,7 +65,7 @@ def test_a_short_soak() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
-def test_of_a_network_that_is_cut_one_side_goes_on(tmp_path: Path, stage: int) -> None:
+def test_one_side_of_a_cut_network_continues(tmp_path: Path, stage: int) -> None:
     if missing := namespaces_missing():
         pytest.skip(f"needs network namespaces: {missing}")
     words = ["-m", "zeroaccel.cli", "launch", "--num_processes", "2", "--cpu", "--num_machines", "1:2"]

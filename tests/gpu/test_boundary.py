@@ -31,7 +31,7 @@ def _special(dtype: torch.dtype) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rule", RULES)
-def test_the_factor_is_that_of_the_host(rule: FactorRule, dtype: torch.dtype) -> None:
+def test_the_factor_equals_that_of_the_host(rule: FactorRule, dtype: torch.dtype) -> None:
     for grads in _special(dtype):
         on_device = grads.cuda()
         largest = torch.zeros(1, dtype=torch.int32, device="cuda")
@@ -53,7 +53,7 @@ def test_the_factor_is_that_of_the_host(rule: FactorRule, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("optimizer", [ADAMW, SGD])
-def test_no_call_of_a_step_waits_but_the_reading_of_its_outcome(stage: int, optimizer: dict[str, Any]) -> None:
+def test_only_the_reading_of_its_outcome_waits_in_a_step(stage: int, optimizer: dict[str, Any]) -> None:
     engine, *_ = zeroaccel.initialize(
         Toy().cuda(), config=config(stage, "bf16", optimizer=optimizer, gradient_clipping=0.5)
     )

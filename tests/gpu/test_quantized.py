@@ -24,7 +24,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("codec", [INT8, FP8, INT4], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("numel", [1, 257, 5_000_001])
-def test_both_devices_say_the_same(codec: Codec, dtype: torch.dtype, numel: int) -> None:
+def test_both_devices_give_the_same_codes(codec: Codec, dtype: torch.dtype, numel: int) -> None:
     values = torch.randn(numel).to(dtype)
     if numel > 257:
         values[300] = math.inf

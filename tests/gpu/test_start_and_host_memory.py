@@ -70,7 +70,7 @@ def _bytes_of(folder: Path) -> dict[str, bytes]:
     return {path.name[:16]: path.read_bytes() for path in folder.rglob("*.safetensors")}
 
 
-def test_a_save_beside_training_has_the_step_that_it_is_of(tmp_path: Path) -> None:
+def test_a_background_save_has_the_state_of_its_step(tmp_path: Path) -> None:
     """Compares a synchronous save with one in the background of the next forward and backward."""
     saved = []
     for background in (False, True):
