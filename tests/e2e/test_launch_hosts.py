@@ -71,7 +71,7 @@ def test_a_rank_is_killed_and_the_job_from_a_hostfile_completes(tmp_path: Path) 
     variables = {"HF_THING": "x; echo 'y'", "HF_SECRET": "s", "OTHER_THING": "o"}
     result = launch(tmp_path, "--max_restarts", 1, write_script(tmp_path, DIE_ONCE), *words, env=variables)
     assert result.returncode == 0, result.stderr
-    # The other machines receive the variables that the launcher passes on.
+    # The launcher passes HF_* variables on; the other machine has OTHER_THING itself.
     given = ["x; echo 'y'", "s", "o"]
     assert sorted(result.stdout.splitlines()) == [
         f"[{host}] {rank} 4.0 {words} '' {tmp_path} {given}" for rank, host in enumerate(HOSTS)
