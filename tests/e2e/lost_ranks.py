@@ -70,7 +70,7 @@ def main(folder: str, steps: str, interval: str, seed: str, faults: str = "") ->
     set_seed(int(seed))
     width = 64
     model = nn.Sequential(nn.Linear(width, width), nn.Dropout(0.1), nn.GELU(), nn.Linear(width, 1))
-    count = 24 * int(steps)  # a multiple of every number of ranks
+    count = 24 * int(steps)  # enough samples for any number of ranks
     loader = DataLoader(torch.randn(count, width, generator=torch.Generator().manual_seed(0)), 4, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), loader)
     is_hit = str(accelerator.process_index) in who.split("+")

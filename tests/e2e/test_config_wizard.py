@@ -198,7 +198,7 @@ def test_a_plan_answers_mesh_and_stage_and_is_kept(tmp_path: Path, monkeypatch: 
         person.at("Which plan, for", DOWN * 2 + ENTER)  # the third line: stage 3
         person.at("gradient accumulation steps", f"<{ENTER}")  # back to the plan, which is still selected
         person.at("Which plan, for")
-        person.at("gradient accumulation steps")  # the plan answers these questions
+        person.at("gradient accumulation steps")  # skips the questions that the plan answers
         code, said = _accept_the_rest(person)
     assert code == 0
     text = (tmp_path / FILE).read_text()

@@ -42,7 +42,7 @@ def _call(path: str, argv: list[str], stage: int | None, config: str | None) -> 
         # The pool's process group, and the groups made from it, outlive an example.
         stays = patch.object(PartialState, "destroy_process_group", lambda state: None)
         with warnings.catch_warnings(), contextlib.redirect_stdout(printed), stays:
-            warnings.filterwarnings("ignore", category=DeprecationWarning)  # packages that examples import
+            warnings.filterwarnings("ignore", category=DeprecationWarning)  # from packages that examples import
             result = load_script(f"examples/{path}").main(argv)
         gc.collect()  # engines of an example that has ended
         return result, printed.getvalue()

@@ -37,7 +37,7 @@ RUNS = {
     "generation": ("3",),
     "plugins": ("3",),
 }
-# These print other results than losses; transformers evaluates without training at stage 3 only.
+# The output of these has a form of its own; transformers evaluates without training at stage 3 only.
 ALONE = {"saves": ("2", "3"), "evaluated": ("3",)}
 BF16 = ("own_optimizer",)
 # These warm up by DeepSpeed's schedule, which plain Trainer does not have.

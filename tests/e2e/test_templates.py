@@ -58,7 +58,7 @@ def test_every_json_config_trains_and_residency_changes_no_loss(tmp_path: Path) 
         assert len(set(exact[0])) == len(exact[0]) == 8
         assert first[f"zero_stage3_zeropp_{precision}.json"] == pytest.approx(
             exact[0], rel=0.05
-        )  # the written value is rounded
+        )  # quantized communication rounds
 
 
 FACTS = """\
