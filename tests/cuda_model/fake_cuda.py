@@ -159,7 +159,7 @@ class FakeCuda:
             if twin is None or twin.numel() < nbytes:
                 twin = torch.zeros(nbytes, dtype=torch.uint8)
                 self._twins[storage._cdata] = twin
-                self.memory_of(tensor)  # frees the twin together with the storage
+                self.memory_of(tensor)  # its finalizer also drops the twin
             empty = torch.empty(0, dtype=tensor.dtype)
             return empty.set_(twin.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 

@@ -40,8 +40,7 @@ def test_every_access_is_ordered(name: str, outcome_of: Outcomes) -> None:
 
 # Number of times the host waits for the device in a step, if it exceeds one, by the reason for it.
 MORE_WAITS: dict[str, int] = {
-    # The host computes the norm when it has the gradients of a backward; with several ranks it also waits for their
-    # sum.
+    # The host computes the norm after the gradients of a backward arrive; with several ranks it waits for their sum.
     "stage 2, optimizer on the host, several ranks": 2,
     "stage 2, optimizer on the host, small buckets": 2,
     "stage 2, optimizer on the host, accumulation": 4,
@@ -66,8 +65,7 @@ MORE_WAITS: dict[str, int] = {
     "stage 3, parameters in files, one buffer": 14,
     # Each copy of pageable memory is a wait.
     "stage 3, both on the host, unpinned": 15,
-    # NCCL takes sizes from the host: it reads the number of tokens per rank once in each of two layers; backward has
-    # them.
+    # NCCL takes sizes from the host, which reads the number of tokens per rank once in each of two layers.
     "stage 1, ep": 3,
     "stage 3, ep": 3,
     # Programs that take several steps, or evaluate before they step.

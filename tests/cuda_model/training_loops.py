@@ -143,7 +143,7 @@ def evaluation_before_step(program: Program) -> None:
 
 
 def evaluation_on_another_stream(program: Program) -> None:
-    """An evaluation on a stream of the program that waits for the default stream, which then waits for it."""
+    """An evaluation on a stream of the program; it waits for the default stream, and the default stream for it."""
     streams = torch.get_device_module(DEVICE)
     side = streams.Stream()
     side.wait_stream(streams.current_stream())
