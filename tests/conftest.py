@@ -1,4 +1,4 @@
-"""What holds for every test: the pools of ranks, time limits that follow the machine, and what needs a GPU."""
+"""Set-up of all tests: pools of ranks, time limits that adapt to the machine, and skips of tests that need a GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests import time_limits
 from tests.support.pool import Pool, Ranks
 from tests.support.sweeps import Sweep
 
-# A busy machine makes neither inputs nor examples wrong; `time_limits.py` says when a test is too slow.
+# A busy machine does not invalidate inputs or examples; `time_limits.py` decides when a test is too slow.
 hypothesis.settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
@@ -25,7 +25,7 @@ hypothesis.settings.load_profile("any machine")
 
 
 def slow_tests() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Of `slow_tests.txt`: beginnings of the ids of slow tests, and of tests whose crossed parameters are thinned."""
+    """Reads `slow_tests.txt`: id prefixes of slow tests, and of tests whose crossed parameters are thinned out."""
     slow: list[str] = []
     crossed: list[str] = []
     test = ""
@@ -41,7 +41,7 @@ def slow_tests() -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def not_covering(items: list[pytest.Item]) -> list[pytest.Item]:
-    """The rest of one test's items, once each value of each of its parametrizations is in one of those before it."""
+    """Returns one test's items that are not needed to cover each value of each of its parametrizations."""
     seen: set[tuple[int, str]] = set()
     rest = list(items)
 
@@ -70,27 +70,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
-    gc.freeze()  # what the libraries and the tests are made of: no collection needs to look at it again
+    gc.freeze()  # The libraries and tests are permanent objects: garbage collection need not scan them again.
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("sweeps", "tests that draw many cases from a seed")
-    group.addoption("--sweep-seed", type=int, default=0, help="the seed that the slow sweeps start from")
+    group.addoption("--sweep-seed", type=int, default=0, help="start seed of the slow sweeps")
     group.addoption(
-        "--sweep-count", type=int, default=0, help="how many cases each slow sweep draws; 0: its own number"
+        "--sweep-count", type=int, default=0, help="number of cases that each slow sweep draws; 0: the sweep's default"
     )
-    group.addoption("--sweep-report", default="", help="a file to which each case adds a line of JSON")
+    group.addoption("--sweep-report", default="", help="file to which each case appends a line of JSON")
 
 
 @pytest.fixture
 def sweep(pytestconfig: pytest.Config) -> Sweep:
-    """Seed, count and report of the slow sweeps, from the command line."""
+    """Seed, count and report file of the slow sweeps, from the command line."""
     return Sweep(*(pytestconfig.getoption(name) for name in ("sweep_seed", "sweep_count", "sweep_report")))
 
 
 def pytest_configure() -> None:
-    torch.set_num_threads(1)  # beside ranks, threads that wait for each other's core take many times as long
-    # Processes of xdist, and whatever a test starts, inherit it.
+    torch.set_num_threads(1)  # Beside ranks, threads wait for each other's cores.
+    # xdist workers and all processes that a test starts inherit it.
     os.environ.setdefault(time_limits.VARIABLE, f"{time_limits.measure():.1f}")
 
 
@@ -103,7 +103,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_timeout_set_timer(item: pytest.Item, settings: pytest_timeout.Settings) -> bool | None:
-    """In place of pytest-timeout's own timer, which knows the time only."""
+    """Replaces pytest-timeout's own timer, which measures only the elapsed time."""
     if settings.method != "signal":
         return None
     limit = time_limits.Limit(settings.timeout)
@@ -127,7 +127,7 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: pytest_timeout.Setting
 
 @pytest.fixture(scope="session")
 def ranks(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """``ranks(world_size)`` is the pool of that size, the same one in every test of the session."""
+    """Returns ``ranks(world_size)``, the pool of that size; all tests of the session share it."""
     pools: dict[int, Pool] = {}
 
     def of_size(world_size: int) -> Pool:
@@ -144,7 +144,7 @@ def ranks(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture(scope="module")
 def ranks_without_libraries(ranks: Ranks) -> Iterator[None]:
-    """Ranks that have not imported accelerate and transformers: `compat.install` has to come before that."""
+    """Makes the ranks start without accelerate and transformers: `compat.install` must run before their import."""
     pools = [ranks(world_size) for world_size in (1, 2)]
     before = [pool.imports for pool in pools]
     for pool in pools:
@@ -158,7 +158,7 @@ def ranks_without_libraries(ranks: Ranks) -> Iterator[None]:
 
 @pytest.fixture
 def own_job(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """This process is a job of its own, which ends with the test."""
+    """Makes this process a job that contains one rank and ends with the test."""
     from zeroaccel.comm.topology import destroy
 
     for name in ("RANK", "WORLD_SIZE"):

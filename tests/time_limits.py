@@ -1,9 +1,9 @@
-"""Time limits of tests, in seconds of a quiet machine: on a slower or busier one they last longer.
+"""Time limits of tests, in seconds of a quiet machine; on a slower or busier machine the limits are longer.
 
-A factor says how much: how much slower this process computes than on the machine the limits were written on, times how
-many processes share its core. It is measured at the session's start, passed to all processes of the tests in a variable
-of the environment, and measured anew when a limit is about to strike, so that a load that came later counts too. It is
-ten at most: what hangs is red in the end, and a promise in seconds can be broken.
+The factor is the slowdown of this process relative to the machine on which the limits were written, times the number of
+processes that share its core. The tests measure it at the start of the session and pass it to all their processes in an
+environment variable. They measure it again just before a limit expires, so that load that arrived later counts as well.
+The factor is at most ten: a test that hangs fails in the end, and a test that promises a time in seconds can fail.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ VARIABLE = "TEST_TIME_FACTOR"
 CAP = 10.0
 
 _LOOPS = 20_000
-_REFERENCE_SECONDS = 0.00088  # of processor time for that many loops: CPython 3.11, a core of the 2-core machine, quiet
-_ENOUGH_SECONDS = 0.06  # of processor time; a scheduler assigns a few milliseconds at a time
+_REFERENCE_SECONDS = 0.00088  # processor time of that many loops: CPython 3.11, one core of the quiet 2-core machine
+_ENOUGH_SECONDS = 0.06  # seconds of processor time; a scheduler assigns time slices of a few milliseconds
 _PATIENCE_SECONDS = 0.6
-_NOISE = 1.3  # a quiet machine measures up to this
-_OWN_LOAD = 1.5  # per core, of the tests themselves
+_NOISE = 1.3  # greatest value measured on a quiet machine
+_OWN_LOAD = 1.5  # processes per core that the tests themselves start
 _FRESH_SECONDS = 5.0
 
-_last = (-_FRESH_SECONDS, 1.0)  # when it was measured, and what it was
+_last = (-_FRESH_SECONDS, 1.0)  # time of the last measurement, and its result
 
 
 def measure() -> float:
-    """How many times longer things take now than on a quiet machine; 1 ... CAP. Takes 0.06 s, 0.6 s under load."""
+    """Measures the current slowdown relative to a quiet machine, 1 ... CAP. Takes 0.06 s, or 0.6 s under load."""
     began, busy = time.perf_counter(), time.thread_time()
     batches = 0
     while time.thread_time() - busy < _ENOUGH_SECONDS and time.perf_counter() - began < _PATIENCE_SECONDS:
@@ -37,13 +37,13 @@ def measure() -> float:
     wall, cpu = time.perf_counter() - began, time.thread_time() - busy
     speed = cpu / batches / _REFERENCE_SECONDS
     share = wall / cpu if cpu else CAP
-    waiting = os.getloadavg()[0] / (os.cpu_count() or 1) - _OWN_LOAD  # the last minute's
+    waiting = os.getloadavg()[0] / (os.cpu_count() or 1) - _OWN_LOAD  # average over the last minute
     slowness = max(speed * share, waiting)
     return 1.0 if slowness < _NOISE else min(slowness, CAP)
 
 
 def factor() -> float:
-    """By how much limits last longer now: as measured at the start of the session or just now, whichever is more."""
+    """Returns the current factor for limits: the maximum of the value at the session's start and the latest one."""
     global _last
     if time.monotonic() - _last[0] > _FRESH_SECONDS:
         slowness = measure()
@@ -52,15 +52,15 @@ def factor() -> float:
 
 
 def seconds(limit: float) -> float:
-    """A limit for something that starts now and cannot ask again."""
+    """Returns a limit for an operation that starts now and cannot check the load again."""
     return limit * factor()
 
 
 class Limit:
-    """A limit that asks again before it strikes.
+    """A limit that measures the load again before it expires.
 
     Args:
-        seconds: on a quiet machine.
+        seconds: limit on a quiet machine.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -70,11 +70,11 @@ class Limit:
 
     @property
     def total(self) -> float:
-        """Seconds from the beginning to the end, as far as is known now."""
+        """Limit in seconds from the start, according to the latest measurement."""
         return self._seconds * self._factor
 
     def left(self) -> float:
-        """Seconds to wait before asking again; 0 when time is over."""
+        """Returns the seconds to wait before the next check; 0 when the time is over."""
         rest = self.total - self.elapsed
         if rest > 0:
             return rest
@@ -83,11 +83,11 @@ class Limit:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the beginning."""
+        """Seconds since the start."""
         return time.monotonic() - self._began
 
     def is_over(self) -> bool:
-        """Whether to give up."""
+        """Returns True if the time is over."""
         return self.left() <= 0
 
 

@@ -1,4 +1,4 @@
-"""CUDA without a GPU: the engine on fake `cuda:0` tensors, and a model of what streams, host and memory would do.
+"""CUDA without a GPU: the engine on fake `cuda:0` tensors, and a model of streams, host and memory.
 
-docs/cuda_model.md says what the model knows and how to run it. `python -m tests.cuda_model` prints its table.
+docs/cuda_model.md describes the model and its use. `python -m tests.cuda_model` prints its table.
 """

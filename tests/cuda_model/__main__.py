@@ -59,7 +59,7 @@ def _markdown(name: str, outcome: run.Outcome) -> str:
 
 
 def _show_logs(name: str) -> None:
-    """Of a case or a bug."""
+    """Prints the calls of all ranks of a case or a bug."""
     from tests.cuda_model import run
 
     bug = BUGS.get(name)
@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "xpu"), default="cuda", help="the kind of devices")
     options = parser.parse_args()
     guard_library.device_type = options.device
-    from tests.cuda_model import run  # it makes the devices, and imports torch
+    from tests.cuda_model import run  # creates the devices, and imports torch
 
     if options.serve:
         run.serve()

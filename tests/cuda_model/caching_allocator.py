@@ -1,13 +1,13 @@
-"""torch's caching allocator: which block a request gets, and how much memory is reserved for what is allocated.
+"""torch's caching allocator: the block for each request, and the memory reserved for the allocated bytes.
 
 (c10/cuda/CUDACachingAllocator.cpp.) Sizes are rounded to 512 bytes. A request takes the smallest free block of its
-stream's pool that is large enough, small requests (up to 1 MiB) and large ones from pools of their own; what is left
-over is split off, and free neighbours are merged. Where no block fits, `cudaMalloc` makes a *segment*: 2 MiB for small
-requests, 20 MiB for those below 10 MiB, else the size in units of 2 MiB. Segments do not merge, so what lies free in
-several of them cannot serve one large request: fragmentation. With *expandable* segments each pool is one segment that
-grows by pages of 2 MiB (small pool) or 20 MiB (large pool).
+stream's pool that is large enough; small requests (up to 1 MiB) and large ones have separate pools. The allocator
+splits off the remainder of the block and merges free neighbours. If no block fits, `cudaMalloc` makes a *segment*: 2
+MiB for small requests, 20 MiB for those below 10 MiB, otherwise the size in units of 2 MiB. Segments do not merge, so
+free bytes in several of them cannot serve one large request: fragmentation. With *expandable* segments each pool is one
+segment that grows by pages of 2 MiB (small pool) or 20 MiB (large pool).
 
-Not modelled: memory that goes back to the device when it is full, and blocks that wait for `record_stream`'s events.
+Not modelled: memory that returns to the device when it is full, and blocks that wait for `record_stream`'s events.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _ROUND = 512
 _SMALL_NBYTES = 1 << 20
 _SMALL_SEGMENT = 2 << 20
 _LARGE_SEGMENT = 20 << 20
-_LARGE_FROM = 10 << 20  # a request of this size gets a segment of its own
+_LARGE_FROM = 10 << 20  # a request of this size or more gets a segment of its own
 _SEGMENT_ROUND = 2 << 20
-_KEEPS_SMALL = 512  # what is left over of a small block is split off from here on, of a large one above 1 MiB
+_KEEPS_SMALL = 512  # a small block's remainder is split off from this size on, a large block's above 1 MiB
 
 
 @dataclass(eq=False)
 class Block:
-    """Bytes of a segment, next to others; `order` is of the frees."""
+    """A range of bytes of a segment, linked to its neighbours; `order` counts the frees."""
 
     nbytes: int
     pool: tuple[int, bool]
@@ -37,15 +37,15 @@ class Block:
 
 
 class CachingAllocator:
-    """Blocks for requests of streams.
+    """Assigns blocks to the requests of streams.
 
     Args:
-        expandable: with expandable segments.
+        expandable: True for expandable segments.
 
     Attributes:
-        allocated, reserved: bytes in use, rounded as requests are, and of all segments.
-        peak_allocated, peak_reserved: the most of each; `reserved` never falls.
-        num_mallocs: calls of the driver that made memory.
+        allocated, reserved: bytes in use, rounded like the requests, and bytes of all segments.
+        peak_allocated, peak_reserved: the maximum of each; `reserved` never falls.
+        num_mallocs: number of driver calls that allocated memory.
 
     Example:
         >>> allocator = CachingAllocator()
@@ -65,7 +65,7 @@ class CachingAllocator:
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = self.num_mallocs = 0
 
     def malloc(self, stream: int, nbytes: int) -> Block:
-        """The block for a request; `num_mallocs` rises where the driver is asked."""
+        """Returns the block for a request; `num_mallocs` rises if the driver has to allocate."""
         size = max(_ROUND, -(-nbytes // _ROUND) * _ROUND)
         pool = stream, size <= _SMALL_NBYTES
         block = self._best(pool, size) or (self._grown(pool, size) if self._expandable else self._segment(pool, size))
@@ -77,8 +77,8 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block) -> None:
-        """A block goes back to its pool, at once."""
-        assert not block.is_free, "a block is freed once"
+        """Returns a block to its pool immediately."""
+        assert not block.is_free, "the block was freed before"
         self.allocated -= block.nbytes
         block.is_free = True
         for neighbour in (block.before, block.after):
@@ -105,7 +105,7 @@ class CachingAllocator:
         return self._made(pool, nbytes)
 
     def _grown(self, pool: tuple[int, bool], size: int) -> Block:
-        """The end of a pool's segment, with as many pages as a request needs."""
+        """Extends a pool's segment by the pages that a request needs; returns the block at its end."""
         last = self._ends.get(pool)
         spare = last.nbytes if last is not None and last.is_free else 0
         page = _SMALL_SEGMENT if pool[1] else _LARGE_SEGMENT
@@ -137,7 +137,7 @@ class CachingAllocator:
         self._put(other)
 
     def _merge(self, block: Block, neighbour: Block) -> None:
-        """`block` becomes both; the neighbour is in no list of free ones."""
+        """Merges the neighbour, which is in no list of free blocks, into `block`."""
         if block.before is neighbour:
             block.before = neighbour.before
             if block.before is not None:

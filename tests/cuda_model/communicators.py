@@ -1,13 +1,13 @@
-"""The collectives and messages of one rank, in order; and whether the ranks of a job can complete theirs.
+"""The ordered collectives and messages of one rank, and a check that the ranks of a job can complete theirs.
 
-NCCL runs a collective when all ranks of its group have launched it, and on each rank after what its stream waits for.
-So a call *starts* after other calls of its rank: the one before it on its communicator, those that its stream or the
-host has waited for, and, behind a call that makes the host wait for the device, all before. A collective is one thing
-on all its ranks. Where these orders, taken over several ranks, form a circle, the ranks wait for each other for ever.
+NCCL runs a collective when all ranks of its group have launched it, and on each rank after the work that its stream
+waits for. A call therefore *starts* after other calls of its rank: the previous one on its communicator, those that its
+stream or the host has waited for, and all earlier calls if a call makes the host wait for the device. A collective is
+the same node on all its ranks. If these orders form a cycle over several ranks, the ranks deadlock.
 
 [Note: first uses] NCCL connects the ranks of a communicator at its first collective of each kind, and two ranks at
 their first message; a message outside a batch even makes a communicator of the two. The host is blocked until every
-rank of it is there. NCCL allocates memory meanwhile, which waits for what the device runs.
+rank has arrived. Meanwhile NCCL allocates memory, which waits for the running work of the device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Key(NamedTuple):
-    """What a call is on every rank that takes part: the n-th one of a kind.
+    """Identity of a call on every rank that takes part: the n-th one of a kind.
 
     Attributes:
         communicator: the same name on all ranks.
@@ -40,9 +40,9 @@ class Call:
     """One call of a rank.
 
     Attributes:
-        ranks: that have to take part.
-        op: its kind.
-        phase, place: of the program.
+        ranks: the ranks that have to take part.
+        op: kind of the call.
+        phase, place: phase of the program and line of the package.
         after: calls that are complete before this one starts.
     """
 
@@ -58,11 +58,11 @@ class Call:
 
 
 class CallLog:
-    """What one rank has called.
+    """Calls of one rank.
 
     Attributes:
         calls: in order.
-        late: first uses after construction, in words -> how often.
+        late: number of first uses after construction, by description.
     """
 
     def __init__(self, model: StreamModel) -> None:
@@ -71,12 +71,12 @@ class CallLog:
         self._model = model
         self._numbers: Counter[tuple[str, str]] = Counter()
         self._on_lane: dict[int, list[tuple[int, Key]]] = {}
-        self._host_saw: set[Key] = set()  # complete before the host goes on, by other ways than its clock
+        self._host_saw: set[Key] = set()  # complete before the host goes on, without a wait that its clock records
         self._connected: set[tuple[str, str]] = set()
         self._used: set[tuple[str, str]] = set()
 
     def first_use(self, communicator: str, ranks: tuple[int, ...], what: str) -> None:
-        """A collective or message of a kind is about to be called; see [Note: first uses]."""
+        """Notes that a collective or message of a kind is about to be called; see [Note: first uses]."""
         if (communicator, what) in self._connected or len(ranks) == 1:
             return
         self._connected.add((communicator, what))
@@ -88,15 +88,15 @@ class CallLog:
     def launch(
         self, communicator: str, ranks: tuple[int, ...], what: str, op: str, lane: int, *, beside: int = 0
     ) -> None:
-        """A collective or message has been entered on a stream: its latest operation.
+        """Notes the latest operation of a stream as a collective or message.
 
         Args:
-            beside: how many of those before it run with it.
+            beside: number of earlier operations of the same batch, which run at the same time.
         """
         if self._model.phase:
             self._used.add((communicator, op))
             if {(communicator, kind) for kind in ("all_gather", "reduce_scatter")} <= self._used:
-                # Ranks may begin a gather and a reduction in different orders: within one communicator, a deadlock.
+                # Ranks may begin a gather and a reduction in different orders, which deadlocks within one communicator.
                 place = self._model.place()
                 self._model.find(f"ONE COMMUNICATOR: {communicator} carries gathers and reductions, at {place}")
         clock = self._model.moment(lane).clock
@@ -108,7 +108,7 @@ class CallLog:
         self._on_lane.setdefault(lane, []).append((clock[lane], call.key))
 
     def block_host(self, communicator: str, ranks: tuple[int, ...], op: str) -> None:
-        """A collective in host memory: the calling thread waits until all ranks are there."""
+        """Notes a collective in host memory: the calling thread waits until all ranks have arrived."""
         if len(ranks) == 1:
             return
         thread = self._model.thread
@@ -119,7 +119,7 @@ class CallLog:
         self._host_saw |= {self._made(communicator, ranks, "host collective", op, after).key}
 
     def host_waited_for_all(self) -> None:
-        """The host goes on only when the device has done all that was launched."""
+        """Notes that the host waits until the device has completed all launched work."""
         self._host_saw = self._all()
 
     def _all(self) -> set[Key]:
@@ -135,10 +135,10 @@ class CallLog:
 
 
 def deadlocks(logs: Mapping[int, Sequence[Call]]) -> list[str]:
-    """Why the ranks of a job would not complete their calls, in words; empty where they do.
+    """Returns descriptions of the calls that the ranks of a job cannot complete; empty if they complete all.
 
     Args:
-        logs: by rank. Of ranks that are missing nothing is said.
+        logs: by rank. Ranks that are missing are not checked.
     """
     of_ranks = {rank: {call.key: call for call in calls} for rank, calls in logs.items()}
     found = []

@@ -1,4 +1,4 @@
-"""The configurations that the model runs: a config of the engine, a number of ranks, and how a program trains.
+"""The configurations that the model runs: an engine config, a number of ranks, and a training loop.
 
 Data only: the tests read it without torch. `training_loops.py` has the loops by name.
 """
@@ -14,10 +14,10 @@ from tests.cuda_model.network_size import Size
 Config = Mapping[str, Any]
 
 _CPU = {"device": "cpu"}
-_CORES = {**_CPU, "ratio": 1.0}  # the host's cores alone update
+_CORES = {**_CPU, "ratio": 1.0}  # only the host's cores update
 _FILE = {"device": "nvme", "nvme_path": "."}  # the model writes nothing there
 _PARAMETER_FILE = {**_FILE, "max_in_cpu": 0}
-# Every unit is gathered before each use, some ahead, and none stays.
+# The engine gathers every unit before each use, prefetches some, and keeps none.
 _TRAVELS = {
     "stage3_prefetch_bucket_size": 10_000_000,
     "stage3_max_reuse_distance": 0,
@@ -30,14 +30,14 @@ class Case:
     """One run of the model.
 
     Attributes:
-        config: of `zeroaccel.initialize`.
-        world_size: ranks of the job, of which the first is modelled.
+        config: config of `zeroaccel.initialize`.
+        world_size: number of ranks of the job; the model runs the first.
         loop: a function of `training_loops.py`.
-        size: of the network.
-        mesh: of `ParallelConfig`: how many ranks each axis has.
-        sizes: constants of the package that have another value, so that small networks have several of each: by name.
-        frozen: whether the matrices of the blocks are frozen, but for the last one of each.
-        open: part of a finding that the engine is known to have, until it is mended; empty for none.
+        size: size of the network.
+        mesh: arguments of `ParallelConfig`: the number of ranks along each axis.
+        sizes: changed constants of the package, by name, so that a small network fills several buffers or tiles.
+        frozen: True to freeze the matrices of the blocks, except the last one of each block.
+        open: part of a finding that the engine has until its defect is repaired; empty if there is none.
     """
 
     config: Config
@@ -53,13 +53,13 @@ class Case:
 def config(
     stage: int, precision: str = "bf16", *, optimizer: str = "AdamW", accumulation: int = 1, **zero: Any
 ) -> Config:
-    """A config with one optimizer; `zero` goes into `zero_optimization`."""
+    """Returns a config with one optimizer; `zero` goes into `zero_optimization`."""
     params: dict[str, Any] = {"lr": 1e-4}
     if optimizer in ("SGD", "RMSprop"):
         params["momentum"] = 0.9
     if optimizer == "RMSprop":
         params["centered"] = True
-    if "/" in optimizer:  # a format of its moments
+    if "/" in optimizer:  # the format of its moments
         optimizer, _, params["moments_dtype"] = optimizer.partition("/")
     sections = {} if precision == "fp32" else {precision: {"enabled": True}}
     return {
@@ -84,7 +84,7 @@ _MEDIUM = Size(layers=4, width=128, inner=256, tokens=128, vocabulary=1024)
 # By default layers of this size stay on the device until backward; here about four of the eight have room.
 _LARGE = Size(layers=8, width=2048, inner=5504, tokens=4096, vocabulary=32000)
 _LAYERS_TRAVEL = {"stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 250_000_000}
-# Layers of a 70B network: two of them pass the default of stage3_max_live_parameters.
+# Layers of a 70B network: two of them exceed the default of stage3_max_live_parameters.
 _HUGE = Size(layers=4, width=8192, inner=28672, tokens=8192, vocabulary=32000)
 _SHORT = Size(layers=2, tokens=32)
 _BOTH_ON_HOST = {"offload_param": _CPU, "offload_optimizer": _CORES, **_TRAVELS}
@@ -177,7 +177,7 @@ CASES: Mapping[str, Case] = {
     "stage 3, qwZ, parameters on the host": Case(
         config(3, zero_quantized_weights=True, offload_param=_CPU, **_TRAVELS), 4
     ),
-    # a frozen base
+    # a frozen base model
     "stage 3, frozen weights": Case(config(3, **_TRAVELS), 4, frozen=True),
     "stage 2, frozen weights as nf4": Case(config(2, frozen_weights="nf4"), 4, frozen=True),
     "stage 3, frozen weights as nf4": Case(config(3, frozen_weights="nf4", **_TRAVELS), 4, frozen=True),
@@ -213,7 +213,7 @@ CASES: Mapping[str, Case] = {
     "stage 3, ep": Case(config(3, **_TRAVELS), 4, "of_a_causal_model", _SHORT, mesh={"ep": 4}),
     "stage 1, pp": Case(config(1, accumulation=2), 2, "stages", mesh={"pp": 2}),
     "stage 3, pp": Case(config(3, accumulation=2, **_TRAVELS), 4, "stages", mesh={"pp": 2}),
-    # what overlaps, on a network of real size; `ms` is of forward and backward
+    # overlap, on a network of realistic size; `ms` covers forward and backward
     "overlap, stage 3 on 8 ranks": Case(config(3, **_LAYERS_TRAVEL), 8, "forward_and_backward", _LARGE),
     "overlap, stage 3 on 8 ranks, layers of 70B": Case(config(3), 8, "forward_and_backward", _HUGE),
     "overlap, stage 1 on 8 ranks": Case(config(1), 8, "forward_and_backward", _LARGE),
@@ -256,10 +256,11 @@ CASES: Mapping[str, Case] = {
 
 @dataclass(frozen=True)
 class Peak:
-    """A case whose most device memory is compared with `zeroaccel.estimate`, which knows default settings.
+    """A case whose peak device memory is compared with `zeroaccel.estimate`, which assumes default settings.
 
     Attributes:
-        precision, accumulation, plan: of the estimate; the plan is (stage, offload of the optimizer, of parameters).
+        precision, accumulation, plan: arguments of the estimate; the plan is (stage, offload of the optimizer, of the
+            parameters).
     """
 
     case: Case
@@ -344,9 +345,9 @@ SLOW = frozenset(
         "stage 3, activations on the host",
     }
 )
-"""Cases that look closer at what another one shows; with `make test-all` only."""
+"""Cases that refine another one; only `make test-all` runs them."""
 
 
 def case_of(name: str) -> Case:
-    """One of `CASES` or `PEAKS`."""
+    """Returns one of `CASES` or `PEAKS`."""
     return PEAKS[name].case if name in PEAKS else CASES[name]

@@ -1,4 +1,4 @@
-"""The process that runs the model for the tests: one for each worker, since its torch has a device that others lack."""
+"""The process that runs the model for the tests: one per worker, because its torch has a device that others lack."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class ModelProcess:
-    """`python -m tests.cuda_model --serve`, started at the first request, and again after it has ended.
+    """Runs `python -m tests.cuda_model --serve`, starting it at the first request, and again after it has ended.
 
     Args:
-        log: a file for what it prints besides its answers.
-        device: the type of the devices.
+        log: file for its other output.
+        device: type of the devices.
     """
 
     def __init__(self, log: Path, device: str = "cuda") -> None:
@@ -31,13 +31,13 @@ class ModelProcess:
         self._outcomes: dict[tuple[str, str | None], SimpleNamespace] = {}
 
     def outcome(self, case: str, bug: str | None = None) -> SimpleNamespace:
-        """Of one run, as `run.Outcome`; the same one for every test."""
+        """Returns the outcome of one run, as `run.Outcome`; all tests share it."""
         if (case, bug) not in self._outcomes:
             self._outcomes[case, bug] = self._run(case, bug)
         return self._outcomes[case, bug]
 
     def part(self, name: str) -> SimpleNamespace:
-        """Of a part of `benchmarks/gpu`, as `gpu_parts.run_part`."""
+        """Runs a part of `benchmarks/gpu`, as `gpu_parts.run_part` does."""
         return self._ask({"part": name})
 
     def _run(self, case: str, bug: str | None) -> SimpleNamespace:
@@ -56,7 +56,7 @@ class ModelProcess:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
             answer = self._process.stdout.readline()
-        except BaseException:  # an answer that comes too late must not be taken for the next one's
+        except BaseException:  # a late answer must not be taken for the next one
             self.close()
             raise
         if not answer:
@@ -74,7 +74,7 @@ class ModelProcess:
 
 @pytest.fixture(scope="session")
 def model_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelProcess]:
-    """Skips, by name, where the model's library cannot be compiled."""
+    """Skips the test with a reason if the model's library cannot be compiled."""
     if reason := guard_library.why_not():
         pytest.skip(reason)
     guard_library.compiled()
@@ -85,7 +85,7 @@ def model_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelPro
 
 @pytest.fixture
 def xpu_process(model_process: ModelProcess, tmp_path: Path) -> Iterator[ModelProcess]:
-    """The model on devices with another name."""
+    """Runs the model on devices of the type "xpu"."""
     process = ModelProcess(tmp_path / "log", "xpu")
     yield process
     process.close()
@@ -93,5 +93,5 @@ def xpu_process(model_process: ModelProcess, tmp_path: Path) -> Iterator[ModelPr
 
 @pytest.fixture
 def outcome_of(model_process: ModelProcess) -> Callable[..., SimpleNamespace]:
-    """``outcome_of(case, bug=None)`` runs a case, by name."""
+    """Returns ``outcome_of(case, bug=None)``, which runs a case by name."""
     return model_process.outcome

@@ -1,16 +1,16 @@
-"""`cuda:1` or `xpu:1` without one: fake tensors whose every operation is entered into a `StreamModel`.
+"""`cuda:1` or `xpu:1` without the device: fake tensors whose operations are all recorded in a `StreamModel`.
 
 `FakeTensorMode` gives shapes, dtypes and storages without values; the library of `guard.cpp` makes autograd accept them
-on a device, so that hooks run in autograd's own thread and under its stream guards. A dispatch mode sees each
-operation, as torch's own sanitizer of streams does (torch/cuda/_sanitizer.py), and enters the bytes that it touches.
+on a device, so that hooks run in autograd's own thread and under its stream guards. A dispatch mode intercepts each
+operation, as torch's own sanitizer of streams does (torch/cuda/_sanitizer.py), and records the bytes that it accesses.
 
-There are two devices, and the engine has the second one. A thread begins on the first, as with CUDA: what it does there
-without naming a device takes half a gigabyte of a GPU that is another rank's, and orders nothing on its own. torch's
-operations select their tensors' device and go back without a trace; leaving `torch.cuda.stream()` does not.
+There are two devices, and the engine uses the second one. A thread begins on the first, as with CUDA: on a real
+machine, work there that names no device takes half a gigabyte of another rank's GPU, and orders nothing on its own.
+torch's operations select their tensors' device and restore the previous one; leaving `torch.cuda.stream()` does not.
 
 [Note: small tensors have values] A step decides by a few numbers: the largest gradient, digests that ranks compare,
-whether a file could be read. So storages of up to `_VALUED_NBYTES` have a *twin*, real memory of their size, on which
-small operations are carried out too. What comes from large tensors, which have no values, is a 1.
+the success of a read from a file. So storages of up to `_VALUED_NBYTES` have a *twin*, real memory of their size, on
+which small operations are carried out too. Values computed from large tensors, which have no values, are 1.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ _MODULE = torch.get_device_module(DEVICE)
 _NUM_DEVICES = 2
 _VALUED_NBYTES = 4096
 _EMPTY = re.compile(r"aten::(empty|new_empty|empty_like|empty_strided|new_empty_strided|empty_permuted)$")
-_BY_SHAPE_ONLY = re.compile(r"aten::(new_.*|.*_like)$")  # they read no values of their argument
+_BY_SHAPE_ONLY = re.compile(r"aten::(new_.*|.*_like)$")  # they do not read the values of their argument
 _NO_ACCESS = {"aten::detach", "aten::alias", "aten::lift_fresh", "aten::_unsafe_view", "aten::set_", "aten::resize_"}
 _NO_READ = {"aten::copy_", "aten::_foreach_copy_", "aten::zero_", "aten::fill_", "aten::uniform_", "aten::normal_"}
-_PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}  # -> place of the left factor
+_PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}  # -> position of the left factor
 
 
 class FakeCuda:
     """The memory and the operations of fake tensors, in a `StreamModel`.
 
     Attributes:
-        model: what is entered into.
-        mode: of the fake tensors.
+        model: the model that records the operations.
+        mode: mode of the fake tensors.
         functional: called for torch's functional collectives, with (name, arguments, results).
-        other_default: the lane of the other device's default stream.
+        other_default: lane of the other device's default stream.
     """
 
     def __init__(self, model: StreamModel) -> None:
@@ -74,7 +74,7 @@ class FakeCuda:
     # -- memory
 
     def memory_of(self, tensor: Tensor, *, pinned: bool = False, is_from_outside: bool = False) -> Memory:
-        """Of a tensor's storage; entered into the model when it is first seen."""
+        """Returns the memory of a tensor's storage; the first call for a storage adds it to the model."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         memory = self._memories.get(key)
@@ -89,28 +89,28 @@ class FakeCuda:
         return memory
 
     def on_another_device(self, what: str, index: int) -> None:
-        """Something was done on another device than the engine's."""
+        """Records a finding if an operation used another device than the engine's."""
         if index != DEVICE.index:
             self.model.find(
                 f"ANOTHER DEVICE: {what} of {DEVICE.type}:{index} at {self.model.place()}; the engine's is {DEVICE}"
             )
 
     def use_of(self, tensor: Tensor) -> Use:
-        """The bytes that a tensor's elements lie in."""
+        """Returns the bytes between a tensor's first and last element."""
         first = tensor.storage_offset() * tensor.itemsize
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         return Use(self.memory_of(tensor, is_from_outside=True), first, first + (last + 1) * tensor.itemsize)
 
     def uses_of(self, tensors: Sequence[Tensor]) -> list[Use]:
-        """Of those that have elements."""
+        """Returns the bytes of the tensors that have elements."""
         return [self.use_of(tensor) for tensor in tensors if tensor.numel()]
 
     def pin(self, tensor: Tensor) -> None:
-        """Its memory is page-locked by the package itself, which waits for the device before it unlocks it."""
+        """Records that the package itself page-locks the tensor's memory; it waits for the device before unlocking."""
         self.model.pin(self.memory_of(tensor))
 
     def place_in(self, tensor: Tensor, base: Tensor, ended: Callable[[], object]) -> None:
-        """A new tensor lies in the memory of `base`, which `ended` returns when the tensor is gone."""
+        """Places a new tensor in the memory of `base`; calls `ended` when the tensor is freed."""
         key = tensor.untyped_storage()._cdata
         self._memories[key] = self.memory_of(base)
         self._ended[key] = ended
@@ -126,7 +126,7 @@ class FakeCuda:
     # -- values of small tensors
 
     def values_of(self, tensor: Tensor) -> Tensor:
-        """A real tensor with the values of a small one, or with ones; see [Note: small tensors have values]."""
+        """Returns a real tensor with the values of a small one, or with ones; see [Note: small tensors have values]."""
         twin = self._twin(tensor)
         if twin is not None:
             return twin
@@ -134,7 +134,7 @@ class FakeCuda:
             return torch.full(tensor.shape, _unknown(tensor.dtype), dtype=tensor.dtype)
 
     def compute(self, out: Tensor, function: Callable[..., Tensor], *inputs: Tensor) -> None:
-        """Gives a small tensor the values that a function of real tensors has; nothing where `out` is large."""
+        """Assigns a small tensor the values that a function of real tensors returns; does nothing if `out` is large."""
         twin, values = self._twin(out), [self.values_of(tensor) for tensor in inputs]
         if twin is not None:
             with _disable_current_modes():
@@ -147,7 +147,7 @@ class FakeCuda:
             function(*values)
 
     def _twin(self, tensor: Tensor) -> Tensor | None:
-        """The twin's view that a tensor stands for; None of a large one. Itself where it is real."""
+        """Returns the view of a tensor's twin; None if the tensor is large, the tensor itself if it is real."""
         if not isinstance(tensor, FakeTensor):
             return tensor
         storage = tensor.untyped_storage()
@@ -159,14 +159,14 @@ class FakeCuda:
             if twin is None or twin.numel() < nbytes:
                 twin = torch.zeros(nbytes, dtype=torch.uint8)
                 self._twins[storage._cdata] = twin
-                self.memory_of(tensor)  # which forgets the twin with the storage
+                self.memory_of(tensor)  # its finalizer also drops the twin
             empty = torch.empty(0, dtype=tensor.dtype)
             return empty.set_(twin.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def carry_out(
         self, func: Any, args: Any, kwargs: Any, produced: Sequence[Tensor], written: Sequence[Tensor]
     ) -> None:
-        """Repeats an operation on twins, where all tensors are small; else its results become ones."""
+        """Repeats an operation on twins if all its tensors are small; otherwise fills its small results with ones."""
         results = [tensor for tensor in (*produced, *written) if tensor.untyped_storage().nbytes() <= _VALUED_NBYTES]
         if not results:
             return
@@ -191,7 +191,7 @@ class FakeCuda:
     # -- operations
 
     def copy_across(self, target: Tensor, source: Tensor, *, non_blocking: bool) -> None:
-        """Between the host and the device."""
+        """Records a copy between the host and the device."""
         model, stream, rates = self.model, self.model.current_stream(), self.model.rates
         if not target.numel():
             return
@@ -202,22 +202,22 @@ class FakeCuda:
         seconds = nbytes / (rates.pinned if pinned else rates.pageable)
         model.launch(stream, self.uses_of([source]), self.uses_of([target]), what, seconds, nbytes)
         if not (non_blocking and pinned):
-            # The driver stages pageable memory, and returns when it has done its part.
+            # The driver stages pageable memory, and returns when it has copied its part.
             model.wait_on_host(model.moment(stream), f"{what} of {'pinned' if pinned else 'pageable'} memory")
 
     def kernel(self, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor], nbytes: int, flops: float) -> None:
-        """An operation of the device."""
+        """Records an operation of the device."""
         rates = self.model.rates
         seconds = max(rates.kernel_seconds, nbytes / rates.device, flops / rates.flops)
         self.model.launch(self.model.current_stream(), self.uses_of(reads), self.uses_of(writes), what, seconds, nbytes)
 
     def on_host(self, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
-        """Work of the calling thread on host memory."""
+        """Records work of the calling thread on host memory."""
         nbytes = sum(tensor.numel() * tensor.itemsize for tensor in (*reads, *writes))
         self.model.run_on_host(self.uses_of(reads), self.uses_of(writes), what, nbytes / self.model.rates.host)
 
     def read_on_host(self, tensor: Tensor) -> Tensor:
-        """The values of a tensor, for the host, which waits for them."""
+        """Returns a tensor's values to the host, which waits for them."""
         if tensor.device.type == DEVICE.type:
             stream = self.model.current_stream()
             seconds = self.model.rates.kernel_seconds
@@ -228,13 +228,13 @@ class FakeCuda:
         return self.values_of(tensor)
 
     def _plainly(self, tensor: Tensor, method: Callable[[Tensor], Any]) -> Any:
-        """A method of real tensors, on the values of a fake one."""
+        """Calls a method of real tensors on the values of a fake one."""
         values = self.read_on_host(tensor)
         with _disable_current_modes():
             return method(values)
 
     def resized(self, storage: torch.UntypedStorage, before: int, after: int) -> None:
-        """A storage has been freed or allocated in place."""
+        """Records that a storage was freed or allocated in place."""
         memory = self._memories.get(storage._cdata)
         if memory is not None and before and not after:
             self.model.free(memory)
@@ -245,13 +245,13 @@ class FakeCuda:
 
     @contextmanager
     def modes(self) -> Iterator[None]:
-        """Makes tensors of this thread fake, and enters its operations."""
+        """Makes tensors of this thread fake, and records its operations."""
         with self.mode, _Recorder(self):
             yield
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """In place of torch's module for the device, in this thread; other threads enter `modes`."""
+        """Replaces torch's module for the device in this thread; other threads enter `modes`."""
         replacements = Replacements()
         with ExitStack() as stack:
             stack.callback(replacements.undo)
@@ -285,17 +285,17 @@ class FakeCuda:
             self.model.join(self.lane_of(device, stream), self._events[event])
 
     def lane_of(self, device: int, stream: int) -> int:
-        """A stream's lane, by the number that torch has for it; 0 is each device's default one."""
+        """Returns a stream's lane, given the number that torch has for it; 0 is each device's default stream."""
         return stream if stream or device == DEVICE.index else self.other_default
 
     def current_lane(self) -> int:
-        """Of the current stream of the thread's current device."""
+        """Returns the lane of the current stream of the thread's current device."""
         device = int(_LIBRARY.current_device())
         return self.lane_of(device, int(_LIBRARY.current_stream(device)))
 
 
 class _Recorder(TorchDispatchMode):
-    """Enters the operations of one thread, and of autograd's thread while that one waits for it."""
+    """Records the operations of one thread, and of autograd's thread while that one waits for it."""
 
     def __init__(self, cuda: FakeCuda) -> None:
         super().__init__()
@@ -304,7 +304,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         cuda, kwargs = self._cuda, dict(kwargs or {})
         if any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types):
-            return NotImplemented  # they carry out what they stand for, which is entered then
+            return NotImplemented  # their own implementation calls plain operations, which are recorded then
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device
         if func is aten._local_scalar_dense.default:
@@ -324,7 +324,7 @@ class _Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         produced = _tensors(out)
         reads, writes, returns_view = _accesses(func, name, args, kwargs, produced)
-        # A view's memory is that of its argument, which nothing has seen if it was not made here.
+        # A view shares the memory of its argument, which is new to the model if it was not made here.
         is_from_outside = name == "aten::lift_fresh" or returns_view
         for tensor in produced:
             cuda.memory_of(tensor, pinned=pinned, is_from_outside=is_from_outside)
@@ -355,9 +355,9 @@ class _Recorder(TorchDispatchMode):
         if not any(tensor.device.type == DEVICE.type for tensor in tensors):
             self._cuda.on_host(what, reads, writes)
             return
-        # A scalar in host memory travels with the launch; anything else on another device is an error on a GPU.
+        # A scalar in host memory travels with the launch; any other tensor on another device is an error on a GPU.
         mixed = [tensor for tensor in tensors if tensor.device.type != DEVICE.type and tensor.dim()]
-        assert not mixed, f"{name} of tensors on {DEVICE} and on the host"
+        assert not mixed, f"{name} mixes tensors on {DEVICE} and on the host"
         reads, writes = ([tensor for tensor in side if tensor.device.type == DEVICE.type] for side in (reads, writes))
         nbytes = sum(tensor.numel() * tensor.itemsize for tensor in (*reads, *writes))
         if name.endswith("_") and name not in _NO_READ:
@@ -371,7 +371,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _unknown(dtype: torch.dtype) -> bool | int:
-    """What stands for a value that comes from large tensors."""
+    """Returns the substitute for a value computed from large tensors."""
     return dtype is not torch.bool
 
 
@@ -382,7 +382,7 @@ def _tensors(data: Any) -> list[Tensor]:
 def _accesses(
     func: Any, name: str, args: Any, kwargs: Any, produced: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Tensor], bool]:
-    """(what it reads, what it writes, whether its results are views of arguments), by its schema."""
+    """Returns (tensors read, tensors written, True if results are views of arguments), from the schema."""
     schema = func._schema
     returns_view = any(result.alias_info is not None for result in schema.returns)
     if _EMPTY.match(name) or name in _NO_ACCESS or (returns_view and not schema.is_mutable):
@@ -410,26 +410,26 @@ def _flops(name: str, args: Any) -> float:
 
 
 def _address(tensor: Tensor) -> int:
-    """Stands for an address; storages are pages of their own."""
+    """Returns a substitute for an address; each storage has pages of its own."""
     return tensor.untyped_storage()._cdata * 4096 + tensor.storage_offset() * tensor.itemsize
 
 
 def _made_on_host(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`torch.tensor`, which moves what it has made to the device before a dispatch mode sees it."""
+    """Wraps `torch.tensor`, which moves its result to the device before a dispatch mode sees it."""
 
     def tensor(data: Any, *, device: Any = None, **options: Any) -> Tensor:
         made = make(data, device=None if device is None else "cpu", **options)
         if device is None:
             return made
         if isinstance(made, FakeTensor):
-            made.constant = None  # with which torch would carry out the move
+            made.constant = None  # torch would use it for the move
         return made.to(device)
 
     return tensor
 
 
 def _set_data(tensor: FakeTensor, value: Tensor) -> None:
-    """`tensor.data = value`, which of a fake tensor does not change the device that it shows."""
+    """Sets `tensor.data = value`; torch's own assignment does not change the device that a fake tensor reports."""
     Tensor.data.__set__(tensor, value)
     if isinstance(value, FakeTensor):
         tensor.fake_device = value.fake_device
@@ -446,7 +446,7 @@ def _noting(cuda: FakeCuda, resize: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Event:
-    """`torch.cuda.Event`."""
+    """Replaces `torch.cuda.Event`."""
 
     def __init__(
         self, cuda: FakeCuda, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
@@ -472,7 +472,7 @@ class _Event:
             self._model.wait_on_host(self._moment, "event synchronize")
 
     def query(self) -> bool:
-        """Only if the host has seen it by other ways: what is right must not depend on luck."""
+        """Returns True only if the host has already waited for it: correctness must not depend on luck."""
         return self._moment is None or self._model.has_seen(self._model.thread, self._moment)
 
     def elapsed_time(self, other: _Event) -> float:
@@ -482,11 +482,11 @@ class _Event:
 
 
 class _Stream:
-    """`torch.cuda.Stream`.
+    """Replaces `torch.cuda.Stream`.
 
     Attributes:
-        number: torch's; 0 is the device's default one.
-        lane: the model's.
+        number: torch's number; 0 is the device's default stream.
+        lane: the model's lane.
     """
 
     def __init__(self, cuda: FakeCuda, device: Any = None, priority: int = 0, number: int | None = None) -> None:
@@ -525,7 +525,7 @@ class _Stream:
 
 
 def _index_of(device: Any) -> int:
-    """Of a device as torch's functions take it; without an index, the thread's current one."""
+    """Returns the index of a device as torch's functions accept it; without an index, the thread's current one."""
     index = device if isinstance(device, int) else None if device is None else torch.device(device).index
     return int(_LIBRARY.current_device()) if index is None or index < 0 else index
 
@@ -541,7 +541,7 @@ def _rng_state() -> Tensor:
 
 
 def _torch_module(cuda: FakeCuda) -> dict[str, Any]:
-    """What stands for functions and classes of `torch.cuda` or `torch.xpu`."""
+    """Returns replacements of the functions and classes of `torch.cuda` or `torch.xpu`."""
     model = cuda.model
 
     class Stream(_Stream):

@@ -1,4 +1,4 @@
-"""What the model trains: a network of gated blocks."""
+"""The networks that the model trains: gated blocks, attention, and a mixture of experts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _GatedBlock(nn.Module):
 
 
 class GatedNetwork(nn.Module):
-    """Tokens to a loss: it predicts its own input."""
+    """Maps tokens to a loss: it predicts its own input."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -45,19 +45,19 @@ class GatedNetwork(nn.Module):
 
 
 def staged_network(size: Size) -> nn.Sequential:
-    """The same as a row of modules, for stages; embedding and head are one parameter. Tokens to logits."""
+    """Returns the network as a row of modules, for stages, with tied embedding and head. Maps tokens to logits."""
     embedding, head = nn.Embedding(size.vocabulary, size.width), nn.Linear(size.width, size.vocabulary, bias=False)
     head.weight = embedding.weight
     return nn.Sequential(embedding, *(_GatedBlock(size) for _ in range(size.layers)), nn.LayerNorm(size.width), head)
 
 
 def token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Of `staged_network`."""
+    """Returns the loss of the outputs of `staged_network`."""
     return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
 
 
 def attention_network(size: Size) -> nn.Module:
-    """A model of transformers, whose attention ranks of a sequence exchange."""
+    """Returns a model of transformers whose attention exchanges heads between the ranks of a sequence."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": size.layers}
@@ -66,7 +66,7 @@ def attention_network(size: Size) -> nn.Module:
 
 
 def mixture_network(size: Size) -> nn.Module:
-    """A model of transformers with two experts of four for each token, which ranks divide."""
+    """Returns a model of transformers with two of four experts per token; the ranks divide the experts."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": size.layers}

@@ -1,6 +1,6 @@
-"""Runs the parts of `benchmarks/gpu` on the model: what they construct and call is there, what they measure is not.
+"""Runs the parts of `benchmarks/gpu` on the model: it checks constructors and calls, but not the measured values.
 
-Parts that start programs of their own run these programs' functions here. Queries of a device have stand-ins.
+For parts that start programs, it runs these programs' functions here. Queries of a device have stand-ins.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from tests.cuda_model.stream_model import StreamModel
 from zeroaccel.ops import device_kernels
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-_PLANS = ("stage 2", "stage 3", "stage 2, optimizer on host", "stage 3, both on host")  # that parts name
+_PLANS = ("stage 2", "stage 3", "stage 2, optimizer on host", "stage 3, both on host")  # models that parts name
 _EXACT = ("stage 0", "stage 3, both on host")
 _SIZE = Size(layers=2, tokens=32)
 
 
 def run_part(name: str) -> dict[str, Any]:
-    """The figures of a part, by name; what the model has found; and the error that it raised, if it did."""
+    """Returns the figures of a part, by name; the findings of the model; and the error that it raised, if any."""
     sys.path[:0] = [str(BENCHMARKS / "gpu"), str(BENCHMARKS)]
     import parts  # type: ignore[import-not-found]
     import plans  # type: ignore[import-not-found]
@@ -83,7 +83,7 @@ def _train_smallest(replacements: Replacements) -> None:
 
 
 def _queries() -> dict[str, Any]:
-    """What a device is asked for, which the model has not."""
+    """Returns device queries that the model lacks."""
     return {
         "nccl": SimpleNamespace(version=lambda: (2, 28, 0)),
         "memory_stats": lambda device=None: defaultdict(int),

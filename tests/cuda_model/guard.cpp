@@ -1,9 +1,10 @@
-// Two devices of a kind for a torch that was built without it, CUDA or XPU: streams are numbers, and an event is a number that stands for
-// a moment of a stream. It executes nothing. Autograd, FakeTensorMode and torch's stream guards then work on tensors there
-// as in a build with them; what they record and wait for is reported to two functions, which the stream model sets.
-// Each thread begins on device 0, and each has a current stream per device, as with CUDA.
+// Two CUDA or XPU devices for a torch that was built without them: a stream is a number, and an event is a number that
+// represents a moment of a stream. They execute nothing. Autograd, FakeTensorMode and torch's stream guards then work
+// on tensors of these devices as in a build with them. The stream model sets two functions, which the library calls
+// when an event is recorded and when a stream waits for one. As with CUDA, each thread begins on device 0, and has a
+// current stream per device.
 //
-// Loaded before torch is imported: torch looks up the hooks of an accelerator once, at the first question about it.
+// Load the library before importing torch: torch looks up the hooks of an accelerator once, at the first query.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/detail/XPUHooksInterface.h>
 #include <c10/core/CPUAllocator.h>
@@ -28,7 +29,7 @@ c10::Device numbered(c10::DeviceIndex index) {
   return c10::Device(kind, index);
 }
 
-// Of a device without an index: the thread's current one.
+// A device without an index means the thread's current device.
 c10::DeviceIndex index_of(c10::Device device) {
   return device.has_index() ? device.index() : device_of_thread;
 }
@@ -81,7 +82,7 @@ class Devices final : public c10::impl::DeviceGuardImplInterface {
     }
   }
 
-  // Everything is done as soon as it is asked for: waits of the host are counted in Python.
+  // All queries find the work completed: Python counts the waits of the host.
   bool queryEvent(void*) const override { return true; }
   bool queryStream(const c10::Stream&) const override { return true; }
   void synchronizeEvent(void*) const override {}
@@ -118,7 +119,7 @@ struct XpuHooks final : DeviceHooks<at::XPUHooksInterface> {
 }  // namespace
 
 extern "C" {
-// Once, before torch is imported.
+// Call it once, before torch is imported.
 void register_devices(bool are_xpu) {
   if (are_xpu) {
     kind = c10::DeviceType::XPU;

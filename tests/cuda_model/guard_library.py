@@ -1,7 +1,7 @@
 """Compiles `guard.cpp`, once per version of torch and of the source, and loads it.
 
 Nothing here imports torch: the library has to be loaded before it. Compiling takes a C++ compiler and about 20 seconds;
-the result lies in a folder of the user's cache, under a name that says what it was made from.
+the result lies in a folder of the user's cache, and its name contains a digest of its inputs.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import tempfile
 from pathlib import Path
 
 device_type = "cuda"
-"""Or "xpu": of the devices that `loaded` makes; set before its first call."""
+"""Type of the devices that `loaded` makes, or "xpu"; set it before the first call."""
 
 _SOURCE = Path(__file__).with_name("guard.cpp")
 _FLAGS = ("-O1", "-std=c++20", "-shared", "-fPIC", "-D_GLIBCXX_USE_CXX11_ABI=1")
 
 
 def why_not() -> str | None:
-    """Why the library cannot be compiled here, in words; None where it can."""
+    """Returns the reason why the library cannot be compiled here; None if it can."""
     if _compiler() is None:
         return "the CUDA model needs a C++ compiler (g++ or clang++)"
     if importlib.util.find_spec("torch") is None:
@@ -34,14 +34,14 @@ def why_not() -> str | None:
 
 
 def compiled() -> Path:
-    """The library, compiled if there is none yet.
+    """Returns the library, and compiles it if necessary.
 
     Raises:
-        RuntimeError: the compiler refuses the source; its messages are in the error.
+        RuntimeError: the compiler rejects the source; the error contains its messages.
     """
     spec = importlib.util.find_spec("torch")
     assert spec is not None, why_not()
-    assert spec.origin is not None, "torch is a package"
+    assert spec.origin is not None, "torch is not a package"
     torch = Path(spec.origin).parent
     made_from = hashlib.sha256(_SOURCE.read_bytes() + importlib.metadata.version("torch").encode() + bytes(torch))
     library = _cache() / f"cuda_guard-{made_from.hexdigest()[:16]}.so"
@@ -57,14 +57,14 @@ def compiled() -> Path:
         outcome = subprocess.run(command, capture_output=True, text=True, check=False)
         if outcome.returncode:
             raise RuntimeError(f"{' '.join(command)}\n{outcome.stderr[-3000:]}")
-        # Renamed, not written in place: another process may load it meanwhile.
+        # Renamed, not written in place: another process may load it at the same time.
         result.replace(library)
     return library
 
 
 @functools.cache
 def loaded() -> ctypes.CDLL:
-    """The library in this process, which must not have imported torch before the first call."""
+    """Loads the library in this process, which must not have imported torch before the first call."""
     library = ctypes.CDLL(str(compiled()))
     library.register_devices.argtypes = [ctypes.c_bool]
     library.register_devices(device_type == "xpu")
@@ -75,7 +75,7 @@ def loaded() -> ctypes.CDLL:
 
 
 EventReport = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
-"""What the library calls with (event, device, stream); keep it alive as long as it is set."""
+"""Callback that gets (event, device, stream); keep a reference as long as it is set."""
 
 
 def _compiler() -> str | None:

@@ -1,12 +1,12 @@
-"""Threads, locks, events and queues of the host that take turns, and that tell the model what orders them.
+"""Threads, locks, events and queues of the host that run in turns, and report their ordering to the model.
 
-One thread runs at a time. It goes on until it waits for something; then the first of the others that can go on does, so
-a thread that is started runs as late as possible, and runs are alike. Nothing is left to chance: accesses that only
-luck would order are found by the clocks, not by trying. What orders two threads on a real machine orders their lanes:
-start and join, an event that is set and waited for, an item of a queue, the result of a future, a lock that is released
-and acquired.
+One thread runs at a time. It runs until it waits for something; then the first other thread that can run does. A new
+thread therefore starts as late as possible, and all runs are equal. No result depends on chance: the vector clocks find
+accesses that only luck would order. The primitives that order two threads on a real machine also order their lanes:
+start and join, setting an event and waiting for it, an item of a queue, the result of a future, release and acquisition
+of a lock.
 
-`installed` puts these classes in the place of Python's in modules of the package that import `threading`, `queue` or
+`install` puts these classes in the place of Python's in modules of the package that import `threading`, `queue` or
 `ThreadPoolExecutor`.
 """
 
@@ -27,7 +27,7 @@ from tests.cuda_model.stream_model import Moment, StreamModel
 
 
 class _Turn:
-    """What one thread waits for, and the semaphore by which its turn comes."""
+    """The condition that one thread waits for, and the semaphore that gives it its turn."""
 
     def __init__(self, lane: int) -> None:
         self.lane = lane
@@ -36,7 +36,7 @@ class _Turn:
 
 
 class Turns:
-    """Who runs. `enter` is called by each new thread before its work: dispatch modes are per thread."""
+    """Decides which thread runs. Each new thread calls `enter` before its work: dispatch modes are per thread."""
 
     def __init__(self, model: StreamModel, enter: Callable[[], contextlib.AbstractContextManager[object]]) -> None:
         self.model = model
@@ -52,19 +52,19 @@ class Turns:
             other = next((turn for turn in self._waiting if turn.ready()), None)
             if other is None:
                 cause = self.failures[0] if self.failures else None
-                raise RuntimeError(f"{self.model.names[own.lane]} waits for ever, for {what}") from cause
+                raise RuntimeError(f"deadlock: {self.model.names[own.lane]} waits for {what}") from cause
             self._waiting.append(own)
             self._hand_over(other)
             own.baton.acquire()
 
     def finish(self) -> None:
-        """Lets every thread run until it ends, or waits for what does not come."""
+        """Lets every thread run until it ends, or waits for an event that does not come."""
         own = self._running
         others_rest = lambda: not any(turn.ready() for turn in self._waiting if turn is not own)  # noqa: E731
         self.wait_until(others_rest, "the end of the other threads")
 
     def start(self, lane: int, work: Callable[[], None]) -> None:
-        """Makes a thread that is ready to run."""
+        """Creates a thread that is ready to run."""
         turn = _Turn(lane)
 
         def run() -> None:
@@ -75,7 +75,7 @@ class Turns:
             except BaseException as error:
                 self.failures.append(error)
             finally:
-                # The main thread has waited all the while, or this one had no turn.
+                # The main thread has waited meanwhile, or this one had no turn.
                 others = [other for other in self._waiting if other.ready()]
                 self._hand_over(others[0] if others else self._main)
 
@@ -90,7 +90,7 @@ class Turns:
 
 
 class _Ordered:
-    """Something that one thread leaves a moment at, and another takes it from."""
+    """An object at which one thread leaves its moment, and from which another thread takes it."""
 
     def __init__(self, turns: Turns) -> None:
         self._turns = turns
@@ -111,7 +111,7 @@ class _Ordered:
 
 
 class _Lock(_Ordered):
-    """`threading.Lock` and `RLock`. Threads change places only where they wait, so it is never contended."""
+    """`threading.Lock` and `RLock`. Threads switch only when they wait, so no lock is ever contended."""
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         self._take()
@@ -244,7 +244,7 @@ class _Result(Future[Any]):
         self._turns, self._end = turns, _Ordered(turns)
 
     def run(self, function: Callable[[], Any]) -> None:
-        """Called by the thread."""
+        """Runs the call in the thread."""
         try:
             result = function()
         except BaseException as error:
@@ -269,7 +269,7 @@ class _Result(Future[Any]):
 
 
 class _Executor:
-    """`ThreadPoolExecutor`: its threads are one, as in the package's own executors of one worker."""
+    """`ThreadPoolExecutor` with one thread, as in the package's own executors of one worker."""
 
     def __init__(
         self,
@@ -303,7 +303,7 @@ class _Executor:
 
 
 def thread_classes(turns: Turns) -> tuple[SimpleNamespace, SimpleNamespace, Callable[..., Any]]:
-    """What stands for the modules `threading` and `queue`, and for `ThreadPoolExecutor`."""
+    """Returns replacements for the modules `threading` and `queue`, and for `ThreadPoolExecutor`."""
 
     def bound(kind: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **kwargs: kind(turns, *args, **kwargs)

@@ -1,8 +1,8 @@
 """Collectives and messages of one rank without the others: torch's group without peers, with a stream per group.
 
-As ProcessGroupNCCL has them: a collective runs on its group's stream, behind the current one, and holds its tensors
-until `wait`; messages outside a batch have a communicator of the two ranks. What other ranks send is not known; results
-are what they are where all ranks have the same.
+As in ProcessGroupNCCL, a collective runs on its group's stream, behind the current one, and holds its tensors
+until `wait`; messages outside a batch have a communicator of the two ranks. The data of other ranks is unknown; results
+are computed as if all ranks had the same data.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from zeroaccel.comm import topology as topologies
 from zeroaccel.comm.collectives import Collectives
 
 Said = dict[tuple[str, int], dict[int, Any]]
-"""Objects that ranks sent: (label, how often it was sent before), then by rank."""
+"""Objects that ranks sent, by (label, number of the call), then by rank."""
 
 
 class _Pending:
-    """A collective on its group's stream; it holds its tensors until `wait`, as ProcessGroupNCCL does."""
+    """A collective on its group's stream; it holds its tensors until `wait`, like ProcessGroupNCCL."""
 
     def __init__(self, model: StreamModel, end: Moment, tensors: Sequence[Tensor]) -> None:
         self._model, self._end, self._tensors = model, end, tuple(tensors)
@@ -45,7 +45,7 @@ class _Pending:
 
 
 class _PendingOnHost:
-    """A collective in host memory, for which the thread that waits is blocked."""
+    """A collective in host memory; it blocks the thread that waits for it."""
 
     def __init__(self, model: StreamModel, op: str, communicator: str, ranks: tuple[int, ...]) -> None:
         self._model, self._op, self._communicator, self._ranks = model, op, communicator, ranks
@@ -60,7 +60,7 @@ class _PendingOnHost:
 
 
 class _Groups:
-    """The process groups of the job, each with a stream as NCCL's communicators have."""
+    """The process groups of the job, each with a stream, like NCCL's communicators."""
 
     def __init__(self, cuda: FakeCuda) -> None:
         self._cuda = cuda
@@ -75,11 +75,11 @@ class _Groups:
         share: float,
         async_op: bool,
     ) -> Any:
-        """Enters a collective; `share` of the larger tensor's bytes leave this rank."""
+        """Records a collective; `share` of the larger tensor's bytes leave this rank."""
         model = self._cuda.model
         tensors = [*reads, *writes]
         group = group or dist.group.WORLD
-        assert group is not None, "there is no default group"
+        assert group is not None, "the default process group is missing"
         name, ranks = _name_of(group), tuple(dist.get_process_group_ranks(group))
         if all(tensor.device.type == "cpu" for tensor in tensors):
             self._cuda.on_host(op, reads, writes)
@@ -97,14 +97,14 @@ class _Groups:
     def message(
         self, op: str, tensor: Tensor, peer: int | None, group: dist.ProcessGroup | None, group_peer: int | None
     ) -> _Pending:
-        """Enters a message outside a batch, for which NCCL has a communicator of the two ranks."""
+        """Records a message outside a batch, for which NCCL has a communicator of the two ranks."""
         if peer is None:
-            assert group_peer is not None, "a message to nobody"
+            assert group_peer is not None, "the message has no peer"
             peer = dist.get_global_rank(group or dist.group.WORLD, group_peer)
         return self._message(op, tensor, peer, group, None)
 
     def batch(self, operations: Sequence[dist.P2POp]) -> list[_Pending]:
-        """Enters messages that are one call of NCCL: they run side by side, on the group's stream."""
+        """Records messages that are one call of NCCL: they run side by side, on the group's stream."""
         made: list[_Pending] = []
         for operation in operations:
             op = "isend" if operation.op is dist.isend else "irecv"
@@ -129,7 +129,7 @@ class _Groups:
     def _enter(self, op: str, lane: int, reads: Sequence[Tensor], writes: Sequence[Tensor], share: float) -> _Pending:
         model, rates, tensors = self._cuda.model, self._cuda.model.rates, (*reads, *writes)
         nbytes = int(share * max(tensor.numel() * tensor.itemsize for tensor in tensors))
-        # The group's stream starts behind the current one, as it is at the call.
+        # The group's stream starts behind the current stream at the time of the call.
         model.join(lane, model.moment(model.current_stream()))
         seconds = rates.collective_seconds + nbytes / rates.network
         model.launch(lane, self._cuda.uses_of(reads), self._cuda.uses_of(writes), op, seconds, nbytes)
@@ -142,12 +142,12 @@ class _Groups:
 
 
 def _name_of(group: dist.ProcessGroup) -> str:
-    """Of a process group, the same on all its ranks: torch numbers the groups that it makes."""
+    """Returns the name of a process group, the same on all its ranks: torch numbers the groups that it creates."""
     return f"group {group.group_name}"
 
 
 def replace_collectives(cuda: FakeCuda, replacements: Replacements, said: Said) -> None:
-    """Replaces what the package and torch call. `said` has what ranks that were modelled before have sent, by label."""
+    """Replaces the collectives of the package and torch. `said` has the objects that previously modelled ranks sent."""
     groups = _Groups(cuda)
     _replace_tensors(cuda, groups, replacements)
     _replace_messages(groups, replacements)
@@ -164,9 +164,9 @@ def replace_collectives(cuda: FakeCuda, replacements: Replacements, said: Said) 
         of_ranks[dist.get_rank()] = obj
         return [of_ranks.get(rank, obj) for rank in ranks]
 
-    # Pickles are values of unknown size; the collectives above are numbers, which small tensors have.
+    # Pickles have an unknown size; the collectives above carry numbers, and small tensors have values.
     replacements.set(Collectives, "gather_objects", gather_objects)
-    # The package takes the job for one on NCCL, which has to be connected.
+    # The package sees a job on NCCL, which needs connections.
     backends = f"cpu:fake,{DEVICE.type}:{rank_device.ACCELERATOR.backend},fake"
     replacements.set(dist, "get_backend_config", lambda group=None: backends)
     replacements.set(topologies, "_agreed_device", lambda device, *_: device)
@@ -230,8 +230,8 @@ def _replace_messages(groups: _Groups, replacements: Replacements) -> None:
 
 
 def _replace_functional(cuda: FakeCuda, groups: _Groups, replacements: Replacements) -> None:
-    """Torch's functional collectives, which DTensors call."""
-    pending: dict[int, _Pending] = {}  # by the result, which is waited for by an operation of its own
+    """Replaces torch's functional collectives, which DTensors call."""
+    pending: dict[int, _Pending] = {}  # by the result, for which a separate operation waits
 
     def begin_or_wait(op: str, args: Any, produced: Sequence[Tensor]) -> None:
         if op == "wait_tensor":
@@ -244,7 +244,7 @@ def _replace_functional(cuda: FakeCuda, groups: _Groups, replacements: Replaceme
         pending[produced[0].untyped_storage()._cdata] = begun
 
     cuda.functional = begin_or_wait
-    # Of ranks, not of the model's tensors: torch computes this rank's place in it.
+    # A tensor of ranks, not of the model: torch computes this rank's place in it.
     mesh_of = topologies.mesh_of
 
     def real_mesh_of(*arguments: Any) -> Any:
@@ -252,7 +252,7 @@ def _replace_functional(cuda: FakeCuda, groups: _Groups, replacements: Replaceme
             return mesh_of(*arguments)
 
     replacements.everywhere(mesh_of, real_mesh_of)
-    # To know a result's shape DTensor computes it from tensors without content.
+    # DTensor computes a result's shape with tensors that have no content.
     shape_of = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def shape_apart(*arguments: Any) -> Any:

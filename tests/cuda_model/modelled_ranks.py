@@ -1,8 +1,8 @@
-"""zeroaccel on `cuda:1` or `xpu:1` of a job of W ranks, of which this process is one, in a `StreamModel`.
+"""zeroaccel on `cuda:1` or `xpu:1`, as one rank of a job of W ranks, in a `StreamModel`.
 
-What is replaced: collectives (torch's group without peers, on a stream per group as ProcessGroupNCCL has them),
+Replaced are: collectives (torch's group without peers, on a stream per group as in ProcessGroupNCCL),
 compiled loops of the host (`ops/dispatch.launch`) and of the device (`ops/device_kernels.DeviceKernels`), page-locked
-slabs (`offload/host_buffers.aligned_bytes`), the NVMe tier's file, and threads. All else is the package's own code.
+slabs (`offload/host_buffers.aligned_bytes`), the NVMe tier's file, and threads. All other code is the package's own.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class ModelledRank:
 
     Attributes:
         cuda: its device.
-        model: what happens there.
-        turns: of its threads.
+        model: the model that records its operations.
+        turns: schedule of its threads.
     """
 
     cuda: FakeCuda
@@ -72,23 +72,23 @@ class ModelledRank:
 def modelled_rank(
     world_size: int = 1, model: StreamModel | None = None, rank: int = 0, said: Said | None = None
 ) -> Iterator[ModelledRank]:
-    """One rank of a job, for the length of a block; `said` has what ranks that were modelled before have sent."""
+    """Yields one rank of a job; `said` has the objects that previously modelled ranks sent."""
     model = model or StreamModel()
     cuda = FakeCuda(model)
     turns = model_threads.Turns(model, cuda.modes)
     replacements = Replacements()
-    # What a module takes from another is replaced in both, so all of them are imported before.
+    # If a module imports an object from another, both get the replacement, so import all modules first.
     for package in _PACKAGES:
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             importlib.import_module(module.name)
     with ExitStack() as stack:
-        stack.callback(activation_store._LINKS.clear)  # of a device of this model
+        stack.callback(activation_store._LINKS.clear)  # links of a device of this model
         stack.callback(level_codes._TABLES.clear)
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
         stack.callback(dist.destroy_process_group)
         stack.callback(replacements.undo)
         stack.enter_context(cuda.installed())
-        if DEVICE.type != rank_device.ACCELERATOR.type:  # training refuses others, until somebody has run it on them
+        if DEVICE.type != rank_device.ACCELERATOR.type:  # training refuses devices on which it has not been run
             replacements.everywhere(rank_device.ACCELERATOR, rank_device.DeviceKind(DEVICE.type, "its backend"))
         replace_collectives(cuda, replacements, {} if said is None else said)
         _replace_host_work(cuda, turns, replacements)
@@ -103,7 +103,7 @@ def modelled_rank(
 
 
 class _ModelKernels(DeviceKernels):
-    """Kernels that are entered into the model; on small tensors they compute, by torch operations of the same name."""
+    """Kernels that are recorded in the model; on small tensors they compute, with torch operations of the same name."""
 
     def __init__(self, cuda: FakeCuda) -> None:
         self._cuda = cuda
@@ -222,12 +222,12 @@ def _replace_host_work(cuda: FakeCuda, turns: model_threads.Turns, replacements:
     _, _, executor = model_threads.thread_classes(turns)
     replacements.everywhere(dispatch.launch, launch)
     replacements.everywhere(host_buffers.aligned_bytes, aligned_bytes)
-    replacements.set(HostArena, "empty", empty)  # whose tensors tell their end by arrays, which fake ones have not
+    replacements.set(HostArena, "empty", empty)  # its tensors report their end through arrays, which fake tensors lack
     replacements.everywhere(BlockFile, lambda *arguments: _ModelFile(cuda, executor, *arguments))
 
 
 def _watch_copies(cuda: FakeCuda, replacements: Replacements) -> None:
-    """Finds gathers of secondary copies whose weights have changed since; on a GPU values would show it."""
+    """Finds gathers of secondary copies whose weights have changed since; on a GPU, wrong values would show it."""
     kept: weakref.WeakKeyDictionary[SecondaryShard, int] = weakref.WeakKeyDictionary()
     keep, gather = SecondaryShard.keep, FlatBuffer.all_gather
 

@@ -1,4 +1,4 @@
-"""How large the network of a run is. Apart from `gated_network.py`, which needs torch."""
+"""The size of a run's network. Apart from `gated_network.py`, which needs torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Size:
-    """Of a network and its batch."""
+    """Size of a network and its batch."""
 
     layers: int = 3
     width: int = 64

@@ -1,6 +1,6 @@
-"""Bugs that are planted into the engine, each of a kind that a change could bring; the model has to find them all.
+"""Bugs planted into the engine, each of a kind that a change could introduce; the model has to find all of them.
 
-Most leave out one wait: a call of a stream or an event from one function. The rest replace a method of the engine.
+Most remove one wait: a call of a stream or an event in one function. The others replace a method of the engine.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _Plant = Callable[[Replacements], None]
 
 @dataclass(frozen=True)
 class Bug:
-    """A bug.
+    """A planted bug.
 
     Attributes:
-        case: the case that shows it.
+        case: name of the case that exposes it.
         plant: replaces code of the engine.
-        finding: part of a finding that the model must have, or of an early free.
+        finding: part of a finding or of an early free that the model must report.
     """
 
     case: str
@@ -47,14 +47,14 @@ class Bug:
 
 
 def _class(name: str) -> type:
-    """By its full name: only the process of the model may import what imports torch."""
+    """Returns a class by its full name: only the process of the model may import modules that import torch."""
     module, _, attribute = name.rpartition(".")
     found: type = getattr(import_module(module), attribute)
     return found
 
 
 def _without(owner: str, method: str, file: str, function: str, result: object = None) -> _Plant:
-    """Leaves out the calls of a method that one function of a file makes."""
+    """Removes the calls of a method that one function of a file makes."""
 
     def plant(replacements: Replacements) -> None:
         original = vars(_class(owner))[method]
@@ -156,7 +156,7 @@ def _release_at_once(original: Callable[..., Any], writer: RankFileWriter) -> An
 
 
 def _put_nothing_back(original: Callable[..., Any], staging: Any, chunk: Tensor) -> None:
-    """Has been put back already."""
+    """Does nothing: the buffer has been put back already."""
 
 
 def _refill(replacements: Replacements) -> None:
@@ -274,7 +274,7 @@ def _free_what_is_reduced(original: Callable[..., Any], ranks: Any, out: Tensor,
 
 
 def _unfilled(original: Callable[..., Any], optimizer: Any, *arguments: Any) -> Any:
-    """Moments that nothing fills."""
+    """Returns moments that nothing fills."""
     made = original(optimizer, *arguments)
     made.fill_ = lambda value: made
     return made
@@ -284,7 +284,7 @@ def _copy_nothing(original: Callable[..., Any], copies: CopyStream, source: Tens
     from zeroaccel.zero.storage.copy_stream import CopyHandle
 
     handle = original(copies, source, work, *rest)
-    if source.numel() < 16:  # what the ranks have found
+    if source.numel() < 16:  # facts that the ranks found
         return handle
     host = copies._arena.empty(source.shape, source.dtype)
     return CopyHandle(host, source, handle._ready, handle._copied)
@@ -327,10 +327,10 @@ BUGS: Mapping[str, Bug] = {
     "a gradient's memory goes back while it is copied": Bug(
         "stage 2, optimizer on the host", _no_event_wait(_COPIES, "drop_source"), "FREED IN USE"
     ),
-    "gradients that are not reduced yet are freed": Bug(
+    "gradients are freed before their reduction": Bug(
         "stage 2, optimizer on the host, small buckets", _no_event_wait(_COPIES, "wait_for_source"), "FREED IN USE"
     ),
-    "codes behind a copy are freed before they are read": Bug(
+    "codes behind a copy are freed before decoding": Bug(
         "stage 3, qwZ, parameters on the host",
         _no_record_stream("comm/hierarchical.py", "decode"),
         "waits for all_gather",
@@ -378,12 +378,12 @@ BUGS: Mapping[str, Bug] = {
     "activations that nothing waits for are freed while they come back": Bug(
         "a graph dropped, activations on the host", _no_record_stream(_ACTIVATIONS, "copy_to_device"), "FREED IN USE"
     ),
-    "a checkpoint is written before it is copied": Bug(
+    "a checkpoint is written before its copy": Bug(
         _BACKGROUND,
         _with("zeroaccel.checkpoint.rank_file_writer.DeviceChunkCopies", "mark", lambda original, copies: lambda: None),
         "READ AFTER WRITE",
     ),
-    "a checkpoint is copied before the step is computed": Bug(
+    "a checkpoint is copied before the step ends": Bug(
         _BACKGROUND,
         _no_event_of_stream("checkpoint/rank_file_writer.py", "__init__"),
         "READ AFTER WRITE",
@@ -421,7 +421,7 @@ BUGS: Mapping[str, Bug] = {
     "a secondary copy stays when the weights change": Bug(
         "stage 3, hpZ", _with(_SECONDARY, "drop", lambda original, secondary: None), "STALE COPY"
     ),
-    "a chunk is filled again while it is written": Bug(_SMALL_CHUNKS, _refill, "not ordered after"),
+    "a chunk is filled again during its write": Bug(_SMALL_CHUNKS, _refill, "not ordered after"),
     "a kernel of the lane runs on the wrong stream": Bug(
         _SMALL_TILES, _with("zeroaccel.ops.device_kernels.DeviceKernels", "update", _on_default_stream), "AFTER"
     ),
@@ -473,7 +473,7 @@ BUGS: Mapping[str, Bug] = {
         _with("zeroaccel.comm.collectives.Collectives", "reduce_scatter", _reduce_into_nothing),
         "READ BEFORE ANY WRITE",
     ),
-    "gradients are freed while they are reduced": Bug(
+    "gradients are freed during their reduction": Bug(
         "stage 3",
         _with("zeroaccel.comm.collectives.Collectives", "reduce_scatter", _free_what_is_reduced),
         "FREED IN USE",

@@ -1,4 +1,4 @@
-"""Attributes that are replaced for a while."""
+"""Attributes that are replaced temporarily."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 
 class Replacements:
-    """What has been replaced; `undo` puts all of it back, last first."""
+    """Replaced attributes; `undo` restores all of them, last first."""
 
     def __init__(self) -> None:
         self._undo: list[tuple[object, str, Any, bool]] = []
 
     def set(self, owner: object, name: str, value: object) -> Any:
-        """Replaces an attribute of a module or class; returns what was there."""
+        """Replaces an attribute of a module or class; returns the original."""
         own = name in vars(owner)
         before = vars(owner)[name] if own else getattr(owner, name, None)
         self._undo.append((owner, name, before, own))
@@ -21,7 +21,7 @@ class Replacements:
         return before
 
     def everywhere(self, value: object, stand_in: object, package: str = "zeroaccel") -> None:
-        """Replaces a function or class in every module of a package that has it under some name."""
+        """Replaces a function or class in every module of a package that has it, under any name."""
         found = 0
         for module_name, module in list(sys.modules.items()):
             if module_name == package or module_name.startswith(f"{package}."):
@@ -29,10 +29,10 @@ class Replacements:
                     if attribute is value:
                         self.set(module, name, stand_in)
                         found += 1
-        assert found, f"no module of {package} has {value}"
+        assert found, f"no module of {package} contains {value}"
 
     def undo(self) -> None:
-        """Puts everything back."""
+        """Restores all attributes."""
         while self._undo:
             owner, name, before, own = self._undo.pop()
             if own:

@@ -1,4 +1,4 @@
-"""Runs cases on the model, and says what it saw."""
+"""Runs cases on the model, and reports its findings and counts."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ from tests.cuda_model.replacements import Replacements
 from tests.cuda_model.stream_model import StreamModel
 from tests.cuda_model.training_loops import LOOPS, Program, new_engine
 
-_STEPS = 3  # the last one is counted: the first ones allocate, and record the order of units
+_STEPS = 3  # the last step is counted: the first ones allocate memory, and record the order of units
 _BOUNDARY = "step"
 
 
 @dataclass
 class Outcome:
-    """Of one run. Counts are of its last step.
+    """Outcome of one run. Counts are of its last step.
 
     Attributes:
         findings: see `StreamModel`; in all steps.
         early_frees: see `StreamModel`.
-        error: what the run raised, with its traceback; empty if nothing.
-        kernels, boundary_kernels: operations of the device: of the step, and within `engine.step()`.
-        boundary_bytes: that those of the boundary read and write, per element of the rank's shard.
-        waits, control: of the host, "phase: why at place" -> how often.
-        late: first uses of a communicator after construction, in words -> how often, in all steps.
-        first_calls: of the host, which waits for the device: "cudaMalloc" and "first launch" -> how often, in the first
+        error: the exception of the run, with its traceback; empty if there is none.
+        kernels, boundary_kernels: number of device operations in the step, and within `engine.step()`.
+        boundary_bytes: bytes that device operations within `engine.step()` access, per element of the rank's shard.
+        waits, control: number of the host's waits and blocking collectives, by "phase: why at place".
+        late: number of first uses of a communicator after construction, by description, in all steps.
+        first_calls: number of host calls that wait for the device, "cudaMalloc" and "first launch", in the first
             step, without construction.
-        mallocs: the same of cudaMalloc in the counted step.
-        reserved_nbytes, expandable_nbytes: of the device: segments of the caching allocator as it is by default, and
-            where they are expandable: the most in all steps.
-        allocated_nbytes: what they serve at most.
-        calls: of collectives, in all steps and construction.
-        peak_nbytes, pinned_nbytes: of device memory, of page-locked host memory: the most at a time.
-        ms: of the model's clock.
-        busy_ms: of each lane.
-        seconds: that the run took here.
+        mallocs: number of cudaMalloc calls in the counted step.
+        reserved_nbytes, expandable_nbytes: peak bytes of the caching allocator's segments in all steps, with its
+            default settings and with expandable segments.
+        allocated_nbytes: peak bytes allocated from these segments.
+        calls: number of collectives, in all steps and construction.
+        peak_nbytes, pinned_nbytes: peak bytes of device memory and of page-locked host memory.
+        ms: time on the model's clock.
+        busy_ms: time of each lane.
+        seconds: duration of the run on this machine.
     """
 
     findings: dict[str, int] = field(default_factory=dict)
@@ -75,12 +75,12 @@ class Outcome:
 
     @property
     def num_waits(self) -> int:
-        """Of the host for the device."""
+        """Number of times the host waits for the device."""
         return sum(self.waits.values())
 
     @property
     def num_control(self) -> int:
-        """Blocking collectives in host memory."""
+        """Number of blocking collectives in host memory."""
         return sum(self.control.values())
 
 
@@ -92,10 +92,10 @@ def run_case(
     said: Said | None = None,
     until: str = "",
 ) -> Outcome:
-    """Trains some steps on the model, as one rank of the job, with a planted bug if there is one.
+    """Trains some steps on the model, as one rank of the job, with a planted bug if one is given.
 
     Args:
-        until: part of a finding; there is no step after the one that has it.
+        until: part of a finding; the run stops after the step that has it.
     """
     begin, model, replacements = time.perf_counter(), model or StreamModel(), Replacements()
     outcome = Outcome()
@@ -139,7 +139,7 @@ def run_case(
 
 
 def call_logs(case: Case, plant: Callable[[Replacements], None] | None = None) -> dict[int, list[Call]]:
-    """What every rank of a job calls; see `communicators.deadlocks`.
+    """Returns the calls of every rank of a job; see `communicators.deadlocks`.
 
     Raises:
         RuntimeError: a rank fails.
@@ -177,8 +177,8 @@ def _in_words(counts: Counter[tuple[str, str, str]]) -> dict[str, int]:
 
 
 def serve() -> None:
-    """Answers requests, {"case": name, "bug": name or null} or {"part": name}, one a line, each with an outcome."""
-    # Answers alone go to the standard output: what the package prints goes elsewhere.
+    """Answers requests, {"case": name, "bug": name or null} or {"part": name}, one per line, each with an outcome."""
+    # Only answers go to the standard output; the package's output goes to stderr.
     answers, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
         request: dict[str, Any] = json.loads(line)

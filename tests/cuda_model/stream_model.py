@@ -1,23 +1,25 @@
-"""The order of accesses to memory: vector clocks over streams and host threads, and the caching allocator's rules.
+"""The order of memory accesses: vector clocks over streams and host threads, and the caching allocator's rules.
 
 A *lane* runs its operations one after the other: a CUDA stream, or a thread of the host. Each lane has a vector clock:
-how far it has seen every other lane. An event is a copy of a lane's clock, and to wait for it is to take the maximum.
-Two accesses to the same bytes, one of them a write, must be ordered: the later one's lane has seen the earlier one.
-What is not ordered may run in either order on a GPU, whatever order this run took, so one run finds it.
+the latest operation of every other lane that it has seen. An event is a copy of a lane's clock, and a wait for the
+event takes the maximum of both clocks. Two accesses to the same bytes, one of them a write, must be ordered: the later
+one's lane has seen the earlier one. Unordered accesses may run in either order on a GPU, whatever order this run took,
+so one run finds them.
 
-Device memory comes from torch's caching allocator, which hands a freed block to the next request on the stream that it
-was allocated on, at once. So whatever another stream still does with the block must be ordered before that request's
-first use, unless `record_stream` has named the stream. Which block a request gets, and when the driver has to make one,
-says `caching_allocator.py`.
+Device memory comes from torch's caching allocator, which immediately gives a freed block to the next request on the
+stream on which it was allocated. So any other stream's remaining use of the block must be ordered before that request's
+first use, unless `record_stream` has named the stream. `caching_allocator.py` decides which block a request gets, and
+when the driver has to make one.
 
-Some calls block the host, or make it wait for all that it has launched, when they are made first: a group's first
-collective of a kind, a kernel's first launch, a request for which there is no block. They are counted, and noted in the
-rank's log of calls (`communicators.py`), but order no accesses: another run of the program may have had them before.
+Some calls block the host, or make it wait for all launched work, at their first use: a group's first
+collective of a kind, a kernel's first launch, a request for which there is no block. The model counts them and notes
+them in the rank's log of calls (`communicators.py`), but they order no accesses: another run of the program may have
+made them before.
 
-The clock is a rough one: a lane's operations take as long as their bytes or their arithmetic take at the `Rates`, and
-the host some microseconds per call. It compares schedules and predicts no seconds.
+The clock is approximate: the duration of an operation follows from its bytes or its arithmetic at the `Rates`, and
+the host takes some microseconds per call. It compares schedules and does not predict seconds.
 
-This module knows nothing of torch's dispatcher or of zeroaccel; `fake_cuda.py` and `modelled_ranks.py` feed it.
+This module does not depend on torch's dispatcher or on zeroaccel; `fake_cuda.py` and `modelled_ranks.py` call it.
 """
 
 from __future__ import annotations
@@ -40,21 +42,21 @@ MAIN = 0
 """The default stream."""
 
 Clock = dict[int, int]
-"""Lane -> the number of its operations that have been seen."""
+"""For each lane, the number of its operations that were seen."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast the modelled machine is; the figures of an H100 with PCIe 5, rounded.
+    """Speed of the modelled machine; rounded figures of an H100 with PCIe 5.
 
     Attributes:
         device, pinned, pageable, host, network, disk: bytes per second: of device memory, of a copy between the device
             and pinned or pageable host memory (each way), of host memory, of a collective per rank, of a file.
-        flops: of matrix products, per second.
-        kernel_seconds: the least that a kernel takes.
-        launch_seconds, view_seconds, event_seconds: of the host, per kernel, per operation without one, per event.
-        collective_seconds: the least that a collective of the device takes.
-        control_seconds: of a small collective through host memory.
+        flops: floating-point operations of matrix products per second.
+        kernel_seconds: minimum duration of a kernel.
+        launch_seconds, view_seconds, event_seconds: host time per kernel, per operation without a kernel, per event.
+        collective_seconds: minimum duration of a collective of the device.
+        control_seconds: duration of a small collective through host memory.
     """
 
     device: float = 4.0e12
@@ -73,7 +75,7 @@ class Rates:
 
 
 class Moment(NamedTuple):
-    """Of a lane: all that it has seen, itself included, and the time on the model's clock."""
+    """Operations that a lane has seen, including its own, and the time on the model's clock."""
 
     clock: Clock
     seconds: float
@@ -96,7 +98,7 @@ class Access(NamedTuple):
 
 
 class Use(NamedTuple):
-    """Bytes [start, stop) of a memory, which an operation reads or writes."""
+    """Bytes [start, stop) of a memory that an operation reads or writes."""
 
     memory: Memory
     start: int
@@ -109,17 +111,18 @@ class Memory:
 
     Attributes:
         nbytes: its size.
-        on_device: in device memory; else of the host.
-        lane: the stream it was allocated on; HOST for memory of the host.
-        place: where.
-        pinned: page-locked.
-        slab: page-locked pages of the package's own, which are unlocked when the device has finished all its work.
-            Other pinned memory is of torch's allocator, which waits for copies before it hands a block out again.
+        on_device: True for device memory, False for host memory.
+        lane: the stream on which it was allocated; HOST for memory of the host.
+        place: line of the package that allocated it.
+        pinned: True if it is page-locked.
+        slab: True for pages that the package locks itself, and unlocks when the device has finished all its work.
+            Other pinned memory belongs to torch's allocator, which waits for copies before it reuses a block.
         recorded: streams that `record_stream` named.
-        blocks: of device memory, in each of the model's allocators.
-        is_from_outside: it was there before the model, with values.
+        blocks: blocks of device memory, in each of the model's allocators.
+        is_from_outside: True if it existed before the model, with values.
         changed: the model's count of operations at the latest write.
-        born, born_tick: when it was allocated: on the model's count of allocations and frees, on the clock of `lane`.
+        born, born_tick: time of the allocation, on the model's count of allocations and frees and on the clock of
+            `lane`.
     """
 
     nbytes: int
@@ -142,7 +145,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class _FreedBlock:
-    """Memory that went back to its stream while other lanes might still use it."""
+    """Memory that was returned to its stream while other lanes might still use it."""
 
     freed: int
     place: str
@@ -152,30 +155,30 @@ class _FreedBlock:
 
 
 class StreamModel:
-    """What has happened on each lane, and what is wrong with it.
+    """The operations of each lane, and the errors in their order.
 
-    Operations are entered in the order in which the program calls them, by `launch`; the thread that calls is
+    The program's operations are recorded in the order of their calls, by `launch`; the calling thread is
     `thread`. Not safe for threads that run at the same time: the model's own threads take turns (`model_threads.py`).
 
     Attributes:
-        findings: unordered accesses, uses of memory that is freed or that nothing has written, and work on another
-            device, in words -> how often.
-        early_frees: blocks that were freed before their stream had seen every use: right as long as another wait comes
-            before the next allocation, in words -> how often.
-        waits: of the host for the device, (phase, why, place) -> how often.
-        control: blocking collectives in host memory, (phase, label, place) -> how often.
-        kernels, kernel_nbytes: operations of the device and the bytes that they read and write, by (phase, place).
+        findings: number of unordered accesses, of uses of memory that is freed or that nothing has written, and of
+            operations on another device, by description.
+        early_frees: number of blocks freed before their stream had seen every use, by description: correct as long as
+            another wait comes before the next allocation.
+        waits: number of times the host waits for the device, by (phase, why, place).
+        control: number of blocking collectives in host memory, by (phase, label, place).
+        kernels, kernel_nbytes: device operations and the bytes that they read and write, by (phase, place).
         busy: seconds that each lane worked.
-        live_nbytes, peak_nbytes: of device memory: now, and the most since `reset_counts`.
-        pinned_nbytes, pinned_peak_nbytes: likewise of page-locked host memory.
-        allocator, expandable: what torch's allocator would do for these requests, as it is by default, and with
+        live_nbytes, peak_nbytes: bytes of device memory: now, and the peak since `reset_counts`.
+        pinned_nbytes, pinned_peak_nbytes: the same for page-locked host memory.
+        allocator, expandable: models of torch's allocator for these requests, with its default settings and with
             expandable segments.
-        first_calls: of the host, which waits for the device meanwhile: "cudaMalloc" and "first launch", by phase.
-        log: of collectives.
-        num_operations: so far.
-        phase: of the program, by which counts are kept.
-        names: of the lanes.
-        current_stream: returns the stream that the calling thread's operations go to.
+        first_calls: number of host calls that wait for the device, "cudaMalloc" and "first launch", by phase.
+        log: log of collectives.
+        num_operations: number of operations so far.
+        phase: phase of the program; counts are kept per phase.
+        names: names of the lanes.
+        current_stream: returns the stream of the calling thread's operations.
     """
 
     def __init__(self, rates: Rates | None = None, *, root: str = "/zeroaccel/") -> None:
@@ -205,20 +208,20 @@ class StreamModel:
         self._begin = 0.0
         self._freed: dict[int, list[_FreedBlock]] = {}
         self._count = 0
-        # Tensors are freed in autograd's thread, too, which runs while the main thread waits for it.
+        # Autograd's thread frees tensors as well; it runs while the main thread waits for it.
         self._lock = threading.RLock()
 
     # -- lanes
 
     def add_stream(self, name: str = "") -> int:
-        """The number of a new stream."""
+        """Returns the number of a new stream."""
         number = max(self._clocks) + 1
         self._clocks[number], self._seconds[number] = {}, 0.0
         self.names[number] = name or f"stream {number} ({self.place()})"
         return number
 
     def add_thread(self, name: str) -> int:
-        """The number of a new thread of the host, which begins with what the calling thread has seen."""
+        """Returns the number of a new host thread; it begins with everything that the calling thread has seen."""
         number = min(self._clocks) - 1
         self._clocks[number], self._seconds[number] = {}, 0.0
         self.names[number] = name
@@ -226,11 +229,11 @@ class StreamModel:
         return number
 
     def moment(self, lane: int) -> Moment:
-        """Of a lane, now: what an event recorded on it stands for."""
+        """Returns the current moment of a lane, which an event recorded on it represents."""
         return Moment({**self._clocks[lane], lane: self._ticks[lane]}, self._seconds[lane])
 
     def join(self, lane: int, moment: Moment) -> None:
-        """Later operations of the lane come after a moment of another."""
+        """Orders later operations of the lane after a moment of another lane."""
         own = self._clocks[lane]
         for other, tick in moment.clock.items():
             if tick > own.get(other, 0):
@@ -238,33 +241,33 @@ class StreamModel:
         self._seconds[lane] = max(self._seconds[lane], moment.seconds)
 
     def has_seen(self, lane: int, moment: Moment) -> bool:
-        """Whether the lane's next operation comes after a moment of another lane anyway."""
+        """Returns True if the lane's next operation is already ordered after a moment of another lane."""
         own = self._clocks[lane]
         return all(tick <= own.get(other, 0) for other, tick in moment.clock.items() if other != lane)
 
     def spend(self, seconds: float) -> None:
-        """The calling thread is busy for a while."""
+        """Advances the clock of the calling thread."""
         self._seconds[self.thread] += seconds
 
     def wait_on_host(self, moment: Moment, why: str) -> None:
-        """The calling thread waits for a stream."""
+        """Makes the calling thread wait for a stream."""
         self.waits[self.phase, why, self.place()] += 1
         self.join(self.thread, moment)
 
     def synchronize(self, why: str) -> None:
-        """The calling thread waits for every stream."""
+        """Makes the calling thread wait for every stream."""
         self.waits[self.phase, why, self.place()] += 1
         for lane in list(self._clocks):
             if lane >= 0:
                 self.join(self.thread, self.moment(lane))
 
     def control_collective(self, label: str) -> None:
-        """A collective in host memory that the calling thread waits for."""
+        """Records a collective in host memory for which the calling thread waits."""
         self.control[self.phase, label, self.place()] += 1
         self.spend(self.rates.control_seconds)
 
     def place(self) -> str:
-        """The innermost line of the package that is being run: "zero/engine.py:190"."""
+        """Returns the innermost running line of the package: "zero/engine.py:190"."""
         frame = sys._getframe(1)
         while frame is not None:
             path = frame.f_code.co_filename
@@ -278,16 +281,16 @@ class StreamModel:
     # -- memory
 
     def allocate(self, nbytes: int, *, on_device: bool, pinned: bool = False) -> Memory:
-        """New memory; on the device, of the current stream."""
+        """Allocates memory; on the device, memory of the current stream."""
         memory = Memory(nbytes, on_device, HOST, self.place(), pinned)
         with self._lock:
             self._begin_life(memory)
         return memory
 
     def reallocate(self, memory: Memory, nbytes: int) -> None:
-        """A storage that was freed by resizing it has memory again."""
+        """Allocates the memory of a storage again that was freed by resizing it."""
         with self._lock:
-            assert not memory.alive, "memory is allocated once"
+            assert not memory.alive, "the memory is already allocated"
             memory.nbytes, memory.place, memory.alive = nbytes, self.place(), True
             memory.reads, memory.writes = [], []
             memory.latest.clear()
@@ -295,14 +298,14 @@ class StreamModel:
             self._begin_life(memory)
 
     def pin(self, memory: Memory) -> None:
-        """Memory of the host is page-locked from now on, as a slab of its own."""
+        """Page-locks memory of the host from now on, as a slab of its own."""
         with self._lock:
-            assert not memory.pinned, "pages are locked once"
+            assert not memory.pinned, "the pages are already locked"
             memory.pinned = memory.slab = True
             self._count_pinned(memory.nbytes)
 
     def free(self, memory: Memory) -> None:
-        """Memory goes back to the stream that it was allocated on, or to the host."""
+        """Returns memory to the stream on which it was allocated, or to the host."""
         with self._lock:
             if not memory.alive:
                 return
@@ -342,10 +345,10 @@ class StreamModel:
         self.pinned_peak_nbytes = max(self.pinned_peak_nbytes, self.pinned_nbytes)
 
     def _note_late_uses(self, memory: Memory) -> None:
-        """Keeps what a next owner of the block has to come after."""
+        """Keeps the accesses that must precede the next owner of the block."""
         home = memory.lane
-        # What runs on the home stream next has been launched by a thread, and so comes after all that it has seen; and
-        # the allocator hands the block out after all that the recorded streams have seen by now.
+        # A thread that has seen all this launches the next work on the home stream, so that work comes after it;
+        # and the allocator reuses the block after everything that the recorded streams have seen by now.
         seen = [self._clocks[lane] for lane in (home, self.thread, *memory.recorded)]
         late = tuple(
             access
@@ -369,18 +372,18 @@ class StreamModel:
     def launch(
         self, lane: int, reads: Sequence[Use], writes: Sequence[Use], what: str, seconds: float, nbytes: int = 0
     ) -> None:
-        """Enters an operation: of a stream, launched by the calling thread, or of that thread itself.
+        """Records an operation: of a stream, launched by the calling thread, or of that thread itself.
 
         Args:
-            what: its name.
-            seconds: that it takes.
-            nbytes: that it reads and writes, for the counts.
+            what: name of the operation.
+            seconds: its duration.
+            nbytes: bytes that it reads and writes, for the counts.
         """
         with self._lock:
             place = self.place()
             self.num_operations += 1
             if lane >= 0:
-                self._ticks[self.thread] += 1  # the call itself: what other threads launched later is not ordered by it
+                self._ticks[self.thread] += 1  # the call itself: it does not order later launches of other threads
                 self.spend(self.rates.launch_seconds)
                 self.join(lane, self.moment(self.thread))
                 self.kernels[self.phase, place] += 1
@@ -403,7 +406,7 @@ class StreamModel:
             self.busy[lane] += seconds
 
     def run_on_host(self, reads: Sequence[Use], writes: Sequence[Use], what: str, seconds: float) -> None:
-        """Enters work of the calling thread on host memory."""
+        """Records work of the calling thread on host memory."""
         self.launch(self.thread, reads, writes, what, seconds)
 
     def _access(self, lane: int, use: Use, what: str, place: str) -> Access:
@@ -426,7 +429,7 @@ class StreamModel:
             self._check(memory, access, earlier, "WRITE AFTER WRITE")
         for earlier in memory.reads:
             self._check(memory, access, earlier, "WRITE AFTER READ")
-        # What is overwritten entirely needs no record: later accesses are compared with this one.
+        # Drops accesses whose bytes this write overwrites entirely: later accesses are compared with this write.
         memory.reads = [r for r in memory.reads if r.start < access.start or r.stop > access.stop]
         memory.writes = [w for w in memory.writes if w.start < access.start or w.stop > access.stop]
         memory.writes.append(access)
@@ -434,10 +437,10 @@ class StreamModel:
         memory.latest[access.lane] = access
 
     def _is_ordered(self, earlier: Access, access: Access) -> bool:
-        """Whether `access`, which is about to run, comes after `earlier` on every run of the program."""
+        """Returns True if `access`, which is about to run, comes after `earlier` in every run of the program."""
         if earlier.lane != access.lane:
             return earlier.tick <= self._clocks[access.lane].get(earlier.lane, 0)
-        # On one stream the order is that of the calls, which is certain of calls of one thread only.
+        # On one stream the order is that of the calls, which is certain only for calls of one thread.
         if earlier.thread == access.thread or access.lane < 0:
             return True
         return earlier.call <= self._clocks[access.thread].get(earlier.thread, 0)
@@ -453,7 +456,7 @@ class StreamModel:
         )
 
     def _check_reuse(self, memory: Memory, access: Access) -> None:
-        """Whether memory that is new may be a block that another lane still uses."""
+        """Checks that new memory is not a block that another lane still uses."""
         home = memory.lane
         if access.lane != home and memory.born_tick > self._clocks[access.lane].get(home, 0):
             self.find(
@@ -479,13 +482,13 @@ class StreamModel:
         return f"{access.what} on {self.names[access.lane]} at {access.place}"
 
     def find(self, text: str) -> None:
-        """Notes that something is wrong."""
+        """Records a finding."""
         self.findings[text] += 1
 
     # -- what a run shows
 
     def reset_counts(self) -> None:
-        """Begins to count anew: kernels, waits, the clock and the peaks. Findings stay."""
+        """Resets the counts of kernels and waits, the clock and the peaks. Findings stay."""
         for counter in (self.waits, self.control, self.kernels, self.kernel_nbytes, self.busy, self.first_calls):
             counter.clear()
         self.peak_nbytes, self.pinned_peak_nbytes = self.live_nbytes, self.pinned_nbytes
@@ -493,12 +496,12 @@ class StreamModel:
         self._seconds = dict.fromkeys(self._seconds, self._begin)
 
     def elapsed_seconds(self) -> float:
-        """Since `reset_counts`, until the last lane is done."""
+        """Seconds from `reset_counts` to the end of the last lane."""
         return max(self._seconds.values()) - self._begin
 
     @contextmanager
     def as_thread(self, number: int) -> Iterator[None]:
-        """Work of another thread of the host."""
+        """Records work of another thread of the host."""
         before, self.thread = self.thread, number
         try:
             yield
@@ -506,6 +509,6 @@ class StreamModel:
             self.thread = before
 
     def sum_of(self, counter: Counter[tuple[str, str]], phases: Iterable[str]) -> int:
-        """The counts of some phases."""
+        """Returns the sum of the counts of some phases."""
         wanted = set(phases)
         return sum(count for (phase, _), count in counter.items() if phase in wanted)

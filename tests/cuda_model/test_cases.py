@@ -1,6 +1,6 @@
-"""On the model of streams no configuration has an access that is not ordered, and a step costs what it says here.
+"""On the model of streams every access of every configuration is ordered, and the costs of a step equal these numbers.
 
-The counts are exact. A change that lowers one changes the number here; one that raises it says why.
+The counts are exact. A change that lowers one updates the number here; a change that raises one gives the reason.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ def test_every_access_is_ordered(name: str, outcome_of: Outcomes) -> None:
     outcome = outcome_of(name)
     assert not outcome.error
     known = CASES[name].open
-    if known:  # strictly: a finding that is gone is taken out of the table
+    if known:  # strictly: a finding that is gone must be removed from the table
         assert outcome.findings
     assert all(known and known in finding for finding in outcome.findings), outcome.findings
-    # Of what a step waits for, too: the run is the same.
+    # Checks the waits of a step, too: it is the same run.
     waits = sum(outcome.waits.values())
     assert waits == MORE_WAITS[name] if name in MORE_WAITS else waits <= 1, outcome.waits
-    # After the first steps every request finds a block, and nothing of the device waits for the driver.
+    # After the first steps the allocator finds a block for every request, and the device does not wait for the driver.
     assert outcome.mallocs == MALLOCS.get(name, 0), outcome.mallocs
     assert not outcome.late
 
 
-# Of the host for the device in a step, where there is more than one, by the reason for it.
+# Number of times the host waits for the device in a step, if it exceeds one, by the reason for it.
 MORE_WAITS: dict[str, int] = {
-    # The host takes the norm, when it has the gradients of a backward; of several ranks, it then waits for their sum.
+    # The host computes the norm after the gradients of a backward arrive; with several ranks it waits for their sum.
     "stage 2, optimizer on the host, several ranks": 2,
     "stage 2, optimizer on the host, small buckets": 2,
     "stage 2, optimizer on the host, accumulation": 4,
@@ -49,15 +49,15 @@ MORE_WAITS: dict[str, int] = {
     "stage 3, both on the host, two buffers for a unit": 2,
     "stage 2, update during the next step": 2,
     "stage 3, both on the host, update during the next step": 2,
-    # As a thread updates during backward, it waits for each gradient.
+    # A thread that updates during backward waits for each gradient.
     "stage 2, update during backward": 5,
-    # The device updates a part of each of six buffers, and how long it took decides about the next part.
+    # The device updates a part of each of six buffers, and the measured time determines the next part.
     "stage 2, half of each update on the device": 8,
     "stage 2, half of each update on the device during the next step": 14,
     "stage 2, half of each update on the device, small tiles": 8,
-    # Of the first updates every second one is the host's alone.
+    # In every second one of the first updates the host works alone.
     "stage 3, both on the host, a measured part of each update on the device": 5,
-    # Weights go to a file from host memory, when they have arrived there; slabs beyond the budget are unlocked.
+    # Weights go to a file from host memory after they have arrived there; slabs beyond the budget are unlocked.
     "stage 2, states in files": 4,
     "stage 2, states in files, update during the next step": 6,
     "stage 3, both in files": 4,
@@ -65,7 +65,7 @@ MORE_WAITS: dict[str, int] = {
     "stage 3, parameters in files, one buffer": 14,
     # Each copy of pageable memory is a wait.
     "stage 3, both on the host, unpinned": 15,
-    # NCCL takes sizes from the host: it reads how many tokens go where, once in each of two layers. Backward has them.
+    # NCCL takes sizes from the host, which reads the number of tokens per rank once in each of two layers.
     "stage 1, ep": 3,
     "stage 3, ep": 3,
     # Programs that take several steps, or evaluate before they step.
@@ -73,7 +73,7 @@ MORE_WAITS: dict[str, int] = {
     "two engines": 2,
     "two engines, both on the host": 2,
     "steps that nothing waits for": 2,
-    # Programs that want values on the host: of parameters, and of chunks of a checkpoint.
+    # Programs that need values on the host: of parameters, and of chunks of a checkpoint.
     "full parameters read and written": 2,
     "full parameters read and written, both on the host": 24,
     "weights to a generator": 2,
@@ -95,10 +95,10 @@ def test_there_are_cases_of_every_kind() -> None:
 
 # -- what a step costs
 
-_UNITS = 4  # of the small network: its root and three blocks
+_UNITS = 4  # units of the small network: its root and three blocks
 
-# At the boundary: kernels, and bytes per element of the rank's shard; of the step: waits of the host for the device,
-# and blocking collectives in host memory.
+# At the end of a step: kernels, and bytes per element of the rank's shard; in the step: waits of the host for the
+# device, and blocking collectives in host memory.
 COUNTS: dict[str, tuple[int, float, int, int]] = {
     "stage 1, one rank": (18, 32.0, 1, 0),
     "stage 1": (24, 38.0, 1, 0),
@@ -122,13 +122,13 @@ COUNTS: dict[str, tuple[int, float, int, int]] = {
 
 
 @pytest.mark.parametrize("name", COUNTS)
-def test_a_step_takes_so_many(name: str, outcome_of: Outcomes) -> None:
+def test_a_step_has_these_counts(name: str, outcome_of: Outcomes) -> None:
     outcome = outcome_of(name)
     waits, control = sum(outcome.waits.values()), sum(outcome.control.values())
     assert (outcome.boundary_kernels, outcome.boundary_bytes, waits, control) == COUNTS[name], outcome.waits
 
 
-# Streams and events of every module that has some: copies, files, activations, saves, two hops, a mesh.
+# Covers streams and events of every module that has some: copies, files, activations, saves, two hops, a mesh.
 _OF_ANY_DEVICE = (
     "stage 3, both on the host, several ranks",
     "stage 3, both in files",
@@ -141,7 +141,7 @@ _OF_ANY_DEVICE = (
 
 
 @pytest.mark.slow  # the house rule `devices_are_asked_for_their_type` is in `make test`
-def test_devices_with_another_name_do_the_same(xpu_process: ModelProcess, outcome_of: Outcomes) -> None:
+def test_xpu_devices_have_the_same_counts(xpu_process: ModelProcess, outcome_of: Outcomes) -> None:
     for name in _OF_ANY_DEVICE:
         other, outcome = xpu_process.outcome(name), outcome_of(name)
         assert not other.error
@@ -160,7 +160,7 @@ def test_devices_with_another_name_do_the_same(xpu_process: ModelProcess, outcom
 
 
 @pytest.mark.slow  # that kernels make these codes is in tests/unit/ops/test_device_kernels.py
-def test_weights_in_e4m3_cost_what_those_in_int8_do(outcome_of: Outcomes) -> None:
+def test_weights_in_e4m3_cost_as_much_as_in_int8(outcome_of: Outcomes) -> None:
     integers, floating = outcome_of("stage 3, qwZ"), outcome_of("stage 3, qwZ in e4m3")
     assert (floating.kernels, floating.ms, floating.peak_nbytes) == (
         integers.kernels,
@@ -188,7 +188,7 @@ def test_copies_and_collectives_overlap_with_kernels(
     name: str, most_ms: float, waits: int, outcome_of: Outcomes
 ) -> None:
     outcome = outcome_of(name)
-    # No lane can be done before it has worked, so the time is between that of the busiest one and the limit.
+    # No lane can end before its work, so the time is between that of the busiest lane and the limit.
     assert max(outcome.busy_ms.values()) < outcome.ms <= most_ms
     assert sum(outcome.waits.values()) == waits, outcome.waits
 
@@ -211,7 +211,7 @@ def test_the_host_waits_for_copies_of_file_shards_only_where_there_is_no_room(ou
     assert waits("stage 3, parameters in files") == 0
 
 
-# Every second one with `make test-all` only.
+# `make test` runs every second one, `make test-all` all.
 _PEAK_NAMES = [pytest.param(name, marks=[pytest.mark.slow] if index % 2 else []) for index, name in enumerate(PEAKS)]
 
 
@@ -237,6 +237,6 @@ def test_the_most_memory_is_as_estimated(name: str, outcome_of: Outcomes) -> Non
     [estimated] = estimate(_subject(peak), workload, [peak.plan])
     assert outcome.peak_nbytes == pytest.approx(estimated.device.total, rel=0.005)
     # Slabs are whole pages, and new weights are rounded into a few more before they leave.
-    # Where gradients are summed over micro-steps there is pageable memory besides.
+    # If gradients are summed over micro-steps, there is pageable memory as well.
     if peak.plan[1] == "cpu" and peak.accumulation == 1:
         assert estimated.host.total <= outcome.pinned_nbytes <= 1.2 * estimated.host.total

@@ -1,7 +1,7 @@
-"""The parts of `make gpu` on the stream model: what they construct is there, and what they call takes these arguments.
+"""The parts of `make gpu` on the stream model: the names that they use exist, and accept these arguments.
 
-Left out are `tests` and `sanitizer`, which start test suites, `meshes`, which compares values, and `side_by_side`:
-`tests/unit/house/test_gpu_plan.py` runs its programs of torch. Parts measure memory that nothing wrote.
+Not run here: `tests` and `sanitizer`, which start test suites, `meshes`, which compares values, and `side_by_side`,
+whose programs of torch `tests/unit/house/test_gpu_plan.py` runs. Parts measure memory that nothing wrote.
 """
 
 from __future__ import annotations

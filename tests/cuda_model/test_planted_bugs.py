@@ -1,4 +1,4 @@
-"""The model finds bugs that are planted, each in a case that is free of findings without it."""
+"""The model finds planted bugs, each in a case that has no findings without it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.cuda_model.planted_bugs import BUGS
 
 
 @pytest.mark.parametrize("name", BUGS)
-def test_it_is_found(name: str, outcome_of: Callable[..., SimpleNamespace]) -> None:
+def test_the_model_finds_the_bug(name: str, outcome_of: Callable[..., SimpleNamespace]) -> None:
     bug = BUGS[name]
     known = CASES[bug.case].open
     assert not known or known not in bug.finding
@@ -21,5 +21,5 @@ def test_it_is_found(name: str, outcome_of: Callable[..., SimpleNamespace]) -> N
     assert any(bug.finding in text for text in (*outcome.findings, *outcome.early_frees, *outcome.late))
 
 
-def test_there_are_many() -> None:
+def test_there_are_at_least_46_bugs() -> None:
     assert len(BUGS) >= 46

@@ -41,7 +41,7 @@ def test_one_stream_is_in_order(model: StreamModel) -> None:
     assert not model.findings
 
 
-def test_two_streams_are_not(model: StreamModel) -> None:
+def test_two_streams_are_unordered(model: StreamModel) -> None:
     memory, side = _device(model), model.add_stream("side")
     _write(model, MAIN, memory)
     _read(model, side, memory)
@@ -62,7 +62,7 @@ def test_a_wait_orders_what_came_before_it(model: StreamModel) -> None:
     assert _kinds(model) == ["READ AFTER WRITE"]
 
 
-def test_bytes_apart_do_not_meet(model: StreamModel) -> None:
+def test_accesses_to_other_bytes_need_no_order(model: StreamModel) -> None:
     memory, side = _device(model), model.add_stream("side")
     _write(model, MAIN, memory, 0, 50)
     _write(model, side, memory, 50, 100)
@@ -123,7 +123,7 @@ def test_a_block_is_not_reused_while_another_stream_reads_it(model: StreamModel)
 
 
 @pytest.mark.parametrize("how", ["recorded", "waited for"])
-def test_unless_the_stream_is(how: str, model: StreamModel) -> None:
+def test_a_block_is_reused_after_a_recorded_or_awaited_read(how: str, model: StreamModel) -> None:
     first, side = _device(model), model.add_stream("side")
     _write(model, MAIN, first)
     model.join(side, model.moment(MAIN))
@@ -185,7 +185,7 @@ def test_the_clock_overlaps_streams(model: StreamModel) -> None:
     assert model.elapsed_seconds() == pytest.approx(2.0, abs=1e-3)
 
 
-# -- memory that is not there
+# -- freed and unwritten memory
 
 
 def test_freed_memory_is_not_used(model: StreamModel) -> None:
@@ -199,7 +199,7 @@ def test_freed_memory_is_not_used(model: StreamModel) -> None:
 def test_memory_is_written_before_it_is_read(model: StreamModel) -> None:
     memory = _device(model)
     _write(model, MAIN, memory, 0, 50)
-    _read(model, MAIN, memory, 40, 60)  # padding behind what is written
+    _read(model, MAIN, memory, 40, 60)  # padding behind the written bytes
     assert not model.findings
     _read(model, MAIN, memory, 50, 60)
     assert _kinds(model) == ["READ BEFORE ANY WRITE"]
@@ -259,7 +259,7 @@ def test_expandable_segments_serve_large_requests_from_what_small_ones_left(expa
     assert allocator.reserved == reserved * _MIB
 
 
-# -- what blocks the host at first
+# -- calls that block the host at their first use
 
 
 def test_a_request_without_a_block_asks_the_driver_once(model: StreamModel) -> None:
@@ -313,7 +313,7 @@ def test_communicators_in_another_order_are_fine_as_long_as_nothing_waits() -> N
 
 
 @pytest.mark.parametrize("why", ["waits", "connects", "allocates"])
-def test_else_the_ranks_wait_for_each_other(why: str) -> None:
+def test_ranks_in_another_order_deadlock_if_one_waits(why: str) -> None:
     [circle] = deadlocks({0: _rank("gather", "reduce", **{why: True}), 1: _rank("reduce", "gather", **{why: True})})
     assert "a circle" in circle
     assert deadlocks({rank: _rank("gather", "reduce", **{why: True}) for rank in range(2)}) == []
@@ -388,7 +388,7 @@ def test_an_item_orders_nothing_that_comes_after_it(model: StreamModel, turns: m
 
 def test_threads_that_wait_for_each_other_are_named(model: StreamModel, turns: model_threads.Turns) -> None:
     threading, _, _ = model_threads.thread_classes(turns)
-    with pytest.raises(RuntimeError, match="the host waits for ever, for an event"):
+    with pytest.raises(RuntimeError, match="deadlock: the host waits for an event"):
         threading.Event().wait()
     assert model.thread == HOST
 

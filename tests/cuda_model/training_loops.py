@@ -1,4 +1,4 @@
-"""How programs train: one step of each loop, by the name that a `Case` has."""
+"""Training loops: one step of each, by the name in a `Case`."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ _ROUNDS = "gradient_accumulation_steps"
 
 @dataclass
 class Program:
-    """What a loop works with.
+    """State of a loop.
 
     Attributes:
         tokens: (1, T) int64, a batch.
-        others: engines besides the first, for loops that make some.
-        folder: for checkpoints.
-        rounds: calls of the loop so far, where it counts them.
+        others: engines besides the first, for loops that create some.
+        folder: folder for checkpoints.
+        rounds: calls of the loop so far, if it counts them.
     """
 
     case: Case
@@ -52,11 +52,11 @@ class Program:
     rounds: int = 0
 
     def phase(self, name: str) -> None:
-        """Counts are kept by phase."""
+        """Sets the phase under which the model counts."""
         self.model.phase = name
 
     def backward(self, engine: Engine | None = None) -> None:
-        """The micro-steps up to the boundary, without the last `step`."""
+        """Runs the micro-steps of a step, without the last `step`."""
         engine = engine or self.engine
         rounds = self.case.config[_ROUNDS]
         for round_ in range(rounds):
@@ -68,20 +68,20 @@ class Program:
                 engine.step()
 
     def evaluate(self) -> None:
-        """A forward without gradients."""
+        """Runs a forward without gradients."""
         self.phase("evaluation")
         with torch.no_grad():
             self.engine(self.tokens)
 
     def step(self, engine: Engine | None = None) -> None:
-        """The boundary."""
+        """Runs the optimizer step."""
         self.phase("step")
         (engine or self.engine).step()
         self.phase("")
 
 
 def new_engine(case: Case) -> tuple[Engine, Tensor]:
-    """An engine of a case on the device, and a batch."""
+    """Creates an engine of a case on the device, and a batch."""
     mesh: dict[str, Any] = dict(case.mesh)
     kind: Callable[[Size], nn.Module] = GatedNetwork
     pipeline = None
@@ -100,7 +100,7 @@ def new_engine(case: Case) -> tuple[Engine, Tensor]:
         for layer in network.layers:
             for matrix in (layer.query, layer.key, layer.value, layer.mix, layer.gate, layer.up):
                 matrix.requires_grad_(False)
-    # The check at the start compares values, which large tensors have not.
+    # The check at the start compares values, which large tensors lack.
     parallel = ParallelConfig(**mesh, verify_cut=False) if mesh else None
     engine, *_ = zeroaccel.initialize(network, config=dict(case.config), parallel=parallel, pipeline=pipeline)
     return engine, tokens
@@ -119,7 +119,7 @@ def plain(program: Program) -> None:
 
 
 def of_a_causal_model(program: Program) -> None:
-    """As `plain`, of a model of transformers."""
+    """As `plain`, with a model of transformers."""
     program.phase("forward")
     loss = program.engine(input_ids=program.tokens, labels=program.tokens).loss
     program.phase("backward")
@@ -128,7 +128,7 @@ def of_a_causal_model(program: Program) -> None:
 
 
 def forward_and_backward(program: Program) -> None:
-    """As `plain`, but the last time without the step: what the clock shows is the overlap within a backward."""
+    """As `plain`, but the last time without the step: the clock shows the overlap within a backward."""
     program.rounds += 1
     program.backward()
     if program.rounds < 3:
@@ -143,7 +143,7 @@ def evaluation_before_step(program: Program) -> None:
 
 
 def evaluation_on_another_stream(program: Program) -> None:
-    """An evaluation on a stream of the program, which waits for the default stream, and that for it."""
+    """An evaluation on a stream of the program; it waits for the default stream, and the default stream for it."""
     streams = torch.get_device_module(DEVICE)
     side = streams.Stream()
     side.wait_stream(streams.current_stream())
@@ -165,14 +165,14 @@ def full_parameters(program: Program) -> None:
 
 
 def weights_to_a_generator(program: Program) -> None:
-    """All weights are streamed; a step marks what it changes; shards are sent; one parameter of a unit is gathered."""
+    """Streams all weights, marks those that a step changes, sends shards, and gathers one parameter of a unit."""
     engine = program.engine
     if not engine.streamed_version:
         engine.mark_changes()
         for packet in engine.stream_weights(bucket_bytes=1 << 12):
             packet.payload.sum()
     plain(program)
-    for packet in engine.stream_deltas(None):  # how many are marked is no question for tensors without values
+    for packet in engine.stream_deltas(None):  # tensors without values cannot tell how many are marked
         packet.payload.sum()
     with zeroaccel.zero.GatheredParameters(next(engine.module.layers[0].parameters())):
         pass
@@ -190,7 +190,7 @@ def input_changed_in_place(program: Program) -> None:
 
 
 def graph_dropped(program: Program) -> None:
-    """Backward reaches a part of what forward computed; the rest is dropped with its graph."""
+    """Backward reaches a part of the graph of the forward; the rest is dropped."""
     engine, network = program.engine, program.engine.module
     x = network.embedding(program.tokens) * 1.0
     for layer in list(network.layers)[:-1]:
@@ -203,7 +203,7 @@ def graph_dropped(program: Program) -> None:
 
 
 def two_engines(program: Program) -> None:
-    """Two engines take turns, as a student and a teacher that is trained, too."""
+    """Two engines take turns, as with a student and a teacher that both train."""
     if not program.others:
         program.others.append(new_engine(program.case)[0])
     program.backward()
@@ -225,14 +225,14 @@ def sequence_parts(program: Program) -> None:
 
 
 def stages(program: Program) -> None:
-    """A step of a pipeline, whose micro-batches all stages see."""
+    """A step of a pipeline; each micro-batch passes all stages."""
     program.phase("batch")
     program.engine.train_batch(iter([(program.tokens, program.tokens)] * program.case.config[_ROUNDS]))
     program.phase("")
 
 
 def outcomes_read_late(program: Program) -> None:
-    """Two steps, before the outcome of the first is read."""
+    """Two steps, before the program reads the outcome of the first."""
     plain(program)
     plain(program)
     program.phase("outcome")
@@ -241,7 +241,7 @@ def outcomes_read_late(program: Program) -> None:
 
 
 def aborted_pass(program: Program) -> None:
-    """A forward fails in its first block, with later ones gathered ahead; the program resets the engine and goes on."""
+    """A forward fails in its first block, with later ones prefetched; the program resets the engine and continues."""
     program.phase("forward")
     hook = program.engine.module.layers[0].register_forward_pre_hook(_fail)
     with contextlib.suppress(_AbortedError):
@@ -260,7 +260,7 @@ def _fail(module: nn.Module, args: object) -> None:
 
 
 def background_save(program: Program) -> None:
-    """A checkpoint is saved in the background while the next step is computed."""
+    """Saves a checkpoint in the background during the next step."""
     plain(program)
     program.engine.save_checkpoint(program.folder)
     plain(program)

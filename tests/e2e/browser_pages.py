@@ -1,8 +1,8 @@
-"""The four pages, made small, and what a browser finds wrong with each: `python -m tests.e2e.browser_pages FOLDER`.
+"""Small versions of the four pages, examined in a browser: `python -m tests.e2e.browser_pages FOLDER`.
 
-Chromium is driven by playwright; both are found where they are installed and are no dependencies. `AXE_CORE` names the
-file axe.min.js of the package axe-core; without it only the rest is examined. As a program it leaves the pages and
-screenshots in both themes in FOLDER, and prints the table of a file of benchmarks/results.
+playwright drives Chromium; both must be installed, and neither is a dependency. `AXE_CORE` is the path of the file
+axe.min.js of the package axe-core; without it the axe-core check is left out. Run as a program, it writes the pages and
+screenshots in both themes to FOLDER, and prints the table of a file of benchmarks/results.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ _MS = 1_000_000
 
 
 def missing() -> str:
-    """Why no browser can be driven here; empty where one can."""
+    """Returns the reason why no browser can be driven here; empty if one can."""
     if importlib.util.find_spec("playwright") is None:
         return "playwright is not installed"
     return "" if any(map(shutil.which, _BROWSERS)) else "no Chromium is installed"
 
 
 def axe_source() -> str | None:
-    """The script of axe-core; None where `AXE_CORE` does not name it."""
+    """Returns the script of axe-core; None if `AXE_CORE` is not set to its file."""
     path = os.environ.get("AXE_CORE")
     return Path(path).read_text(encoding="utf-8") if path else None
 
 
 def make_pages(folder: Path, model: str = "tests.unit.cli.test_cli_estimate:tiny") -> dict[str, Path]:
-    """Name -> file of each kind of page.
+    """Makes one page of each kind; returns the files by name.
 
     Args:
-        model: that `estimate` is asked about; by default a tiny one.
+        model: model for `estimate`; a tiny one by default.
     """
     pages = {name: folder / f"{name}.html" for name in ("estimate", "checkpoint", "report", "trace")}
     _command("estimate", model, "--ranks", "8", "--device_memory", "80GB", "--html", str(pages["estimate"]))
@@ -77,7 +77,7 @@ def _command(*words: str) -> None:
 
 
 def _trace() -> StepTraceFile:
-    """A step of two ranks through eight units; rank 1 is slower."""
+    """Returns the trace of one step of two ranks through eight units; rank 1 is slower."""
     units = tuple(f"layers.{number}" for number in range(8))
     facts = TraceFacts("stage 3, 2 ranks, bfloat16", units, 4, (0, 0), True)
     return StepTraceFile(facts, (_rank(units, 1.0), _rank(units, 1.4)))
@@ -107,13 +107,13 @@ def _rank(units: Sequence[str], slower: float) -> RankSpans:
 
 @dataclass
 class Findings:
-    """What is wrong with a page in one theme.
+    """Problems of a page in one theme.
 
     Attributes:
-        errors: of scripts.
-        violations: (impact, rule, elements) of axe-core; None where it was not run.
-        unreached: what can have the focus and does not get it by the tabulator, in the order of the page, or shows no
-            outline then.
+        errors: errors of its scripts.
+        violations: (impact, rule, elements) of axe-core; None if axe-core was not run.
+        unreached: focusable elements that the Tab key skips or reaches out of page order, and those without a visible
+            outline when focused.
         requests: addresses that the page fetched.
         paper: colour of the background.
     """
@@ -126,13 +126,13 @@ class Findings:
 
     @property
     def serious(self) -> list[tuple[str, str, int]]:
-        """Those of axe-core that keep people out."""
+        """Violations of axe-core that make a page unusable for some people."""
         return [one for one in self.violations or () if one[0] in ("serious", "critical")]
 
 
 @contextmanager
 def browser() -> Iterator[Any]:
-    """A headless Chromium."""
+    """Yields a headless Chromium."""
     from playwright.sync_api import sync_playwright  # type: ignore[import-not-found, unused-ignore]
 
     path = next(filter(None, map(shutil.which, _BROWSERS)))
@@ -143,7 +143,7 @@ def browser() -> Iterator[Any]:
 
 
 def examine(launched: Any, page: Path, theme: str, screenshot: Path | None = None) -> Findings:
-    """Opens a page, walks through it by keyboard, and runs axe-core over it."""
+    """Opens a page, walks through it by keyboard, and runs axe-core on it."""
     found = Findings()
     shown = launched.new_page(color_scheme=theme, viewport={"width": 1100, "height": 900})
     shown.on("pageerror", lambda error: found.errors.append(str(error)))
@@ -163,7 +163,7 @@ def examine(launched: Any, page: Path, theme: str, screenshot: Path | None = Non
 
 
 def _walk(shown: Any) -> list[str]:
-    """Elements that the tabulator misses, or reaches in another order, or marks by nothing."""
+    """Returns the elements that the Tab key skips, reaches out of order, or focuses without a visible mark."""
     describe = "one => one.tagName + (one.id ? '#' + one.id : '') + ' ' + (one.getAttribute('aria-label') || '')"
     visible = "one => one.checkVisibility()"
     expected = shown.evaluate(f'[...document.querySelectorAll("{_FOCUSABLE}")].filter({visible}).map({describe})')

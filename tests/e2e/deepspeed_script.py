@@ -1,4 +1,4 @@
-"""A script written for DeepSpeed: run by `test_deepspeed_parity.py` with the real one and with zeroaccel in its place.
+"""A script written for DeepSpeed; `test_deepspeed_parity.py` runs it with DeepSpeed, and with zeroaccel in its place.
 
 deepspeed_script.py STAGE
 """
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 class Block(nn.Module):
-    """A small transformer-like block, so that stage 3 has something to gather by parts."""
+    """A small transformer-like block, so that stage 3 gathers the model in parts."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

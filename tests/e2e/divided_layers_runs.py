@@ -1,11 +1,11 @@
-"""A Trainer whose DeepSpeed config divides layers, as its user writes it; run on every rank, with the facade on.
+"""A user's Trainer script with a DeepSpeed config that splits layers; run on every rank, with the facade installed.
 
     divided_layers_runs.py FOLDER AXIS:KIND:SIZE:STAGE[:RESUMED_FROM] ...
 
-AXIS is "tp" for `autotp_size`, "ep" for `autoep_size`, "launched" for experts that the launcher's flag divides, or
-"ddp" for a Trainer without a DeepSpeed config. RESUMED_FROM is an earlier case with dashes, whose checkpoint
-after two of four steps it goes on from. Prints, on rank 0, one JSON line per case: losses, the evaluation's, and the
-folder.
+AXIS is "tp" for `autotp_size`, "ep" for `autoep_size`, "launched" for experts split by the launcher's flag, or
+"ddp" for a Trainer without a DeepSpeed config. RESUMED_FROM is an earlier case, written with dashes; this case resumes
+from its checkpoint after two of four steps. Rank 0 prints one JSON line per case: the losses of training and
+evaluation, and the folder.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "us
 SECTIONS: dict[str, dict[str, Any]] = {
     "tp": {"tensor_parallel": {"autotp_size": 0}},
     "ep": {"expert_parallel": {"enabled": True, "autoep_size": 0}},
-    "launched": {"checkpoint": {"save_random_state": True}},  # which has the mesh with it
+    "launched": {"checkpoint": {"save_random_state": True}},  # its checkpoint contains the mesh
 }
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 
 class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """`count` sequences of twelve tokens."""
+    """Dataset of `count` sequences of twelve tokens."""
 
     def __init__(self, count: int) -> None:
         generator = torch.Generator().manual_seed(count)
@@ -58,12 +58,12 @@ def run(folder: Path, axis: str, kind: str, size: int, stage: int, resumed: Path
     arguments = TrainingArguments(
         str(folder),
         deepspeed=None if axis == "ddp" else settings,
-        use_cpu=axis == "ddp",  # else each rank would train alone
-        # A step is of as many samples whatever shares the layers.
+        use_cpu=axis == "ddp",  # otherwise each rank would train alone
+        # A step has the same number of samples whichever ranks share the layers.
         per_device_train_batch_size=2 * size // int(os.environ["WORLD_SIZE"]) if axis == "tp" else 2,
         per_device_eval_batch_size=2,
         max_steps=4,
-        optim="sgd",  # Adam makes steps of what rounding leaves where a gradient is almost 0
+        optim="sgd",  # Adam turns rounding errors into steps where a gradient is almost 0
         learning_rate=0.1,
         logging_steps=1,
         eval_strategy="steps",

@@ -1,6 +1,6 @@
-"""Trains until something ends it, run as a script by `fault_injection.py`: ``endless_training.py FOLDER``.
+"""Trains until it is killed; `fault_injection.py` runs this script: ``endless_training.py FOLDER``.
 
-Each rank leaves ``FOLDER/RANK`` with its process id once all ranks have gone through a few steps together.
+Each rank writes its process id to ``FOLDER/RANK`` after a few steps that all ranks took together.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ STEPS_BEFORE = 3
 
 def train(folder: Path) -> None:
     torch.set_num_threads(1)
-    if os.environ.get("TRAINING_KEEPS_ON"):  # as a script that saves something first, and takes its time
+    if os.environ.get("TRAINING_KEEPS_ON"):  # imitates a script that saves before it exits, and takes long
         signal.signal(signal.SIGTERM, lambda *_: None)
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(2)])

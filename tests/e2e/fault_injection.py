@@ -1,7 +1,7 @@
-"""Jobs that train until a fault is injected, and how long each of their processes lives on after that.
+"""Jobs that train until a test injects a fault, and the time that each of their processes lives after it.
 
-The faults are a rank that is stopped (SIGSTOP), and a cable that is pulled between two machines. The machines are
-network namespaces with a switch between them, which takes root. Used by `test_fault_injection.py` and by
+The faults are a rank stopped by SIGSTOP, and a disconnected cable between two machines. The machines are
+network namespaces with a switch between them, which requires root. Used by `test_fault_injection.py` and by
 `benchmarks/fault_injection.py`.
 """
 
@@ -32,12 +32,12 @@ Starter = Literal["ranks", "torchrun", "launch"]
 SCRIPT = ROOT / "tests" / "e2e" / "endless_training.py"
 MACHINE = ROOT / "tests" / "e2e" / "inside_machine.py"
 _LOOK_SECONDS = 0.02
-_numbers = count()  # of the networks of this process
+_numbers = count()  # network namespaces made by this process
 
 
 @dataclass(frozen=True)
 class Network:
-    """Two machines, "a" and "b", and what runs in them."""
+    """Two machines, "a" and "b", and the command that runs programs on them."""
 
     name: str
 
@@ -45,27 +45,27 @@ class Network:
         return {"a": "10.231.77.1", "b": "10.231.77.2"}[machine]
 
     def inside(self, machine: str) -> list[str]:
-        """The script, with arguments, that runs Python's words behind it on a machine, which has a name of its own."""
+        """Returns the words after `python` that run a program on a machine, with a host name of its own."""
         return [str(MACHINE), f"{self.name}{machine}", f"machine-{machine}"]
 
     def cut(self) -> None:
-        """Pulls the cable of "b" out of the switch."""
+        """Disconnects the cable of "b" from the switch."""
         _ip("-n", f"{self.name}s", "link", "set", "to-b", "down")
 
     def mend(self) -> None:
-        """Puts it back."""
+        """Reconnects it."""
         _ip("-n", f"{self.name}s", "link", "set", "to-b", "up")
 
 
 @dataclass(frozen=True)
 class Aftermath:
-    """What became of a job.
+    """Result of a job after the fault.
 
     Attributes:
-        seconds: per process, from the fault to its end; "launcher", "launcher b", "rank 0".
+        seconds: time from the fault to the end of each process: "launcher", "launcher b", "rank 0".
             Infinite for a process that had to be killed.
-        said: per process that was started here, what it printed.
-        codes: and its exit code.
+        said: output of each process that was started here.
+        codes: exit code of each of these processes.
     """
 
     seconds: Mapping[str, float]
@@ -74,17 +74,17 @@ class Aftermath:
 
     @property
     def last(self) -> float:
-        """Seconds to the end of the last process."""
+        """Seconds until the last process ended."""
         return max(self.seconds.values())
 
 
 @dataclass
 class Job:
-    """A job whose ranks have made a few steps together.
+    """A job whose ranks have taken a few steps together.
 
     Attributes:
         started: the processes that were started here.
-        ranks: all ranks, by number.
+        ranks: the processes of all ranks, by rank.
     """
 
     folder: Path
@@ -92,11 +92,11 @@ class Job:
     ranks: dict[int, psutil.Process] = field(default_factory=dict)
 
     def stop(self, rank: int) -> None:
-        """As Ctrl-Z, a debugger or a batch system would: SIGSTOP."""
+        """Sends SIGSTOP, as Ctrl-Z, a debugger or a batch system does."""
         self.ranks[rank].send_signal(signal.SIGSTOP)
 
     def after(self, fault: Callable[[], None], patience: float) -> Aftermath:
-        """Lets the fault happen and waits for the end of all its processes, `patience` seconds at most."""
+        """Injects the fault and waits at most `patience` seconds for the end of all the job's processes."""
         ended: dict[str, float] = {}
         alive = {f"rank {rank}": process for rank, process in self.ranks.items()}
         alive |= {name: psutil.Process(popen.pid) for name, popen in self.started.items()}
@@ -141,13 +141,13 @@ def starting(
     env: Mapping[str, str] | None = None,
     patience: float = 90.0,
 ) -> Iterator[Job]:
-    """A job under way, whose processes are gone at the end.
+    """Yields a running job; its processes are killed at the end.
 
     Args:
-        folder: an empty one, for what its processes print.
-        ranks: in all; with a network, half of them on each machine.
+        folder: an empty folder for the output of its processes.
+        ranks: number of ranks in total; with a network, half of them on each machine.
         limit: seconds that a collective may wait.
-        flags: for the launcher.
+        flags: flags of the launcher.
         patience: seconds that the start may take on a quiet machine.
     """
     pids = folder / "pids"
@@ -178,7 +178,7 @@ _Command = tuple[str, list[str], list[str], dict[str, str]]
 def _commands(
     starter: Starter, ranks: int, port: int, net: Network | None, script: list[str], flags: Sequence[str]
 ) -> Iterator[_Command]:
-    """(name, prefix of the words after python, those words, environment) of each process that is to be started."""
+    """Returns (name, command before the words after python, those words, environment) of each process of the job."""
     outside = outside_any_job() | ({"GLOO_SOCKET_IFNAME": "eth0"} if net else {})
     address = net.address("a") if net else "127.0.0.1"
     machines = ["a", "b"] if net else [""]
@@ -216,7 +216,7 @@ def _kill_all(job: Job) -> None:
 
 
 def namespaces_missing() -> str:
-    """Why no network namespaces can be made here; empty where they can."""
+    """Returns the reason why no network namespaces can be made here; empty if they can."""
     if shutil.which("ip") is None:
         return "iproute2 is not installed"
     try:
@@ -228,10 +228,10 @@ def namespaces_missing() -> str:
 
 @contextmanager
 def network() -> Iterator[Network]:
-    """Two machines with a switch between them, gone at the end.
+    """Makes two machines with a switch between them; removes them at the end.
 
     Raises:
-        CalledProcessError: namespaces, bridges or pairs of interfaces cannot be made here.
+        CalledProcessError: this process cannot make namespaces, bridges or pairs of interfaces.
     """
     net = Network(f"za{os.getpid()}-{next(_numbers)}")
     made: list[str] = []

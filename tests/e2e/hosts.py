@@ -1,4 +1,4 @@
-"""Two "machines" on this one: loopback addresses, each reached by a program that takes ssh's arguments."""
+"""Two simulated machines on this one: loopback addresses, reached by a program with ssh's arguments."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.job import JobResult, RunningJob, run_command, running_comman
 
 HOSTS = ("127.0.0.1", "127.0.0.2")
 
-# As ssh, in a shell and a folder of its own, with none of our variables; and it knows one machine that is down.
+# Like ssh: runs the command in a shell, in another folder, without our HF_SECRET; the host 127.0.0.9 is down.
 _SSH = """#!/bin/sh
 while [ "$1" != "--" ]; do shift; done
 if [ "$2" = "127.0.0.9" ]; then echo "connect to host $2: refused" >&2; exit 255; fi
@@ -32,14 +32,14 @@ def write_script(folder: Path, source: str) -> Path:
 
 
 def run_machines(commands: Sequence[Sequence[object]], folder: Path, most_seconds: float) -> list[JobResult]:
-    """How machines ended that ran side by side, each by its command."""
+    """Runs one command per machine at the same time; returns their results."""
     with ExitStack() as stack:
         machines = [stack.enter_context(running_command([*map(str, one)], cwd=folder)) for one in commands]
         return [machine.wait(most_seconds) for machine in machines]
 
 
 def hostfile_flags(folder: Path, hosts: Sequence[str] = HOSTS, slots: int = 1) -> list[object]:
-    """The flags of a launch on these hosts, whose file and whose way there are written into `folder`."""
+    """Writes a hostfile and the ssh replacement to `folder`; returns the flags of a launch on these hosts."""
     (folder / "hosts").write_text("".join(f"{host} slots={slots}\n" for host in hosts))
     ssh = folder / "ssh"
     ssh.write_text(_SSH)
@@ -61,7 +61,7 @@ def launch(folder: Path, *arguments: object, env: Mapping[str, str] | None = Non
 
 @contextmanager
 def launching(folder: Path, *arguments: object) -> Iterator[RunningJob]:
-    """The same, while it runs; ended by SIGTERM if it is still there."""
+    """Yields the same launch while it runs; ends it with SIGTERM if it is still running."""
     environment = {"ZEROACCEL_SSH": str(folder / "ssh")}
     with running_command(_command(folder, arguments), env=environment, cwd=folder) as job:
         try:
@@ -73,7 +73,7 @@ def launching(folder: Path, *arguments: object) -> Iterator[RunningJob]:
 
 
 def files_of(folder: Path, names: Sequence[str], seconds: float = 60.0) -> list[int]:
-    """The process ids that the ranks have written into these files, once all are there."""
+    """Waits for the files in which the ranks write their process ids; returns the ids."""
     files = [folder / name for name in names]
     limit = time_limits.Limit(seconds)
     while not all(file.exists() and file.read_text().endswith("\n") for file in files):
@@ -83,7 +83,7 @@ def files_of(folder: Path, names: Sequence[str], seconds: float = 60.0) -> list[
 
 
 def alive(pids: Sequence[int], seconds: float = 20.0) -> list[int]:
-    """Which of these processes are still there after a while."""
+    """Returns those of the processes that are still alive after a while."""
     limit = time_limits.Limit(seconds)
     while left := [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]:
         if limit.is_over():

@@ -1,8 +1,8 @@
-"""A script on accelerate and one on Trainer that say nothing of DeepSpeed: what they run on is the launcher's choice.
+"""A script with accelerate and one with Trainer that do not mention DeepSpeed: the launcher chooses their engine.
 
     huggingface_launched.py FOLDER
 
-Run on every rank by `test_huggingface.py`; rank 0 prints what the test compares.
+`test_huggingface.py` runs it on every rank; rank 0 prints the results that the test compares.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Programs of Hugging Face users, as they are: run on every rank by `test_huggingface.py`, with the facade on.
+"""Unchanged programs of Hugging Face users; `test_huggingface.py` runs them on every rank, with the facade installed.
 
     huggingface_runs.py FOLDER SCENARIO:STAGE,... ...
 
-Prints, on rank 0, one JSON line per scenario and stage with its losses and a digest of the final weights; stage "ddp"
-is the same program without a DeepSpeed config. Models are tiny, made from configs, and nothing is downloaded. What is
-not a user's is between the runs only: libraries keep one state per process, and `forget` clears it.
+Rank 0 prints one JSON line per scenario and stage with its losses and a digest of the final weights; stage "ddp"
+is the same program without a DeepSpeed config. Models are tiny and made from configs; nothing is downloaded. Only the
+code between the runs is not a user's: libraries keep one state per process, and `forget` clears it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ VOCABULARY = 96
 
 
 class Samples(Dataset[dict[str, torch.Tensor]]):
-    """`count` samples that `make` draws from one generator."""
+    """Dataset of `count` samples that `make` draws from one generator."""
 
     def __init__(self, count: int, make: Callable[[torch.Generator], dict[str, torch.Tensor]]) -> None:
         generator = torch.Generator().manual_seed(count)
@@ -75,7 +75,7 @@ def llama(**more: Any) -> Any:
 
 
 def written(folder: Path, make: Callable[[], Any] = llama) -> Callable[[], Any]:
-    """A call that loads a model from files. They are written before there is a config, so all stages start alike."""
+    """Saves a model first, before a config exists, so that all stages start equally; returns a call that loads it."""
     model = make()
     source = folder.with_name(f"{folder.name}-source")
     if torch.distributed.get_rank() == 0:
@@ -85,7 +85,7 @@ def written(folder: Path, make: Callable[[], Any] = llama) -> Callable[[], Any]:
 
 
 def config(stage: str, **sections: Any) -> dict[str, Any] | None:
-    """Everything "auto", as the libraries' guides write it."""
+    """Returns a config with every value "auto", as in the libraries' guides."""
     if stage == "ddp":
         return None
     zero: dict[str, Any] = {"stage": int(stage), "reduce_bucket_size": "auto"}
@@ -125,13 +125,13 @@ def arguments(folder: Path, deepspeed: Mapping[str, Any] | None, kind: Any = Tra
 
 
 def outcome(trainer: Any, **more: Any) -> dict[str, Any]:
-    """Losses by step, and on rank 0 a digest of what plain `from_pretrained` finds where the model was saved."""
+    """Returns the losses by step, and on rank 0 a digest of the saved weights, loaded with plain `from_pretrained`."""
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     folder = Path(trainer.args.output_dir) / "final"
     trainer.save_model(str(folder))
     result = {"losses": losses, **more}
     if trainer.args.process_index == 0:
-        forget()  # so that it is plain
+        forget()  # so that the load is plain
         result["weights"] = adapter_digest(folder) or model_digest(
             folder, type(trainer.accelerator.unwrap_model(trainer.model))
         )
@@ -139,7 +139,7 @@ def outcome(trainer: Any, **more: Any) -> dict[str, Any]:
 
 
 def trained(model: Any, settings: Any, sample: Any = tokens) -> dict[str, Any]:
-    """The outcome of a Trainer of whom nothing else is asked."""
+    """Trains with a Trainer and returns the outcome."""
     run = Trainer(model=model, args=settings, train_dataset=Samples(32, sample))
     run.train()
     return outcome(run)
@@ -205,7 +205,7 @@ def own_optimizer(stage: str, folder: Path) -> dict[str, Any]:
 
 
 def offloaded(stage: str, folder: Path) -> dict[str, Any]:
-    """At stage 3 with everything on the host or on disk, which changes nothing: the optimizer is the config's."""
+    """Stage 3 with all state on the host or on disk and the config's optimizer; the results must not change."""
     model = written(folder)
     zero = config(stage, optimizer=OPTIMIZER)
     if zero is not None and stage == "3":
@@ -217,7 +217,7 @@ def offloaded(stage: str, folder: Path) -> dict[str, Any]:
 
 
 def lora(stage: str, folder: Path) -> dict[str, Any]:
-    """PEFT: adapters over a frozen base, with gradient checkpointing; the adapter is saved and read back."""
+    """PEFT: adapters over a frozen base, with gradient checkpointing; saves the adapter and loads it again."""
     from peft import LoraConfig, get_peft_model
 
     base = written(folder)
@@ -231,7 +231,7 @@ def lora(stage: str, folder: Path) -> dict[str, Any]:
 
 
 def tokenizer() -> Any:
-    """Words w0 ... w89 and five special tokens."""
+    """Makes a tokenizer of the words w0 ... w89 and five special tokens."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     special = ["<pad>", "<s>", "</s>", "<unk>", "<sep>"]
@@ -261,7 +261,7 @@ def sft(stage: str, folder: Path) -> dict[str, Any]:
 
 
 def dpo(stage: str, folder: Path) -> dict[str, Any]:
-    """TRL's DPOTrainer, with a reference model that is only run."""
+    """TRL's DPOTrainer, with a reference model that only runs forward."""
     from trl import DPOConfig, DPOTrainer
 
     model = written(folder)
@@ -297,7 +297,7 @@ def encoder_decoder(stage: str, folder: Path) -> dict[str, Any]:
 
 
 def experts(stage: str, folder: Path) -> dict[str, Any]:
-    """A mixture of experts, of which ranks use different ones."""
+    """A mixture of experts of which each rank uses different ones."""
     settings = transformers.MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4)
     return plain(stage, folder, lambda: transformers.MixtralForCausalLM(settings), tokens)
 
@@ -319,14 +319,14 @@ def multimodal(stage: str, folder: Path) -> dict[str, Any]:
 
 
 def plain(stage: str, folder: Path, make: Callable[[], Any], sample: Any) -> dict[str, Any]:
-    """A model by its class, with Trainer's own optimizer."""
+    """Loads a model by its class, and trains it with Trainer's own optimizer."""
     model = written(folder, make)
     settings = arguments(folder, config(stage), max_steps=3, gradient_accumulation_steps=1)
     return trained(model(), settings, sample)
 
 
 def generation(stage: str, folder: Path) -> dict[str, Any]:
-    """New tokens, longer embeddings, training, then `generate` with ranks that stop at different times."""
+    """New tokens, a resized embedding, training, then `generate` with ranks that stop at different times."""
     source = written(folder)
     settings = arguments(folder, config(stage), max_steps=2, gradient_accumulation_steps=1)
     model = source()
@@ -344,7 +344,7 @@ def generation(stage: str, folder: Path) -> dict[str, Any]:
 
 
 def plugins(stage: str, folder: Path) -> dict[str, Any]:
-    """accelerate with several plugins: a student that is trained, and a teacher at the other stage that is only run."""
+    """accelerate with two plugins: a student that trains, and a teacher at the other stage that only runs forward."""
     student, teacher = llama(), llama()
     if stage == "ddp":
         accelerator = Accelerator(cpu=True)
@@ -388,7 +388,7 @@ def plugins(stage: str, folder: Path) -> dict[str, Any]:
 
 
 def saves(stage: str, folder: Path) -> dict[str, Any]:
-    """Each way in which scripts of accelerate save a model with tied weights, and what they wrote."""
+    """Saves a model with tied weights in each way that accelerate scripts use, and checks the files."""
     model = llama(tie_word_embeddings=True)
     wanted = state_digest({name: value for name, value in model.state_dict().items() if name != TIED})
     accelerator = Accelerator(
@@ -423,7 +423,7 @@ def saves(stage: str, folder: Path) -> dict[str, Any]:
     inner.save_pretrained(folder / "in_parts", is_main_process=main, max_shard_size="20KB")
     check("in_parts")
     state = accelerator.get_state_dict(model)
-    if main:  # as a Trainer's _save that leaves the state dict aside
+    if main:  # like a Trainer's _save that ignores the state dict
         inner.save_pretrained(folder / "main_process_only")
         assert len(list((folder / "in_parts").glob("*.safetensors"))) > 2
     check("main_process_only")
@@ -444,7 +444,7 @@ TIED = "lm_head.weight"
 
 
 def files_in(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a saved model, each of which is in one file."""
+    """Returns all tensors of a saved model; asserts that each is in one file only."""
     found: dict[str, torch.Tensor] = {}
     for path in folder.glob("*.safetensors"):
         tensors = load_file(path)
@@ -454,7 +454,7 @@ def files_in(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def evaluated(stage: str, folder: Path) -> dict[str, Any]:
-    """evaluate and predict with the file of a training, then the training itself, as without them."""
+    """Runs evaluate and predict with a config for training, then trains; compares with training alone."""
     sections = {"optimizer": OPTIMIZER, "scheduler": SCHEDULER}
     losses = []
     source = written(folder)
@@ -497,7 +497,7 @@ SCENARIOS = {
 
 
 def forget(*, keep_environment: bool = False) -> None:
-    """Clears what accelerate and transformers keep per process, and by default what they read from the environment."""
+    """Clears the state that accelerate and transformers keep per process, by default with environment variables."""
     AcceleratorState._reset_state(reset_partial_state=True)
     PartialState._reset_state()
     transformers.integrations.deepspeed.unset_hf_deepspeed_config()
@@ -509,7 +509,7 @@ def forget(*, keep_environment: bool = False) -> None:
 
 def main(folder: str, *wanted: str) -> None:
     zeroaccel.comm.topology.init_process_group()
-    gc.freeze()  # the libraries' own objects: collections, of which every run makes three, took most of the time
+    gc.freeze()  # Garbage collection of the libraries' objects, three times in each run, took most of the time
     for scenario in wanted:
         name, _, stages = scenario.partition(":")
         for stage in stages.split(","):

@@ -1,6 +1,6 @@
 """Runs a Python program on a machine of `fault_injection.py`: ``inside_machine.py NAMESPACE HOSTNAME [-m] PROGRAM``.
 
-In this process, which `ip netns exec` would replace by a new interpreter.
+It runs the program in this process; `ip netns exec` would replace the process by a new interpreter.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""A training whose ranks are lost: run by `zeroaccel launch --max_restarts N`, on each rank.
+"""A training whose ranks are lost: `zeroaccel launch --max_restarts N` runs it on each rank.
 
     lost_ranks.py FOLDER STEPS INTERVAL SEED [FAULT,...]
 
-States are saved in memory every INTERVAL steps; with "off" there are none, with "disk" in the folder, at every second.
-Each attempt of the launcher suffers the fault of its number; after the last one none. A fault is KIND:STEP:RANK+...:
-`kill` and `stop` send SIGKILL and SIGSTOP before the micro-step, `save` kills while a state in memory is written (at
-its first file, or a few milliseconds later), `copy` while one arrives from another machine, `load` kills as soon as the
-run has resumed, `machine` kills the launcher and the rank before the micro-step, `cut` waits there until there is a
-file `cut`, and `later` as well, before it kills the launcher and the rank of the last hit. Rank 0 writes `resumed.N`
-(time and step of each attempt's first update) and, at the end, `digest`, of the final weights. `memory` is a link
-to the launcher's folder of states in memory.
+States are saved in memory every INTERVAL steps; with "off" there are no states, and with "disk" every second step saves
+one in the folder. The Nth attempt of the launcher suffers the Nth fault; later attempts suffer none. A fault is
+KIND:STEP:RANK+...: `kill` and `stop` send SIGKILL and SIGSTOP before the micro-step, `save` kills the rank while it
+writes a state in memory (at the first file, or a few milliseconds later), `copy` while a state arrives from another
+machine, `load` directly after the run has resumed, `machine` kills the launcher and the rank before the micro-step,
+`cut` waits there for the file `cut`, and `later` waits as well before it kills the launcher and the last of its ranks.
+Rank 0 writes `resumed.N` (time and step of each attempt's first update) and, at the end, `digest` of the final weights.
+`memory` is a link to the launcher's folder of states in memory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from zeroaccel.accelerate import peer_copies, run_state
 
 
 def suffer(kind: str) -> None:
-    """Sends this process what `kind` says."""
+    """Injects the fault `kind` into this process."""
     Path(f"fault.{os.environ['TORCHELASTIC_RESTART_COUNT']}").write_text(f"{time.time()}\n")
     if kind == "machine":
         os.kill(os.getppid(), signal.SIGKILL)
@@ -40,7 +40,7 @@ def suffer(kind: str) -> None:
 
 
 def suffer_at_next_state(kind: str, seed: int) -> None:
-    """Has this process killed while a state is written or copied."""
+    """Kills this process during the next write or copy of a state."""
     if kind == "copy":
         peer_copies._write = lambda *_: suffer("kill")  # type: ignore[assignment]
     elif seed % 2:
@@ -50,7 +50,7 @@ def suffer_at_next_state(kind: str, seed: int) -> None:
 
 
 def digest_of(model: Engine) -> str:
-    """Of the weights. (all ranks)"""
+    """Returns a digest of the weights. (all ranks)"""
     digest = hashlib.sha256()
     for _, weight in model.iter_named_full_params():
         digest.update(weight.detach().contiguous().view(torch.uint8).numpy().tobytes())
@@ -70,7 +70,7 @@ def main(folder: str, steps: str, interval: str, seed: str, faults: str = "") ->
     set_seed(int(seed))
     width = 64
     model = nn.Sequential(nn.Linear(width, width), nn.Dropout(0.1), nn.GELU(), nn.Linear(width, 1))
-    count = 24 * int(steps)  # as many as any number of ranks needs
+    count = 24 * int(steps)  # enough samples for any number of ranks
     loader = DataLoader(torch.randn(count, width, generator=torch.Generator().manual_seed(0)), 4, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), loader)
     is_hit = str(accelerator.process_index) in who.split("+")

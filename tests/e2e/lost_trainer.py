@@ -1,9 +1,9 @@
-"""A script of transformers' Trainer whose ranks are lost: run by `zeroaccel launch --max_restarts N`, on each rank.
+"""A script of transformers' Trainer whose ranks are lost: `zeroaccel launch --max_restarts N` runs it on each rank.
 
     lost_trainer.py FOLDER STAGE INTERVAL [FAULT,...]
 
-A fault is STEP:RANK; the attempt of its number loses the rank there, by SIGKILL after the logs of the step. With an
-INTERVAL of "off" there are no states in memory. Rank 0 writes `result.json`: a digest of the final weights, the losses
+A fault is STEP:RANK; the Nth attempt loses the rank of the Nth fault by SIGKILL, after the logs of that step. With
+INTERVAL "off" there are no states in memory. Rank 0 writes `result.json`: a digest of the final weights, the losses
 of all steps, the number of evaluations, and the steps at which the attempts began.
 """
 
@@ -22,7 +22,7 @@ from tests.e2e.huggingface_runs import Samples, arguments, config, llama, state_
 
 
 class Fault(TrainerCallback):  # type: ignore[misc]
-    """Kills this process after a step, and notes where the attempt began."""
+    """Kills this process after a step, and records the step at which the attempt began."""
 
     def __init__(self, folder: Path, step: int) -> None:
         self._folder, self._step = folder, step

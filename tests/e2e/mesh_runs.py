@@ -1,4 +1,4 @@
-"""A training script that says nothing of a mesh: `zeroaccel launch` does; run by `test_launched_meshes.py`."""
+"""A training script that does not mention a mesh; `zeroaccel launch` sets it. Run by `test_launched_meshes.py`."""
 
 from __future__ import annotations
 

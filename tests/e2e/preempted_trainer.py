@@ -1,11 +1,11 @@
-"""Trainers that are preempted again and again, under `enable_jit_checkpoint`: run on every rank, with the facade on.
+"""Trainers that are preempted repeatedly under `enable_jit_checkpoint`; run on every rank, with the facade installed.
 
     preempted_trainer.py FOLDER STAGE COUNT SEED
 
-A run of ten steps is repeated until COUNT lives have ended early: one rank, drawn anew, sends itself SIGTERM at a drawn
-place of a drawn step, and the next life resumes from the newest checkpoint. With a COUNT of 0 there is one life that
-ends early, and the program with it. Rank 0 prints a line of JSON: how many runs
-and preemptions there were, and how many runs had other final weights than an uninterrupted one.
+A run of ten steps is repeated until COUNT attempts have ended early: a random rank sends itself SIGTERM at a random
+place of a random step, and the next attempt resumes from the newest checkpoint. With COUNT 0 there is one attempt that
+ends early, and the program ends with it. Rank 0 prints a line of JSON: the numbers of runs and preemptions, and the
+number of runs whose final weights differ from those of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Preemption(TrainerCallback):  # type: ignore[misc]
 
 
 def life(folder: Path, stage: str, preemption: Preemption | None) -> tuple[int, str]:
-    """(the step that it came to, a digest of the weights)."""
+    """Runs one attempt; returns the step that it reached and a digest of the weights."""
     forget()
     set_seed(0)
     settings: TrainingArguments = arguments(

@@ -1,8 +1,8 @@
-"""Programs of Hugging Face users whose sequences are cut over ranks; run by `test_sequence_parallel_libraries.py`.
+"""Programs of Hugging Face users with sequences split over ranks; run by `test_sequence_parallel_libraries.py`.
 
     sequence_parallel_runs.py FOLDER
 
-With one process the same programs train on whole sequences, without a DeepSpeed config. Rank 0 prints the losses.
+On one process the same programs train on whole sequences, without a DeepSpeed config. Rank 0 prints the losses.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def mesh() -> ParallelismConfig | None:
 def data() -> Samples:
     def sample(generator: torch.Generator) -> dict[str, torch.Tensor]:
         made = tokens(generator)
-        # The Trainer makes positions of each rank's run, which would begin anew on each rank.
+        # The Trainer numbers positions per rank, so that they would start at 0 on each rank.
         made["position_ids"] = torch.arange(len(made["input_ids"]))
         made["labels"][:4] = -100
         return made
@@ -52,7 +52,7 @@ def data() -> Samples:
 
 def by_trainer(folder: Path) -> list[float]:
     set_seed(0)
-    model = llama(attn_implementation="sdpa")  # before there is a config, by which it would be sharded as it is made
+    model = llama(attn_implementation="sdpa")  # made before a config exists, which would shard it during construction
     more: dict[str, Any] = {} if RANKS == 1 else {"deepspeed": STAGE_3, "parallelism_config": mesh()}
     settings = TrainingArguments(
         str(folder),

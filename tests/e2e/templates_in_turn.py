@@ -1,6 +1,6 @@
-"""A script that trains a few steps under each JSON config it is given, one after the other, and writes what came out.
+"""Trains a few steps under each given JSON config, one after the other, and writes the results.
 
-Started by `test_templates.py`: python templates_in_turn.py OUTPUT CONFIG...
+`test_templates.py` starts it: python templates_in_turn.py OUTPUT CONFIG...
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zeroaccel.accelerate.dummies import DummyOptim, DummyScheduler
 
 
 class Regression(nn.Module):
-    """Blocks in a list, as real models have them, so that each is a unit of its own."""
+    """Blocks in a list, as in real models, so that each is a unit of its own."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The questionnaire in a pseudo-terminal, key by key; and that flags make the same bytes."""
+"""The questionnaire in a pseudo-terminal, key by key; the printed flags produce the same bytes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FILE = "zeroaccel.yaml"
 
 
 class Terminal:
-    """A person at the questionnaire: waits for words, then presses keys."""
+    """A user at the questionnaire: waits for words, then presses keys."""
 
     def __init__(self, process: pexpect.spawn[str]) -> None:
         self.process = process
@@ -34,16 +34,16 @@ class Terminal:
 
     @property
     def everything(self) -> str:
-        """All that was written, as plain text."""
+        """All output so far, as plain text."""
         return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self._log.getvalue())
 
     def at(self, words: str, keys: str = ENTER) -> None:
         self.process.expect_exact(words)
-        self.process.expect_exact("quit")  # the prompt is drawn to its end
+        self.process.expect_exact("quit")  # waits until the prompt is drawn completely
         self.process.send(keys)
 
     def ends(self) -> tuple[int, str]:
-        """The exit code, and what was said since the last prompt, as plain text."""
+        """Waits for the end; returns the exit code and the output since the last prompt, as plain text."""
         self.process.expect(pexpect.EOF)
         said = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self.process.before or "")
         self.process.close()
@@ -52,7 +52,7 @@ class Terminal:
 
 @contextmanager
 def _terminal(folder: Path, *flags: str, columns: int = 200) -> Iterator[Terminal]:
-    # A prompt waits a second for the terminal to say where its cursor is; this one never says.
+    # A prompt waits a second for the terminal to report its cursor position; this terminal never does.
     terminal = {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1", "NO_COLOR": "1"}
     environment = outside_any_job() | terminal | {"CI": "", "XDG_CONFIG_HOME": str(folder)}
     process = pexpect.spawn(
@@ -71,7 +71,7 @@ def _terminal(folder: Path, *flags: str, columns: int = 200) -> Iterator[Termina
 
 
 def _by_flags(folder: Path, said: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The file that the printed command makes, in another folder."""
+    """Runs the printed command in another folder and returns the file that it makes."""
     line = next(line for line in said.splitlines() if line.startswith("again:"))
     words = shlex.split(line.removeprefix("again:"))[1:]
     elsewhere = folder / "again"
@@ -84,7 +84,7 @@ def _by_flags(folder: Path, said: str, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def _until_stage(person: Terminal) -> None:
-    """Takes what is proposed, up to the question of the stage."""
+    """Accepts the defaults up to the question of the stage."""
     for words in ("Run on the CPU only", "How many machines"):
         person.at(words)
     person.at("How many processes", f"{CLEAR}2{ENTER}")
@@ -94,7 +94,7 @@ def _until_stage(person: Terminal) -> None:
 
 
 def _accept_the_rest(person: Terminal) -> tuple[int, str]:
-    """Takes what is proposed, from the question after gradient accumulation on: the exit status and what it said."""
+    """Accepts the defaults from the question after gradient accumulation on; returns the exit status and the output."""
     for words in ("Clip gradients?", "frozen base model", "Gather the whole model", "zero.Init", "mixture-of-experts"):
         person.at(words)
     person.at("Compile the model")
@@ -108,7 +108,7 @@ def test_without_a_json_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         _until_stage(person)
         person.at("Which stage of ZeRO?", UP + ENTER)  # from 2 to 1
         person.at("Where are optimizer states stored?")
-        person.at("gradient accumulation steps", "0")  # replaces what is proposed
+        person.at("gradient accumulation steps", "0")  # replaces the default
         person.process.expect_exact("expected a number of at least 1, got 0")
         person.process.send(f"{CLEAR}4{ENTER}")
         person.at("Clip gradients?", UP + ENTER)
@@ -143,7 +143,7 @@ def test_with_a_json_config_and_an_existing_file(tmp_path: Path) -> None:
         person.process.send(f"{CLEAR}ds.json{ENTER}")
         person.process.expect_exact("ds.json decides zero_stage 2, mixed_precision bf16; these questions are skipped")
         person.at("Use tensor, sequence, pipeline or expert")
-        person.at("Compile the model")  # everything else is decided
+        person.at("Compile the model")  # all other answers are fixed by now
         person.process.expect_exact("-num_processes: 7")
         person.at(f"Write {FILE}?")
         code, said = person.ends()
@@ -165,14 +165,14 @@ def test_stage_3_on_nvme_after_going_back(tmp_path: Path, monkeypatch: pytest.Mo
         person.at("What will you train")
         person.at("Use tensor, sequence, pipeline or expert")
         person.at("Which stage of ZeRO?")
-        person.at("Where are optimizer states stored?", DOWN * 3 + ENTER)  # below the three tiers: back
+        person.at("Where are optimizer states stored?", DOWN * 3 + ENTER)  # below the three tiers: the entry to go back
         person.at("Which stage of ZeRO?", DOWN + ENTER)  # and from 2 to 3
         person.at("Where are optimizer states stored?", DOWN * 2 + ENTER)
         person.at("Where are parameters stored", DOWN + ENTER)
         person.at("In which local folder are optimizer states stored?", f"{CLEAR}/proc{ENTER}")
         person.process.expect_exact("/proc is not on a disk")
         person.process.send(f"{CLEAR}{tmp_path}{ENTER}")
-        person.at("gradient accumulation steps", f"{CLEAR}<{ENTER}")  # and back from a line of text
+        person.at("gradient accumulation steps", f"{CLEAR}<{ENTER}")  # and back from a text input
         person.at("In which local folder are optimizer states stored?")
         person.at("gradient accumulation steps")
         code, said = _accept_the_rest(person)
@@ -194,11 +194,11 @@ def test_a_plan_answers_mesh_and_stage_and_is_kept(tmp_path: Path, monkeypatch: 
         person.at("What will you train", "1m" + ENTER)
         person.at("How many tokens per sample?", f"64{ENTER}")
         person.at("How many samples per process")
-        person.at("Which mesh of 2 processes?", DOWN + ENTER)  # below the one that is recommended
+        person.at("Which mesh of 2 processes?", DOWN + ENTER)  # below the recommended plan
         person.at("Which plan, for", DOWN * 2 + ENTER)  # the third line: stage 3
-        person.at("gradient accumulation steps", f"<{ENTER}")  # back to the plan, which is still there
+        person.at("gradient accumulation steps", f"<{ENTER}")  # back to the plan, which is still selected
         person.at("Which plan, for")
-        person.at("gradient accumulation steps")  # what the plan says is not asked
+        person.at("gradient accumulation steps")  # skips the questions that the plan answers
         code, said = _accept_the_rest(person)
     assert code == 0
     text = (tmp_path / FILE).read_text()
@@ -226,7 +226,7 @@ def test_control_c_while_it_computes(words: str, tmp_path: Path) -> None:
         cwd=str(tmp_path),
         encoding="utf-8",
         timeout=time_limits.seconds(40),
-        dimensions=(24, 40),  # a line that is wider than this is cut, so that it stays one line
+        dimensions=(24, 40),  # the terminal cuts a wider line, so that it stays one line
     )
     seconds = 0.0 if "--html" in words else 3.0  # while it imports, and while it computes
     process.expect(r"[-/|\\] zeroaccel: estimating [^\r\n]{5,25}\r")
@@ -240,7 +240,7 @@ def test_control_c_while_it_computes(words: str, tmp_path: Path) -> None:
 
 def test_what_is_typed_while_it_computes_answers_no_question(tmp_path: Path) -> None:
     with _terminal(tmp_path, "--use_cpu", "yes") as person:
-        person.process.send(ENTER * 3)  # it looks at the machine now
+        person.process.send(ENTER * 3)  # it examines the machine now
         person.process.expect_exact("How many machines")
         with pytest.raises(pexpect.TIMEOUT):
             person.process.expect_exact("How many processes", timeout=2)

@@ -50,7 +50,7 @@ def test_processes_of_num_gpus_get_their_local_rank(script: Path) -> None:
 
 
 def _shell(variables: dict[str, str], *words: object) -> subprocess.CompletedProcess[str]:
-    """A command as a shell with these variables finds it."""
+    """Returns a command as a shell with these variables resolves it."""
     limit = time_limits.seconds(60.0)
     return subprocess.run(
         [*map(str, words)], env=outside_any_job() | variables, capture_output=True, text=True, timeout=limit
@@ -59,7 +59,7 @@ def _shell(variables: dict[str, str], *words: object) -> subprocess.CompletedPro
 
 @pytest.fixture
 def installed(tmp_path: Path) -> dict[str, str]:
-    """Variables by which the installed commands and package are found."""
+    """Returns variables under which the installed commands and the package are found."""
     folder = tmp_path / "shims"
     done = run_command([*CLI, "compat", "install", folder], timeout=60.0)
     assert done.returncode == 0, done.stderr
@@ -93,7 +93,7 @@ def test_import_deepspeed_finds_the_facade_through_the_installed_package(install
     assert done.stdout.split()[1].startswith("zeroaccel.")
 
 
-def test_nothing_is_written_over_what_is_not_ours(tmp_path: Path) -> None:
+def test_install_keeps_files_of_others(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "deepspeed").write_text("#!/bin/sh\n")
     result = run_command([*CLI, "compat", "install", tmp_path], timeout=60.0)

@@ -1,4 +1,4 @@
-"""The same script on the real DeepSpeed, where one is installed, and on zeroaccel in its place."""
+"""Runs one script with DeepSpeed, if it is installed, and with zeroaccel in its place."""
 
 from __future__ import annotations
 

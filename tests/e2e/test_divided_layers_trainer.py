@@ -1,4 +1,4 @@
-"""transformers' Trainer with `autotp_size` or `autoep_size` in its DeepSpeed config, on an unedited program."""
+"""transformers' Trainer with `autotp_size` or `autoep_size` in its DeepSpeed config, in an unedited program."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 def _runs(
     folder: Path, ranks: int, cases: list[str], flags: Sequence[str] = ()
 ) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
-    """What each case prints, and its weights."""
+    """Returns the printed results and the weights of each case."""
     program = Path(__file__).with_name("divided_layers_runs.py")
     command = [sys.executable, "-m", "zeroaccel.cli", "launch", "--num_processes", ranks, "--engine", "zeroaccel"]
     if cases[0].startswith("ddp"):

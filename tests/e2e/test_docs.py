@@ -1,4 +1,4 @@
-"""Every Python example in docs/ runs as it stands, each page from top to bottom."""
+"""Runs every Python example in docs/ unchanged, each page from top to bottom."""
 
 from __future__ import annotations
 

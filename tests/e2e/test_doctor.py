@@ -47,7 +47,7 @@ def test_every_stage_works_here(tmp_path: Path) -> None:
 
 
 def test_a_script_that_shards_as_it_should(tmp_path: Path) -> None:
-    # With two micro-steps per step stages 0 and 1 sum in another order, so that the plain run is at stage 2.
+    # With two micro-steps per step, stages 0 and 1 sum in another order, so the plain run uses stage 2.
     (tmp_path / "train.py").write_text(SCRIPT)
     result = _zeroaccel(tmp_path, "verify", "--steps", 3, "--num_processes", 2, "--cpu", "train.py", "seeded", "twice")
     assert result.returncode == 0, result.stderr

@@ -1,4 +1,4 @@
-"""Every file of examples/ runs on two processes, and prints what it claims to show."""
+"""Every file of examples/ runs on two processes, and prints the results that it describes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Runner = Callable[..., list[Any]]
 
 
 def _call(path: str, argv: list[str], stage: int | None, config: str | None) -> tuple[Any, str]:
-    """(what `main` returns, what it prints), under what the launcher would say."""
+    """Runs `main` with the variables that the launcher would set; returns its result and its output."""
     said = {"ACCELERATE_USE_DEEPSPEED": "true"} if stage is not None or config is not None else {}
     said |= {"ACCELERATE_DEEPSPEED_ZERO_STAGE": str(stage)} if stage is not None else {}
     said |= {"ACCELERATE_DEEPSPEED_CONFIG_FILE": config} if config is not None else {}
@@ -39,12 +39,12 @@ def _call(path: str, argv: list[str], stage: int | None, config: str | None) -> 
     logging.getLogger("transformers").setLevel(logging.ERROR)
     printed = io.StringIO()
     try:
-        # The pool's process group, and what is built on it, outlives an example.
+        # The pool's process group, and the groups made from it, outlive an example.
         stays = patch.object(PartialState, "destroy_process_group", lambda state: None)
         with warnings.catch_warnings(), contextlib.redirect_stdout(printed), stays:
-            warnings.filterwarnings("ignore", category=DeprecationWarning)  # of packages that examples import
+            warnings.filterwarnings("ignore", category=DeprecationWarning)  # from packages that examples import
             result = load_script(f"examples/{path}").main(argv)
-        gc.collect()  # engines of an example that is over
+        gc.collect()  # engines of an example that has ended
         return result, printed.getvalue()
     finally:
         for name in said:
@@ -86,7 +86,7 @@ def test_losses_are_the_same_at_every_stage(run: Runner) -> None:
     assert len(curves[0]) == 2 * 16
     assert curves[0] == curves[1] == curves[2] == curves[3]
     summed = [run(example, "--gradient_accumulation_steps", 3, stage=stage)[0][0] for stage in range(4)]
-    assert len(summed[0]) == 3 * 6  # 16 micro-batches: the last one of an epoch is an update of its own
+    assert len(summed[0]) == 3 * 6  # 16 micro-batches: the last one of an epoch is an update by itself
     assert summed[0] == summed[1]
     assert summed[2] == summed[3]
     torch.testing.assert_close(summed[0], summed[2], rtol=1e-5, atol=0)

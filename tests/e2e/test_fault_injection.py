@@ -1,6 +1,6 @@
-"""A rank is stopped, or the network is cut: every process of the job ends within 15 s of the limit, and says why.
+"""After SIGSTOP of a rank or a network cut, every process of the job ends within 15 s of the limit, with a reason.
 
-The jobs spend their time starting and waiting, so they run a few at a time, before the first test looks at its own.
+The jobs spend their time starting and waiting, so they run a few at a time, before the first test reads its result.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from tests.e2e.fault_injection import Aftermath, Starter, namespaces_missing, ne
 from tests.support.job import side_by_side
 
 LIMIT = round(time_limits.seconds(2.0), 1)
-PROMISE = 15.0  # seconds after the limit in which every process has ended
+PROMISE = 15.0  # seconds from the limit to the end of every process
 WAITED = rf"rank \d has waited [\d.]+ s \(the limit is {LIMIT:g} s\) for (gather|reduce|control) #\d+ \w+"
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A job and its fault: a rank is stopped, or, where `stopped` is None, the cable is pulled."""
+    """A job and its fault: SIGSTOP of a rank, or a disconnected cable if `stopped` is None."""
 
     starter: Starter
     ranks: int
@@ -78,7 +78,7 @@ Ended = Callable[[str], Aftermath]
 
 @pytest.fixture(scope="module")
 def ended(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ended]:
-    """``ended(name)`` is what became of that job, once it is known that all its processes have ended in time."""
+    """Returns ``ended(name)``, the result of that job; it asserts that all processes have ended in time."""
 
     def run(name: str) -> Aftermath | None:
         scenario = SCENARIOS[name]
@@ -111,7 +111,7 @@ def test_a_stopped_rank_of_the_launcher(ended: Ended, name: str) -> None:
     assert said.count("[zeroaccel E]") == 1
     assert re.search(rf"rank {stopped}: no answer; its process \(pid \d+\) is stopped", said)
     assert f"Rank {stopped} was stopped by a signal" in said
-    if SCENARIOS[name].handles_sigterm:  # it is awake then, and its own watchdog ends it
+    if SCENARIOS[name].handles_sigterm:  # it runs again then, and its own watchdog ends it
         assert "on all 2 ranks: CollectiveTimeoutError (exit code 75)" in said
     else:
         assert said.endswith(f"rank {stopped}: stopped by the launcher\n")
@@ -130,7 +130,7 @@ def test_a_stopped_rank_of_torchrun(ended: Ended, name: str) -> None:
 @_of("ranks")
 def test_the_rank_that_keeps_the_store_is_stopped(ended: Ended, name: str) -> None:
     aftermath = ended(name)
-    assert aftermath.codes["rank 0"] == -15  # its neighbours have woken and ended it
+    assert aftermath.codes["rank 0"] == -15  # its neighbours resumed and ended it
     for rank in (1, 2):
         said = aftermath.said[f"rank {rank}"]
         assert aftermath.codes[f"rank {rank}"] == 75, said
@@ -174,13 +174,13 @@ def test_a_cable_between_ranks_is_pulled(ended: Ended, name: str) -> None:
 
 @pytest.mark.slow
 def test_a_store_that_was_only_slow_is_used_again(tmp_path: Path) -> None:
-    # The launcher keeps it. Ranks get no answer for longer than they wait for one, and training goes on.
+    # The launcher runs the store. Ranks get no answer for longer than they wait for one, and training goes on.
     with starting(tmp_path, "launch", 2, LIMIT) as job:
         launcher = job.started["launcher"]
         launcher.send_signal(signal.SIGSTOP)
         time.sleep(6.0)
         launcher.send_signal(signal.SIGCONT)
-        time.sleep(time_limits.seconds(2.0))  # until they ask again
+        time.sleep(time_limits.seconds(2.0))  # until the ranks ask again
         assert launcher.poll() is None
         aftermath = job.after(lambda: job.stop(1), LIMIT + time_limits.seconds(PROMISE))
     said = aftermath.said["launcher"]

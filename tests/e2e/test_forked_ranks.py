@@ -1,4 +1,4 @@
-"""Ranks of a job that may start again are forks of one process that has imported for them."""
+"""Ranks of a job with restarts are forks of one process that has imported the packages for them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Unmodified programs of Hugging Face users on two processes, with zeroaccel in DeepSpeed's place.
 
-The programs are in `huggingface_runs.py`. One launch runs them all; here is what their losses and weights must be.
+`huggingface_runs.py` has the programs. One launch runs them all; these tests check their losses and weights.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.job import run_command
 
-LIBRARIES = ("transformers", "peft", "trl")  # not imported here, which takes seconds
+LIBRARIES = ("transformers", "peft", "trl")  # not imported here, because imports take seconds
 pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(not all(map(find_spec, LIBRARIES)), reason=f"needs {', '.join(LIBRARIES)}"),
@@ -37,7 +37,7 @@ RUNS = {
     "generation": ("3",),
     "plugins": ("3",),
 }
-# What these tell is of their own kind; transformers evaluates without training at stage 3 only.
+# The output of these has a form of its own; transformers evaluates without training at stage 3 only.
 ALONE = {"saves": ("2", "3"), "evaluated": ("3",)}
 BF16 = ("own_optimizer",)
 # These warm up by DeepSpeed's schedule, which plain Trainer does not have.
@@ -46,7 +46,7 @@ WITHOUT_PEER = ("trainer", "resumed")
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Any]]:
-    """(scenario, stage) -> what rank 0 printed."""
+    """Returns the line that rank 0 printed for each (scenario, stage)."""
     wanted = [
         f"{name}:{','.join((*stages, *(() if name in WITHOUT_PEER else ('ddp',))))}" for name, stages in RUNS.items()
     ]
@@ -74,7 +74,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], 
 
 @pytest.mark.parametrize("scenario", [name for name, stages in RUNS.items() if len(stages) > 1])
 def test_stages_agree_to_the_last_bit(outcomes: Any, scenario: str) -> None:
-    """Stages 2 and 3: at stage 1, accumulation sums in another order."""
+    """Stages 2 and 3 only: at stage 1, accumulation sums in another order."""
     runs = {stage: outcomes[scenario, stage] for stage in RUNS[scenario]}
     assert {**runs["2"], "stage": ""} == {**runs["3"], "stage": ""}
     losses = [run["losses"] for run in runs.values()]
@@ -116,7 +116,7 @@ def test_each_way_of_saving_writes_every_weight_once(outcomes: Any, stage: str) 
 @pytest.mark.parametrize("stage", ALONE["evaluated"])
 def test_a_trainer_that_evaluated_first_trains_as_one_that_did_not(outcomes: Any, stage: str) -> None:
     first, other = outcomes["evaluated", stage]["trained"]
-    assert len(first) == 5  # of four steps, and of an evaluation
+    assert len(first) == 5  # losses of four steps, and of an evaluation
     assert first == other
 
 
@@ -140,7 +140,7 @@ num_processes: 2
 
 @pytest.mark.slow
 def test_the_launcher_chooses_for_scripts_that_say_nothing(tmp_path: Path) -> None:
-    """`accelerate launch` and `zeroaccel launch` take the same questionnaire's file, and run the same engine."""
+    """`accelerate launch` and `zeroaccel launch` accept the same questionnaire's file, and run the same engine."""
     launch_file = tmp_path / "launch.yaml"
     launch_file.write_text(LAUNCH_FILE)
     program = Path(__file__).with_name("huggingface_launched.py")

@@ -1,4 +1,4 @@
-"""`zeroaccel launch` from outside: what a job prints, how it ends, and that it leaves nothing running."""
+"""`zeroaccel launch` from outside: the output of a job, its end, and that no process keeps running."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_ranks_meet_and_get_what_the_dry_run_shows(tmp_path: Path) -> None:
         "open(f'{__file__}.{dist.get_rank()}.json', 'w').write(json.dumps(facts))\n"
         "dist.destroy_process_group()\n",
     )
-    # The agent has macros of its own; the script's arguments pass through them unharmed.
+    # The agent expands macros of its own; the script's arguments must pass through unchanged.
     cores = len(psutil.Process().cpu_affinity() or [0])
     flags = ["--main-process-port", free_port(), "--timeout", "30", "--zero_stage", "3"]
     flags += ["--enable_cpu_affinity"] if cores > 1 else []
@@ -143,7 +143,7 @@ def test_a_program_that_is_not_python_and_is_killed() -> None:
 
 @contextmanager
 def _running(script: Path, names: list[str], *flags: str) -> Iterator[tuple[RunningJob, list[psutil.Process]]]:
-    """A launched job that has written a process id into each of the named files, and these processes."""
+    """Yields a launched job, once it has written a process id to each of the named files, and these processes."""
     with running_command([*LAUNCH, *flags, script], cwd=script.parent) as job:
         yield job, [psutil.Process(pid) for pid in files_of(script.parent, names)]
 
@@ -161,7 +161,7 @@ def _running(script: Path, names: list[str], *flags: str) -> Iterator[tuple[Runn
     ],
 )
 def test_a_signal_to_the_launcher_leaves_nothing_running(tmp_path: Path, number: signal.Signals) -> None:
-    # Rank 0 has a child in a session of its own, which only the launcher's mark finds.
+    # Rank 0 has a child in a session of its own, which only the launcher's mark identifies.
     script = write_script(
         tmp_path,
         "import os, subprocess, sys, time\n"
@@ -176,7 +176,7 @@ def test_a_signal_to_the_launcher_leaves_nothing_running(tmp_path: Path, number:
     with _running(script, ["0", "1", "child"]) as (job, processes):
         job.send_signal(number)
         result = job.wait()
-        if number == signal.SIGKILL:  # no process is left that could end the child
+        if number == signal.SIGKILL:  # no other process could end the child
             processes.pop().kill()
             psutil.wait_procs(processes, timeout=time_limits.seconds(10))
         else:

@@ -1,6 +1,6 @@
-"""One job on two "machines": started from one place by a hostfile, and by the same command on each.
+"""One job on two simulated machines: started from one place by a hostfile, and by the same command on each.
 
-Ranks import torch only where torch's rendezvous is tested; the launchers' preflight rendezvous always does.
+Ranks import torch only in tests of torch's rendezvous; the launchers' preflight rendezvous always imports it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.support.environment import free_port
 from tests.support.job import running_command
 from zeroaccel.cli.main import main
 
-# Rank 1 dies once, a death that no traceback explains; the rest is what the ranks were given.
+# Rank 1 kills itself once, without a traceback; the ranks print their environment and arguments.
 DIE_ONCE = """
 import os, sys, torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -54,7 +54,7 @@ if os.environ["RANK"] == "0":
     raise ValueError("no labels")
 time.sleep(600)
 """
-# As a collective would: fails when the process on the other machine is gone.
+# Fails like a collective when the process on the other machine has ended.
 LOSE = """
 import os, time
 size, place = os.environ["WORLD_SIZE"], os.environ["GROUP_RANK"]
@@ -71,7 +71,7 @@ def test_a_rank_is_killed_and_the_job_from_a_hostfile_completes(tmp_path: Path) 
     variables = {"HF_THING": "x; echo 'y'", "HF_SECRET": "s", "OTHER_THING": "o"}
     result = launch(tmp_path, "--max_restarts", 1, write_script(tmp_path, DIE_ONCE), *words, env=variables)
     assert result.returncode == 0, result.stderr
-    # The other machines get what is ours to hand on, and their own of the rest.
+    # The launcher passes HF_* variables on; the other machine has OTHER_THING itself.
     given = ["x; echo 'y'", "s", "o"]
     assert sorted(result.stdout.splitlines()) == [
         f"[{host}] {rank} 4.0 {words} '' {tmp_path} {given}" for rank, host in enumerate(HOSTS)
@@ -89,7 +89,7 @@ def test_the_failure_is_reported_last_and_once_with_its_host(tmp_path: Path) -> 
     assert lines[-1] == "ValueError: no labels"
 
 
-def test_the_same_by_c10d_from_each_machine(tmp_path: Path) -> None:
+def test_a_c10d_job_is_started_on_each_machine(tmp_path: Path) -> None:
     script = write_script(tmp_path, DIE_ONCE)
     port = str(free_port())
     command = [sys.executable, "-m", "zeroaccel.cli", "launch", "--cpu", "--num_machines", 2, "--num_processes", 2]
@@ -102,7 +102,7 @@ def test_the_same_by_c10d_from_each_machine(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_lost_machine_of_an_elastic_job(tmp_path: Path) -> None:
-    # Two machines where one is enough: the other is killed with all it runs, and the rest goes on.
+    # Two machines where one is enough: the test kills one with all its processes, and the other continues.
     script = write_script(tmp_path, LOSE)
     command = [sys.executable, "-m", "zeroaccel.cli", "launch", "--cpu"]
     command += ["--num_machines", "1:2", "--num_processes", "2", "--max_restarts", "1"]
@@ -141,7 +141,7 @@ def test_a_machine_that_does_not_answer_is_not_waited_for(tmp_path: Path) -> Non
         node = psutil.Process(rank).parent()
         assert node is not None
         try:
-            node.suspend()  # as if the network to it were cut
+            node.suspend()  # simulates a network without a route to that machine
             (tmp_path / "fail").touch()
             result = launcher.wait(60)
             assert result.seconds < time_limits.seconds(15.0)
@@ -155,7 +155,7 @@ def test_a_machine_that_does_not_answer_is_not_waited_for(tmp_path: Path) -> Non
 
 
 def _here(folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: object, **layout: object) -> Result:
-    """The same command without a process of its own, for what starts no rank."""
+    """Runs the same command in this process, for launches that start no rank."""
     monkeypatch.chdir(folder)
     flags = hostfile_flags(folder, **layout)  # type: ignore[arg-type]
     environment = {"ZEROACCEL_SSH": str(folder / "ssh")}

@@ -90,7 +90,7 @@ def test_a_launch_file_reaches_the_accelerator(project: Path) -> None:
         assert line in result.stdout
     resolved = json.loads((project / "resolved.json").read_text())
     assert resolved["zero_optimization"]["stage"] == 2
-    assert "cpu_one_machine.yaml:10:3" in result.stdout  # who said it
+    assert "cpu_one_machine.yaml:10:3" in result.stdout  # source of the setting
 
 
 def test_flags_fill_a_json_in_which_everything_is_auto(project: Path) -> None:
@@ -131,7 +131,7 @@ def test_a_file_for_fsdp_trains_at_the_stage_that_shards_the_same_way(project: P
     assert result.returncode == 0, result.stderr
     resolved = json.loads((project / "resolved.json").read_text())["zero_optimization"]
     assert (resolved["stage"], resolved["offload_param"]["device"]) == (3, "cpu")
-    assert "fsdp.yaml:6:3" in result.stdout  # who said the stage
+    assert "fsdp.yaml:6:3" in result.stdout  # source of the stage
     said = result.stderr.splitlines()
     assert said[:4] == [
         "zeroaccel: note: fsdp.yaml:1:1: distributed_type: FSDP -> DEEPSPEED, with the equivalent ZeRO stage",

@@ -1,4 +1,4 @@
-"""Meshes that only the launch asks for: stages of a pipeline and split layers train as one process does."""
+"""Meshes that only the launch sets: pipeline stages and split layers train like one process."""
 
 from __future__ import annotations
 

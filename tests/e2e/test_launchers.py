@@ -1,4 +1,4 @@
-"""Functions on several processes of this machine, started from a plain Python process, as a notebook would."""
+"""Functions on several processes of this machine, started from a plain Python process as in a notebook."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_launching_from_a_python_process(tmp_path: Path) -> None:
         "rank 0 of 2: 41.0 on cpu, bf16",
         "rank 1 of 2: 41.0 on cpu, bf16",
         "alone no True",
-        "again: [(2, 0), (2, 1)]",  # groups that are made anew after destroy()
+        "again: [(2, 0), (2, 1)]",  # groups that are created again after destroy()
         "raised: ProcessRaisedException",
         "in fail_on_1",
         "KeyError: 'lost on the way'",

@@ -1,4 +1,4 @@
-"""Ranks that are killed under `zeroaccel launch`: the run goes on from the memory of the machine."""
+"""Ranks that are killed under `zeroaccel launch`: the run continues from states in the machine's memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROGRAM = Path(__file__).with_name("lost_ranks.py")
 
 
 def _whole_run(tmp_path: Path) -> tuple[Path, Path]:
-    """The folder of a run of 12 steps that nothing ends, and an empty one for a run that loses a rank."""
+    """Returns the folder of an uninterrupted run of 12 steps, and an empty one for a run that loses a rank."""
     whole, lost = tmp_path / "whole", tmp_path / "lost"
     whole.mkdir()
     lost.mkdir()
@@ -46,7 +46,7 @@ def test_a_killed_rank_is_started_again_from_memory(tmp_path: Path) -> None:
 
 def test_a_rank_that_is_lost_twice_is_left_out(tmp_path: Path) -> None:
     words = ["launch", "--cpu", "--num_processes", "2:3", "--max_restarts", 2, "--timeout", 5]
-    faults = "kill:3:1,kill:4:1"  # the next attempts have no rank 2, and rank 1 is that of the third place
+    faults = "kill:3:1,kill:4:1"  # the next attempts have no rank 2, and rank 1 is the one at the third place
     command = [sys.executable, "-m", "zeroaccel.cli", *words, PROGRAM, tmp_path, 8, 2, 3, faults]
     result = run_command(command, timeout=150.0)
     assert result.returncode == 0, result.stderr
@@ -65,7 +65,7 @@ def test_a_short_soak() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
-def test_of_a_network_that_is_cut_one_side_goes_on(tmp_path: Path, stage: int) -> None:
+def test_one_side_of_a_cut_network_continues(tmp_path: Path, stage: int) -> None:
     if missing := namespaces_missing():
         pytest.skip(f"needs network namespaces: {missing}")
     words = ["-m", "zeroaccel.cli", "launch", "--num_processes", "2", "--cpu", "--num_machines", "1:2"]
@@ -164,7 +164,7 @@ def test_a_lost_machine_leaves_copies_and_the_other_one_goes_on(tmp_path: Path) 
 
 @pytest.mark.slow
 def test_a_spare_machine_takes_the_place_of_a_lost_one(tmp_path: Path) -> None:
-    """The second of two machines is lost; a third one waits, and a fourth, with another script, is refused."""
+    """The second of two machines is lost; a third machine waits, and the job refuses a fourth with another script."""
     command = [*LAUNCH, "--num_machines", "1:2", "--max_restarts", 1, "--timeout", 5]
     command += ["--main_process_ip", "127.0.0.1", "--main_process_port", free_port(), "--machine_rank"]
     lost, other = tmp_path / "lost", tmp_path / PROGRAM.name

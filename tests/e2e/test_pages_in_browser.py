@@ -49,7 +49,7 @@ def test_the_trace_shows_another_rank_and_magnifies(launched: Any, pages: dict[s
     shown.goto(pages["trace"].as_uri())
     assert shown.locator("#bars rect[fill='url(#hatch)']").count() > 0
     shown.locator("#rank").select_option("1")
-    assert shown.locator("#bars rect[fill='url(#hatch)']").count() == 0  # nothing is waited for there
+    assert shown.locator("#bars rect[fill='url(#hatch)']").count() == 0  # rank 1 waits for no other
     widths = [float(shown.locator("#bars rect").first.get_attribute("width"))]
     shown.locator("#zoom").focus()
     shown.keyboard.press("ArrowRight")

@@ -1,4 +1,4 @@
-"""A Trainer's script for QLoRA, which loads its base after `TrainingArguments(deepspeed=)`, as transformers says."""
+"""A Trainer script for QLoRA that loads its base after `TrainingArguments(deepspeed=)`, as transformers documents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The README's commands work as they stand."""
+"""Runs the README's commands unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The site is built without a warning, its links lead somewhere, and nothing of it comes from elsewhere."""
+"""The site builds without a warning, its links are valid, and its pages load nothing from other sites."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(240)
 
 
 class Page(HTMLParser):
-    """What a page leads to, what it loads, and the anchors it has."""
+    """Links, loaded resources and anchors of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _text(path: Path) -> str:
-    return path.read_text().replace("<wbr>", "")  # where a name may wrap
+    return path.read_text().replace("<wbr>", "")  # a name may wrap there
 
 
 def test_every_link_leads_somewhere(site: Path) -> None:
@@ -105,8 +105,8 @@ def test_errors_can_be_looked_up_by_their_words(site: Path) -> None:
     page = _text(site / "reference" / "errors.html")
     names = [name for name in errors.__all__ if name.endswith("Error") and name != "ZeroAccelError"]
     assert [name for name in names if f"<code>{name}</code>" not in page] == []
-    assert "create the optimizer from the same model object" in page  # what to do
-    assert "the machines differ in {fact}" in page  # what only a run knows is a name in braces
+    assert "create the optimizer from the same model object" in page  # the remedy
+    assert "the machines differ in {fact}" in page  # values known only at run time are names in braces
     assert page.count("<tr>") > 500
 
 
@@ -117,7 +117,7 @@ def test_each_parameter_of_the_reference_has_a_line(site: Path) -> None:
 
 
 _CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-# Every page in a frame of 1280 pixels; tables that are wider than their column are listed.
+# Loads every page in a frame of 1280 pixels, and lists tables that are wider than their column.
 _MEASURE = """<body><pre id="wide">running</pre><script>(async () => {
   const wide = [];
   for (const page of PAGES) {
@@ -136,7 +136,7 @@ _MEASURE = """<body><pre id="wide">running</pre><script>(async () => {
 
 
 def _dom(page: str, *flags: str) -> str:
-    """The document after its scripts have run, in a browser without network."""
+    """Returns the document after its scripts have run, in a browser without network access."""
     assert _CHROMIUM is not None
     words = [_CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--host-resolver-rules=MAP * ~NOTFOUND", *flags]
     result = run_command([*words, "--virtual-time-budget=100000", "--dump-dom", page], timeout=60)

@@ -1,4 +1,4 @@
-"""Every template is valid, and every one that a CPU can run is launched as a user would launch it."""
+"""Every template is valid, and each template that a CPU can run is launched as a user would launch it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zeroaccel.templates import ABOUT
 
 TEMPLATES = ROOT / "templates"
 LAUNCH = [sys.executable, "-m", "zeroaccel.cli", "launch"]
-# What templates are for machines that are not this one: the folder of a disk, the processes of a machine.
+# Values of templates that depend on the machine: the folder of a disk, the number of processes.
 HERE = [(r'"/local_nvme"', '"{folder}"'), (r'"zero_hpz_partition_size": 8', '"zero_hpz_partition_size": 2')]
 CONFIGS = sorted(name for name in ABOUT if name.endswith(".json"))
 
@@ -58,7 +58,7 @@ def test_every_json_config_trains_and_residency_changes_no_loss(tmp_path: Path) 
         assert len(set(exact[0])) == len(exact[0]) == 8
         assert first[f"zero_stage3_zeropp_{precision}.json"] == pytest.approx(
             exact[0], rel=0.05
-        )  # it rounds on the way
+        )  # quantized communication rounds
 
 
 FACTS = """\
@@ -87,7 +87,7 @@ def test_launch_files(tmp_path: Path) -> None:
 
 
 def test_the_job_script_of_slurm(tmp_path: Path) -> None:
-    # srun and scontrol as they are for a job on one machine.
+    # srun and scontrol behave as in a job on one machine.
     programs = tmp_path / "bin"
     programs.mkdir()
     for name, text in {

@@ -1,4 +1,4 @@
-"""The example trains: below the unigram entropy, within the ZeRO formula, and the same text whatever the stage."""
+"""The example trains: loss below the unigram entropy, memory within the ZeRO formula, the same text at every stage."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def example() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def launched(text: Path) -> JobResult:
-    """ZeRO-3 in bf16 on two processes: what `make demo` does, small."""
+    """ZeRO-3 in bf16 on two processes: a small version of `make demo`."""
     launch = (sys.executable, "-m", "zeroaccel.cli", "launch", "--cpu", "--num_processes", 2)
     return run_command([*launch, SCRIPT, "--text", text, *TINY, "--report", text.parent / "demo"], timeout=90.0)
 
@@ -55,7 +55,7 @@ def test_it_ends_below_the_unigram_entropy_of_text_it_has_not_seen(launched: Job
     found = HELD_OUT.search(launched.stdout)
     assert found is not None, launched.stdout
     held_out = TEXT[-(len(TEXT) // 10) :]
-    windows = (len(held_out) - 1) // SEQ // 2 * 2  # two ranks read equally many
+    windows = (len(held_out) - 1) // SEQ // 2 * 2  # two ranks read equally many bytes
     counts = Counter(held_out[1 : windows * SEQ + 1])
     entropy = -sum(count * math.log2(count / counts.total()) for count in counts.values()) / counts.total()
     assert float(found[2]) == pytest.approx(entropy, abs=1e-3)
@@ -68,7 +68,7 @@ def test_the_state_it_prints_is_what_the_zero_formula_says(launched: JobResult) 
     assert found is not None, launched.stdout
     state, formula = (int(number.replace(",", "")) for number in found.groups())
     assert formula == 16 * NUMEL / 2
-    # Norms and biases are unsharded on both ranks, 2 bytes each; and shards are padded a little.
+    # Norms and biases are unsharded on both ranks, 2 bytes each, and shards are padded a little.
     whole = 2 * 64 + 2 * (4 * 64 + (3 + 1 + 4 + 1) * 64)
     assert whole <= state - formula < whole + 1000
 
@@ -149,7 +149,7 @@ def test_the_formula_gives_the_figures_of_the_paper(example: ModuleType, stage: 
 
 
 def _written(result: JobResult, stage: int) -> str:
-    """The generated text, between its two rules."""
+    """Returns the generated text, between its two rules."""
     found = re.search(rf"generated under ZeRO-{stage} .*?\n(.*?)\n─+\n", result.stdout, flags=re.DOTALL)
     assert found is not None, result.stdout
     assert found[1].startswith("class ")

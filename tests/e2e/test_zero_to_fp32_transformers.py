@@ -1,4 +1,4 @@
-"""What zero-to-fp32 writes is what `from_pretrained` reads, tied weights and shards included."""
+"""`from_pretrained` reads the files that zero-to-fp32 writes, with tied weights and shards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ZeRO++ template as a job of 4 processes that count as 2 nodes of 2."""
+"""The ZeRO++ template in a job of 4 processes that count as 2 nodes of 2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The boundary of a step on a CUDA device: the host's bits, and no call at which the host waits but one."""
+"""The end of a step on a CUDA device: bits equal to the host's, and one call per step at which the host waits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RULES = (FactorRule(1.0, 0.7), FactorRule(65536.0, 1e-3, 0.5), FactorRule(2.0, s
 
 
 def _special(dtype: torch.dtype) -> list[torch.Tensor]:
-    """Ordinary gradients, tiny and huge ones, none at all, and ones that are not finite."""
+    """Returns ordinary, tiny, huge, zero and non-finite gradients."""
     generator = torch.Generator().manual_seed(0)
     ordinary = torch.randn(100_003, generator=generator)
     powers = (-130, -20, 0, 15) if dtype is not torch.float16 else (-20, 0, 5)
@@ -31,7 +31,7 @@ def _special(dtype: torch.dtype) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rule", RULES)
-def test_the_factor_is_that_of_the_host(rule: FactorRule, dtype: torch.dtype) -> None:
+def test_the_factor_equals_that_of_the_host(rule: FactorRule, dtype: torch.dtype) -> None:
     for grads in _special(dtype):
         on_device = grads.cuda()
         largest = torch.zeros(1, dtype=torch.int32, device="cuda")
@@ -53,7 +53,7 @@ def test_the_factor_is_that_of_the_host(rule: FactorRule, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("optimizer", [ADAMW, SGD])
-def test_no_call_of_a_step_waits_but_the_reading_of_its_outcome(stage: int, optimizer: dict[str, Any]) -> None:
+def test_only_the_reading_of_its_outcome_waits_in_a_step(stage: int, optimizer: dict[str, Any]) -> None:
     engine, *_ = zeroaccel.initialize(
         Toy().cuda(), config=config(stage, "bf16", optimizer=optimizer, gradient_clipping=0.5)
     )
@@ -62,7 +62,7 @@ def test_no_call_of_a_step_waits_but_the_reading_of_its_outcome(stage: int, opti
         engine.backward(engine(batch))
         engine.step()
     torch.cuda.synchronize()
-    # The debug mode does not see an event that is waited for, which is how the outcome comes.
+    # The debug mode does not detect waits for events; the engine reads the outcome of a step with an event.
     torch.cuda.set_sync_debug_mode("error")
     try:
         for batch in tokens[3:]:

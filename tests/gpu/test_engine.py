@@ -1,4 +1,4 @@
-"""The engine on a CUDA device: the promise between stages, and memory that follows the shards."""
+"""The engine on a CUDA device: equal bits at all stages, and memory in proportion to the shards."""
 
 from __future__ import annotations
 

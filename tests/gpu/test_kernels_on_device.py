@@ -1,4 +1,4 @@
-"""The kernels on a CUDA device: they compile, and have the bits of the host's loops and of the torch operations."""
+"""The kernels on a CUDA device: they compile, and give the bits of the host's loops and of the torch operations."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ NUMEL = 1_000_003
 @pytest.fixture
 def kernels() -> DeviceKernels:
     found = kernels_for(torch.device("cuda", 0))
-    assert found is not None, "the log says why the kernels do not compile"
+    assert found is not None, "the kernels do not compile; the log has the reason"
     return found
 
 
 @pytest.fixture
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """A call from which on torch operations are used."""
+    """Returns a call that switches to torch operations."""
 
     def forget() -> None:
         for module in (reductions, step_control, shard_step):
@@ -40,7 +40,7 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 
 def stepped(name: str, grads: list[Tensor], out_dtype: torch.dtype | None, device: str) -> list[Tensor]:
-    """Master, state and rounded copy after three steps; the second one is of a control that does not let it apply."""
+    """Returns master, state and rounded copy after three steps; the control of the second step prevents its update."""
     master = spread(grads[0].numel(), 10).to(device)
     optimizer = OPTIMIZERS[name](master)
     out = None if out_dtype is None else torch.full_like(master, 3.0, dtype=out_dtype)
@@ -124,7 +124,7 @@ def test_decisions_have_the_bits_of_torch_on_the_host(by_kernels: bool, without_
 
 
 def test_kernels_run_on_the_current_stream(kernels: DeviceKernels) -> None:
-    """A launch waits for what its stream has queued before: here a fill behind half a second of other work."""
+    """A launch waits for earlier work on its stream, here a fill behind half a second of other work."""
     values, largest = torch.zeros(1 << 20, device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda")
     kernels.max_abs_into(values, largest)  # the first launch may wait
     torch.cuda.synchronize()

@@ -1,9 +1,9 @@
-"""Models of transformers on a CUDA device: stage 3, its states in host memory too, has the bits of stage 0.
+"""Models of transformers on a CUDA device: stages 2 and 3, also with states in host memory, have the bits of stage 0.
 
     python -m pytest -m slow tests/gpu/test_models_of_transformers.py    # every class
 
-Stage 0 in fp32 is also a plain loop of torch on that device, but for rounding. Where torch itself has no bits that it
-gives twice, a class is left out, by what two runs at stage 0 gave.
+Stage 0 in fp32 also equals a plain loop of torch on that device up to rounding. A class is skipped if torch itself is
+not deterministic for it, that is, if two runs at stage 0 differ.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SAMPLE = (
 
 @pytest.fixture(autouse=True)
 def exact(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Kernels of torch that give the same bits each time, where it has such."""
+    """Selects deterministic kernels of torch where they exist."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
     init_process_group()

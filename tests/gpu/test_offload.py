@@ -1,4 +1,4 @@
-"""Host-resident state on a CUDA device's machine: pinned slabs, hybrid updates, activations on the host."""
+"""Host-resident state on a machine with a CUDA device: pinned slabs, hybrid updates, activations on the host."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def _on_device() -> Toy:
 def test_a_device_gives_the_bits_of_the_host(ratio: float | None, dtype: torch.dtype) -> None:
     device = torch.device("cuda", 0)
     kernels = kernels_for(device)
-    assert kernels is not None, "the log says why the kernels do not compile"
-    numel = (1 << 22) + 777  # more than a tile
+    assert kernels is not None, "the kernels do not compile; the log has the reason"
+    numel = (1 << 22) + 777  # more than one tile
     generator = torch.Generator().manual_seed(0)
     start, gradient = torch.randn(2, numel, generator=generator)
     results = []
@@ -59,17 +59,17 @@ def test_a_pinned_slab_is_pinned_and_of_the_exact_size() -> None:
     assert torch.equal(device.cpu(), slab)
     address = slab.data_ptr()
     del slab
-    assert torch.cuda.cudart().cudaHostUnregister(address) != 0, "it was locked still"
-    with contextlib.suppress(RuntimeError):  # which reports that error once more
+    assert torch.cuda.cudart().cudaHostUnregister(address) != 0, "the slab was still locked"
+    with contextlib.suppress(RuntimeError):  # this call reports the error of the previous one
         torch.ones(1, device="cuda")
 
 
 def test_memory_that_cannot_be_locked_stays_pageable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_locked, "_said", set())
-    monkeypatch.setattr(page_locked, "_PORTABLE", 1 << 30)  # no such flag
+    monkeypatch.setattr(page_locked, "_PORTABLE", 1 << 30)  # an invalid flag
     slab = aligned_bytes(1 << 20, pinned=True)
     assert not slab.is_pinned()
-    torch.ones(8, device="cuda").sum().item()  # nothing is left of the error
+    torch.ones(8, device="cuda").sum().item()  # the error is cleared
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -103,4 +103,4 @@ def test_activations_wait_on_the_host() -> None:
         y.square().sum().backward()
         results.append((held, x.grad.clone()))
     assert torch.equal(results[0][1], results[1][1])
-    assert results[1][0] <= results[0][0] - 3 * 4096 * 512 * 4, "inputs stayed on the device"
+    assert results[1][0] <= results[0][0] - 3 * 4096 * 512 * 4, "the inputs stayed on the device"

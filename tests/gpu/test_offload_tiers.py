@@ -1,4 +1,4 @@
-"""Offload on a CUDA device: all tiers of the host give the same bits, and the device has only what is not offloaded."""
+"""Offload on a CUDA device: all host tiers give the same bits, and the device holds only what is not offloaded."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_host_tiers_give_the_same_bits(tmp_path: Path, optimizer: dict[str, Any]
 
 
 def test_parameters_alone_may_go_anywhere(tmp_path: Path) -> None:
-    """The update is the device's own, so this equals no offload at all."""
+    """The device computes the update, so the run equals one without offload."""
     plain = train(config(3, "bf16"), 5, make=_on_device)
     for params in ("cpu", "nvme"):
         run = train(config(3, "bf16", **offloaded(tmp_path, "none", params)), 5, make=_on_device)
@@ -56,7 +56,7 @@ def test_states_on_the_host_take_no_memory_of_the_device(tmp_path: Path) -> None
         engine.destroy()
         del engine
         torch.cuda.empty_cache()
-    assert held["none", "none"] - held["cpu", "none"] > 11  # 12 bytes of master and moments
+    assert held["none", "none"] - held["cpu", "none"] > 11  # the master and the moments take 12 bytes
     assert held["cpu", "none"] - held["cpu", "cpu"] > 1.5
     assert held["nvme", "nvme"] < held["cpu", "none"] - 1.5
 
@@ -64,7 +64,7 @@ def test_states_on_the_host_take_no_memory_of_the_device(tmp_path: Path) -> None
 def test_parked_states_leave_the_device_and_come_back() -> None:
     torch.manual_seed(7)
     engine, *_ = zeroaccel.initialize(Toy(layers=20, width=256).cuda(), config=config(2, "bf16"))
-    nbytes = 13 * sum(unit.numel for unit in engine.units)  # of 14: weights, masters and two moments
+    nbytes = 13 * sum(unit.numel for unit in engine.units)  # of 14 bytes: weights, masters and two moments
     first, second = batches(0, 2)
     engine.backward(engine(first.cuda()))
     engine.step()

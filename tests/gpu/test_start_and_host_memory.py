@@ -1,4 +1,4 @@
-"""On a CUDA device: which one is taken, what is said of tensors elsewhere, page-locked states, background saves."""
+"""On a CUDA device: the choice of the device, tensors on other devices, page-locked states, background saves."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def _bytes_of(folder: Path) -> dict[str, bytes]:
     return {path.name[:16]: path.read_bytes() for path in folder.rglob("*.safetensors")}
 
 
-def test_a_save_beside_training_has_the_step_that_it_is_of(tmp_path: Path) -> None:
-    """The same run saved at once, and in the background while the next forward and backward run."""
+def test_a_background_save_has_the_state_of_its_step(tmp_path: Path) -> None:
+    """Compares a synchronous save with one in the background of the next forward and backward."""
     saved = []
     for background in (False, True):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Files that once took a reader's time or memory, got past its checks, or made it fail by accident."""
+"""Files that once exhausted a reader's time or memory, passed its checks wrongly, or made it fail accidentally."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.hostile.readers import READERS, zip_around
 
 _START = b"\x80\x02"
 _PRIME = (1 << 61) - 1
-_PAIRS = b"K\x01" + b"2\x86" * 60  # each pair is of twice the last one: 2**60 numbers, written out
+_PAIRS = b"K\x01" + b"2\x86" * 60  # each pair contains the previous one twice: 2**60 numbers when written out
 
 
 def _number(value: int) -> bytes:
@@ -98,7 +98,7 @@ _PICKLES: Mapping[str, Callable[[], bytes]] = {
 
 
 _FOR_EACH = ("pairs of pairs", "pairs of pairs as a key", "attributes of a class", "nested lists", "os.system")
-"""Those that every reader of pickles is given, though it is the same reader below."""
+"""Bombs for every reader of pickles, although all of them share one unpickler."""
 
 
 def _archive(folder: Path, content: bytes, compression: int) -> bytes:
@@ -137,7 +137,7 @@ def _nested(levels: int) -> Any:
 
 
 def _relabelled(folder: Path) -> bytes:
-    """Every element of the master is a byte of its first quarter."""
+    """Declares every element of the master as a byte in its first quarter."""
 
     def change(body: dict[str, Any]) -> None:
         body["tensors"]["master/w"]["dtype"] = "BOOL"
@@ -253,5 +253,5 @@ BOMBS: Mapping[tuple[str, str], Callable[[Path], bytes]] = {(reader, name): make
 
 
 def bomb(reader: str, name: str, folder: Path) -> bytes:
-    """The content of one of them; `folder` is empty and for files on the way."""
+    """Returns the content of one bomb; `folder` is an empty folder for intermediate files."""
     return BOMBS[reader, name](folder)

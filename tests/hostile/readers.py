@@ -1,8 +1,8 @@
-"""The readers of files from outside, each as a function of bytes, with valid files to start from and edits of them.
+"""The readers of foreign files, each as a function of bytes, with valid files as seeds and edits of them.
 
-`tests/unit/checkpoint/test_hostile_files.py` lets hypothesis edit, `benchmarks/fuzz_readers.py` a generator of random
-numbers. A reader takes a file as its user would, through to the values in it, and may raise what `ALLOWED` lists and
-nothing else.
+In `tests/unit/checkpoint/test_hostile_files.py` hypothesis makes the edits, in `benchmarks/fuzz_readers.py` a random
+generator. A reader reads a file completely, as its user would, including the values in it, and may raise only the
+exceptions in `ALLOWED`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ALLOWED = (ZeroAccelError, zero_to_fp32.ConversionError)
 DATA = Path(__file__).parent.parent / "data" / "deepspeed"
 
 Edit = tuple[int, int, bytes]
-"""(where, how much of what is there goes, what comes instead); both numbers are taken modulo what is possible."""
+"""(position, number of bytes removed, inserted bytes); both numbers are taken modulo their valid range."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class Reader:
 
     Attributes:
         read: takes the content and an empty folder for files.
-        seeds: valid contents; made in a folder.
-        tokens: pieces that mean something to it.
+        seeds: returns valid contents, made in a folder.
+        tokens: byte strings with a meaning in the format.
     """
 
     read: Callable[[bytes, Path], object]
@@ -67,7 +67,7 @@ class Reader:
 
 
 def apply_edits(content: bytes, edits: Sequence[Edit]) -> bytes:
-    """The content after edits, each of which replaces up to 8 bytes, or a longer stretch where it says so."""
+    """Returns the content after edits, each of up to 8 removed bytes, or of more if `length` is a multiple of 5."""
     for where, length, instead in edits:
         at = where % (len(content) + 1)
         gone = length % 9 if length % 5 else length % (len(content) + 1)
@@ -103,7 +103,7 @@ ODD_VALUES: Sequence[Any] = (
 
 
 def edited_tree(content: bytes, chance: random.Random) -> bytes:
-    """JSON with one to three of its values replaced by others, removed, or put somewhere else."""
+    """Returns JSON in which one to three values are replaced by others, removed, or copied to another place."""
     tree = json.loads(content)
     for _ in range(chance.randint(1, 3)):
         places = list(_places(tree))
@@ -153,7 +153,7 @@ def _pickle_of(archive: bytes) -> bytes:
 
 
 def zip_around(content: bytes, archive: bytes, compression: int = zipfile.ZIP_STORED) -> bytes:
-    """An archive of torch's with another pickle in it, so that its checksum fits."""
+    """Returns a torch archive with another pickle in it and a matching checksum."""
     made = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(archive)) as opened, zipfile.ZipFile(made, "w", compression) as target:
         for name in opened.namelist():
@@ -194,7 +194,7 @@ def _read_archive(content: bytes, folder: Path) -> None:
 
 @lru_cache(maxsize=1)
 def _deepspeed() -> tuple[dict[str, bytes], str]:
-    """(path in the folder -> content, which of them is the model's file)."""
+    """Returns (content by path in the folder, path of the model's file)."""
     with tarfile.open(DATA / "stage1_fp32_w2.tar.xz") as archive:
         files = {
             entry.name.partition("/")[2]: found.read()
@@ -214,7 +214,7 @@ def _first_optimizer(files: Mapping[str, bytes]) -> str:
 
 
 def _read_deepspeed(content: bytes, folder: Path) -> None:
-    """The content takes the place of the model's pickle, or of an optimizer's."""
+    """Reads the checkpoint with the content in place of the model's pickle, or of an optimizer's."""
     files, name = _deepspeed()
     if b"single_partition_of_fp32_groups" in content:
         name = _first_optimizer(files)
@@ -245,7 +245,7 @@ def _read_dcp(content: bytes, folder: Path) -> None:
             store.fetch(key)
 
 
-# -- our own checkpoints
+# -- zeroaccel's checkpoints
 
 
 def _checkpoint(folder: Path) -> None:
@@ -259,7 +259,7 @@ def _checkpoint(folder: Path) -> None:
 
 
 def _checkpoint_seeds(folder: Path) -> list[bytes]:
-    """The manifest's body, and the header of the first rank's file."""
+    """Returns the manifest's body, and the header of the first rank's file."""
     _checkpoint(folder / "made")
     made = folder / "made" / "global_step1"
     body = json.loads((made / "manifest.json").read_text())["manifest"]
@@ -274,9 +274,9 @@ def _header_of(content: bytes) -> bytes:
 
 
 def resealed(content: bytes, folder: Path) -> None:
-    """Makes a checkpoint in which the content stands for a part of it, and all checksums fit.
+    """Writes a checkpoint in which the content replaces a part of it, with matching checksums.
 
-    A body of a manifest, if that is what it reads as; a header of the first rank's file otherwise.
+    If the content is JSON of a manifest's body, it replaces the body, otherwise the header of the first rank's file.
     """
     _checkpoint(folder)
     tag = folder / "global_step1"
@@ -327,7 +327,7 @@ def _read_safetensors(content: bytes, folder: Path) -> None:
     SafetensorsFolder(folder / "model.safetensors")
 
 
-# -- what people write
+# -- files that people write
 
 
 _LAUNCH = b"""# a launch file

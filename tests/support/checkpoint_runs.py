@@ -1,7 +1,7 @@
-"""Runs that save and resume the toy model, on one rank of a pool: what the checkpoint tests compare.
+"""Runs that save and resume the toy model on one rank of a pool; the checkpoint tests compare their results.
 
-Every rank trains on the same batches, so that 1, 2 and 4 ranks, whose means are exact, go through the same bits: a
-resumed run must continue as the saved one did, whatever the number of ranks.
+Every rank trains on the same batches. Means over 1, 2 and 4 ranks are exact, so these runs have the same bits: a
+resumed run must continue exactly like the saved run, for any number of ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Pieces = dict[str, tuple[int, Tensor]]
 
 @dataclass
 class Snapshot:
-    """What one rank saw: its pieces of masters, states and values at the checkpoint, and how training went on."""
+    """State of one rank: its shards of masters, states and values at the checkpoint, and the training after it."""
 
     pieces: Pieces
     losses: list[float]
@@ -49,7 +49,7 @@ def make_engine(
     checkpoint: dict[str, Any] | None = None,
     **changes: Any,
 ) -> Engine:
-    """An engine over a fresh toy with two param groups (matrices decay) and a schedule."""
+    """Builds an engine over a new toy model with two param groups (only matrices decay) and a schedule."""
     torch.manual_seed(seed)
 
     def grouped(params: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -71,12 +71,12 @@ def make_engine(
 
 
 def train(engine: Engine, tokens: Sequence[Tensor]) -> list[float]:
-    """One step per batch; the losses."""
+    """Trains one step per batch and returns the losses."""
     return [train_step(engine, engine(batch)) for batch in tokens]
 
 
 def snapshot(engine: Engine, client_state: dict[str, Any]) -> Snapshot:
-    """The state now, and what `STEPS` more steps give; the engine is used up."""
+    """Records the current state, and the results of `STEPS` more steps; the engine cannot be used afterwards."""
     contents = SavePlan.collect(engine.checkpointer.state())
     pieces = {
         entry.key: (entry.start, entry.data.clone() if isinstance(entry.data, Tensor) else entry.data.copy())
@@ -91,7 +91,7 @@ def snapshot(engine: Engine, client_state: dict[str, Any]) -> Snapshot:
 
 
 def save(root: Path, stage: int, precision: str, *, tag: str | None = None, **changes: Any) -> Snapshot:
-    """Trains a little and saves under the tag "<stage>-<precision>", or `tag`."""
+    """Trains a few steps and saves under the tag "<stage>-<precision>", or `tag`."""
     engine = make_engine(stage, precision, **changes)
     train(engine, batches(0, STEPS))
     engine.module.get_buffer("offset").fill_(0.125)
@@ -101,7 +101,7 @@ def save(root: Path, stage: int, precision: str, *, tag: str | None = None, **ch
 
 
 def resume(folder: Path, tag: str, stage: int, precision: str, **changes: Any) -> Snapshot:
-    """Resumes in an engine that started from other weights."""
+    """Resumes in an engine that was initialized with other weights."""
     engine = make_engine(stage, precision, seed=11, **changes)
     path, client_state = engine.load_checkpoint(folder, tag=tag)
     assert path is not None
@@ -113,14 +113,14 @@ def resume(folder: Path, tag: str, stage: int, precision: str, **changes: Any) -
 
 
 def save_all(root: Path, cases: Sequence[tuple[str, int, str, str]]) -> dict[str, Snapshot]:
-    """(tag, stage, precision, tier) each; what this rank saw, by tag."""
+    """Saves each case (tag, stage, precision, tier); returns this rank's snapshots by tag."""
     return {
         tag: save(root, stage, precision, tag=tag, **tiers(root, stage, tier)) for tag, stage, precision, tier in cases
     }
 
 
 def resume_all(root: Path, cases: Sequence[tuple[str, int, str, str, bool]]) -> list[Snapshot]:
-    """(tag, stage, precision, tier, reversed param groups) each."""
+    """Resumes each case (tag, stage, precision, tier, reversed param groups)."""
     return [
         resume(root, tag, stage, precision, reverse_groups=turned, **tiers(root, stage, tier))
         for tag, stage, precision, tier, turned in cases
@@ -128,14 +128,14 @@ def resume_all(root: Path, cases: Sequence[tuple[str, int, str, str, bool]]) -> 
 
 
 def tiers(root: Path, stage: int, tier: str) -> dict[str, Any]:
-    """The keys that put into a tier what the stage shards."""
+    """Returns the config keys that move the state that the stage shards to a tier."""
     swap = root / "swap"
     swap.mkdir(exist_ok=True)
     return offloaded(swap, tier if stage >= 1 else "none", tier if stage == 3 else "none")
 
 
 def assembled(snapshots: Sequence[Snapshot]) -> dict[str, Tensor]:
-    """Key -> all elements, from the pieces of all ranks."""
+    """Returns for each key all elements, assembled from the pieces of all ranks."""
     parts: dict[str, dict[int, Tensor]] = {}
     for found in snapshots:
         for key, (start, data) in found.pieces.items():

@@ -1,4 +1,4 @@
-"""The `zeroaccel` command in this process: its exit code, and what it writes to stdout and stderr."""
+"""Runs the `zeroaccel` command in this process; captures its exit code, stdout and stderr."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from zeroaccel.cli.main import main  # type: ignore[import-not-found]  # a folde
 
 @dataclass(frozen=True)
 class Said:
-    """What a command has written."""
+    """Output of a command."""
 
     out: str
     err: str
 
 
 def typed(line: str, *words: object, code: int = 0) -> Said:
-    """Runs ``zeroaccel LINE WORDS``, which must end with that code."""
+    """Runs ``zeroaccel LINE WORDS`` and asserts that it ends with the exit code `code`."""
     out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
     with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as ended:
         main([*shlex.split(line), *map(str, words)], prog_name="zeroaccel")

@@ -1,4 +1,4 @@
-"""Datasets of numbers: with indices, as a stream, and as a stream with a length."""
+"""Datasets of numbers: map-style, iterable, and iterable with a length."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 
 class Numbers(Dataset[int]):
-    """0 ... ``length - 1``, by index."""
+    """The numbers 0 ... ``length - 1``, by index."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -21,7 +21,7 @@ class Numbers(Dataset[int]):
 
 
 class Stream(IterableDataset[int]):
-    """The same numbers, one after another."""
+    """Iterates over the same numbers."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -31,7 +31,7 @@ class Stream(IterableDataset[int]):
 
 
 class SizedStream(Stream):
-    """A stream that says how long it is."""
+    """An iterable dataset with a length."""
 
     def __len__(self) -> int:
         return self.length

@@ -1,6 +1,6 @@
-"""The environment a rank is started with, in one place for the pool's ranks and for scripts.
+"""The environment in which a rank starts: one definition for the pool's ranks and for scripts.
 
-What the surrounding shell says of other jobs (RANK, MASTER_PORT, TORCHELASTIC_...) is taken out first.
+Variables of another job in the surrounding shell (RANK, MASTER_PORT, TORCHELASTIC_...) are removed first.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-WAIT_LIMIT = "TEST_WAIT_LIMIT"  # seconds that a collective may wait, once a script has called `begin`
+WAIT_LIMIT = "TEST_WAIT_LIMIT"  # timeout of a collective in seconds, once a script has called `begin`
 _JOB_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
@@ -28,9 +28,10 @@ _JOB_VARIABLES = (
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that no process listens on now, and that no connection will be given.
+    """Returns a TCP port of the loopback interface on which no process listens, and which no connection will receive.
 
-    Systems give connections ports from 32768 on: one of those is often taken before a job has started and listens.
+    Systems assign the ports from 32768 on to connections: another process often takes such a port before a job
+    listens on it.
     """
     while True:
         port = random.SystemRandom().randrange(20000, 32768)
@@ -40,7 +41,7 @@ def free_port() -> int:
 
 
 def outside_any_job() -> dict[str, str]:
-    """This process's environment without any job's variables, with the root of the tree importable."""
+    """Returns this process's environment without the variables of any job, with the tree's root on the import path."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -51,7 +52,7 @@ def outside_any_job() -> dict[str, str]:
 
 
 def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """The environment of one CPU rank of a job on this machine, with one thread and gloo on the loopback interface."""
+    """Returns the environment of a CPU rank of a job on this machine: one thread, gloo on the loopback interface."""
     return outside_any_job() | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -66,7 +67,7 @@ def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 
 def begin() -> None:
-    """Limits waits from here on, and prints when that was. On a busy machine a first step takes longer than a limit."""
+    """Applies the short timeout from now on, and prints the time. On a busy machine a first step can exceed it."""
     from zeroaccel.comm.topology import current_topology
 
     current_topology(timeout=float(os.environ[WAIT_LIMIT]))

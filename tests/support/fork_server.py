@@ -1,16 +1,16 @@
-"""A process that has imported torch and the package once and starts Python programs as forks of itself.
+"""A process that imports torch and the package once, and then starts Python programs as forks of itself.
 
     python -m tests.support.fork_server SOCKET [MODULE ...]
 
-`processes.start` is the other end. A request names what a command line would: words, environment, folder, files. The
-fork becomes what a new interpreter would be with these: signals, streams, `sys.path`, `__main__`. Its own `subprocess`
-forks too, except in ranks, so the ranks of a launcher start as cheaply. What a fork cannot show is in
-`needs_interpreter`, and a fork differs from an interpreter in this:
+`processes.start` is the client. A request contains the parts of a command: words, environment, folder, files. The
+fork sets up the state that a new interpreter would have: signals, streams, `sys.path`, `__main__`. Its own `subprocess`
+forks as well, except in ranks, so the ranks of a launcher start as cheaply. `needs_interpreter` detects commands
+that a fork cannot run, and a fork differs from an interpreter in these points:
 
 - all forks have the same hash seed;
 - /proc shows the command line and the first environment of this process;
 - modules of the package and of torch are imported already, and some of numba and pandas;
-- its end frees no modules: threads, exit handlers and streams end as they do there, then the process does.
+- the end of a fork does not free modules: it ends threads, runs exit handlers, flushes streams, and exits.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-MOST_BYTES = 150_000  # of a request
+MOST_BYTES = 150_000  # limit for the bytes of a request
 
 _PRELOADED = (
     "torch",
@@ -65,8 +65,8 @@ _PRELOADED = (
     "jinja2",
     "PIL.Image",
 )
-_PRELOADED_WITH_A_THREAD = ("pandas", "pyarrow.compute", "pyarrow.dataset")  # one of jemalloc, which starts it in forks
-# Variables that are read when the interpreter starts or torch is imported; the prefixes of the others are harmless.
+_PRELOADED_WITH_A_THREAD = ("pandas", "pyarrow.compute", "pyarrow.dataset")  # jemalloc starts its thread in forks
+# The interpreter reads these at its start, or torch when it is imported; the prefixes of other variables are harmless.
 _READ_AT_START = (
     "PYTHON",
     "TORCH",
@@ -86,13 +86,13 @@ _IMITATED = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "OMP_N
 
 @dataclass(frozen=True)
 class Request:
-    """One program.
+    """A request to start one program.
 
     Attributes:
-        words: its command line, the interpreter first.
-        files: the descriptors under which the program has the sent files; stdin, stdout and stderr are 0 to 2.
-        cores: on which it may run.
-        session: whether it leads a session of its own.
+        words: its command line, with the interpreter first.
+        files: the descriptors that the program has for the sent files; stdin, stdout and stderr are 0 to 2.
+        cores: the cores on which it may run.
+        session: True if it leads a session of its own.
     """
 
     words: Sequence[str]
@@ -106,10 +106,10 @@ class Request:
 def needs_interpreter(
     words: Sequence[str], environment: Mapping[str, str], folder: str, server: Mapping[str, str]
 ) -> bool:
-    """Whether only a new interpreter can run a command.
+    """Returns True if a command can run only in a new interpreter.
 
     Args:
-        server: the environment that the server was started with.
+        server: the environment in which the server was started.
     """
     program = _program(words) if sys.platform == "linux" and words[0] == sys.executable else None
     if program is not None and program[0].endswith("/launch/fork_server.py"):
@@ -125,7 +125,7 @@ def needs_interpreter(
 
 
 def _program(words: Sequence[str]) -> list[str] | None:
-    """The words behind the interpreter's own options; None where an option cannot be imitated."""
+    """Returns the words after the interpreter's own options; None if a fork cannot imitate an option."""
     rest = list(words[1:])
     while rest and rest[0] == "-u":
         del rest[0]
@@ -133,14 +133,14 @@ def _program(words: Sequence[str]) -> list[str] | None:
 
 
 def main() -> None:
-    """Serves until the other end of the socket is closed."""
+    """Serves requests until the client closes the socket."""
     control = socket.socket(fileno=int(sys.argv[1]))
     origin = _preload([*_PRELOADED, *sys.argv[2:]])
     _fork_in_subprocess(origin)
     reader, writer = os.pipe2(os.O_NONBLOCK)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    reports: dict[int, int] = {}  # of each process, the pipe that tells of its end
+    reports: dict[int, int] = {}  # pipe of each process that reports its end
     control.send(b"ready")
     while True:
         waited: list[Any] = [control, reader]
@@ -154,7 +154,7 @@ def main() -> None:
 
 
 def _serve(control: socket.socket, origin: _Origin, reports: dict[int, int]) -> bool:
-    """Starts what one request asks for. Returns whether there was one."""
+    """Starts the program of one request. Returns False at the end of the connection."""
     data, files, *_ = socket.recv_fds(control, MOST_BYTES, 16)
     if not data:
         return False
@@ -181,16 +181,16 @@ def _tell(report: int, number: int, last: bool = True) -> None:
 
 @dataclass(frozen=True)
 class _Origin:
-    """What a new interpreter has, as it was before any program ran."""
+    """State of a new interpreter, recorded before any program runs."""
 
     environment: Mapping[str, str]
     path: Sequence[str]  # without the script's folder and PYTHONPATH
-    exits: Sequence[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]]  # of `atexit`
-    finalizers: frozenset[Any]  # of `weakref`
+    exits: Sequence[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]]  # handlers of `atexit`
+    finalizers: frozenset[Any]  # finalizers of `weakref`
 
 
 def _preload(names: Sequence[str]) -> _Origin:
-    """Imports what programs need, in one thread; what is not installed nobody needs."""
+    """Imports the modules that programs need, in one thread; modules that are not installed are left out."""
     environment = dict(os.environ)
     own = {os.path.abspath(entry) for entry in environment.get("PYTHONPATH", "").split(os.pathsep)}
     path = [entry for entry in sys.path[1:] if os.path.abspath(entry) not in own]
@@ -202,7 +202,7 @@ def _preload(names: Sequence[str]) -> _Origin:
         return register(function, *args, **kwargs)
 
     atexit.register = record  # type: ignore[assignment]
-    os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # a thread would not be in the forks
+    os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # forks would not have the thread
     _import(names)
     _load_kernels()
     if (threads := len(os.listdir("/proc/self/task"))) != 1:
@@ -210,7 +210,7 @@ def _preload(names: Sequence[str]) -> _Origin:
     _import(_PRELOADED_WITH_A_THREAD)
     atexit.register = register
     gc.collect()
-    gc.freeze()  # so that a collection in a fork copies no pages
+    gc.freeze()  # so that garbage collection in a fork does not copy pages
     registry: Mapping[Any, Any] = weakref.finalize._registry  # type: ignore[attr-defined]
     return _Origin(environment, path, exits, frozenset(registry))
 
@@ -222,7 +222,7 @@ def _import(names: Sequence[str]) -> None:
 
 
 def _load_kernels() -> None:
-    """Runs the kernels of every step: with the first, numba imports for half a second."""
+    """Runs the kernels that every step uses: at the first one, numba imports for half a second."""
     import torch
 
     from zeroaccel.ops import reductions
@@ -234,12 +234,12 @@ def _load_kernels() -> None:
 
 # ---- In the fork ----
 
-_replaced: list[Any] = []  # streams of the process that forked: alive, so that nothing is flushed twice or closed
+_replaced: list[Any] = []  # streams of the process that forked: kept, so that nothing flushes them twice
 
 
 def _set_files(files: dict[int, int]) -> None:
     """Moves the open files to their descriptors and closes all others."""
-    # Above all the wanted ones first, so that none overwrites another.
+    # First above all requested descriptors, so that none overwrites another.
     high = max(*files, *files.values(), 63) + 1
     for target, source in files.items():
         os.dup2(source, high + target)
@@ -247,7 +247,7 @@ def _set_files(files: dict[int, int]) -> None:
         os.dup2(high + target, target)
     wanted = sorted(files)
     for low, top in zip([-1, *wanted], [*wanted, os.sysconf("SC_OPEN_MAX")], strict=True):
-        if low + 1 < top:  # an empty range before 0 would be all of them
+        if low + 1 < top:  # an empty range before descriptor 0 would mean all descriptors
             os.closerange(low + 1, top)
 
 
@@ -255,7 +255,7 @@ def _become(request: Request, files: dict[int, int], origin: _Origin) -> NoRetur
     """Turns this fork into the process that a command line would have started, and ends it.
 
     Args:
-        files: the descriptors that the program knows, and those that they have here.
+        files: the program's descriptors, and the corresponding descriptors in this process.
     """
     code = 1
     try:
@@ -281,7 +281,7 @@ def _become(request: Request, files: dict[int, int], origin: _Origin) -> NoRetur
 
 
 def _end(code: int) -> NoReturn:
-    """Ends as an interpreter does, apart from freeing its modules, which would take longer than most programs."""
+    """Ends as an interpreter does, but without freeing modules, which would take longer than most programs."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -292,7 +292,7 @@ def _end(code: int) -> NoReturn:
 
 
 def _forget(origin: _Origin) -> None:
-    """Undoes what the process that forked had of its own."""
+    """Removes state that belongs to the process that forked."""
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
@@ -330,7 +330,7 @@ def _open_streams(unbuffered: bool) -> None:
 
 
 def _seed(request: Request) -> None:
-    """Random states of its own, and the threads that the environment asks for."""
+    """Seeds the random generators anew, and sets the number of threads that the environment requests."""
     import numpy
     import torch
 
@@ -390,7 +390,7 @@ def _exit_code(exit_: SystemExit) -> int:
 
 
 def _fork_in_subprocess(origin: _Origin) -> None:
-    """Lets `subprocess` of the forks fork, where it would start an interpreter that a fork can stand in for."""
+    """Makes `subprocess` in the forks fork if a fork can replace the new interpreter."""
     execute = subprocess._fork_exec  # type: ignore[attr-defined]
 
     def fork_exec(*arguments: Any) -> int:
@@ -400,7 +400,7 @@ def _fork_in_subprocess(origin: _Origin) -> None:
         environment = dict(os.environ) if variables is None else dict(map(_variable, variables))
         folder = os.getcwd() if folder is None else os.fsdecode(folder)
         words = [os.fsdecode(word) for word in words]
-        # The threads of gloo and of an engine would not be in a fork of a rank, whose end waits for them.
+        # A fork of a rank would lack the threads of gloo and of an engine, and its end waits for them.
         is_plain = is_plain and os.fsdecode(executables[0]) == sys.executable and "RANK" not in os.environ
         if not is_plain or needs_interpreter(words, environment, folder, origin.environment):
             return int(execute(*arguments))
@@ -410,7 +410,7 @@ def _fork_in_subprocess(origin: _Origin) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns if there are threads
             process = os.fork()
         if not process:
             _become(request, files, origin)

@@ -1,7 +1,7 @@
-"""Complete programs in fresh processes: for what a pool cannot show, such as a job that has to end by itself.
+"""Complete programs in fresh processes: for tests that a pool cannot run, such as a job that must end by itself.
 
-Output goes to files, so that a program that prints much never waits for its reader. A job that outlives its limit is
-killed, and with it every process descended from it.
+Output goes to files, so that a program that prints much does not block on its reader. A job that exceeds its limit is
+killed with all its descendant processes.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class JobResult:
-    """What a job left behind.
+    """Result of a job.
 
     Attributes:
-        returncodes: per process its exit code, negative for a signal.
-        stdout, stderr: what the processes printed, one after another in the order of their ranks.
-        seconds: from the start of the last process until all had ended.
+        returncodes: exit code of each process, negative for a signal.
+        stdout, stderr: output of the processes, concatenated in the order of their ranks.
+        seconds: from the start of the last process to the end of all processes.
     """
 
     returncodes: tuple[int, ...]
@@ -47,12 +47,12 @@ class JobResult:
 
     @property
     def returncode(self) -> int:
-        """The exit code of the first process that failed, 0 when none did."""
+        """Exit code of the first process that failed, 0 if no process failed."""
         return next((code for code in self.returncodes if code), 0)
 
 
 class JobTimeout(Exception):
-    """A job had to be killed. `result` holds what it had printed."""
+    """A job exceeded its limit and was killed. `result` holds its output."""
 
     def __init__(self, headline: str, result: JobResult) -> None:
         self.result = result
@@ -72,14 +72,14 @@ def run_job(
     """Runs a Python script as ranks 0 ... `nproc` - 1 of one job and waits for all of them.
 
     Args:
-        timeout: seconds of a quiet machine after which the job is killed.
-        env: variables set on top of those of a rank.
-        cwd: the folder it runs in.
-        fresh: whether each rank has to be a new interpreter, rather than a fork of one (`tests/support/processes.py`).
-        imports: modules that the ranks have imported when they start.
+        timeout: limit in seconds of a quiet machine, after which the job is killed.
+        env: variables set in addition to those of a rank.
+        cwd: working folder.
+        fresh: True if each rank must be a new interpreter instead of a fork (`tests/support/processes.py`).
+        imports: modules that are already imported when the ranks start.
 
     Raises:
-        JobTimeout: the job had not ended by itself.
+        JobTimeout: the job exceeded the limit.
     """
     port = free_port()
     command = [sys.executable, os.fspath(script_path), *map(str, args)]
@@ -94,15 +94,15 @@ def run_command(
     cwd: Path = ROOT,
     fresh: bool = False,
 ) -> JobResult:
-    """Runs one command outside any job, as a person at a shell would; arguments as in `run_job`."""
+    """Runs one command outside any job, as from a shell; the arguments are those of `run_job`."""
     return _run([str(word) for word in argv], [outside_any_job() | dict(env or {})], timeout, cwd, fresh, ())
 
 
 class RunningJob:
-    """The processes of a job that its test acts upon; they end with the context of `running_command`.
+    """Processes of a job that the test can signal and kill; they end with the context of `running_command`.
 
     Attributes:
-        processes: by rank, or the only one.
+        processes: one per rank, or the only one.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class RunningJob:
             raise
 
     def said(self) -> str:
-        """What the first process has written to stderr by now."""
+        """Returns the stderr output of the first process so far."""
         return Path(self._folder, "0.err").read_text(errors="replace")
 
     def send_signal(self, number: signal.Signals) -> None:
@@ -134,10 +134,10 @@ class RunningJob:
             os.kill(process.pid, number)
 
     def wait(self, timeout: float = 40.0) -> JobResult:
-        """What the job leaves behind when it has ended, which takes at most so many seconds of a quiet machine.
+        """Waits for the job to end, at most `timeout` seconds of a quiet machine, and returns its result.
 
         Raises:
-            JobTimeout: it had to be killed.
+            JobTimeout: the job exceeded the limit and was killed.
         """
         limit = time_limits.Limit(timeout)
         try:
@@ -166,7 +166,7 @@ class RunningJob:
 def running_command(
     argv: Sequence[object], env: Mapping[str, str] | None = None, cwd: Path = ROOT
 ) -> Iterator[RunningJob]:
-    """Starts what `run_command` runs."""
+    """Starts the command that `run_command` would run."""
     with tempfile.TemporaryDirectory(prefix="job-") as folder:
         job = RunningJob([str(word) for word in argv], [outside_any_job() | dict(env or {})], cwd, False, folder)
         try:
@@ -179,9 +179,9 @@ def running_command(
 def side_by_side(
     request: pytest.FixtureRequest, name: str, run: Callable[[Parameter], Result], at_a_time: int = 2
 ) -> Iterator[Callable[[Parameter], Result]]:
-    """Starts `run` for each value that the parameter `name` has in the module's tests; gives a call that waits for one.
+    """Starts `run` for each value of the parameter `name` in the module's tests; yields a call that waits for a result.
 
-    For jobs that spend their time starting and waiting. Tests that this session leaves out start nothing.
+    For jobs that spend their time starting and waiting. Tests that this session deselects start no job.
     """
     items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     values = dict.fromkeys(item.callspec.params[name] for item in items if name in item.callspec.params)
@@ -213,7 +213,7 @@ def _all_ended(processes: list[Process], limit: time_limits.Limit) -> bool:
 
 
 def _kill_tree(process: Process) -> None:
-    # By descent, not by process group: a launcher gives each of its workers a session of its own.
+    # By descent, not by process group: a launcher starts each of its workers in a session of its own.
     if process.poll() is None:
         for descendant in psutil.Process(process.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):

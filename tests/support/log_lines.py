@@ -1,4 +1,4 @@
-"""What zeroaccel's logger says while a block runs, whatever other tests have made of its level and its handlers."""
+"""Captures lines of zeroaccel's logger during a block, independently of the level and handlers that other tests set."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zeroaccel.logs import logger
 
 @contextmanager
 def log_lines(level: int = logging.NOTSET) -> Iterator[list[str]]:
-    """The lines from that level on; INFO and below are made to be said."""
+    """Yields the list of lines of that level and above; the logger is set to emit them, also at INFO and below."""
     lines: list[str] = []
     handler, before = logging.Handler(level), logger.level
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]

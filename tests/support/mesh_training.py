@@ -1,4 +1,4 @@
-"""Meshes in training: what each axis needs of torch, a small Llama to divide, and a micro-step of it on any mesh."""
+"""Training on meshes: versions of torch that each axis needs, a small Llama to split, and a micro-step on any mesh."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from tests.support.training import train_step
 
-# What `initialize` refuses by name on an older torch.
+# `initialize` refuses these combinations by name on an older torch.
 NEEDS_SPLIT_LAYERS = pytest.mark.skipif(
     "src_data_rank" not in inspect.signature(parallelize_module).parameters,
     reason="parallelize_module of this torch sends weights from rank 0; that of 2.7 need not",
@@ -25,13 +25,13 @@ NEEDS_STAGES = pytest.mark.skipif(
 
 
 def with_frozen_base(model: Any) -> nn.Module:
-    """The model of transformers with only its head trained."""
+    """Freezes all weights of a transformers model except its head."""
     model.model.requires_grad_(False)
     return model  # type: ignore[no-any-return]
 
 
 def small_llama(kind: str = "Llama", **changes: Any) -> nn.Module:
-    """Two blocks, the same on every rank, with fewer heads of keys than of queries; or another `kind`, as "Qwen3"."""
+    """Builds two Llama blocks (or another `kind`), the same on every rank, with fewer heads of keys than of queries."""
     import transformers
 
     torch.manual_seed(3)
@@ -43,7 +43,7 @@ def small_llama(kind: str = "Llama", **changes: Any) -> nn.Module:
 
 
 def small_gpt2(**changes: Any) -> nn.Module:
-    """Four blocks without dropout, the same on every rank; its head is its embedding."""
+    """Builds a GPT-2 of four blocks without dropout, the same on every rank; its head is tied to its embedding."""
     import transformers
 
     torch.manual_seed(3)
@@ -54,12 +54,12 @@ def small_gpt2(**changes: Any) -> nn.Module:
 
 
 def mean_loss(engine: Any, batch: dict[str, Tensor]) -> Tensor:
-    """The mean loss of whole sequences, of a batch or of a rank's part of one."""
+    """Returns the mean loss over whole sequences, from a batch or from a rank's part of a batch."""
     labels = batch.get("shift_labels", batch.get("labels"))
     loss: Tensor = engine(**{**batch, "labels": labels}).loss
     return engine.sequence_group.mean_loss(loss, labels) if "shift_labels" in batch else loss
 
 
 def train_micro_step(engine: Any, batch: dict[str, Tensor]) -> float:
-    """Forward, backward and step of a batch, or of a rank's part of one; the mean loss of whole sequences."""
+    """Trains on a batch, or on a rank's part of it; returns the mean loss over whole sequences."""
     return train_step(engine, mean_loss(engine, batch))

@@ -1,4 +1,4 @@
-"""Small mixtures of experts of transformers: each kind of router, of expert tensors and of shared experts."""
+"""Small mixture-of-experts models of transformers: each kind of router, of expert tensors and of shared experts."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "router_aux_loss_coef": 0.1,
     },
     "Qwen3Moe": {**_TOP_2, "num_experts": 8, "head_dim": 8, "norm_topk_prob": True},
-    # Biases of routers and experts, transposed and interleaved projections, sinks.
+    # Biases of routers and experts, transposed and interleaved projections, attention sinks.
     "GptOss": {"num_local_experts": 4, "intermediate_size": 32, "num_experts_per_tok": 2, "head_dim": 8},
-    # Sigmoid scores, a correction of the router's choice, groups of experts, shared experts, one dense layer.
+    # Sigmoid scores, a correction bias in the router, groups of experts, shared experts, one dense layer.
     "DeepseekV3": {
         **_TOP_2,
         "n_routed_experts": 8,
@@ -52,11 +52,11 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
     },
     "Olmoe": {"num_experts": 8, "num_experts_per_tok": 4, "intermediate_size": 16},
-    # A gated shared expert beside the experts, recurrent layers among the attention.
+    # A gated shared expert beside the routed experts, recurrent layers among the attention layers.
     "Qwen3Next": {**_TOP_2, **_RECURRENT},
     # The same layers with other projections.
     "Qwen3_5Moe": {"num_experts_per_tok": 2, "moe_intermediate_size": 16, **_RECURRENT},
-    # Experts that take all tokens, times their scores; one per token, and a shared one.
+    # Experts that process all tokens, weighted by their scores; one expert per token, and a shared one.
     "Llama4": {
         "num_local_experts": 4,
         "num_experts_per_tok": 1,
@@ -65,14 +65,14 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "head_dim": 8,
     },
 }
-"""Kind -> the sizes that its config has beside the common ones."""
+"""For each kind, the sizes in its config beyond the common ones."""
 
 
 def small_mixture(kind: str, experts: str = "grouped_mm", **changes: Any) -> nn.Module:
-    """A model of transformers, the same on every rank.
+    """Builds a model of transformers, the same on every rank.
 
     Args:
-        experts: transformers' implementation of their forward.
+        experts: transformers' implementation of the experts' forward.
     """
     import transformers
 

@@ -1,10 +1,10 @@
-"""A pool of real gloo ranks that outlives a test: importing torch once per rank, not once per test.
+"""A pool of real gloo ranks that outlives a test, so that torch is imported once per rank and not once per test.
 
     pool.run(function, *args) -> [result of rank 0, result of rank 1, ...]
 
-The function is pickled by reference, so it is a module-level function of an importable test module. Each call starts
-from the same random seeds. A call that fails, hangs or loses a rank ends the pool's processes, and the next call
-starts new ones: the state of a process group after a failed test is unknown. `worker.py` is the other end.
+The function is pickled by reference, so it must be a module-level function of an importable test module. Each call
+starts from the same random seeds. After a call that fails, hangs or loses a rank, the pool ends its processes, and the
+next call starts new ones: the state of a process group after a failed test is unknown. `worker.py` is the other end.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from tests.support.worker import DUMP_SIGNAL, Answer, Setup
 
 T = TypeVar("T")
 
-START_SECONDS = 100.0  # importing torch in every rank, on a busy machine
-GRACE_SECONDS = 5.0  # what the other ranks get once one has failed: they may be waiting for it
+START_SECONDS = 100.0  # for importing torch in every rank, on a busy machine
+GRACE_SECONDS = 5.0  # for the other ranks after one has failed: they may be waiting for it
 DUMP_SECONDS = 2.0
-IMPORTS = ("transformers.models.llama.modeling_llama",)  # and with it most of transformers
+IMPORTS = ("transformers.models.llama.modeling_llama",)  # imports most of transformers as well
 
 
 class RankFailure(Exception):
     """A call raised on at least one rank.
 
     Attributes:
-        reports: per failed rank its traceback, or its stack if it was still running.
+        reports: traceback of each failed rank, or stack of each rank that was still running.
     """
 
     def __init__(self, headline: str, reports: dict[int, str]) -> None:
@@ -46,7 +46,7 @@ class RankFailure(Exception):
 
 
 class RankTimeout(RankFailure):
-    """A call did not return on at least one rank, though none had failed."""
+    """A call did not return on at least one rank, and no rank had failed."""
 
 
 class _Rank:
@@ -77,7 +77,7 @@ class _Rank:
         return answer
 
     def stack(self) -> str:
-        """Where every thread of this rank is now, or what can be said if it does not tell."""
+        """Returns the current stacks of all threads of this rank, or a reason if the rank does not write them."""
         if self._process.poll() is not None:
             return f"(the process ended with exit code {self._process.returncode})\n"
         os.kill(self._process.pid, DUMP_SIGNAL)
@@ -105,11 +105,11 @@ class Pool:
     Args:
         world_size: number of ranks, each a process with one thread.
         folder: an existing folder for the stacks of ranks that hang or crash.
-        warning_filters: the filters every call runs under, in pytest's form.
+        warning_filters: the warning filters of every call, in pytest's format.
         join: False for bare processes: no torch, no process group.
 
     Attributes:
-        imports: what its processes have imported when they start.
+        imports: modules that its processes import at their start.
     """
 
     def __init__(self, world_size: int, folder: Path, warning_filters: Sequence[str] = (), join: bool = True) -> None:
@@ -123,14 +123,14 @@ class Pool:
         """Calls ``function(*args, **kwargs)`` on every rank and returns the results by rank.
 
         Args:
-            timeout: seconds of a quiet machine until a rank that has not returned counts as hanging; starting the pool
-                is not included.
+            timeout: seconds of a quiet machine after which a rank that has not returned counts as hanging; the start of
+                the pool is not included.
 
         Raises:
-            RankFailure: with the traceback of every rank that raised, and the stack of every rank left waiting.
+            RankFailure: with the traceback of every rank that raised, and the stack of every rank that still waited.
             RankTimeout: with the stack of every rank that did not return in time.
         """
-        __tracebackhide__ = True  # a failure is shown at the caller's line
+        __tracebackhide__ = True  # pytest shows a failure at the caller's line
         call = pickle.dumps((function, args, kwargs))
         name = getattr(function, "__qualname__", repr(function))
         try:
@@ -158,7 +158,7 @@ class Pool:
         self._collect("the start of the pool", START_SECONDS)
 
     def _collect(self, name: str, timeout: float) -> list[Answer]:
-        """Waits for one answer per rank, all of them values."""
+        """Waits for one answer per rank; raises unless every answer is a value."""
         __tracebackhide__ = True
         limits = [time_limits.Limit(timeout)]
         answers: dict[int, Answer] = {}
@@ -185,7 +185,7 @@ class Pool:
         )
 
 
-Ranks = Callable[[int], Pool]  # the fixture `ranks`: the pool of that many ranks
+Ranks = Callable[[int], Pool]  # type of the fixture `ranks`: returns the pool of that many ranks
 
 
 def _section(rank: int, title: str, body: str) -> str:

@@ -1,6 +1,6 @@
-"""Processes of the tests: forks of a `fork_server` where one can stand in for a new interpreter, else new ones.
+"""Processes of the tests: forks of a `fork_server` if a fork can replace a new interpreter, otherwise new interpreters.
 
-A test asks for a new interpreter by `fresh` where its subject is the interpreter's own start or end, or its memory.
+A test requests a new interpreter with `fresh` if it tests the interpreter's own start, end or memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.support.fork_server import Request, needs_interpreter
 
 
 class Process(Protocol):
-    """What the two kinds of processes have in common."""
+    """Common interface of the two kinds of processes."""
 
     @property
     def pid(self) -> int: ...
@@ -49,13 +49,13 @@ def start(
     fresh: bool = False,
     imports: tuple[str, ...] = (),
 ) -> Process:
-    """Starts a command in a session of its own, with nothing on stdin.
+    """Starts a command in a session of its own, with an empty stdin.
 
     Args:
-        stdout, stderr: None for this process's own.
+        stdout, stderr: None for those of this process.
         passed: descriptors that the process inherits.
-        fresh: whether it has to be a new interpreter.
-        imports: modules that the process had better have imported already; another server does, once.
+        fresh: True if it must be a new interpreter.
+        imports: modules that should already be imported; a separate server imports them once.
     """
     if fresh or needs_interpreter(words, environment, os.fspath(folder), _server_environment()):
         return subprocess.Popen(
@@ -82,7 +82,7 @@ def start(
 
 
 class _Fork:
-    """A process that the server forked, in the words of `subprocess.Popen`."""
+    """A process that the server forked, with the interface of `subprocess.Popen`."""
 
     def __init__(self, words: Sequence[str], report: int) -> None:
         self._words = words
@@ -117,7 +117,7 @@ class _Fork:
 
 
 class _Server:
-    """A server of this process; it ends with it."""
+    """A fork server of this process; it ends with this process."""
 
     def __init__(self, imports: Sequence[str]) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -149,7 +149,7 @@ class _Server:
         self._process.wait()
 
 
-_servers: dict[tuple[str, ...], _Server] = {}  # by what they have imported beyond torch and the package
+_servers: dict[tuple[str, ...], _Server] = {}  # one for each set of modules imported beyond torch and the package
 _starting = threading.Lock()
 
 

@@ -1,6 +1,6 @@
-"""Refusals: an error has a class, an address and words, and a test says them in one line.
+"""Refusals in one line of a test: the class, address and words of an error.
 
-A table of refusals is text: a line with the input, and below it, indented, the words of its message.
+A table of refusals is text: a line with the input, and below it, indented, the message.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from zeroaccel.errors import ZeroAccelError
 
 
 def message(error: type[BaseException], call: Callable[..., object], *arguments: Any, **options: Any) -> str:
-    """The text of the error that ``call(*arguments, **options)`` raises."""
+    """Returns the text of the error that ``call(*arguments, **options)`` raises."""
     with pytest.raises(error) as caught:
         call(*arguments, **options)
     return str(caught.value)
 
 
 def complaint(call: Callable[..., object], *arguments: Any, **options: Any) -> str:
-    """The text of the error of zeroaccel that ``call(*arguments, **options)`` raises, or "nothing"."""
+    """Returns the text of the zeroaccel error that ``call(*arguments, **options)`` raises, or "nothing"."""
     try:
         call(*arguments, **options)
     except ZeroAccelError as error:
@@ -34,7 +34,7 @@ def complaint(call: Callable[..., object], *arguments: Any, **options: Any) -> s
 def refused(
     error: type[BaseException] | tuple[type[BaseException], ...], *words: str, lines: int | None = None
 ) -> Iterator[None]:
-    """The block raises an error of that class, whose message has all of the words, on so many lines."""
+    """Asserts that the block raises an error of that class whose message has all the words and that many lines."""
     with pytest.raises(error) as caught:
         yield
     said = str(caught.value)
@@ -43,7 +43,7 @@ def refused(
 
 
 def table(text: str) -> list[tuple[str, str]]:
-    """Pairs of input and message; words on several indented lines are one message, joined by spaces."""
+    """Returns pairs of input and message; several indented lines form one message, joined by spaces."""
     rows: list[tuple[str, str]] = []
     for line in filter(str.strip, text.splitlines()):
         if line.startswith("    "):

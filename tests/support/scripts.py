@@ -1,4 +1,4 @@
-"""Scripts of the tree that are in no package, as modules."""
+"""Loads scripts of the tree that belong to no package as modules."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tests.support.environment import ROOT
 
 
 def load_script(path: str) -> ModuleType:
-    """The module made of a file, which is looked for below the root of the tree."""
+    """Loads a file, given relative to the root of the tree, as a module."""
     name = "_script_" + path.replace("/", "_").removesuffix(".py")
     spec = importlib.util.spec_from_file_location(name, ROOT / path)
     assert spec is not None
     assert spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # where dataclasses look annotations up
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look up annotations there
     spec.loader.exec_module(module)
     return module

@@ -1,7 +1,7 @@
-"""Ranks of one process, a thread each, whose messages are counted: for the control plane of thousands of ranks.
+"""Ranks as threads of one process, whose messages are counted, for the control plane of thousands of ranks.
 
 `run(world_size, call)` gives each thread a `Collectives` over a group that exists in memory. Its messages match by
-sender and tag, in the order in which they were sent, as gloo's do.
+sender and tag, in the order of sending, as in gloo.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _STACK_NBYTES = 1 << 20
 
 @dataclass
 class Sent:
-    """What one rank has sent, and the processor's time that it took."""
+    """Messages and bytes that one rank sent, and the processor time that it used."""
 
     messages: int = 0
     nbytes: int = 0
@@ -50,7 +50,7 @@ class _Work:
 
 
 class _Group:
-    """One rank's end of the group; stands for a process group and for its backend."""
+    """One rank's end of the group; replaces a process group and its backend."""
 
     def __init__(self, rank: int, size: int, boxes: Any, sent: Sent) -> None:
         self._rank, self._size, self._boxes, self._sent = rank, size, boxes, sent
@@ -77,7 +77,7 @@ class _Group:
 
 
 class _Boxes(defaultdict[tuple[int, int, int], "SimpleQueue[Tensor]"]):
-    """Queues of messages, made by whoever comes first."""
+    """Queues of messages; the first access to a key creates its queue."""
 
     def __init__(self) -> None:
         super().__init__(SimpleQueue)
@@ -89,7 +89,7 @@ class _Boxes(defaultdict[tuple[int, int, int], "SimpleQueue[Tensor]"]):
 
 
 def run(world_size: int, call: Callable[[Collectives], T], *, per_node: int = 8) -> list[tuple[T, Sent]]:
-    """The result of `call` on each rank, and what it sent. An exception of a rank is raised."""
+    """Runs `call` on each rank; returns its results and counts. Raises the exception of a rank."""
     boxes = _Boxes()
     results: list[Any] = [None] * world_size
     nodes = tuple(tuple(range(first, min(first + per_node, world_size))) for first in range(0, world_size, per_node))

@@ -1,4 +1,4 @@
-"""What the sweeps share: seed and count from the command line, a report of cases, and a sum with a planted fault."""
+"""Parts that the sweeps share: seed and count from the command line, a report of cases, a sum with a planted fault."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from zeroaccel.comm.collectives import Collectives
 
 @dataclass
 class Case:
-    """One draw of a sweep and what came of it."""
+    """One random case of a sweep and its outcome."""
 
     sweep: str
     name: str
-    group: str  # the row of the table: a head of models, a number of ranks
+    group: str  # row of the table: a model with a certain head, or a number of ranks
     outcome: str  # "equal", perhaps with a condition, "refused", "not built", "different", "failed"
     detail: str = ""
 
     @property
     def is_right(self) -> bool:
-        """Whether nothing has to be looked at."""
+        """True if the outcome needs no inspection."""
         return self.outcome.startswith("equal") or self.outcome in ("refused", "not built")
 
 
@@ -47,7 +47,7 @@ class Sweep:
 
 
 def table(cases: list[Case]) -> str:
-    """Groups in rows, outcomes in columns, in Markdown."""
+    """Returns a Markdown table with groups in rows and outcomes in columns."""
     outcomes = sorted({case.outcome for case in cases})
     counts = Counter((case.group, case.outcome) for case in cases)
     rows = [["", *outcomes, "all"], ["---"] * (len(outcomes) + 2)]
@@ -59,7 +59,7 @@ def table(cases: list[Case]) -> str:
 
 @contextmanager
 def wrong_sums() -> Iterator[None]:
-    """A wrong engine: the last rank's shard of each sum of gradients is a thousandth too large."""
+    """Plants a fault in the engine: the last rank's shard of each sum of gradients is a thousandth too large."""
     right = Collectives._sum_parts
 
     def wrong(self: Collectives, parts: Tensor, out: Tensor, scale: float) -> None:

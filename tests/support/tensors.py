@@ -1,4 +1,4 @@
-"""Values that tests of arithmetic compare, and the comparison to the bit."""
+"""Values for tests of arithmetic, and bitwise comparison."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from torch import Tensor
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
-    """Normal values, the same for the same seed."""
+    """Returns normally distributed values, the same for the same seed."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def every_pattern(dtype: torch.dtype) -> Tensor:
-    """Every number of a 16-bit format, NaNs included."""
+    """Returns every number of a 16-bit format, including NaNs."""
     return torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)
 
 
 def same_bits(ours: Tensor, theirs: Tensor) -> bool:
-    """Equal to the bit, but that one NaN is as good as another."""
+    """Returns True if both are bitwise equal, where all NaNs count as equal."""
     if not ours.is_floating_point():
         return torch.equal(ours, theirs)
     integer = torch.int32 if ours.element_size() == 4 else torch.int16

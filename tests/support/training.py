@@ -1,7 +1,7 @@
-"""A toy transformer with every awkward parameter, and one training run of it: what the engine's tests compare.
+"""A toy transformer with every unusual kind of parameter, and one training run of it; the engine's tests compare runs.
 
-Sizes are odd on purpose: no width is a multiple of a world size, there are tied, frozen, unused, 0-dim and empty
-parameters, a buffer, and one that is read outside its module.
+Sizes are odd on purpose: no width is a multiple of a world size. There are tied, frozen, unused, 0-dim and empty
+parameters, a buffer, and a parameter that is read outside its module.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Block(nn.Module):
 
 
 class Toy(nn.Module):
-    """Embedding, blocks, a tied head, and oddities; returns the loss."""
+    """Embedding, blocks, a tied head, and unusual parameters; returns the loss."""
 
     offset: Tensor
 
@@ -62,7 +62,7 @@ class Toy(nn.Module):
         return self.loss(self.run_layers(x), tokens)
 
     def run_layers(self, x: Tensor) -> Tensor:
-        """What most subclasses change."""
+        """Runs the layers; most subclasses override this."""
         for layer in self.layers:
             x = layer(x)
         return x
@@ -73,14 +73,14 @@ class Toy(nn.Module):
 
 
 def batches(rank: int, count: int, size: int = 2) -> list[Tensor]:
-    """`count` batches of tokens, different on every rank."""
+    """Returns `count` batches of tokens, different on every rank."""
     generator = torch.Generator().manual_seed(1000 + rank)
     return [torch.randint(0, VOCABULARY, (size, 8), generator=generator) for _ in range(count)]
 
 
 @dataclass
 class Run:
-    """What a training run left: everything that must be equal where arithmetic is."""
+    """Results of a training run that must be equal if the arithmetic is equal."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float | None] = field(default_factory=list)
@@ -89,16 +89,16 @@ class Run:
 
 
 def differences(one: Run, other: Run) -> list[str]:
-    """What is not bit-identical between two runs."""
+    """Returns the names of the results that are not bitwise equal in two runs."""
     found = [name for name, a, b in (("losses", one.losses, other.losses), ("norms", one.norms, other.norms)) if a != b]
     found += [name for name, weight in one.weights.items() if not torch.equal(weight, other.weights[name])]
     return found + (["skipped steps"] if one.skipped != other.skipped else [])
 
 
 def config(stage: int, precision: str = "fp32", accumulation: int = 1, **changes: Any) -> dict[str, Any]:
-    """A small config; keys of `changes` are top-level ones, or keys of `zero_optimization` where that has them.
+    """Returns a small config; `changes` are top-level keys, or keys of `zero_optimization` if that section has them.
 
-    Without the section of an optimizer where `optimizer` is None.
+    Without an optimizer section if `optimizer` is None.
     """
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     tree: dict[str, Any] = {
@@ -118,7 +118,7 @@ def config(stage: int, precision: str = "fp32", accumulation: int = 1, **changes
 
 
 def offloaded(folder: Path, optimizer: str = "none", param: str = "none", **optimizer_keys: Any) -> dict[str, Any]:
-    """Keys of `zero_optimization`: small sub-groups, nothing kept in memory that may be in a file."""
+    """Returns keys of `zero_optimization` for small sub-groups that keep nothing in memory that may lie in a file."""
     keys: dict[str, Any] = {"sub_group_size": 512}
     if optimizer != "none":
         keys["offload_optimizer"] = {"device": optimizer, "nvme_path": str(folder), **optimizer_keys}
@@ -128,20 +128,20 @@ def offloaded(folder: Path, optimizer: str = "none", param: str = "none", **opti
 
 
 def recording() -> RecordingCollectives:
-    """Collectives that count, over the ranks of this test."""
+    """Returns collectives over the ranks of this test that count their calls."""
     init_process_group()
     return RecordingCollectives(Collectives(current_topology()))
 
 
 def train_step(engine: Any, loss: Tensor) -> float:
-    """Backward and step; the loss."""
+    """Runs backward and step; returns the loss."""
     engine.backward(loss)
     engine.step()
     return loss.item()
 
 
 def plain_step(optimizer: torch.optim.Optimizer, loss: Tensor) -> float:
-    """Backward and step of torch alone; the loss."""
+    """Runs backward and step in plain torch; returns the loss."""
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -156,7 +156,7 @@ def train(
     before: Callable[[Any], None] = lambda engine: None,
     **arguments: Any,
 ) -> Run:
-    """Trains a fresh model under `settings` on this rank's batches."""
+    """Trains a new model under `settings` on this rank's batches."""
     torch.manual_seed(7)
     model = make()
     engine, *_ = zeroaccel.initialize(model, config=dict(settings), **arguments)
@@ -176,7 +176,7 @@ def train(
 
 
 def finished(engine: Any, run: Run) -> Run:
-    """The run with its weights, which the engine gives back as it ends."""
+    """Completes the run with its weights, which the engine returns when it ends."""
     engine.destroy()
     run.weights = {name: param.detach().clone() for name, param in engine.module.named_parameters()}
     return run

@@ -1,7 +1,7 @@
-"""What one rank of a pool runs: join the process group once, then answer calls until the parent goes away.
+"""Main program of one rank of a pool: joins the process group once, then answers calls until the parent exits.
 
-Started by `pool.py`, which passes it a `Setup`. torch is imported late, after the environment
-and the fault handler are in place. There is no teardown: leaving a process group can wait for a peer that is gone.
+`pool.py` starts it and passes it a `Setup`. It imports torch late, after the environment
+and the fault handler are set up. There is no teardown: leaving a process group can wait for a peer that has exited.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ DUMP_SIGNAL = signal.SIGUSR1
 
 @dataclass(frozen=True)
 class Setup:
-    """How a rank is to work, apart from its environment."""
+    """Settings of a rank, apart from its environment."""
 
     socket: int  # file descriptor, inherited
-    stacks: Path  # where to dump stacks when signalled
-    join: bool  # whether to import torch and join the process group
-    warning_filters: Sequence[str]  # as in pytest's configuration
+    stacks: Path  # path for the stacks, written on a signal
+    join: bool  # True to import torch and join the process group
+    warning_filters: Sequence[str]  # in the format of pytest's configuration
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank says of one call: a value, or the report of the exception that ended it."""
+    """Answer of a rank to one call: a value, or the report of the exception that ended it."""
 
     value: Any = None
-    failure: str = ""  # "ValueError: 3 is odd"; empty when the call returned
+    failure: str = ""  # such as "ValueError: 3 is odd"; empty if the call returned
     details: str = ""  # the traceback, and the variables of the deepest frame that belongs to tests/
 
 
 def main() -> None:
-    """Serves calls with the `Setup` that comes pickled as hexadecimal text in ``sys.argv[1]``."""
+    """Serves calls with the `Setup` that is pickled as hexadecimal text in ``sys.argv[1]``."""
     setup: Setup = pickle.loads(bytes.fromhex(sys.argv[1]))
     parent: Connection[bytes, bytes] = Connection(setup.socket)
     stacks = open(setup.stacks, "w")  # noqa: SIM115 - open for the life of the process, for the fault handler
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def _listen(parent: Connection[bytes, bytes], calls: queue.SimpleQueue[bytes]) -> None:
-    # A thread of its own, so that the end of the parent ends this rank even when it is inside a collective.
+    # In a thread, so that this rank ends with its parent even inside a collective.
     try:
         while True:
             calls.put(parent.recv_bytes())
@@ -93,7 +93,7 @@ def _answer(call: bytes, setup: Setup) -> bytes:
             function, args, kwargs = pickle.loads(call)
             if setup.join:
                 _seed()
-            # Plain pickle copies tensors; torch.multiprocessing would pass handles that die with this rank.
+            # Plain pickle copies tensors; torch.multiprocessing would send handles that end with this rank.
             return pickle.dumps(Answer(value=function(*args, **kwargs)))
     except BaseException as error:
         return pickle.dumps(_report(error))
@@ -111,14 +111,14 @@ def _seed() -> None:
 
 def _report(error: BaseException) -> Answer:
     summary = "".join(traceback.format_exception_only(error)).strip()
-    # The first frames are this file's own.
+    # The first frames belong to this file.
     frames = error.__traceback__.tb_next if error.__traceback__ and error.__traceback__.tb_next else error.__traceback__
     details = "".join(traceback.format_exception(type(error), error, frames))
     return Answer(failure=summary, details=details + _variables(error))
 
 
 def _variables(error: BaseException) -> str:
-    """The variables of the deepest frame in tests/: asserts are not rewritten here, so they do not show operands."""
+    """Formats the variables of the deepest frame in tests/: pytest does not rewrite asserts here to show operands."""
     deepest = None
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_code.co_filename.startswith(f"{ROOT}/tests/") and frame.f_code.co_filename != __file__:
@@ -132,7 +132,7 @@ def _variables(error: BaseException) -> str:
 
 
 def apply_warning_filters(filters: Sequence[str]) -> None:
-    """Applies filters written as ``action:message regex:category``, the first three fields of pytest's form."""
+    """Applies filters written as ``action:message regex:category``, the first three fields of pytest's format."""
     for line in filters:
         action, message, category, *_ = [*line.split(":"), "", ""]
         warnings.filterwarnings(action, message, _category(category))  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
-"""Makes the checkpoints of this folder with DeepSpeed itself, and writes its values in memory next to them.
+"""Makes the checkpoints of this folder with DeepSpeed, and stores its values in memory beside them.
 
 Run as `python make.py OUT [--only NAME ...]` in an environment with deepspeed; README.md says more.
-The model is tiny and awkward: tied, frozen, buffers, one element, none at all, odd sizes, two param groups.
+The model is tiny and unusual: tied, frozen, one-element and empty parameters, buffers, odd sizes, two param groups.
 """
 
 import argparse
@@ -26,7 +26,7 @@ STATIC_FP16 = {"fp16": {"enabled": True, "loss_scale": 8}}
 BF16 = {"bf16": {"enabled": True}}
 BF16_FP32_SUMS = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
 
-# name -> (world size, what differs in the configuration)
+# name -> (world size, changes of the config)
 CASES = {
     "stage0_fp32_w1": (1, {}),
     "stage0_bf16_w1": (1, BF16),
@@ -84,7 +84,7 @@ def batch(step: int) -> torch.Tensor:
 
 
 def plain() -> dict[str, torch.Tensor]:
-    """What ordinary fp32 training gives: every rank of the others sees the same batches."""
+    """Runs the same steps in plain fp32: every rank of the other runs sees the same batches."""
     model, optimizer = build(empty=False)
     for group in optimizer.param_groups:
         group["params"] = [p for p in group["params"] if p.requires_grad and p.numel()]
@@ -134,9 +134,9 @@ def run_case(name: str, out: Path) -> None:
         if stage == 0 or not value.requires_grad or not value.numel():
             continue
         if "round_robin" in name:
-            continue  # there safe_get_full_fp32_param gives the values of other parameters
+            continue  # safe_get_full_fp32_param returns values of other parameters there
         truth[f"fp32/{key}"] = safe_get_full_fp32_param(value).clone()
-        if stage == 3 or value.dim() > 1:  # at the others it knows the states of the first group only
+        if stage == 3 or value.dim() > 1:  # below stage 3, DeepSpeed returns the states of the first group only
             for state in ("exp_avg", "exp_avg_sq"):
                 truth[f"{state}/{key}"] = safe_get_full_optimizer_state(value, state).clone()
     if torch.distributed.get_rank() == 0:
@@ -208,12 +208,12 @@ def run_ranks(world_size: int, names: list[str], out: Path) -> None:
         )
         for rank in range(world_size)
     ]
-    if any([rank.wait() for rank in ranks]):  # noqa: C419  (all of them are waited for)
+    if any([rank.wait() for rank in ranks]):  # noqa: C419  (waits for all of them)
         raise SystemExit(f"world size {world_size}: a rank failed")
 
 
 def pack(out: Path) -> None:
-    """One archive for each checkpoint, with nothing in it that depends on when and where it was made."""
+    """Packs each checkpoint into an archive that does not depend on the time or place of its making."""
     for folder in sorted(path for path in out.iterdir() if path.is_dir()):
         with tarfile.open(out / f"{folder.name}.tar.xz", "w:xz", preset=9) as archive:
             for path in sorted(folder.rglob("*")):
@@ -240,7 +240,7 @@ def main() -> None:
     from deepspeed.accelerator import get_accelerator
 
     torch.set_num_threads(1)
-    get_accelerator().is_fp16_supported = lambda: True  # it says no for CPUs without such instructions; torch can
+    get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed denies it for CPUs; torch can
     deepspeed.init_distributed("gloo", verbose=False)
     for name in given.only:
         run_case(name, given.out)

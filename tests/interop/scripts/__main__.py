@@ -1,12 +1,12 @@
-"""Runs scripts of other projects, unedited, with zeroaccel and plainly as DDP, and compares their losses.
+"""Runs unedited scripts of other projects with zeroaccel and as plain DDP, and compares their losses.
 
     python tests/interop/scripts --sources DIR --work DIR [--only 'cifar*'] [--table FILE]
 
-Runs in the environment of `make .venv/.installed`, with what the scripts import beside it:
+Runs in the environment of `make .venv/.installed`, with further packages that the scripts import:
 
     .venv/bin/pip install evaluate scikit-learn schedulefree nltk fire loguru pytz sh
 
-torchvision and timm are stood in for (`pictures/`). The folder of sources has checkouts by these names:
+`pictures/` replaces torchvision and timm. The folder of sources has checkouts with these names:
 
     DeepSpeedExamples  github.com/deepspeedai/DeepSpeedExamples: training/, applications/DeepSpeed-Chat/
     accelerate         github.com/huggingface/accelerate: examples/
@@ -19,7 +19,7 @@ with "trl==1.10.0", whose client does without CUDA; `generator/` is vLLM's part 
 are missing is not run, and its line says what is missing.
 
 Each run gets two CPU ranks, its seeds from `on_path/sitecustomize.py`, and a log in the working folder,
-`runs/ROW/WAY/log`. A row that is done is not run again as long as its results lie there.
+`runs/ROW/WAY/log`. A row with results does not run again.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ _ZERO3 = {
 
 
 class Runner:
-    """Runs rows in the working folder; what a run leaves is `runs/ROW/WAY/`: log, losses by rank, result, output."""
+    """Runs rows in the working folder; each run writes `runs/ROW/WAY/`: log, losses by rank, result, output."""
 
     def __init__(self, sources: Path, work: Path, seconds: float) -> None:
         self._sources, self._work, self._seconds = sources.resolve(), work.resolve(), seconds
 
     def run(self, script: Script, way: str) -> dict[str, object]:
-        """What a run gave: its exit status, seconds and losses by rank; from its folder, if it was run before."""
+        """Returns a run's exit status, seconds and losses by rank; reads them from its folder if it ran before."""
         folder = self._folder(script, way)
         result = folder / "result.json"
         if result.exists():
@@ -116,11 +116,11 @@ class Runner:
                 process.wait()
 
     def is_done(self, script: Script) -> bool:
-        """Whether both runs of a row have left their results."""
+        """Returns True if both runs of a row have results."""
         return all((self._folder(script, way) / "result.json").exists() for way in _WAYS)
 
     def forget(self, script: Script) -> None:
-        """Makes a row run again."""
+        """Deletes a row's results, so that it runs again."""
         for way in _WAYS:
             (self._folder(script, way) / "result.json").unlink(missing_ok=True)
 
@@ -146,7 +146,7 @@ class Runner:
         return [sys.executable, *shlex.split(line.format(out=folder / "out", sources=self._sources, **ports))]
 
     def _changed(self, script: Script, folder: Path) -> Path:
-        """A copy of the script in which nothing is changed but the package that it imports."""
+        """Writes a copy of the script that differs only in the imported package."""
         source = self._sources / script.path
         lines = source.read_text().splitlines(keepends=True)
         copy = folder / source.name
@@ -185,7 +185,7 @@ class Runner:
             **({"FOREIGN_SCRIPTS_ORDER": "one"} if script.one_order else {}),
             **({"FOREIGN_SCRIPTS_SCHEDULE": "one"} if script.one_schedule and way == "plain" else {}),
             **({"FOREIGN_SCRIPTS_DUMMIES": "there"} if script.dummies and way == "plain" else {}),
-            # accelerate makes DDP of ranks on CPUs by this variable, and with it looks at no DeepSpeed plugin.
+            # This variable makes accelerate use DDP for ranks on CPUs, without any DeepSpeed plugin.
             **({"ACCELERATE_USE_CPU": "true"} if way == "plain" else {}),
         }
 
@@ -197,7 +197,7 @@ def _free_ports(count: int) -> list[int]:
 
 
 def compare(here: list[list[float]], plain: list[list[float]]) -> float | None:
-    """The greatest relative difference of the losses on any rank; None where there is not the same number of them."""
+    """Returns the maximum relative difference of the losses on any rank; None if their numbers differ."""
     if not here or [len(losses) for losses in here] != [len(losses) for losses in plain] or not here[0]:
         return None
     pairs = [pair for a, b in zip(here, plain, strict=True) for pair in zip(a, b, strict=True)]
@@ -205,7 +205,7 @@ def compare(here: list[list[float]], plain: list[list[float]]) -> float | None:
 
 
 def row(script: Script, results: dict[str, dict[str, object]]) -> str:
-    """One line of the table."""
+    """Formats one line of the table."""
     here, plain = (results[way] for way in _WAYS)
     launch = f"{script.command} " + script.launch.replace("{sources}/", "")
     steps = len(here["losses"][0]) if here["losses"] else 0  # type: ignore[index, arg-type]
@@ -227,11 +227,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sources", type=Path, required=True, help="folder with the checkouts")
     parser.add_argument("--work", type=Path, required=True, help="folder for inputs, logs and results")
-    parser.add_argument("--only", default="*", help="pattern of the names of rows")
-    parser.add_argument("--seconds", type=float, default=560, help="time limit of a run")
-    parser.add_argument("--table", type=Path, help="file for the table; it is printed anyway")
-    parser.add_argument("--again", action="store_true", help="run rows that were run before, too")
-    parser.add_argument("--done", action="store_true", help="run nothing: the table of rows that were run before")
+    parser.add_argument("--only", default="*", help="pattern for the names of rows")
+    parser.add_argument("--seconds", type=float, default=560, help="time limit of a run in seconds")
+    parser.add_argument("--table", type=Path, help="file for the table, which is also printed")
+    parser.add_argument("--again", action="store_true", help="run rows again that already have results")
+    parser.add_argument("--done", action="store_true", help="run nothing; print the table of rows that have results")
     arguments = parser.parse_args()
     write_inputs(arguments.work)
     (arguments.work / "zero3.json").write_text(json.dumps(_ZERO3, indent=2))

@@ -1,7 +1,7 @@
-"""Writes what the scripts load by name: small models, tokenizers, data sets and metrics, as folders to run them in.
+"""Writes the inputs that scripts load by name: small models, tokenizers, datasets and metrics, as folders.
 
-The Hugging Face libraries look for a folder of a name before they ask the hub, so a script that runs in the working
-folder finds `bert-base-cased` there. All of it is made up from a fixed seed; the text is sentences of a few words.
+The Hugging Face libraries look for a folder of a name before they query the hub, so a script that runs in the working
+folder finds `bert-base-cased` there. Everything is generated from a fixed seed; the text consists of short sentences.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Made(evaluate.Metric):
         return {"exact_match": 100.0 * sum(hits) / len(hits), "f1": 0.0}
 """
 
-# Rewards that differ within a group of completions, which those of TRL do not for an untrained model.
+# Rewards that differ within a group of completions; TRL's own do not for an untrained model.
 _REWARDS = """
 def share_of_vowels(completions, **kwargs):
     texts = [completion[0]["content"] for completion in completions]
@@ -104,7 +104,7 @@ def share_of_vowels(completions, **kwargs):
 
 
 class Sentences:
-    """Made-up text, the same for the same seed."""
+    """Generated text, the same for the same seed."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -113,13 +113,13 @@ class Sentences:
         return " ".join(self._random.choices(_WORDS, k=words))
 
     def pair(self) -> dict[str, Any]:
-        """Two sentences and whether the second one repeats the first."""
+        """Returns two sentences and a label that is 1 if the second one repeats the first."""
         label = self._random.randint(0, 1)
         first = self.sentence(8)
         return {"sentence1": first, "sentence2": first if label else self.sentence(8), "label": label}
 
     def question(self, number: int) -> dict[str, Any]:
-        """A question whose answer is a word of its context."""
+        """Returns a question whose answer is a word of its context."""
         words = self.sentence(24).split()
         place = self._random.randrange(len(words))
         start = len(" ".join(words[:place])) + (place > 0)
@@ -134,7 +134,7 @@ class Sentences:
 
 
 def write_inputs(folder: Path) -> None:
-    """Writes everything into `folder`, which may have it already."""
+    """Writes everything into `folder`, unless it is there already."""
     if (folder / ".complete").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -208,7 +208,7 @@ def _write_models(folder: Path) -> None:
     words, pieces = _bert_tokenizer(), _byte_tokenizer()
     size = len(pieces)
     ends: dict[str, Any] = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1}
-    # Without dropout: ranks draw other random numbers in a model of another class around them.
+    # Without dropout: ranks draw other random numbers if another class wraps the model.
     bert = BertConfig(
         vocab_size=len(words),
         hidden_size=32,
@@ -273,14 +273,14 @@ def _write_models(folder: Path) -> None:
     }
     for name, (model, tokenizer) in made.items():
         model.save_pretrained(folder / name)
-        # DeepSpeed-Chat saves a vocabulary, which only the class of OPT's own tokenizer does.
+        # DeepSpeed-Chat saves a vocabulary, which only the class of OPT's own tokenizer supports.
         kind = "GPT2TokenizerFast" if name == "facebook/opt-125m" else _ANY_TOKENIZER
         _save_tokenizer(tokenizer, folder / name, kind)
     _save_tokenizer(pieces, folder / "roberta-base")
 
 
 def _save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path, kind: str = _ANY_TOKENIZER) -> None:
-    """With the class name that transformers 4 knows, too: some scripts run there only."""
+    """Saves it with the class name that transformers 4 also knows: some scripts run only there."""
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "tokenizer_class": kind}))
@@ -350,7 +350,7 @@ def _write_conversations(folder: Path, text: Sentences) -> None:
 
 
 def _write_named(folder: Path, config: str, splits: dict[str, Dataset]) -> None:
-    """A data set as `load_dataset(folder, config)` reads it."""
+    """Writes a dataset that `load_dataset(folder, config)` reads."""
     lines = ["---", "configs:", f"- config_name: {config}", "  data_files:"]
     for split, data in splits.items():
         path = folder / config / f"{split}.parquet"
@@ -361,7 +361,7 @@ def _write_named(folder: Path, config: str, splits: dict[str, Dataset]) -> None:
 
 
 def _write_pictures(folder: Path) -> None:
-    """Pictures named `class_number.jpg`, whose colour tells their class."""
+    """Writes pictures named `class_number.jpg`, whose colour encodes their class."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = np.random.default_rng(0)
     for index in range(160):

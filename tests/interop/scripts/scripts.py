@@ -1,7 +1,7 @@
-"""Which scripts are run, with which arguments, and how; paths are below the folder of sources.
+"""The scripts, their arguments and their settings; paths are below the folder of sources.
 
-A row is run twice: with zeroaccel by `zeroaccel launch` and plainly, as DDP. Everything is in fp32 where a script lets
-one choose, so that the losses can be compared closely.
+A row runs twice: with zeroaccel by `zeroaccel launch`, and as plain DDP. All runs use fp32 where the script allows
+it, so that the losses can be compared closely.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ class Script:
     """One row of the table.
 
     Attributes:
-        name: of the row.
-        path: of the script below the folder of sources; or `-m module`.
-        arguments: of the script, in both runs. `{out}` is a folder of the run's own.
+        name: name of the row.
+        path: path of the script below the folder of sources; or `-m module`.
+        arguments: arguments of the script in both runs. `{out}` is the run's own folder.
         launch: arguments of `zeroaccel launch`.
-        extra: arguments of the script that only the run with zeroaccel gets.
+        extra: arguments of the script in the zeroaccel run only.
         plain: arguments of Python for the DDP run.
-        plain_extra: arguments of the script that only the DDP run gets.
-        pictures: torchvision and timm are stood in for. Only where they are used: transformers, too, looks for them.
-        stands_in: for a script that needs DeepSpeed, DDP behind its names takes the plain run.
-        after: name of the row whose output folder this row starts with.
-        tolerance: relative difference of the losses that is expected at most.
-        imports: the script's `accelerate` becomes `zeroaccel`, in a copy.
+        plain_extra: arguments of the script in the DDP run only.
+        pictures: replaces torchvision and timm. Set only for rows that use them: transformers looks for them as well.
+        stands_in: for a script that needs DeepSpeed, the plain run uses DDP behind DeepSpeed's names.
+        after: name of the row with whose output folder this row starts.
+        tolerance: maximum expected relative difference of the losses.
+        imports: a copy of the script imports `zeroaccel` in place of `accelerate`.
         measure: a key of the script's `all_results.json` that is compared instead of the losses.
-        command: "deepspeed" starts it by that command, which `zeroaccel compat install` wrote.
-        one_order: random samplers give one order in both runs: zeroaccel's own loader draws another than accelerate's.
-        one_schedule: a schedule moves on once per update in the DDP run, too, as it does with zeroaccel's Accelerator.
-        plainly: name of the row whose plain run is this one's too; its own by default.
-        dummies: the DDP run finds accelerate's classes for sections of DeepSpeed's config, which accelerate.utils has
-            with DeepSpeed only: the script imports them always, and uses none of them under DDP.
-        generator: the model that `generator/server.py` serves meanwhile, on the ports `{port}` and `{group_port}`.
-        needs: packages that the script imports beside those of this tree's environment; `module:name` where versions
-            of the module differ in having the name.
+        command: "deepspeed" starts it with that command, which `zeroaccel compat install` wrote.
+        one_order: random samplers return one order in both runs, because zeroaccel's loader and accelerate's differ.
+        one_schedule: a schedule advances once per update in the DDP run, too, as with zeroaccel's Accelerator.
+        plainly: name of the row whose plain run this row shares; its own by default.
+        dummies: adds accelerate's classes for sections of DeepSpeed's config to the DDP run; accelerate.utils has
+            them only if DeepSpeed is installed. The script imports them always, but does not use them under DDP.
+        generator: the model that `generator/server.py` serves during the run, on the ports `{port}` and `{group_port}`.
+        needs: packages that the script imports in addition to this tree's environment; `module:name` if only some
+            versions of the module have the name.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Script:
 
 
 def missing(script: Script, sources: Path) -> str:
-    """What a row cannot be run without and is not here, with its path below `sources`; empty if nothing is."""
+    """Returns the missing requirements of a row, with paths below `sources`; empty if there are none."""
     paths = [] if script.path.startswith("-m ") else [script.path]
     paths += [part.removeprefix("{sources}/") for part in script.launch.split() if part.startswith("{sources}/")]
     absent = [str(sources / path) for path in paths if not (sources / path).exists()]
@@ -175,7 +175,7 @@ ACCELERATE = (
         "accelerate/examples/by_feature/deepspeed_with_config_support.py",
         _CONFIG_SUPPORT,
         launch=f"{STAGE.format(stage=3)} --gradient_clipping 0",
-        one_order=True,  # drawn from the global generator, it is another one in each run
+        one_order=True,  # drawn from the global generator, so that each run has another one
         dummies=True,
     ),
 )
@@ -261,7 +261,7 @@ def _loop_row(name: str) -> Script:
         f"transformers/examples/pytorch/{folder}/{name}_no_trainer.py",
         f"{data} --per_device_train_batch_size 4 --per_device_eval_batch_size 4 --max_train_steps 8 "
         "--learning_rate 1e-3 --seed 0 --output_dir {out}",
-        # accelerate's default under DeepSpeed is to clip at 1.0, which the scripts do not under DDP.
+        # accelerate's default under DeepSpeed clips at 1.0, which the scripts do not do under DDP.
         launch=f"{STAGE.format(stage=3)} --gradient_clipping 0",
         needs=_NEEDS.get(name, _METRICS),
     )
@@ -279,7 +279,7 @@ _TRL_DATA = {
     "dpo": "--dataset_name trl-lib/ultrafeedback_binarized",
     "reward": "--dataset_name trl-lib/ultrafeedback_binarized",
     "grpo": "--dataset_name HuggingFaceH4/Polaris-Dataset-53K --reward_funcs made_rewards.share_of_vowels "
-    # Two updates per generation and a penalty: the loss of the first update is zero, whatever the gradient is.
+    # Two updates per generation and a penalty: the loss of the first update is zero for any gradient.
     "--max_completion_length 8 --num_generations 4 --num_iterations 2 --beta 0.1",
 }
 
@@ -307,7 +307,7 @@ _RL_DATA = {
     "grpo": _TRL_DATA["grpo"],
     "rloo": f"{_POLARIS} --max_completion_length 8 --num_generations 4 --num_iterations 2 --beta 0.1",
     "online_dpo": "--dataset_name HuggingFaceH4/Polaris-Dataset-53K --reward_model_path HuggingFaceTB/SmolLM-360M "
-    # The script gives its dtype to the tokenizer as well, whose JSON takes the word only.
+    # The script passes its dtype to the tokenizer as well, whose JSON accepts only the word.
     "--max_new_tokens 8 --dtype auto",
 }
 

@@ -1,11 +1,11 @@
-"""The DeepSpeed tests of accelerate and transformers, on CPUs, with zeroaccel in DeepSpeed's place.
+"""Runs the DeepSpeed tests of accelerate and transformers on CPUs, with zeroaccel in DeepSpeed's place.
 
     python tests/interop/suites/accelerate_transformers.py accelerate --source DIR
     python tests/interop/suites/accelerate_transformers.py transformers --source DIR --only zero3 --markdown FILE
 
-DIR is a checkout of the project (its `tests` folder is what counts) near the version that is installed; the libraries
-themselves are the installed ones. Models are tiny ones made here (`tiny_hub`), so no network is used. Needs
-`parameterized`, for transformers `optuna` and `evaluate` as well. Exit code 1 if a test failed.
+DIR is a checkout of the project near the installed version; only its `tests` folder is used, and the libraries
+themselves are the installed ones. `tiny_hub` makes tiny models, so the tests use no network. Needs
+`parameterized`, for transformers also `optuna` and `evaluate`. The exit code is 1 if a test failed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tiny_hub import TinyModel, make_hub
 
 @dataclass(frozen=True)
 class Suite:
-    """What of a project is run, on what, and why some of it cannot pass."""
+    """Files of a project's tests, the models that they load, and the causes of tests that cannot pass."""
 
     files: Sequence[str]
     models: Mapping[str, TinyModel]
@@ -33,7 +33,7 @@ class Suite:
 
 _GPT2 = TinyModel("gpt2", {"n_positions": 64, "vocab_size": 1000, "bos_token_id": 0, "eos_token_id": 0})
 
-_UNTRAINED = "asks for the accuracy of the hub's trained BERT; the one here has random weights"
+_UNTRAINED = "needs the accuracy of the hub's trained BERT; the one here has random weights"
 
 _ABSENT = "couldn't connect to|LocalEntryNotFoundError|Couldn't find a module script|OfflineModeIsEnabled"
 
@@ -71,7 +71,7 @@ ACCELERATE = Suite(
     },
     causes=(
         Cause(
-            "full weights are gathered whenever they are asked for; `stage3_gather_16bit_weights_on_model_save: false` "
+            "every request for full weights gathers them; `stage3_gather_16bit_weights_on_model_save: false` "
             "forbids nothing (docs/huggingface.md)",
             test="test_save_checkpoints",
             report="ValueError not raised",
@@ -79,7 +79,7 @@ ACCELERATE = Suite(
         ),
         Cause(_UNTRAINED, report="is lower than the lower bound|best_performance"),
         Cause(
-            "without `--use_deepspeed` accelerate's launcher starts ranks only for the GPUs that it counts",
+            "without `--use_deepspeed`, accelerate's launcher starts one rank per detected GPU",
             test="test_zero3_integration|test_train_multiple_models",
             report="simple_launcher",
         ),
@@ -114,7 +114,7 @@ TRANSFORMERS = Suite(
     },
     causes=(
         Cause(
-            "asks for DeepSpeed's file names; checkpoints are zeroaccel's own (docs/checkpoints.md)",
+            "expects DeepSpeed's file names; zeroaccel has its own checkpoint format (docs/checkpoints.md)",
             test="test_save_checkpoints",
             report=r"model_states\.pt is not found",
             status=DIFFERS,
@@ -126,19 +126,19 @@ TRANSFORMERS = Suite(
             status=DIFFERS,
         ),
         Cause(
-            "zero.Init leaves parameters the dtype that the model gives them until `initialize`, so that fp32 masters "
+            "zero.Init keeps the dtype of the model's parameters until `initialize`, so that fp32 masters "
             "have all bits (docs/deepspeed_names.md)",
             test="test_init_zero3_(fp16|bf16)|test_arange_bf16",
             report="torch.float32 != torch.b?float16|False is not true",
             status=DIFFERS,
         ),
-        Cause("needs a model or a metric of the hub that has no tiny stand-in here", report=_ABSENT),
-        Cause("compares the device with cpu:0: on CPUs ranks have no index", "env_parity", "'cpu:[01]' not"),
+        Cause("needs a model or a metric of the hub that has no tiny replacement here", report=_ABSENT),
+        Cause("compares the device with cpu:0, but a CPU rank's device has no index", "env_parity", "'cpu:[01]' not"),
         Cause(
-            "asks that the launch prints something, and then as at stage 2", "zero3_env_parity", "produced no output"
+            "requires output of the launch, and then the same as at stage 2", "zero3_env_parity", "produced no output"
         ),
     ),
-    # The checkout's conftest sets cuDNN's TF32 by the old and the new switch, which torch 2.13 refuses together.
+    # The checkout's conftest sets cuDNN's TF32 by the old and the new switch; torch 2.13 rejects the combination.
     options=("--noconftest",),
 )
 
@@ -149,12 +149,12 @@ def main() -> int:
     """Runs a suite and writes its tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("suite", choices=SUITES)
-    parser.add_argument("--source", type=Path, required=True, help="the project's checkout, which has `tests`")
+    parser.add_argument("--source", type=Path, required=True, help="checkout of the project, with the folder `tests`")
     parser.add_argument("--only", default="", help="pytest's -k")
-    parser.add_argument("--file", default="", help="only files and classes with this in their name")
+    parser.add_argument("--file", default="", help="run only files and classes whose name contains this text")
     parser.add_argument("--home", type=Path, default=Path(tempfile.gettempdir()) / "zeroaccel-tiny-hub")
-    parser.add_argument("--limit", type=float, default=600.0, help="seconds for one test")
-    parser.add_argument("--markdown", type=Path, help="where the tables go; printed otherwise")
+    parser.add_argument("--limit", type=float, default=600.0, help="time limit for one test in seconds")
+    parser.add_argument("--markdown", type=Path, help="file for the tables; default: print them")
     parser.add_argument("--verbose", action="store_true", help="print the report of every failure")
     arguments = parser.parse_args()
     suite = SUITES[arguments.suite]

@@ -1,8 +1,8 @@
-"""pytest plugin: CPUs stand in for the accelerators that tests of accelerate and transformers ask for.
+"""pytest plugin: replaces the accelerators that tests of accelerate and transformers require by CPUs.
 
-Those tests look at the machine when their modules are imported, by decorators of the libraries' testing modules; these
-are set before, so that a test that needs some accelerator, or two, runs on gloo ranks of this machine. What is CUDA's
-own (device indices, NCCL, its memory counters) stays what it is, and shows in the tests that ask for it.
+When their modules are imported, those tests query the machine through decorators of the libraries' testing modules. The
+plugin replaces the decorators first, so that a test that needs one or two accelerators runs on gloo ranks of this
+machine. CUDA's own parts (device indices, NCCL, memory counters) are not replaced; tests that need them fail.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ RANKS = 2
 
 
 def pytest_configure(config: Any) -> None:
-    """Before any test module is imported."""
+    """Replaces the decorators before any test module is imported."""
     import accelerate.test_utils.testing as of_accelerate
     import transformers.testing_utils as of_transformers
 

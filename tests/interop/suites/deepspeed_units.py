@@ -1,16 +1,16 @@
-"""DeepSpeed's own unit tests, run from its repository with zeroaccel's facade as `deepspeed`, on CPU ranks over gloo.
+"""Runs DeepSpeed's own unit tests from its repository, with zeroaccel's facade as `deepspeed`, on CPU ranks over gloo.
 
     git clone https://github.com/deepspeedai/DeepSpeed && cd DeepSpeed && git checkout <commit>
     python tests/interop/suites/deepspeed_units.py run --source DeepSpeed --records records.jsonl [FILE ...]
     python tests/interop/suites/deepspeed_units.py table --records records.jsonl [--control control.jsonl]
 
-`run` starts one pytest per file, with this module as a plugin, and writes a line per test; `table` writes them as
-Markdown. `run --engine deepspeed` runs the same tests with a real DeepSpeed, whose failures on this machine are then
-told apart in the table. The tests need pytest below 8.4, hjson and einops.
+`run` starts one pytest per file, with this module as a plugin, and writes a line per test; `table` formats them as
+Markdown. `run --engine deepspeed` runs the same tests with DeepSpeed itself; the table then marks tests that fail on
+this machine with DeepSpeed as well. The tests need pytest below 8.4, hjson and einops.
 
-The plugin changes nothing of the tests. It starts their ranks (the tests' own launcher ends the session where a rank
-hangs, and waits for a rank whose peer has failed), and supplies names that test modules import at their top and that
-are no public behaviour: a placeholder, of which any use ends the test as "not ours", with the name.
+The plugin does not change the tests. It starts their ranks (the tests' own launcher ends the session if a rank
+hangs, and waits for a rank whose peer has failed). For names that test modules import at their top and that
+are not public behaviour, it supplies a placeholder; any use of one ends the test as "not ours", with the name.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _ROOT = Path(__file__).resolve().parents[3]
 _PLUGIN = Path(__file__).stem
 _SOURCE, _RECORDS, _ENGINE = "FOREIGN_SOURCE", "FOREIGN_RECORDS", "FOREIGN_ENGINE"
 _LIMIT_SECONDS = 120.0
-_GRACE_SECONDS = 10.0  # of the other ranks, after one has failed
+_GRACE_SECONDS = 10.0  # for the other ranks, after one has failed
 
-# Imported once, in the process that all ranks are forks of.
+# Imported once, in the process from which all ranks fork.
 _PRELOADED = {
     "zeroaccel": (
         "numba",
@@ -53,7 +53,7 @@ _PRELOADED = {
     "deepspeed": ("deepspeed", "torch._dynamo"),
 }
 
-# What is run by default: tests of public behaviour, of DeepSpeed's tests/unit.
+# Files that run by default: tests of public behaviour, in DeepSpeed's tests/unit.
 FILES = (
     "runtime/test_ds_config_dict.py",
     "runtime/test_ds_config_model.py",
@@ -100,7 +100,7 @@ class NotOurs(Exception):
 
 
 class _PlaceholderType(type):
-    """Classes that can be imported, subclassed and asked for members, and not used."""
+    """Classes that can be imported, subclassed and queried for members, but not used."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         raise NotOurs(cls.__qualname__)
@@ -139,7 +139,7 @@ class _PlaceholderLoader(Loader):
 
 
 def _imports_at_top() -> bool:
-    """Whether the import in progress is written at the top of a file of the tests."""
+    """Returns True if the import in progress is at the top level of a test file."""
     tests = os.path.join(os.environ[_SOURCE], "tests")
     frame = sys._getframe(1)
     while frame is not None:
@@ -150,7 +150,7 @@ def _imports_at_top() -> bool:
 
 
 class _PlaceholderFinder:
-    """Comes before the facade's, which refuses modules that it does not have."""
+    """Precedes the facade's finder, which rejects modules that it does not have."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         from zeroaccel.compat.surface import SURFACE
@@ -175,11 +175,11 @@ def _torch_is_within(min_version: Any = None, max_version: Any = None) -> bool:
 
 
 def _one_group(group: Any) -> list[Any]:
-    return [group]  # of models without experts
+    return [group]  # models without experts
 
 
-# What the tests ask to decide whether they can run, and constants they write into configs. The versions of CUDA and
-# NCCL let the tests of bf16 run, which the CPU can do.
+# Functions that the tests call to decide whether they can run, and constants for their configs. The versions of CUDA
+# and NCCL enable the tests of bf16, which the CPU supports.
 _SUPPLIED: dict[str, Any] = {
     "deepspeed.git_version_info.torch_info": {"version": "2.6", "cuda_version": "12.4", "nccl_version": "2.20"},
     "deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer": _one_group,
@@ -218,7 +218,7 @@ def _agreed(flag: bool, op: Any = all) -> bool:
 
 
 def _without_indices_of_cuda() -> None:
-    """DistributedDataParallel, which the tests compare with, takes no `device_ids` on a CPU."""
+    """Drops `device_ids`, which DistributedDataParallel, the reference of the tests, does not accept on a CPU."""
     from torch.nn.parallel import DistributedDataParallel
 
     own = DistributedDataParallel.__init__
@@ -230,12 +230,12 @@ def _without_indices_of_cuda() -> None:
 
 
 def _run_rank(case: Any, rank: int, size: int, port: Any, init_method: str, out: Any) -> None:
-    """What a rank's process does: the tests' own `_dist_run`, whose end goes to `out`."""
+    """Main function of a rank's process: runs the tests' own `_dist_run` and sends its result to `out`."""
     from deepspeed.accelerator import get_accelerator
 
     case.non_daemonic_procs = False  # so that a skip is returned
-    # The tests hand this to torch as a device; on a CPU an index is none, neither DeepSpeed's nor zeroaccel's. And gloo
-    # does not gather the tensor without dimensions by which their ranks agree on the end of a comparison.
+    # The tests pass this to torch as a device; on a CPU an index is not a device, in DeepSpeed or zeroaccel. And gloo
+    # does not gather the 0-dim tensor with which their ranks agree on the result of a comparison.
     get_accelerator().current_device = lambda: "cpu"
     sys.modules["unit.common"].reduce_boolean_flags = _agreed  # type: ignore[attr-defined]
     _without_indices_of_cuda()
@@ -246,13 +246,13 @@ def _run_rank(case: Any, rank: int, size: int, port: Any, init_method: str, out:
     except BaseException as error:
         kind = "not ours" if isinstance(error, NotOurs) else "failed"
         out.send((kind, f"{type(error).__name__}: {error}", traceback.format_exc()))
-        os._exit(1)  # peers may wait for this rank in a collective, where an orderly end would wait for them
+        os._exit(1)  # peers may wait for this rank in a collective, and an orderly exit would wait for them
     finally:
         out.close()
 
 
 def _launch(case: Any, size: int, init_method: str) -> None:
-    """Runs a distributed test on `size` ranks; raises as it ended. Takes the place of the tests' launchers."""
+    """Runs a distributed test on `size` ranks and raises its failure or skip; replaces the tests' launchers."""
     import pytest
     from unit.common import get_master_port
 
@@ -316,7 +316,7 @@ def pytest_runtest_setup(item: Any) -> None:
 
 
 def pytest_runtest_makereport(item: Any, call: Any) -> None:
-    """Notes how each phase ended, in `FOREIGN_RECORDS`."""
+    """Records the result of each phase in `FOREIGN_RECORDS`."""
     import pytest
 
     outcome, reason, detail = "passed", "", ""
@@ -381,7 +381,7 @@ def _run(arguments: argparse.Namespace) -> None:
         _RECORDS: str(arguments.records.resolve()),
         _ENGINE: arguments.engine,
         "OMP_NUM_THREADS": "1",
-        "LOCAL_SIZE": "4",  # what `device_count` tells on a CPU: how many ranks a test may ask for
+        "LOCAL_SIZE": "4",  # `device_count` returns it on a CPU: the number of ranks that a test may request
         "DS_ACCELERATOR": "cpu",
         "TOKENIZERS_PARALLELISM": "false",
     }
@@ -391,11 +391,11 @@ def _run(arguments: argparse.Namespace) -> None:
 
         paths.append(str(_ROOT))
         environment.update(inherited_environment({"PYTHONPATH": os.pathsep.join(paths)}))
-        commands = Path(tempfile.mkdtemp())  # with the `deepspeed` command
+        commands = Path(tempfile.mkdtemp())  # contains the `deepspeed` command
         install = [sys.executable, "-m", "zeroaccel.cli", "compat", "install", str(commands)]
         subprocess.run(install, env=environment, check=True, stdout=subprocess.DEVNULL)
         environment["PATH"] = f"{commands / 'bin'}{os.pathsep}{environment['PATH']}"
-    else:  # its operators are compiled on first use
+    else:  # its operators are compiled at their first use
         environment["PYTHONPATH"] = os.pathsep.join([*paths, str(source)])
     command = [
         sys.executable,
@@ -419,9 +419,9 @@ def _run(arguments: argparse.Namespace) -> None:
 
 # -- the table
 
-# Pattern of "test | message" -> why a test does not pass here. What begins with "not ours" is no public behaviour.
+# Pattern of "test | message" -> reason why a test does not pass here. "not ours": the behaviour is not public.
 _PRIVATE = "not ours: a private member or function"
-_SUMS = "compared with DDP in bf16: gradients are summed in fp32 here, and masters begin with the bits of the model"
+_SUMS = "compared with DDP in bf16: gradients are summed in fp32, and masters start with the bits of the model"
 RULES: tuple[tuple[str, str], ...] = (
     (r"_configure_train_batch_size|_mixed_precision_dtypes|_assert_valid_mixed|_cast_module_mixed", _PRIVATE),
     (r"_orig_torch_empty|print_rank_0|ds_secondary_tensor|cast_to_byte_tensor", _PRIVATE),
@@ -434,26 +434,26 @@ RULES: tuple[tuple[str, str], ...] = (
     (r"idempotent_on_already_injected|linear_direct_init|ZeRORuntimeException|'latest_checkpoint'", _PRIVATE),
     (
         r"type object 'DeepSpeedEngine' has no attribute",
-        _PRIVATE + ": called with a stand-in of an engine",
+        _PRIVATE + ": called with a replacement for an engine",
     ),
-    (r"UnwrapModel::test ", _PRIVATE + ": its list of hooks; there are none to remove here"),
+    (r"UnwrapModel::test ", _PRIVATE + ": its list of hooks; zeroaccel has no hooks to remove"),
     (r"PicklingError: Can't pickle|test_get_autocast_decorators", _PRIVATE),
     (r"_create_expert_and_data_parallel", "not ours: expert parallelism"),
     (r"comet_ml", "not ours: comet_ml is not installed"),
-    (r"test_monitor.*monitor_config", "not ours: classes of single monitors; MonitorMaster takes monitor_config now"),
+    (r"test_monitor.*monitor_config", "not ours: classes of single monitors; MonitorMaster accepts monitor_config now"),
     (
         r"cuda_accelerator|test_accelerator.py|No module named 'mup'|No module named 'cpuinfo'",
-        "not ours: the file needs DeepSpeed's sources, or a package that is not there",
+        "not ours: the file needs DeepSpeed's sources, or a package that is not installed",
     ),
     (
         r"FusedAdam|TestConfigOptimizer|TestClientOptimizer|TestAdamConfigs|TestLionConfigs",
-        "asks for the class of an optimizer made from the config, which is torch's or zeroaccel's own here",
+        "checks the class of an optimizer made from the config, which is torch's or zeroaccel's own here",
     ),
     (
         r"isinstance\(.*(DeepSpeedZeroOptimizer|FP16_Unfused)|isinstance\(engine.optimizer, |TestBf16ZeRO0Unfused",
-        "not ours: asks for the class of a wrapper around the optimizer; there is none",
+        "not ours: checks the class of a wrapper around the optimizer; zeroaccel has no wrapper",
     ),
-    (r"grad_accum_dtype: expected", "gradients are summed in fp32 or in the precision; another one is refused by name"),
+    (r"grad_accum_dtype: expected", "gradients are summed in fp32 or in the precision; others are refused by name"),
     (
         r"Invalid gradient_allreduce_op|not supported with ZenFlow|no_sync_ctxt.*(engine_step|reentry)",
         "refused as there, in other words",
@@ -466,44 +466,44 @@ RULES: tuple[tuple[str, str], ...] = (
     (r"eigenvalue|compression_training", "config sections that are refused by name"),
     (r"(bf|fp)16_master_weights_and_grads", "master weights of 16 bits are refused by name"),
     (r"preserves_tensor_lr", "each group gets its own tensor (docs/deepspeed_names.md)"),
-    (r"unknown_warmup_type", "an unknown warmup_type is refused by name; there it is taken for log"),
+    (r"unknown_warmup_type", "an unknown warmup_type is refused by name; DeepSpeed treats it as log"),
     (
         r"leaf_module_(default|custom|string)",
-        "lists of a section are tuples, and the default classes are found without being named",
+        "lists of a section are tuples, and the default classes need not be named",
     ),
     (
         r"go back to be 0-sized|test_subclass_param|scatter_halftype",
-        "on one rank zero.Init leaves parameters whole, and keeps their dtype (docs/deepspeed_names.md)",
+        "on one rank zero.Init does not shard parameters, and keeps their dtype (docs/deepspeed_names.md)",
     ),
     (
         r"SynchronizedWallClockTimer|TiledLinear|estimate_zero\d|op_builder|add_tuning_arguments|WARMUP_|ONE_CYCLE",
-        "refused by name, with what does the same: no library imports it",
+        "refused by name, with its replacement: no library imports it",
     ),
     (r"MiCS_Init|engine.flops_profiler", "named with its replacement in docs/deepspeed_names.md"),
-    (r"late_submodule_attach|requires_grad=False, while", "a change of what is trained after initialize is refused"),
+    (r"late_submodule_attach|requires_grad=False, while", "changes of trained weights after initialize are refused"),
     (
         r"TestZero3InitForParent|TestParamPartitioningSkipInit",
-        "not ours: how many elements of a parameter a rank has; shards are of a unit, not of a parameter",
+        "not ours: the number of a parameter's elements on a rank; zeroaccel shards units, not parameters",
     ),
     (r"nvme_path: expected a folder", "nvme_path must exist (docs/offload.md)"),
-    (r"same tag on all ranks", "ranks with different tags are refused, whatever checkpoint.tag_validation says"),
-    (r"invalid tensor size at index 0", "not ours: the test gathers a tensor without dimensions, which gloo does not"),
+    (r"same tag on all ranks", "different tags on the ranks are refused for any value of checkpoint.tag_validation"),
+    (r"invalid tensor size at index 0", "not ours: the test gathers a 0-dim tensor, which gloo does not support"),
     (
         r"Muon ZeRO-. gradient .* differs",
-        "OPEN: of Muon in fp16 at loss scale 1, sum and mean of gradients drift by 1e-4"
+        "OPEN: for Muon in fp16 at loss scale 1, sum and mean of gradients differ by 1e-4"
         " at step 2, the tolerance of the test; AdamW in fp32 agrees",
     ),
-    (r"TestNVMeCheckpointing.*hung", "OPEN: not over in 120 s on the loaded machine; not looked into"),
+    (r"TestNVMeCheckpointing.*hung", "OPEN: does not end in 120 s on the loaded machine; not examined"),
     (r"byte_cast_cpu_tensor", _PRIVATE),
     (
         r"_backward_epilogue|leaf_parameters|loss_scale_config|ZeROOptimizer|_set_fp32_optimizer_param|UNIVERSAL_CHECKPOINT_INFO",
         _PRIVATE,
     ),
-    (r"TestMultipleModels.*misses the loss scale", _PRIVATE + ": ends a backward by engine._backward_epilogue"),
-    (r"without_scale_fp16.*misses the loss scale", "refused as there, by the backward itself, not by what follows it"),
+    (r"TestMultipleModels.*misses the loss scale", _PRIVATE + ": ends a backward with engine._backward_epilogue"),
+    (r"without_scale_fp16.*misses the loss scale", "refused as there, but by the backward itself, not by a later call"),
     (r"accumulated_grads_in_cpu|zero3_linear_wrap|is_external_param|count_used_parameters", _PRIVATE),
     (r"stayed gathered", "parameters are gathered and released by units, which may outlast the parameter's own use"),
-    (r"the last backward failed", "engine.reset() is asked for after a backward that failed (docs/training.md)"),
+    (r"the last backward failed", "engine.reset() is required after a failed backward (docs/training.md)"),
     (r"torch_autocast.enabled: autocast by the engine", "autocast by the engine is refused by name"),
     (r"TestZero0DirectBackward", "refused there, and works here"),
     (r"test_stage2_flatten_on_gpu", "not ours: log lines, flat buffers"),
@@ -515,30 +515,30 @@ RULES: tuple[tuple[str, str], ...] = (
     (r"sparse_tensor.*updates the parameters in param_groups", "an optimizer around SparseAdam is refused by name"),
     (
         r"plain data .*OffloadDeviceEnum|attribute 'log_level'|test_user_args.*such file|test_bash_string_args",
-        "OPEN: mended, or found by the harness now; not run again",
+        "OPEN: repaired, or found by the harness now; not run again",
     ),
     (r"deepspeed.moe.utils: |DeepSpeedZeroOptimizer_Stage3: ", "not ours: imports a private function inside the test"),
     (r"has an attribute '_config'|engine\._config is|'types.SimpleNamespace' object has no", _PRIVATE),
-    (r"test_zero_fragments.*-True", "of a frozen parameter the values are given, not None (docs/deepspeed_names.md)"),
+    (r"test_zero_fragments.*-True", "a frozen parameter's values are returned, not None (docs/deepspeed_names.md)"),
     (r"a parameter of another engine", "a second engine of one model is refused (docs/deepspeed_names.md)"),
     (r"gradients of an unfinished accumulation", "save inside an accumulation is refused (docs/deepspeed_names.md)"),
     (r"PARTITION_ACTIVATIONS|hook_attribute_delegation", _PRIVATE),
     (r"none_dp_world_size", "not ours: prints a profile with sequence parallelism"),
     (r"test_adagrad.*sparse|sparse_coo", "sparse gradients of an optimizer without an engine are refused by name"),
-    (r"couldn't find them in the cached files", "not ours: loads a model and text of the hub"),
+    (r"couldn't find them in the cached files", "not ours: loads a model and a text from the hub"),
     (r"single_partition_of_fp32_groups|grad_partitions_flat_buffer", _PRIVATE),
     (r"(step|rollback)_subgroup'", "not ours: SuperOffload's calls of its optimizer; super_offload is refused by name"),
     (r"fp32_optimizer_states: expected True", "optimizer states of 16 bits are refused by name"),
-    (r"expected float32 \(the master weights\)", "optimizers of the host step fp32 masters; 16-bit ones are refused"),
+    (r"expected float32 \(the master weights\)", "host optimizers update fp32 masters; 16-bit masters are refused"),
     (r"device_ids and output_device", "not ours: the test gives DistributedDataParallel CUDA indices"),
-    (r"num_plus_parser", "as the command, it ends the process with code 2 where DeepSpeed's raises ValueError"),
-    (r"clipping_defaults_to_one", "no clipping unless the config says so (docs/deepspeed_names.md)"),
-    (r"DeepSpeedCPUAdagrad|test_cpu_lion_gpu", "as there, where there is CUDA"),
+    (r"num_plus_parser", "like the command, it ends the process with code 2, while DeepSpeed raises ValueError"),
+    (r"clipping_defaults_to_one", "no clipping unless the config sets it (docs/deepspeed_names.md)"),
+    (r"DeepSpeedCPUAdagrad|test_cpu_lion_gpu", "same as in DeepSpeed on a machine with CUDA"),
 )
 
 
 def _read(paths: Sequence[Path]) -> dict[str, dict[str, Any]]:
-    """The last end of each test; a failure of one phase counts over the success of another."""
+    """Returns the last result of each test; a failure in one phase takes precedence over success in another."""
     ends: dict[str, dict[str, Any]] = {}
     for path in paths:
         seen: dict[str, dict[str, Any]] = {}
@@ -552,7 +552,7 @@ def _read(paths: Sequence[Path]) -> dict[str, dict[str, Any]]:
 
 
 def _why(test: str, record: dict[str, Any], control: dict[str, dict[str, Any]]) -> tuple[str, str]:
-    """(column of the table, reason) of a test that did not pass."""
+    """Returns (column of the table, reason) of a test that did not pass."""
     message = " ".join(str(record["reason"]).split())
     if record["outcome"] == "skipped":
         return "skipped there", message.removeprefix("Skipped: ").partition(" at /")[0][:140]
@@ -597,13 +597,13 @@ def _table(arguments: argparse.Namespace) -> None:
 
 
 def _grouped(names: Sequence[str]) -> str:
-    """Names of tests, each once, with the number of its parameter sets."""
+    """Formats names of tests, each once, with the number of its parameter sets."""
     counts = Counter(name.partition("[")[0].removesuffix("::test") for name in names)
     return ", ".join(f"`{name}`" + (f" ({count})" if count > 1 else "") for name, count in counts.items())
 
 
 def main() -> None:
-    """The command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
     run = commands.add_parser("run")
@@ -611,11 +611,11 @@ def main() -> None:
     run.add_argument("--records", type=Path, required=True, help="file that gets a line of JSON per test")
     run.add_argument("--engine", choices=("zeroaccel", "deepspeed"), default="zeroaccel")
     run.add_argument("--select", help="pytest's -k")
-    run.add_argument("files", nargs="*", help="of tests/unit; patterns are allowed")
+    run.add_argument("files", nargs="*", help="files below tests/unit; patterns are allowed")
     run.set_defaults(call=_run)
     table = commands.add_parser("table")
-    table.add_argument("--records", type=Path, nargs="+", required=True, help="of runs; a later one counts")
-    table.add_argument("--control", type=Path, nargs="+", help="of runs with a real DeepSpeed")
+    table.add_argument("--records", type=Path, nargs="+", required=True, help="records of runs; later ones override")
+    table.add_argument("--control", type=Path, nargs="+", help="records of runs with DeepSpeed itself")
     table.set_defaults(call=_table)
     arguments = parser.parse_args()
     arguments.call(arguments)

@@ -1,8 +1,8 @@
-"""Runs test files of other projects, from where they lie, with `import deepspeed` answered by zeroaccel.
+"""Runs test files of other projects in their own folders, with zeroaccel in place of `import deepspeed`.
 
-A suite's own module knows its files, what stands in for missing hardware, and the causes of what cannot pass;
-`run_files` runs pytest on them, one process per file, and `markdown` writes what came out. Nothing of another project
-is copied into this tree, and its files are not changed.
+Each suite's module lists its files, replacements for missing hardware, and the causes of failures that cannot be
+avoided; `run_files` runs pytest on them, one process per file, and `markdown` formats the results. This tree contains
+no copy of another project's files, and the files are not changed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STATUSES = (PASSED, FAILED, DIFFERS, SKIPPED, NOT_RUNNABLE)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one test did: its file, its name with its class, one of `STATUSES`, and the last line of the reason."""
+    """Result of one test: its file, its name with its class, one of `STATUSES`, and the last line of the reason."""
 
     file: str
     test: str
@@ -38,22 +38,22 @@ class Outcome:
     reason: str = ""
     seconds: float = 0.0
     text: str = field(default="", repr=False)
-    """All that pytest wrote of a test that did not pass."""
+    """pytest's full report of a test that did not pass."""
 
 
 @dataclass(frozen=True)
 class Cause:
-    """Why tests cannot pass here: those whose name and report match, and which of `STATUSES` this makes them."""
+    """A reason why tests cannot pass here; it sets the status of tests whose name and report match."""
 
     reason: str
     test: str = ""
-    """A regular expression, searched in `file::test`."""
+    """Regular expression, searched in `file::test`."""
     report: str = ""
-    """A regular expression, searched in the reason and the report."""
+    """Regular expression, searched in the reason and the report."""
     status: str = NOT_RUNNABLE
 
     def applies(self, outcome: Outcome) -> bool:
-        """Whether the test did not pass and is one of those meant."""
+        """Returns True if the test did not pass and matches this cause."""
         return (
             outcome.status != PASSED
             and re.search(self.test, f"{outcome.file}::{outcome.test}") is not None
@@ -62,9 +62,9 @@ class Cause:
 
 
 def facade_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """This process's variables with those that make `deepspeed` zeroaccel's in every Python process, and `extra`.
+    """Returns this process's variables, `extra`, and variables by which `import deepspeed` gets zeroaccel.
 
-    The repository and this folder are on PYTHONPATH, so that pytest's plugins can be named with `-p`, and the
+    The repository and this folder are on PYTHONPATH, so that pytest can load its plugins by name with `-p`, and the
     interpreter's folder is first on PATH, so that `accelerate` and `torchrun` are those of this environment.
     """
     sys.path.insert(0, str(REPOSITORY))
@@ -87,14 +87,14 @@ def run_files(
     options: Sequence[str] = (),
     limit_seconds: float = 600.0,
 ) -> list[Outcome]:
-    """Runs pytest on each file in a process of its own, in `source`, and gives the outcomes in the order of the files.
+    """Runs pytest on each file in a process of its own, in `source`; returns the outcomes in the order of the files.
 
     Args:
-        files: relative to `source`; what pytest takes after `::` may follow.
+        files: relative to `source`; each may end with a pytest node id after `::`.
         environment: all variables of the process.
         plugins: modules for pytest's `-p`.
-        options: further arguments of pytest's.
-        limit_seconds: for one test; a file has it once for each of its tests that did not report.
+        options: further arguments of pytest.
+        limit_seconds: limit for one test.
     """
     outcomes: list[Outcome] = []
     for file in files:
@@ -108,7 +108,7 @@ def run_files(
 
 
 def explained(outcomes: Iterable[Outcome], causes: Sequence[Cause]) -> list[Outcome]:
-    """The outcomes, with the first cause that applies instead of the report's last line."""
+    """Returns the outcomes with the reason of the first cause that applies, instead of the report's last line."""
     result = []
     for outcome in outcomes:
         cause = next((cause for cause in causes if cause.applies(outcome)), None)
@@ -117,7 +117,7 @@ def explained(outcomes: Iterable[Outcome], causes: Sequence[Cause]) -> list[Outc
 
 
 def markdown(title: str, command: str, outcomes: Sequence[Outcome], distributions: Sequence[str] = ()) -> str:
-    """A table by file, and one of every test that did not pass with its reason; ends with a newline."""
+    """Formats a table by file, and one of all tests that did not pass, with reasons; ends with a newline."""
     present = ", ".join(f"{name} {_version(name)}" for name in ("zeroaccel", "torch", *distributions))
     lines = [f"## {title}", "", f"`{command}`; {present}, Python {sys.version.split()[0]}.", ""]
     lines += ["| file | " + " | ".join(STATUSES) + " |", "| --- |" + " ---: |" * len(STATUSES)]
@@ -177,7 +177,7 @@ def _read(report: Path, file: str) -> list[Outcome]:
 
 
 def _end_group(leader: int) -> None:
-    """Ends what a test left running: ranks whose launcher was cut."""
+    """Kills processes that a test left running, such as ranks whose launcher was killed."""
     try:
         os.killpg(leader, signal.SIGKILL)
     except ProcessLookupError:

@@ -1,7 +1,7 @@
-"""Run by Python at its start, in the tests' process and in the ranks that they launch: bf16 needs no GPU.
+"""Enables bf16 without a GPU; Python runs this file at its start, in the tests' process and in its ranks.
 
-`TrainingArguments(bf16=True)` asks for a GPU that has bf16, unless it is told `use_cpu`, which the tests do not say as
-they expect an accelerator. CPUs have bf16, so the question is answered with yes, once transformers asks it.
+`TrainingArguments(bf16=True)` requires a GPU with bf16, unless `use_cpu` is set, which the tests do not set because
+they expect an accelerator. CPUs support bf16, so this file replaces transformers' check.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ASKING = "transformers.training_args"
 
 
 class _Answer(MetaPathFinder):
-    """Finds the module that asks as Python does, and replaces the question after it has been executed."""
+    """Finds the module with the check as Python does, and replaces the check after executing the module."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None

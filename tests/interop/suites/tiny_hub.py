@@ -1,7 +1,7 @@
-"""A Hugging Face cache of tiny random models under the names that foreign tests load, for machines without the hub.
+"""A Hugging Face cache of tiny random models under the names that other projects' tests load, for use without the hub.
 
-Each is made from a config of its architecture and, where it is to have one, a tokenizer of the kind that goes with it,
-trained on a few sentences; weights are random, so a test that needs a model which has learnt something cannot pass.
+Each model is made from a config of its architecture and, where needed, a tokenizer of the matching kind, trained on a
+few sentences. The weights are random, so a test that needs a trained model cannot pass.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 REVISION = "0" * 40
-"""What stands where the hub has the hash of a commit."""
+"""Revision in place of the commit hash that the hub uses."""
 
 _SENTENCES = [
     "The quick brown fox jumps over the lazy dog.",
@@ -50,12 +50,12 @@ class Agreement(evaluate.Metric):
 
 @dataclass(frozen=True)
 class TinyModel:
-    """One model: its architecture, its sizes where they are not the usual ones, and what goes with it."""
+    """One model: its architecture, sizes that differ from the usual ones, head and tokenizer."""
 
     model_type: str
     sizes: Mapping[str, Any] = field(default_factory=dict)
     head: str = "AutoModelForCausalLM"
-    """The auto class that makes it; "" for a config alone."""
+    """Auto class that makes the model; "" for a config without a model."""
     tokenizer: bool = False
 
     def save(self, folder: Path) -> None:
@@ -89,7 +89,7 @@ class TinyModel:
 
 
 def make_hub(home: Path, models: Mapping[str, TinyModel]) -> dict[str, str]:
-    """Writes what of `models` is not in `home` yet; gives the variables with which Hugging Face's libraries read it."""
+    """Writes the models that `home` lacks; returns the variables with which Hugging Face's libraries read the cache."""
     for name, model in models.items():
         repository = home / "hub" / ("models--" + name.replace("/", "--"))
         snapshot = repository / "snapshots" / REVISION
@@ -98,14 +98,14 @@ def make_hub(home: Path, models: Mapping[str, TinyModel]) -> dict[str, str]:
         snapshot.mkdir(parents=True, exist_ok=True)
         model.save(snapshot)
         (repository / "refs").mkdir(exist_ok=True)
-        (repository / "refs" / "main").write_text(REVISION)  # last: it marks the model as whole
+        (repository / "refs" / "main").write_text(REVISION)  # last: it marks the model as complete
         print(f"made {name}", flush=True)
     _make_sentence_pairs(home)
     return {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 
 
 def _make_sentence_pairs(home: Path) -> None:
-    """Pairs of sentences labelled by whether they are the same, and a metric, where GLUE's MRPC would be cached."""
+    """Writes pairs of sentences, labelled by equality, and a metric to the cache entries of GLUE's MRPC."""
     import datasets
     from datasets.arrow_writer import ArrowWriter
 
@@ -129,7 +129,7 @@ def _make_sentence_pairs(home: Path) -> None:
     metric.mkdir(parents=True, exist_ok=True)
     (metric / "glue.py").write_text(_METRIC)
     about = {"builder_name": "parquet", "dataset_name": "glue", "config_name": "mrpc", "splits": splits}
-    # Last: it marks the data as whole.
+    # Last: it marks the data as complete.
     info = datasets.DatasetInfo(features=features)
     info.write_to_directory(str(folder))
     path = folder / "dataset_info.json"

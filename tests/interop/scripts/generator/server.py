@@ -1,10 +1,10 @@
-"""Stands in for `trl vllm-serve`: the same requests and the same group for weights, with transformers on a CPU.
+"""Replaces `trl vllm-serve`: the same requests and the same group for weights, with transformers on a CPU.
 
     python tests/interop/scripts/generator/server.py --model NAME --port 8000 [--seed 0] [--log FILE]
 
-Weights come one by one by broadcast, as TRL's client (1.10 and before) sends them, and are used from the next request
-on. Sampling goes on from one seed, so that the same requests to the same weights give the same completions. `--log`
-gets a line per synchronization: the number of weights and a hash of them all.
+TRL's client (1.10 and before) broadcasts the weights one by one; the next request uses them. One random generator
+samples all completions, so that the same requests to the same weights give the same completions. The server writes a
+line to `--log` per synchronization: the number of weights and a hash of them all.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from vllm.distributed.stateless_group import StatelessProcessGroup
 
 
 class Generator:
-    """A model, the group by which its weights come, and what is counted."""
+    """A model, the group that transfers its weights, and the names of the received weights."""
 
     def __init__(self, name: str, seed: int, log: Path | None) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -45,7 +45,7 @@ class Generator:
         self._pending: list[threading.Thread] = []
 
     def join(self, host: str, port: int, world_size: int) -> None:
-        """Makes the group for weights, in the background: the client comes to it after this request."""
+        """Joins the group for weights in the background: the client joins it after this request."""
 
         def connect() -> None:
             group = StatelessProcessGroup.create(host, port, rank=0, world_size=world_size)
@@ -54,7 +54,7 @@ class Generator:
         self._begin(connect)
 
     def receive(self, name: str, dtype: str, shape: list[int]) -> None:
-        """Takes a weight that the client broadcasts after this request."""
+        """Receives a weight that the client broadcasts after this request."""
         if name not in self._weights:
             raise KeyError(f"{name}: not a weight of the model")
         value = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
@@ -71,7 +71,7 @@ class Generator:
         self._begin(take)
 
     def settle(self) -> None:
-        """Waits for what is under way; notes what has come since the last time."""
+        """Waits for running transfers; logs the weights received since the last call."""
         while self._pending:
             self._pending.pop(0).join()
         if self._received and self._log is not None:
@@ -84,7 +84,7 @@ class Generator:
 
     @torch.no_grad()
     def generate(self, prompt: list[int], most: int, temperature: float) -> tuple[list[int], list[float]]:
-        """Tokens that follow, and the logarithms of their probabilities."""
+        """Returns the generated tokens and their log probabilities."""
         tokens, logprobs = list(prompt), []
         ends = self.model.generation_config.eos_token_id
         ends = set(ends) if isinstance(ends, list) else {ends}
@@ -98,7 +98,7 @@ class Generator:
         return tokens[len(prompt) :], logprobs
 
     def answer(self, path: str, request: dict[str, Any]) -> dict[str, Any]:
-        """What a request gets."""
+        """Returns the response to a request."""
         with self._lock:
             if path == "update_named_param":
                 self.receive(request["name"], request["dtype"], request["shape"])
@@ -123,7 +123,7 @@ class Generator:
             return {"message": "done", "world_size": 1, "success": True}
 
     def _begin(self, call: Any) -> None:
-        # One after the other, in the order of the requests, as the broadcasts are.
+        # Transfers run one after the other, in the order of the requests, like the broadcasts.
         before = list(self._pending)
 
         def ordered() -> None:
@@ -137,7 +137,7 @@ class Generator:
 
 
 def serve(generator: Generator, port: int) -> None:
-    """Answers until it is killed."""
+    """Answers requests until the process is killed."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -160,7 +160,7 @@ def serve(generator: Generator, port: int) -> None:
             self.wfile.write(payload)
 
         def log_message(self, *arguments: Any) -> None:
-            """Nothing is printed per request."""
+            """Suppresses the message per request."""
 
     ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 

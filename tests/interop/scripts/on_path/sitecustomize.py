@@ -1,14 +1,14 @@
-"""Run by Python at the start of every rank: seeds it, and notes each loss that backward begins from.
+"""Seeds every rank at the start of Python, and records each loss on which backward is called.
 
-A script prints its losses rounded, or not at all. `FOREIGN_SCRIPTS_LOSSES` names the file that gets them, one line a
-backward with all bits; the rank is added to the name. Without it, or in a process that is no rank, nothing happens.
-With `FOREIGN_SCRIPTS_ORDER=one` every random sampler gives one order, in each epoch, loaders' workers begin with one
-seed, and a loader leaves the global generator as it is. With `FOREIGN_SCRIPTS_SCHEDULE=one` accelerate moves a schedule
-on once per update, not once per rank. With `FOREIGN_SCRIPTS_DUMMIES=there` accelerate.utils has DummyOptim and
+A script prints its losses rounded, or not at all. `FOREIGN_SCRIPTS_LOSSES` names the file that receives them, one line
+per backward with all bits; the rank is appended to the name. Without it, or outside a rank, this file does nothing.
+With `FOREIGN_SCRIPTS_ORDER=one` every random sampler returns one order, in each epoch, loaders' workers begin with one
+seed, and a loader does not change the global generator. With `FOREIGN_SCRIPTS_SCHEDULE=one` accelerate advances a
+schedule once per update, not once per rank. With `FOREIGN_SCRIPTS_DUMMIES=there` accelerate.utils has DummyOptim and
 DummyScheduler without DeepSpeed, too.
 
-DDP's reducers are never freed: where one is the last to refer to a gloo group, torch 2.13 frees the group while it
-has the interpreter's lock, and the group's thread may wait for that lock for ever.
+DDP's reducers are never freed: if a reducer holds the last reference to a gloo group, torch 2.13 frees the group while
+it holds the interpreter's lock, for which the group's thread may be waiting: a deadlock.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 _FILE = os.environ.get("FOREIGN_SCRIPTS_LOSSES")
 _RANK = os.environ.get("RANK")
-_BASE_SEED = 8  # place among the arguments of a worker's loop
+_BASE_SEED = 8  # position among the arguments of a worker's loop
 
 
 def _note_losses(path: str) -> None:
@@ -60,7 +60,7 @@ def _fix_schedule() -> None:
 
     def once(schedule: AcceleratedScheduler, *args: Any, **kwargs: Any) -> None:
         initialize(schedule, *args, **kwargs)
-        schedule.split_batches = True  # all that this says to it: one step per update
+        schedule.split_batches = True  # its only effect: one step per update
 
     AcceleratedScheduler.__init__ = once  # type: ignore[method-assign]
 

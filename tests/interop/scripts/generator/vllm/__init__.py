@@ -1,7 +1,7 @@
-"""Stands in for vLLM on CPUs: the names that TRL's client imports, its communicator over gloo.
+"""Replaces vLLM on CPUs: the names that TRL's client imports, with a communicator over gloo.
 
-TRL's client asks the trainer's CUDA device for an identifier, to refuse a server on the same one; here is none. TRL's
-online DPO asks torch for the accelerator that the client works with, and gets the CPU; everybody else gets none.
+TRL's client queries the trainer's CUDA device for an identifier, to reject a server on the same device; without CUDA it
+gets a placeholder. TRL's online DPO queries torch for the client's accelerator and gets the CPU; others get none.
 """
 
 import sys
@@ -31,15 +31,15 @@ if not torch.cuda.is_available():
 
 
 class LLM:
-    """vLLM's engine inside the trainer's process, which is not stood in for."""
+    """vLLM's engine inside the trainer's process; not replaced."""
 
 
 class RequestOutput:
-    """What the engine gives for a prompt."""
+    """Result of the engine for a prompt."""
 
 
 class SamplingParams:
-    """How the engine samples."""
+    """Sampling parameters of the engine."""
 
     def __init__(self, **settings: Any) -> None:
         vars(self).update(settings)

@@ -2,4 +2,4 @@
 
 
 class StructuredOutputsParams:
-    """Rules for what is generated, of which there are none here."""
+    """Rules for generated text; unused here."""

@@ -1,4 +1,4 @@
-"""Stands in for timm where there is none: `create_model` gives a small network with what the scripts ask of it."""
+"""Replaces timm if it is missing: `create_model` returns a small network with the attributes that the scripts use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["create_model"]
 
 
 class PictureNetwork(nn.Module):
-    """Two convolutions, batch norms and a linear head; `default_cfg` says how pictures are to be normalised."""
+    """Two convolutions, batch norms and a linear head; `default_cfg` contains the normalization of the pictures."""
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Stands in for torchvision where there is none: the names that the example scripts import, on made-up pictures."""
+"""Replaces torchvision if it is missing: the names that the example scripts import, with generated pictures."""
 
 from torchvision import datasets, transforms
 

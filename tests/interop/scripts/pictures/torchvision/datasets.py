@@ -1,4 +1,4 @@
-"""`torchvision.datasets.CIFAR10` with made-up pictures, whose mean colour tells their class."""
+"""`torchvision.datasets.CIFAR10` with generated pictures, whose mean colour encodes their class."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The transforms of `torchvision.transforms` that the example scripts name."""
+"""The transforms of `torchvision.transforms` that the example scripts use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Compose:
-    """One transform after the other."""
+    """Applies one transform after the other."""
 
     def __init__(self, transforms: Sequence[Callable[[Any], Any]]) -> None:
         self.transforms = transforms
@@ -23,14 +23,14 @@ class Compose:
 
 
 class ToTensor:
-    """A picture as a float tensor of channels x height x width in 0..1."""
+    """Converts a picture to a float tensor of channels x height x width in 0..1."""
 
     def __call__(self, image: Any) -> Tensor:
         return torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1).float().div(255)
 
 
 class Normalize:
-    """Each channel minus its mean, divided by its deviation."""
+    """Subtracts the mean of each channel and divides by its deviation."""
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
         self._mean, self._std = (torch.tensor(values).view(-1, 1, 1) for values in (mean, std))
@@ -40,7 +40,7 @@ class Normalize:
 
 
 class Resize:
-    """A picture in another size (height, width)."""
+    """Resizes a picture to (height, width)."""
 
     def __init__(self, size: Sequence[int]) -> None:
         self._size = tuple(size)
@@ -50,7 +50,7 @@ class Resize:
 
 
 class RandomResizedCrop(Resize):
-    """A random square of a picture, resized."""
+    """Crops a random square from a picture and resizes it."""
 
     def __init__(self, size: Sequence[int], scale: tuple[float, float] = (0.08, 1.0)) -> None:
         super().__init__(size)

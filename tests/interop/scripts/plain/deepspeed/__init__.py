@@ -1,7 +1,7 @@
-"""DDP behind the names of DeepSpeed that the example scripts use: what their losses are compared with.
+"""DDP behind the names of DeepSpeed that the example scripts use: the reference for their losses.
 
-Written apart from zeroaccel, and as plainly as it can be: `DistributedDataParallel`, torch's AdamW over fp32 masters,
-and what the scripts' configs ask for. All modules of the package are this one.
+Independent of zeroaccel, and as simple as possible: `DistributedDataParallel`, torch's AdamW over fp32 masters,
+and the settings in the scripts' configs. All modules of the package are this one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DeepSpeedCPUAdam = FusedAdam
 
 
 class WarmupLR:
-    """From 0 by the logarithm of the step to the full rate."""
+    """Warms up from 0 to the full rate with the logarithm of the step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, warmup_max_lr: float, warmup_num_steps: int, **_: Any) -> None:
         self._optimizer, self._most, self._steps, self._step = optimizer, warmup_max_lr, warmup_num_steps, -1
@@ -50,7 +50,7 @@ class WarmupLR:
 
 
 class EpochSampler(DistributedSampler[Any]):
-    """Another order in every epoch, as the example scripts do not ask for it by `set_epoch`."""
+    """Draws another order in every epoch, because the example scripts do not call `set_epoch`."""
 
     def __iter__(self) -> Any:
         order = super().__iter__()
@@ -147,7 +147,7 @@ def init_distributed(*_: Any, **__: Any) -> None:
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     parser.add_argument("--deepspeed", action="store_true")
     parser.add_argument("--deepspeed_config")
-    parser.set_defaults(local_rank=int(os.environ["LOCAL_RANK"]))  # which DeepSpeed's launcher passes
+    parser.set_defaults(local_rank=int(os.environ["LOCAL_RANK"]))  # DeepSpeed's launcher passes it
     return parser
 
 

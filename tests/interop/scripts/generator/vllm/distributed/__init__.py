@@ -1,4 +1,4 @@
-"""As in vLLM, where `StatelessProcessGroup` is in a module called `utils`."""
+"""Like vLLM's package, where `StatelessProcessGroup` is in a module called `utils`."""
 
 import sys
 

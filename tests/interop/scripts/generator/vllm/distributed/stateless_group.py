@@ -14,7 +14,7 @@ _LIMIT = timedelta(seconds=120)
 
 @dataclass
 class StatelessProcessGroup:
-    """A gloo group by a store of its own, which rank 0 serves."""
+    """A gloo group with a store of its own, which rank 0 serves."""
 
     rank: int
     world_size: int
@@ -22,13 +22,13 @@ class StatelessProcessGroup:
 
     @staticmethod
     def create(host: str, port: int, rank: int, world_size: int) -> StatelessProcessGroup:
-        """Connects, when all ranks have called it."""
+        """Connects; returns when all ranks have called it."""
         store = TCPStore(host, port, world_size, is_master=rank == 0, timeout=_LIMIT, wait_for_workers=False)
         gloo = ProcessGroupGloo(PrefixStore("weights", store), rank, world_size, _LIMIT)
         return StatelessProcessGroup(rank, world_size, gloo)
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
-        """From rank `src` to all."""
+        """Broadcasts from rank `src` to all."""
         options = torch._C._distributed_c10d.BroadcastOptions()
         options.rootRank = src
         self.gloo.broadcast([tensor], options).wait()

@@ -1,1 +1,1 @@
-"""As in vLLM."""
+"""Like vLLM's package."""

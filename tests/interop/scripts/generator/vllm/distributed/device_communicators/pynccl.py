@@ -17,5 +17,5 @@ class PyNcclCommunicator:
         self.device = device
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
-        """From rank `src` to all."""
+        """Broadcasts from rank `src` to all."""
         self.group.broadcast(tensor.contiguous() if self.group.rank == src else tensor, src)
